@@ -1,0 +1,1 @@
+"""What all operators share: dispatch, checks, masks, dropout, numerics, sharding."""

@@ -1,0 +1,147 @@
+"""The only dispatch: which implementation of an operator runs, and why the others do not."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "triton")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an operator; any forward may be paired with any backward.
+
+    Attributes:
+      name: what the caller writes in `implementation=`.
+      forward, backward: see the operator's `api.py`.
+      platform: "tpu" or "gpu" for a kernel, None for the portable path.
+      supports: `(options, operands) -> None | reason`; None means that the kernel can run the call.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    platform: str | None = None
+    supports: Callable[[Any, Any], str | None] = lambda options, operands: None
+
+
+def target_platform() -> str:
+    """The platform that is aimed at: of the ambient mesh, else the default device, else JAX's default."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.abstract_device is not None:
+        return mesh.abstract_device.platform
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
+def _meshes(operands: Any) -> Iterator[jax.sharding.AbstractMesh]:
+    yield jax.sharding.get_abstract_mesh()
+    for operand in jax.tree.leaves(operands):
+        yield jax.typeof(operand).sharding.mesh
+
+
+def _refusal(implementation: Implementation, options: Any, operands: Any) -> str | None:
+    """Why `implementation` cannot run this call here; None if it can."""
+    if implementation.platform is None:
+        return implementation.supports(options, operands)
+    if implementation.platform != (target := target_platform()):
+        return f"it is a {implementation.platform} kernel and the target platform is {target}"
+    if any(AxisType.Auto in mesh.axis_types for mesh in _meshes(operands)):
+        return (
+            "a kernel cannot be partitioned over mesh axes of type Auto; wrap the call in "
+            "jax.shard_map, or use a mesh with Explicit axes"
+        )
+    return implementation.supports(options, operands)
+
+
+class _Explained(Exception):  # noqa: N818 - control flow, not an error
+    def __init__(self, reasons: dict[str, str]):
+        self.reasons = reasons
+
+
+_explaining = contextvars.ContextVar("explaining", default=False)
+
+
+def select(
+    operator: str,
+    implementations: tuple[Implementation, ...],
+    requested: str | None,
+    options: Any,
+    operands: Any,
+) -> Implementation:
+    """The implementation to run: the one asked for, or the first of the list that can.
+
+    Raises:
+      ValueError: `requested` is not the name of an implementation.
+      NotImplementedError: the one asked for cannot run this call; the message says why.
+    """
+    reasons = {i.name: _refusal(i, options, operands) for i in implementations}
+    if _explaining.get():
+        raise _Explained({name: reason or "ok" for name, reason in reasons.items()})
+    if requested is None:
+        return next(i for i in implementations if reasons[i.name] is None)
+    if requested not in NAMES:
+        raise ValueError(
+            f"{operator}: implementation must be None or one of {NAMES}, got {requested!r}"
+        )
+    for i in implementations:
+        if i.name == requested and reasons[i.name] is None:
+            return i
+    reason = reasons.get(requested, "this operator has no such implementation")
+    raise NotImplementedError(
+        f"{operator}: implementation={requested!r} cannot run this call: {reason}; "
+        f"implementation=None picks one that can"
+    )
+
+
+@contextlib.contextmanager
+def _explain_mode() -> Iterator[None]:
+    token = _explaining.set(True)
+    try:
+        yield
+    finally:
+        _explaining.reset(token)
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
+    """For each implementation of operator `f`: "ok", or the reason why it cannot run this call.
+
+    Args:
+      f: an operator of this package, or a function that calls one.
+      *args, **kwargs: its arguments; arrays may be `jax.ShapeDtypeStruct`s. Nothing is computed.
+
+    Returns:
+      `{implementation: "ok" | reason}`, in the order in which `implementation=None` tries them.
+
+    Raises:
+      ValueError: `f` calls no operator of this package.
+
+    Example:
+      >>> import jax, jax_attn_bwd
+      >>> x = jax.ShapeDtypeStruct((2, 128, 8, 64), "float32")
+      >>> jax_attn_bwd.explain(jax_attn_bwd.dot_product_attention, x, x, x)
+      {'xla': 'ok'}
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+
+    def call(*arrays):
+        filled = list(leaves)
+        for i, array in zip(traced, arrays, strict=True):
+            filled[i] = array
+        call_args, call_kwargs = jax.tree.unflatten(treedef, filled)
+        f(*call_args, **call_kwargs)
+
+    with _explain_mode():
+        try:
+            jax.eval_shape(call, *(leaves[i] for i in traced))
+        except _Explained as explained:
+            return explained.reasons
+    raise ValueError(f"explain: {f!r} calls no operator of jax_attn_bwd")

@@ -1,0 +1,115 @@
+"""Checks of arguments, all with one style of message: operator, argument, expected, got, remedy."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def message(operator: str, argument: str, expected: str, got: Any, remedy: str = "") -> str:
+    """`operator: argument must expected, got got; remedy`."""
+    return f"{operator}: {argument} must {expected}, got {got}" + (f"; {remedy}" if remedy else "")
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array or tracer (not a Python scalar)."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def floating(operator: str, argument: str, x: Any) -> jax.Array:
+    """`x` as an array of a floating dtype."""
+    if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        got = f"dtype {x.dtype}" if is_array(x) else type(x).__name__
+        raise TypeError(message(operator, argument, "be a floating-point array", got))
+    return jnp.asarray(x)
+
+
+def same_dtype(operator: str, **arrays: jax.Array) -> None:
+    """All arrays share one dtype."""
+    if len({x.dtype for x in arrays.values()}) > 1:
+        got = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        names = ", ".join(arrays)
+        raise TypeError(
+            message(operator, names, "have one dtype", got, "cast them to the dtype you want")
+        )
+
+
+def boolean_mask(operator: str, mask: Any) -> jax.Array:
+    """`mask` as a boolean array, True = attend."""
+    if is_array(mask) and mask.dtype == np.bool_:
+        return jnp.asarray(mask)
+    got = f"dtype {mask.dtype}" if is_array(mask) else type(mask).__name__
+    remedy = "pass additive values as bias"
+    if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
+        remedy = "write mask != 0 if non-zero means attend"
+    raise TypeError(message(operator, "mask", "be boolean (True = attend)", got, remedy))
+
+
+def integers(operator: str, argument: str, x: Any) -> jax.Array:
+    """`x` (array, list or int) as an array of an integer dtype."""
+    array = jnp.asarray(x)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}"))
+    return array
+
+
+def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple) -> None:
+    """`x.shape == expected`; `names` spells the expected shape in shape letters."""
+    if x.shape != expected:
+        raise ValueError(message(operator, argument, f"have shape {names} = {expected}", x.shape))
+
+
+def broadcasts(operator: str, argument: str, x: jax.Array, names: str, target: tuple) -> None:
+    """`x` broadcasts to `target` (never the other way round)."""
+    sizes = zip(reversed(x.shape), reversed(target), strict=False)
+    if x.ndim > len(target) or any(a != b and a != 1 for a, b in sizes):
+        raise ValueError(
+            message(operator, argument, f"broadcast to {names} = {tuple(target)}", x.shape)
+        )
+
+
+def python_float(operator: str, argument: str, x: Any, remedy: str = "") -> float:
+    """`x` as a finite Python float; arrays and tracers are refused."""
+    if is_array(x) or isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(message(operator, argument, "be a Python float", type(x).__name__, remedy))
+    if not math.isfinite(x):
+        raise ValueError(message(operator, argument, "be finite", x, remedy))
+    return float(x)
+
+
+def rate(operator: str, argument: str, x: Any) -> float:
+    """A probability, as a Python float."""
+    x = python_float(operator, argument, x, "a traced rate is not supported")
+    if not 0.0 <= x <= 1.0:
+        raise ValueError(message(operator, argument, "lie in [0, 1]", x))
+    return x
+
+
+def flag(operator: str, argument: str, x: Any) -> bool:
+    """A Python bool: options change the compiled program and cannot be traced."""
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(message(operator, argument, "be a Python bool", type(x).__name__))
+    return bool(x)
+
+
+def choice(operator: str, argument: str, x: Any, choices: Sequence[str]) -> str:
+    """One of `choices`."""
+    if x not in choices:
+        raise ValueError(message(operator, argument, f"be one of {tuple(choices)}", repr(x)))
+    return x
+
+
+def wanted(operator: str, wrt: Any, fields: Sequence[str], present: Sequence[str]) -> tuple:
+    """`wrt` as a tuple of known names of arguments that were given."""
+    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    for name in names:
+        if name not in fields:
+            raise ValueError(message(operator, "wrt", f"name some of {tuple(fields)}", repr(name)))
+        if name not in present:
+            raise ValueError(
+                message(operator, "wrt", "name arguments that were given", f"{name!r}, which is None")
+            )
+    return names

@@ -1,0 +1,33 @@
+"""Small numerical helpers shared by all operators."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def accumulator_dtype(dtype: Any) -> jnp.dtype:
+    """float32 for float32 and narrower, float64 for float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def canonical_precision(precision: Any) -> Any:
+    """A hashable precision: None, `lax.Precision`, a pair of them, or a dot algorithm."""
+    if isinstance(precision, list | tuple):
+        return tuple(lax.Precision(p) for p in precision)
+    if isinstance(precision, str):
+        try:
+            return lax.Precision(precision)
+        except ValueError:
+            return lax.DotAlgorithmPreset[precision]
+    return precision
+
+
+def reduce_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Sums `x` over the axes that `shape` broadcasts, so that the result has `shape`."""
+    extra = x.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        extra + i for i, n in enumerate(shape) if n == 1 and x.shape[extra + i] != 1
+    )
+    return x.sum(axes, keepdims=True).reshape(shape) if axes else x

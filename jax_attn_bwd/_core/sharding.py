@@ -1,0 +1,74 @@
+"""What an operator does so that sharded programs trace, run and keep their shardings.
+
+Three rules: loop carries take their type from the operands (`full_like_operands`), outputs depend on
+all operands (`tie`), and a cotangent has the type of its primal (`match_type`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def full_like_operands(
+    like: jax.Array, shape: Sequence[int], fill: float, dtype: Any, operands: Any
+) -> jax.Array:
+    """An array of `fill`, sharded like `like` and varying over every mesh axis an operand varies over.
+
+    `like` has as many axes as `shape`; where their sizes differ, the axis is not sharded.
+    """
+    differ = tuple(i for i, n in enumerate(shape) if like.shape[i] != n)
+    seed = lax.full_like(like.sum(differ, keepdims=True) if differ else like, fill, dtype)
+    seed = jnp.broadcast_to(seed, shape)
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(operands))) - _varying(seed)
+    return lax.pcast(seed, tuple(sorted(axes)), to="varying") if axes else seed
+
+
+def tie(outputs: Any, operands: Any) -> Any:
+    """`outputs` unchanged, each formally depending on every operand.
+
+    Under `vmap` over some operands only, an output that does not depend on them is not batched, and
+    `custom_vjp` then mixes up its cotangents (silently in JAX 0.10, an error in 0.12). XLA folds the
+    select away.
+    """
+    never = jnp.zeros((), bool)
+    for operand in jax.tree.leaves(operands):
+        total = operand.sum()
+        outputs = jax.tree.map(lambda x, t=total: jnp.where(never, t.astype(x.dtype), x), outputs)
+    return outputs
+
+
+def match_type(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
+    """`cotangent` with the dtype, the manual axes and the explicit sharding of `primal`.
+
+    Inside `shard_map` a primal that is replicated over an axis gets the sum of the devices' shares.
+    """
+    surplus = _varying(cotangent) - _varying(primal)
+    if surplus:
+        cotangent = lax.psum(cotangent, tuple(sorted(surplus)))
+    missing = _varying(primal) - _varying(cotangent)
+    if missing:
+        cotangent = lax.pcast(cotangent, tuple(sorted(missing)), to="varying")
+    sharding = jax.typeof(primal).sharding
+    if jax.typeof(cotangent).sharding != sharding and not sharding.mesh.empty:
+        cotangent = jax.sharding.reshard(cotangent, sharding)
+    return cotangent.astype(primal.dtype)
+
+
+def explicit_spec(x: jax.Array) -> tuple:
+    """The mesh axes each axis of `x` is sharded over on an Explicit mesh; None = not sharded."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def axis_size(x: jax.Array, names: str | tuple[str, ...]) -> int:
+    """Number of shards along the mesh axes `names` of the mesh that `x` lives on."""
+    shape = jax.typeof(x).sharding.mesh.shape
+    return math.prod(shape[n] for n in ((names,) if isinstance(names, str) else names))

@@ -1,0 +1,256 @@
+"""Dense attention: the public functions, their checks, and the custom_vjp."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd.ops.dot_product import backward as portable_backward
+from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product.arguments import prepare
+from jax_attn_bwd.ops.dot_product.spec import (
+    DIFFERENTIABLE,
+    DotProductAttentionGrads,
+    Operands,
+    Options,
+    Residuals,
+    Wanted,
+)
+
+_NAME = "dot_product_attention"
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dropout_offset: Sequence[Any] | None = None,
+    precision: Any = None,
+    deterministic: bool = True,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Attends every query to the keys it sees, in memory linear in T and S.
+
+        logits = soft_cap(scale * q k^T) + bias
+        out    = dropout(softmax(logits, where visible)) v
+
+    A query t sees a key s if every given condition holds: `mask` is True, `bias` is not -inf, t and s
+    lie within the sequence lengths, their segment ids are equal, s is not after t (`is_causal`) and
+    within the window. Tiles that nothing sees by lengths, segments, causality or window are skipped,
+    in the forward and in the backward.
+
+    Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value
+    heads (N a multiple of K: query head n uses key head n // (N / K)), H head size, Hv value head size.
+
+    Args:
+      query: `[..., T, N, H]`, floating.
+      key: `[..., S, K, H]`, dtype of `query`.
+      value: `[..., S, K, Hv]`, dtype of `query`.
+      bias: broadcasts to `[..., N, T, S]`, floating; added to the logits. -inf counts as masked.
+      mask: broadcasts to `[..., N, T, S]`, bool; True attends.
+      scale: Python float; default `1 / sqrt(H)`. For a learned temperature multiply `query`.
+      is_causal: a query sees keys up to its own position (top-left aligned, as in `jax.nn`).
+      query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`; positions at or beyond
+        the length see nothing, and are not seen. Always counted by index, not by position.
+      local_window_size: int or (left, right): a query at p sees keys from p - left to p + right.
+      query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; give both.
+      query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what
+        causality and windows compare; default the index (rings, packing, bottom-right alignment).
+      logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      sink: `[N]`, floating: one more logit per row that takes probability and returns nothing.
+      dropout_rate: probability in [0, 1] of dropping an attention probability; 1 gives zeros.
+      dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
+        of (key, batch, head, row, column) alone, the same on every implementation and sharding.
+      broadcast_dropout: one mask for all batch entries and heads.
+      dropout_offset: (batch, head, row, column) of this block in a global array, ints or traced; row
+        and column may be index arrays `[T]`, `[S]`.
+      precision: of the matrix products; None follows `jax_default_matmul_precision`.
+      deterministic: False lets a kernel add in any order where that is faster.
+      return_residual: return `(out, lse)`.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      out: `[..., T, N, Hv]`, dtype of `query`. Sums are accumulated in float32 (float64 for float64).
+        A query that sees nothing gives 0.
+      lse: `[..., T, N]`, with `return_residual`: natural log of the sum of exp(logits), the sink
+        included; float32 (float64 for float64). A query that sees nothing: -inf, or `sink[n]`.
+
+    Gradients:
+      query, key, value, bias, sink: exact, in the dtype and shape of the argument (a bias that
+      broadcasts gets a gradient of its own shape, summed tile by tile). Only what is differentiated is
+      computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse over
+      reverse, forward over reverse, `jax.hessian`. `jax.jvp` of the function itself is not defined.
+      Saves its inputs, `out` and `lse`, which carry the checkpoint names "attention_out" and
+      "attention_lse". NaN in keys and values that no query sees reaches no output and no gradient.
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range.
+      TypeError: an argument is of the wrong kind (float mask, mixed dtypes, array for `scale`).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import dot_product_attention
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> dq = jax.grad(lambda q: dot_product_attention(q, k, v, is_causal=True).sum())(q)
+      >>> dq.shape
+      (2, 16, 4, 8)
+
+    References:
+      Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.1.
+      Dao, FlashAttention-2, 2023, arXiv:2307.08691.
+    """
+    options, operands = prepare(
+        _NAME, query, key, value, bias, mask, scale=scale, is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
+        dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
+    )  # fmt: skip
+    return_residual = checks.flag(_NAME, "return_residual", return_residual)
+    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
+    out, lse = _attention((options, chosen.name), operands)
+    return (out, lse) if return_residual else out
+
+
+def dot_product_attention_bwd(
+    dout: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    out: jax.Array,
+    lse: jax.Array,
+    dlse: jax.Array | None = None,
+    wrt: Sequence[str] = ("query", "key", "value"),
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dropout_offset: Sequence[Any] | None = None,
+    precision: Any = None,
+    deterministic: bool = True,
+    implementation: str | None = None,
+) -> DotProductAttentionGrads:
+    """The backward of `dot_product_attention` as a plain function.
+
+    Args:
+      dout: `[..., T, N, Hv]`, cotangent of `out`, dtype of `query`.
+      out, lse: what `dot_product_attention(..., return_residual=True)` returned for the same arguments.
+      dlse: `[..., T, N]`, cotangent of `lse`; None = 0.
+      wrt: which of "query", "key", "value", "bias", "sink" to compute.
+      query, key, value, bias, mask and options: as in the forward call.
+
+    Returns:
+      DotProductAttentionGrads(query, key, value, bias, sink), each with its argument's shape and
+      dtype; None where not asked.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `dot_product_attention`.
+
+    Example:
+      >>> import jax
+      >>> import jax_attn_bwd as jab
+      >>> q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8))
+      >>> out, lse = jab.dot_product_attention(q, k, v, return_residual=True)
+      >>> grads = jab.dot_product_attention_bwd(dout, q, k, v, out=out, lse=lse, wrt=("key",))
+      >>> grads.key.shape, grads.query is None
+      ((2, 16, 4, 8), True)
+    """
+    name = f"{_NAME}_bwd"
+    options, operands = prepare(
+        name, query, key, value, bias, mask, scale=scale, is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
+        dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
+    )  # fmt: skip
+    expected = (*operands.query.shape[:-1], operands.value.shape[-1])
+    for argument, x in (("dout", dout), ("out", out)):
+        checks.shape(name, argument, checks.floating(name, argument, x), "[..., T, N, Hv]", expected)
+    for argument, x in (("lse", lse), ("dlse", dlse)):
+        if x is not None:
+            checks.shape(
+                name, argument, checks.floating(name, argument, x), "[..., T, N]", expected[:-1]
+            )
+    checks.same_dtype(name, query=operands.query, dout=dout, out=out)
+    present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
+    wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
+    residuals = Residuals(operands, out, lse, Wanted(frozenset(wanted)))
+    chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
+    return chosen.backward(options, residuals, dout, dlse)
+
+
+IMPLEMENTATIONS = (
+    backend.Implementation("xla", portable_forward.forward, portable_backward.backward),
+)
+
+
+def _implementation(name: str) -> backend.Implementation:
+    return next(i for i in IMPLEMENTATIONS if i.name == name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: tuple[Options, str], operands: Operands) -> tuple[jax.Array, jax.Array]:
+    options, implementation = static
+    return _implementation(implementation).forward(options, operands)
+
+
+def _fwd(static, operands):
+    wanted = frozenset(n for n in DIFFERENTIABLE if getattr(getattr(operands, n), "perturbed", False))
+    operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
+    options, implementation = static
+    out, lse = _implementation(implementation).forward(options, operands)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), Residuals(operands, out, lse, Wanted(wanted))
+
+
+def _bwd(static, residuals, cotangents):
+    options, implementation = static
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    grads = _implementation(implementation).backward(options, residuals, dout, dlse)
+    return (Operands(*(None,) * len(Operands._fields))._replace(**grads._asdict()),)
+
+
+_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -1,0 +1,142 @@
+"""From the arguments of a call to checked `Options` and `Operands`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+
+def prepare(
+    operator: str, query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
+    key_value_seq_lengths, local_window_size, query_segment_ids, key_value_segment_ids,
+    query_positions, key_value_positions, logits_soft_cap, sink, dropout_rate, dropout_key,
+    broadcast_dropout, dropout_offset, precision, deterministic,
+) -> tuple[Options, Operands]:  # fmt: skip
+    """Checks every argument of `dot_product_attention`; raises as its docstring says."""
+    query, key, value = _query_key_value(operator, query, key, value)
+    (*batch, T, N, H), S = query.shape, key.shape[-3]
+    batch = tuple(batch)
+
+    if bias is not None:
+        bias = checks.floating(operator, "bias", bias)
+        checks.broadcasts(operator, "bias", bias, "[..., N, T, S]", (*batch, N, T, S))
+    if mask is not None:
+        mask = checks.boolean_mask(operator, mask)
+        checks.broadcasts(operator, "mask", mask, "[..., N, T, S]", (*batch, N, T, S))
+    if sink is not None:
+        sink = checks.floating(operator, "sink", sink)
+        checks.shape(operator, "sink", sink, "[N]", (N,))
+
+    def tokens(argument, x, names, tail):
+        if x is None:
+            return None
+        x = checks.integers(operator, argument, x)
+        checks.broadcasts(operator, argument, x, names, (*batch, *tail))
+        return x.astype(jnp.int32)
+
+    if (query_segment_ids is None) != (key_value_segment_ids is None):
+        given, missing = "query_segment_ids", "key_value_segment_ids"
+        if query_segment_ids is None:
+            given, missing = missing, given
+        expected = f"be given together with {given}"
+        raise ValueError(checks.message(operator, missing, expected, None))
+
+    options = Options(
+        scale=_scale(operator, scale, H),
+        is_causal=checks.flag(operator, "is_causal", is_causal),
+        window=masks.window(operator, local_window_size),
+        logits_soft_cap=_soft_cap(operator, logits_soft_cap),
+        dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
+        broadcast_dropout=checks.flag(operator, "broadcast_dropout", broadcast_dropout),
+        precision=numerics.canonical_precision(precision),
+        deterministic=checks.flag(operator, "deterministic", deterministic),
+    )
+    words = offset = None
+    if options.dropout_rate > 0:
+        if dropout_key is None:
+            expected = f"be given when dropout_rate = {options.dropout_rate} > 0"
+            raise ValueError(
+                checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
+            )
+        words = dropout.key_words(operator, dropout_key)
+        offset = dropout.offset(operator, dropout_offset, T, S)
+    return options, Operands(
+        query, key, value, bias, mask, sink,
+        tokens("query_seq_lengths", query_seq_lengths, "[...]", ()),
+        tokens("key_value_seq_lengths", key_value_seq_lengths, "[...]", ()),
+        tokens("query_segment_ids", query_segment_ids, "[..., T]", (T,)),
+        tokens("key_value_segment_ids", key_value_segment_ids, "[..., S]", (S,)),
+        tokens("query_positions", query_positions, "[..., T]", (T,)),
+        tokens("key_value_positions", key_value_positions, "[..., S]", (S,)),
+        words, offset,
+    )  # fmt: skip
+
+
+def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query = checks.floating(operator, "query", query)
+    key = checks.floating(operator, "key", key)
+    value = checks.floating(operator, "value", value)
+    checks.same_dtype(operator, query=query, key=key, value=value)
+    for argument, x, names in (
+        ("query", query, "[..., T, N, H]"),
+        ("key", key, "[..., S, K, H]"),
+        ("value", value, "[..., S, K, Hv]"),
+    ):
+        if x.ndim < 3:
+            raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+    *batch, T, N, H = query.shape
+    S, K, Hv = *key.shape[-3:-1], value.shape[-1]
+    checks.shape(operator, "key", key, "[..., S, K, H]", (*batch, S, K, H))
+    checks.shape(operator, "value", value, "[..., S, K, Hv]", (*batch, S, K, Hv))
+    if K == 0 or N % K:
+        remedy = f"key and value have K = {K}"
+        raise ValueError(
+            checks.message(operator, "query heads N", "be a multiple of the key heads K", N, remedy)
+        )
+    _check_explicit_sharding(operator, query, key, value)
+    return query, key, value
+
+
+def _check_explicit_sharding(operator: str, query, key, value) -> None:
+    """On an Explicit mesh: batch and heads may be sharded, alike in all three, the rest may not."""
+    specs = {}
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        specs[argument] = spec = sharding.explicit_spec(x)
+        if spec[-3] is not None or spec[-1] is not None:
+            remedy = (
+                "reshard it, or run the operator inside jax.shard_map, where a sequence axis "
+                "needs a ring"
+            )
+            expected = "not be sharded along its sequence or its head size"
+            raise ValueError(checks.message(operator, argument, expected, spec, remedy))
+        if (spec[:-3], spec[-2]) != (specs["query"][:-3], specs["query"][-2]):
+            expected = f"be sharded like query, {specs['query']}, in batch and heads"
+            raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
+    heads = specs["query"][-2]
+    if heads is not None and key.shape[-2] % (n := sharding.axis_size(query, heads)):
+        raise ValueError(
+            checks.message(
+                operator, "key heads K", f"be a multiple of the size {n} of mesh axis {heads!r}",
+                key.shape[-2], "shard the batch instead, or repeat key and value heads",
+            )
+        )  # fmt: skip
+
+
+def _scale(operator: str, scale: Any, H: int) -> float:
+    if scale is None:
+        return H**-0.5 if H else 1.0
+    return checks.python_float(
+        operator, "scale", scale, "multiply query by a learned or traced temperature"
+    )
+
+
+def _soft_cap(operator: str, cap: Any) -> float | None:
+    if cap is None:
+        return None
+    cap = checks.python_float(operator, "logits_soft_cap", cap)
+    if cap <= 0:
+        raise ValueError(checks.message(operator, "logits_soft_cap", "be positive", cap))
+    return cap

@@ -1,0 +1,192 @@
+"""Backward of dense attention: derivation, then one pass over the tiles.
+
+The forward, for query row t, key s, with Z the dropout factors (0 or 1 / (1 - rate)):
+
+    x_ts = scale <q_t, k_s>,   logits_ts = soft_cap(x_ts) + bias_ts                      (1)
+    p_ts = exp(logits_ts - lse_t)   where visible, 0 elsewhere                           (2)
+    lse_t = log(sum_s exp(logits_ts) + exp(sink))                                        (3)
+    out_t = sum_s Z_ts p_ts v_s                                                          (4)
+
+Given cotangents dout of (4) and dlse of (3), and undoing the forward from its end:
+
+    dv_s      = sum_t Z_ts p_ts dout_t                                  from (4)         (5)
+    dp_ts     = Z_ts <dout_t, v_s>                                      from (4)         (6)
+    dlogits_ts = p_ts (dp_ts - sum_u p_tu dp_tu) + p_ts dlse_t          from (2), (3)
+
+The sum over u needs no second pass, since sum_u p_tu Z_tu <dout_t, v_u> = <dout_t, out_t>:
+
+    delta_t    = <dout_t, out_t> - dlse_t                                                (7)
+    dlogits_ts = p_ts (dp_ts - delta_t),   dbias = dlogits summed over broadcast axes    (8)
+    dsink      = - sum_t exp(sink - lse_t) delta_t                      from (3)         (9)
+    dx_ts      = dlogits_ts (1 - (soft_cap(x_ts) / cap)^2)              from (1)        (10)
+    dq_t = scale sum_s dx_ts k_s,   dk_s = scale sum_t dx_ts q_t        from (1)        (11)
+
+p is recomputed from lse tile by tile, so nothing of size T x S is kept. A tile is held transposed,
+`[..., K, S, G, T]`: then (5) and (11) for dk are plain matrix products, and dq is accumulated as its
+transpose, k^T dx^T, for the same reason (on a CPU a product that contracts the major axis of both
+factors takes 2.3 times as long).
+
+References:
+  Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1, Algorithm 2: (5) to (8), (11).
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
+from jax_attn_bwd._core.sharding import full_like_operands, match_type
+from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product.forward import keep_factors, row_live, unpoisoned_tile
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Options, Residuals
+from jax_attn_bwd.ops.dot_product.tiles import Tiling, Working
+
+
+def backward(
+    options: Options, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+) -> DotProductAttentionGrads:
+    """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    tiling = Tiling.default_for(options, residuals.operands)
+    return _backward(options, tiling, residuals, dout, dlse)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options, tiling, residuals, dout, dlse):
+    operands, wanted = residuals.operands, residuals.wanted.names
+    dtype = accumulator_dtype(operands.query.dtype)
+    w = tiles.working(options, operands, tiling)
+    *_, K, G, _, H = w.q.shape
+    T, S = operands.query.shape[-3], operands.key.shape[-3]
+
+    dout = jnp.zeros_like(residuals.out) if dout is None else dout
+    lse = tiles.split_heads(residuals.lse[..., None], G)[..., 0]  # [..., K, G, T]
+    sink = -jnp.inf if operands.sink is None else operands.sink.astype(dtype).reshape(K, G, 1)
+    delta = jnp.einsum(
+        "...tnh,...tnh->...tn", dout, residuals.out,
+        precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
+    )  # fmt: skip
+    # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.     (7)
+    delta = jnp.where(lse == sink, 0, tiles.split_heads(delta[..., None], G)[..., 0])
+    if dlse is not None:
+        dlse = tiles.split_heads(dlse[..., None], G)[..., 0]
+        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
+
+    grads = {}
+    if "sink" in wanted:
+        p_sink = jnp.exp(sink - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+        dsink = -(p_sink * delta).sum(-1)  # (9)
+        grads["sink"] = reduce_to(dsink.reshape(*dsink.shape[:-2], K * G), (K * G,))
+
+    lse = jnp.where(lse == -jnp.inf, 0, lse)  # exp(-inf - lse) is then 0, not NaN
+    lse, delta = (tiles.pad(x, -1, tiling.block_q) for x in (lse, delta))
+    dout = tiles.pad(tiles.split_heads(dout, G), -2, tiling.block_q)
+    saved = (w, dout, lse, delta)
+    sums = _zeros(wanted, saved, dtype)
+    if sums:
+        step = partial(_step, options, tiling, saved)
+        sums = tiles.scan_tiles(step, sums, options, w, tiling)
+
+    if "query" in sums:
+        dq = options.scale * jnp.moveaxis(sums["query"], -3, -1)  # [..., K, H, G, T] -> [..., K, G, T, H]
+        grads["query"] = tiles.merge_heads(dq)[..., :T, :, :]
+    if "key" in sums:
+        grads["key"] = options.scale * jnp.swapaxes(sums["key"], -2, -3)[..., :S, :, :]
+    if "value" in sums:
+        grads["value"] = jnp.swapaxes(sums["value"], -2, -3)[..., :S, :, :]
+    if "bias" in sums:
+        bias = operands.bias
+        dbias = sums["bias"][..., : min(T, bias.shape[-2]), : min(S, bias.shape[-1])]
+        *batch, k, g, t, s = dbias.shape
+        grads["bias"] = reduce_to(dbias.reshape(*batch, k * g, t, s), bias.shape)
+    return DotProductAttentionGrads(
+        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+    )
+
+
+def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Array]:
+    """What the tiles are summed into, by operand; all but `query` in working layout."""
+    w: Working = saved[0]
+    *batch, K, G, T, H = w.q.shape
+    like = {
+        "query": (jnp.moveaxis(w.q, -1, -3), (*batch, K, H, G, T)),
+        "key": (w.k, w.k.shape),
+        "value": (w.v, w.v.shape),
+    }
+    if w.bias is not None:
+        shape = w.bias.shape
+        if 1 in shape[-2:]:  # small: leave the sum over the batch, maybe a collective, to the end
+            shape = (*batch, *shape[-4:])
+        like["bias"] = (w.q, shape)
+    return {
+        name: full_like_operands(x, shape, 0, dtype, saved)
+        for name, (x, shape) in like.items()
+        if name in wanted
+    }
+
+
+def _step(options, tiling, saved, sums, i, j, mixed, live):
+    """Adds the share of tile (i, j) to every sum."""
+    q, k = (i, tiling.block_q), (j, tiling.block_k)
+    blocks = {"query": {-1: q}, "key": {-2: k}, "value": {-2: k}, "bias": {-2: q, -1: k}}
+    old = {name: tiles.take_at(x, blocks[name]) for name, x in sums.items()}
+    share = partial(_share, options, tiling, saved, mixed=mixed)
+
+    def add(old):
+        return jax.tree.map(jnp.add, old, jax.checkpoint(share, prevent_cse=False)(old, i, j))
+
+    new = add(old) if live is None else lax.cond(live, add, lambda old: old, old)
+    return {name: tiles.put_at(x, new[name], blocks[name]) for name, x in sums.items()}
+
+
+def _share(options, tiling, saved, old, i, j, *, mixed):
+    """What tile (i, j) gives to each of the sums named in `old`."""
+    w, dout, lse, delta = saved
+    matmul = partial(
+        jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype
+    )
+    q, k, v, visible = unpoisoned_tile(options, tiling, w, i, j, mixed)
+    dout = tiles.take(dout, i, tiling.block_q, -2)
+    lse, delta = (tiles.take(x, i, tiling.block_q, -1) for x in (lse, delta))
+    if visible is not None:
+        live = row_live(visible)
+        dout, delta = jnp.where(live[..., None], dout, 0), jnp.where(live, delta, 0)
+
+    logits = options.scale * matmul("...sh,...gth->...sgt", k, q)  # (1), transposed
+    if options.logits_soft_cap is not None:
+        capped = jnp.tanh(logits / options.logits_soft_cap)
+        logits = options.logits_soft_cap * capped
+    bias = tiles.take_plane(w.bias, i, j, tiling)
+    if bias is not None:
+        logits = logits + _transposed(bias).astype(logits.dtype)
+    if visible is not None:
+        logits = jnp.where(_transposed(visible), logits, -jnp.inf)
+    p = jnp.exp(logits - lse[..., None, :, :])  # (2)
+
+    z = 1
+    if options.dropout_rate:
+        z = _transposed(keep_factors(options, tiling, w, i, j, p.dtype))
+    share = {}
+    if "value" in old:
+        share["value"] = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)
+    if old.keys() == {"value"}:
+        return share
+    dp = z * matmul("...sh,...gth->...sgt", v, dout)  # (6)
+    dlogits = p * (dp - delta[..., None, :, :])  # (8)
+    if "bias" in old:
+        share["bias"] = reduce_to(jnp.moveaxis(dlogits, -3, -1), old["bias"].shape)
+    if options.logits_soft_cap is not None:
+        dlogits = dlogits * (1 - capped * capped)  # (10)
+    dx = dlogits.astype(q.dtype)
+    if "query" in old:
+        share["query"] = matmul("...sh,...sgt->...hgt", k, dx)  # (11)
+    if "key" in old:
+        share["key"] = matmul("...sgt,...gth->...sh", dx, q)  # (11)
+    return share
+
+
+def _transposed(tile: jax.Array) -> jax.Array:
+    """`[..., K, G, T, S]` -> `[..., K, S, G, T]`."""
+    return jnp.moveaxis(tile, -1, -3)

@@ -1,0 +1,144 @@
+"""Portable forward of dense attention: one pass over the tiles with an online softmax.
+
+For each query row, over the key tiles in any order, with m the running maximum of the logits:
+
+    m'  = max(m, max_j logits_j)
+    l'  = l  exp(m - m') + sum_j exp(logits_j - m')
+    acc'= acc exp(m - m') + sum_j exp(logits_j - m') v_j
+    at the end   out = acc / l,   lse = m + log l
+
+A sink is one more logit without a value: it starts the row at m = sink, l = 1.
+
+References:
+  Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
+  Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import full_like_operands, tie
+from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.tiles import Tiling, Working
+
+
+class State(NamedTuple):
+    """Running state of every query row."""
+
+    acc: jax.Array  # [..., K, G, T, Hv]
+    m: jax.Array  # [..., K, G, T]
+    l: jax.Array  # [..., K, G, T]
+
+
+def forward(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out `[..., T, N, Hv]`, lse `[..., T, N]`)."""
+    return _forward(options, Tiling.default_for(options, operands), operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(options, tiling, operands):
+    w = tiles.working(options, operands, tiling)
+    step = partial(_step, options, tiling, w)
+    state = tiles.scan_tiles(step, _initial(w, operands), options, w, tiling)
+
+    empty = state.l == 0
+    l = jnp.where(empty, 1, state.l)
+    lse = jnp.where(empty, -jnp.inf, _finite(state.m) + jnp.log(l))
+    T = operands.query.shape[-3]
+    out = tiles.merge_heads(state.acc / l[..., None])[..., :T, :, :].astype(operands.query.dtype)
+    lse = tiles.merge_heads(lse[..., None])[..., :T, :, 0]
+    return tie((out, lse), operands)
+
+
+def _initial(w: Working, operands: Operands) -> State:
+    dtype = accumulator_dtype(w.q.dtype)
+    *lead, H = w.q.shape
+    row = full_like_operands(w.q, (*lead, 1), 0, dtype, operands)
+    acc = jnp.broadcast_to(row, (*lead, w.v.shape[-1]))
+    if operands.sink is None:
+        return State(acc, row[..., 0] - jnp.inf, row[..., 0])
+    sink = operands.sink.astype(dtype).reshape(*w.q.shape[-4:-2], 1) + row[..., 0]
+    m = lax.stop_gradient(sink)
+    return State(acc, m, jnp.where(m == -jnp.inf, 0, jnp.exp(sink - _finite(m))))
+
+
+def _step(options, tiling, w, state, i, j, mixed, live):
+    """Folds key tile j into the rows of query tile i."""
+    q = (i, tiling.block_q)
+    blocks = State(acc={-2: q}, m={-1: q}, l={-1: q})
+    rows = State(*map(tiles.take_at, state, blocks))
+    update = jax.checkpoint(partial(_update, options, tiling, w, mixed=mixed), prevent_cse=False)
+    if live is None:
+        rows = update(rows, i, j)
+    else:
+        rows = lax.cond(live, update, lambda rows, i, j: rows, rows, i, j)
+    return State(*map(tiles.put_at, state, rows, blocks))
+
+
+def _update(options, tiling, w, rows, i, j, *, mixed):
+    q, k, v, visible = unpoisoned_tile(options, tiling, w, i, j, mixed)
+    logits = tile_logits(options, w, q, k, i, j, tiling)  # [..., K, G, block_q, block_k]
+    if visible is not None:
+        logits = jnp.where(visible, logits, -jnp.inf)
+    m = lax.stop_gradient(jnp.maximum(rows.m, logits.max(-1)))
+    shift = _finite(m)
+    decay = jnp.exp(rows.m - shift)
+    p = jnp.exp(logits - shift[..., None])
+    l = rows.l * decay + p.sum(-1)
+    if options.dropout_rate:
+        p = p * keep_factors(options, tiling, w, i, j, p.dtype)
+    pv = jnp.einsum(
+        "...gts,...sh->...gth", p.astype(v.dtype), v,
+        precision=options.precision, preferred_element_type=p.dtype,
+    )  # fmt: skip
+    return State(rows.acc * decay[..., None] + pv, m, l)
+
+
+def _finite(m: jax.Array) -> jax.Array:
+    """`m`, with 0 for the -inf of a row that has seen nothing, so that exp(-inf - m) is 0, not NaN."""
+    return jnp.where(m == -jnp.inf, 0, m)
+
+
+def unpoisoned_tile(options: Options, tiling: Tiling, w: Working, i: Any, j: Any, mixed: bool):
+    """(q, k, v, visible) of tile (i, j); rows that see nothing in it and columns that nothing sees are 0."""
+    q = tiles.take(w.q, i, tiling.block_q, -2)
+    k, v = (tiles.take(x, j, tiling.block_k, -2) for x in (w.k, w.v))
+    visible = tiles.visible(options, w, i, j, mixed, tiling)
+    if visible is None:
+        return q, k, v, None
+    q = jnp.where(row_live(visible)[..., None], q, 0)
+    seen = visible.any((-3, -2))[..., None]
+    return q, jnp.where(seen, k, 0), jnp.where(seen, v, 0), visible
+
+
+def row_live(visible: jax.Array) -> jax.Array:
+    """Which rows of a tile see something in it, `[..., K|1, G|1, block_q]`."""
+    return visible.any(-1)
+
+
+def tile_logits(options: Options, w: Working, q, k, i, j, tiling: Tiling) -> jax.Array:
+    """soft_cap(scale * q k^T) + bias of one tile, `[..., K, G, block_q, block_k]`."""
+    logits = options.scale * jnp.einsum(
+        "...gth,...sh->...gts", q, k,
+        precision=options.precision, preferred_element_type=accumulator_dtype(q.dtype),
+    )  # fmt: skip
+    if options.logits_soft_cap is not None:
+        logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
+    bias = tiles.take_plane(w.bias, i, j, tiling)
+    return logits if bias is None else logits + bias.astype(logits.dtype)
+
+
+def keep_factors(options: Options, tiling: Tiling, w: Working, i: Any, j: Any, dtype: Any) -> jax.Array:
+    """0 for the dropped probabilities of tile (i, j), 1 / (1 - rate) for the others."""
+    row = tiles.take(w.dropout_rows, i, tiling.block_q, 0)[:, None]
+    column = tiles.take(w.dropout_columns, j, tiling.block_k, 0)
+    keys = tuple(x[..., None, None] for x in w.dropout_keys)
+    keep = dropout.keep(keys, row, column, options.dropout_rate)
+    return jnp.where(keep, jnp.asarray(dropout.survivor_factor(options.dropout_rate), dtype), 0)

@@ -1,0 +1,75 @@
+"""Shapes, options and residuals of dense attention.
+
+Shape letters: B any number of leading batch axes (written `...`), T query length, S key length,
+N query heads, K key/value heads, G = N / K query heads per key head, H query/key head size,
+Hv value head size. Public layout `[..., T, N, H]`; working layout `[..., K, G, T, H]`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_attn_bwd._core import dropout, masks
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the answer and is known at trace time."""
+
+    scale: float
+    is_causal: bool = False
+    window: masks.Window | None = None
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = False
+    precision: Any = None
+    deterministic: bool = True
+
+
+class Operands(NamedTuple):
+    """Every array of a call; None = not given."""
+
+    query: jax.Array  # [..., T, N, H]
+    key: jax.Array  # [..., S, K, H]
+    value: jax.Array  # [..., S, K, Hv]
+    bias: jax.Array | None = None  # broadcasts to [..., N, T, S]
+    mask: jax.Array | None = None  # bool, broadcasts to [..., N, T, S]
+    sink: jax.Array | None = None  # [N]
+    query_seq_lengths: jax.Array | None = None  # int32, broadcasts to [...]
+    key_value_seq_lengths: jax.Array | None = None
+    query_segment_ids: jax.Array | None = None  # int32, broadcasts to [..., T]
+    key_value_segment_ids: jax.Array | None = None  # int32, broadcasts to [..., S]
+    query_positions: jax.Array | None = None
+    key_value_positions: jax.Array | None = None
+    dropout_words: jax.Array | None = None  # uint32 [2]
+    dropout_offset: dropout.Offset | None = None
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Wanted:
+    """The differentiable operands whose gradients are asked for."""
+
+    names: frozenset[str]
+
+
+class Residuals(NamedTuple):
+    """What the forward leaves for the backward: its inputs, and two outputs."""
+
+    operands: Operands
+    out: jax.Array  # [..., T, N, Hv]
+    lse: jax.Array  # [..., T, N], natural log of the row sums, float32 or wider
+    wanted: Wanted
+
+
+class DotProductAttentionGrads(NamedTuple):
+    """Gradients of `dot_product_attention`, each with its argument's shape and dtype; None = not asked."""
+
+    query: jax.Array | None = None
+    key: jax.Array | None = None
+    value: jax.Array | None = None
+    bias: jax.Array | None = None
+    sink: jax.Array | None = None
