@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,21 @@ def select(
         f"{operator}: implementation={requested!r} cannot run this call: {reason}; "
         f"implementation=None picks one that can"
     )
+
+
+def named(implementations: tuple[Implementation, ...], name: str) -> Implementation:
+    """The implementation of that name."""
+    return next(i for i in implementations if i.name == name)
+
+
+def perturbed(operands: Any, names: Sequence[str]) -> tuple[tuple[str, ...], Any]:
+    """(which of `names` are differentiated, the operands themselves).
+
+    For the forward rule of a `custom_vjp` with `symbolic_zeros=True`, which is handed wrapped leaves.
+    """
+    found = tuple(n for n in names if getattr(getattr(operands, n), "perturbed", False))
+    is_wrapped = lambda x: hasattr(x, "perturbed")  # noqa: E731
+    return found, jax.tree.map(lambda x: x.value, operands, is_leaf=is_wrapped)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+def _type(x: Any) -> jax.core.ShapedArray:
+    return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return frozenset(_type(x).manual_axis_type.varying)
 
 
 def full_like_operands(
@@ -45,8 +49,8 @@ def tie(outputs: Any, operands: Any) -> Any:
     return outputs
 
 
-def match_type(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """`cotangent` with the dtype, the manual axes and the explicit sharding of `primal`.
+def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
+    """`cotangent` with the dtype, the manual axes and the explicit sharding of `primal` (array or type).
 
     Inside `shard_map` a primal that is replicated over an axis gets the sum of the devices' shares.
     """
@@ -56,7 +60,7 @@ def match_type(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
     missing = _varying(primal) - _varying(cotangent)
     if missing:
         cotangent = lax.pcast(cotangent, tuple(sorted(missing)), to="varying")
-    sharding = jax.typeof(primal).sharding
+    sharding = _type(primal).sharding
     if jax.typeof(cotangent).sharding != sharding and not sharding.mesh.empty:
         cotangent = jax.sharding.reshard(cotangent, sharding)
     return cotangent.astype(primal.dtype)

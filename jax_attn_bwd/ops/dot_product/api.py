@@ -227,30 +227,26 @@ IMPLEMENTATIONS = (
 )
 
 
-def _implementation(name: str) -> backend.Implementation:
-    return next(i for i in IMPLEMENTATIONS if i.name == name)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: tuple[Options, str], operands: Operands) -> tuple[jax.Array, jax.Array]:
     options, implementation = static
-    return _implementation(implementation).forward(options, operands)
+    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
 
 
 def _fwd(static, operands):
-    wanted = frozenset(n for n in DIFFERENTIABLE if getattr(getattr(operands, n), "perturbed", False))
-    operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     options, implementation = static
-    out, lse = _implementation(implementation).forward(options, operands)
+    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    out, lse = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), Residuals(operands, out, lse, Wanted(wanted))
+    return (out, lse), Residuals(operands, out, lse, Wanted(frozenset(wanted)))
 
 
 def _bwd(static, residuals, cotangents):
     options, implementation = static
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    grads = _implementation(implementation).backward(options, residuals, dout, dlse)
-    return (Operands(*(None,) * len(Operands._fields))._replace(**grads._asdict()),)
+    implementation = backend.named(IMPLEMENTATIONS, implementation)
+    grads = implementation.backward(options, residuals, dout, dlse)
+    return (Operands(None, None, None)._replace(**grads._asdict()),)
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.dot_product import tiles
@@ -131,14 +132,14 @@ def _step(options, tiling, saved, sums, i, j, mixed, live):
     """Adds the share of tile (i, j) to every sum."""
     q, k = (i, tiling.block_q), (j, tiling.block_k)
     blocks = {"query": {-1: q}, "key": {-2: k}, "value": {-2: k}, "bias": {-2: q, -1: k}}
-    old = {name: tiles.take_at(x, blocks[name]) for name, x in sums.items()}
+    old = {name: take_at(x, blocks[name]) for name, x in sums.items()}
     share = partial(_share, options, tiling, saved, mixed=mixed)
 
     def add(old):
         return jax.tree.map(jnp.add, old, jax.checkpoint(share, prevent_cse=False)(old, i, j))
 
     new = add(old) if live is None else lax.cond(live, add, lambda old: old, old)
-    return {name: tiles.put_at(x, new[name], blocks[name]) for name, x in sums.items()}
+    return {name: put_at(x, new[name], blocks[name]) for name, x in sums.items()}
 
 
 def _share(options, tiling, saved, old, i, j, *, mixed):

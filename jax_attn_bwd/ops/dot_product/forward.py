@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.dot_product import tiles
@@ -73,13 +74,13 @@ def _step(options, tiling, w, state, i, j, mixed, live):
     """Folds key tile j into the rows of query tile i."""
     q = (i, tiling.block_q)
     blocks = State(acc={-2: q}, m={-1: q}, l={-1: q})
-    rows = State(*map(tiles.take_at, state, blocks))
+    rows = State(*map(take_at, state, blocks))
     update = jax.checkpoint(partial(_update, options, tiling, w, mixed=mixed), prevent_cse=False)
     if live is None:
         rows = update(rows, i, j)
     else:
         rows = lax.cond(live, update, lambda rows, i, j: rows, rows, i, j)
-    return State(*map(tiles.put_at, state, rows, blocks))
+    return State(*map(put_at, state, rows, blocks))
 
 
 def _update(options, tiling, w, rows, i, j, *, mixed):

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import backend, dropout, masks
+from jax_attn_bwd._core.blocks import take_at
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 
@@ -49,9 +50,6 @@ def _even_block(length: Any, block: int) -> int:
 def count(length: Any, block: int) -> Any:
     """Number of blocks that cover `length` (an int or a symbolic dimension)."""
     return -(-length // block)
-
-
-Blocks = dict[int, tuple[Any, int]]  # axis -> (index of a block, its size)
 
 
 class Tokens(NamedTuple):
@@ -171,26 +169,6 @@ def _dropout_counters(options: Options, operands: Operands, groups: int):
         head_index = index(N, offset.head).reshape(N // groups, groups)
     keys = dropout.head_keys(operands.dropout_words, batch_index, head_index)
     return keys, index(T, offset.row), index(S, offset.column)
-
-
-def _starts(x: jax.Array, blocks: Blocks) -> list:
-    starts: list[Any] = [np.int32(0)] * x.ndim
-    for axis, (i, block) in blocks.items():
-        starts[axis] = np.int32(0) if x.shape[axis] == 1 else i * block
-    return starts
-
-
-def take_at(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """The given block of each given axis; the whole of an axis that broadcasts."""
-    sizes = list(x.shape)
-    for axis, (_, block) in blocks.items():
-        sizes[axis] = 1 if x.shape[axis] == 1 else block
-    return lax.dynamic_slice(x, _starts(x, blocks), sizes)
-
-
-def put_at(x: jax.Array, update: jax.Array, blocks: Blocks) -> jax.Array:
-    """`x` with `update` in the place that `take_at` reads."""
-    return lax.dynamic_update_slice(x, update, _starts(x, blocks))
 
 
 def take(x: jax.Array, i: Any, block: int, axis: int) -> jax.Array:

@@ -1,0 +1,209 @@
+"""Scaled masked softmax: the public functions, their checks, and the custom_vjp."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd.ops.softmax import backward as portable_backward
+from jax_attn_bwd.ops.softmax import forward as portable_forward
+from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
+
+_NAME = "scaled_masked_softmax"
+
+
+def scaled_masked_softmax(
+    x: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | jax.Array = 1.0,
+    bias: jax.Array | None = None,
+    sink: jax.Array | None = None,
+    axis: int = -1,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    fully_masked: str = "zero",
+    implementation: str | None = None,
+) -> jax.Array:
+    """Softmax of scaled logits over what is visible.
+
+        y = softmax(scale * x + bias) over `axis` where visible, 0 elsewhere
+
+    Shapes: x may have any rank; a row is what the softmax runs over. T = `x.shape[-2]`, S = `x.shape[-1]`.
+
+    Args:
+      x: logits, any shape, floating.
+      mask: broadcasts to `x` in any dimension, bool; True attends.
+      scale: a Python float, or an array that broadcasts to `x` and then has a gradient.
+      bias: broadcasts to `x` in any dimension, floating; added after scaling. -inf counts as masked.
+      sink: broadcasts to `x` without `axis`, floating: one more logit per row (not scaled) that takes
+        probability and returns none, so that a row sums to less than 1.
+      axis: the axis to normalise over.
+      is_causal: row t (axis -2) sees columns (axis -1) up to t. Needs `axis=-1`.
+      local_window_size: int or (left, right): row t sees columns t - left to t + right. Needs `axis=-1`.
+      fully_masked: what a row that sees nothing gives: "zero", "uniform" (1 / row length), or "nan".
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      y: shape and dtype of `x`, computed in float32 or wider. Exact at any magnitude of `x`.
+
+    Gradients:
+      x, bias, sink, and scale if it is an array: exact, in the dtype and shape of the argument, reduced
+      over what it broadcasts. A row that sees nothing has gradient 0 in all three modes. To second order
+      and beyond. Saves y; also x, if the gradient of scale is asked for, and one value a row with a sink
+      or with "uniform" and "nan".
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range.
+      TypeError: an argument is of the wrong kind (a float mask).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import scaled_masked_softmax
+      >>> x = jnp.log(jnp.array([1.0, 2.0, 5.0, 1.0]))
+      >>> scaled_masked_softmax(x, jnp.array([True, True, True, False])).round(3).tolist()
+      [0.125, 0.25, 0.625, 0.0]
+
+    References:
+      Bridle, Probabilistic interpretation of feedforward classification network outputs, 1990.
+    """
+    x = _array(_NAME, "x", x)
+    axis = _axis(_NAME, x, axis)
+    window = masks.window(_NAME, local_window_size)
+    is_causal = checks.flag(_NAME, "is_causal", is_causal)
+    if (is_causal or window is not None) and (axis != -1 or x.ndim < 2):
+        expected = "be -1, and x have rows on axis -2, with is_causal or local_window_size"
+        raise ValueError(checks.message(_NAME, "axis", expected, f"{axis} for rank {x.ndim}"))
+
+    def plane(argument, array):
+        checks.broadcasts(_NAME, argument, array, "the shape of x", x.shape)
+        return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
+
+    if mask is not None:
+        mask = plane("mask", checks.boolean_mask(_NAME, mask))
+    if bias is not None:
+        bias = plane("bias", checks.floating(_NAME, "bias", bias))
+    if sink is not None:
+        sink = checks.floating(_NAME, "sink", sink)
+        rows = x.shape[: axis % x.ndim] + x.shape[axis % x.ndim :][1:]
+        checks.broadcasts(_NAME, "sink", sink, "the shape of x without axis", rows)
+        sink = jnp.expand_dims(sink.reshape((1,) * (len(rows) - sink.ndim) + sink.shape), axis)
+    scale, scale_array = _scale(_NAME, scale, x)
+    fully_masked = checks.choice(_NAME, "fully_masked", fully_masked, ("zero", "uniform", "nan"))
+
+    options = Options(scale, axis, is_causal, window, fully_masked)
+    operands = Operands(x, scale_array, mask, bias, sink)
+    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
+    return _softmax((options, chosen.name), operands)
+
+
+def scaled_masked_softmax_bwd(
+    dy: jax.Array,
+    y: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | jax.Array = 1.0,
+    axis: int = -1,
+) -> jax.Array:
+    """The gradient of `scaled_masked_softmax` with respect to `x`, as a plain function.
+
+        dx = scale * y * (dy - sum over axis of dy * y) where mask, 0 elsewhere
+
+    Args:
+      dy: cotangent of `y`, its shape and dtype.
+      y: what `scaled_masked_softmax` returned.
+      mask: as in the forward; needed only for rows that saw nothing and were filled with "uniform" or
+        "nan", since elsewhere y = 0 tells what was masked.
+      scale, axis: as in the forward.
+
+    Returns:
+      dx: shape and dtype of `y`.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      ValueError: shapes disagree.
+      TypeError: an argument is of the wrong kind.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import scaled_masked_softmax_bwd
+      >>> y = jnp.array([0.25, 0.75, 0.0])
+      >>> scaled_masked_softmax_bwd(jnp.array([1.0, 0.0, jnp.nan]), y).tolist()
+      [0.1875, -0.1875, 0.0]
+    """
+    name = f"{_NAME}_bwd"
+    y, dy = _array(name, "y", y), _array(name, "dy", dy)
+    checks.shape(name, "dy", dy, "the shape of y", y.shape)
+    checks.same_dtype(name, y=y, dy=dy)
+    axis = _axis(name, y, axis)
+    scale, scale_array = _scale(name, scale, y)
+    options = Options(scale=scale, axis=axis)
+    chosen = backend.select(name, IMPLEMENTATIONS, None, options, Operands(y, scale_array))
+    residuals = Residuals(y, Wanted((("x", jax.typeof(y)),)), scale_array)
+    dx = chosen.backward(options, residuals, dy)["x"]
+    if mask is None:
+        return dx
+    mask = checks.boolean_mask(name, mask)
+    checks.broadcasts(name, "mask", mask, "the shape of y", y.shape)
+    return jnp.where(mask.reshape((1,) * (y.ndim - mask.ndim) + mask.shape), dx, 0)
+
+
+def _array(operator: str, argument: str, x: Any) -> jax.Array:
+    x = checks.floating(operator, argument, x)
+    if x.ndim == 0:
+        raise ValueError(checks.message(operator, argument, "have at least one axis", x.shape))
+    return x
+
+
+def _axis(operator: str, x: jax.Array, axis: Any) -> int:
+    """`axis` counted from the end."""
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise TypeError(checks.message(operator, "axis", "be an int", type(axis).__name__))
+    if not -x.ndim <= axis < x.ndim:
+        expected = f"lie in [{-x.ndim}, {x.ndim})"
+        raise ValueError(checks.message(operator, "axis", expected, axis))
+    return int(axis) % x.ndim - x.ndim
+
+
+def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.Array | None]:
+    """(Python float, None) or (None, array of the rank of x)."""
+    if not checks.is_array(scale):
+        return checks.python_float(operator, "scale", scale), None
+    scale = checks.floating(operator, "scale", scale)
+    checks.broadcasts(operator, "scale", scale, "the shape of x", x.shape)
+    return None, scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+
+
+IMPLEMENTATIONS = (
+    backend.Implementation("xla", portable_forward.forward, portable_backward.backward),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _softmax(static: tuple[Options, str], operands: Operands) -> jax.Array:
+    options, implementation = static
+    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands).y
+
+
+def _fwd(static, operands):
+    options, implementation = static
+    perturbed, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    wanted = Wanted(tuple((name, jax.typeof(getattr(operands, name))) for name in perturbed))
+    y, sink_prob, live = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    x = operands.x if "scale" in perturbed else None
+    return y, Residuals(y, wanted, operands.scale, x, sink_prob, live)
+
+
+def _bwd(static, residuals, dy):
+    options, implementation = static
+    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dy)
+    return (Operands(None)._replace(**grads),)
+
+
+_softmax.defvjp(_fwd, _bwd, symbolic_zeros=True)

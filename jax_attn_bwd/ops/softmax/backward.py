@@ -1,0 +1,71 @@
+"""Backward of the scaled masked softmax: derivation, then the portable code.
+
+The forward, for one row with entries j and an optional sink logit:
+
+    z_j = scale x_j + bias_j                                                            (1)
+    y_j = exp(z_j) / (sum_k exp(z_k) + exp(sink))   where visible, 0 elsewhere          (2)
+    y_0 = exp(sink) / (sum_k exp(z_k) + exp(sink))                                      (3)
+
+With a cotangent dy of y, and since dy_k / dz_j = y_k ([k = j] - y_j):
+
+    dot    = sum_k dy_k y_k                                                             (4)
+    dz_j   = y_j (dy_j - dot)                                        from (2)           (5)
+    dsink  = - y_0 dot                                               from (2), (3)      (6)
+    dx_j   = scale dz_j                                              from (1)           (7)
+    dbias  = dz,   dscale = sum dz_j x_j,   over broadcast axes      from (1)           (8)
+
+y = 0 marks what was masked, so y alone is needed for (4) to (7). A row that saw nothing has a constant
+y, whatever `fully_masked` filled in, and gradient 0.
+
+References:
+  Bridle, Probabilistic interpretation of feedforward classification network outputs, 1990: (5).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.blocks import map_rows
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
+from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd.ops.softmax.forward import row_block
+from jax_attn_bwd.ops.softmax.spec import Options, Residuals
+
+
+def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+    """Gradients of the operands in `residuals.wanted`, by name."""
+    return _backward(options, row_block(options, residuals.y), residuals, dy)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options, block, residuals, dy):
+    y, wanted, scale, x, sink_prob, live = residuals
+    types, dtype = dict(wanted.types), accumulator_dtype(y.dtype)
+    scale = options.scale if scale is None else scale.astype(dtype)
+    if live is not None:
+        y = jnp.where(live, y, 0)
+    if types.keys() == {"x"} and block is not None and jnp.ndim(scale) == 0:
+        dx = map_rows(lambda _, y, dy: scale * _dz(y, dy, -1)[0], (y, dy), y, block)
+        return {"x": match_type(dx, types["x"])}
+    dz, dot = _dz(y, dy, options.axis)
+    grads = {}
+    if "x" in types:
+        grads["x"] = scale * dz  # (7)
+    if "bias" in types:
+        grads["bias"] = reduce_to(dz, types["bias"].shape)  # (8)
+    if "scale" in types:
+        seen = jnp.where(y == 0, 0, x.astype(dtype))
+        grads["scale"] = reduce_to(dz * seen, types["scale"].shape)  # (8)
+    if "sink" in types:
+        grads["sink"] = reduce_to(-sink_prob * dot, types["sink"].shape)  # (6)
+    return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+
+
+def _dz(y: jax.Array, dy: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """(dz, dot); what dy holds where y is 0 (masked) is not read."""
+    dtype = accumulator_dtype(y.dtype)
+    dy = jnp.where(y == 0, 0, dy.astype(dtype))
+    y = y.astype(dtype)
+    dot = (y * dy).sum(axis, keepdims=True)  # (4)
+    return y * (dy - dot), dot  # (5)

@@ -1,0 +1,62 @@
+"""Options and residuals of the scaled masked softmax.
+
+Shapes: x and y have any shape; "a row" is what the softmax runs over, along `axis`; row values have the
+shape of x with 1 at `axis`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_attn_bwd._core import masks
+
+DIFFERENTIABLE = ("x", "scale", "bias", "sink")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the answer and is known at trace time."""
+
+    scale: float | None = 1.0  # None: an operand
+    axis: int = -1
+    is_causal: bool = False
+    window: masks.Window | None = None
+    fully_masked: str = "zero"
+
+
+class Operands(NamedTuple):
+    """Every array of a call; None = not given."""
+
+    x: jax.Array
+    scale: jax.Array | None = None  # broadcasts to x
+    mask: jax.Array | None = None  # bool, has the rank of x
+    bias: jax.Array | None = None  # has the rank of x
+    sink: jax.Array | None = None  # has the rank of x, 1 at `axis`
+
+
+class Result(NamedTuple):
+    """What a forward computes; XLA drops what nobody reads."""
+
+    y: jax.Array
+    sink_prob: jax.Array | None  # row value: the probability that went to the sink
+    live: jax.Array | None  # row value, bool: the row sees something; only for "uniform" and "nan"
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Wanted:
+    """The types of the differentiable operands whose gradients are asked for, by name."""
+
+    types: tuple[tuple[str, Any], ...]
+
+
+class Residuals(NamedTuple):
+    """What the forward leaves for the backward: y, and little else."""
+
+    y: jax.Array  # shape and dtype of x
+    wanted: Wanted
+    scale: jax.Array | None = None  # if it is an operand
+    x: jax.Array | None = None  # if the gradient of scale is wanted
+    sink_prob: jax.Array | None = None  # with a sink
+    live: jax.Array | None = None  # with fully_masked="uniform" or "nan"
