@@ -61,7 +61,7 @@ def _refusal(implementation: Implementation, options: Any, operands: Any) -> str
     return implementation.supports(options, operands)
 
 
-class _Explained(Exception):  # noqa: N818 - control flow, not an error
+class _Explained(Exception):
     def __init__(self, reasons: dict[str, str]):
         self.reasons = reasons
 

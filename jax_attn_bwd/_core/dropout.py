@@ -49,7 +49,9 @@ def key_words(operator: str, key: Any) -> jax.Array:
     else:
         got = f"{key.dtype}{list(key.shape)}" if checks.is_array(key) else type(key).__name__
         raise TypeError(
-            checks.message(operator, "dropout_key", "be one JAX random key", got, "jax.random.key(0)")
+            checks.message(
+                operator, "dropout_key", "be one JAX random key", got, "jax.random.key(0)"
+            )
         )
     first, second = words[0], words[1]
     for i in range(2, words.size, 2):  # longer keys (rbg) are folded in, two words at a time

@@ -9,7 +9,7 @@ from jax import lax
 
 def accumulator_dtype(dtype: Any) -> jnp.dtype:
     """float32 for float32 and narrower, float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype("float64" if dtype == "float64" else "float32")
 
 
 def canonical_precision(precision: Any) -> Any:
@@ -22,6 +22,11 @@ def canonical_precision(precision: Any) -> Any:
         except ValueError:
             return lax.DotAlgorithmPreset[precision]
     return precision
+
+
+def to_rank(x: jax.Array, rank: int) -> jax.Array:
+    """`x` with axes of size 1 in front: ranks are promoted in the open, never implicitly."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def reduce_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -208,7 +208,9 @@ def dot_product_attention_bwd(
     )  # fmt: skip
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
     for argument, x in (("dout", dout), ("out", out)):
-        checks.shape(name, argument, checks.floating(name, argument, x), "[..., T, N, Hv]", expected)
+        checks.shape(
+            name, argument, checks.floating(name, argument, x), "[..., T, N, Hv]", expected
+        )
     for argument, x in (("lse", lse), ("dlse", dlse)):
         if x is not None:
             checks.shape(

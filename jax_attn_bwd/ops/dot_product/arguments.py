@@ -35,7 +35,7 @@ def prepare(
             return None
         x = checks.integers(operator, argument, x)
         checks.broadcasts(operator, argument, x, names, (*batch, *tail))
-        return x.astype(jnp.int32)
+        return numerics.to_rank(x.astype(jnp.int32), len(batch) + len(tail))
 
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"

@@ -38,10 +38,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.blocks import put_at, take_at
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.dot_product import tiles
-from jax_attn_bwd.ops.dot_product.forward import keep_factors, row_live, unpoisoned_tile
+from jax_attn_bwd.ops.dot_product.forward import (
+    keep_factors,
+    row_live,
+    scaled_product,
+    soft_capped,
+    unpoisoned_tile,
+)
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Options, Residuals
 from jax_attn_bwd.ops.dot_product.tiles import Tiling, Working
 
@@ -64,13 +70,18 @@ def _backward(options, tiling, residuals, dout, dlse):
 
     dout = jnp.zeros_like(residuals.out) if dout is None else dout
     lse = tiles.split_heads(residuals.lse[..., None], G)[..., 0]  # [..., K, G, T]
-    sink = -jnp.inf if operands.sink is None else operands.sink.astype(dtype).reshape(K, G, 1)
+    sink = -jnp.inf
+    if operands.sink is not None:
+        sink = to_rank(operands.sink.astype(dtype).reshape(K, G, 1), lse.ndim)
     delta = jnp.einsum(
         "...tnh,...tnh->...tn", dout, residuals.out,
         precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
     )  # fmt: skip
     # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.     (7)
-    delta = jnp.where(lse == sink, 0, tiles.split_heads(delta[..., None], G)[..., 0])
+    empty = (lse == sink) & tiles.split_heads((residuals.out == 0).all(-1, keepdims=True), G)[
+        ..., 0
+    ]
+    delta = jnp.where(empty, 0, tiles.split_heads(delta[..., None], G)[..., 0])
     if dlse is not None:
         dlse = tiles.split_heads(dlse[..., None], G)[..., 0]
         delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
@@ -91,7 +102,9 @@ def _backward(options, tiling, residuals, dout, dlse):
         sums = tiles.scan_tiles(step, sums, options, w, tiling)
 
     if "query" in sums:
-        dq = options.scale * jnp.moveaxis(sums["query"], -3, -1)  # [..., K, H, G, T] -> [..., K, G, T, H]
+        dq = options.scale * jnp.moveaxis(
+            sums["query"], -3, -1
+        )  # [..., K, H, G, T] -> [..., K, G, T, H]
         grads["query"] = tiles.merge_heads(dq)[..., :T, :, :]
     if "key" in sums:
         grads["key"] = options.scale * jnp.swapaxes(sums["key"], -2, -3)[..., :S, :, :]
@@ -145,20 +158,16 @@ def _step(options, tiling, saved, sums, i, j, mixed, live):
 def _share(options, tiling, saved, old, i, j, *, mixed):
     """What tile (i, j) gives to each of the sums named in `old`."""
     w, dout, lse, delta = saved
-    matmul = partial(
-        jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype
-    )
+    matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
     q, k, v, visible = unpoisoned_tile(options, tiling, w, i, j, mixed)
-    dout = tiles.take(dout, i, tiling.block_q, -2)
+    dout = tiles.take(dout, i, tiling.block_q, -2).astype(tiling.product_dtype)
     lse, delta = (tiles.take(x, i, tiling.block_q, -1) for x in (lse, delta))
     if visible is not None:
         live = row_live(visible)
         dout, delta = jnp.where(live[..., None], dout, 0), jnp.where(live, delta, 0)
 
-    logits = options.scale * matmul("...sh,...gth->...sgt", k, q)  # (1), transposed
-    if options.logits_soft_cap is not None:
-        capped = jnp.tanh(logits / options.logits_soft_cap)
-        logits = options.logits_soft_cap * capped
+    logits = scaled_product(options, q, k, lse.dtype, transposed=True)  # (1)
+    logits, tanh = soft_capped(options, logits)
     bias = tiles.take_plane(w.bias, i, j, tiling)
     if bias is not None:
         logits = logits + _transposed(bias).astype(logits.dtype)
@@ -178,8 +187,8 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     dlogits = p * (dp - delta[..., None, :, :])  # (8)
     if "bias" in old:
         share["bias"] = reduce_to(jnp.moveaxis(dlogits, -3, -1), old["bias"].shape)
-    if options.logits_soft_cap is not None:
-        dlogits = dlogits * (1 - capped * capped)  # (10)
+    if tanh is not None:
+        dlogits = dlogits * (1 - tanh * tanh)  # (10)
     dx = dlogits.astype(q.dtype)
     if "query" in old:
         share["query"] = matmul("...sh,...sgt->...hgt", k, dx)  # (11)

@@ -23,7 +23,7 @@ from jax import lax
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.blocks import put_at, take_at
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
@@ -65,7 +65,8 @@ def _initial(w: Working, operands: Operands) -> State:
     acc = jnp.broadcast_to(row, (*lead, w.v.shape[-1]))
     if operands.sink is None:
         return State(acc, row[..., 0] - jnp.inf, row[..., 0])
-    sink = operands.sink.astype(dtype).reshape(*w.q.shape[-4:-2], 1) + row[..., 0]
+    sink = to_rank(operands.sink.astype(dtype).reshape(*w.q.shape[-4:-2], 1), row.ndim - 1)
+    sink = sink + row[..., 0]
     m = lax.stop_gradient(sink)
     return State(acc, m, jnp.where(m == -jnp.inf, 0, jnp.exp(sink - _finite(m))))
 
@@ -85,7 +86,11 @@ def _step(options, tiling, w, state, i, j, mixed, live):
 
 def _update(options, tiling, w, rows, i, j, *, mixed):
     q, k, v, visible = unpoisoned_tile(options, tiling, w, i, j, mixed)
-    logits = tile_logits(options, w, q, k, i, j, tiling)  # [..., K, G, block_q, block_k]
+    logits = scaled_product(options, q, k, rows.l.dtype)
+    logits, _ = soft_capped(options, logits)
+    bias = tiles.take_plane(w.bias, i, j, tiling)
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
     if visible is not None:
         logits = jnp.where(visible, logits, -jnp.inf)
     m = lax.stop_gradient(jnp.maximum(rows.m, logits.max(-1)))
@@ -109,8 +114,8 @@ def _finite(m: jax.Array) -> jax.Array:
 
 def unpoisoned_tile(options: Options, tiling: Tiling, w: Working, i: Any, j: Any, mixed: bool):
     """(q, k, v, visible) of tile (i, j); rows that see nothing in it and columns that nothing sees are 0."""
-    q = tiles.take(w.q, i, tiling.block_q, -2)
-    k, v = (tiles.take(x, j, tiling.block_k, -2) for x in (w.k, w.v))
+    q = tiles.take(w.q, i, tiling.block_q, -2).astype(tiling.product_dtype)
+    k, v = (tiles.take(x, j, tiling.block_k, -2).astype(tiling.product_dtype) for x in (w.k, w.v))
     visible = tiles.visible(options, w, i, j, mixed, tiling)
     if visible is None:
         return q, k, v, None
@@ -124,22 +129,47 @@ def row_live(visible: jax.Array) -> jax.Array:
     return visible.any(-1)
 
 
-def tile_logits(options: Options, w: Working, q, k, i, j, tiling: Tiling) -> jax.Array:
-    """soft_cap(scale * q k^T) + bias of one tile, `[..., K, G, block_q, block_k]`."""
-    logits = options.scale * jnp.einsum(
-        "...gth,...sh->...gts", q, k,
-        precision=options.precision, preferred_element_type=accumulator_dtype(q.dtype),
-    )  # fmt: skip
-    if options.logits_soft_cap is not None:
-        logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
-    bias = tiles.take_plane(w.bias, i, j, tiling)
-    return logits if bias is None else logits + bias.astype(logits.dtype)
+def scaled_product(
+    options: Options, q: jax.Array, k: jax.Array, dtype: Any, transposed: bool = False
+) -> jax.Array:
+    """Scale * q k^T of a tile, `[..., K, G, T, S]`, or transposed `[..., K, S, G, T]`.
+
+    Wide factors: the scale goes into q. Then the logits are bare sums of products, the same bits in the
+    forward and in the backward, and exp(logits - lse) is exact where one logit of 1e5 takes all. (Where
+    it multiplies the logits, compilers contract it with the subtraction, and round differently.)
+    """
+    in_q = q.dtype == dtype
+    q = q * options.scale if in_q else q
+    *lead, G, T, H = q.shape
+    q, S = q.reshape(*lead, G * T, H), k.shape[-2]
+    # XLA:CPU of JAX 0.10 sums in an order that depends on the width of the second factor, so where that
+    # may differ the product is taken as in the forward, and transposed afterwards.
+    swap = transposed and all(isinstance(n, int) and n % 64 == 0 for n in (G * T, S))
+    factors = (k, q) if swap else (q, k)
+    logits = jnp.einsum(
+        "...ah,...bh->...ab", *factors, precision=options.precision, preferred_element_type=dtype
+    )
+    logits = logits.reshape(*lead, *((S, G, T) if swap else (G, T, S)))
+    if transposed and not swap:
+        logits = jnp.moveaxis(logits, -1, -3)
+    return logits if in_q else options.scale * logits
 
 
-def keep_factors(options: Options, tiling: Tiling, w: Working, i: Any, j: Any, dtype: Any) -> jax.Array:
+def soft_capped(options: Options, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """(soft_cap(logits), its tanh)."""
+    if options.logits_soft_cap is None:
+        return logits, None
+    tanh = jnp.tanh(logits / options.logits_soft_cap)
+    return options.logits_soft_cap * tanh, tanh
+
+
+def keep_factors(
+    options: Options, tiling: Tiling, w: Working, i: Any, j: Any, dtype: Any
+) -> jax.Array:
     """0 for the dropped probabilities of tile (i, j), 1 / (1 - rate) for the others."""
-    row = tiles.take(w.dropout_rows, i, tiling.block_q, 0)[:, None]
-    column = tiles.take(w.dropout_columns, j, tiling.block_k, 0)
+    rank = w.q.ndim
+    row = to_rank(tiles.take(w.dropout_rows, i, tiling.block_q, 0)[:, None], rank)
+    column = to_rank(tiles.take(w.dropout_columns, j, tiling.block_k, 0), rank)
     keys = tuple(x[..., None, None] for x in w.dropout_keys)
     keep = dropout.keep(keys, row, column, options.dropout_rate)
     return jnp.where(keep, jnp.asarray(dropout.survivor_factor(options.dropout_rate), dtype), 0)

@@ -1,8 +1,8 @@
 """THE DEFINITION of dense attention: whole matrices, plain jnp, any dtype. Every test measures against it.
 
-    logits = soft_cap(scale * q k^T) + bias                                  [..., N, T, S]
-    probs  = exp(logits - lse) where visible, 0 elsewhere;   lse = log(sum exp(logits) + exp(sink))
-    out    = dropout(probs) v                                                [..., T, N, Hv]
+logits = soft_cap(scale * q k^T) + bias                                  [..., N, T, S]
+probs  = exp(logits - lse) where visible, 0 elsewhere;   lse = log(sum exp(logits) + exp(sink))
+out    = dropout(probs) v                                                [..., T, N, Hv]
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ def dot_product_attention(
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
 
-    def tokens(x, n):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
+    def tokens(
+        x, n
+    ):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
         return (jnp.arange(n) if x is None else jnp.asarray(x))[..., None, :, None]
 
     row, column = tokens(None, T), tokens(None, S).swapaxes(-1, -2)

@@ -18,33 +18,44 @@ from jax import lax
 
 from jax_attn_bwd._core import backend, dropout, masks
 from jax_attn_bwd._core.blocks import take_at
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes; they change the speed, never the answer."""
+    """How the plane is cut and its products taken: changes speed and rounding, never the meaning."""
 
     block_q: int
     block_k: int
+    product_dtype: str  # of the factors of matrix products
 
     @classmethod
     def default_for(cls, options: Options, operands: Operands) -> "Tiling":
         """Measured tiles for the target platform; see bench/results."""
         T, S = operands.query.shape[-3], operands.key.shape[-3]
+        dtype, on_cpu = operands.query.dtype, backend.target_platform() == "cpu"
         # CPU: a tile of 8 heads (4 MiB of logits) stays in the L3 cache, and wide key blocks keep the
         # matrix products near their peak. Accelerators need larger tiles to fill the chip (not measured).
-        block_q, block_k = (256, 512) if backend.target_platform() == "cpu" else (1024, 1024)
+        block_q, block_k = (256, 512) if on_cpu else (1024, 1024)
         if options.window is not None and min(options.window) < block_k:
             block_k = 256  # a narrow band crosses fewer elements of narrow tiles
-        return cls(_even_block(T, block_q), _even_block(S, block_k))
+        # XLA:CPU computes bfloat16 products in float32 anyway, and refuses some of them.
+        product_dtype = accumulator_dtype(dtype) if on_cpu else dtype
+        return cls(_even_block(T, block_q), _even_block(S, block_k), str(product_dtype))
 
 
-def _even_block(length: Any, block: int) -> int:
-    """At most `block`, chosen so that blocks of one size cover `length` with the least padding."""
+def _even_block(length: Any, limit: int) -> int:
+    """A multiple of 8 up to `limit` whose blocks cover `length` with no padding, or else with little."""
     if not isinstance(length, int):  # symbolic
-        return block
-    return max(1, -(-length // -(-length // block))) if length else 1
+        return limit
+    if length <= 1:
+        return 1
+    for block in range(limit, limit // 2, -8):
+        if length % block == 0:
+            return block
+    blocks = -(-length // limit)
+    return -(-length // (8 * blocks)) * 8
 
 
 def count(length: Any, block: int) -> Any:
@@ -100,8 +111,7 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 def plane(x: jax.Array, batch_rank: int, groups: int) -> jax.Array:
     """A mask or bias that broadcasts to `[..., N, T, S]` -> `[..., K|1, G|1, T|1, S|1]`."""
-    x = x.reshape((1,) * (batch_rank + 3 - x.ndim) + x.shape)
-    *batch, N, T, S = x.shape
+    *batch, N, T, S = (x := to_rank(x, batch_rank + 3)).shape
     heads = (1, 1) if N == 1 else (N // groups, groups)
     return x.reshape(*batch, *heads, T, S)
 
@@ -120,9 +130,9 @@ def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
 
     def tokens(length, block, position, segment, valid_length):
         if position is None and not isinstance(length, int):
-            position = jnp.arange(length, dtype=jnp.int32)
+            position = to_rank(jnp.arange(length, dtype=jnp.int32), len(batch) + 1)
         position, segment = (
-            x if x is None else pad(jnp.atleast_1d(x), -1, block, "edge") for x in (position, segment)
+            None if x is None else pad(x, -1, block, "edge") for x in (position, segment)
         )
         return Tokens(length, position, segment, valid_length)
 
@@ -162,11 +172,12 @@ def _dropout_counters(options: Options, operands: Operands, groups: int):
         return start if start.ndim else start + jnp.arange(n, dtype=jnp.uint32)
 
     if options.broadcast_dropout:
-        batch_index, head_index = zero, jnp.zeros((1, 1), jnp.uint32)
+        batch_index = head_index = jnp.zeros((1,) * (len(batch) + 2), jnp.uint32)
     else:
         batch_index = jnp.arange(int(np.prod(batch)), dtype=jnp.uint32).reshape(*batch, 1, 1)
         batch_index = batch_index + offset.batch
         head_index = index(N, offset.head).reshape(N // groups, groups)
+        head_index = to_rank(head_index, batch_index.ndim)
     keys = dropout.head_keys(operands.dropout_words, batch_index, head_index)
     return keys, index(T, offset.row), index(S, offset.column)
 
@@ -194,8 +205,12 @@ def visible(
         terms.append(bias > -jnp.inf)
     if mixed:
         sides = ((w.rows, i, tiling.block_q), (w.columns, j, tiling.block_k))
-        row, column = (_tile_tokens(*side, axis) for side, axis in zip(sides, (-2, -1), strict=True))
-        terms.append(masks.in_band(row.position, column.position, options.is_causal, options.window))
+        row, column = (
+            _tile_tokens(*side, axis, w.q.ndim) for side, axis in zip(sides, (-2, -1), strict=True)
+        )
+        terms.append(
+            masks.in_band(row.position, column.position, options.is_causal, options.window)
+        )
         terms += [row.valid, column.valid]
         if row.segment is not None:
             terms.append(row.segment == column.segment)
@@ -208,18 +223,19 @@ class _TileTokens(NamedTuple):
     valid: jax.Array | None
 
 
-def _tile_tokens(tokens: Tokens, i: Any, block: int, axis: int) -> _TileTokens:
+def _tile_tokens(tokens: Tokens, i: Any, block: int, axis: int, rank: int) -> _TileTokens:
     """The tokens of block `i`, laid along `axis` of a tile `[..., K, G, block_q, block_k]`."""
 
     def lay(x):  # [..., block] -> [..., 1, 1, block, 1] or [..., 1, 1, 1, block]
-        return jnp.expand_dims(x, (-4, -3, -1) if axis == -2 else (-4, -3, -2))
+        return to_rank(jnp.expand_dims(x, (-4, -3, -1) if axis == -2 else (-4, -3, -2)), rank)
 
     index = i * block + jnp.arange(block, dtype=jnp.int32)
     position = index if tokens.position is None else take(tokens.position, i, block, -1)
     segment = None if tokens.segment is None else lay(take(tokens.segment, i, block, -1))
     valid = None
     if tokens.valid_length is not None:
-        valid = lay(index < tokens.valid_length[..., None])
+        length = tokens.valid_length[..., None]
+        valid = lay(to_rank(index, length.ndim) < length)
     if not isinstance(tokens.length, int) or tokens.length % block:
         valid = masks.conjunction(valid, lay(index < tokens.length))
     return _TileTokens(lay(position), segment, valid)
@@ -234,18 +250,20 @@ def live_tiles(options: Options, w: Working, tiling: Tiling) -> jax.Array | None
     if all(x is None for tokens, *_ in sides for x in tokens[1:]):
         return None
     (row, row_segment, row_some), (column, column_segment, column_some) = (
-        _block_bounds(*side) for side in sides
+        _block_bounds(*side, w.q.ndim - 3) for side in sides
     )
     some, _ = masks.tile_in_band(row, column, options.is_causal, options.window)
     terms = [None if some is True else some, row_some, column_some]
     if row_segment is not None:
         terms += [row_segment[0] <= column_segment[1], column_segment[0] <= row_segment[1]]
     shape = (count(w.rows.length, tiling.block_q), count(w.columns.length, tiling.block_k))
-    live = masks.conjunction(jnp.ones(shape, bool), *terms)
+    rank = w.q.ndim - 2
+    terms = [None if x is None else to_rank(x, rank) for x in terms]
+    live = masks.conjunction(jnp.ones((1,) * (rank - 2) + shape, bool), *terms)
     return live.any(tuple(range(live.ndim - 2)))
 
 
-def _block_bounds(tokens: Tokens, block: int, lay: tuple):
+def _block_bounds(tokens: Tokens, block: int, lay: tuple, rank: int):
     """((min, max) position, (min, max) segment, starts before the valid length) of each block."""
     starts = block * jnp.arange(count(tokens.length, block), dtype=jnp.int32)
 
@@ -256,11 +274,14 @@ def _block_bounds(tokens: Tokens, block: int, lay: tuple):
         return blocks.min(-1)[lay], blocks.max(-1)[lay]
 
     if tokens.position is None:
+        starts = to_rank(starts, rank)
         position = (starts[lay], starts[lay] + block - 1)
     else:
         position = bounds(tokens.position)
     segment = None if tokens.segment is None else bounds(tokens.segment)
-    some = None if tokens.valid_length is None else (starts < tokens.valid_length[..., None])[lay]
+    some = None
+    if tokens.valid_length is not None:
+        some = (to_rank(starts, rank) < tokens.valid_length[..., None])[lay]
     return position, segment, some
 
 

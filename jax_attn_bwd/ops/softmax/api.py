@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
@@ -81,7 +82,7 @@ def scaled_masked_softmax(
 
     def plane(argument, array):
         checks.broadcasts(_NAME, argument, array, "the shape of x", x.shape)
-        return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
+        return to_rank(array, x.ndim)
 
     if mask is not None:
         mask = plane("mask", checks.boolean_mask(_NAME, mask))
@@ -91,7 +92,7 @@ def scaled_masked_softmax(
         sink = checks.floating(_NAME, "sink", sink)
         rows = x.shape[: axis % x.ndim] + x.shape[axis % x.ndim :][1:]
         checks.broadcasts(_NAME, "sink", sink, "the shape of x without axis", rows)
-        sink = jnp.expand_dims(sink.reshape((1,) * (len(rows) - sink.ndim) + sink.shape), axis)
+        sink = jnp.expand_dims(to_rank(sink, len(rows)), axis)
     scale, scale_array = _scale(_NAME, scale, x)
     fully_masked = checks.choice(_NAME, "fully_masked", fully_masked, ("zero", "uniform", "nan"))
 
@@ -151,7 +152,7 @@ def scaled_masked_softmax_bwd(
         return dx
     mask = checks.boolean_mask(name, mask)
     checks.broadcasts(name, "mask", mask, "the shape of y", y.shape)
-    return jnp.where(mask.reshape((1,) * (y.ndim - mask.ndim) + mask.shape), dx, 0)
+    return jnp.where(to_rank(mask, y.ndim), dx, 0)
 
 
 def _array(operator: str, argument: str, x: Any) -> jax.Array:
@@ -177,7 +178,7 @@ def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.A
         return checks.python_float(operator, "scale", scale), None
     scale = checks.floating(operator, "scale", scale)
     checks.broadcasts(operator, "scale", scale, "the shape of x", x.shape)
-    return None, scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+    return None, to_rank(scale, x.ndim)
 
 
 IMPLEMENTATIONS = (

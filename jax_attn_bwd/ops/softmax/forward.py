@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_attn_bwd._core import backend, masks
 from jax_attn_bwd._core.blocks import map_rows
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
@@ -36,7 +36,7 @@ def row_block(options: Options, x: jax.Array) -> int | None:
 
 
 def forward(options: Options, operands: Operands) -> Result:
-    """y and the row values that the backward may need."""
+    """Y and the row values that the backward may need."""
     return _forward(options, row_block(options, operands.x), operands)
 
 
@@ -59,11 +59,13 @@ def _rows(options, index, x, scale, mask, bias, sink) -> Result:
     x = x.astype(dtype)
     visible = masks.conjunction(mask, None if bias is None else bias > -jnp.inf)
     if options.is_causal or options.window is not None:
-        column = np.arange(x.shape[-1], dtype=np.int32)
-        band = masks.in_band(index[:, None], column, options.is_causal, options.window)
-        visible = masks.conjunction(visible, band)
+        row, column = index[:, None], np.arange(x.shape[-1], dtype=np.int32)[None]
+        band = masks.in_band(row, column, options.is_causal, options.window)
+        visible = masks.conjunction(visible, to_rank(band, x.ndim))
     if scale is not None and visible is not None:
-        x = jnp.where(visible, x, 0)  # NaN where nothing is seen must not reach the gradient of scale
+        x = jnp.where(
+            visible, x, 0
+        )  # NaN where nothing is seen must not reach the gradient of scale
 
     scale = jnp.asarray(options.scale, dtype) if scale is None else scale.astype(dtype)
     shared_scale = scale.ndim == 0 or scale.shape[axis] == 1

@@ -1,0 +1,111 @@
+"""What tests, `check` and benchmarks know of an operator: named inputs, and how to call it.
+
+`ops/<operator>/cases.py` holds `OPERATORS`, a tuple of `Operator`; `ops.discover()` finds them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core.backend import Implementation
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named call.
+
+    Attributes:
+      name: unique within the operator.
+      build: `rng -> {argument: array}`; floating arrays are float64.
+      options: the static arguments.
+      tags: "ci" for every test; "check" also for `jax_attn_bwd.check`; "edge" degenerate shapes; "second"
+        small enough for hessians; "shard" divisible by 2 in the batch and 4 in the heads, of these
+        "reduces" if a gradient is a sum over shards, "bounds" if tile bounds differ from shard to shard.
+    """
+
+    name: str
+    build: Callable[[np.random.Generator], Arrays]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset({"ci"})
+
+    def arrays(self, dtype: Any = np.float64, seed: int = 0) -> Arrays:
+        """The arrays, floating ones rounded to `dtype`."""
+        arrays = self.build(np.random.default_rng(seed))
+        return {name: cast(x, dtype) for name, x in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator and its plain backward, in one calling convention.
+
+    Attributes:
+      name: of the public function.
+      outputs: names of what `call` returns.
+      differentiable: names of the arguments that have a gradient.
+      implementations: in the order in which `implementation=None` tries them.
+      call: `(**arrays, **options, implementation=) -> tuple of outputs`.
+      reference: `(**arrays, **options) -> tuple of outputs`, the definition.
+      backward: `(cotangents, outputs, arrays, options, wrt) -> {name: gradient}`: the public `_bwd`.
+      cases: named inputs.
+      axes: `{argument or output: letters of its axes}`, right-aligned; B and N are batch and heads.
+      backward_wrt: the gradients that `backward` offers.
+    """
+
+    name: str
+    outputs: tuple[str, ...]
+    differentiable: tuple[str, ...]
+    implementations: tuple[Implementation, ...]
+    call: Callable[..., tuple[jax.Array, ...]]
+    reference: Callable[..., tuple[jax.Array, ...]]
+    backward: Callable[..., dict[str, jax.Array]]
+    cases: tuple[Case, ...]
+    axes: Mapping[str, str]
+    backward_wrt: tuple[str, ...]
+
+    def tagged(self, *tags: str) -> Iterator[Case]:
+        """The cases that have any of `tags`."""
+        return (case for case in self.cases if case.tags & set(tags))
+
+    def differentiated(self, arrays: Arrays) -> tuple[str, ...]:
+        """The differentiable arguments that a call has."""
+        return tuple(name for name in self.differentiable if is_floating(arrays.get(name)))
+
+
+def is_floating(x: Any) -> bool:
+    """Whether `x` is an array of a floating dtype."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """`x` as a JAX array; floating arrays in `dtype`."""
+    return jnp.asarray(x, dtype if is_floating(x) else None)
+
+
+def cotangents(operator: Operator, outputs: tuple, seed: int = 1) -> tuple:
+    """A random cotangent for each output: a constant one proves nothing of a softmax."""
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in outputs)
+
+
+def value_and_gradients(
+    function: Callable[..., tuple],
+    differentiated: tuple[str, ...],
+    arrays: Arrays,
+    options: Mapping,
+) -> Callable[[tuple], tuple[tuple, dict]]:
+    """`cts -> (outputs, {name: gradient})` of `function`, by JAX."""
+
+    def run(cts):
+        def outputs(inputs):
+            return function(**{**arrays, **inputs}, **options)
+
+        out, pullback = jax.vjp(outputs, {name: arrays[name] for name in differentiated})
+        return out, pullback(tuple(ct.astype(x.dtype) for ct, x in zip(cts, out, strict=True)))[0]
+
+    return run

@@ -1,0 +1,265 @@
+"""Named inputs of dense attention."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd.ops.dot_product import api, reference
+
+
+def _case(
+    name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options
+) -> Case:
+    """`extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
+
+    def build(rng):
+        letters = {"B": B, "T": T, "S": S, "N": N, "K": K, "H": H}
+        arrays = {
+            "query": rng.standard_normal((*B, T, N, H)),
+            "key": rng.standard_normal((*B, S, K, H)),
+            "value": rng.standard_normal((*B, S, K, Hv)),
+        }
+        return arrays | (extra(rng, letters) if extra else {})
+
+    return Case(name, build, options, frozenset(tags))
+
+
+def _bias(*shape):
+    return lambda rng, n: {"bias": rng.standard_normal(shape)}
+
+
+def _mask(*shape, keep=0.6):
+    return lambda rng, n: {"mask": rng.random(shape) < keep}
+
+
+def _infinite_bias(rng, n):
+    bias = rng.standard_normal((2, 1, 9, 13))
+    bias[rng.random(bias.shape) < 0.3] = -np.inf
+    bias[1, 0, 4] = -np.inf  # a row that sees nothing
+    return {"bias": bias}
+
+
+def _lengths(rng, n):
+    return {
+        "query_seq_lengths": np.array([n["T"] - 2, n["T"]], np.int32),
+        "key_value_seq_lengths": np.array([0, n["S"] - 4], np.int32),
+    }
+
+
+def _segments(rng, n):
+    return {
+        "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
+        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(
+            np.int32
+        ),
+    }
+
+
+def _positions(rng, n):
+    return {
+        "query_positions": rng.permutation(n["S"])[: n["T"]].astype(np.int32),
+        "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(
+            np.int32
+        ),
+    }
+
+
+def _sink(rng, n):
+    return {"sink": 20.0 * rng.standard_normal(n["N"])}  # large: a sink near 0 hides errors
+
+
+def _dropout(rng, n):
+    return {"dropout_key": np.array([7, 11], np.uint32)}
+
+
+def _both(*extras):
+    return lambda rng, n: {k: v for extra in extras for k, v in extra(rng, n).items()}
+
+
+def _edges():
+    for T, S in itertools.product((0, 1, 5), (0, 1, 3)):
+        if (T, S) != (5, 3):
+            yield _case(f"T{T}_S{S}", T=T, S=S, tags=("edge",), extra=_sink if S == 3 else None)
+
+
+_SECOND = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
+
+CASES = (
+    _case("plain", tags=("ci", "check")),
+    _case("causal", is_causal=True),
+    _case("causal_more_queries", T=13, S=9, is_causal=True),
+    _case("window", local_window_size=(3, 1)),
+    _case(
+        "causal_window_cap",
+        is_causal=True,
+        local_window_size=2,
+        logits_soft_cap=1.5,
+        scale=1.0,
+        tags=("ci", "check"),
+    ),
+    _case("bias_full", extra=_bias(2, 4, 9, 13)),
+    _case("bias_key", extra=_bias(1, 4, 1, 13), is_causal=True, tags=("ci", "check")),
+    _case("bias_query", extra=_bias(9, 1)),
+    _case("bias_batch", extra=_bias(2, 1, 1, 1), logits_soft_cap=2.0),
+    _case("bias_minus_inf", extra=_infinite_bias),
+    _case("mask_heads", extra=_mask(1, 4, 9, 13), tags=("ci", "check")),
+    _case("mask_key", extra=_mask(2, 1, 1, 13, keep=0.3)),
+    _case("mask_query", extra=_mask(2, 1, 9, 1)),
+    _case("lengths", extra=_lengths, tags=("ci", "check")),
+    _case("segments_causal", extra=_segments, is_causal=True, tags=("ci", "check")),
+    _case("positions", extra=_positions, is_causal=True, local_window_size=(4, 0)),
+    _case("sink", extra=_both(_sink, _mask(2, 1, 9, 13, keep=0.1)), tags=("ci", "check")),
+    _case("sink_lengths", extra=_both(_sink, _lengths)),
+    _case("dropout", extra=_dropout, dropout_rate=0.4, tags=("ci", "check")),
+    _case("dropout_offset", extra=_dropout, dropout_rate=0.4, dropout_offset=(3, 1, 5, 2)),
+    _case("dropout_broadcast", extra=_dropout, dropout_rate=0.4, broadcast_dropout=True),
+    _case("dropout_all", extra=_dropout, dropout_rate=1.0),
+    _case("no_batch", B=(), extra=_bias(4, 9, 13)),
+    _case("two_batch_axes", B=(2, 3), extra=_bias(3, 1, 1, 13), is_causal=True),
+    _case("one_key_head", N=3, K=1),
+    _case("large_logits", scale=1e4, tags=("ci", "check")),
+    # several tiles of the default tiling, none of them whole
+    _case(
+        "tiles", B=(1,), T=531, S=1049, N=2, K=1, is_causal=True, extra=_sink, tags=("ci", "check")
+    ),
+    _case(
+        "tiles_dynamic",
+        B=(2,),
+        T=300,
+        S=1100,
+        N=2,
+        K=1,
+        tags=("ci", "tiles"),
+        is_causal=True,
+        extra=_both(_lengths, lambda rng, n: {"query_positions": np.arange(n["T"]) + 500}),
+    ),
+    *_edges(),
+    _case(
+        "second_causal",
+        **_SECOND,
+        is_causal=True,
+        logits_soft_cap=2.0,
+        tags=("second",),
+        extra=_both(_sink, _bias(2, 1, 4)),
+    ),
+    _case(
+        "second_lengths",
+        **_SECOND,
+        tags=("second",),
+        is_causal=True,
+        extra=lambda rng, n: {"key_value_seq_lengths": np.array([3], np.int32)},
+    ),
+    _case("second_segments", **_SECOND, tags=("second",), extra=_segments),
+    _case("second_dropout", **_SECOND, tags=("second",), extra=_dropout, dropout_rate=0.3),
+    _case(
+        "shard",
+        B=(4,),
+        T=6,
+        S=10,
+        N=8,
+        K=4,
+        is_causal=True,
+        tags=("shard",),
+        extra=_both(_sink, _bias(4, 8, 6, 10)),
+    ),
+    _case("shard_window", B=(4,), T=6, S=10, N=8, K=8, local_window_size=3, tags=("shard",)),
+    _case(
+        "shard_dropout",
+        B=(4,),
+        T=6,
+        S=10,
+        N=8,
+        K=4,
+        tags=("shard",),
+        extra=_dropout,
+        dropout_rate=0.3,
+    ),
+    _case(
+        "shard_broadcast_bias",
+        B=(4,),
+        T=6,
+        S=10,
+        N=8,
+        K=4,
+        tags=("shard", "reduces"),
+        extra=_bias(1, 8, 1, 10),
+    ),
+    _case(
+        "shard_lengths",
+        B=(4,),
+        T=6,
+        S=10,
+        N=8,
+        K=4,
+        tags=("shard", "bounds"),
+        extra=lambda rng, n: {"key_value_seq_lengths": np.array([3, 0, 10, 7], np.int32)},
+    ),
+)
+
+
+def _call(**arguments):
+    return api.dot_product_attention(**arguments, return_residual=True)
+
+
+def _reference(**arguments):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return reference.dot_product_attention(**_with_keep_mask(**arguments))
+
+
+def _with_keep_mask(
+    dropout_key=None, dropout_rate=0.0, broadcast_dropout=False, dropout_offset=None, **arguments
+):
+    """The arguments of the definition, which is handed the dropout mask of the whole plane."""
+    if not dropout_rate:
+        return arguments
+    q, k = arguments["query"], arguments["key"]
+    (*batch, T, N, _), S = q.shape, k.shape[-3]
+    b, h, r, c = dropout_offset or (0, 0, 0, 0)
+    u32 = jnp.uint32
+    batches = jnp.arange(b, b + int(np.prod(batch)), dtype=u32).reshape(*batch, 1)
+    heads = jnp.arange(h, h + N, dtype=u32)
+    if broadcast_dropout:
+        batches, heads = jnp.zeros_like(batches), jnp.zeros_like(heads)
+    words = dropout.key_words("reference", dropout_key)
+    keys = tuple(x[..., None, None] for x in dropout.head_keys(words, batches, heads))
+    rows, columns = jnp.arange(r, r + T, dtype=u32)[:, None], jnp.arange(c, c + S, dtype=u32)
+    keep = dropout.keep(keys, rows, columns, dropout_rate)
+    return arguments | {"keep": keep, "keep_factor": dropout.survivor_factor(dropout_rate)}
+
+
+def _backward(cotangents, outputs, arrays, options, wrt):
+    (dout, dlse), (out, lse) = cotangents, outputs
+    grads = api.dot_product_attention_bwd(
+        dout, **arrays, **options, out=out, lse=lse, dlse=dlse, wrt=wrt
+    )
+    return {name: x for name, x in grads._asdict().items() if x is not None}
+
+
+OPERATORS = (
+    Operator(
+        name="dot_product_attention",
+        outputs=("out", "lse"),
+        differentiable=api.DIFFERENTIABLE,
+        implementations=api.IMPLEMENTATIONS,
+        call=_call,
+        reference=_reference,
+        backward=_backward,
+        cases=CASES,
+        axes={
+            "query": "BTNH",
+            "key": "BSNH",
+            "value": "BSNH",
+            "bias": "BNTS",
+            "mask": "BNTS",
+            "sink": "N",
+            "key_value_seq_lengths": "B",
+            "out": "BTNH",
+            "lse": "BTN",
+        },
+        backward_wrt=api.DIFFERENTIABLE,
+    ),
+)
