@@ -1,5 +1,6 @@
 """Attention-family operators for JAX with hand-written backward rules."""
 
+from jax_attn_bwd import compat as compat
 from jax_attn_bwd._core.backend import explain as explain
 from jax_attn_bwd.ops.dot_product import DotProductAttentionGrads as DotProductAttentionGrads
 from jax_attn_bwd.ops.dot_product import dot_product_attention as dot_product_attention

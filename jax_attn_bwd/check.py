@@ -5,15 +5,20 @@ against the definition in float64 must be at most twice that of the definition i
 two units of rounding; in float64 at most 1e-10. Exit code 1 on a miss.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import backend
+from jax_attn_bwd import ops
+from jax_attn_bwd._core import backend, console
 from jax_attn_bwd._core.cases import Arrays, Case, Operator, cast, cotangents, value_and_gradients
 from jax_attn_bwd._core.numerics import accumulator_dtype
 
@@ -107,25 +112,78 @@ def unavailable(operator: Operator) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason != "ok"}
 
 
-def measurements(
+def plan(
     operators: Sequence[Operator], dtypes: Sequence[str]
-) -> Iterator[list[Measurement]]:
-    """Every case of every available implementation; nothing is computed before it is asked for."""
+) -> tuple[list[tuple[Operator, str, Case, str]], list[tuple[str, str, str]]]:
+    """(what to measure, [(operator, implementation, why it is not available)])."""
+    jobs, absent = [], []
     for operator in operators:
         missing = unavailable(operator)
-        for implementation in operator.implementations:
-            if implementation.name in missing:
-                continue
-            for dtype in dtypes:
-                for case in operator.tagged("check"):
-                    yield measure(operator, implementation.name, case, dtype)
+        absent += [(operator.name, name, reason) for name, reason in missing.items()]
+        names = [i.name for i in operator.implementations if i.name not in missing]
+        for name, dtype, case in itertools.product(names, dtypes, operator.tagged("check")):
+            jobs.append((operator, name, case, dtype))
+    return jobs, absent
 
 
 def worst(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Of each operator, implementation, dtype and quantity, the case nearest to (or over) its limit."""
+    """Of each operator, implementation, dtype and quantity, the case nearest to, or over, its limit."""
     found: dict[tuple, Measurement] = {}
     for row in rows:
         key = (row.operator, row.implementation, row.dtype, row.quantity)
         if key not in found or not row.error / row.limit <= found[key].error / found[key].limit:
             found[key] = row
     return list(found.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the check, prints the table, returns the exit code."""
+    known = {operator.name: operator for operator in ops.discover()}
+    parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
+    parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument(
+        "--json", action="store_true", help="print every measurement as JSON instead"
+    )
+    args = parser.parse_args(argv)
+    if unknown := set(args.operators) - set(known):
+        parser.error(f"unknown operator {sorted(unknown)}, known are {sorted(known)}")
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jobs, absent = plan([known[n] for n in args.operators or known], args.dtypes)
+    rows: list[Measurement] = []
+    for operator, implementation, case, dtype in console.progress(jobs, len(jobs), "check"):
+        with jax.enable_x64(dtype == "float64"):
+            rows += measure(operator, implementation, case, dtype)
+    misses = [row for row in rows if not row.ok]
+    if args.json:
+        device = jax.devices()[0].device_kind
+        measured = [{**asdict(row), "ok": row.ok} for row in rows]
+        unavailable_ = [
+            dict(zip(("operator", "implementation", "reason"), a, strict=True)) for a in absent
+        ]
+        print(json.dumps(
+            {"device": device, "jax": jax.__version__, "measurements": measured, "unavailable": unavailable_}
+        ))  # fmt: skip
+        return int(bool(misses))
+
+    console.table(
+        "Worst relative error of each quantity, beside its limit",
+        ["operator", "implementation", "dtype", "quantity", "error", "limit", "case", "verdict"],
+        [
+            (r.operator, r.implementation, r.dtype, r.quantity, f"{r.error:.1e}", f"{r.limit:.1e}",
+             r.case, "ok" if r.ok else "MISS")
+            for r in worst(rows)
+        ],
+    )  # fmt: skip
+    for operator, implementation, reason in absent:
+        print(f"not available: {operator} [{implementation}]: {reason}")
+    calls, platform = len(jobs), jax.devices()[0].device_kind
+    print(
+        f"{calls} calls, {len(rows)} quantities on {platform}, JAX {jax.__version__}: {len(misses)} misses"
+    )
+    return int(bool(misses))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

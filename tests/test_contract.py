@@ -13,6 +13,7 @@ from helpers import (
     differentiated,
     finite_loss,
 )
+from jax.test_util import check_grads
 
 from jax_attn_bwd import check
 
@@ -125,9 +126,7 @@ def test_second_order_in_every_mode_under_jit(operator, implementation, case):
 def test_check_grads_to_order_two(operator, implementation, case):
     arrays, options = _calls(operator, implementation, case)
     loss = finite_loss(operator.call, operator, arrays, options)
-    jax.test_util.check_grads(
-        loss, (differentiated(operator, arrays),), order=2, modes=["rev"], rtol=1e-4
-    )
+    check_grads(loss, (differentiated(operator, arrays),), order=2, modes=["rev"], rtol=1e-4)
 
 
 def test_every_implementation_has_gradient_tests():

@@ -25,8 +25,8 @@ class Case:
       build: `rng -> {argument: array}`; floating arrays are float64.
       options: the static arguments.
       tags: "ci" for every test; "check" also for `jax_attn_bwd.check`; "edge" degenerate shapes; "second"
-        small enough for hessians; "shard" divisible by 2 in the batch and 4 in the heads, of these
-        "reduces" if a gradient is a sum over shards, "bounds" if tile bounds differ from shard to shard.
+        small enough for hessians; "shard" divisible by 4 in batch and heads, "bounds" too if its tile bounds
+        differ from shard to shard.
     """
 
     name: str

@@ -185,7 +185,7 @@ CASES = (
         S=10,
         N=8,
         K=4,
-        tags=("shard", "reduces"),
+        tags=("shard",),
         extra=_bias(1, 8, 1, 10),
     ),
     _case(

@@ -77,10 +77,8 @@ def _step(options, tiling, w, state, i, j, mixed, live):
     blocks = State(acc={-2: q}, m={-1: q}, l={-1: q})
     rows = State(*map(take_at, state, blocks))
     update = jax.checkpoint(partial(_update, options, tiling, w, mixed=mixed), prevent_cse=False)
-    if live is None:
-        rows = update(rows, i, j)
-    else:
-        rows = lax.cond(live, update, lambda rows, i, j: rows, rows, i, j)
+    skip = lambda rows, i, j: rows  # noqa: E731
+    rows = update(rows, i, j) if live is None else lax.cond(live, update, skip, rows, i, j)
     return State(*map(put_at, state, rows, blocks))
 
 

@@ -108,10 +108,10 @@ CASES = (
     _case(
         "shard_broadcast_bias",
         (4, 8, 6, 10),
-        tags=("shard", "reduces"),
+        tags=("shard",),
         extra=_normal(bias=(1, 8, 6, 10)),
     ),
-    _case("shard_sink", (4, 8, 6, 10), tags=("shard", "reduces"), extra=_sink(8, 1)),
+    _case("shard_sink", (4, 8, 6, 10), tags=("shard",), extra=_sink(8, 1)),
 )
 
 

@@ -1,0 +1,50 @@
+"""Progress and tables: with `rich` where it is installed, as plain text where it is not."""
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_RICH = importlib.util.find_spec("rich") is not None
+
+
+def progress(items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
+    """Yields `items`, showing how far it has come on the terminal."""
+    if not _RICH or not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, description, total=total, console=Console(stderr=True), transient=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints a table; numbers are aligned to the right."""
+    cells = [["" if x is None else str(x) for x in row] for row in rows]
+    if not _RICH:
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        print(title)
+        for row in [list(columns), *cells]:
+            print("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left")
+    for i, name in enumerate(columns):
+        numeric = cells and all(_is_number(row[i]) for row in cells)
+        drawn.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        drawn.add_row(*map(escape, row))
+    width = None if sys.stdout.isatty() else 140
+    Console(width=width).print(drawn)
+
+
+def _is_number(cell: str) -> bool:
+    return (
+        not cell
+        or cell.replace(".", "").replace("-", "").replace("e", "").replace("+", "").isdigit()
+    )

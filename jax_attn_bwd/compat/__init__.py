@@ -1,0 +1,3 @@
+"""Calls of other systems, argument for argument, with their polarity and quirks documented."""
+
+from jax_attn_bwd.compat import cann as cann

@@ -1,0 +1,137 @@
+"""Every operator sharded over 8 virtual devices: same numbers, and no more collectives than promised."""
+
+import collections
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, case_params, cotangents, differentiated
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+COLLECTIVE = re.compile(
+    r"= .*? (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+)
+every_shard_case = pytest.mark.parametrize(
+    ("operator", "implementation", "case"), case_params("shard")
+)
+every_split = pytest.mark.parametrize("shape", [(2, 4), (1, 4), (4, 1)], ids=["BxN", "N", "B"])
+
+
+def collectives(compiled) -> dict[str, int]:
+    """How many collectives of each kind the program holds."""
+    return dict(collections.Counter(COLLECTIVE.findall(compiled.as_text())))
+
+
+def budget(operator, case, arrays, names, shape) -> int:
+    """One for each gradient that was broadcast over a split axis, one for tile bounds, else none."""
+    split = {axis for axis, n in zip("bh", shape, strict=True) if n > 1}
+    summed = [name for name in names if split - set(spec(operator, name, arrays[name]))]
+    return len(summed) + ("bounds" in case.tags and "b" in split)
+
+
+def spec(operator, name, x) -> P:
+    """Batch axes over "b", head axes over "h"; axes of size 1 are not split."""
+    letters = operator.axes[name][-x.ndim :] if x.ndim else ""
+    mesh_axis = {"B": "b", "N": "h"}
+    return P(*(mesh_axis.get(c) if n > 1 else None for c, n in zip(letters, x.shape, strict=True)))
+
+
+def setup(operator, implementation, case):
+    arrays = case.arrays(np.float64)
+    options = {**case.options, "implementation": implementation}
+    names = tuple(differentiated(operator, arrays))
+    outputs = operator.call(**arrays, **options)
+    cts = cotangents(operator, outputs)
+
+    def step(arrays, cts):
+        def call(inputs):
+            return operator.call(**{**arrays, **inputs}, **options)
+
+        out, pullback = jax.vjp(call, {name: arrays[name] for name in names})
+        return dict(zip(operator.outputs, out, strict=True)), pullback(cts)[0]
+
+    return arrays, names, cts, step
+
+
+def finite(cts, outputs):
+    """Cotangents, 0 where the output is not finite."""
+    return tuple(
+        jnp.where(jnp.isfinite(x), ct, 0) for ct, x in zip(cts, outputs.values(), strict=True)
+    )
+
+
+@every_split
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@every_shard_case
+def test_jit_with_sharded_operands(operator, implementation, case, axis_type, shape):
+    arrays, names, cts, step = setup(operator, implementation, case)
+    expected_out, _ = step(arrays, cts)
+    cts = finite(cts, expected_out)
+    expected = step(arrays, cts)
+
+    mesh = jax.make_mesh(shape, ("b", "h"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+
+        def put(name, x):
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or name not in operator.axes:
+                return x
+            return jax.device_put(x, NamedSharding(mesh, spec(operator, name, x)))
+
+        placed = {name: put(name, x) for name, x in arrays.items()}
+        placed_cts = tuple(put(n, ct) for n, ct in zip(operator.outputs, cts, strict=True))
+        compiled = jax.jit(step).lower(placed, placed_cts).compile()
+        out, gradients = compiled(placed, placed_cts)
+
+    for name in operator.outputs:
+        assert_close(out[name], expected[0][name], 1e-12, name)
+    for name in names:
+        assert_close(gradients[name], expected[1][name], 1e-12, name)
+        if axis_type == AxisType.Explicit:
+            assert gradients[name].sharding.spec == placed[name].sharding.spec, name
+    for name in operator.outputs:
+        if any(spec(operator, name, out[name])) and math.prod(shape) > 1:
+            assert not out[name].sharding.is_fully_replicated, name
+    counted = collectives(compiled)
+    assert sum(counted.values()) <= budget(operator, case, arrays, names, shape), counted
+
+
+@every_shard_case
+def test_shard_map_with_checked_replication(operator, implementation, case):
+    arrays, names, cts, step = setup(operator, implementation, case)
+    if case.options.get("dropout_rate"):
+        arrays = {**arrays, "dropout_offset": None}
+    expected_out, _ = step({k: v for k, v in arrays.items() if v is not None}, cts)
+    cts = finite(cts, expected_out)
+    expected = step({k: v for k, v in arrays.items() if v is not None}, cts)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(arrays, cts):
+        if "dropout_offset" in arrays:  # a shard does not know where it lies: the caller tells it
+            batch, heads = arrays["query"].shape[0], arrays["query"].shape[2]
+            offset = (jax.lax.axis_index("b") * batch, jax.lax.axis_index("h") * heads, 0, 0)
+            arrays = {**arrays, "dropout_offset": offset}
+        return step(arrays, cts)
+
+    specs = {
+        name: P() if name not in operator.axes or x is None else spec(operator, name, x)
+        for name, x in arrays.items()
+    }
+    cts_specs = tuple(spec(operator, n, ct) for n, ct in zip(operator.outputs, cts, strict=True))
+    out_specs = (dict(zip(operator.outputs, cts_specs, strict=True)), {n: specs[n] for n in names})
+    sharded = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(specs, cts_specs), out_specs=out_specs, check_vma=True
+        )
+    )
+    out, gradients = sharded(arrays, cts)
+    for name in operator.outputs:
+        assert_close(out[name], expected[0][name], 1e-12, name)
+    for name in names:
+        assert_close(gradients[name], expected[1][name], 1e-12, name)
+    counted = collectives(sharded.lower(arrays, cts).compile())
+    summed = [name for name in names if {"b", "h"} - set(specs[name])]
+    assert sum(counted.values()) <= len(summed), counted
