@@ -51,7 +51,7 @@ def map_rows(
         taken = [None if x is None else take_at(x, at) for x in arrays]
         return put_at(out, fn(index, *taken).astype(out.dtype), at)
 
-    if not isinstance(rows, int) or rows <= block:
+    if rows <= block:
         return fn(np.arange(rows, dtype=np.int32), *arrays).astype(like.dtype)
     out = full_like_operands(like, like.shape, 0, like.dtype, (like, *arrays))
     count = rows // block

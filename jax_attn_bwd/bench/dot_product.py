@@ -47,7 +47,6 @@ def _step(function: Any, **options: Any) -> Any:
 
 def visited(T: int, **options: Any) -> str:
     """Tiles visited, of all, by the portable path."""
-    x = jax.ShapeDtypeStruct((1, T, HEADS, SIZE), jnp.float32)
     defaults = dict.fromkeys(
         ("scale", "query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "logits_soft_cap",
          "key_value_segment_ids", "query_positions", "key_value_positions", "sink", "dropout_key",
@@ -59,7 +58,7 @@ def visited(T: int, **options: Any) -> str:
         "deterministic": True,
         "is_causal": False,
     }
-    x = jnp.zeros(x.shape, x.dtype)
+    x = jnp.zeros((1, T, HEADS, SIZE), jnp.float32)
     static, operands = prepare("bench", x, x, x, None, None, **{**defaults, **flags, **options})
     tiling = tiles.Tiling.default_for(static, operands)
     full, mixed = tiles.static_pairs(static, T, T, False, tiling)
@@ -100,9 +99,14 @@ def _torch(T: int, is_causal: bool) -> Contender:
 
 
 def _window(T: int, window: int) -> Case:
-    with_window = {"is_causal": True, "local_window_size": (window, 0)}
-    ours = _ours(T, compare=False, name=f"causal, window {window}", **with_window)
-    return Case(f"T=S={T} window {window}", [ours, _ours(T, False, "causal", is_causal=True)])
+    options = {"is_causal": True, "local_window_size": (window, 0)}
+    contenders = [_ours(T, name=f"causal, window {window}", **options)]
+    contenders.append(_ours(T, compare=False, name="causal", is_causal=True))
+    if T <= 4096:  # it holds several arrays of T x S
+        step = _step(jax.nn.dot_product_attention, **options)
+        peer = compiled_contender(f"jax.nn, window {window}", step, *_arrays(T), timed=False)
+        contenders.append(peer)
+    return Case(f"T=S={T} window {window}", contenders)
 
 
 def _memory(T: int) -> Case:

@@ -21,6 +21,7 @@ class Contender:
       run: computes once and waits for the result, which it returns as NumPy arrays on request.
       results: the arrays to compare with the other contenders'; None = computes something else.
       temporary_bytes: peak temporary memory of the compiled program, where the compiler tells.
+      timed: False for one that is there to compare results with, and would disturb the others' caches.
       notes: further figures to print, by name.
     """
 
@@ -28,6 +29,7 @@ class Contender:
     run: Callable[[], Any]
     results: Callable[[], Sequence[np.ndarray]] | None = None
     temporary_bytes: int | None = None
+    timed: bool = True
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -38,6 +40,7 @@ class Case:
     name: str
     contenders: Sequence[Contender]
     timed: bool = True
+    tolerance: float = 1e-4  # of the contenders' results, relative to the largest entry
 
 
 @dataclass(frozen=True)
@@ -68,32 +71,37 @@ def compiled_contender(
         run=lambda: jax.block_until_ready(compiled(*args)),
         results=results if compare else None,
         temporary_bytes=memory.temp_size_in_bytes,
+        timed=timed,
         notes=notes,
     )
 
 
-def check_agreement(case: Case, tolerance: float) -> None:
+def check_agreement(case: Case) -> None:
     """Refuses to measure contenders that disagree."""
-    ours, *others = (c for c in case.contenders if c.results is not None)
+    comparable = [c for c in case.contenders if c.results is not None]
+    if len(comparable) < 2:
+        return
+    ours, *others = comparable
     expected = ours.results()
     for other in others:
         errors = [relative_error(a, b) for a, b in zip(other.results(), expected, strict=True)]
-        if max(errors) > tolerance:
+        if max(errors) > case.tolerance:
             raise RuntimeError(
                 f"bench: {other.name} and {ours.name} disagree in {case.name!r}: relative errors "
-                f"{errors}, tolerance {tolerance}; nothing is timed"
+                f"{errors}, tolerance {case.tolerance}; nothing is timed"
             )
 
 
-def measure(case: Case, repeats: int, tolerance: float = 1e-4) -> list[Row]:
+def measure(case: Case, repeats: int) -> list[Row]:
     """Medians over `repeats` rounds in which the contenders take turns."""
     times: dict[str, list[float]] = {c.name: [] for c in case.contenders}
     if case.timed:
-        check_agreement(case, tolerance)
-        for contender in case.contenders:
+        check_agreement(case)
+        runners = [c for c in case.contenders if c.timed]
+        for contender in runners:
             contender.run()  # warm up
         for _ in range(repeats):
-            for contender in case.contenders:
+            for contender in runners:
                 start = time.perf_counter()
                 contender.run()
                 times[contender.name].append(time.perf_counter() - start)

@@ -93,7 +93,7 @@ def pad(x: jax.Array, axis: int, block: int, mode: str = "constant") -> jax.Arra
     if n == 1 or (isinstance(n, int) and n % block == 0):
         return x
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -n % block)
+    widths[axis] = (0, count(n, block) * block - n)
     return jnp.pad(x, widths, mode=mode)
 
 

@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import backend, masks
@@ -43,7 +42,7 @@ def forward(options: Options, operands: Operands) -> Result:
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, block, operands):
     x, *others = operands
-    index = np.arange(x.shape[-2], dtype=np.int32) if x.ndim > 1 else None
+    index = jnp.arange(x.shape[-2], dtype=jnp.int32) if x.ndim > 1 else None
     if block is None or operands.sink is not None or options.fully_masked != "zero":
         result = _rows(options, index, x, *others)
         result = result._replace(y=result.y.astype(x.dtype))
@@ -59,7 +58,7 @@ def _rows(options, index, x, scale, mask, bias, sink) -> Result:
     x = x.astype(dtype)
     visible = masks.conjunction(mask, None if bias is None else bias > -jnp.inf)
     if options.is_causal or options.window is not None:
-        row, column = index[:, None], np.arange(x.shape[-1], dtype=np.int32)[None]
+        row, column = index[:, None], jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
         band = masks.in_band(row, column, options.is_causal, options.window)
         visible = masks.conjunction(visible, to_rank(band, x.ndim))
     if scale is not None and visible is not None:
