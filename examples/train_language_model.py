@@ -24,14 +24,17 @@ from matplotlib.figure import Figure
 from numpy.lib.stride_tricks import sliding_window_view
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import Progress
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from jax_attn_bwd import dot_product_attention
 
 # Both take (query, key, value), each [B, T, N, H], and `is_causal`.
-ATTENTION = {"jax_attn_bwd": dot_product_attention, "jax.nn": jax.nn.dot_product_attention}
+ATTENTION: dict[str, Callable[..., jax.Array]] = {
+    "jax_attn_bwd": dot_product_attention,
+    "jax.nn": jax.nn.dot_product_attention,
+}
 
 VOCABULARY = 256  # bytes
 WIDTH, HEADS, LAYERS = 128, 4, 2
@@ -137,8 +140,10 @@ def train(
     rng = np.random.default_rng(args.seed)
     losses, validation_losses = [], {}
 
-    columns = (*Progress.get_default_columns(), "loss {task.fields[loss]:.2f}")
-    with Progress(*columns, console=console) as progress:
+    bar = Progress(
+        *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.2f}"), console=console
+    )
+    with bar as progress:
         task = progress.add_task("training", total=args.steps, loss=math.nan)
         for step in range(1, args.steps + 1):
             starts = rng.integers(len(windows), size=batch)
@@ -186,7 +191,8 @@ def compare(args: argparse.Namespace, text: np.ndarray, repeats: int = 8) -> Tab
     windows = jnp.asarray(text[: batch * (args.context + 1)].reshape(batch, -1))
     states = {name: create(name, args) for name in ATTENTION}
     steps = {name: train_step.lower(*states[name], windows).compile() for name in ATTENTION}
-    seconds, loss = {name: [] for name in ATTENTION}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in ATTENTION}
+    loss = {}
     for _ in range(repeats):
         for name in ATTENTION:  # in turns: other work on the machine then slows both alike
             start = time.perf_counter()

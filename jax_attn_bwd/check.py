@@ -176,8 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for r in worst(rows)
         ],
     )  # fmt: skip
-    for operator, implementation, reason in absent:
-        print(f"not available: {operator} [{implementation}]: {reason}")
+    for name, implementation, reason in absent:
+        print(f"not available: {name} [{implementation}]: {reason}")
     calls, platform = len(jobs), jax.devices()[0].device_kind
     print(
         f"{calls} calls, {len(rows)} quantities on {platform}, JAX {jax.__version__}: {len(misses)} misses"

@@ -35,7 +35,7 @@ def target_platform() -> str:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.abstract_device is not None:
         return mesh.abstract_device.platform
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform

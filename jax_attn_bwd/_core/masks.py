@@ -24,9 +24,7 @@ def window(operator: str, value: Any) -> Window | None:
     return int(pair[0]), int(pair[1])
 
 
-def in_band(
-    row: jax.Array, column: jax.Array, is_causal: bool, window: Window | None
-) -> jax.Array | None:
+def in_band(row: jax.Array, column: jax.Array, is_causal: bool, window: Window | None) -> Any:
     """Whether the query at `row` sees the key at `column` (both broadcast); None if all do."""
     terms = []
     if is_causal:

@@ -116,12 +116,11 @@ def plot(rows: list[Row], title: str, path: Path) -> Path | None:
     from matplotlib import pyplot
 
     timed = [r for r in rows if r.ratio is not None]
+    ratios = [r.ratio or 0.0 for r in timed]
     labels = [f"{r.case}\n{r.contender}" for r in timed]
     figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(timed) + 1.2), layout="constrained")
     ours = [r.ratio == 1.0 for r in timed]
-    bars = axes.barh(
-        labels, [r.ratio for r in timed], color=["#0072b2" if o else "#e69f00" for o in ours]
-    )
+    bars = axes.barh(labels, ratios, color=["#0072b2" if o else "#e69f00" for o in ours])
     axes.bar_label(
         bars, [f"{r.ratio:.2f}  ({r.milliseconds:.0f} ms)" for r in timed], padding=3, fontsize=7
     )

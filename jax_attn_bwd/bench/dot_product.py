@@ -99,7 +99,7 @@ def _torch(T: int, is_causal: bool) -> Contender:
 
 
 def _window(T: int, window: int) -> Case:
-    options = {"is_causal": True, "local_window_size": (window, 0)}
+    options: dict[str, Any] = {"is_causal": True, "local_window_size": (window, 0)}
     contenders = [_ours(T, name=f"causal, window {window}", **options)]
     contenders.append(_ours(T, compare=False, name="causal", is_causal=True))
     if T <= 4096:  # it holds several arrays of T x S

@@ -57,8 +57,13 @@ class Row:
 
 
 def compiled_contender(
-    name: str, function: Callable, *args: Any, compare: bool = True, **notes: Any
-):
+    name: str,
+    function: Callable,
+    *args: Any,
+    compare: bool = True,
+    timed: bool = True,
+    **notes: Any,
+) -> Contender:
     """A contender made of a function to jit, with its memory as the compiler tells it."""
     compiled = jax.jit(function).lower(*args).compile()
     memory = compiled.memory_analysis()
@@ -70,7 +75,7 @@ def compiled_contender(
         name,
         run=lambda: jax.block_until_ready(compiled(*args)),
         results=results if compare else None,
-        temporary_bytes=memory.temp_size_in_bytes,
+        temporary_bytes=None if memory is None else memory.temp_size_in_bytes,
         timed=timed,
         notes=notes,
     )
@@ -82,9 +87,10 @@ def check_agreement(case: Case) -> None:
     if len(comparable) < 2:
         return
     ours, *others = comparable
-    expected = ours.results()
+    results = {c.name: c.results() for c in comparable if c.results is not None}
     for other in others:
-        errors = [relative_error(a, b) for a, b in zip(other.results(), expected, strict=True)]
+        pairs = zip(results[other.name], results[ours.name], strict=True)
+        errors = [relative_error(a, b) for a, b in pairs]
         if max(errors) > case.tolerance:
             raise RuntimeError(
                 f"bench: {other.name} and {ours.name} disagree in {case.name!r}: relative errors "

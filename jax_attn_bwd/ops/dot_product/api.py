@@ -208,14 +208,12 @@ def dot_product_attention_bwd(
     )  # fmt: skip
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
     for argument, x in (("dout", dout), ("out", out)):
-        checks.shape(
-            name, argument, checks.floating(name, argument, x), "[..., T, N, Hv]", expected
-        )
-    for argument, x in (("lse", lse), ("dlse", dlse)):
-        if x is not None:
-            checks.shape(
-                name, argument, checks.floating(name, argument, x), "[..., T, N]", expected[:-1]
-            )
+        x = checks.floating(name, argument, x)
+        checks.shape(name, argument, x, "[..., T, N, Hv]", expected)
+    for argument, row in (("lse", lse), ("dlse", dlse)):
+        if row is not None:
+            row = checks.floating(name, argument, row)
+            checks.shape(name, argument, row, "[..., T, N]", expected[:-1])
     checks.same_dtype(name, query=operands.query, dout=dout, out=out)
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)

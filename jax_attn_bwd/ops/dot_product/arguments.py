@@ -88,7 +88,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
         if x.ndim < 3:
             raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
     *batch, T, N, H = query.shape
-    S, K, Hv = *key.shape[-3:-1], value.shape[-1]
+    S, K, Hv = key.shape[-3], key.shape[-2], value.shape[-1]
     checks.shape(operator, "key", key, "[..., S, K, H]", (*batch, S, K, H))
     checks.shape(operator, "value", value, "[..., S, K, Hv]", (*batch, S, K, Hv))
     if K == 0 or N % K:

@@ -78,9 +78,8 @@ def _backward(options, tiling, residuals, dout, dlse):
         precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
     )  # fmt: skip
     # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.     (7)
-    empty = (lse == sink) & tiles.split_heads((residuals.out == 0).all(-1, keepdims=True), G)[
-        ..., 0
-    ]
+    zero = tiles.split_heads((residuals.out == 0).all(-1, keepdims=True), G)[..., 0]
+    empty = (lse == sink) & zero
     delta = jnp.where(empty, 0, tiles.split_heads(delta[..., None], G)[..., 0])
     if dlse is not None:
         dlse = tiles.split_heads(dlse[..., None], G)[..., 0]
@@ -102,9 +101,7 @@ def _backward(options, tiling, residuals, dout, dlse):
         sums = tiles.scan_tiles(step, sums, options, w, tiling)
 
     if "query" in sums:
-        dq = options.scale * jnp.moveaxis(
-            sums["query"], -3, -1
-        )  # [..., K, H, G, T] -> [..., K, G, T, H]
+        dq = options.scale * jnp.moveaxis(sums["query"], -3, -1)  # [..., K, G, T, H]
         grads["query"] = tiles.merge_heads(dq)[..., :T, :, :]
     if "key" in sums:
         grads["key"] = options.scale * jnp.swapaxes(sums["key"], -2, -3)[..., :S, :, :]
@@ -176,8 +173,8 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     p = jnp.exp(logits - lse[..., None, :, :])  # (2)
 
     z = 1
-    if options.dropout_rate:
-        z = _transposed(keep_factors(options, tiling, w, i, j, p.dtype))
+    if w.counters is not None:
+        z = _transposed(keep_factors(options, tiling, w.counters, i, j, p.dtype))
     share = {}
     if "value" in old:
         share["value"] = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)

@@ -96,8 +96,8 @@ def _update(options, tiling, w, rows, i, j, *, mixed):
     decay = jnp.exp(rows.m - shift)
     p = jnp.exp(logits - shift[..., None])
     l = rows.l * decay + p.sum(-1)
-    if options.dropout_rate:
-        p = p * keep_factors(options, tiling, w, i, j, p.dtype)
+    if w.counters is not None:
+        p = p * keep_factors(options, tiling, w.counters, i, j, p.dtype)
     pv = jnp.einsum(
         "...gts,...sh->...gth", p.astype(v.dtype), v,
         precision=options.precision, preferred_element_type=p.dtype,
@@ -162,12 +162,11 @@ def soft_capped(options: Options, logits: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def keep_factors(
-    options: Options, tiling: Tiling, w: Working, i: Any, j: Any, dtype: Any
+    options: Options, tiling: Tiling, counters: tiles.Counters, i: Any, j: Any, dtype: Any
 ) -> jax.Array:
     """0 for the dropped probabilities of tile (i, j), 1 / (1 - rate) for the others."""
-    rank = w.q.ndim
-    row = to_rank(tiles.take(w.dropout_rows, i, tiling.block_q, 0)[:, None], rank)
-    column = to_rank(tiles.take(w.dropout_columns, j, tiling.block_k, 0), rank)
-    keys = tuple(x[..., None, None] for x in w.dropout_keys)
-    keep = dropout.keep(keys, row, column, options.dropout_rate)
+    first, second = (x[..., None, None] for x in counters.keys)
+    row = to_rank(tiles.take(counters.rows, i, tiling.block_q, 0)[:, None], first.ndim)
+    column = to_rank(tiles.take(counters.columns, j, tiling.block_k, 0), first.ndim)
+    keep = dropout.keep((first, second), row, column, options.dropout_rate)
     return jnp.where(keep, jnp.asarray(dropout.survivor_factor(options.dropout_rate), dtype), 0)

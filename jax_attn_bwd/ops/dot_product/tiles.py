@@ -7,6 +7,7 @@ give each pair a live flag, and `lax.cond` skips dead ones. No loop has a traced
 scans have a reverse mode.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,6 +73,14 @@ class Tokens(NamedTuple):
     valid_length: jax.Array | None  # [...] int32
 
 
+class Counters(NamedTuple):
+    """What the dropout bits of an element are a function of."""
+
+    keys: dropout.Words  # each [..., K, G]
+    rows: jax.Array  # [T] uint32
+    columns: jax.Array  # [S] uint32
+
+
 class Working(NamedTuple):
     """The operands in working layout, sequences padded to whole tiles."""
 
@@ -82,9 +91,7 @@ class Working(NamedTuple):
     mask: jax.Array | None  # likewise
     rows: Tokens
     columns: Tokens
-    dropout_keys: dropout.Words | None  # each [..., K, G]
-    dropout_rows: jax.Array | None  # [T] uint32
-    dropout_columns: jax.Array | None  # [S] uint32
+    counters: Counters | None  # with dropout
 
 
 def pad(x: jax.Array, axis: int, block: int, mode: str = "constant") -> jax.Array:
@@ -136,11 +143,6 @@ def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
         )
         return Tokens(length, position, segment, valid_length)
 
-    keys = dropout_rows = dropout_columns = None
-    if options.dropout_rate:
-        keys, dropout_rows, dropout_columns = _dropout_counters(options, operands, groups)
-        dropout_rows = pad(dropout_rows, 0, block_q)
-        dropout_columns = pad(dropout_columns, 0, block_k)
     return Working(
         q=pad(split_heads(q, groups), -2, block_q),
         k=pad(jnp.swapaxes(k, -2, -3), -2, block_k),
@@ -155,14 +157,11 @@ def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
             S, block_k, operands.key_value_positions, operands.key_value_segment_ids,
             operands.key_value_seq_lengths,
         ),
-        dropout_keys=keys,
-        dropout_rows=dropout_rows,
-        dropout_columns=dropout_columns,
+        counters=_counters(options, operands, groups, tiling) if options.dropout_rate else None,
     )  # fmt: skip
 
 
-def _dropout_counters(options: Options, operands: Operands, groups: int):
-    """The cipher keys `[..., K, G]` and the global row `[T]` and column `[S]` of each element."""
+def _counters(options: Options, operands: Operands, groups: int, tiling: Tiling) -> Counters:
     *batch, T, N, _ = operands.query.shape
     S = operands.key.shape[-3]
     zero = jnp.uint32(0)
@@ -174,12 +173,16 @@ def _dropout_counters(options: Options, operands: Operands, groups: int):
     if options.broadcast_dropout:
         batch_index = head_index = jnp.zeros((1,) * (len(batch) + 2), jnp.uint32)
     else:
-        batch_index = jnp.arange(int(np.prod(batch)), dtype=jnp.uint32).reshape(*batch, 1, 1)
+        batch_index = jnp.arange(math.prod(batch), dtype=jnp.uint32).reshape(*batch, 1, 1)
         batch_index = batch_index + offset.batch
         head_index = index(N, offset.head).reshape(N // groups, groups)
         head_index = to_rank(head_index, batch_index.ndim)
-    keys = dropout.head_keys(operands.dropout_words, batch_index, head_index)
-    return keys, index(T, offset.row), index(S, offset.column)
+    assert operands.dropout_words is not None  # checked with the arguments
+    return Counters(
+        dropout.head_keys(operands.dropout_words, batch_index, head_index),
+        pad(index(T, offset.row), 0, tiling.block_q),
+        pad(index(S, offset.column), 0, tiling.block_k),
+    )
 
 
 def take(x: jax.Array, i: Any, block: int, axis: int) -> jax.Array:
@@ -198,7 +201,7 @@ def visible(
     options: Options, w: Working, i: Any, j: Any, mixed: bool, tiling: Tiling
 ) -> jax.Array | None:
     """Which elements of tile (i, j) are seen, `[..., K|1, G|1, block_q, block_k]`; None if all are."""
-    terms = []
+    terms: list[Any] = []
     mask, bias = take_plane(w.mask, i, j, tiling), take_plane(w.bias, i, j, tiling)
     terms.append(mask)
     if bias is not None:
@@ -243,21 +246,19 @@ def _tile_tokens(tokens: Tokens, i: Any, block: int, axis: int, rank: int) -> _T
 
 def live_tiles(options: Options, w: Working, tiling: Tiling) -> jax.Array | None:
     """Whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
-    sides = (
-        (w.rows, tiling.block_q, (..., slice(None), None)),
-        (w.columns, tiling.block_k, (..., None, slice(None))),
-    )
-    if all(x is None for tokens, *_ in sides for x in tokens[1:]):
+    if all(x is None for tokens in (w.rows, w.columns) for x in tokens[1:]):
         return None
-    (row, row_segment, row_some), (column, column_segment, column_some) = (
-        _block_bounds(*side, w.q.ndim - 3) for side in sides
+    rank = w.q.ndim - 2
+    as_row, as_column = (..., slice(None), None), (..., None, slice(None))
+    row, row_segment, row_some = _block_bounds(w.rows, tiling.block_q, as_row, rank - 1)
+    column, column_segment, column_some = _block_bounds(
+        w.columns, tiling.block_k, as_column, rank - 1
     )
     some, _ = masks.tile_in_band(row, column, options.is_causal, options.window)
     terms = [None if some is True else some, row_some, column_some]
     if row_segment is not None:
         terms += [row_segment[0] <= column_segment[1], column_segment[0] <= row_segment[1]]
     shape = (count(w.rows.length, tiling.block_q), count(w.columns.length, tiling.block_k))
-    rank = w.q.ndim - 2
     terms = [None if x is None else to_rank(x, rank) for x in terms]
     live = masks.conjunction(jnp.ones((1,) * (rank - 2) + shape, bool), *terms)
     return live.any(tuple(range(live.ndim - 2)))

@@ -93,10 +93,10 @@ def scaled_masked_softmax(
         rows = x.shape[: axis % x.ndim] + x.shape[axis % x.ndim :][1:]
         checks.broadcasts(_NAME, "sink", sink, "the shape of x without axis", rows)
         sink = jnp.expand_dims(to_rank(sink, len(rows)), axis)
-    scale, scale_array = _scale(_NAME, scale, x)
+    static_scale, scale_array = _scale(_NAME, scale, x)
     fully_masked = checks.choice(_NAME, "fully_masked", fully_masked, ("zero", "uniform", "nan"))
 
-    options = Options(scale, axis, is_causal, window, fully_masked)
+    options = Options(static_scale, axis, is_causal, window, fully_masked)
     operands = Operands(x, scale_array, mask, bias, sink)
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
     return _softmax((options, chosen.name), operands)
@@ -143,8 +143,8 @@ def scaled_masked_softmax_bwd(
     checks.shape(name, "dy", dy, "the shape of y", y.shape)
     checks.same_dtype(name, y=y, dy=dy)
     axis = _axis(name, y, axis)
-    scale, scale_array = _scale(name, scale, y)
-    options = Options(scale=scale, axis=axis)
+    static_scale, scale_array = _scale(name, scale, y)
+    options = Options(scale=static_scale, axis=axis)
     chosen = backend.select(name, IMPLEMENTATIONS, None, options, Operands(y, scale_array))
     residuals = Residuals(y, Wanted((("x", jax.typeof(y)),)), scale_array)
     dx = chosen.backward(options, residuals, dy)["x"]
