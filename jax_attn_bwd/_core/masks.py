@@ -11,6 +11,7 @@ import numpy as np
 from jax_attn_bwd._core import checks
 
 Window = tuple[int, int]
+_FARTHEST = 2**31 - 1  # positions are int32: a wider window is no limit either
 
 
 def window(operator: str, value: Any) -> Window | None:
@@ -21,7 +22,7 @@ def window(operator: str, value: Any) -> Window | None:
     if len(pair) != 2 or not all(isinstance(n, int | np.integer) and n >= 0 for n in pair):
         expected = "be a non-negative int or a pair (left, right) of them"
         raise ValueError(checks.message(operator, "local_window_size", expected, repr(value)))
-    return int(pair[0]), int(pair[1])
+    return min(int(pair[0]), _FARTHEST), min(int(pair[1]), _FARTHEST)
 
 
 def in_band(row: jax.Array, column: jax.Array, is_causal: bool, window: Window | None) -> Any:

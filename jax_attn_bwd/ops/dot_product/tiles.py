@@ -39,8 +39,10 @@ class Tiling:
         # CPU: a tile of 8 heads (4 MiB of logits) stays in the L3 cache, and wide key blocks keep the
         # matrix products near their peak. Accelerators need larger tiles to fill the chip (not measured).
         block_q, block_k = (256, 512) if on_cpu else (1024, 1024)
-        if options.window is not None and min(options.window) < block_k:
-            block_k = 256  # a narrow band crosses fewer elements of narrow tiles
+        if options.window is not None:
+            left, right = options.window
+            if left + (0 if options.is_causal else right) < block_k:
+                block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
         # XLA:CPU computes bfloat16 products in float32 anyway, and refuses some of them.
         product_dtype = accumulator_dtype(dtype) if on_cpu else dtype
         return cls(_even_block(T, block_q), _even_block(S, block_k), str(product_dtype))

@@ -134,9 +134,8 @@ def scaled_masked_softmax_bwd(
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_attn_bwd import scaled_masked_softmax_bwd
-      >>> y = jnp.array([0.25, 0.75, 0.0])
-      >>> scaled_masked_softmax_bwd(jnp.array([1.0, 0.0, jnp.nan]), y).tolist()
-      [0.1875, -0.1875, 0.0]
+      >>> scaled_masked_softmax_bwd(jnp.array([1.0, 0.0]), jnp.array([0.25, 0.75])).tolist()
+      [0.1875, -0.1875]
     """
     name = f"{_NAME}_bwd"
     y, dy = _array(name, "y", y), _array(name, "dy", dy)

@@ -20,7 +20,9 @@ def scaled_masked_softmax(
         left, right = jnp.broadcast_to(jnp.asarray(local_window_size), (2,))
         visible &= (row - column <= left) & (column - row <= right)
     terms = jnp.where(visible, logits, -jnp.inf)
-    extra = -jnp.inf if sink is None else jnp.expand_dims(sink, axis % x.ndim - x.ndim)
+    rows = x.shape[: axis % x.ndim] + x.shape[axis % x.ndim :][1:]
+    sink = jnp.asarray(-jnp.inf, x.dtype) if sink is None else sink
+    extra = jnp.expand_dims(jnp.broadcast_to(sink, rows), axis)
     top = jnp.maximum(terms.max(axis, keepdims=True, initial=-jnp.inf), extra)
     top = jnp.where(top == -jnp.inf, 0, top)
     total = jnp.exp(terms - top).sum(axis, keepdims=True) + jnp.exp(extra - top)

@@ -1,0 +1,107 @@
+"""Which tiles are visited: none that holds something to see is missed, none that holds nothing is kept."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+lengths = st.integers(1, 70)
+blocks = st.sampled_from([1, 3, 8, 16])
+
+
+def band(T, S, options):
+    """The visible elements of the whole plane, by their definition."""
+    row, column = np.arange(T)[:, None], np.arange(S)[None]
+    seen = np.ones((T, S), bool)
+    if options.is_causal:
+        seen &= column <= row
+    if options.window is not None:
+        seen &= (row - column <= options.window[0]) & (column - row <= options.window[1])
+    return seen
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths, lengths, blocks, blocks, st.booleans(),
+       st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)))  # fmt: skip
+def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
+    options = Options(scale=1.0, is_causal=is_causal, window=window)
+    tiling = tiles.Tiling(block_q, block_k, "float32")
+    full, mixed = tiles.static_pairs(options, T, S, False, tiling)
+    seen = band(T, S, options)
+    kind = np.full((tiles.count(T, block_q), tiles.count(S, block_k)), "dead", "U5")
+    kind[tuple(full.T)] = "full"
+    kind[tuple(mixed.T)] = "mixed"
+    for (i, j), value in np.ndenumerate(kind):
+        tile = seen[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
+        whole = tile.shape == (block_q, block_k)
+        expected = "dead" if not tile.any() else "full" if tile.all() and whole else "mixed"
+        assert value == expected, (i, j)
+
+
+def live(T, S, tiling, options=None, **given_tokens):
+    """The run-time flags of a call with one head."""
+    options = options or Options(scale=1.0)
+    q, k = jnp.zeros((2, T, 1, 2)), jnp.zeros((2, S, 1, 2))
+    operands = Operands(q, k, k)._replace(**given_tokens)
+    w = tiles.working(options, operands, tiling)
+    return np.asarray(tiles.live_tiles(options, w, tiling))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 2**32 - 1))
+def test_run_time_flags_miss_nothing(T, S, seed):
+    rng = np.random.default_rng(seed)
+    tiling = tiles.Tiling(8, 16, "float32")
+    options = Options(scale=1.0, is_causal=True, window=(9, 3))
+    q_at = rng.integers(0, 60, (2, T)).astype(np.int32)
+    k_at = rng.integers(0, 60, (2, S)).astype(np.int32)
+    q_segment = np.sort(rng.integers(0, 4, (2, T)), -1).astype(np.int32)
+    k_segment = np.sort(rng.integers(0, 4, (2, S)), -1).astype(np.int32)
+    q_length, k_length = rng.integers(0, T + 1, 2), rng.integers(0, S + 1, 2)
+    flags = live(
+        T, S, tiling, options,
+        query_positions=jnp.asarray(q_at), key_value_positions=jnp.asarray(k_at),
+        query_segment_ids=jnp.asarray(q_segment), key_value_segment_ids=jnp.asarray(k_segment),
+        query_seq_lengths=jnp.asarray(q_length, jnp.int32),
+        key_value_seq_lengths=jnp.asarray(k_length, jnp.int32),
+    )  # fmt: skip
+    distance = q_at[..., :, None] - k_at[..., None, :]
+    seen = (distance >= 0) & (distance <= 9)
+    seen &= q_segment[..., :, None] == k_segment[..., None, :]
+    seen &= (np.arange(T)[:, None] < q_length[:, None, None]) & (
+        np.arange(S) < k_length[:, None, None]
+    )
+    for (i, j), alive in np.ndenumerate(flags):
+        assert alive or not seen[:, i * 8 : i * 8 + 8, j * 16 : j * 16 + 16].any(), (i, j)
+
+
+def test_run_time_flags_drop_dead_tiles():
+    tiling = tiles.Tiling(16, 16, "float32")
+    packed = jnp.asarray(np.repeat(np.arange(4), 16)[None], jnp.int32)
+    flags = live(64, 64, tiling, query_segment_ids=packed, key_value_segment_ids=packed)
+    np.testing.assert_array_equal(flags, np.eye(4, dtype=bool))
+    flags = live(64, 64, tiling, key_value_seq_lengths=jnp.asarray([5, 32], jnp.int32))
+    np.testing.assert_array_equal(flags, np.tile([True, True, False, False], (4, 1)))
+    flags = live(64, 64, tiling, query_seq_lengths=jnp.asarray([0, 17], jnp.int32))
+    np.testing.assert_array_equal(flags, np.tile([[True], [True], [False], [False]], (1, 4)))
+    shifted = {"query_positions": jnp.arange(48, 112, dtype=jnp.int32)[None]}
+    flags = live(64, 64, tiling, Options(scale=1.0, window=(15, 0), is_causal=True), **shifted)
+    expected = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(flags, np.asarray(expected, bool))
+
+
+def test_default_tiles_cover_any_length():
+    for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
+        operands = Operands(*(jnp.zeros((1, T, 1, 1)),) * 3)
+        tiling = tiles.Tiling.default_for(Options(scale=1.0), operands)
+        for block, limit in ((tiling.block_q, 256), (tiling.block_k, 512)):
+            assert 1 <= block <= limit
+            padding = tiles.count(T, block) * block - T
+            assert 0 <= padding <= max(8 * tiles.count(T, block), 0)
+            assert T <= 1 or block % 8 == 0
+    assert dataclasses.is_dataclass(tiling)
