@@ -34,11 +34,18 @@ class Tiling:
     @classmethod
     def default_for(cls, options: Options, operands: Operands) -> "Tiling":
         """Measured tiles for the target platform; see bench/results."""
-        T, S = operands.query.shape[-3], operands.key.shape[-3]
+        (*batch, T, N, _), S = operands.query.shape, operands.key.shape[-3]
         dtype, on_cpu = operands.query.dtype, backend.target_platform() == "cpu"
-        # CPU: a tile of 8 heads (4 MiB of logits) stays in the L3 cache, and wide key blocks keep the
-        # matrix products near their peak. Accelerators need larger tiles to fill the chip (not measured).
-        block_q, block_k = (256, 512) if on_cpu else (1024, 1024)
+        heads = math.prod(batch) * N
+        if not on_cpu:
+            block_q, block_k = 1024, 1024  # tiles that can fill the chip (not measured)
+        elif isinstance(heads, int) and heads >= 64:
+            block_q, block_k = 128, 128  # 64 heads: 4 MiB of logits, which the L3 cache still holds
+        else:
+            block_q, block_k = (
+                256,
+                512,
+            )  # 8 heads: likewise; wide key blocks for the matrix products
         if options.window is not None:
             left, right = options.window
             if left + (0 if options.is_causal else right) < block_k:
