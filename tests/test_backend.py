@@ -8,18 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import OPERATORS
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_attn_bwd
 from jax_attn_bwd import compat, dot_product_attention, explain, scaled_masked_softmax
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.backend import Implementation, select, target_platform
-
-try:  # how a mesh of devices that are not there is made; public since JAX 0.5
-    from jax.sharding import AbstractDevice
-except ImportError:
-    from jax._src.mesh import AbstractDevice
 
 
 def never(*args):
@@ -71,12 +66,6 @@ def test_platform_follows_the_default_device():
             assert target_platform() == name
 
 
-def test_platform_is_gpu_where_the_default_device_is_called_cuda():
-    """JAX takes "cuda" for the devices whose `platform` is "gpu"."""
-    with jax.default_device("cuda"):
-        assert target_platform() == "gpu"
-
-
 def test_platform_follows_the_ambient_mesh_before_the_default_device():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.default_device("tpu"), jax.set_mesh(mesh):
@@ -87,7 +76,9 @@ def test_platform_follows_the_ambient_mesh_before_the_default_device():
 def test_platform_follows_an_abstract_mesh_that_names_its_device(platform):
     with devices_elsewhere(platform):
         assert target_platform() == platform
-        assert jax.jit(lambda: jnp.zeros(len(target_platform())))().shape == (3,)  # while tracing
+        traced = []
+        jax.eval_shape(lambda: traced.append(target_platform()))
+        assert traced == [platform]
     assert target_platform() == "cpu"
 
 
@@ -290,7 +281,7 @@ def test_explain_of_compat_names_the_operator_behind_it():
 
 def test_explain_reports_bad_arguments_as_the_call_does():
     with pytest.raises(ValueError, match="dot_product_attention: key must have shape"):
-        explain(dot_product_attention, QKV[0], QKV[0], QKV[2])
+        explain(dot_product_attention, QKV[0], QKV[2], QKV[2])
 
 
 def test_explain_ends_with_the_call():
@@ -306,8 +297,15 @@ def test_explain_does_not_spoil_a_jitted_function():
     f = jax.jit(functools.partial(scaled_masked_softmax, scale=2.0))
     x = jnp.zeros((3, 4))
     assert explain(f, x)["xla"] == "ok"
-    assert f(x).shape == x.shape
-    assert explain(f, x)["xla"] == "ok"  # and a finished trace must not hide the operator
+    assert f(x).tolist() == [[0.25] * 4] * 3
+
+
+def test_explain_of_a_jitted_function_that_has_already_run():
+    """JAX does not trace it a second time, and the operator must be found all the same."""
+    f = jax.jit(functools.partial(scaled_masked_softmax, scale=3.0))
+    x = jnp.zeros((3, 4))
+    f(x)
+    assert explain(f, x)["xla"] == "ok"
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)

@@ -154,7 +154,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
         call_args, call_kwargs = jax.tree.unflatten(treedef, filled)
         f(*call_args, **call_kwargs)
 
-    with _explain_mode():
+    with _explain_mode(), jax.disable_jit():  # a cached trace would not come by `select` again
         try:
             jax.eval_shape(call, *(leaves[i] for i in traced))
         except _Explained as explained:

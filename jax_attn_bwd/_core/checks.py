@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 def message(operator: str, argument: str, expected: str, got: Any, remedy: str = "") -> str:
@@ -15,12 +16,13 @@ def message(operator: str, argument: str, expected: str, got: Any, remedy: str =
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array or tracer (not a Python scalar)."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    """Whether `x` is an array or tracer (not a Python or NumPy scalar)."""
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def floating(operator: str, argument: str, x: Any) -> jax.Array:
     """`x` as an array of a floating dtype."""
+    x = np.asarray(x) if isinstance(x, np.generic) else x
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         got = f"dtype {x.dtype}" if is_array(x) else type(x).__name__
         raise TypeError(message(operator, argument, "be a floating-point array", got))
@@ -37,15 +39,15 @@ def same_dtype(operator: str, **arrays: jax.Array) -> None:
         )
 
 
-def boolean_mask(operator: str, mask: Any) -> jax.Array:
-    """`mask` as a boolean array, True = attend."""
+def boolean_mask(operator: str, mask: Any, meaning: str = "attend") -> jax.Array:
+    """`mask` as a boolean array; `meaning` says what True is."""
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
     got = f"dtype {mask.dtype}" if is_array(mask) else type(mask).__name__
     remedy = "pass additive values as bias"
     if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
-        remedy = "write mask != 0 if non-zero means attend"
-    raise TypeError(message(operator, "mask", "be boolean (True = attend)", got, remedy))
+        remedy = f"write mask != 0 if non-zero means {meaning}"
+    raise TypeError(message(operator, "mask", f"be boolean (True = {meaning})", got, remedy))
 
 
 def integers(operator: str, argument: str, x: Any) -> jax.Array:
@@ -72,7 +74,8 @@ def broadcasts(operator: str, argument: str, x: jax.Array, names: str, target: t
 
 
 def python_float(operator: str, argument: str, x: Any, remedy: str = "") -> float:
-    """`x` as a finite Python float; arrays and tracers are refused."""
+    """`x`, a Python or NumPy scalar, as a finite float; arrays and tracers are refused."""
+    x = x.item() if isinstance(x, np.floating | np.integer) else x
     if is_array(x) or isinstance(x, bool) or not isinstance(x, int | float):
         raise TypeError(message(operator, argument, "be a Python float", type(x).__name__, remedy))
     if not math.isfinite(x):
@@ -115,3 +118,17 @@ def wanted(operator: str, wrt: Any, fields: Sequence[str], present: Sequence[str
                 )
             )
     return names
+
+
+def precision(operator: str, value: Any) -> Any:
+    """A hashable precision: None, `lax.Precision`, a pair of them, or a dot algorithm."""
+    if value is None or isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return value
+    if value in lax.DotAlgorithmPreset.__members__:
+        return lax.DotAlgorithmPreset[value]
+    try:
+        pair = isinstance(value, tuple | list)
+        return tuple(lax.Precision(p) for p in value) if pair else lax.Precision(value)
+    except ValueError:
+        expected = "be None, a jax.lax.Precision or its name, a pair of them, or a dot algorithm"
+        raise ValueError(message(operator, "precision", expected, repr(value))) from None

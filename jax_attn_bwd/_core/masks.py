@@ -18,11 +18,14 @@ def window(operator: str, value: Any) -> Window | None:
     """`local_window_size` as (left, right); an int means both sides."""
     if value is None:
         return None
-    pair = value if isinstance(value, tuple | list) else (value, value)
-    if len(pair) != 2 or not all(isinstance(n, int | np.integer) and n >= 0 for n in pair):
-        expected = "be a non-negative int or a pair (left, right) of them"
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    expected = "be a non-negative int or a pair (left, right) of them"
+    if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in pair):
+        raise TypeError(checks.message(operator, "local_window_size", expected, repr(value)))
+    if len(pair) != 2 or min(pair) < 0:
         raise ValueError(checks.message(operator, "local_window_size", expected, repr(value)))
-    return min(int(pair[0]), _FARTHEST), min(int(pair[1]), _FARTHEST)
+    left, right = (min(int(n), _FARTHEST) for n in pair)
+    return left, right
 
 
 def in_band(row: jax.Array, column: jax.Array, is_causal: bool, window: Window | None) -> Any:

@@ -4,24 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def accumulator_dtype(dtype: Any) -> jnp.dtype:
     """float32 for float32 and narrower, float64 for float64."""
     return jnp.dtype("float64" if dtype == "float64" else "float32")
-
-
-def canonical_precision(precision: Any) -> Any:
-    """A hashable precision: None, `lax.Precision`, a pair of them, or a dot algorithm."""
-    if isinstance(precision, list | tuple):
-        return tuple(lax.Precision(p) for p in precision)
-    if isinstance(precision, str):
-        try:
-            return lax.Precision(precision)
-        except ValueError:
-            return lax.DotAlgorithmPreset[precision]
-    return precision
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:

@@ -88,7 +88,12 @@ def scaled_masked_softmax_backward(
       [[0.375, -0.375]]
     """
     name = "cann.scaled_masked_softmax_backward"
-    y = checks.floating(name, "y", y)
+    y, grad_output = (
+        checks.floating(name, "y", y),
+        checks.floating(name, "grad_output", grad_output),
+    )
+    checks.shape(name, "grad_output", grad_output, "the shape of y", y.shape)
+    checks.same_dtype(name, y=y, grad_output=grad_output)
     masked = _masked(name, mask, y, fix_triu_mask)
     scale = checks.python_float(name, "scale", scale)
     return _softmax_bwd(grad_output, y, None if masked is None else ~masked, scale=scale)
@@ -97,7 +102,7 @@ def scaled_masked_softmax_backward(
 def _masked(operator: str, mask: Any, x: jax.Array, fix_triu_mask: bool) -> jax.Array | None:
     """Where `x` is masked, of the rank of `x`; None if nowhere."""
     if mask is not None:
-        mask = checks.boolean_mask(operator, mask)
+        mask = checks.boolean_mask(operator, mask, "masked")
         checks.broadcasts(operator, "mask", mask, "the shape of x", x.shape)
         mask = to_rank(mask, x.ndim)
     if checks.flag(operator, "fix_triu_mask", fix_triu_mask):

@@ -20,12 +20,15 @@ def prepare(
     (*batch, T, N, H), S = query.shape, key.shape[-3]
     batch = tuple(batch)
 
+    def plane(argument, x):
+        x = _drop_leading_ones(x, len(batch) + 3)
+        checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S))
+        return x
+
     if bias is not None:
-        bias = checks.floating(operator, "bias", bias)
-        checks.broadcasts(operator, "bias", bias, "[..., N, T, S]", (*batch, N, T, S))
+        bias = plane("bias", checks.floating(operator, "bias", bias))
     if mask is not None:
-        mask = checks.boolean_mask(operator, mask)
-        checks.broadcasts(operator, "mask", mask, "[..., N, T, S]", (*batch, N, T, S))
+        mask = plane("mask", checks.boolean_mask(operator, mask))
     if sink is not None:
         sink = checks.floating(operator, "sink", sink)
         checks.shape(operator, "sink", sink, "[N]", (N,))
@@ -33,9 +36,10 @@ def prepare(
     def tokens(argument, x, names, tail):
         if x is None:
             return None
-        x = checks.integers(operator, argument, x)
+        rank = len(batch) + len(tail)
+        x = _drop_leading_ones(checks.integers(operator, argument, x), rank)
         checks.broadcasts(operator, argument, x, names, (*batch, *tail))
-        return numerics.to_rank(x.astype(jnp.int32), len(batch) + len(tail))
+        return numerics.to_rank(x.astype(jnp.int32), rank)
 
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
@@ -51,7 +55,7 @@ def prepare(
         logits_soft_cap=_soft_cap(operator, logits_soft_cap),
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         broadcast_dropout=checks.flag(operator, "broadcast_dropout", broadcast_dropout),
-        precision=numerics.canonical_precision(precision),
+        precision=checks.precision(operator, precision),
         deterministic=checks.flag(operator, "deterministic", deterministic),
     )
     words = offset = None
@@ -73,6 +77,12 @@ def prepare(
         tokens("key_value_positions", key_value_positions, "[..., S]", (S,)),
         words, offset,
     )  # fmt: skip
+
+
+def _drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:
+    """`x` without axes of size 1 beyond `rank`: `jax.nn` wants them with inputs that have no batch."""
+    extra = x.ndim - rank
+    return x.reshape(x.shape[extra:]) if extra > 0 and x.shape[:extra] == (1,) * extra else x
 
 
 def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -102,27 +112,21 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
 
 def _check_explicit_sharding(operator: str, query, key, value) -> None:
     """On an Explicit mesh: batch and heads may be sharded, alike in all three, the rest may not."""
+    heads = sharding.explicit_spec(query)[-2]
+    if heads is not None and key.shape[-2] % (n := sharding.axis_size(query, heads)):
+        expected = f"be a multiple of the size {n} of mesh axis {heads!r}"
+        remedy = "shard the batch instead, or repeat key and value heads"
+        raise ValueError(checks.message(operator, "key heads K", expected, key.shape[-2], remedy))
     specs = {}
     for argument, x in (("query", query), ("key", key), ("value", value)):
         specs[argument] = spec = sharding.explicit_spec(x)
         if spec[-3] is not None or spec[-1] is not None:
-            remedy = (
-                "reshard it, or run the operator inside jax.shard_map, where a sequence axis "
-                "needs a ring"
-            )
             expected = "not be sharded along its sequence or its head size"
+            remedy = "reshard it; inside jax.shard_map a sequence axis needs a ring"
             raise ValueError(checks.message(operator, argument, expected, spec, remedy))
         if (spec[:-3], spec[-2]) != (specs["query"][:-3], specs["query"][-2]):
             expected = f"be sharded like query, {specs['query']}, in batch and heads"
             raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
-    heads = specs["query"][-2]
-    if heads is not None and key.shape[-2] % (n := sharding.axis_size(query, heads)):
-        raise ValueError(
-            checks.message(
-                operator, "key heads K", f"be a multiple of the size {n} of mesh axis {heads!r}",
-                key.shape[-2], "shard the batch instead, or repeat key and value heads",
-            )
-        )  # fmt: skip
 
 
 def _scale(operator: str, scale: Any, H: int) -> float:

@@ -73,14 +73,15 @@ def _backward(options, tiling, residuals, dout, dlse):
     sink = -jnp.inf
     if operands.sink is not None:
         sink = to_rank(operands.sink.astype(dtype).reshape(K, G, 1), lse.ndim)
+    # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.
+    zero = tiles.split_heads((residuals.out == 0).all(-1, keepdims=True), G)
+    empty = tiles.merge_heads((lse == sink)[..., None] & zero)
+    dout = jnp.where(empty, 0, dout)
     delta = jnp.einsum(
         "...tnh,...tnh->...tn", dout, residuals.out,
         precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
     )  # fmt: skip
-    # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.     (7)
-    zero = tiles.split_heads((residuals.out == 0).all(-1, keepdims=True), G)[..., 0]
-    empty = (lse == sink) & zero
-    delta = jnp.where(empty, 0, tiles.split_heads(delta[..., None], G)[..., 0])
+    delta = tiles.split_heads(delta[..., None], G)[..., 0]  # (7)
     if dlse is not None:
         dlse = tiles.split_heads(dlse[..., None], G)[..., 0]
         delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)

@@ -158,7 +158,7 @@ def test_gradients_are_those_of_the_recovered_mask(rng, rows, columns):
     dout = rng.standard_normal((2, rows, 4, 3))
 
     def run(function):
-        out, pullback = jax.vjp(function, *args)
+        out, pullback = jax.vjp(jax.jit(function), *args)
         return (out, *pullback(dout))
 
     got = run(lambda *a: dot_product_attention(*a, dropout_rate=RATE, dropout_key=key))
@@ -181,8 +181,8 @@ def test_log_sum_exp_knows_nothing_of_dropout(rng):
 
 def test_mask_of_a_plane_is_a_corner_of_that_of_a_larger_one():
     key = jax.random.key(11)
-    whole = keep_mask(key, batch=2, heads=3, rows=300, columns=530)
-    for b, n, t, s in ((1, 2, 5, 7), (1, 1, 299, 1), (2, 3, 1, 529), (1, 3, 129, 257)):
+    whole = keep_mask(key, batch=2, heads=3, rows=300, columns=270)
+    for b, n, t, s in ((1, 2, 5, 7), (2, 3, 1, 269), (1, 3, 129, 257)):
         corner = keep_mask(key, batch=b, heads=n, rows=t, columns=s)
         np.testing.assert_array_equal(corner, whole[:b, :n, :t, :s])
 

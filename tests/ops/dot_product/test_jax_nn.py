@@ -1,6 +1,7 @@
 """`dot_product_attention` stands in for `jax.nn.dot_product_attention`: same call, same numbers."""
 
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -143,13 +144,14 @@ def test_three_axes_with_the_batch_axis_of_one_that_jax_nn_asks_for(argument):
     assert_same(operands(batch=()) | {argument: extra}, {})
 
 
-@pytest.mark.parametrize("call", ["plain", "bias_broadcast", "key_lengths", "window_causal"])
+@pytest.mark.parametrize("call", ["plain", "everything"])
 def test_log_sum_exp(call):
     arrays, options = split(CALLS[call])
     arrays = operands() | arrays
-    out, lse = dot_product_attention(**arrays, **options, return_residual=True)
+    options = options | {"return_residual": True}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        peer = jax.nn.dot_product_attention(**arrays, **options, return_residual=True)
+        out, lse = jax.jit(partial(dot_product_attention, **options))(**arrays)
+        peer = jax.jit(partial(jax.nn.dot_product_attention, **options))(**arrays)
     assert lse.shape == peer[1].shape == (B, T, N)
     assert_close(out, peer[0], 2e-6)
     assert_close(lse, peer[1], 2e-6)

@@ -1,0 +1,100 @@
+"""What a reader runs first: the example, the notebooks and the blocks of README.md."""
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+README = ROOT / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def environment() -> dict[str, str]:
+    """One CPU device, and this package first, as for a reader who works in the repository."""
+    settings = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    path = os.pathsep.join(filter(None, [str(ROOT), settings.get("PYTHONPATH")]))
+    return settings | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "MPLBACKEND": "Agg"}
+
+
+def test_language_model_trains_and_plots(tmp_path):
+    pytest.importorskip("optax")
+    pytest.importorskip("flax")
+    script = ROOT / "examples" / "train_language_model.py"
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "2", "--context", "32", "--out", tmp_path],
+        capture_output=True, text=True, check=False, timeout=300, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in (
+        r"held-out text: loss \d+\.\d+, unigram entropy \d+\.\d+ bits per byte",
+        r"Held-out text \(dim\), continued by the model",
+        r"loss curve: \S*",
+        r"One training step \(median\), context 32",
+        r"jax\.nn / jax_attn_bwd",
+    ):
+        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert "nan" not in done.stdout.lower().split("continued by the model")[0]
+
+
+def test_there_is_a_notebook_for_every_operator():
+    operators = {p.parent.name for p in (ROOT / "jax_attn_bwd" / "ops").glob("*/api.py")}
+    assert {p.stem for p in NOTEBOOKS} == operators
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_notebook_is_small_and_complete(path):
+    """It is read on the web, unexecuted: so it holds its outputs, in order, and no error."""
+    nbformat = pytest.importorskip("nbformat")
+    assert path.stat().st_size < 300_000
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs
+    assert all(output.output_type != "error" for output in outputs)
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, monkeypatch, tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+    for name, value in environment().items():
+        if name != "MPLBACKEND":  # the kernel draws inline
+            monkeypatch.setenv(name, value)
+    notebook = nbformat.read(path, as_version=4)
+    with warnings.catch_warnings():
+        # zmq and the event loop close their sockets late; that is no concern of the notebook
+        warnings.simplefilter("ignore")
+        client = nbclient.NotebookClient(
+            notebook, timeout=300, allow_errors=False, kernel_name="python3",
+            resources={"metadata": {"path": str(tmp_path)}},
+        )  # fmt: skip
+        client.execute()
+
+
+@pytest.mark.skipif(not README.read_text().strip(), reason="README.md is still empty")
+def test_readme_shows_code():
+    assert BLOCKS
+
+
+@pytest.mark.skipif(not BLOCKS, reason="README.md has no python block yet")
+def test_readme_blocks_run_one_after_the_other(tmp_path):
+    """In one namespace, from top to bottom, as a reader pastes them; stdout may be anything."""
+    script = tmp_path / "readme.py"
+    script.write_text("\n\n".join(BLOCKS))
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True, text=True, check=False, timeout=300, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
