@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, case_params, cotangents, differentiated
+from helpers import OPERATORS, assert_close, case_params, cotangents, differentiated
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,3 +135,33 @@ def test_shard_map_with_checked_replication(operator, implementation, case):
     counted = collectives(sharded.lower(arrays, cts).compile())
     summed = [name for name in names if {"b", "h"} - set(specs[name])]
     assert sum(counted.values()) <= len(summed), counted
+
+
+def test_other_operands_may_be_sharded_otherwise_on_an_explicit_mesh():
+    """A sink, bias or length that lies otherwise than the query is resharded, and its gradient back."""
+    dense = next(o for o in OPERATORS if o.name == "dot_product_attention")
+    rng = np.random.default_rng(0)
+    arrays = {n: jnp.asarray(rng.standard_normal((4, 6, 8, 8))) for n in ("query", "key", "value")}
+    arrays |= {
+        "sink": jnp.asarray(rng.standard_normal(8)),
+        "bias": jnp.asarray(rng.standard_normal((4, 1, 6, 6))),
+    }
+    lengths = jnp.asarray([1, 2, 3, 6])
+
+    def gradients(inputs, lengths):
+        def loss(inputs):
+            out, lse = dense.call(**inputs, key_value_seq_lengths=lengths)
+            return (jnp.sin(out)).sum() + lse.sum()
+
+        return jax.grad(loss)(inputs)
+
+    expected = gradients(arrays, lengths)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        specs = {"query": P("b", None, "h"), "key": P("b", None, "h"), "value": P("b", None, "h"),
+                 "sink": P("b"), "bias": P(None, None, "b")}  # fmt: skip
+        placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+        got = gradients(placed, jax.device_put(lengths, NamedSharding(mesh, P("h"))))
+    for name in arrays:
+        assert_close(got[name], expected[name], 1e-12, name)
+        assert got[name].sharding.is_equivalent_to(placed[name].sharding, got[name].ndim), name

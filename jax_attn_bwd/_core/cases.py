@@ -84,7 +84,7 @@ def is_floating(x: Any) -> bool:
 
 def cast(x: Any, dtype: Any) -> Any:
     """`x` as a JAX array; floating arrays in `dtype`."""
-    return jnp.asarray(x, dtype if is_floating(x) else None)
+    return jnp.asarray(x).astype(dtype) if is_floating(x) else jnp.asarray(x)
 
 
 def cotangents(operator: Operator, outputs: tuple, seed: int = 1) -> tuple:

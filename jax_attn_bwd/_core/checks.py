@@ -51,11 +51,15 @@ def boolean_mask(operator: str, mask: Any, meaning: str = "attend") -> jax.Array
 
 
 def integers(operator: str, argument: str, x: Any) -> jax.Array:
-    """`x` (array, list or int) as an array of an integer dtype."""
-    array = jnp.asarray(x)
+    """`x` (array, list or int) as an array of an integer dtype; known values must fit int32."""
+    array = x if isinstance(x, jax.Array) else np.asarray(x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}"))
-    return array
+    if not isinstance(array, jax.core.Tracer) and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(message(operator, argument, "fit int32", f"{low} to {high}"))
+    return jnp.asarray(array)
 
 
 def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple) -> None:
@@ -107,6 +111,8 @@ def choice(operator: str, argument: str, x: Any, choices: Sequence[str]) -> str:
 
 def wanted(operator: str, wrt: Any, fields: Sequence[str], present: Sequence[str]) -> tuple:
     """`wrt` as a tuple of known names of arguments that were given."""
+    if not isinstance(wrt, str | Sequence | set | frozenset):
+        raise TypeError(message(operator, "wrt", f"name some of {tuple(fields)}", repr(wrt)))
     names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     for name in names:
         if name not in fields:
@@ -127,8 +133,10 @@ def precision(operator: str, value: Any) -> Any:
     if value in lax.DotAlgorithmPreset.__members__:
         return lax.DotAlgorithmPreset[value]
     try:
-        pair = isinstance(value, tuple | list)
-        return tuple(lax.Precision(p) for p in value) if pair else lax.Precision(value)
+        if isinstance(value, tuple | list):
+            first, second = value
+            return lax.Precision(first), lax.Precision(second)
+        return lax.Precision(value)
     except ValueError:
         expected = "be None, a jax.lax.Precision or its name, a pair of them, or a dot algorithm"
         raise ValueError(message(operator, "precision", expected, repr(value))) from None

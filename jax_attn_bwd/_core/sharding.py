@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def _type(x: Any) -> jax.core.ShapedArray:
@@ -70,6 +71,24 @@ def explicit_spec(x: jax.Array) -> tuple:
     """The mesh axes each axis of `x` is sharded over on an Explicit mesh; None = not sharded."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
+
+
+def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> jax.Array:
+    """`x` sharded as `other`, on an Explicit mesh: axis i of `x` as axis `axes[i]` of `other`.
+
+    `axes` is right-aligned with `x`; None, and axes of size 1, are not split.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return x
+    spec = explicit_spec(other)
+    wanted = tuple(
+        None if axis is None or n == 1 else spec[axis]
+        for axis, n in zip(tuple(axes)[len(axes) - x.ndim :], x.shape, strict=True)
+    )
+    if wanted == explicit_spec(x):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
 
 
 def axis_size(x: jax.Array, names: str | tuple[str, ...]) -> int:

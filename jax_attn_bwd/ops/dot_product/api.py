@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.arguments import prepare
@@ -18,6 +19,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
     Operands,
     Options,
     Residuals,
+    Result,
     Wanted,
 )
 
@@ -77,7 +79,8 @@ def dot_product_attention(
       local_window_size: int or (left, right): a query at p sees keys from p - left to p + right.
       query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; give both.
       query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what
-        causality and windows compare; default the index (rings, packing, bottom-right alignment).
+        causality and windows compare, between -2**30 and 2**30; default the index (rings, packing,
+        bottom-right alignment). These integers, lengths and segment ids are computed with as int32.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       sink: `[N]`, floating: one more logit per row that takes probability and returns nothing.
       dropout_rate: probability in [0, 1] of dropping an attention probability; 1 gives zeros.
@@ -85,7 +88,8 @@ def dot_product_attention(
         of (key, batch, head, row, column) alone, the same on every implementation and sharding.
       broadcast_dropout: one mask for all batch entries and heads.
       dropout_offset: (batch, head, row, column) of this block in a global array, ints or traced; row
-        and column may be index arrays `[T]`, `[S]`.
+        and column may be index arrays `[T]`, `[S]`. The batch counts over all batch axes, row-major, so
+        a block of the leading one can be described.
       precision: of the matrix products; None follows `jax_default_matmul_precision`.
       deterministic: False lets a kernel add in any order where that is faster.
       return_residual: return `(out, lse)`.
@@ -102,8 +106,8 @@ def dot_product_attention(
       broadcasts gets a gradient of its own shape, summed tile by tile). Only what is differentiated is
       computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse over
       reverse, forward over reverse, `jax.hessian`. `jax.jvp` of the function itself is not defined.
-      Saves its inputs, `out` and `lse`, which carry the checkpoint names "attention_out" and
-      "attention_lse". NaN in keys and values that no query sees reaches no output and no gradient.
+      Saves its inputs, `out`, and `lse` with its rounding; they carry the checkpoint names
+      "attention_out" and "attention_lse". NaN in keys and values that no query sees reaches no output and no gradient.
 
     Raises:
       ValueError: shapes disagree, or an option is out of range.
@@ -173,6 +177,8 @@ def dot_product_attention_bwd(
     Args:
       dout: `[..., T, N, Hv]`, cotangent of `out`, dtype of `query`.
       out, lse: what `dot_product_attention(..., return_residual=True)` returned for the same arguments.
+        A row of tied logits of 1e6 and more is rounded away in `lse`; only the gradient of
+        `dot_product_attention` itself keeps the remainder.
       dlse: `[..., T, N]`, cotangent of `lse`; None = 0.
       wrt: which of "query", "key", "value", "bias", "sink" to compute.
       query, key, value, bias, mask and options: as in the forward call.
@@ -214,10 +220,14 @@ def dot_product_attention_bwd(
         if row is not None:
             row = checks.floating(name, argument, row)
             checks.shape(name, argument, row, "[..., T, N]", expected[:-1])
+            wide = accumulator_dtype(operands.query.dtype)
+            if row.dtype != wide:
+                got = f"dtype {row.dtype}"
+                raise TypeError(checks.message(name, argument, f"have dtype {wide}", got))
     checks.same_dtype(name, query=operands.query, dout=dout, out=out)
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
-    residuals = Residuals(operands, out, lse, Wanted(frozenset(wanted)))
+    residuals = Residuals(operands, Result(out, lse, None), Wanted(frozenset(wanted)))
     chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
     return chosen.backward(options, residuals, dout, dlse)
 
@@ -230,15 +240,18 @@ IMPLEMENTATIONS = (
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: tuple[Options, str], operands: Operands) -> tuple[jax.Array, jax.Array]:
     options, implementation = static
-    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    return result.out, result.lse
 
 
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, lse = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), Residuals(operands, out, lse, Wanted(frozenset(wanted)))
+    out, *rows = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    named = Result(
+        checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
+    )
+    return (named.out, named.lse), Residuals(operands, named, Wanted(frozenset(wanted)))
 
 
 def _bwd(static, residuals, cotangents):

@@ -23,7 +23,7 @@ def prepare(
     def plane(argument, x):
         x = _drop_leading_ones(x, len(batch) + 3)
         checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S))
-        return x
+        return sharding.reshard_like(x, query, (*range(len(batch)), -2, None, None))
 
     if bias is not None:
         bias = plane("bias", checks.floating(operator, "bias", bias))
@@ -32,6 +32,7 @@ def prepare(
     if sink is not None:
         sink = checks.floating(operator, "sink", sink)
         checks.shape(operator, "sink", sink, "[N]", (N,))
+        sink = sharding.reshard_like(sink, query, (-2,))
 
     def tokens(argument, x, names, tail):
         if x is None:
@@ -39,7 +40,8 @@ def prepare(
         rank = len(batch) + len(tail)
         x = _drop_leading_ones(checks.integers(operator, argument, x), rank)
         checks.broadcasts(operator, argument, x, names, (*batch, *tail))
-        return numerics.to_rank(x.astype(jnp.int32), rank)
+        x = numerics.to_rank(x.astype(jnp.int32), rank)
+        return sharding.reshard_like(x, query, (*range(len(batch)), *(None for _ in tail)))
 
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
@@ -101,11 +103,10 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
     S, K, Hv = key.shape[-3], key.shape[-2], value.shape[-1]
     checks.shape(operator, "key", key, "[..., S, K, H]", (*batch, S, K, H))
     checks.shape(operator, "value", value, "[..., S, K, Hv]", (*batch, S, K, Hv))
-    if K == 0 or N % K:
+    if K == 0 or N == 0 or N % K:
         remedy = f"key and value have K = {K}"
-        raise ValueError(
-            checks.message(operator, "query heads N", "be a multiple of the key heads K", N, remedy)
-        )
+        expected = "be a positive multiple of the key heads K"
+        raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
     _check_explicit_sharding(operator, query, key, value)
     return query, key, value
 

@@ -68,17 +68,19 @@ def _backward(options, tiling, residuals, dout, dlse):
     *_, K, G, _, H = w.q.shape
     T, S = operands.query.shape[-3], operands.key.shape[-3]
 
-    dout = jnp.zeros_like(residuals.out) if dout is None else dout
-    lse = tiles.split_heads(residuals.lse[..., None], G)[..., 0]  # [..., K, G, T]
+    out, lse, low = residuals.result
+    dout = jnp.zeros_like(out) if dout is None else dout
+    low = jnp.zeros_like(lse) if low is None else low
+    lse, low = (tiles.split_heads(x[..., None], G)[..., 0] for x in (lse, low))  # [..., K, G, T]
     sink = -jnp.inf
     if operands.sink is not None:
         sink = to_rank(operands.sink.astype(dtype).reshape(K, G, 1), lse.ndim)
     # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.
-    zero = tiles.split_heads((residuals.out == 0).all(-1, keepdims=True), G)
+    zero = tiles.split_heads((out == 0).all(-1, keepdims=True), G)
     empty = tiles.merge_heads((lse == sink)[..., None] & zero)
     dout = jnp.where(empty, 0, dout)
     delta = jnp.einsum(
-        "...tnh,...tnh->...tn", dout, residuals.out,
+        "...tnh,...tnh->...tn", dout, out,
         precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
     )  # fmt: skip
     delta = tiles.split_heads(delta[..., None], G)[..., 0]  # (7)
@@ -88,14 +90,14 @@ def _backward(options, tiling, residuals, dout, dlse):
 
     grads = {}
     if "sink" in wanted:
-        p_sink = jnp.exp(sink - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+        p_sink = jnp.exp((sink - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - low)
         dsink = -(p_sink * delta).sum(-1)  # (9)
         grads["sink"] = reduce_to(dsink.reshape(*dsink.shape[:-2], K * G), (K * G,))
 
     lse = jnp.where(lse == -jnp.inf, 0, lse)  # exp(-inf - lse) is then 0, not NaN
-    lse, delta = (tiles.pad(x, -1, tiling.block_q) for x in (lse, delta))
+    lse, low, delta = (tiles.pad(x, -1, tiling.block_q) for x in (lse, low, delta))
     dout = tiles.pad(tiles.split_heads(dout, G), -2, tiling.block_q)
-    saved = (w, dout, lse, delta)
+    saved = (w, dout, lse, low, delta)
     sums = _zeros(wanted, saved, dtype)
     if sums:
         step = partial(_step, options, tiling, saved)
@@ -110,9 +112,10 @@ def _backward(options, tiling, residuals, dout, dlse):
         grads["value"] = jnp.swapaxes(sums["value"], -2, -3)[..., :S, :, :]
     if "bias" in sums:
         bias = operands.bias
-        dbias = sums["bias"][..., : min(T, bias.shape[-2]), : min(S, bias.shape[-1])]
-        *batch, k, g, t, s = dbias.shape
-        grads["bias"] = reduce_to(dbias.reshape(*batch, k * g, t, s), bias.shape)
+        *_, t, s = tiles.plane(bias, w.q.ndim - 4, G).shape
+        *batch, k, g, _, _ = sums["bias"].shape
+        dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
+        grads["bias"] = reduce_to(dbias, bias.shape)
     return DotProductAttentionGrads(
         **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
     )
@@ -155,11 +158,11 @@ def _step(options, tiling, saved, sums, i, j, mixed, live):
 
 def _share(options, tiling, saved, old, i, j, *, mixed):
     """What tile (i, j) gives to each of the sums named in `old`."""
-    w, dout, lse, delta = saved
+    w, dout, lse, low, delta = saved
     matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
     q, k, v, visible = unpoisoned_tile(options, tiling, w, i, j, mixed)
     dout = tiles.take(dout, i, tiling.block_q, -2).astype(tiling.product_dtype)
-    lse, delta = (tiles.take(x, i, tiling.block_q, -1) for x in (lse, delta))
+    lse, low, delta = (tiles.take(x, i, tiling.block_q, -1) for x in (lse, low, delta))
     if visible is not None:
         live = row_live(visible)
         dout, delta = jnp.where(live[..., None], dout, 0), jnp.where(live, delta, 0)
@@ -171,7 +174,7 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
         logits = logits + _transposed(bias).astype(logits.dtype)
     if visible is not None:
         logits = jnp.where(_transposed(visible), logits, -jnp.inf)
-    p = jnp.exp(logits - lse[..., None, :, :])  # (2)
+    p = jnp.exp((logits - lse[..., None, :, :]) - low[..., None, :, :])  # (2)
 
     z = 1
     if w.counters is not None:

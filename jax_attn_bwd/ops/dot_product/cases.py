@@ -43,6 +43,13 @@ def _infinite_bias(rng, n):
     return {"bias": bias}
 
 
+def _lowest_bias(rng, n):
+    """Rows whose logits are all huge and tied: float masks in the style of finfo.min."""
+    bias = rng.standard_normal((2, 1, 9, 13))
+    bias[0, 0, 2:4], bias[1, 0, 5] = -1e9, np.finfo(np.float32).min
+    return {"bias": bias}
+
+
 def _lengths(rng, n):
     return {
         "query_seq_lengths": np.array([n["T"] - 2, n["T"]], np.int32),
@@ -105,6 +112,8 @@ CASES = (
     _case("bias_key", extra=_bias(1, 4, 1, 13), is_causal=True, tags=("ci", "check")),
     _case("bias_query", extra=_bias(9, 1)),
     _case("bias_batch", extra=_bias(2, 1, 1, 1), logits_soft_cap=2.0),
+    _case("bias_low_rank", extra=_bias(13), is_causal=True),
+    _case("bias_lowest", extra=_lowest_bias),
     _case("bias_minus_inf", extra=_infinite_bias),
     _case("mask_heads", extra=_mask(1, 4, 9, 13), tags=("ci", "check")),
     _case("mask_key", extra=_mask(2, 1, 1, 13, keep=0.3)),

@@ -7,6 +7,9 @@ For each query row, over the key tiles in any order, with m the running maximum 
     acc'= acc exp(m - m') + sum_j exp(logits_j - m') v_j
     at the end   out = acc / l,   lse = m + log l
 
+Where all logits of a row are huge and alike (-1e9 as a mask), log l is lost when lse is rounded, so the
+remainder lse_low = (m - lse) + log l is kept beside it: the backward needs exp(logits - lse) to be exact.
+
 A sink is one more logit without a value: it starts the row at m = sink, l = 1.
 
 References:
@@ -26,7 +29,7 @@ from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.dot_product import tiles
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 from jax_attn_bwd.ops.dot_product.tiles import Tiling, Working
 
 
@@ -38,8 +41,8 @@ class State(NamedTuple):
     l: jax.Array  # [..., K, G, T]
 
 
-def forward(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out `[..., T, N, Hv]`, lse `[..., T, N]`)."""
+def forward(options: Options, operands: Operands) -> Result:
+    """The output and its row values."""
     return _forward(options, Tiling.default_for(options, operands), operands)
 
 
@@ -51,11 +54,13 @@ def _forward(options, tiling, operands):
 
     empty = state.l == 0
     l = jnp.where(empty, 1, state.l)
-    lse = jnp.where(empty, -jnp.inf, _finite(state.m) + jnp.log(l))
+    m, log_l = _finite(state.m), jnp.log(l)
+    lse = jnp.where(empty, -jnp.inf, m + log_l)
+    lse_low = lax.stop_gradient(jnp.where(empty, 0, (m - lse) + log_l))
     T = operands.query.shape[-3]
     out = tiles.merge_heads(state.acc / l[..., None])[..., :T, :, :].astype(operands.query.dtype)
-    lse = tiles.merge_heads(lse[..., None])[..., :T, :, 0]
-    return tie((out, lse), operands)
+    lse, lse_low = (tiles.merge_heads(x[..., None])[..., :T, :, 0] for x in (lse, lse_low))
+    return tie(Result(out, lse, lse_low), operands)
 
 
 def _initial(w: Working, operands: Operands) -> State:

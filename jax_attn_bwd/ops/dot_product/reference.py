@@ -1,7 +1,7 @@
 """THE DEFINITION of dense attention: whole matrices, plain jnp, any dtype. Every test measures against it.
 
 logits = soft_cap(scale * q k^T) + bias                                  [..., N, T, S]
-probs  = exp(logits - lse) where visible, 0 elsewhere;   lse = log(sum exp(logits) + exp(sink))
+probs  = exp(logits) / exp(lse) where visible, 0 elsewhere;   lse = log(sum exp(logits) + exp(sink))
 out    = dropout(probs) v                                                [..., T, N, Hv]
 """
 
@@ -55,7 +55,7 @@ def dot_product_attention(
     total = jnp.exp(terms - top).sum(-1, keepdims=True)
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
-    probs = jnp.where(visible, jnp.exp(terms[..., :S] - jnp.where(empty, 0, lse)), 0)
+    probs = jnp.where(visible, jnp.exp(terms[..., :S] - top) / jnp.where(empty, 1, total), 0)
     if keep is not None:
         probs = jnp.where(keep, probs * keep_factor, 0)
     out = jnp.einsum("...nts,...snh->...tnh", probs, value)

@@ -56,12 +56,19 @@ class Wanted:
     names: frozenset[str]
 
 
-class Residuals(NamedTuple):
-    """What the forward leaves for the backward: its inputs, and two outputs."""
+class Result(NamedTuple):
+    """What a forward computes."""
 
-    operands: Operands
     out: jax.Array  # [..., T, N, Hv]
     lse: jax.Array  # [..., T, N], natural log of the row sums, float32 or wider
+    lse_low: jax.Array | None  # [..., T, N], what rounding took from lse; None = 0
+
+
+class Residuals(NamedTuple):
+    """What the forward leaves for the backward: its inputs, and row values."""
+
+    operands: Operands
+    result: Result
     wanted: Wanted
 
 

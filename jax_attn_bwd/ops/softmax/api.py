@@ -145,13 +145,16 @@ def scaled_masked_softmax_bwd(
     static_scale, scale_array = _scale(name, scale, y)
     options = Options(scale=static_scale, axis=axis)
     chosen = backend.select(name, IMPLEMENTATIONS, None, options, Operands(y, scale_array))
+    if mask is not None:
+        mask = checks.boolean_mask(name, mask)
+        checks.broadcasts(name, "mask", mask, "the shape of y", y.shape)
+        mask = to_rank(mask, y.ndim)
+        y = jnp.where(~mask & jnp.isnan(y), 0, y)  # a row filled with NaN
     residuals = Residuals(y, Wanted((("x", jax.typeof(y)),)), scale_array)
     dx = chosen.backward(options, residuals, dy)["x"]
     if mask is None:
         return dx
-    mask = checks.boolean_mask(name, mask)
-    checks.broadcasts(name, "mask", mask, "the shape of y", y.shape)
-    return jnp.where(to_rank(mask, y.ndim), dx, 0)
+    return jnp.where(mask, dx, 0)
 
 
 def _array(operator: str, argument: str, x: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 from jax_attn_bwd._core import backend, masks
 from jax_attn_bwd._core.blocks import map_rows
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd._core.sharding import explicit_spec, tie
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
 
@@ -29,6 +29,8 @@ def row_block(options: Options, x: jax.Array) -> int | None:
     if backend.target_platform() != "cpu" or options.axis != -1 or x.ndim < 3:
         return None
     if not all(isinstance(n, int) for n in x.shape):  # symbolic
+        return None
+    if explicit_spec(x)[-2] is not None:  # a loop over a sharded axis would gather it
         return None
     if x.dtype.itemsize < 4 and jax.__version_info__ < (0, 11):
         return None  # that XLA:CPU widens whole arrays of narrow floats that a loop carries
@@ -73,7 +75,7 @@ def _rows(options, index, x, scale, mask, bias, sink) -> Result:
     if bias is None and sink is None and shared_scale:
         sign = jnp.where(scale < 0, -1, 1).astype(dtype)
         top, live = _top(sign * x, visible, axis)
-        z = scale * (x - sign * top)
+        z = 2 * scale * (x / 2 - sign * top / 2)  # halved: the difference cannot overflow
     else:
         z = scale * x if bias is None else scale * x + bias.astype(dtype)
         top, live = _top(z, visible, axis)

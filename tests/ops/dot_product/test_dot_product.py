@@ -1,6 +1,7 @@
 """What is peculiar to dense attention: memory, residuals, dtypes, and shapes drawn at random."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -169,3 +170,43 @@ def test_any_shape_and_any_combination_of_options(data):
         assert_close(a, b, 1e-12)
     for name in names:
         assert_close(gradients[name], exact[name], 1e-11, name)
+
+
+@pytest.mark.parametrize("fill", [-1e9, float(np.finfo(np.float32).min)])
+def test_rows_of_huge_tied_logits(fill):
+    """A float mask over a whole row leaves a uniform row; lse alone would round log S away."""
+    q, k, v, dout = (normal(1, n, 2, 8, seed=n, dtype=np.float32) for n in (5, 7, 7, 5))
+    bias = jnp.zeros((1, 2, 5, 7), jnp.float32).at[0, 0, 2].set(fill).at[0, 1, :4].set(fill)
+
+    def gradients(function):
+        loss = lambda q, k, v, bias: (function(q, k, v, bias) * dout).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+
+    got = gradients(dot_product_attention)
+    for a, b in zip(got, gradients(jax.nn.dot_product_attention), strict=True):
+        assert_close(a, b, 1e-6)
+
+
+def test_gradient_of_a_bias_of_any_rank():
+    q, k, dout = normal(2, 5, 4, 8), normal(2, 7, 2, 8, seed=1), normal(2, 5, 4, 8, seed=2)
+    for shape in ((), (1,), (7,), (5, 1), (4, 1, 7), (1, 1, 5, 7)):
+        bias = normal(*shape, seed=3)
+        loss = lambda bias: (dot_product_attention(q, k, k, bias) * dout).sum()  # noqa: E731
+        widen = lambda bias: jnp.broadcast_to(bias, (2, 4, 5, 7))  # noqa: E731
+        full, narrow = jax.vjp(widen, bias)
+        assert_close(jax.grad(loss)(bias), narrow(jax.grad(loss)(full))[0], 1e-12)
+
+
+def test_export_of_a_broadcast_bias_with_symbolic_length():
+    (t,) = jax.export.symbolic_shape("t")
+
+    def gradient(q, bias):
+        return jax.grad(lambda b: jnp.sin(dot_product_attention(q, q, q, b)).sum())(bias)
+
+    types = (
+        jax.ShapeDtypeStruct((1, t, 2, 4), np.float64),
+        jax.ShapeDtypeStruct((2, 1, t), np.float64),
+    )
+    exported = jax.export.export(jax.jit(gradient))(*types)
+    q, bias = normal(1, 9, 2, 4), normal(2, 1, 9, seed=1)
+    assert_close(exported.call(q, bias), gradient(q, bias), 1e-12)

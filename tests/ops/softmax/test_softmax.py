@@ -135,3 +135,17 @@ def test_any_shape_and_any_combination_of_options(data):
     assert_close(got, expected, 1e-13)
     for name in names:
         assert_close(gradients[name], exact[name], 1e-12, name)
+
+
+def test_plain_backward_of_nan_rows_at_second_order():
+    mask = jnp.asarray([[True, False], [False, False]])
+    y = scaled_masked_softmax(jnp.zeros((2, 2)), mask, fully_masked="nan")
+    square = lambda dy: (scaled_masked_softmax_bwd(dy, y, mask) ** 2).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(square)(jnp.ones((2, 2))), np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38])
+def test_the_whole_range_of_float32(scale):
+    x = jnp.asarray([3e38, -3e38], jnp.float32)
+    exact = jax.nn.softmax(scale * x.astype(np.float64))
+    assert_close(scaled_masked_softmax(x, scale=scale), exact, 1e-6)
