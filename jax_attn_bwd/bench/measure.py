@@ -99,15 +99,18 @@ def check_agreement(case: Case) -> None:
 
 
 def measure(case: Case, repeats: int) -> list[Row]:
-    """Medians over `repeats` rounds in which the contenders take turns."""
+    """Medians over `repeats` rounds in which the contenders take turns.
+
+    Each timed call follows an untimed one of the same contender, as in a training loop: what another
+    contender left in the caches and the allocator is not measured.
+    """
     times: dict[str, list[float]] = {c.name: [] for c in case.contenders}
     if case.timed:
         check_agreement(case)
         runners = [c for c in case.contenders if c.timed]
-        for contender in runners:
-            contender.run()  # warm up
         for _ in range(repeats):
             for contender in runners:
+                contender.run()
                 start = time.perf_counter()
                 contender.run()
                 times[contender.name].append(time.perf_counter() - start)

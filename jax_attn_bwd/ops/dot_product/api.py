@@ -107,7 +107,8 @@ def dot_product_attention(
       computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse over
       reverse, forward over reverse, `jax.hessian`. `jax.jvp` of the function itself is not defined.
       Saves its inputs, `out`, and `lse` with its rounding; they carry the checkpoint names
-      "attention_out" and "attention_lse". NaN in keys and values that no query sees reaches no output and no gradient.
+      "attention_out" and "attention_lse". NaN in keys and values that no query sees reaches no output
+      and no gradient.
 
     Raises:
       ValueError: shapes disagree, or an option is out of range.
