@@ -142,7 +142,7 @@ CASES = (
         S=1100,
         N=2,
         K=1,
-        tags=("ci", "tiles"),
+        tags=("ci",),
         is_causal=True,
         extra=_both(_lengths, lambda rng, n: {"query_positions": np.arange(n["T"]) + 500}),
     ),
