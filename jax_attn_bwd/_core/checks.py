@@ -10,6 +10,9 @@ import numpy as np
 from jax import lax
 
 
+_INT32 = np.iinfo(np.int32)
+
+
 def message(operator: str, argument: str, expected: str, got: Any, remedy: str = "") -> str:
     """`operator: argument must expected, got got; remedy`."""
     return f"{operator}: {argument} must {expected}, got {got}" + (f"; {remedy}" if remedy else "")
@@ -55,9 +58,11 @@ def integers(operator: str, argument: str, x: Any) -> jax.Array:
     array = x if isinstance(x, jax.Array) else np.asarray(x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}"))
-    if not isinstance(array, jax.core.Tracer) and array.size:
-        low, high = int(array.min()), int(array.max())
-        if low < -(2**31) or high >= 2**31:
+    known = not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
+    if known and array.size and np.iinfo(array.dtype).max > _INT32.max:
+        values = np.asarray(array)  # NumPy: under a trace, jnp would make a tracer of a constant
+        low, high = int(values.min()), int(values.max())
+        if low < _INT32.min or high > _INT32.max:
             raise ValueError(message(operator, argument, "fit int32", f"{low} to {high}"))
     return jnp.asarray(array)
 
