@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-
 _INT32 = np.iinfo(np.int32)
 
 
