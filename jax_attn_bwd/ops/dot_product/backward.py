@@ -71,22 +71,20 @@ def _backward(options, tiling, residuals, dout, dlse):
     out, lse, low = residuals.result
     dout = jnp.zeros_like(out) if dout is None else dout
     low = jnp.zeros_like(lse) if low is None else low
-    lse, low = (tiles.split_heads(x[..., None], G)[..., 0] for x in (lse, low))  # [..., K, G, T]
+    lse, low = (tiles.split_rows(x, G) for x in (lse, low))  # [..., K, G, T]
     sink = -jnp.inf
     if operands.sink is not None:
         sink = to_rank(operands.sink.astype(dtype).reshape(K, G, 1), lse.ndim)
     # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.
-    zero = tiles.split_heads((out == 0).all(-1, keepdims=True), G)
-    empty = tiles.merge_heads((lse == sink)[..., None] & zero)
-    dout = jnp.where(empty, 0, dout)
+    empty = tiles.merge_rows(lse == sink) & (out == 0).all(-1)
+    dout = jnp.where(empty[..., None], 0, dout)
     delta = jnp.einsum(
         "...tnh,...tnh->...tn", dout, out,
         precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
     )  # fmt: skip
-    delta = tiles.split_heads(delta[..., None], G)[..., 0]  # (7)
+    delta = tiles.split_rows(delta, G)  # (7)
     if dlse is not None:
-        dlse = tiles.split_heads(dlse[..., None], G)[..., 0]
-        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
+        delta = delta - jnp.where(lse == -jnp.inf, 0, tiles.split_rows(dlse, G))
 
     grads = {}
     if "sink" in wanted:

@@ -59,7 +59,7 @@ def _forward(options, tiling, operands):
     lse_low = lax.stop_gradient(jnp.where(empty, 0, (m - lse) + log_l))
     T = operands.query.shape[-3]
     out = tiles.merge_heads(state.acc / l[..., None])[..., :T, :, :].astype(operands.query.dtype)
-    lse, lse_low = (tiles.merge_heads(x[..., None])[..., :T, :, 0] for x in (lse, lse_low))
+    lse, lse_low = (tiles.merge_rows(x)[..., :T, :] for x in (lse, lse_low))
     return tie(Result(out, lse, lse_low), operands)
 
 

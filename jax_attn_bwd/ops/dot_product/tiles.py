@@ -125,6 +125,16 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, -2, -4).reshape(*batch, T, K * G, H)
 
 
+def split_rows(x: jax.Array, groups: int) -> jax.Array:
+    """`[..., T, N]` -> `[..., K, G, T]`."""
+    return split_heads(x[..., None], groups)[..., 0]
+
+
+def merge_rows(x: jax.Array) -> jax.Array:
+    """`[..., K, G, T]` -> `[..., T, N]`."""
+    return merge_heads(x[..., None])[..., 0]
+
+
 def plane(x: jax.Array, batch_rank: int, groups: int) -> jax.Array:
     """A mask or bias that broadcasts to `[..., N, T, S]` -> `[..., K|1, G|1, T|1, S|1]`."""
     *batch, N, T, S = (x := to_rank(x, batch_rank + 3)).shape

@@ -39,7 +39,7 @@ def row_block(options: Options, x: jax.Array) -> int | None:
 
 
 def forward(options: Options, operands: Operands) -> Result:
-    """Y and the row values that the backward may need."""
+    """The softmax and the row values that its backward may need."""
     return _forward(options, row_block(options, operands.x), operands)
 
 

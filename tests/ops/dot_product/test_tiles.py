@@ -1,7 +1,5 @@
 """Which tiles are visited: none that holds something to see is missed, none that holds nothing is kept."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -104,4 +102,3 @@ def test_default_tiles_cover_any_length():
             padding = tiles.count(T, block) * block - T
             assert 0 <= padding <= max(8 * tiles.count(T, block), 0)
             assert T <= 1 or block % 8 == 0
-    assert dataclasses.is_dataclass(tiling)
