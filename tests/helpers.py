@@ -11,13 +11,17 @@ from jax_attn_bwd._core.cases import Case, Operator, cotangents, value_and_gradi
 OPERATORS = ops.discover()
 
 
-def case_params(*tags: str, implementations: bool = True) -> list:
-    """(operator, implementation name, case) of every case with one of `tags`, discovered."""
+def case_params(*tags: str) -> list:
+    """(operator, portable implementation, case) of every case with one of `tags`, discovered.
+
+    Kernels do not run on a CPU: `ops/<operator>/test_mosaic_gpu.py` interprets them on the same cases.
+    """
     return [
         pytest.param(operator, implementation.name, case,
                      id=f"{operator.name}[{implementation.name}]-{case.name}")
         for operator in OPERATORS
         for implementation in operator.implementations
+        if implementation.platform is None
         for case in operator.tagged(*tags)
     ]  # fmt: skip
 

@@ -2,12 +2,15 @@
 
 import contextlib
 import contextvars
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import AxisType
+
+from jax_attn_bwd._core import pallas
 
 NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "triton")
 
@@ -30,6 +33,26 @@ class Implementation:
     supports: Callable[[Any, Any], str | None] = lambda options, operands: None
 
 
+def kernel(name: str, platform: str, package: str, portable: Implementation) -> Implementation:
+    """The Pallas implementation `name` of the operator in `package`.
+
+    Its files `<name>_forward.py` (`forward`, `supports`) and `<name>_backward.py` (`backward`) are imported
+    when it is first asked for on its platform. `portable` gives the derivatives of its results.
+    """
+
+    def load(file, function):
+        return lambda *args: getattr(importlib.import_module(f"{package}.{file}"), function)(*args)
+
+    forward, backward = (f"{name}_{direction}" for direction in ("forward", "backward"))
+    return Implementation(
+        name,
+        pallas.with_portable_jvp(load(forward, "forward"), portable.forward),
+        pallas.with_portable_jvp(load(backward, "backward"), portable.backward),
+        platform,
+        load(forward, "supports"),
+    )
+
+
 def target_platform() -> str:
     """The platform that is aimed at: of the ambient mesh, else the default device, else JAX's default."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -41,6 +64,17 @@ def target_platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def target_device_kind() -> str:
+    """The kind of device that is aimed at, as its maker calls it: "NVIDIA H200"."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.abstract_device is not None:
+        return mesh.abstract_device.device_kind
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return device.device_kind
+
+
 def _meshes(operands: Any) -> Iterator[jax.sharding.AbstractMesh]:
     yield jax.sharding.get_abstract_mesh()
     for operand in jax.tree.leaves(operands):
@@ -50,6 +84,8 @@ def _meshes(operands: Any) -> Iterator[jax.sharding.AbstractMesh]:
 def _refusal(implementation: Implementation, options: Any, operands: Any) -> str | None:
     """Why `implementation` cannot run this call here; None if it can."""
     if implementation.platform is None:
+        return implementation.supports(options, operands)
+    if pallas.is_interpreted(implementation.name):
         return implementation.supports(options, operands)
     if implementation.platform != (target := target_platform()):
         return f"it is a {implementation.platform} kernel and the target platform is {target}"

@@ -1,4 +1,6 @@
-"""Command line: `python -m jax_attn_bwd.bench <operator> [--out DIR] [--repeats N] [--quick]`."""
+"""Command line: `python -m jax_attn_bwd.bench <operator> [--out DIR] [--repeats N] [--quick]`,
+or `python -m jax_attn_bwd.bench --gate gpu [--out DIR] [--minutes M]`.
+"""
 
 import argparse
 import datetime
@@ -7,6 +9,7 @@ import json
 import pkgutil
 import platform
 import subprocess
+import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -16,21 +19,37 @@ import jax
 import jax_attn_bwd
 from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
+from jax_attn_bwd.bench.gate import command as gate
 from jax_attn_bwd.bench.measure import Row, measure
 
 RESULTS = Path(bench.__file__).parent / "results"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measures one operator, prints a table, writes JSON and a plot."""
+def main(argv: list[str] | None = None) -> int:
+    """Measures one operator, prints a table, writes JSON and a plot; or runs the gate."""
     known = {m.name for m in pkgutil.iter_modules(ops.__path__)}
     measured = sorted(known & {m.name for m in pkgutil.iter_modules(bench.__path__)})
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.bench", description=bench.__doc__)
-    parser.add_argument("operator", choices=measured)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON and the plot")
+    parser.add_argument("operator", nargs="?", choices=measured)
+    parser.add_argument(
+        "--gate",
+        choices=gate.PLATFORMS,
+        help="prove and time every kernel on this platform; cpu tries the gate at tiny sizes",
+    )
+    parser.add_argument("--minutes", type=float, default=7.5, help="deadline of the gate")
+    parser.add_argument(
+        "--out", type=Path, help=f"folder of what is written; default {RESULTS.name}"
+    )
     parser.add_argument("--repeats", type=int, default=9, help="rounds; the median is taken")
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the command")
     args = parser.parse_args(argv)
+    if (args.operator is None) == (args.gate is None):
+        parser.error(f"give an operator, one of {measured}, or --gate")
+    if args.gate == "cpu" and args.out is None:
+        parser.error("--gate cpu only tries the gate: give a folder with --out")
+    out = args.out or RESULTS
+    if args.gate:
+        return gate.main(args.gate, out, args.minutes)
     if args.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {args.repeats}")
 
@@ -42,25 +61,22 @@ def main(argv: list[str] | None = None) -> None:
     title = f"{args.operator}: forward + backward, {context['device']}, JAX {context['jax']}"
     console.table(title, *_table(rows))
 
-    args.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     stem = f"{args.operator}_{context['platform']}_jax{context['jax']}"
-    path = args.out / f"{stem}.json"
+    path = out / f"{stem}.json"
     path.write_text(json.dumps({**context, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
     print(f"wrote {path}")
-    if plotted := plot(rows, title, args.out / f"{stem}.png"):
+    if plotted := plot(rows, title, out / f"{stem}.png"):
         print(f"wrote {plotted}")
+    return 0
 
 
 def environment() -> dict[str, str]:
     """Where and when: device, versions, commit."""
     device = jax.devices()[0]
     cpu = f"{platform.machine()} CPU, {_cores()} cores"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
     versions = {}
-    for name in ("torch", "tokamax"):
+    for name in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "tokamax"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -72,9 +88,19 @@ def environment() -> dict[str, str]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "jax_attn_bwd": jax_attn_bwd.__version__,
-        "commit": commit or "unknown",
+        "commit": _commit(),
         **versions,
     }
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def _cores() -> int:
@@ -135,4 +161,4 @@ def plot(rows: list[Row], title: str, path: Path) -> Path | None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -233,8 +233,10 @@ def dot_product_attention_bwd(
     return chosen.backward(options, residuals, dout, dlse)
 
 
+_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
-    backend.Implementation("xla", portable_forward.forward, portable_backward.backward),
+    backend.kernel("mosaic_gpu", "gpu", __package__, _PORTABLE),
+    _PORTABLE,
 )
 
 

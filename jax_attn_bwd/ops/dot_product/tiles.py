@@ -176,13 +176,15 @@ def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
             S, block_k, operands.key_value_positions, operands.key_value_segment_ids,
             operands.key_value_seq_lengths,
         ),
-        counters=_counters(options, operands, groups, tiling) if options.dropout_rate else None,
+        counters=counters(options, operands, block_q, block_k) if options.dropout_rate else None,
     )  # fmt: skip
 
 
-def _counters(options: Options, operands: Operands, groups: int, tiling: Tiling) -> Counters:
+def counters(options: Options, operands: Operands, block_q: int, block_k: int) -> Counters:
+    """What the dropout bits are drawn from, rows and columns padded to whole blocks."""
     *batch, T, N, _ = operands.query.shape
-    S = operands.key.shape[-3]
+    S, K, _ = operands.key.shape[-3:]
+    groups = N // K
     zero = jnp.uint32(0)
     offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
 
@@ -199,8 +201,8 @@ def _counters(options: Options, operands: Operands, groups: int, tiling: Tiling)
     assert operands.dropout_words is not None  # checked with the arguments
     return Counters(
         dropout.head_keys(operands.dropout_words, batch_index, head_index),
-        pad(index(T, offset.row), 0, tiling.block_q),
-        pad(index(S, offset.column), 0, tiling.block_k),
+        pad(index(T, offset.row), 0, block_q),
+        pad(index(S, offset.column), 0, block_k),
     )
 
 

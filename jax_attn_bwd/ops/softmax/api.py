@@ -183,8 +183,10 @@ def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.A
     return None, to_rank(scale, x.ndim)
 
 
+PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
-    backend.Implementation("xla", portable_forward.forward, portable_backward.backward),
+    backend.kernel("mosaic_gpu", "gpu", "jax_attn_bwd.ops.softmax", PORTABLE),
+    PORTABLE,
 )
 
 

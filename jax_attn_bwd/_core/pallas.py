@@ -1,0 +1,100 @@
+"""What every Pallas kernel of the package shares: second order, meshes, output types, the interpreter.
+
+A kernel is opaque: JAX cannot differentiate or partition it. So each one, forward and backward, is wrapped
+in `with_portable_jvp` (derivatives of a kernel are those of the portable path) and in `on_local_shards` (on
+an Explicit mesh it runs on each device's own shard).
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_attn_bwd._core.sharding import explicit_spec
+
+_interpreted: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "interpreted", default=frozenset()
+)
+
+
+@contextlib.contextmanager
+def interpreting(*names: str) -> Iterator[None]:
+    """For tests: kernels of these implementations are interpreted, whatever the platform."""
+    token = _interpreted.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
+def is_interpreted(name: str) -> bool:
+    """Whether kernels of implementation `name` are to be interpreted here.
+
+    Read it outside `jax.jit` and hand it in as a static argument: jit does not see the context.
+    """
+    return name in _interpreted.get()
+
+
+def with_portable_jvp(
+    kernel: Callable[..., Any], portable: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`kernel(options, *operands)`, differentiated as `portable(options, *operands)`.
+
+    Where the kernel leaves a None in its result, what the portable path has there is dropped.
+    """
+
+    @partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def call(options, *operands):
+        return kernel(options, *operands)
+
+    @call.defjvp
+    def jvp(options, primals, tangents):
+        wanted = jax.eval_shape(partial(kernel, options), *primals)
+        results = jax.jvp(partial(portable, options), primals, tangents)
+        drop = partial(jax.tree.map, lambda w, x: None if w is None else x, wanted)
+        return tuple(drop(x, is_leaf=lambda w: w is None) for x in results)
+
+    return call
+
+
+def on_local_shards(
+    f: Callable[..., Any], out_specs: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """`f(*operands)`; where they live on an Explicit mesh, on each device's shards.
+
+    `out_specs` maps the PartitionSpecs of the operands to those of the outputs. Inside `jax.shard_map` the
+    operands are local already.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    explicit = [m for m in meshes if not m.empty and AxisType.Explicit in m.axis_types]
+    if not explicit or math.prod(explicit[0].shape.values()) == 1:
+        return f(*operands)
+    specs = jax.tree.map(lambda x: PartitionSpec(*explicit_spec(x)), operands)
+    run = jax.shard_map(f, mesh=explicit[0], in_specs=specs, out_specs=out_specs(*specs))
+    return run(*operands)
+
+
+def out_type(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's output: it varies over every mesh axis that an operand varies over."""
+    leaves = jax.tree.leaves(operands)
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+    manual = jax.sharding.ManualAxisType(varying=varying)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
+
+
+def vary_alike(operands: Any) -> Any:
+    """`operands`, each varying over every mesh axis that one of them varies over."""
+    leaves = jax.tree.leaves(operands)
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def vary(x):
+        missing = varying - frozenset(jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, operands)

@@ -1,0 +1,130 @@
+"""What is compiled: static calls of every operator, in the shapes that training uses."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jax_attn_bwd import ops
+from jax_attn_bwd._core.cases import Operator, value_and_gradients
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+DIRECTIONS = ("forward", "gradients")
+PORTABLE = (
+    "H=64", "H=128 causal", "H=64 window 1024", "segments causal", "bias", "dropout",
+    "width 4096 float32", "width 131072 bfloat16", "masked bfloat16", "causal float32",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StaticCase:
+    """One call of an operator, by the types of its arrays."""
+
+    name: str
+    operator: str
+    shapes: Shapes
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _attention(
+    name, B=2, T=4096, S=4096, N=16, K=16, H=128, Hv=None, dtype="bfloat16", extra=None, **options
+) -> StaticCase:
+    """`extra`: `{argument: (shape, dtype)}` beside query, key and value."""
+    shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, Hv or H)}
+    typed = {argument: (shape, dtype) for argument, shape in shapes.items()} | (extra or {})
+    structs = {argument: jax.ShapeDtypeStruct(*spec) for argument, spec in typed.items()}
+    return StaticCase(name, "dot_product_attention", structs, options)
+
+
+def _softmax(name, shape, dtype="float32", extra=None, **options) -> StaticCase:
+    typed = {"x": (shape, dtype)} | (extra or {})
+    structs = {argument: jax.ShapeDtypeStruct(*spec) for argument, spec in typed.items()}
+    return StaticCase(f"{name} {dtype}", "scaled_masked_softmax", structs, options)
+
+
+def _attention_cases() -> Iterator[StaticCase]:
+    for H, N in ((64, 32), (128, 16), (256, 8)):
+        yield _attention(f"H={H}", N=N, K=N, H=H)
+        yield _attention(f"H={H} causal", N=N, K=N, H=H, is_causal=True)
+    yield _attention("H=128 causal, any order", is_causal=True, deterministic=False)
+    yield _attention("H=64 window 1024", H=64, is_causal=True, local_window_size=(1024, 0))
+    segments = {"query_segment_ids": ((2, 4096), "int32")}
+    segments["key_value_segment_ids"] = segments["query_segment_ids"]
+    yield _attention("segments causal", extra=segments, is_causal=True)
+    lengths = {"query_seq_lengths": ((2,), "int32"), "key_value_seq_lengths": ((2,), "int32")}
+    yield _attention("lengths", extra=lengths)
+    yield _attention("grouped heads", K=2, is_causal=True)
+    yield _attention("Hv=64, H=128", Hv=64)
+    yield _attention("T=1023, S=2049", T=1023, S=2049)
+    yield _attention("float16 causal", dtype="float16", is_causal=True)
+    yield _attention("bias", T=1024, S=1024, extra={"bias": ((1, 16, 1024, 1024), "bfloat16")})
+    yield _attention("mask", T=1024, S=1024, extra={"mask": ((2, 1, 1024, 1024), "bool")})
+    key = {"dropout_key": ((2,), "uint32")}
+    yield _attention("dropout", extra=key, dropout_rate=0.1)
+    yield _attention("soft cap", logits_soft_cap=30.0, is_causal=True)
+    yield _attention("sink", extra={"sink": ((16,), "float32")}, is_causal=True)
+
+
+def _softmax_cases() -> Iterator[StaticCase]:
+    for width, rows in ((1000, 16384), (4096, 4096), (131072, 128)):
+        for dtype in ("float32", "bfloat16", "float16"):
+            yield _softmax(f"width {width}", (rows, width), dtype)
+    mask = {"mask": ((4, 1, 1, 1024), "bool")}
+    for dtype in ("float32", "bfloat16"):
+        yield _softmax("masked", (4, 8, 1024, 1024), dtype, mask, scale=0.125)
+        yield _softmax("causal", (4, 8, 1024, 1024), dtype, is_causal=True, scale=0.125)
+
+
+def _named_cases(operator: Operator) -> Iterator[StaticCase]:
+    """The named inputs of `operator`, in bfloat16: what an operator without shapes here is compiled with."""
+    for case in operator.tagged("check"):
+        arrays = case.arrays("bfloat16")
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+        yield StaticCase(case.name, operator.name, shapes, case.options)
+
+
+def cases(operator: Operator, implementation: str) -> tuple[StaticCase, ...]:
+    """The calls of `operator` that are compiled; a few of them stand for all of the portable path."""
+    known = [c for c in (*_attention_cases(), *_softmax_cases()) if c.operator == operator.name]
+    if not known:
+        return tuple(_named_cases(operator))
+    return tuple(c for c in known if implementation != "xla" or c.name in PORTABLE)
+
+
+def registered(implementation: str, names: tuple[str, ...] = ()) -> tuple[Operator, ...]:
+    """The operators that have `implementation`; of those in `names`, if any are named."""
+    return tuple(
+        operator
+        for operator in ops.discover()
+        if (not names or operator.name in names)
+        and implementation in {i.name for i in operator.implementations}
+    )
+
+
+def function(
+    operator: Operator, case: StaticCase, direction: str, implementation: str
+) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+    """(what is compiled, the types of its arguments).
+
+    "gradients" returns outputs and gradients for given cotangents, as a training step does.
+    """
+    names, types = tuple(case.shapes), tuple(case.shapes.values())
+    options = {**case.options, "implementation": implementation}
+
+    def forward(*arrays):
+        return operator.call(**dict(zip(names, arrays, strict=True)), **options)
+
+    if direction == "forward":
+        return forward, types
+    portable = {**options, "implementation": "xla"}  # it has the same outputs, and runs anywhere
+    cotangents = jax.eval_shape(
+        lambda arrays: operator.call(**arrays, **portable), dict(case.shapes)
+    )
+
+    def gradients(*arrays_and_cotangents):
+        arrays = dict(zip(names, arrays_and_cotangents[: len(names)], strict=True))
+        run = value_and_gradients(operator.call, operator.differentiated(arrays), arrays, options)
+        return run(arrays_and_cotangents[len(names) :])
+
+    return gradients, (*types, *cotangents)

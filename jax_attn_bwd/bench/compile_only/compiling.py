@@ -1,0 +1,124 @@
+"""Compiles the cases of the operators for one chip, and holds what comes out against budgets."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_attn_bwd._core import console
+from jax_attn_bwd._core.cases import Operator
+from jax_attn_bwd.bench.compile_only import cases as static
+from jax_attn_bwd.bench.compile_only import devices
+from jax_attn_bwd.bench.compile_only.kernels import Kernel, dumped
+from jax_attn_bwd.bench.errors import sentence
+
+REGISTERS = 255
+SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and later
+NEEDED = {  # of some kernel of the program: without these it is not the kernel it should be
+    "dot_product_attention": ("HGMMA", "UTMALDG", "MUFU.EX2"),
+    "scaled_masked_softmax": ("MUFU.EX2",),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One program: a case in one direction, compiled for one chip.
+
+    Attributes:
+      expected: kernel launches of the program before it was compiled.
+      temporary_bytes: what the compiled program allocates beside arguments and results.
+      error: why it did not compile.
+    """
+
+    target: str
+    operator: str
+    implementation: str
+    case: str
+    direction: str
+    expected: int = 0
+    temporary_bytes: int | None = None
+    kernels: list[Kernel] = field(default_factory=list)
+    error: str | None = None
+
+
+def violations(row: Row) -> list[str]:
+    """What is wrong with a row, one sentence each; empty if nothing."""
+    where = f"{row.operator}[{row.implementation}] {row.case!r} {row.direction} for {row.target}"
+    if row.error is not None:
+        return [f"{where}: {row.error}"]
+    if row.implementation == "xla":
+        return [] if row.temporary_bytes is not None else [f"{where}: no memory was reported"]
+    found = []
+    if not row.kernels or len(row.kernels) > row.expected:
+        found.append(f"{where}: {row.expected} launches and {len(row.kernels)} kernels")
+    for kernel in row.kernels:
+        limits = {
+            "spill_stores": 0, "spill_loads": 0, "stack": 0,
+            "registers": REGISTERS, "shared_memory": SHARED_MEMORY,
+        }  # fmt: skip
+        for name, limit in limits.items():
+            if (value := getattr(kernel, name)) > limit:
+                found.append(f"{where}: {kernel.name} has {name} {value}, at most {limit} allowed")
+    for instruction in NEEDED.get(row.operator, ()):
+        if not any(kernel.instructions.get(instruction) for kernel in row.kernels):
+            found.append(f"{where}: no kernel has the instruction {instruction}")
+    return found
+
+
+def compile_all(
+    target: str, implementation: str, operators: Sequence[Operator], only: str | None = None
+) -> list[Row]:
+    """A row for each case and direction; `only`: of the case of that name."""
+    (device,) = devices.devices(target)
+    jobs = [
+        (operator, case, direction)
+        for operator in operators
+        for case in static.cases(operator, implementation)
+        if only in (None, case.name)
+        for direction in static.DIRECTIONS
+    ]
+    known: dict[str, Kernel] = {}
+    rows = []
+    for operator, case, direction in console.progress(jobs, len(jobs), f"compile for {target}"):
+        row = Row(target, operator.name, implementation, case.name, direction)
+        rows.append(_compile(row, operator, case, device, known))
+    return rows
+
+
+def _compile(
+    row: Row, operator: Operator, case: static.StaticCase, device: Any, known: dict[str, Kernel]
+) -> Row:
+    """`row` with what the compiler says, or with its error."""
+    function, arguments = static.function(operator, case, row.direction, row.implementation)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        try:
+            lowered = devices.lower(function, arguments, device)
+            launches = lowered.as_text().count("custom_call @mosaic_gpu")
+            memory = lowered.compile().memory_analysis()
+            kernels = dumped(Path(folder), known)
+        except Exception as error:  # whatever the compiler raises is this row's answer
+            return replace(row, error=sentence(error))
+        finally:
+            del os.environ["MOSAIC_GPU_DUMP_TO"]
+    temporary = memory.temp_size_in_bytes
+    return replace(row, expected=launches, kernels=kernels, temporary_bytes=temporary)
+
+
+def document(rows: Sequence[Row]) -> dict[str, Any]:
+    """What `--out` writes: versions, and the rows with what is wrong with them."""
+    return {
+        "jax": jax.__version__,
+        "ptxas": devices.tool_version("ptxas"),
+        "rows": [{**asdict(row), "violations": violations(row)} for row in rows],
+    }
+
+
+def read(document: dict[str, Any]) -> list[Row]:
+    """The rows of a document."""
+    rows = [{k: v for k, v in row.items() if k != "violations"} for row in document["rows"]]
+    return [Row(**{**row, "kernels": [Kernel(**k) for k in row["kernels"]]}) for row in rows]

@@ -1,0 +1,114 @@
+"""Devices that can only be compiled for, and compilation for them."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+NVIDIA = {
+    "A100": "NVIDIA_A100_SXM4_80GB",
+    "H100": "NVIDIA_H100_80GB_HBM3",
+    "H200": "NVIDIA_H200_141GB_HBM3e",
+    "B200": "NVIDIA_B200",
+}
+TPU = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+TARGETS = (*NVIDIA, *TPU)
+
+_TPU_ENVIRONMENT = {  # libtpu asks no metadata server for what is said here
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+
+def missing(target: str, sass: bool = False) -> str | None:
+    """What has to be installed to compile for `target`, in one sentence; None if nothing.
+
+    `sass`: also what disassembles the kernels.
+    """
+    if target in TPU:
+        found = importlib.util.find_spec("libtpu")
+        return None if found else f"compiling for {target} needs the package libtpu"
+    try:
+        plugin = metadata.version("jax-cuda13-plugin")
+    except metadata.PackageNotFoundError:
+        return (
+            f"compiling for {target} needs jax-cuda13-plugin and jax-cuda13-pjrt {jax.__version__}"
+        )
+    if plugin != jax.__version__:
+        return f"jax-cuda13-plugin {plugin} does not fit JAX {jax.__version__}: the versions must be equal"
+    for name, package in (("ptxas", "nvidia-cuda-nvcc"), ("nvdisasm", "nvidia-cuda-nvdisasm")):
+        if (name != "nvdisasm" or sass) and tool(name) is None:
+            return f"compiling for {target} needs {name}: a CUDA toolkit, or the package {package}"
+    return None
+
+
+@cache
+def tool(name: str) -> str | None:
+    """The path of a program of the CUDA toolkit: on PATH, or in an NVIDIA package."""
+    if found := shutil.which(name):
+        return found
+    namespace = importlib.util.find_spec("nvidia")
+    folders = () if namespace is None else namespace.submodule_search_locations or ()
+    for folder in folders:
+        for path in sorted(Path(folder).glob(f"**/bin/{name}")):
+            return str(path)
+    return None
+
+
+def tool_version(name: str) -> str:
+    """The version that a program of the CUDA toolkit reports."""
+    path = tool(name)
+    if path is None:
+        return "not installed"
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"V(\d+\.\d+\.\d+)", said)
+    return found[1] if found else said.strip().splitlines()[-1]
+
+
+def devices(target: str) -> list[Any]:
+    """The compile-only devices of `target`: one GPU, or the smallest slice of TPUs."""
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # with any other value the CUDA plugin looks for a GPU
+    if target in TPU:
+        for name, value in _TPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        return topologies.get_topology_desc(TPU[target], platform="tpu").devices[:1]
+    folder = resources.files(__package__) / "targets"
+    text = (folder / f"{NVIDIA[target]}.txtpb").read_text()
+    if jax.__version_info__ < (0, 12):  # older plugins refuse this field
+        lines = text.splitlines()
+        text = "\n".join(x for x in lines if "collective_memory_granularity" not in x)
+    return topologies.get_topology_desc(
+        "", platform="cuda", target_config=text, topology="1x1x1"
+    ).devices
+
+
+def lower(function: Callable[..., Any], arguments: tuple[Any, ...], target: Any) -> Any:
+    """`function(*arguments)` lowered for the compile-only device `target`.
+
+    The ambient mesh tells the operators, and Pallas, what chip is aimed at.
+    """
+    mesh = Mesh(np.array([target]), ("x",), axis_types=(AxisType.Explicit,))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    platform = "cuda" if target.platform == "gpu" else target.platform
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(function, in_shardings=(replicated,) * len(arguments)).trace(*arguments)
+        return traced.lower(lowering_platforms=(platform,))

@@ -1,0 +1,439 @@
+"""What the Hopper kernels of dense attention share: their inputs, which tiles they visit, what a tile sees.
+
+XLA prepares the inputs: batch axes merged, sequences and head sizes padded to whole tiles, unseen keys
+zeroed, and for each tile of queries the run of key tiles that it visits (or the reverse). A kernel visits
+the tiles `first <= j < end`; those with `full_first <= j < full_end` need no comparison.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_attn_bwd._core import dropout, masks, mosaic_gpu, pallas
+from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, WGMMA
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+COMPUTE_WARPGROUPS = 2
+HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
+LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of a kernel: changes speed and rounding, never the meaning.
+
+    Attributes:
+      block_q: query rows of one warpgroup, or of one step where a kernel steps over queries.
+      block_k: keys of one step, or of one warpgroup where a kernel steps over queries.
+      stages: steps whose loads are in flight.
+      overlap: products q k^T and dout v^T run together (needs registers for both).
+    """
+
+    block_q: int
+    block_k: int
+    stages: int
+    overlap: bool = True
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of a swizzled row that divide both blocks."""
+        return 2 * min(64, self.block_q, self.block_k)
+
+
+class Inputs(NamedTuple):
+    """What a kernel reads; None = not given. T, S, H and Hv are padded, axes of 1 broadcast."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    bounds: Any  # int32 [B|1, tiles, 4]: first, full_first, full_end, end; None = all, all full
+    rows_end: Any  # int32 [B|1]: queries from here on see nothing
+    columns_end: Any  # int32 [B|1]: keys from here on are not seen
+    row_position: Any  # int32 [B|1, T]; None = the index
+    column_position: Any  # int32 [B|1, S]
+    row_segment: Any  # int32 [B|1, T]
+    column_segment: Any  # int32 [B|1, S]
+    bias: Any  # [B|1, N|1, T|1, S|1]
+    mask: Any  # int8, likewise
+    sink: Any  # float32 [N]
+    dropout_keys: Any  # uint32 [B|1, N|1, 2]
+    row_counter: Any  # uint32 [T]
+    column_counter: Any  # uint32 [S]
+
+
+def unsupported(options: Options, operands: Operands) -> str | None:
+    """Why the kernels cannot run this call; None if they can."""
+    q, v = operands.query, operands.value
+    if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
+        return "it needs static shapes"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 and float16 on tensor cores, not {q.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
+    if 0 in (*q.shape, *v.shape):
+        return "there is nothing to compute"
+    if operands.bias is not None and operands.bias.dtype == jnp.float64:
+        return "a float64 bias asks for float64 arithmetic"
+    if not isinstance(options.precision, lax.Precision | None):
+        return f"it has one product algorithm, got precision={options.precision}"
+    return mosaic_gpu.unsupported_device()
+
+
+def whole(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+def inputs(options: Options, operands: Operands) -> Inputs:
+    """What the kernels read, but for the bounds."""
+    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    positions: tuple[Any, Any] = (None, None)
+    if options.is_causal or options.window is not None:
+        positions = (operands.query_positions, operands.key_value_positions)
+    segments = (operands.query_segment_ids, operands.key_value_segment_ids)
+    (row_position, row_segment), (column_position, column_segment) = (
+        tuple(None if x is None else _tokens(operands, x, n) for x in side)
+        for n, side in zip((T, S), zip(positions, segments, strict=True), strict=True)
+    )
+    bias, mask = (
+        None if x is None else _plane(operands, x) for x in (operands.bias, operands.mask)
+    )
+    keys = row_counter = column_counter = None
+    if options.dropout_rate:
+        counters = tiles.counters(options, operands, LENGTH, LENGTH)
+        keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in counters.keys], -1)
+        keys = _batched(operands, keys, 2)
+        row_counter, column_counter = counters.rows, counters.columns
+    k, v = _zero_unseen(options, operands)
+    return Inputs(
+        *(pad_heads(_batched(operands, x, 3)) for x in (operands.query, k, v)),
+        None,
+        _end(operands, operands.query_seq_lengths, T),
+        _end(operands, operands.key_value_seq_lengths, S),
+        row_position, column_position, row_segment, column_segment, bias,
+        None if mask is None else mask.astype(jnp.int8),
+        None if operands.sink is None else operands.sink.astype(jnp.float32),
+        keys, row_counter, column_counter,
+    )  # fmt: skip
+
+
+def _end(operands: Operands, lengths: jax.Array | None, n: int) -> jax.Array | None:
+    if lengths is not None:
+        return jnp.minimum(_batched(operands, lengths, 0), n)
+    return jnp.full((1,), n, jnp.int32) if n % LENGTH else None
+
+
+def _batched(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
+    """`x` with its batch axes merged into one, of size 1 if it broadcasts over all of them."""
+    batch = operands.query.shape[:-3]
+    x = to_rank(x, len(batch) + tail)
+    if any(n != 1 for n in x.shape[: len(batch)]):
+        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
+    return x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
+
+
+def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
+    """`x` with the axes `multiples` (axis: multiple) made whole."""
+    widths = [(0, 0)] * x.ndim
+    for axis, multiple in multiples.items():
+        widths[axis] = (0, whole(x.shape[axis], multiple) - x.shape[axis])
+    return jnp.pad(x, widths, **how) if any(any(w) for w in widths) else x
+
+
+def pad_heads(x: jax.Array) -> jax.Array:
+    """`[B, T, N, H]` with whole T and H."""
+    return pad(x, {-3: LENGTH, -1: HEAD})
+
+
+def _plane(operands: Operands, x: jax.Array) -> jax.Array:
+    """A mask or bias `[B|1, N|1, T|1, S|1]`."""
+    x = _batched(operands, x, 3)
+    return pad(x, {axis: LENGTH for axis in (-2, -1) if x.shape[axis] != 1})
+
+
+def _tokens(operands: Operands, x: jax.Array, n: int) -> jax.Array:
+    x = _batched(operands, x, 1)
+    return pad(jnp.broadcast_to(x, (x.shape[0], n)), {-1: LENGTH}, mode="edge")
+
+
+def _zero_unseen(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Key and value with zeros where no query looks: what lies there, NaN too, meets only p = 0."""
+    k, v = operands.key, operands.value
+    T, S = operands.query.shape[-3], k.shape[-3]
+    by_index = all(
+        x is None
+        for x in (
+            operands.bias, operands.mask, operands.query_segment_ids, operands.query_positions,
+            operands.key_value_positions,
+        )
+    )  # fmt: skip
+    if by_index:
+        left, right = options.window or (S + T, S + T)
+        column = np.arange(S, dtype=np.int32)
+        first = np.maximum(column - (0 if options.is_causal else right), 0)
+        last: Any = np.minimum(column.astype(np.int64) + left, T - 1).astype(np.int32)
+        if operands.query_seq_lengths is not None:
+            end = operands.query_seq_lengths[..., None]
+            last = jnp.minimum(last.reshape((1,) * (end.ndim - 1) + (S,)), end - 1)
+        seen = first.reshape((1,) * (last.ndim - 1) + (S,)) <= last
+        if operands.key_value_seq_lengths is not None:
+            end = operands.key_value_seq_lengths[..., None]
+            column, seen = column.reshape((1,) * (end.ndim - 1) + (S,)), to_rank(seen, end.ndim)
+            seen = seen & (column < end)
+        if isinstance(seen, np.ndarray) and seen.all():
+            return k, v
+        seen = jnp.asarray(seen)[..., :, None, None]
+    else:
+        plane = tiles.Tiling(T, S, "float32")  # one tile; XLA fuses it into the reduction
+        origin = jnp.int32(0)
+        w = tiles.working(options, operands, plane)
+        visible = tiles.visible(options, w, origin, origin, True, plane)
+        if visible is None:
+            return k, v
+        seen = jnp.swapaxes(visible.any((-3, -2)), -1, -2)[..., None]  # [..., S|1, K|1, 1]
+    seen = to_rank(seen, k.ndim)
+    return jnp.where(seen, k, 0), jnp.where(seen, v, 0)
+
+
+def bounds(
+    options: Options, refs: Inputs, rows: int, columns: int, by_key: bool = False
+) -> jax.Array | None:
+    """Which tiles a tile visits, as `Inputs.bounds`: rows x columns is the size of a tile.
+
+    For each tile of queries over the tiles of keys; with `by_key` the reverse. None: all, and all full.
+    """
+    some, every = _tile_flags(options, refs, rows, columns)
+    if by_key:
+        some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
+    if isinstance(every, np.ndarray) and every.all():
+        return None
+    xp = np if isinstance(every, np.ndarray) else jnp
+    n = some.shape[-1]
+    first = some.argmax(-1)
+    end = xp.where(some.any(-1), n - some[..., ::-1].argmax(-1), 0)
+    full_first = every.argmax(-1)
+    after = ~every & (xp.arange(n)[None, None] >= full_first[..., None])
+    full_end = xp.where(after.any(-1), after.argmax(-1), n)
+    return jnp.stack([jnp.asarray(x, jnp.int32) for x in (first, full_first, full_end, end)], -1)
+
+
+def _tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
+    """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
+
+    As far as causality, window, lengths and segments tell; NumPy arrays if shapes alone decide.
+    """
+    sides = ((refs.q.shape[1], rows, refs.rows_end), (refs.k.shape[1], columns, refs.columns_end))
+
+    def ranges(x, side):
+        """(least, greatest) of each tile, laid along its axis of the flags."""
+        length, tile, _ = sides[side]
+        if x is None:
+            start = np.arange(0, length, tile, dtype=np.int32)[None]
+            pair = start, start + np.int32(tile - 1)
+        else:
+            blocks = x.reshape(x.shape[0], -1, tile)
+            pair = blocks.min(-1), blocks.max(-1)
+        return tuple(x[:, None, :] if side else x[:, :, None] for x in pair)
+
+    row, column = ranges(refs.row_position, 0), ranges(refs.column_position, 1)
+    some, every = masks.tile_in_band(row, column, options.is_causal, options.window)
+    grid = np.ones((1, *(length // tile for length, tile, _ in sides)), bool)
+    some, every = some & grid, every & grid
+    for side, (_, _, end) in enumerate(sides):
+        if end is not None:
+            least, greatest = ranges(None, side)
+            some = some & (least < end[:, None, None])
+            if side:  # what rows beyond the end compute is thrown away
+                every = every & (greatest < end[:, None, None])
+    if refs.row_segment is not None:
+        row, column = ranges(refs.row_segment, 0), ranges(refs.column_segment, 1)
+        some = some & (row[0] <= column[1]) & (column[0] <= row[1])
+        every = every & (row[0] == column[1]) & (column[0] == row[1])
+    return some, every & some
+
+
+class Bounds(NamedTuple):
+    """Which tiles one tile of the other side visits."""
+
+    ref: Any  # int32 [4] in global memory, or None
+    first: Any
+    end: Any
+
+    @classmethod
+    def load(cls, refs: Inputs, b: Any, tile: Any, count: int) -> "Bounds":
+        """Of `tile`; `count` is the number of tiles if all are visited."""
+        if refs.bounds is None:
+            return cls(None, jnp.int32(0), jnp.int32(count))
+        ref = refs.bounds.at[at(refs.bounds, 0, b), tile]
+        return cls(ref, ref[0], ref[3])
+
+    def mixed(self, step: Any) -> Any:
+        """Whether tile `step` must be compared element by element.
+
+        Reads memory at every step: registers are scarcer than loads that hit the cache.
+        """
+        if self.ref is None:
+            return jnp.bool_(False)
+        return (step < self.ref[1]) | (step >= self.ref[2])
+
+    def opaque_zero(self) -> Any:
+        """0, which compilers cannot know: addresses it is added to are computed inside the loop.
+
+        Hoisted out of it, the descriptors of a tile with H = 256 take more registers than there are.
+        """
+        return jnp.int32(0) if self.ref is None else lax.shift_right_logical(self.ref[1], jnp.int32(31))
+
+
+def at(ref: Any, axis: int, index: Any) -> Any:
+    """`index` of an axis, 0 where it broadcasts."""
+    return 0 if ref.shape[axis] == 1 else index
+
+
+class Tile(NamedTuple):
+    """Where a tile lies: batch entry, query head, first row and column, and how it is held."""
+
+    b: Any
+    n: Any
+    row: Any
+    column: Any
+    shape: tuple[int, int]
+    transposed: bool = False  # rows along axis 1
+    staged: Any = {}  # loaders of row tokens, by the field of Inputs, that lie in shared memory  # noqa: RUF012
+
+    def axis(self, side: int) -> int:
+        """The axis of the tile that runs over queries (side 0) or keys (side 1)."""
+        return 1 - side if self.transposed else side
+
+    def start(self, side: int) -> Any:
+        """The first query or key."""
+        return self.column if side else self.row
+
+    def offset(self, side: int) -> jax.Array:
+        """Of each element's query or key from the first one, over the tile."""
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, self.axis(side), layout=WGMMA)
+
+    def spread(self, x: jax.Array, side: int) -> jax.Array:
+        """A value per query or key over the tile."""
+        return lax.broadcast_in_dim(x, self.shape, [self.axis(side)])
+
+    def vector(self, ref: Any, side: int) -> jax.Array:
+        """The values of the tile's queries or keys, from global memory `[n]`."""
+        axis = self.axis(side)
+        rows = ref.at[pl.ds(self.start(side), self.shape[axis])]
+        return plgpu.load(rows, layout=COLUMNS if axis else ROWS, optimized=False)
+
+    def tokens(self, refs: Inputs, name: str) -> jax.Array:
+        """A field of `Inputs` that is `[B|1, n]`, over the tile."""
+        side, ref = int(name.startswith("column")), getattr(refs, name)
+        if name in self.staged:
+            return self.spread(self.staged[name](), side)
+        return self.spread(self.vector(ref.at[at(ref, 0, self.b)], side), side)
+
+    def plane(self, ref: Any) -> jax.Array:
+        """The tile of a plane `[B|1, N|1, T|1, S|1]`."""
+        ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
+        if ref.shape[0] == 1:
+            if ref.shape[1] == 1:
+                return jnp.full(self.shape, ref[0, 0])
+            return self.spread(self.vector(ref.at[0], 1), 1)
+        if ref.shape[1] == 1:
+            return self.spread(self.vector(ref.at[:, 0], 0), 0)
+        size = [self.shape[self.axis(side)] for side in (0, 1)]
+        block = ref.at[pl.ds(self.row, size[0]), pl.ds(self.column, size[1])]
+        if not self.transposed:
+            return plgpu.load(block, layout=WGMMA, optimized=False).astype(jnp.float32)
+        layout = plgpu.Layout.WGMMA_TRANSPOSED
+        x = plgpu.load(block.T, layout=layout, optimized=False).astype(jnp.float32)
+        return plgpu.layout_cast(x, WGMMA)
+
+
+class Logits(NamedTuple):
+    """Masked logits of a tile: exp2(factor * x - ...) gives probabilities."""
+
+    x: jax.Array
+    factor: float
+    tanh: jax.Array | None  # of the soft cap
+
+
+def is_plain(options: Options, refs: Inputs) -> bool:
+    """Whether logits are products times a positive number, which then goes into the exponent."""
+    return refs.bias is None and options.logits_soft_cap is None and options.scale > 0
+
+
+def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:
+    """The logits of a tile of products q k^T, -inf where nothing is seen."""
+    x, factor, tanh = products, options.scale * LOG2_E, None
+    terms = []
+    if not is_plain(options, refs):
+        x, factor = x * options.scale, LOG2_E
+    if options.logits_soft_cap is not None:
+        cap = options.logits_soft_cap
+        # tanh from exp2: the hardware's own tanh has an error of 2^-11
+        tanh = 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2_E / cap)) + 1.0)
+        x = cap * tanh
+    if refs.bias is not None:
+        bias = tile.plane(refs.bias).astype(jnp.float32)
+        x = x + bias
+        terms.append(bias > -jnp.inf)
+    if refs.mask is not None:
+        terms.append(tile.plane(refs.mask) != 0)
+    if terms:
+        x = jnp.where(masks.conjunction(*terms), x, -jnp.inf)
+    in_band = options.is_causal or options.window is not None
+    if in_band or refs.columns_end is not None or refs.row_segment is not None:
+        masked = lambda: jnp.where(_seen(options, refs, tile), x, -jnp.inf)  # noqa: E731
+        x = lax.cond(mixed, masked, lambda: x) if refs.bounds is not None else x
+    return Logits(x, factor, tanh)
+
+
+def _seen(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
+    terms = []
+    if options.is_causal or options.window is not None:
+        terms.append(_in_band(options, refs, tile))
+    if refs.columns_end is not None:
+        end = refs.columns_end[at(refs.columns_end, 0, tile.b)]
+        terms.append(tile.offset(1) < end - tile.column)
+    if refs.row_segment is not None:
+        terms.append(tile.tokens(refs, "row_segment") == tile.tokens(refs, "column_segment"))
+    return masks.conjunction(*terms)
+
+
+def _in_band(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
+    """`masks.in_band` with few registers: one comparison an element, of offsets where they suffice."""
+    if refs.row_position is None and refs.column_position is None:
+        row, column = tile.offset(0) + (tile.row - tile.column), tile.offset(1)
+    else:
+        row, column = (
+            tile.offset(side) + tile.start(side)
+            if getattr(refs, name) is None
+            else tile.tokens(refs, name)
+            for side, name in enumerate(("row_position", "column_position"))
+        )
+    if options.window is None:
+        return column <= row
+    left, right = options.window
+    width = left + (0 if options.is_causal else right)
+    distance = column - (row - jnp.int32(left))  # negative to the left of the band, so huge below
+    return lax.convert_element_type(distance, jnp.uint32) <= jnp.uint32(width)
+
+
+def keep(options: Options, refs: Inputs, tile: Tile) -> jax.Array | None:
+    """Which probabilities dropout lets pass; None without dropout."""
+    if refs.dropout_keys is None:
+        return None
+    keys = refs.dropout_keys.at[at(refs.dropout_keys, 0, tile.b), at(refs.dropout_keys, 1, tile.n)]
+    row, column = (
+        tile.spread(tile.vector(ref, side), side)
+        for side, ref in enumerate((refs.row_counter, refs.column_counter))
+    )
+    return dropout.keep((keys[0], keys[1]), row, column, options.dropout_rate)

@@ -1,0 +1,253 @@
+"""Full compilation for NVIDIA chips that are not here, within budgets; one process per chip.
+
+Only the test of the compiler itself needs its packages (the `compile` extra); the rest holds the gate
+itself to account: it must refuse what is over budget, and an empty run.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jax_attn_bwd import ops
+from jax_attn_bwd._core import backend
+from jax_attn_bwd.bench.compile_only import __main__ as command
+from jax_attn_bwd.bench.compile_only import cases, compiling, devices, kernels, table
+
+TARGETS = {"xla": ("H100", "H200", "B200"), "mosaic_gpu": ("H100", "H200")}
+SAMPLE = {  # an H100 runs the very code of an H200: one case shows that it is accepted there
+    "dot_product_attention": "H=128 causal",
+    "scaled_masked_softmax": "width 4096 bfloat16",
+}
+
+
+def matrix():
+    """(implementation, target, operator) of everything registered."""
+    return [
+        pytest.param(implementation, target, operator.name, id=f"{operator.name}[{implementation}]-{target}")
+        for implementation, targets in TARGETS.items()
+        for target in targets
+        for operator in cases.registered(implementation)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("implementation", "target", "operator"), matrix())
+def test_compiles_within_budgets(implementation, target, operator, tmp_path):
+    if reason := devices.missing(target, sass=implementation != "xla"):
+        pytest.skip(reason)
+    out = tmp_path / "rows.json"
+    program = [sys.executable, "-m", "jax_attn_bwd.bench.compile_only", "--target", target]
+    program += ["--implementation", implementation, "--operator", operator, "--out", str(out)]
+    only = SAMPLE.get(operator) if (implementation, target) == ("mosaic_gpu", "H100") else None
+    done = subprocess.run(
+        [*program, *(["--case", only] if only else [])],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert out.exists(), f"ended with {done.returncode}: {done.stderr[-3000:]}"
+    rows = json.loads(out.read_text())["rows"]
+    assert not [sentence for row in rows for sentence in row["violations"]]
+    assert done.returncode == 0
+    (described,) = cases.registered(implementation, (operator,))
+    wanted = {
+        (c.name, d)
+        for c in cases.cases(described, implementation)
+        for d in cases.DIRECTIONS
+        if only in (None, c.name)
+    }
+    assert {(row["case"], row["direction"]) for row in rows} == wanted
+    assert len(rows) == len(wanted) > 0
+    compiled = sum(len(row["kernels"]) for row in rows)
+    print(f"{len(rows)} programs, {compiled} kernels compiled")
+    if implementation == "xla":
+        return
+    for case in {row["case"] for row in rows}:
+        forward, gradients = (
+            {kernel["name"] for row in rows if (row["case"], row["direction"]) == (case, direction)
+             for kernel in row["kernels"]}
+            for direction in cases.DIRECTIONS
+        )  # fmt: skip
+        assert forward, case
+        assert gradients - forward, f"{case}: the gradients have no kernel of their own"
+
+
+def test_the_matrix_covers_every_kernel_that_is_registered():
+    kinds = {i.name for o in ops.discover() for i in o.implementations if i.platform == "gpu"}
+    assert kinds <= set(TARGETS)
+    assert {p.values[0] for p in matrix()} >= kinds | {"xla"}
+    assert {p.values[2] for p in matrix()} == {o.name for o in ops.discover()}
+
+
+def good_row(**changes):
+    kernel = kernels.Kernel(
+        "attention", "sm_90a", 384, 168, 0, 0, 0, 200_000,
+        dict.fromkeys(kernels.COUNTED, 4) | {"total": 1000},
+    )  # fmt: skip
+    row = compiling.Row(
+        "H200", "dot_product_attention", "mosaic_gpu", "causal", "forward", 1, 0, [kernel]
+    )
+    own = {
+        name: x for name, x in changes.items() if name in {f.name for f in dataclasses.fields(row)}
+    }
+    of_kernel = {name: x for name, x in changes.items() if name not in own}
+    return dataclasses.replace(
+        row, **{"kernels": [dataclasses.replace(kernel, **of_kernel)], **own}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"spill_stores": 4}, "spill_stores 4, at most 0"),
+        ({"spill_loads": 4}, "spill_loads 4, at most 0"),
+        ({"stack": 16}, "stack 16, at most 0"),
+        ({"registers": 256}, "registers 256, at most 255"),
+        ({"shared_memory": 232_449}, "shared_memory 232449, at most 232448"),
+        ({"instructions": {"HGMMA": 3, "UTMALDG": 2}}, "no kernel has the instruction MUFU.EX2"),
+        ({"instructions": {"HMMA": 3, "MUFU.EX2": 2}}, "no kernel has the instruction HGMMA"),
+        ({"kernels": []}, "1 launches and 0 kernels"),
+        ({"expected": 0}, "0 launches and 1 kernels"),
+        ({"error": "ValueError: no"}, "ValueError: no"),
+        ({"implementation": "xla", "temporary_bytes": None}, "no memory was reported"),
+    ],
+    ids=str,
+)
+def test_budgets_refuse(changes, said):
+    assert compiling.violations(good_row()) == []
+    assert any(said in sentence for sentence in compiling.violations(good_row(**changes)))
+
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
+        /*0020*/              @UP0 UTMALDG.5D [UR8], [UR4] ;
+        /*0030*/                   LDG.E R9, desc[UR4][R2.64] ;
+        /*0040*/                   MUFU.EX2 R3, R3 ;
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR44], RZ, !UPT ;
+        /*0060*/                   LDGSTS.E [R5], desc[UR4][R2.64] ;
+        /*0070*/             @!UPT R2UR UR4, R2 ;
+"""
+
+
+def test_instructions_are_counted_by_opcode_and_variant():
+    counted = kernels.count(SASS)
+    expected = {"LDG": 2, "LDG.E.128": 1, "UTMALDG": 1, "MUFU.EX2": 1, "HGMMA": 1, "R2UR": 1}
+    assert {name: n for name, n in counted.items() if n} == {**expected, "total": 8}
+
+
+PTX = (
+    ".version 9.0\n.target sm_90a\n.visible .entry softmax_mosaic_gpu_kernel(\n.maxntid 128, 1, 1\n"
+)
+PTXAS = """ptxas info    : Compiling entry function 'softmax_mosaic_gpu_kernel' for 'sm_90a'
+    32 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 1 bytes smem
+"""
+LOWERED = 'module @softmax attributes {mosaic_gpu.dump_basename = "softmax_0"} {}'
+RESOURCES = (
+    "Resources(smem_scratch_bytes=1024, tmem_scratch_cols=0, barrier_counts=Counter({"
+    "Barrier(arrival_count=1, num_barriers=2, orders_tensor_core=False): 3, "
+    "Barrier(arrival_count=2, num_barriers=1, orders_tensor_core=False): 1}))"
+)
+
+
+@pytest.fixture
+def dump(tmp_path, monkeypatch):
+    """What Mosaic GPU leaves of one kernel."""
+    monkeypatch.setattr(kernels, "disassemble", lambda ptx, architecture: SASS)
+    for suffix, text in {
+        "before_layout_inference.txt": LOWERED, "ptx": PTX, "ptxas": PTXAS, "resources.txt": RESOURCES
+    }.items():  # fmt: skip
+        (tmp_path / f"softmax_0.{suffix}").write_text(text)
+    return tmp_path
+
+
+def test_a_dump_is_read(dump):
+    (kernel,) = kernels.dumped(dump, {})
+    assert dataclasses.astuple(kernel)[:-1] == ("softmax", "sm_90a", 128, 40, 12, 8, 32, 1024 + 56)
+    assert kernel.instructions["MUFU.EX2"] == 1
+
+
+def test_a_kernel_compiled_before_is_remembered_and_an_unknown_one_is_an_error(dump):
+    known: dict = {}
+    first = kernels.dumped(dump, known)
+    assert kernels.dumped(dump, known) == first  # compiled again, as older versions do
+    (dump / "softmax_0.ptx").unlink()  # the second program of the process finds it compiled
+    (dump / "softmax_0.before_layout_inference.txt").rename(
+        dump / "softmax_7.before_layout_inference.txt"
+    )
+    assert kernels.dumped(dump, known) == first
+    with pytest.raises(RuntimeError, match="1 kernels are new and PTX was dumped of 0"):
+        kernels.dumped(dump, {})
+
+
+def test_a_report_of_another_form_is_an_error(dump):
+    (dump / "softmax_0.ptxas").write_text("ptxas info: nothing known\n")
+    with pytest.raises(RuntimeError, match=r"report has no 'Used"):
+        kernels.dumped(dump, {})
+
+
+def test_rows_survive_the_document_and_the_table_shows_them():
+    rows = [
+        good_row(), good_row(target="H100"), good_row(implementation="xla", kernels=[]),
+        good_row(implementation="xla", kernels=[], target="B200", error="E: no", temporary_bytes=None),
+    ]  # fmt: skip
+    document = json.loads(json.dumps(compiling.document(rows)))
+    assert compiling.read(document) == rows
+    page = table.markdown(rows, {"jax": "1.2", "ptxas": "13.0.1"})
+    assert "JAX 1.2, ptxas 13.0.1" in page
+    assert "H200, H100" in page  # one line for two chips with the same figures
+    assert page.count("| attention |") == 1
+    assert "| 0.0 | failed |" in page
+    assert "E: no" in page
+
+
+def test_a_case_that_does_not_compile_is_a_row_with_its_error(monkeypatch):
+    (softmax,) = cases.registered("xla", ("scaled_masked_softmax",))
+    case = cases.cases(softmax, "xla")[0]
+
+    def refuse(*_):
+        raise NotImplementedError("no such layout")
+
+    monkeypatch.setattr(devices, "lower", refuse)
+    row = compiling.Row("H200", softmax.name, "xla", case.name, "forward")
+    row = compiling._compile(row, softmax, case, None, {})
+    assert row.error.startswith("NotImplementedError at test_compile_only.py:")
+    assert row.error.endswith(": no such layout")
+    assert compiling.violations(row)
+
+
+@pytest.mark.parametrize("direction", cases.DIRECTIONS)
+@pytest.mark.parametrize("operator", ops.discover(), ids=lambda o: o.name)
+def test_every_static_case_is_a_call_that_the_operator_accepts(operator, direction):
+    import jax
+
+    for case in cases.cases(operator, "mosaic_gpu"):
+        function, arguments = cases.function(operator, case, direction, "xla")
+        results = jax.eval_shape(function, *arguments)
+        leaves = jax.tree.leaves(results)
+        assert len(leaves) >= len(operator.outputs) + (direction == "gradients")
+
+
+def test_without_the_packages_one_sentence_and_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "missing", lambda *_, **__: "compiling for H200 needs a thing")
+    assert command.main(["--target", "H200"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "compiling for H200 needs a thing\n"
+    assert not captured.out
+
+
+def test_an_implementation_that_nothing_has_is_not_a_pass(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "missing", lambda *_, **__: None)
+    assert command.main(["--target", "H200", "--implementation", "triton"]) == 2
+    assert "no operator asked for has an implementation 'triton'" in capsys.readouterr().err
+    assert "triton" in backend.NAMES
+
+
+@pytest.mark.parametrize("target", devices.NVIDIA)
+def test_every_chip_has_its_description_in_the_package(target):
+    from importlib import resources
+
+    folder = resources.files("jax_attn_bwd.bench.compile_only") / "targets"
+    assert "gpu_device_info" in (folder / f"{devices.NVIDIA[target]}.txtpb").read_text()
+    assert "Apache License" in (folder / "SOURCE.md").read_text()
