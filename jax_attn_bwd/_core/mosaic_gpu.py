@@ -66,7 +66,7 @@ def can_interpret() -> bool:
 def _interpreter() -> Any:
     if not can_interpret():
         raise NotImplementedError("the Mosaic GPU interpreter of this JAX cannot run these kernels")
-    return plgpu.InterpretGPUParams(detect_races=True)
+    return getattr(plgpu, "InterpretGPUParams")(detect_races=True)  # noqa: B009 (absent before 0.12)
 
 
 def tile(shape: Sequence[int], dtype: Any, swizzle: int = 128) -> Any:
@@ -81,6 +81,12 @@ def tile(shape: Sequence[int], dtype: Any, swizzle: int = 128) -> Any:
         plgpu.SwizzleTransform(swizzle),
     )
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def load(ref: Any, *, layout: Any, optimized: bool = True) -> jax.Array:
+    """A tile in registers; `optimized=False` allows loads that are not coalesced."""
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
 def stream(count: Any, stages: int, rings: Sequence[tuple[Any, Any, Any, Any]]) -> None:
@@ -129,4 +135,4 @@ def add_product(acc: jax.Array, a: jax.Array, b: Any, spare: Any) -> jax.Array:
         product(ref, a, b, spare)
         return ref[...]
 
-    return acc + pl.run_scoped(alone, plgpu.ACC(acc.shape, jnp.float32))
+    return acc + pl.run_scoped(alone, plgpu.ACC((acc.shape[0], acc.shape[1]), jnp.float32))

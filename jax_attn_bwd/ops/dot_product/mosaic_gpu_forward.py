@@ -46,10 +46,11 @@ def forward(options: Options, operands: Operands) -> Result:
     return tie(pallas.on_local_shards(run, _out_specs, (operands,)), operands)
 
 
-def _out_specs(operands: Operands) -> Result:
+def _out_specs(operands: Any) -> Any:
+    """Of the result, from those of the operands."""
     spec = operands.query
-    low = None if operands.bias is None else PartitionSpec(*spec[:-1])
-    return Result(spec, PartitionSpec(*spec[:-1]), low)
+    row: Any = PartitionSpec(*spec[:-1])
+    return Result(spec, row, None if operands.bias is None else row)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -72,9 +73,7 @@ def _forward(options, tiling, interpret, operands):
     )(refs)
 
     out = out[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
-    lse, *low = (
-        jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in row_values
-    )
+    lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in row_values)
     if (lengths := operands.query_seq_lengths) is not None:
         lengths = lengths[..., None, None]
         beyond = to_rank(jnp.arange(T, dtype=jnp.int32)[:, None], lengths.ndim) >= lengths
@@ -93,7 +92,10 @@ def _out_types(refs: Inputs) -> list[Any]:
 
 def _scratch(tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
     dtype, H, Hv = refs.q.dtype, refs.q.shape[-1], refs.v.shape[-1]
-    wgs, (bq, bk, stages) = tiles.COMPUTE_WARPGROUPS, (tiling.block_q, tiling.block_k, tiling.stages)
+    wgs, (bq, bk, stages) = (
+        tiles.COMPUTE_WARPGROUPS,
+        (tiling.block_q, tiling.block_k, tiling.stages),
+    )
     ring = partial(plgpu.Barrier, num_barriers=stages)
     scratch = dict(
         q_tile=mosaic_gpu.tile((wgs, bq, H), dtype),
@@ -143,9 +145,7 @@ def _kernel(
     def _compute():
         plgpu.set_max_registers(240, action="increase")
         row = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq
-        plgpu.copy_gmem_to_smem(
-            refs.q.at[b, pl.ds(row, bq), n], q_tile.at[wg], q_loaded.at[wg]
-        )
+        plgpu.copy_gmem_to_smem(refs.q.at[b, pl.ds(row, bq), n], q_tile.at[wg], q_loaded.at[wg])
         plgpu.barrier_wait(q_loaded.at[wg])
         pl.when(wg == 1)(partial(mosaic_gpu.meet, turn))  # warpgroup 0 has the first turn
 

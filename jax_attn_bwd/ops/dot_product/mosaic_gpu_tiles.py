@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import dropout, masks, mosaic_gpu, pallas
+from jax_attn_bwd._core import dropout, masks, mosaic_gpu
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, WGMMA
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.dot_product import tiles
@@ -114,10 +114,12 @@ def inputs(options: Options, operands: Operands) -> Inputs:
         keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in counters.keys], -1)
         keys = _batched(operands, keys, 2)
         row_counter, column_counter = counters.rows, counters.columns
-    k, v = _zero_unseen(options, operands)
+    q, k, v = (
+        pad_heads(_batched(operands, x, 3))
+        for x in (operands.query, *_zero_unseen(options, operands))
+    )
     return Inputs(
-        *(pad_heads(_batched(operands, x, 3)) for x in (operands.query, k, v)),
-        None,
+        q, k, v, None,
         _end(operands, operands.query_seq_lengths, T),
         _end(operands, operands.key_value_seq_lengths, S),
         row_position, column_position, row_segment, column_segment, bias,
@@ -291,7 +293,11 @@ class Bounds(NamedTuple):
 
         Hoisted out of it, the descriptors of a tile with H = 256 take more registers than there are.
         """
-        return jnp.int32(0) if self.ref is None else lax.shift_right_logical(self.ref[1], jnp.int32(31))
+        return (
+            jnp.int32(0)
+            if self.ref is None
+            else lax.shift_right_logical(self.ref[1], jnp.int32(31))
+        )
 
 
 def at(ref: Any, axis: int, index: Any) -> Any:
@@ -330,7 +336,7 @@ class Tile(NamedTuple):
         """The values of the tile's queries or keys, from global memory `[n]`."""
         axis = self.axis(side)
         rows = ref.at[pl.ds(self.start(side), self.shape[axis])]
-        return plgpu.load(rows, layout=COLUMNS if axis else ROWS, optimized=False)
+        return mosaic_gpu.load(rows, layout=COLUMNS if axis else ROWS, optimized=False)
 
     def tokens(self, refs: Inputs, name: str) -> jax.Array:
         """A field of `Inputs` that is `[B|1, n]`, over the tile."""
@@ -351,9 +357,9 @@ class Tile(NamedTuple):
         size = [self.shape[self.axis(side)] for side in (0, 1)]
         block = ref.at[pl.ds(self.row, size[0]), pl.ds(self.column, size[1])]
         if not self.transposed:
-            return plgpu.load(block, layout=WGMMA, optimized=False).astype(jnp.float32)
+            return mosaic_gpu.load(block, layout=WGMMA, optimized=False).astype(jnp.float32)
         layout = plgpu.Layout.WGMMA_TRANSPOSED
-        x = plgpu.load(block.T, layout=layout, optimized=False).astype(jnp.float32)
+        x = mosaic_gpu.load(block.T, layout=layout, optimized=False).astype(jnp.float32)
         return plgpu.layout_cast(x, WGMMA)
 
 

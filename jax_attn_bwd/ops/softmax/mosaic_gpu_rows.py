@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.mosaic_gpu import SHARED_MEMORY, launch
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 
@@ -335,7 +336,7 @@ class Block:
 
 
 def _read(ref: Any, layout: Any) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
+    return mosaic_gpu.load(ref, layout=layout, optimized=False)
 
 
 def _pitch(tiling: Tiling, dtype: Any) -> int:
