@@ -80,21 +80,24 @@ def on_local_shards(
     return run(*operands)
 
 
+def varying_axes(operands: Any) -> frozenset[str]:
+    """The mesh axes over which an operand varies, inside `jax.shard_map`."""
+    leaves = jax.tree.leaves(operands)
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+
 def out_type(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:
     """The type of a kernel's output: it varies over every mesh axis that an operand varies over."""
-    leaves = jax.tree.leaves(operands)
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-    manual = jax.sharding.ManualAxisType(varying=varying)
+    manual = jax.sharding.ManualAxisType(varying=varying_axes(operands))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
 
 
 def vary_alike(operands: Any) -> Any:
     """`operands`, each varying over every mesh axis that one of them varies over."""
-    leaves = jax.tree.leaves(operands)
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+    axes = varying_axes(operands)
 
     def vary(x):
-        missing = varying - frozenset(jax.typeof(x).manual_axis_type.varying)
+        missing = axes - varying_axes(x)
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(vary, operands)

@@ -149,8 +149,8 @@ def _kernel(
         plgpu.barrier_wait(q_loaded.at[wg])
         pl.when(wg == 1)(partial(mosaic_gpu.meet, turn))  # warpgroup 0 has the first turn
 
-        def step(j, carry):
-            slot = lax.rem(j - bounds.first, jnp.int32(stages))
+        def step(t, carry):
+            j, slot = bounds.first + t, lax.rem(t, jnp.int32(stages))
             plgpu.barrier_wait(k_loaded.at[slot])
 
             def product(acc):
@@ -171,7 +171,9 @@ def _kernel(
             plgpu.barrier_arrive(v_free.at[slot])
             return acc, m, l
 
-        acc, m, l = lax.fori_loop(bounds.first, bounds.end, step, _initial(options, refs, bq, n))
+        # steps count from 0: a carry that starts with a value from memory would vary over mesh axes
+        start, count = _initial(options, refs, bq, n), bounds.end - bounds.first
+        acc, m, l = lax.fori_loop(jnp.int32(0), count, step, start)
         pl.when(wg == 0)(partial(mosaic_gpu.meet, turn))
 
         factor = dropout.survivor_factor(options.dropout_rate) if options.dropout_rate else 1.0

@@ -10,7 +10,6 @@ accumulators. The fused kernel also adds dx k to a float32 dq in global memory (
 order the blocks come by: five products a tile where the deterministic pair needs seven.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -40,10 +39,15 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
 
 
 def can_fuse(options: Options, saved: Saved) -> bool:
-    """Whether registers hold what the fused kernel needs."""
+    """Whether the fused kernel can run: its registers suffice, and it is not inside a `shard_map`.
+
+    (JAX does not hand a kernel references that vary over mesh axes.)
+    """
     H, Hv = saved.refs.q.shape[-1], saved.refs.v.shape[-1]
     extras = (saved.refs.dropout_keys, saved.refs.bias, saved.refs.mask, saved.refs.row_position)
-    return H == Hv <= 128 and options.logits_soft_cap is None and extras == (None,) * 4
+    plain = options.logits_soft_cap is None and extras == (None,) * 4
+    fits = H == Hv <= (128 if saved.refs.row_segment is None else 64)
+    return fits and plain and not pallas.varying_axes(saved)
 
 
 def keys(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]) -> dict[str, Any]:
@@ -53,8 +57,6 @@ def keys(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]
     """
     fused = "query" in wanted
     tiling = default_tiling(options, saved)
-    if fused and saved.head <= 64:
-        tiling = dataclasses.replace(tiling, block_q=128, overlap=False)
     tokens = {
         name: x
         for name in ("row_position", "row_segment")
@@ -71,7 +73,8 @@ def keys(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]
         "bias": ((B, heads, S), jnp.float32),
     }
     ring = partial(plgpu.Barrier, num_barriers=stages)
-    tile = partial(mosaic_gpu.tile, swizzle=tiling.swizzle)
+    swizzle = min(tiling.swizzle, H) if fused else tiling.swizzle  # of bytes: half of the columns
+    tile = partial(mosaic_gpu.tile, swizzle=swizzle)
     scratch = dict(
         k_tile=tile((wgs, bk, H), dtype),
         v_tile=tile((wgs, bk, Hv), dtype),
@@ -87,7 +90,7 @@ def keys(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]
     if fused:
         scratch["exchange"] = dict(
             dx_tiles=tile((2, wgs, bk, bq), dtype),
-            dq_tile=mosaic_gpu.tile((wgs, 64, 64), jnp.float32),
+            dq_tile=mosaic_gpu.tile((wgs, bq, H // wgs), jnp.float32),
             written=plgpu.Barrier(num_arrivals=wgs),
         )
     if interpret:
@@ -106,7 +109,8 @@ def keys(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]
     if not fused:
         return dict(zip(names, run(saved), strict=True))
     # what blocks add to starts at 0, so the kernel writes into references
-    zeros = [jnp.zeros_like(saved.refs.q, jnp.float32), *map(jnp.zeros_like, out_types)]
+    q, k, v = saved.refs[:3]
+    zeros = [jnp.zeros_like(q, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)]
     dq, *others = pl.run_state(lambda grads: run(saved, *grads))(zeros)
     return dict(zip(names, others, strict=True)) | {"query": options.scale * dq}
 
@@ -254,24 +258,23 @@ def _keys_kernel(
 def _add_dq(dx, k_tile, dq_ref, row, step, interpret, *, dx_tiles, dq_tile, written):
     """Adds dx k of a tile of queries and all keys of the block to dq `[T, H]` in global memory.
 
-    The warpgroups exchange their dx^T through shared memory; each then takes half of the rows of dq, or of
-    its columns: 64 x 64. Two buffers, since a warpgroup may be one step ahead of the other's reads.
+    The warpgroups exchange their dx^T through shared memory, and each takes half of the columns of dq. There
+    are two buffers, since a warpgroup may be one step ahead of the other's reads.
     """
-    wg, wgs, bq = lax.axis_index("wg"), k_tile.shape[0], dx_tiles.shape[-1]
+    wg, (wgs, bq, width) = lax.axis_index("wg"), dq_tile.shape
     dx_tiles = dx_tiles.at[lax.rem(step, jnp.int32(2))]
     dx_tiles[wg] = dx
     plgpu.commit_smem()
     mosaic_gpu.meet(written)
-    half = pl.ds(pl.multiple_of(wg * 64, 64), 64)
-    rows, columns = (half, slice(None)) if bq == 128 else (slice(None), half)
+    columns = pl.ds(pl.multiple_of(wg * width, width), width)
 
     def product(acc):
         for other in range(wgs):
-            plgpu.wgmma(acc, dx_tiles.at[other, :, rows].T, k_tile.at[other, :, columns])
+            plgpu.wgmma(acc, dx_tiles.at[other].T, k_tile.at[other, :, columns])
         return acc[...]
 
-    dq = pl.run_scoped(product, plgpu.ACC((64, 64), jnp.float32))
-    here = (pl.ds(row + wg * 64, 64), slice(None)) if bq == 128 else (pl.ds(row, 64), half)
+    dq = pl.run_scoped(product, plgpu.ACC((bq, width), jnp.float32))
+    here = (pl.ds(row, bq), columns)
     if interpret:  # the interpreter has no reduce-add, and mixes up stores that meet in one array
 
         def add():
