@@ -72,6 +72,63 @@ def test_compiles_within_budgets(implementation, target, operator, tmp_path):
         assert gradients - forward, f"{case}: the gradients have no kernel of their own"
 
 
+SHARDED = """
+import re
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax_attn_bwd import dot_product_attention, scaled_masked_softmax
+from jax_attn_bwd.bench.compile_only.devices import devices
+
+mesh = Mesh(np.array(devices("H200", 4)).reshape(2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
+
+def array(shape, dtype, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+def count(function, *arrays):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).compile().as_text()
+    kernels = len(re.findall("custom-call.*mosaic_gpu", text))
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    print(kernels > 0, *(len(re.findall(rf" {name}(?:-start)?\\(", text)) for name in names))
+
+def attention(q, k, v, dout, bias=None, sink=None):
+    call = lambda q, k, v, bias, sink: dot_product_attention(
+        q, k, v, bias, sink=sink, is_causal=True, implementation="mosaic_gpu")
+    out, pull = jax.vjp(call, q, k, v, bias, sink)
+    return out, pull(dout)
+
+def softmax(x, dy):
+    y, pull = jax.vjp(lambda x: scaled_masked_softmax(x, implementation="mosaic_gpu"), x)
+    return y, pull(dy)
+
+q = array((4, 1000, 8, 128), jnp.bfloat16, "b", None, "n", None)
+k = array((4, 1000, 4, 128), jnp.bfloat16, "b", None, "n", None)
+bias = array((1, 8, 1, 1000), jnp.float32, None, "n")
+sink = array((8,), jnp.float32, "n")
+x = array((8, 16, 1000), jnp.float32, "b", "n")
+spec = P("b", None, "n")
+grads = (spec, spec, spec, None, None)
+local = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, grads))
+count(attention, q, k, k, q)
+count(local, q, k, k, q)
+count(attention, q, k, k, q, bias, sink)
+count(softmax, x, x)
+"""
+
+
+def test_sharded_kernels_compile_within_budgets_of_collectives():
+    """On an Explicit mesh and in `shard_map`: one all-reduce, of what was broadcast over the batch."""
+    if reason := devices.missing("H200"):
+        pytest.skip(reason)
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert lines == ["True 0 0 0 0 0"] * 2 + ["True 1 0 0 0 0", "True 0 0 0 0 0"], done.stderr[
+        -3000:
+    ]
+
+
 def test_the_matrix_covers_every_kernel_that_is_registered():
     kinds = {i.name for o in ops.discover() for i in o.implementations if i.platform == "gpu"}
     assert kinds <= set(TARGETS)

@@ -82,8 +82,8 @@ def tool_version(name: str) -> str:
     return found[1] if found else said.strip().splitlines()[-1]
 
 
-def devices(target: str) -> list[Any]:
-    """The compile-only devices of `target`: one GPU, or the smallest slice of TPUs."""
+def devices(target: str, gpus: int = 1) -> list[Any]:
+    """The compile-only devices of `target`: some GPUs of one host, or the smallest slice of TPUs."""
     jax.config.update(
         "jax_platforms", "cpu"
     )  # with any other value the CUDA plugin looks for a GPU
@@ -97,7 +97,7 @@ def devices(target: str) -> list[Any]:
         lines = text.splitlines()
         text = "\n".join(x for x in lines if "collective_memory_granularity" not in x)
     return topologies.get_topology_desc(
-        "", platform="cuda", target_config=text, topology="1x1x1"
+        "", platform="cuda", target_config=text, topology=f"1x1x{gpus}"
     ).devices
 
 

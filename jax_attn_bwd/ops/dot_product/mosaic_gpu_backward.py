@@ -41,7 +41,8 @@ def backward(
 ) -> DotProductAttentionGrads:
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     run = partial(_backward, options, pallas.is_interpreted(mosaic_gpu.NAME))
-    return pallas.on_local_shards(run, _out_specs, (residuals, dout, dlse))
+    keys = tiles.dropout_keys(options, residuals.operands)
+    return pallas.on_local_shards(run, _out_specs, (residuals, dout, dlse, keys))
 
 
 def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:
@@ -50,11 +51,11 @@ def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, dout, dlse):
+def _backward(options, interpret, residuals, dout, dlse, keys):
     operands, wanted = residuals.operands, residuals.wanted.names
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv = operands.value.shape[-1]
-    saved, dsink = _prepare(options, residuals, dout, dlse)
+    saved, dsink = _prepare(options, residuals, dout, dlse, keys)
     made = {}
     qkv = wanted & {"query", "key", "value"}
     if not options.deterministic and len(qkv) == 3 and by_key.can_fuse(options, saved):
@@ -81,7 +82,7 @@ def _backward(options, interpret, residuals, dout, dlse):
     )
 
 
-def _prepare(options, residuals, dout, dlse) -> tuple[Saved, jax.Array | None]:
+def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | None]:
     """The inputs of the kernels, and the gradient of the sink."""
     operands, (out, lse, low) = residuals.operands, residuals.result
     batch, dtype = operands.query.shape[:-3], lse.dtype
@@ -108,7 +109,7 @@ def _prepare(options, residuals, dout, dlse) -> tuple[Saved, jax.Array | None]:
     def row(x, fill=0.0):
         return tiles.pad(jnp.swapaxes(merged(x), -1, -2), {-1: tiles.LENGTH}, constant_values=fill)
 
-    refs = tiles.inputs(options, operands)
+    refs = tiles.inputs(options, operands, keys)
     plain = tiles.is_plain(options, refs)
     lse = jnp.where(empty, jnp.inf, lse * LOG2_E if plain else lse)
     rows = [row(lse, jnp.inf), row(delta)] + ([] if refs.bias is None else [row(low)])

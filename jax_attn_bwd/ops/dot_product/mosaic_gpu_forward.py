@@ -43,10 +43,11 @@ def forward(options: Options, operands: Operands) -> Result:
     """The output and its row values."""
     tiling = default_tiling(options, operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME))
-    return tie(pallas.on_local_shards(run, _out_specs, (operands,)), operands)
+    keys = tiles.dropout_keys(options, operands)
+    return tie(pallas.on_local_shards(run, _out_specs, (operands, keys)), operands)
 
 
-def _out_specs(operands: Any) -> Any:
+def _out_specs(operands: Any, keys: Any) -> Any:
     """Of the result, from those of the operands."""
     spec = operands.query
     row: Any = PartitionSpec(*spec[:-1])
@@ -54,11 +55,11 @@ def _out_specs(operands: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(options, tiling, interpret, operands):
+def _forward(options, tiling, interpret, operands, keys):
     *batch, T, N, _ = operands.query.shape
     Hv = operands.value.shape[-1]
     rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
-    refs = tiles.inputs(options, operands)
+    refs = tiles.inputs(options, operands, keys)
     refs = refs._replace(bounds=tiles.bounds(options, refs, rows, tiling.block_k))
     refs = pallas.vary_alike(refs)
     kernel = partial(_kernel, options, tiling)

@@ -245,6 +245,8 @@ def _keys_kernel(
         sizes = {"key": refs.k.shape[-1], "value": refs.v.shape[-1]}
         accs = [plgpu.ACC((bk, sizes[n]), jnp.float32) for n in names if n != "bias"]
         totals = pl.run_scoped(accumulate, *accs) if accs else accumulate()
+        if exchange:  # the other warpgroup may still read this one's keys, whose place dk takes
+            mosaic_gpu.meet(exchange["written"])
         for name, total, result in zip(names, totals, outputs, strict=True):
             target = {"key": k_tile, "value": v_tile, "bias": sums}[name].at[wg]
             total = total * options.scale if name == "key" else total

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import dropout, masks, mosaic_gpu
+from jax_attn_bwd._core import dropout, masks, mosaic_gpu, sharding
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, WGMMA
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.dot_product import tiles
@@ -82,6 +82,8 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
     if 0 in (*q.shape, *v.shape):
         return "there is nothing to compute"
+    if math.prod(q.shape[:-3]) * q.shape[-2] >= 2**16:
+        return "a grid holds fewer than 65536 batch entries times heads"
     if operands.bias is not None and operands.bias.dtype == jnp.float64:
         return "a float64 bias asks for float64 arithmetic"
     if not isinstance(options.precision, lax.Precision | None):
@@ -94,8 +96,20 @@ def whole(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def inputs(options: Options, operands: Operands) -> Inputs:
-    """What the kernels read, but for the bounds."""
+def dropout_keys(options: Options, operands: Operands) -> jax.Array | None:
+    """The key of each batch entry and head, uint32 `[..., N|1, 2]`: to be called before the operands are cut
+    into shards, which do not know where they lie.
+    """
+    if not options.dropout_rate:
+        return None
+    words = tiles.counters(options, operands, 1, 1).keys
+    keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in words], -1)
+    batch = range(operands.query.ndim - 3)
+    return sharding.reshard_like(keys, operands.query, (*batch, -2, None))
+
+
+def inputs(options: Options, operands: Operands, keys: jax.Array | None) -> Inputs:
+    """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     positions: tuple[Any, Any] = (None, None)
     if options.is_causal or options.window is not None:
@@ -108,11 +122,9 @@ def inputs(options: Options, operands: Operands) -> Inputs:
     bias, mask = (
         None if x is None else _plane(operands, x) for x in (operands.bias, operands.mask)
     )
-    keys = row_counter = column_counter = None
-    if options.dropout_rate:
+    row_counter = column_counter = None
+    if keys is not None:
         counters = tiles.counters(options, operands, LENGTH, LENGTH)
-        keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in counters.keys], -1)
-        keys = _batched(operands, keys, 2)
         row_counter, column_counter = counters.rows, counters.columns
     q, k, v = (
         pad_heads(_batched(operands, x, 3))
@@ -125,7 +137,7 @@ def inputs(options: Options, operands: Operands) -> Inputs:
         row_position, column_position, row_segment, column_segment, bias,
         None if mask is None else mask.astype(jnp.int8),
         None if operands.sink is None else operands.sink.astype(jnp.float32),
-        keys, row_counter, column_counter,
+        None if keys is None else _batched(operands, keys, 2), row_counter, column_counter,
     )  # fmt: skip
 
 
