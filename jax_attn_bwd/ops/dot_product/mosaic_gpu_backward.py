@@ -90,10 +90,12 @@ def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | N
     floor = jnp.full((1,) * lse.ndim, -jnp.inf, dtype)
     if operands.sink is not None:
         floor = to_rank(operands.sink.astype(dtype), lse.ndim)
-    # A row that attends to nothing has lse = sink and out = 0; q and dout may hold anything there.
-    empty = (lse == floor) & (out == 0).all(-1)
-    dout = jnp.where(empty[..., None], 0, dout)
-    operands = operands._replace(query=jnp.where(empty[..., None], 0, operands.query))
+    empty = None
+    if _rows_may_be_empty(options, operands):
+        # A row that attends to nothing has lse = sink and out = 0; q and dout may hold anything there.
+        empty = (lse == floor) & (out == 0).all(-1)
+        dout = jnp.where(empty[..., None], 0, dout)
+        operands = operands._replace(query=jnp.where(empty[..., None], 0, operands.query))
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)  # (7)
     if dlse is not None:
         delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
@@ -111,9 +113,19 @@ def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | N
 
     refs = tiles.inputs(options, operands, keys)
     plain = tiles.is_plain(options, refs)
-    lse = jnp.where(empty, jnp.inf, lse * LOG2_E if plain else lse)
+    lse = lse * LOG2_E if plain else lse
+    lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
     rows = [row(lse, jnp.inf), row(delta)] + ([] if refs.bias is None else [row(low)])
     return Saved(refs, tiles.pad_heads(merged(dout)), jnp.stack(rows, -2)), dsink
+
+
+def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
+    """Whether a query may see no key: without need, q and dout are not copied."""
+    conditions = (
+        operands.bias, operands.mask, operands.query_seq_lengths, operands.key_value_seq_lengths,
+        operands.query_segment_ids, operands.query_positions, operands.key_value_positions,
+    )  # fmt: skip
+    return options.window is not None or any(x is not None for x in conditions)
 
 
 def _bias_gradient(options, interpret, saved: Saved, operands: Operands) -> jax.Array:
