@@ -13,6 +13,7 @@ order the blocks come by: five products a tile where the deterministic pair need
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -40,15 +41,16 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
 
 
 def can_fuse(options: Options, saved: Saved) -> bool:
-    """Whether the fused kernel can run: its registers suffice, and it is not inside a `shard_map`.
+    """Whether the fused kernel can run: its registers suffice, and JAX hands it the references it adds to.
 
-    (JAX does not hand a kernel references that vary over mesh axes.)
+    (JAX 0.10 does not; later ones not inside `jax.shard_map`, where references would vary over mesh axes.)
     """
     H, Hv = saved.refs.q.shape[-1], saved.refs.v.shape[-1]
     extras = (saved.refs.dropout_keys, saved.refs.bias, saved.refs.mask, saved.refs.row_position)
     plain = options.logits_soft_cap is None and extras == (None,) * 4
     fits = H == Hv <= (128 if saved.refs.row_segment is None else 64)
-    return fits and plain and not pallas.varying_axes(saved)
+    takes_references = jax.__version_info__ >= (0, 11) and not pallas.varying_axes(saved)
+    return fits and plain and takes_references
 
 
 def keys(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]) -> dict[str, Any]:
