@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 
 from jax_attn_bwd import ops
+from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case, Operator, cotangents, value_and_gradients
 
 OPERATORS = ops.discover()
+interpreted = pytest.mark.skipif(
+    not mosaic_gpu.can_interpret(),
+    reason="the Mosaic GPU interpreter of this JAX cannot run the kernels",
+)
 
 
 def case_params(*tags: str) -> list:
     """(operator, portable implementation, case) of every case with one of `tags`, discovered.
 
-    Kernels do not run on a CPU: `ops/<operator>/test_mosaic_gpu.py` interprets them on the same cases.
+    Kernels do not run on a CPU: `ops/<operator>/test_<operator>_mosaic_gpu.py` interprets them on the same cases.
     """
     return [
         pytest.param(operator, implementation.name, case,
@@ -66,5 +71,5 @@ def differentiated(operator: Operator, arrays: dict) -> dict:
 
 __all__ = [
     "OPERATORS", "Case", "Operator", "assert_close", "assert_trees_close", "case_params",
-    "cotangents", "differentiated", "finite_loss", "value_and_gradients",
+    "cotangents", "differentiated", "finite_loss", "interpreted", "value_and_gradients",
 ]  # fmt: skip

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import OPERATORS, assert_close, cotangents
+from helpers import OPERATORS, assert_close, cotangents, interpreted
 from jax.sharding import PartitionSpec as P
 
-from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core import pallas
 
 (OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
 CASES = [c for c in OPERATOR.tagged("shard") if c.name in ("shard_dropout", "shard_broadcast_bias")]
@@ -67,10 +67,7 @@ def in_turn(f, out_specs, operands):
     return jax.tree.map(join, made, *(pieces[p] for p in sorted(pieces)), is_leaf=is_spec)
 
 
-@pytest.mark.skipif(
-    not mosaic_gpu.can_interpret(),
-    reason="the Mosaic GPU interpreter of this JAX cannot run the kernels",
-)
+@interpreted
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_shards_fit_together(case, monkeypatch):
     arrays = case.arrays(jnp.bfloat16)

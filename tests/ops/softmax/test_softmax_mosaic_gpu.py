@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import OPERATORS, assert_close
+from helpers import OPERATORS, assert_close, interpreted
 
 from jax_attn_bwd import check, scaled_masked_softmax
-from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.softmax import mosaic_gpu_forward as kernel
 from jax_attn_bwd.ops.softmax import mosaic_gpu_rows as rows
 from jax_attn_bwd.ops.softmax.reference import scaled_masked_softmax as reference
@@ -15,10 +15,6 @@ from jax_attn_bwd.ops.softmax.spec import Operands, Options
 
 NAME = "mosaic_gpu"
 (OPERATOR,) = (o for o in OPERATORS if o.name == "scaled_masked_softmax")
-interpreted = pytest.mark.skipif(
-    not mosaic_gpu.can_interpret(),
-    reason="the Mosaic GPU interpreter of this JAX cannot run the kernels",
-)
 
 
 @pytest.fixture(autouse=True)

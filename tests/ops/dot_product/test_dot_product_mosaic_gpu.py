@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import OPERATORS, Case, assert_close, assert_trees_close, finite_loss
+from helpers import OPERATORS, Case, assert_close, assert_trees_close, finite_loss, interpreted
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from test_poison import CASES as HIDING
@@ -37,10 +37,6 @@ NAME = "mosaic_gpu"
 BF16 = jnp.bfloat16
 (OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
 ANY_ORDER = dataclasses.replace(OPERATOR, call=partial(OPERATOR.call, deterministic=False))
-interpreted = pytest.mark.skipif(
-    not mosaic_gpu.can_interpret(),
-    reason="the Mosaic GPU interpreter of this JAX cannot run the kernels",
-)
 
 
 @pytest.fixture(autouse=True)
