@@ -19,7 +19,8 @@ interpreted = pytest.mark.skipif(
 def case_params(*tags: str) -> list:
     """(operator, portable implementation, case) of every case with one of `tags`, discovered.
 
-    Kernels do not run on a CPU: `ops/<operator>/test_<operator>_mosaic_gpu.py` interprets them on the same cases.
+    Kernels do not run on a CPU: `ops/<operator>/test_<operator>_mosaic_gpu.py` interprets them on the
+    same cases.
     """
     return [
         pytest.param(operator, implementation.name, case,
