@@ -132,9 +132,7 @@ def test_check_grads_to_order_two(operator, implementation, case):
 def test_every_implementation_has_gradient_tests():
     for operator in OPERATORS:
         for implementation in operator.implementations:
-            if (
-                implementation.platform is not None
-            ):  # counted in ops/<operator>/test_<operator>_<kernel>.py
+            if implementation.platform is not None:  # counted where kernels are interpreted
                 continue
             found = [
                 p for p in case_params("ci") if p.values[:2] == (operator, implementation.name)
