@@ -2,9 +2,31 @@
 
 from jax_attn_bwd import compat as compat
 from jax_attn_bwd._core.backend import explain as explain
+from jax_attn_bwd.ops.deformable import (
+    MultiScaleDeformableAttentionGrads as MultiScaleDeformableAttentionGrads,
+)
+from jax_attn_bwd.ops.deformable import (
+    multi_scale_deformable_attention as multi_scale_deformable_attention,
+)
+from jax_attn_bwd.ops.deformable import (
+    multi_scale_deformable_attention_bwd as multi_scale_deformable_attention_bwd,
+)
 from jax_attn_bwd.ops.dot_product import DotProductAttentionGrads as DotProductAttentionGrads
 from jax_attn_bwd.ops.dot_product import dot_product_attention as dot_product_attention
 from jax_attn_bwd.ops.dot_product import dot_product_attention_bwd as dot_product_attention_bwd
+from jax_attn_bwd.ops.graph import BipartiteCSC as BipartiteCSC
+from jax_attn_bwd.ops.graph import GraphAttentionGrads as GraphAttentionGrads
+from jax_attn_bwd.ops.graph import GraphTransformerAttentionGrads as GraphTransformerAttentionGrads
+from jax_attn_bwd.ops.graph import edge_softmax as edge_softmax
+from jax_attn_bwd.ops.graph import edge_softmax_bwd as edge_softmax_bwd
+from jax_attn_bwd.ops.graph import graph_attention as graph_attention
+from jax_attn_bwd.ops.graph import graph_attention_bwd as graph_attention_bwd
+from jax_attn_bwd.ops.graph import graph_attention_v2 as graph_attention_v2
+from jax_attn_bwd.ops.graph import graph_attention_v2_bwd as graph_attention_v2_bwd
+from jax_attn_bwd.ops.graph import graph_transformer_attention as graph_transformer_attention
+from jax_attn_bwd.ops.graph import (
+    graph_transformer_attention_bwd as graph_transformer_attention_bwd,
+)
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax as scaled_masked_softmax
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax_bwd as scaled_masked_softmax_bwd
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,64 @@ def test_language_model_trains_and_plots(tmp_path):
         assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert "nan" not in done.stdout.lower().split("continued by the model")[0]
+
+
+def test_deformable_detector_trains_and_draws(tmp_path):
+    for name in ("flax", "matplotlib", "optax", "rich", "scipy", "sklearn"):
+        pytest.importorskip(name)
+    script = ROOT / "examples" / "train_deformable_detector.py"
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "2", "--out", tmp_path],
+        capture_output=True, text=True, check=False, timeout=300, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in (
+        r"step 0: held-out AP50 0\.\d+, AP 0\.\d+",
+        r"step 2: held-out AP50 0\.\d+, AP 0\.\d+",
+        r"loss \d+\.\d+",
+        r"detections: \S*",
+        r"operator, forward and backward: \d+\.\d ms; gather form, by JAX: \d+\.\d ms",
+    ):
+        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+    assert (tmp_path / "detections.png").stat().st_size > 10_000
+    assert "nan" not in done.stdout.lower()
+
+
+@pytest.mark.parametrize("source", ["digits", "file"])
+def test_graph_attention_trains_and_plots(source, tmp_path):
+    for module in ("optax", "sklearn"):
+        pytest.importorskip(module)
+    arguments = ["--steps", "2", "--draws", "1", "--neighbours", "3"]
+    if source == "file":  # 40 nodes in two rings, one for each class, and an edge between them
+        nodes, labelled = np.arange(40), np.arange(40)[None] % 4 == 0
+        edges = np.stack([nodes, (nodes + 1) % 20 + nodes // 20 * 20], axis=1)
+        np.savez(
+            tmp_path / "rings.npz",
+            edges=np.concatenate([edges, [[0, 20]]]), node_labels=nodes // 20,
+            node_features=np.random.default_rng(0).standard_normal((40, 3)),
+            train_masks=labelled, val_masks=np.roll(labelled, 1), test_masks=np.roll(labelled, 2),
+        )  # fmt: skip
+        arguments += ["--graph", tmp_path / "rings.npz", "--undirected"]
+    script = ROOT / "examples" / "train_graph_attention.py"
+    done = subprocess.run(
+        [sys.executable, script, *arguments, "--out", tmp_path],
+        capture_output=True, text=True, check=False, timeout=300, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in (
+        {"digits": r"1,797 nodes, [\d,]+ edges", "file": r"40 nodes, 122 edges"}[source],
+        r"split 0: (50|10) labels, test accuracy \d+\.\d%",
+        r"logistic regression .*\d%",
+        r"graph attention network .*\d%",
+        r"One training step \(median\), [\d,]+ edges, 4 heads",
+        r"attention and accuracy: \S*",
+    ):
+        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+    losses = re.findall(r"(\d+\.\d{4})", done.stdout)
+    assert losses
+    assert losses[::2] == losses[1::2]  # the same with segment operations
+    assert "nan" not in done.stdout
+    assert (tmp_path / "attention.png").stat().st_size > 10_000
 
 
 def test_there_is_a_notebook_for_every_operator():

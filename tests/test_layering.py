@@ -47,8 +47,9 @@ def layer(module: str) -> int:
     if parts[0] == "_core":
         return 0
     name = parts[2] if len(parts) > 2 else "__init__"
-    return {"spec": 1, "reference": 1, "arguments": 2, "tiles": 2, "forward": 3, "backward": 4,
-            "api": 5, "cases": 6, "__init__": 6}.get(name, 3)  # fmt: skip
+    return {"spec": 1, "structure": 1, "reference": 1, "arguments": 2, "tiles": 2, "sampling": 2,
+            "scatter": 2, "forward": 3, "backward": 4, "gat": 5, "gatv2": 5, "transformer": 5,
+            "edge_softmax": 5, "rule": 5, "api": 5, "cases": 6, "__init__": 6}.get(name, 3)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -82,6 +83,16 @@ def test_frameworks_stay_out_of_the_core(path):
     if path.parts[0] == "bench" or path.name == "console.py":
         return  # optional there, imported where used
     assert not {name.split(".")[0] for name in imports(path)} & FRAMEWORKS
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.parts[0] == "layers"], ids=str)
+def test_a_layer_imports_its_own_framework_alone(path):
+    folder = path.parts[1] if len(path.parts) > 2 else None
+    folders = {p.parts[1] for p in MODULES if p.parts[0] == "layers" and len(p.parts) > 2}
+    targets = [name.split(".") for name in imports(path)]
+    assert {target[0] for target in targets} & FRAMEWORKS <= {str(folder).split("_")[0]}
+    layers = {target[2] for target in targets if target[:2] == ["jax_attn_bwd", "layers"]}
+    assert layers & folders <= {folder}
 
 
 def test_a_backward_is_written_not_differentiated():

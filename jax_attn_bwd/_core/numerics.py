@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def accumulator_dtype(dtype: Any) -> jnp.dtype:
@@ -23,3 +24,16 @@ def reduce_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         extra + i for i, n in enumerate(shape) if n == 1 and x.shape[extra + i] != 1
     )
     return x.sum(axes, keepdims=True).reshape(shape) if axes else x
+
+
+def segment_sums(rows: jax.Array, first: jax.Array, axis: int) -> jax.Array:
+    """Running sums of `rows` along `axis` that start anew at each `first` (bool, broadcasts to `rows`).
+
+    The order of the additions is that of the rows: the same bits in every run, also on a GPU.
+    """
+
+    def combine(left, right):
+        (left_first, left_sum), (right_first, right_sum) = left, right
+        return left_first | right_first, jnp.where(right_first, right_sum, left_sum + right_sum)
+
+    return lax.associative_scan(combine, (first, rows), axis=axis)[1]

@@ -1,3 +1,4 @@
 """Calls of other systems, argument for argument, with their polarity and quirks documented."""
 
 from jax_attn_bwd.compat import cann as cann
+from jax_attn_bwd.compat import cugraph as cugraph

@@ -1,5 +1,6 @@
 """What is compiled: static calls of every operator, in the shapes that training uses."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,8 +78,8 @@ def _softmax_cases() -> Iterator[StaticCase]:
 
 
 def _named_cases(operator: Operator) -> Iterator[StaticCase]:
-    """The named inputs of `operator`, in bfloat16: what an operator without shapes here is compiled with."""
-    for case in operator.tagged("check"):
+    """Two named inputs of `operator`, in bfloat16: what an operator without shapes here is compiled with."""
+    for case in itertools.islice(operator.tagged("check"), 2):
         arrays = case.arrays("bfloat16")
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
         yield StaticCase(case.name, operator.name, shapes, case.options)

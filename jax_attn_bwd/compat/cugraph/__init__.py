@@ -1,0 +1,43 @@
+"""Graph attention of RAPIDS cugraph-ops (`pylibcugraphops.operators`), forward and backward, in JAX terms.
+
+`mha_gat_n2n`, `mha_gat_n2n_efeat`, `mha_gat_v2_n2n`, `mha_gat_v2_n2n_efeat`, `mha_simple_n2n`
+
+Kept from the source: names and order of the arguments; heads side by side in the columns of embeddings;
+`attention_weights` as `[source | destination | edge]`, each head by head; the names of activations;
+`softmax_scores` `(2, num_heads, nnz)`, plane 0 before the softmax and plane 1 after it, float32 or wider;
+every gradient may be refused, is then not computed, and comes back as None; a destination without edges
+gives 0. Edge embeddings and scores are in the caller's edge order, that of `map_csc_to_coo`.
+
+Changed: `graph` is a `BipartiteCSC` (`make_bipartite_csc` builds one). What the source writes into arrays
+that it is given is returned; the argument of a gradient is a flag, and None or False refuses it. A
+gradient has the dtype of its argument, where the source pairs type suffixes. `dst_node_embedding=None`
+means the first rows of the sources, whose gradient then holds both shares.
+
+Left out, for there is no use for it in JAX:
+  * `grad_softmax_scores`: workspace;
+  * `grad_attention_weights_workspace`: it made that gradient deterministic; here it always is;
+  * `stream_id`: XLA orders its own work;
+  * `activation_scores` of the v2 calls: nnz x dim_node numbers for a backward that here does without.
+The `softmax_scores` of a backward is not needed either: what is given is checked, not read; None will do.
+
+Gradients of the forwards are those of the operators beneath: of every array, to any order.
+
+References:
+  RAPIDS cugraph-ops (until 25.02), pylibcugraphops.operators; cuDNN, cudnn.gnn.mha_gat, its successor.
+"""
+
+from jax_attn_bwd.compat.cugraph.call import MhaGatEfeatGrads as MhaGatEfeatGrads
+from jax_attn_bwd.compat.cugraph.call import MhaGatGrads as MhaGatGrads
+from jax_attn_bwd.compat.cugraph.call import make_bipartite_csc as make_bipartite_csc
+from jax_attn_bwd.compat.cugraph.call import mha_params as mha_params
+from jax_attn_bwd.compat.cugraph.gat import mha_gat_n2n_bwd as mha_gat_n2n_bwd
+from jax_attn_bwd.compat.cugraph.gat import mha_gat_n2n_efeat_bwd as mha_gat_n2n_efeat_bwd
+from jax_attn_bwd.compat.cugraph.gat import mha_gat_n2n_efeat_fwd as mha_gat_n2n_efeat_fwd
+from jax_attn_bwd.compat.cugraph.gat import mha_gat_n2n_fwd as mha_gat_n2n_fwd
+from jax_attn_bwd.compat.cugraph.gat_v2 import mha_gat_v2_n2n_bwd as mha_gat_v2_n2n_bwd
+from jax_attn_bwd.compat.cugraph.gat_v2 import mha_gat_v2_n2n_efeat_bwd as mha_gat_v2_n2n_efeat_bwd
+from jax_attn_bwd.compat.cugraph.gat_v2 import mha_gat_v2_n2n_efeat_fwd as mha_gat_v2_n2n_efeat_fwd
+from jax_attn_bwd.compat.cugraph.gat_v2 import mha_gat_v2_n2n_fwd as mha_gat_v2_n2n_fwd
+from jax_attn_bwd.compat.cugraph.simple import MhaSimpleGrads as MhaSimpleGrads
+from jax_attn_bwd.compat.cugraph.simple import mha_simple_n2n as mha_simple_n2n
+from jax_attn_bwd.compat.cugraph.simple import mha_simple_n2n_bwd as mha_simple_n2n_bwd

@@ -1,0 +1,152 @@
+"""`mha_gat_n2n` and `mha_gat_n2n_efeat`."""
+
+from typing import Any
+
+import jax
+
+from jax_attn_bwd.compat.cugraph.call import (
+    MhaGatEfeatGrads,
+    MhaGatGrads,
+    backward,
+    forward,
+    mha_params,
+)
+from jax_attn_bwd.ops.graph import BipartiteCSC
+
+
+def mha_gat_n2n_fwd(
+    src_node_embedding: jax.Array,
+    dst_node_embedding: jax.Array | None,
+    attention_weights: jax.Array,
+    graph: BipartiteCSC,
+    params: mha_params,
+    *,
+    return_softmax_scores: bool = False,
+) -> Any:
+    """Graph attention from node to node, `s = act(<h_src, a_src> + <h_dst, a_dst>)`.
+
+    Args:
+      src_node_embedding: `(n_src_nodes, dim_node)`, floating, already projected.
+      dst_node_embedding: `(n_dst_nodes, dim_node)`, or None for the first rows of the sources.
+      attention_weights: `(2 * dim_node,)`.
+      graph: the edges.
+      params: heads and activation.
+      return_softmax_scores: also return the scores.
+
+    Returns:
+      output_embedding: `(n_dst_nodes, dim_node)`, or `(n_dst_nodes, dim_node / num_heads)` without
+        `concat_heads`.
+      softmax_scores: `(2, num_heads, nnz)`, with `return_softmax_scores`.
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range. TypeError: an argument is of the wrong kind.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import cugraph
+      >>> graph = cugraph.make_bipartite_csc([0, 1, 3], [2, 0, 1], 3)
+      >>> src, dst, a = jnp.ones((3, 8)), jnp.ones((2, 8)), jnp.ones(16)
+      >>> params = cugraph.mha_params(num_heads=2, activation="ReLU")
+      >>> out, scores = cugraph.mha_gat_n2n_fwd(src, dst, a, graph, params, return_softmax_scores=True)
+      >>> out.shape, scores[:, 0].tolist()
+      ((2, 8), [[8.0, 8.0, 8.0], [1.0, 0.5, 0.5]])
+    """
+    embeddings = (src_node_embedding, dst_node_embedding, None)
+    return forward(
+        "mha_gat_n2n_fwd", embeddings, attention_weights, graph, params, return_softmax_scores
+    )
+
+
+def mha_gat_n2n_bwd(
+    grad_output_embedding: jax.Array,
+    src_node_embedding: jax.Array,
+    dst_node_embedding: jax.Array | None,
+    attention_weights: jax.Array,
+    softmax_scores: jax.Array | None,
+    graph: BipartiteCSC,
+    params: mha_params,
+    *,
+    grad_src_node_embedding: bool | None = True,
+    grad_dst_node_embedding: bool | None = True,
+    grad_attention_weights: bool | None = True,
+) -> MhaGatGrads:
+    """The gradients of `mha_gat_n2n_fwd`.
+
+    Args:
+      grad_output_embedding: cotangent of `output_embedding`, its shape and dtype.
+      softmax_scores: `(2, num_heads, nnz)` of the forward, or None.
+      src_node_embedding, dst_node_embedding, attention_weights, graph, params: as in the forward.
+      grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights: which gradients to compute.
+
+    Returns:
+      MhaGatGrads(grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights), each with the
+      shape and dtype of its argument, or None.
+
+    Raises:
+      As the forward.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import cugraph
+      >>> graph = cugraph.make_bipartite_csc([0, 1, 3], [2, 0, 1], 3)
+      >>> src, dst, a, g = jnp.ones((3, 8)), jnp.ones((2, 8)), jnp.ones(16), jnp.ones((2, 8))
+      >>> grads = cugraph.mha_gat_n2n_bwd(
+      ...     g, src, dst, a, None, graph, cugraph.mha_params(2), grad_dst_node_embedding=None)
+      >>> grads.grad_src_node_embedding[:, 0].tolist(), grads.grad_dst_node_embedding is None
+      ([0.5, 0.5, 1.0], True)
+    """
+    wanted = (grad_src_node_embedding, grad_dst_node_embedding, False, grad_attention_weights)
+    embeddings = (src_node_embedding, dst_node_embedding, None)
+    src, dst, _, weights = backward(
+        "mha_gat_n2n_bwd", grad_output_embedding, embeddings, attention_weights, softmax_scores,
+        graph, params, wanted,
+    )  # fmt: skip
+    return MhaGatGrads(src, dst, weights)
+
+
+def mha_gat_n2n_efeat_fwd(
+    src_node_embedding: jax.Array,
+    dst_node_embedding: jax.Array | None,
+    edge_embedding: jax.Array,
+    attention_weights: jax.Array,
+    graph: BipartiteCSC,
+    params: mha_params,
+    *,
+    return_softmax_scores: bool = False,
+) -> Any:
+    """`mha_gat_n2n_fwd` with edge embeddings, `s = act(<h_src, a_src> + <h_dst, a_dst> + <e, a_edge>)`.
+
+    `edge_embedding (nnz, dim_edge)`, whose width the heads divide;
+    `attention_weights (2 * dim_node + dim_edge,)`.
+    """
+    embeddings = (src_node_embedding, dst_node_embedding, edge_embedding)
+    return forward(
+        "mha_gat_n2n_efeat_fwd", embeddings, attention_weights, graph, params, return_softmax_scores
+    )
+
+
+def mha_gat_n2n_efeat_bwd(
+    grad_output_embedding: jax.Array,
+    src_node_embedding: jax.Array,
+    dst_node_embedding: jax.Array | None,
+    edge_embedding: jax.Array,
+    attention_weights: jax.Array,
+    softmax_scores: jax.Array | None,
+    graph: BipartiteCSC,
+    params: mha_params,
+    *,
+    grad_src_node_embedding: bool | None = True,
+    grad_dst_node_embedding: bool | None = True,
+    grad_edge_embedding: bool | None = True,
+    grad_attention_weights: bool | None = True,
+) -> MhaGatEfeatGrads:
+    """The gradients of `mha_gat_n2n_efeat_fwd`; see `mha_gat_n2n_bwd`."""
+    wanted = (
+        grad_src_node_embedding, grad_dst_node_embedding, grad_edge_embedding,
+        grad_attention_weights,
+    )  # fmt: skip
+    embeddings = (src_node_embedding, dst_node_embedding, edge_embedding)
+    return MhaGatEfeatGrads(*backward(
+        "mha_gat_n2n_efeat_bwd", grad_output_embedding, embeddings, attention_weights,
+        softmax_scores, graph, params, wanted,
+    ))  # fmt: skip

@@ -1,0 +1,8 @@
+"""Layers for Equinox."""
+
+from jax_attn_bwd.layers.equinox.deformable import (
+    MultiScaleDeformableAttention as MultiScaleDeformableAttention,
+)
+from jax_attn_bwd.layers.equinox.graph import GATConv as GATConv
+from jax_attn_bwd.layers.equinox.graph import GATv2Conv as GATv2Conv
+from jax_attn_bwd.layers.equinox.graph import TransformerConv as TransformerConv

@@ -1,0 +1,257 @@
+"""Graph attention layers as Equinox modules."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers import graph as shared
+from jax_attn_bwd.layers.graph_parameters import Config, arrays, channels, linears
+from jax_attn_bwd.ops.graph import BipartiteCSC
+
+_XAVIER = jax.nn.initializers.xavier_uniform()
+
+
+class _Conv(eqx.Module):
+    inference: bool
+    config: Config = eqx.field(static=True)
+    linears: tuple[str, ...] = eqx.field(static=True)
+
+    def _build(
+        self, config: Config, in_channels: Any, inference: bool, dtype: Any, key: jax.Array
+    ) -> None:
+        specs = linears(config, channels(config.kind, in_channels))
+        shapes = arrays(config)
+        keys = iter(jax.random.split(key, len(specs) + len(shapes)))
+        for name, (width, out, bias) in specs.items():
+            assert width is not None
+            setattr(self, name, _linear(width, out, bias, dtype, next(keys)))
+        for name, shape in shapes.items():
+            init = jax.nn.initializers.zeros if name == "bias" else _XAVIER
+            kind = jnp.result_type(float) if dtype is None else dtype
+            setattr(self, name, init(next(keys), shape, kind))
+        self.config, self.linears, self.inference = config, tuple(specs), inference
+
+    def __call__(
+        self,
+        x: jax.Array | tuple[jax.Array, jax.Array],
+        graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        inference: bool | None = None,
+        return_attention_weights: bool = False,
+    ) -> Any:
+        """Attends.
+
+        Args:
+          x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair (x_src, x_dst).
+          graph: the edges, from sources to destinations; no self-loop is added.
+          edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          key: a PRNG key for dropout; not needed without it.
+          inference: True = no dropout; None takes the attribute, which `equinox.nn.inference_mode` sets.
+          return_attention_weights: also return the weights.
+
+        Returns:
+          out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
+          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order.
+
+        Raises:
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
+        """
+        layers = {name: partial(_by_row, getattr(self, name)) for name in self.linears}
+        vectors = {name: getattr(self, name) for name in arrays(self.config)}
+        training = self.config.dropout and not (self.inference if inference is None else inference)
+        if training and key is None:
+            expected = "be given while there is dropout"
+            remedy = "pass inference=True or use equinox.nn.inference_mode"
+            raise ValueError(checks.message(self.config.kind, "key", expected, None, remedy))
+        return shared.attend(
+            self.config, layers, vectors, x, graph, edge_attr, key if training else None,
+            return_attention_weights,
+        )  # fmt: skip
+
+
+def _linear(width: int, out: int, bias: bool, dtype: Any, key: jax.Array) -> eqx.nn.Linear:
+    """A linear layer, Xavier-uniform, with bias 0."""
+    linear = eqx.nn.Linear(width, out, use_bias=bias, dtype=dtype, key=key)
+    weight = _XAVIER(key, (out, width), linear.weight.dtype)
+    linear = eqx.tree_at(lambda layer: layer.weight, linear, weight)
+    if not bias:
+        return linear
+    return eqx.tree_at(lambda layer: layer.bias, linear, replace_fn=jnp.zeros_like)
+
+
+def _by_row(linear: eqx.nn.Linear, x: jax.Array) -> jax.Array:
+    return jax.vmap(linear)(x)
+
+
+class GATConv(_Conv):
+    """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
+
+    Parameters: `lin` (or for a pair of widths `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`;
+    `lin_edge` and `att_edge` with `edge_dim`; `res` with `residual`; None where there is none. Those of
+    PyTorch Geometric (for differences see `jax_attn_bwd.layers.graph`):
+
+        for name, x in from_torch(state, prefix).items():
+            if isinstance(x, dict):  # its entries: kernel and perhaps bias
+                where = lambda layer: [getattr(getattr(layer, name), p) for p in ("weight", "bias")[: len(x)]]
+                layer = equinox.tree_at(where, layer, [x["kernel"].T, x.get("bias")][: len(x)])
+            else:
+                layer = equinox.tree_at(lambda layer: getattr(layer, name), layer, x)
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> from jax_attn_bwd.layers.equinox import GATConv
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> layer = GATConv(5, 4, heads=2, key=jax.random.key(0))
+      >>> layer(jnp.ones((3, 5)), graph).shape
+      (3, 8)
+    """
+
+    lin: eqx.nn.Linear | None = None
+    lin_src: eqx.nn.Linear | None = None
+    lin_dst: eqx.nn.Linear | None = None
+    lin_edge: eqx.nn.Linear | None = None
+    res: eqx.nn.Linear | None = None
+    att_src: jax.Array | None = None
+    att_dst: jax.Array | None = None
+    att_edge: jax.Array | None = None
+    bias: jax.Array | None = None
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        residual: bool = False,
+        inference: bool = False,
+        implementation: str | None = None,
+        dtype: Any = None,
+        key: jax.Array,
+    ):
+        """Makes the layer.
+
+        Args:
+          in_channels: width of the nodes, or (of sources, of destinations).
+          out_channels: width of a head.
+          heads: number of heads.
+          concat: False takes the mean over heads.
+          negative_slope: of the leaky ReLU.
+          dropout: probability of dropping an edge's weight.
+          edge_dim: width of edge features; None = no edge features.
+          bias: whether to learn an additive bias.
+          residual: whether to add a linear layer of the destinations.
+          inference: True = no dropout.
+          implementation: option of `jax_attn_bwd.graph_attention`.
+          dtype: of the parameters.
+          key: a PRNG key for the parameters.
+        """
+        config = Config(
+            "GATConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            negative_slope=negative_slope, residual=residual,
+        )  # fmt: skip
+        self._build(config, in_channels, inference, dtype, key)
+
+
+class GATv2Conv(_Conv):
+    """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
+
+    Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
+    `res` with `residual`; None where there is none. Those of PyTorch Geometric: as for `GATConv`.
+    """
+
+    lin_l: eqx.nn.Linear
+    att: jax.Array
+    lin_r: eqx.nn.Linear | None = None
+    lin_edge: eqx.nn.Linear | None = None
+    res: eqx.nn.Linear | None = None
+    bias: jax.Array | None = None
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        share_weights: bool = False,
+        residual: bool = False,
+        inference: bool = False,
+        implementation: str | None = None,
+        dtype: Any = None,
+        key: jax.Array,
+    ):
+        """Makes the layer.
+
+        Arguments as in `GATConv`, and
+
+        Args:
+          share_weights: whether destinations use the linear layer of sources, `lin_l`.
+        """
+        config = Config(
+            "GATv2Conv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            negative_slope=negative_slope, residual=residual, share_weights=share_weights,
+        )  # fmt: skip
+        self._build(config, in_channels, inference, dtype, key)
+
+
+class TransformerConv(_Conv):
+    """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
+
+    Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
+    `beta`), `lin_edge` (with `edge_dim`); None where there is none. Those of PyTorch Geometric: as for
+    `GATConv`.
+    """
+
+    lin_key: eqx.nn.Linear
+    lin_query: eqx.nn.Linear
+    lin_value: eqx.nn.Linear
+    lin_skip: eqx.nn.Linear | None = None
+    lin_beta: eqx.nn.Linear | None = None
+    lin_edge: eqx.nn.Linear | None = None
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        inference: bool = False,
+        implementation: str | None = None,
+        dtype: Any = None,
+        key: jax.Array,
+    ):
+        """Makes the layer.
+
+        Arguments as in `GATConv`, where `bias` is that of the linear layers of nodes, and
+
+        Args:
+          beta: whether a learned gate mixes attention and skip connection, in place of their sum.
+          root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
+        """
+        config = Config(
+            "TransformerConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            root_weight=root_weight, beta=beta,
+        )  # fmt: skip
+        self._build(config, in_channels, inference, dtype, key)

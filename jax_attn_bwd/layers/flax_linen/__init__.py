@@ -1,0 +1,8 @@
+"""Layers for Flax linen."""
+
+from jax_attn_bwd.layers.flax_linen.deformable import (
+    MultiScaleDeformableAttention as MultiScaleDeformableAttention,
+)
+from jax_attn_bwd.layers.flax_linen.graph import GATConv as GATConv
+from jax_attn_bwd.layers.flax_linen.graph import GATv2Conv as GATv2Conv
+from jax_attn_bwd.layers.flax_linen.graph import TransformerConv as TransformerConv

@@ -1,0 +1,231 @@
+"""Graph attention layers as Flax NNX modules."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_attn_bwd.layers import graph as shared
+from jax_attn_bwd.layers.graph_parameters import Config, arrays, channels, linears
+from jax_attn_bwd.ops.graph import BipartiteCSC
+
+_XAVIER = nnx.initializers.xavier_uniform()
+
+
+class _Conv(nnx.Module):
+    def _build(
+        self,
+        config: Config,
+        in_channels: Any,
+        deterministic: bool,
+        dtype: Any,
+        param_dtype: Any,
+        precision: Any,
+        kernel_init: nnx.Initializer,
+        rngs: nnx.Rngs,
+    ) -> None:
+        specs = linears(config, channels(config.kind, in_channels))
+        for name, (width, out, bias) in specs.items():
+            assert width is not None
+            linear = nnx.Linear(
+                width, out, use_bias=bias, dtype=dtype, param_dtype=param_dtype,
+                precision=precision, kernel_init=kernel_init, rngs=rngs,
+            )  # fmt: skip
+            setattr(self, name, linear)
+        for name, shape in arrays(config).items():
+            init = nnx.initializers.zeros if name == "bias" else kernel_init
+            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
+        self.config = config
+        self.linears = tuple(specs)
+        # A layer without dropout holds no random state.
+        streams = rngs if config.dropout else None
+        self.dropout = nnx.Dropout(config.dropout, deterministic=deterministic, rngs=streams)
+
+    def __call__(
+        self,
+        x: jax.Array | tuple[jax.Array, jax.Array],
+        graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+        return_attention_weights: bool = False,
+    ) -> Any:
+        """Attends.
+
+        Args:
+          x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair (x_src, x_dst).
+          graph: the edges, from sources to destinations; no self-loop is added.
+          edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          deterministic: True = no dropout; None takes what `train()`, `eval()` or the constructor set.
+          rngs: whose "dropout" is drawn from in place of the layer's own.
+          return_attention_weights: also return the weights.
+
+        Returns:
+          out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
+          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order.
+
+        Raises:
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
+        """
+        layers = {name: getattr(self, name) for name in self.linears}
+        vectors = {name: getattr(self, name)[...] for name in arrays(self.config)}
+        deterministic = self.dropout.deterministic if deterministic is None else deterministic
+        key = None
+        if self.config.dropout and not deterministic:
+            key = self.dropout.rngs() if rngs is None else rngs.dropout()
+        return shared.attend(
+            self.config, layers, vectors, x, graph, edge_attr, key, return_attention_weights
+        )
+
+
+class GATConv(_Conv):
+    """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
+
+    Parameters: `lin` (or for a pair of widths `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`;
+    `lin_edge` and `att_edge` with `edge_dim`; `res` with `residual`. Those of PyTorch Geometric:
+    `nnx.update(layer, from_torch(state, prefix))`; for differences see `jax_attn_bwd.layers.graph`.
+
+    Args:
+      in_channels: width of the nodes, or (of sources, of destinations).
+      out_channels: width of a head.
+      heads: number of heads.
+      concat: False takes the mean over heads.
+      negative_slope: of the leaky ReLU.
+      dropout: probability of dropping an edge's weight.
+      edge_dim: width of edge features; None = no edge features.
+      bias: whether to learn an additive bias.
+      residual: whether to add a linear layer of the destinations.
+      deterministic: True = no dropout; `train()` and `eval()` set it.
+      dtype: of the computation; None infers it from inputs and parameters.
+      param_dtype: of the parameters.
+      precision: of the linear layers.
+      kernel_init: of the linear layers and the attention vectors.
+      implementation: option of `jax_attn_bwd.graph_attention`.
+      rngs: rng key.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> from jax_attn_bwd.layers.flax_nnx import GATConv
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> layer = GATConv(5, 4, heads=2, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((3, 5), "float32"), graph).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        residual: bool = False,
+        deterministic: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: nnx.Initializer = _XAVIER,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        config = Config(
+            "GATConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            negative_slope=negative_slope, residual=residual,
+        )  # fmt: skip
+        self._build(
+            config, in_channels, deterministic, dtype, param_dtype, precision, kernel_init, rngs
+        )
+
+
+class GATv2Conv(_Conv):
+    """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
+
+    Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
+    `res` with `residual`. Those of PyTorch Geometric: `nnx.update(layer, from_torch(state, prefix))`.
+
+    Args:
+      share_weights: whether destinations use the linear layer of sources, `lin_l`.
+      in_channels, out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual,
+        deterministic, dtype, param_dtype, precision, kernel_init, implementation, rngs: as in `GATConv`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        share_weights: bool = False,
+        residual: bool = False,
+        deterministic: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: nnx.Initializer = _XAVIER,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        config = Config(
+            "GATv2Conv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            negative_slope=negative_slope, residual=residual, share_weights=share_weights,
+        )  # fmt: skip
+        self._build(
+            config, in_channels, deterministic, dtype, param_dtype, precision, kernel_init, rngs
+        )
+
+
+class TransformerConv(_Conv):
+    """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
+
+    Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
+    `beta`), `lin_edge` (with `edge_dim`). Those of PyTorch Geometric:
+    `nnx.update(layer, from_torch(state, prefix))`.
+
+    Args:
+      bias: whether the linear layers of nodes have one.
+      beta: whether a learned gate mixes attention and skip connection, in place of their sum.
+      root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
+      in_channels, out_channels, heads, concat, dropout, edge_dim, deterministic, dtype, param_dtype,
+        precision, kernel_init, implementation, rngs: as in `GATConv`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        deterministic: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: nnx.Initializer = _XAVIER,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        config = Config(
+            "TransformerConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            root_weight=root_weight, beta=beta,
+        )  # fmt: skip
+        self._build(
+            config, in_channels, deterministic, dtype, param_dtype, precision, kernel_init, rngs
+        )

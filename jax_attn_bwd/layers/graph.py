@@ -1,0 +1,211 @@
+"""What `GATConv`, `GATv2Conv` and `TransformerConv` of the four frameworks share: all but their parameters.
+
+    GATConv          graph_attention of lin(x), or of lin_src(x_src) and lin_dst(x_dst)
+    GATv2Conv        graph_attention_v2 of lin_l(x_src), lin_r(x_dst)
+    TransformerConv  graph_transformer_attention of lin_query(x_dst), lin_key(x_src), lin_value(x_src)
+
+each with lin_edge(edge_attr), then `+ res(x_dst)` and `+ bias`; for TransformerConv `+ lin_skip(x_dst)`, or
+with `beta` the two mixed by the gate sigmoid(lin_beta([out, skip, out - skip])).
+
+Parameters: see `jax_attn_bwd.layers.graph_parameters`.
+
+Where the layers differ from PyTorch Geometric's (`add_self_loops=False`):
+  * they take a `BipartiteCSC` for an `edge_index`, never add self-loops, and return attention weights
+    `[nnz, H]` in the caller's edge order, after dropout (its TransformerConv: before);
+  * an array x means that the destinations are its first `num_dst` rows, as those of a sampled neighbourhood
+    are; there is no (x_src, None);
+  * a layer with `edge_dim` must be given `edge_attr`, and one without must not;
+  * kernels and attention vectors start Xavier-uniform in all three (its TransformerConv's uniform in
+    +-1 / sqrt(fan-in)), and all biases 0 (those of its linear layers likewise).
+
+References:
+  Velickovic et al., Graph attention networks, arXiv:1710.10903, 2018. Brody et al., How attentive are graph
+  attention networks?, arXiv:2105.14491, 2022. Shi et al., Masked label prediction, arXiv:2009.03509, 2021.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.layers.graph_parameters import Config
+from jax_attn_bwd.layers.graph_parameters import from_torch as from_torch
+from jax_attn_bwd.ops.graph import (
+    BipartiteCSC,
+    graph_attention,
+    graph_attention_v2,
+    graph_transformer_attention,
+)
+from jax_attn_bwd.ops.graph.arguments import check_graph
+
+Linears = Mapping[str, Callable[[jax.Array], jax.Array]]
+Arrays = Mapping[str, jax.Array]
+
+
+def attend(
+    config: Config,
+    linears: Linears,
+    arrays: Arrays,
+    x: Any,
+    graph: BipartiteCSC,
+    edge_attr: jax.Array | None,
+    dropout_key: jax.Array | None,
+    return_attention_weights: bool,
+) -> Any:
+    """The output `[num_dst, H * C or C]` of a layer; `dropout_key` None means no dropout."""
+    graph = check_graph(config.kind, graph)
+    x_src, x_dst = _nodes(config, x, graph)
+    edge_attr = _edges(config, edge_attr, graph)
+    options: dict[str, Any] = dict(
+        num_heads=config.heads, concat_heads=config.concat, implementation=config.implementation,
+        dropout_rate=0.0 if dropout_key is None else config.dropout, dropout_key=dropout_key,
+        return_attention_weights=checks.flag(
+            config.kind, "return_attention_weights", return_attention_weights
+        ),
+    )  # fmt: skip
+    if config.kind != "TransformerConv":
+        options |= dict(activation="leaky_relu", alpha=config.negative_slope)
+    same = not isinstance(x, tuple | list)  # one array holds both sides
+    operands = _OPERANDS[config.kind](config, linears, arrays, x_src, x_dst, edge_attr, same)
+    result = _OPERATORS[config.kind](graph, **operands, **options)
+    if not return_attention_weights:
+        return _finish(linears, arrays, result, x_dst)
+    out, weights = result
+    return _finish(linears, arrays, out, x_dst), weights
+
+
+def _gat(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, Any]:
+    of_src = linears.get("lin_src", linears.get("lin"))
+    dst = None if same and "lin" in linears else linears.get("lin_dst", of_src)(x_dst)
+    vectors = [arrays["att_src"].ravel(), arrays["att_dst"].ravel()]
+    edge = None
+    if edge_attr is not None:
+        # <lin_edge(e), a_edge> = e (W a_edge): nnz x H numbers, where lin_edge(e) is nnz x H * C.
+        kernel = linears["lin_edge"](jnp.eye(config.edge_dim, dtype=edge_attr.dtype))
+        a_edge = arrays["att_edge"]
+        wide = (accumulator_dtype(x.dtype) for x in (kernel, a_edge, edge_attr))
+        dtype = max(wide, key=lambda dtype: dtype.itemsize)
+        kernel = kernel.astype(dtype).reshape(config.edge_dim, *a_edge.shape)
+        edge = edge_attr.astype(dtype) @ (kernel * a_edge.astype(dtype)[None]).sum(-1)
+        vectors.append(jnp.ones(config.heads, vectors[0].dtype))
+    weights = jnp.concatenate(vectors)
+    return dict(src=of_src(x_src), dst=dst, attention_weights=weights, edge=edge)
+
+
+def _gatv2(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, Any]:
+    of_src = linears["lin_l"]
+    dst = None if same and config.share_weights else linears.get("lin_r", of_src)(x_dst)
+    edge = None if edge_attr is None else linears["lin_edge"](edge_attr)
+    weights = arrays["att"].ravel()
+    return dict(src=of_src(x_src), dst=dst, attention_weights=weights, edge=edge)
+
+
+def _transformer(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, Any]:
+    return dict(
+        query=linears["lin_query"](x_dst), key=linears["lin_key"](x_src),
+        value=linears["lin_value"](x_src),
+        edge=None if edge_attr is None else linears["lin_edge"](edge_attr),
+    )  # fmt: skip
+
+
+_OPERANDS = {"GATConv": _gat, "GATv2Conv": _gatv2, "TransformerConv": _transformer}
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "GATConv": graph_attention,
+    "GATv2Conv": graph_attention_v2,
+    "TransformerConv": graph_transformer_attention,
+}
+
+
+def _finish(linears: Linears, arrays: Arrays, out: jax.Array, x_dst: jax.Array) -> jax.Array:
+    """Adds what skips the attention, and the bias."""
+    if "lin_skip" in linears:
+        skip = linears["lin_skip"](x_dst)
+        if "lin_beta" in linears:
+            gate = linears["lin_beta"](jnp.concatenate([out, skip, out - skip], -1))
+            gate = jax.nn.sigmoid(gate)
+            return gate * skip + (1 - gate) * out
+        out = out + skip
+    if "res" in linears:
+        out = out + linears["res"](x_dst)
+    return out + arrays["bias"].astype(out.dtype)[None] if "bias" in arrays else out
+
+
+def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.Array]:
+    """Features of sources and destinations."""
+    if isinstance(x, tuple | list) and len(x) != 2:
+        expected = "be an array or a pair (x_src, x_dst)"
+        raise ValueError(checks.message(config.kind, "x", expected, f"{len(x)} of them"))
+    if not isinstance(x, tuple | list):
+        x = _rows(config, "x", x, "num_src", graph.num_src)
+        if graph.num_dst > graph.num_src:
+            counts = f"num_src = {graph.num_src} < num_dst = {graph.num_dst}"
+            expected = f"be a pair (x_src, x_dst) where {counts}"
+            raise ValueError(checks.message(config.kind, "x", expected, "one array"))
+        return x, x[: graph.num_dst]
+    x_src = _rows(config, "x_src", x[0], "num_src", graph.num_src)
+    return x_src, _rows(config, "x_dst", x[1], "num_dst", graph.num_dst)
+
+
+def _rows(config: Config, argument: str, x: Any, name: str, rows: int) -> jax.Array:
+    x = checks.floating(config.kind, argument, x)
+    if x.ndim != 2 or x.shape[0] != rows:
+        expected = f"have shape [{name}, channels] with {name} = {rows}"
+        raise ValueError(checks.message(config.kind, argument, expected, x.shape))
+    return x
+
+
+def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | None:
+    """Edge features `[nnz, edge_dim]`, 0 in the padding, that lin_edge would read."""
+    if (edge_attr is None) != (config.edge_dim is None):
+        expected = (
+            f"be {'None' if config.edge_dim is None else 'given'} with edge_dim = {config.edge_dim}"
+        )
+        got = None if edge_attr is None else "an array"
+        raise ValueError(checks.message(config.kind, "edge_attr", expected, got))
+    if edge_attr is None:
+        return None
+    edge_attr = checks.floating(config.kind, "edge_attr", edge_attr)
+    edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr
+    shape = (graph.capacity, config.edge_dim)
+    checks.shape(config.kind, "edge_attr", edge_attr, "[nnz, edge_dim]", shape)
+    exists = jnp.arange(graph.capacity, dtype=jnp.int32) < graph.offsets[-1]
+    return jnp.where(exists[:, None], edge_attr, 0)
+
+
+def on_graphs_tuple(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer as a function of `jraph.GraphsTuple`, in the manner of `jraph.GAT`.
+
+    Args:
+      layer: called as `layer(nodes, structure, edges, **options)`: a layer of this package, or
+        `functools.partial(layer.apply, variables)` for linen.
+
+    Returns:
+      A function `(graph, structure=None, **options) -> graph`: the given `GraphsTuple` with new nodes, or
+      (that, weights) with `return_attention_weights=True`. `structure` is
+      `BipartiteCSC.from_jraph(graph)`, built outside `jit`; made on the spot if it is None, which
+      needs concrete senders and receivers.
+
+    Example:
+      >>> from collections import namedtuple
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import graph_attention
+      >>> from jax_attn_bwd.layers.graph import on_graphs_tuple
+      >>> GraphsTuple = namedtuple("GraphsTuple", "nodes edges senders receivers n_node")
+      >>> graph = GraphsTuple(jnp.ones((3, 4)), None, jnp.array([0, 2]), jnp.array([1, 1]), jnp.array([3]))
+      >>> gat = on_graphs_tuple(lambda nodes, structure, edges: graph_attention(
+      ...     structure, nodes, None, jnp.ones(8), num_heads=2))
+      >>> gat(graph).nodes[:, 0].tolist()
+      [0.0, 1.0, 0.0]
+    """
+
+    def apply(graph: Any, structure: BipartiteCSC | None = None, **options: Any) -> Any:
+        structure = BipartiteCSC.from_jraph(graph) if structure is None else structure
+        result = layer(graph.nodes, structure, graph.edges, **options)
+        nodes, *weights = result if isinstance(result, tuple) else (result,)
+        graph = graph._replace(nodes=nodes)
+        return (graph, *weights) if weights else graph
+
+    return apply

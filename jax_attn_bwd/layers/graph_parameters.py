@@ -1,0 +1,166 @@
+"""Which parameters a `GATConv`, `GATv2Conv` or `TransformerConv` has, in any framework.
+
+Arguments and parameters have the names of PyTorch Geometric, whose kernels are transposed [T]:
+
+    PyTorch Geometric                  linen and NNX        Haiku            Equinox
+    <linear>.weight                    <linear>.kernel [T]  <linear>/w [T]   <linear>.weight
+    <linear>.bias                      <linear>.bias        <linear>/b       <linear>.bias
+    att_src, att_dst, att_edge, att    the same names, [H, C] where it has [1, H, C]
+    bias                               the same name
+
+with <linear> one of lin, lin_src, lin_dst (GATConv); lin_l, lin_r (GATv2Conv); lin_key, lin_query, lin_value,
+lin_skip, lin_beta (TransformerConv); lin_edge, res. H heads, C channels of a head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a layer is built from."""
+
+    kind: str  # the name of its class
+    out_channels: int  # C
+    heads: int  # H
+    concat: bool
+    dropout: float
+    edge_dim: int | None
+    bias: bool
+    implementation: str | None
+    negative_slope: float = 0.2  # GATConv, GATv2Conv
+    residual: bool = False  # GATConv, GATv2Conv
+    share_weights: bool = False  # GATv2Conv
+    root_weight: bool = True  # TransformerConv
+    beta: bool = False  # TransformerConv
+
+    def __post_init__(self) -> None:
+        """Checks everything that the operator does not."""
+        for name in ("out_channels", "heads") + (() if self.edge_dim is None else ("edge_dim",)):
+            positive(self.kind, name, getattr(self, name))
+        for name in ("concat", "bias", "residual", "share_weights", "root_weight", "beta"):
+            checks.flag(self.kind, name, getattr(self, name))
+        checks.rate(self.kind, "dropout", self.dropout)
+
+    @property
+    def width(self) -> int:
+        """Of projected nodes, H * C."""
+        return self.heads * self.out_channels
+
+    @property
+    def out_width(self) -> int:
+        """Of the output, H * C or C."""
+        return self.width if self.concat else self.out_channels
+
+
+class Linear(NamedTuple):
+    """A linear layer that a layer is made of."""
+
+    in_channels: int | None  # None where the framework reads it off the input
+    out_channels: int
+    bias: bool = False
+
+
+def positive(kind: str, argument: str, x: Any) -> int:
+    """`x`, a positive int."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1:
+        raise ValueError(checks.message(kind, argument, "be a positive int", repr(x)))
+    return int(x)
+
+
+def channels(kind: str, in_channels: Any) -> int | tuple[int, int]:
+    """`in_channels`, checked: one width, or those of sources and destinations."""
+    if not isinstance(in_channels, tuple | list):
+        return positive(kind, "in_channels", in_channels)
+    if len(in_channels) != 2:
+        expected = "be an int or a pair of them"
+        raise ValueError(checks.message(kind, "in_channels", expected, repr(in_channels)))
+    source, destination = (positive(kind, "in_channels", n) for n in in_channels)
+    return source, destination
+
+
+def linears(config: Config, in_channels: Any) -> dict[str, Linear]:
+    """The linear layers by name; `in_channels` is a width, a pair of them, or has None for them."""
+    pair = isinstance(in_channels, tuple)
+    source, destination = in_channels if pair else (in_channels, in_channels)
+    width, bias = config.width, config.bias
+    if config.kind == "GATConv" and pair:
+        found = {"lin_src": Linear(source, width), "lin_dst": Linear(destination, width)}
+    elif config.kind == "GATConv":
+        found = {"lin": Linear(source, width)}
+    elif config.kind == "GATv2Conv":
+        found = {"lin_l": Linear(source, width, bias)}
+        if not config.share_weights:
+            found["lin_r"] = Linear(destination, width, bias)
+    else:
+        sides = {"lin_key": source, "lin_query": destination, "lin_value": source}
+        found = {name: Linear(n, width, bias) for name, n in sides.items()}
+        if config.root_weight:
+            found["lin_skip"] = Linear(destination, config.out_width, bias)
+        if config.root_weight and config.beta:
+            found["lin_beta"] = Linear(3 * config.out_width, 1)
+    if config.edge_dim is not None:
+        found["lin_edge"] = Linear(config.edge_dim, width)
+    if config.residual:
+        found["res"] = Linear(destination, config.out_width)
+    return found
+
+
+def arrays(config: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that are no linear layer, by name; `bias` starts at 0."""
+    names = {"GATConv": ("att_src", "att_dst"), "GATv2Conv": ("att",)}.get(config.kind, ())
+    if config.kind == "GATConv" and config.edge_dim is not None:
+        names += ("att_edge",)
+    shape: tuple[int, ...] = (config.heads, config.out_channels)
+    found = dict.fromkeys(names, shape)
+    if config.bias and config.kind != "TransformerConv":
+        found["bias"] = (config.out_width,)
+    return found
+
+
+def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The parameters of one layer of PyTorch Geometric, in the tree of linen and NNX.
+
+    Args:
+      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
+      prefix: what stands before these names, up to the dot: "convs.0.".
+
+    Returns:
+      {"lin": {"kernel"}, "att_src": ..., "bias": ...} or the like: kernels `[in, out]`, vectors `[H, C]`.
+      PyTorch Geometric keeps what it does not use: leave out `lin_r` of a GATv2Conv with `share_weights` and
+      `lin_skip` of a TransformerConv without `root_weight`. The docstring of each framework's layers
+      shows how to put the tree in.
+
+    Raises:
+      ValueError: no name starts with `prefix`.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_attn_bwd.layers.graph import from_torch
+      >>> state = {"conv.lin.weight": np.zeros((6, 5)), "conv.att_src": np.zeros((1, 2, 3))}
+      >>> params = from_torch(state, "conv.")
+      >>> params["lin"]["kernel"].shape, params["att_src"].shape
+      ((5, 6), (2, 3))
+    """
+    tree: dict[str, Any] = {}
+    for name, value in state.items():
+        if not name.startswith(prefix):
+            continue
+        x = jnp.asarray(np.asarray(value))
+        owner, _, part = name[len(prefix) :].rpartition(".")
+        if part == "weight":
+            tree.setdefault(owner, {})["kernel"] = x.T
+        elif owner:
+            tree.setdefault(owner, {})[part] = x
+        else:
+            tree[part] = x[0] if part.startswith("att") else x
+    if not tree:
+        expected = f"hold names that start with {prefix!r}"
+        raise ValueError(checks.message("from_torch", "state", expected, list(state)[:8]))
+    return tree

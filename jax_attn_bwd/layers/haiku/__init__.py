@@ -1,0 +1,8 @@
+"""Layers for Haiku."""
+
+from jax_attn_bwd.layers.haiku.deformable import (
+    MultiScaleDeformableAttention as MultiScaleDeformableAttention,
+)
+from jax_attn_bwd.layers.haiku.graph import GATConv as GATConv
+from jax_attn_bwd.layers.haiku.graph import GATv2Conv as GATv2Conv
+from jax_attn_bwd.layers.haiku.graph import TransformerConv as TransformerConv

@@ -1,0 +1,204 @@
+"""Graph attention layers as Haiku modules."""
+
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers import graph as shared
+from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
+from jax_attn_bwd.ops.graph import BipartiteCSC
+
+
+class _Conv(hk.Module):
+    def __init__(
+        self, config: Config, w_init: hk.initializers.Initializer | None, name: str | None
+    ):
+        super().__init__(name=name)
+        self._config = config
+        self._w_init = w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+
+    def __call__(
+        self,
+        x: jax.Array | tuple[jax.Array, jax.Array],
+        graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None,
+        *,
+        is_training: bool | None = None,
+        return_attention_weights: bool = False,
+    ) -> Any:
+        """Attends.
+
+        Args:
+          x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
+            (x_src, x_dst), then with a linear layer for each side.
+          graph: the edges, from sources to destinations; no self-loop is added.
+          edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          is_training: whether to drop out, with `hk.next_rng_key()`; must be given to a layer with dropout.
+          return_attention_weights: also return the weights.
+
+        Returns:
+          out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
+          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order.
+
+        Raises:
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
+        """
+        config = self._config
+        pair = isinstance(x, tuple | list)
+        layers = {
+            name: hk.Linear(
+                linear.out_channels, with_bias=linear.bias, w_init=self._w_init, name=name
+            )
+            for name, linear in linears(config, (None, None) if pair else None).items()
+        }
+        dtype = jnp.result_type(x[0] if pair else x)
+        vectors = {
+            name: hk.get_parameter(
+                name, shape, dtype, jnp.zeros if name == "bias" else self._w_init
+            )
+            for name, shape in arrays(config).items()
+        }
+        key = None
+        if config.dropout:
+            if is_training is None:
+                expected = f"be given to a layer with dropout = {config.dropout}"
+                raise ValueError(checks.message(config.kind, "is_training", expected, None))
+            key = hk.next_rng_key() if is_training else None
+        return shared.attend(
+            config, layers, vectors, x, graph, edge_attr, key, return_attention_weights
+        )
+
+
+class GATConv(_Conv):
+    """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
+
+    Parameters: `lin` (or for a pair `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`; `lin_edge` and
+    `att_edge` with `edge_dim`; `res` with `residual`. Those of PyTorch Geometric (for differences see
+    `jax_attn_bwd.layers.graph`), for `tree = from_torch(state, prefix)`:
+
+        params = {"gat_conv": {}}
+        for name, x in tree.items():
+            if isinstance(x, dict):  # kernel and perhaps bias
+                params[f"gat_conv/{name}"] = dict(zip(("w", "b"), x.values()))
+            else:
+                params["gat_conv"][name] = x
+
+    Args:
+      out_channels: width of a head.
+      heads: number of heads.
+      concat: False takes the mean over heads.
+      negative_slope: of the leaky ReLU.
+      dropout: probability of dropping an edge's weight.
+      edge_dim: width of edge features; None = no edge features.
+      bias: whether to learn an additive bias.
+      residual: whether to add a linear layer of the destinations.
+      w_init: of the linear layers and the attention vectors; Xavier-uniform if None.
+      implementation: option of `jax_attn_bwd.graph_attention`.
+      name: of the module.
+
+    Example:
+      >>> import haiku as hk
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> from jax_attn_bwd.layers.haiku import GATConv
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> model = hk.without_apply_rng(hk.transform(lambda x: GATConv(4, heads=2)(x, graph)))
+      >>> x = jnp.ones((3, 5))
+      >>> model.apply(model.init(jax.random.key(0), x), x).shape
+      (3, 8)
+    """
+
+    def __init__(
+        self,
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        residual: bool = False,
+        w_init: hk.initializers.Initializer | None = None,
+        implementation: str | None = None,
+        name: str | None = None,
+    ):
+        config = Config(
+            "GATConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            negative_slope=negative_slope, residual=residual,
+        )  # fmt: skip
+        super().__init__(config, w_init, name)
+
+
+class GATv2Conv(_Conv):
+    """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
+
+    Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
+    `res` with `residual`. Those of PyTorch Geometric: as for `GATConv`, under "gatv2_conv".
+
+    Args:
+      share_weights: whether destinations use the linear layer of sources, `lin_l`.
+      out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual, w_init, implementation,
+        name: as in `GATConv`.
+    """
+
+    def __init__(
+        self,
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        share_weights: bool = False,
+        residual: bool = False,
+        w_init: hk.initializers.Initializer | None = None,
+        implementation: str | None = None,
+        name: str | None = None,
+    ):
+        config = Config(
+            "GATv2Conv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            negative_slope=negative_slope, residual=residual, share_weights=share_weights,
+        )  # fmt: skip
+        super().__init__(config, w_init, name or "gatv2_conv")  # by itself: ga_tv2_conv
+
+
+class TransformerConv(_Conv):
+    """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
+
+    Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
+    `beta`), `lin_edge` (with `edge_dim`). Those of PyTorch Geometric: as for `GATConv`, under
+    "transformer_conv".
+
+    Args:
+      bias: whether the linear layers of nodes have one.
+      beta: whether a learned gate mixes attention and skip connection, in place of their sum.
+      root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
+      out_channels, heads, concat, dropout, edge_dim, w_init, implementation, name: as in `GATConv`.
+    """
+
+    def __init__(
+        self,
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        *,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        w_init: hk.initializers.Initializer | None = None,
+        implementation: str | None = None,
+        name: str | None = None,
+    ):
+        config = Config(
+            "TransformerConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
+            root_weight=root_weight, beta=beta,
+        )  # fmt: skip
+        super().__init__(config, w_init, name)

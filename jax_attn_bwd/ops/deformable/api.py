@@ -1,0 +1,198 @@
+"""Multi-scale deformable attention: the public functions and the custom_vjp."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.ops.deformable import backward as portable_backward
+from jax_attn_bwd.ops.deformable import forward as portable_forward
+from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
+from jax_attn_bwd.ops.deformable.spec import (
+    DIFFERENTIABLE,
+    MultiScaleDeformableAttentionGrads,
+    Operands,
+    Options,
+    Residuals,
+    Wanted,
+)
+
+_NAME = "multi_scale_deformable_attention"
+
+
+def multi_scale_deformable_attention(
+    value: jax.Array | Sequence[jax.Array],
+    spatial_shapes: Any,
+    sampling_locations: jax.Array,
+    attention_weights: jax.Array,
+    *,
+    level_start_index: Any = None,
+    num_points: Sequence[int] | None = None,
+    padding_mode: str = "zeros",
+    method: str = "bilinear",
+    normalize: str | None = None,
+    deterministic: bool = True,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Weighted sum of feature maps at sampling points, for each query and head.
+
+        x = loc_x W_l - 1/2,   y = loc_y H_l - 1/2          pixel centres lie at integers
+        out[b, q, m] = sum over levels l and points p of weight * value_l at (x, y), bilinear
+
+    Shapes: B batch, Q queries, M heads, D channels of a head, L levels of H_l x W_l pixels,
+    S = sum of H_l W_l, P points of a query and head on each level.
+
+    A point counts if -1 < x < W_l and -1 < y < H_l; pixels outside the level are 0. Any other point, a
+    NaN and an infinite one among them, is skipped: it adds 0 and has gradient 0.
+
+    Args:
+      value: `[B, S, M, D]`, floating: the levels one after the other, each row by row. Or a sequence
+        of feature maps `[B, H_l, W_l, M, D]`, one for each level.
+      spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time: height before width.
+      sampling_locations: `[B, Q, M, L, P, 2]`, floating, last axis (x, y), 0 to 1 from edge to edge of
+        the level; beyond is allowed. Keep it float32 also for a bfloat16 value: bfloat16 locations are
+        wrong by up to W / 512 pixels before they arrive here.
+      attention_weights: `[B, Q, M, L, P]`, floating; they need not sum to 1.
+      level_start_index: accepted for compatibility; must equal the running sum of H_l W_l.
+      num_points: (P_1, ..., P_L) for levels with different numbers of points; then
+        `sampling_locations` is `[B, Q, M, sum P, 2]` and `attention_weights` `[B, Q, M, sum P]`.
+      padding_mode: "zeros", or "border": coordinates are clamped to the level (gradient 0 where they are).
+      method: "bilinear", or "discrete" (RT-DETRv2): the pixel floor(loc * size + 1/2), clamped to the
+        level; no gradient of the locations.
+      normalize: "softmax" takes `attention_weights` for logits, normalised over all L * P points;
+        -inf masks a point.
+      deterministic: the same bits in every run, on every platform. False may be faster on a GPU.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      out: `[B, Q, M * D]`, dtype of `value`. Coordinates, weights and sums are float32 or wider.
+
+    Gradients:
+      value, sampling_locations, attention_weights, each in its argument's dtype (and a sequence of
+      feature maps as a tuple); to second order and beyond. At an integer x or y the derivative is the
+      right-hand one. Saves the inputs alone.
+
+    Raises:
+      ValueError: shapes disagree, or an option is unknown.
+      TypeError: an argument is of the wrong kind (traced spatial_shapes).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import multi_scale_deformable_attention
+      >>> value = jnp.arange(6.0).reshape(1, 6, 1, 1)  # 2 rows of 3 pixels
+      >>> centre = jnp.full((1, 1, 1, 1, 1, 2), 0.5)
+      >>> weights = jnp.ones((1, 1, 1, 1, 1))
+      >>> multi_scale_deformable_attention(value, ((2, 3),), centre, weights).tolist()
+      [[[2.5]]]
+
+    References:
+      Zhu et al., Deformable DETR, arXiv:2010.04159, 2021. Lv et al., RT-DETRv2, arXiv:2407.17140, 2024.
+    """
+    options, operands = prepare(
+        _NAME, value, spatial_shapes, sampling_locations, attention_weights,
+        level_start_index=level_start_index, num_points=num_points, padding_mode=padding_mode,
+        method=method, normalize=normalize, deterministic=deterministic,
+    )  # fmt: skip
+    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
+    return _attention((options, chosen.name), operands)
+
+
+def multi_scale_deformable_attention_bwd(
+    dout: jax.Array,
+    value: jax.Array | Sequence[jax.Array],
+    spatial_shapes: Any,
+    sampling_locations: jax.Array,
+    attention_weights: jax.Array,
+    *,
+    wrt: Sequence[str] = DIFFERENTIABLE,
+    level_start_index: Any = None,
+    num_points: Sequence[int] | None = None,
+    padding_mode: str = "zeros",
+    method: str = "bilinear",
+    normalize: str | None = None,
+    deterministic: bool = True,
+    implementation: str | None = None,
+) -> MultiScaleDeformableAttentionGrads:
+    """The backward of `multi_scale_deformable_attention` as a plain function.
+
+    Args:
+      dout: `[B, Q, M * D]`, cotangent of the output, dtype of `value`.
+      wrt: which of "value", "sampling_locations", "attention_weights" to compute.
+      value, spatial_shapes, sampling_locations, attention_weights and options: as in the forward call.
+
+    Returns:
+      MultiScaleDeformableAttentionGrads(value, sampling_locations, attention_weights), each with its
+      argument's shape and dtype (a tuple of feature maps for a sequence of them); None where not asked.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `multi_scale_deformable_attention`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import multi_scale_deformable_attention_bwd
+      >>> value = jnp.arange(6.0).reshape(1, 6, 1, 1)
+      >>> centre, weights = jnp.full((1, 1, 1, 1, 1, 2), 0.5), jnp.ones((1, 1, 1, 1, 1))
+      >>> grads = multi_scale_deformable_attention_bwd(
+      ...     jnp.ones((1, 1, 1)), value, ((2, 3),), centre, weights, wrt=("sampling_locations",))
+      >>> grads.sampling_locations.ravel().tolist(), grads.value is None
+      ([3.0, 6.0], True)
+    """
+    name = f"{_NAME}_bwd"
+    options, operands = prepare(
+        name, value, spatial_shapes, sampling_locations, attention_weights,
+        level_start_index=level_start_index, num_points=num_points, padding_mode=padding_mode,
+        method=method, normalize=normalize, deterministic=deterministic,
+    )  # fmt: skip
+    dout = checks.floating(name, "dout", dout)
+    B, Q, M, _ = operands.attention_weights.shape
+    checks.shape(name, "dout", dout, "[B, Q, M * D]", (B, Q, M * operands.value.shape[3]))
+    checks.same_dtype(name, value=operands.value, dout=dout)
+    dout = reshard_like(dout, operands.value, (0, None, 2))
+    wanted = checks.wanted(name, wrt, DIFFERENTIABLE, DIFFERENTIABLE)
+    chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
+    residuals = Residuals(operands, Wanted(frozenset(wanted)))
+    grads = chosen.backward(options, residuals, dout)
+    if "value" in wanted and isinstance(value, list | tuple):
+        grads = grads._replace(value=per_level(options.spatial_shapes, grads.value))
+    given = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
+    return grads._replace(
+        **{
+            name: getattr(grads, name).reshape(x.shape)
+            for name, x in given.items()
+            if name in wanted
+        }
+    )
+
+
+IMPLEMENTATIONS = (
+    backend.Implementation("xla", portable_forward.forward, portable_backward.backward),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: tuple[Options, str], operands: Operands) -> jax.Array:
+    options, implementation = static
+    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+
+
+def _fwd(static, operands):
+    options, implementation = static
+    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    out = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    return out, Residuals(operands, Wanted(frozenset(wanted)))
+
+
+def _bwd(static, residuals, dout):
+    options, implementation = static
+    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout)
+    return (Operands(*grads),)
+
+
+_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -1,0 +1,171 @@
+"""The arguments of multi-scale deformable attention, checked and brought to one form."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks, sharding
+from jax_attn_bwd.ops.deformable.spec import Operands, Options
+
+
+def prepare(
+    name: str,
+    value: Any,
+    spatial_shapes: Any,
+    sampling_locations: jax.Array,
+    attention_weights: jax.Array,
+    *,
+    level_start_index: Any,
+    num_points: Sequence[int] | None,
+    padding_mode: str,
+    method: str,
+    normalize: str | None,
+    deterministic: bool,
+) -> tuple[Options, Operands]:
+    """(options, operands) of a call."""
+    shapes = level_shapes(name, "spatial_shapes", spatial_shapes)
+    check_level_starts(name, level_start_index, shapes)
+    value = _value(name, value, shapes)
+    locations = checks.floating(name, "sampling_locations", sampling_locations)
+    weights = checks.floating(name, "attention_weights", attention_weights)
+    points = _num_points(name, num_points, weights, len(shapes))
+    layout = (sum(points),) if num_points is not None else (len(points), points[0])
+    letters = "[B, Q, M, sum of num_points" if num_points is not None else "[B, Q, M, L, P"
+    B, _, M, _ = value.shape
+    if weights.ndim != 3 + len(layout):
+        raise ValueError(
+            checks.message(name, "attention_weights", f"have shape {letters}]", weights.shape)
+        )
+    Q = weights.shape[1]
+    expected = (B, Q, M, *layout)
+    checks.shape(name, "attention_weights", weights, f"{letters}]", expected)
+    checks.shape(name, "sampling_locations", locations, f"{letters}, 2]", (*expected, 2))
+    arrays = {"value": value, "sampling_locations": locations, "attention_weights": weights}
+    _check_explicit_sharding(name, arrays, heads=2)
+    if normalize not in (None, "softmax"):
+        raise ValueError(checks.message(name, "normalize", "be None or 'softmax'", repr(normalize)))
+    options = Options(
+        shapes, points,
+        checks.choice(name, "padding_mode", padding_mode, ("zeros", "border")),
+        checks.choice(name, "method", method, ("bilinear", "discrete")),
+        normalize,
+        checks.flag(name, "deterministic", deterministic),
+    )  # fmt: skip
+    K = sum(points)
+    operands = Operands(value, locations.reshape(B, Q, M, K, 2), weights.reshape(B, Q, M, K))
+    return options, operands
+
+
+def per_level(shapes: Sequence[tuple[int, int]], x: jax.Array) -> tuple[jax.Array, ...]:
+    """`x [B, S, M, D]` as one `[B, H_l, W_l, M, D]` for each level."""
+    ends = np.cumsum([height * width for height, width in shapes])
+    parts = jnp.split(x, ends[:-1], axis=1)
+    return tuple(
+        part.reshape(x.shape[0], *shape, *x.shape[2:])
+        for part, shape in zip(parts, shapes, strict=True)
+    )
+
+
+def level_shapes(name: str, argument: str, shapes: Any) -> tuple[tuple[int, int], ...]:
+    """((H_1, W_1), ..., (H_L, W_L)) of the table `shapes`."""
+    table = _concrete(name, argument, shapes, "pass ((H, W), ...), known at trace time")
+    if table.ndim != 2 or table.shape[1] != 2 or not len(table):
+        expected = "hold one (H, W) for each level, shape [L, 2]"
+        raise ValueError(checks.message(name, argument, expected, f"shape {table.shape}"))
+    found = tuple((int(height), int(width)) for height, width in table)
+    if table.min() < 1:
+        raise ValueError(checks.message(name, argument, "be positive", found))
+    if sum(height * width for height, width in found) > np.iinfo(np.int32).max:
+        expected = "hold fewer than 2**31 pixels in all"
+        raise ValueError(checks.message(name, argument, expected, found))
+    return found
+
+
+def check_level_starts(name: str, starts: Any, shapes: Sequence[tuple[int, int]]) -> None:
+    """`starts`, None or level_start_index, says nothing that `shapes` does not."""
+    if starts is None:
+        return
+    remedy = "None will do, it follows from the shapes of the levels"
+    got = _concrete(name, "level_start_index", starts, remedy)
+    sizes = [height * width for height, width in shapes]
+    expected = [sum(sizes[:level]) for level in range(len(sizes))]
+    if got.tolist() != expected:
+        running = f"be the running sum {expected} of H * W"
+        raise ValueError(checks.message(name, "level_start_index", running, got.tolist(), remedy))
+
+
+def _concrete(name: str, argument: str, x: Any, remedy: str) -> np.ndarray:
+    """`x` as a NumPy array of integers; tracers are refused."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+        raise TypeError(checks.message(name, argument, "be concrete", "a traced array", remedy))
+    try:
+        table = np.asarray(x)
+    except ValueError:  # rows of different lengths
+        raise ValueError(
+            checks.message(name, argument, "be a rectangular table", repr(x), remedy)
+        ) from None
+    if not np.issubdtype(table.dtype, np.integer) and table.size:
+        raise TypeError(checks.message(name, argument, "be integers", f"dtype {table.dtype}"))
+    return table
+
+
+def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Array:
+    """`[B, S, M, D]`, of that or of one feature map for each level."""
+    total = sum(height * width for height, width in shapes)
+    if not isinstance(value, list | tuple):
+        value = checks.floating(name, "value", value)
+        if value.ndim != 4 or value.shape[1] != total:
+            expected = f"have shape [B, S, M, D] with S = {total}, the pixels of spatial_shapes"
+            raise ValueError(checks.message(name, "value", expected, value.shape))
+        return value
+    if len(value) != len(shapes):
+        expected = f"hold one feature map for each of the {len(shapes)} levels"
+        raise ValueError(checks.message(name, "value", expected, len(value)))
+    maps = [checks.floating(name, f"value[{level}]", x) for level, x in enumerate(value)]
+    B, M, D = (maps[0].shape[0], *maps[0].shape[3:]) if maps[0].ndim == 5 else ("B", "M", "D")
+    for level, (x, shape) in enumerate(zip(maps, shapes, strict=True)):
+        checks.shape(name, f"value[{level}]", x, "[B, H, W, M, D]", (B, *shape, M, D))
+    arrays = {f"value[{level}]": x for level, x in enumerate(maps)}
+    checks.same_dtype(name, **arrays)
+    _check_explicit_sharding(name, arrays, heads=3)
+    return jnp.concatenate(
+        [x.reshape(B, H * W, M, D) for x, (H, W) in zip(maps, shapes, strict=True)], 1
+    )
+
+
+def _num_points(name: str, num_points: Any, weights: jax.Array, levels: int) -> tuple[int, ...]:
+    """P of each level."""
+    if num_points is None:
+        if weights.ndim != 5 or weights.shape[3] != levels:
+            expected = f"have shape [B, Q, M, L, P] with L = {levels}"
+            remedy = "for a ragged [B, Q, M, sum P] give num_points=(P_1, ..., P_L)"
+            raise ValueError(
+                checks.message(name, "attention_weights", expected, weights.shape, remedy)
+            )
+        return (weights.shape[4],) * levels
+    points = _concrete(name, "num_points", num_points, "pass (P_1, ..., P_L)")
+    if points.shape != (levels,) or points.min() < 0:
+        expected = f"hold a count, 0 or more, for each of the {levels} levels"
+        raise ValueError(checks.message(name, "num_points", expected, repr(num_points)))
+    return tuple(int(count) for count in points)
+
+
+def _check_explicit_sharding(name: str, arrays: dict[str, jax.Array], heads: int) -> None:
+    """On an Explicit mesh: axes 0 and `heads` may be sharded, alike in all arrays, the rest may not."""
+    first, *_ = arrays
+    alike = None
+    for argument, x in arrays.items():
+        spec = sharding.explicit_spec(x)
+        if any(axis is not None for i, axis in enumerate(spec) if i not in (0, heads)):
+            expected = "be sharded along batch and heads alone"
+            remedy = (
+                "reshard it, or wrap the call in jax.shard_map (the queries may be split there)"
+            )
+            raise ValueError(checks.message(name, argument, expected, spec, remedy))
+        alike = alike or (spec[0], spec[heads])
+        if (spec[0], spec[heads]) != alike:
+            expected = f"be sharded like {first}, {alike}, in batch and heads"
+            raise ValueError(checks.message(name, argument, expected, spec, "reshard it"))

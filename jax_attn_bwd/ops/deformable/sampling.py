@@ -1,0 +1,140 @@
+"""Where a sampling point lies on its level, and reading the pixels around it.
+
+Every function here handles one sampling point of all queries and heads, so that no array has the extent
+of the points and the channels. Arrays are [B, Q, M], or [B, M, Q] where the caller has them so.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
+
+
+class Samples(NamedTuple):
+    """One sampling point of every query and head, or all K of them with K in front."""
+
+    x: jax.Array  # [B, Q, M], 0 to 1
+    y: jax.Array
+    weight: jax.Array
+
+
+class Place(NamedTuple):
+    """A sampling point on its level: x = column + right, y = row + below, all [B, Q, M]."""
+
+    counts: jax.Array  # bool: the point contributes
+    cell: jax.Array  # int32: equal for points between the same pixels
+    pixels: tuple[jax.Array, ...]  # int32, indices of the corners on the axis S; S = outside
+    right: jax.Array  # in [0, 1)
+    below: jax.Array
+    dx: jax.Array  # derivatives of x and y by the location: W and H, 0 where the point is clamped
+    dy: jax.Array
+
+
+def compute_dtype(operands: Operands) -> jnp.dtype:
+    """Of coordinates, weights and sums: float32 or wider whatever the dtype of the value.
+
+    A location in [0, 1) stored with bfloat16's 8 bits is off by up to W / 512 pixels.
+    """
+    return max((accumulator_dtype(x.dtype) for x in operands), key=lambda dtype: dtype.itemsize)
+
+
+def probabilities(logits: jax.Array) -> jax.Array:
+    """Softmax over the last axis; zeros where every logit is -inf."""
+    top = lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+    terms = jnp.exp(logits - jnp.where(top == -jnp.inf, 0, top))
+    total = terms.sum(-1, keepdims=True)
+    return terms / jnp.where(total == 0, 1, total)
+
+
+def samples(options: Options, operands: Operands, heads_first: bool = False) -> Samples:
+    """The K sampling points in front, [K, B, Q, M] or [K, B, M, Q], with their final weights."""
+    dtype = compute_dtype(operands)
+    locations = operands.sampling_locations.astype(dtype)
+    weights = operands.attention_weights.astype(dtype)
+    if options.normalize == "softmax":  # a point whose logit is -inf is masked: it must not be read
+        locations = jnp.where((weights == -jnp.inf)[..., None], jnp.nan, locations)
+        weights = probabilities(weights)
+    axes = (3, 0, 2, 1) if heads_first else (3, 0, 1, 2)
+    return Samples(*(x.transpose(axes) for x in (locations[..., 0], locations[..., 1], weights)))
+
+
+def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
+    """Where the point (x, y), 0 to 1, lies on `level`. NaN fails every comparison and does not count."""
+    x, dx, x_counts = _coordinate(options, x, level.width)
+    y, dy, y_counts = _coordinate(options, y, level.height)
+    counts = x_counts & y_counts
+    x, y = jnp.where(counts, x, 0), jnp.where(counts, y, 0)
+    column, row = _floor(x), _floor(y)
+    left, right = counts & (column >= 0), counts & (column + 1 < level.width)
+    above, below = row >= 0, row + 1 < level.height
+    first = level.start + row * level.width + column
+    outside = sum(height * width for height, width in options.spatial_shapes)
+    corners = [(left & above, first)]
+    if options.method == "bilinear":
+        under = first + level.width
+        corners += [(right & above, first + 1), (left & below, under), (right & below, under + 1)]
+    pixels = tuple(jnp.where(seen, index, jnp.int32(outside)) for seen, index in corners)
+    cell = (row + 1) * (level.width + 1) + column + 1  # 0: above and left of pixel (0, 0)
+    return Place(
+        counts, jnp.where(counts, cell, -1), pixels, x - column.astype(x.dtype), y - row.astype(y.dtype),
+        dx, dy,
+    )  # fmt: skip
+
+
+def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
+    """(the coordinate in pixels, its derivative by the location, whether it can count)."""
+    size = jnp.asarray(size, location.dtype)
+    finite = jnp.abs(location) < jnp.inf
+    if options.method == "discrete":
+        return jnp.clip(jnp.floor(location * size + 0.5), 0, size - 1), jnp.zeros_like(size), finite
+    at = location * size - 0.5
+    if options.padding_mode == "border":
+        free = (at >= 0) & (at < size - 1)
+        clamped = lax.stop_gradient(jnp.clip(at, 0, size - 1))
+        return jnp.where(free, at, clamped), jnp.where(free, size, 0), finite
+    return at, size, (at > -1) & (at < size)
+
+
+def _floor(x: jax.Array) -> jax.Array:
+    """Floor as int32, in vector instructions (XLA's own floor is a call on older CPUs)."""
+    truncated = x.astype(jnp.int32)
+    return truncated - (x < truncated.astype(x.dtype)).astype(jnp.int32)
+
+
+def shares(at: Place) -> tuple[jax.Array, ...]:
+    """The bilinear weight of each corner."""
+    if len(at.pixels) == 1:
+        return (jnp.ones_like(at.right),)
+    left, above = 1 - at.right, 1 - at.below
+    return above * left, above * at.right, at.below * left, at.below * at.right
+
+
+def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
+    """What each corner's pixel is multiplied by: its share of the weight, 0 where the point is skipped."""
+    weight = jnp.where(at.counts, weight, 0)
+    return tuple(share * weight for share in shares(at))
+
+
+def read(value: jax.Array, pixel: jax.Array, axis: int) -> jax.Array:
+    """The pixels of `value`, 0 outside.
+
+    `[B, S, M, ...]` at `[B, Q, M]` gives `[B, Q, M, ...]` (`axis=1`); `[B, M, S, ...]` at `[B, M, Q]`
+    gives `[B, M, Q, ...]` (`axis=2`).
+    """
+    batch, channels = (0, 3 - axis), value.shape[3:]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(3, value.ndim)), collapsed_slice_dims=(axis,), start_index_map=(axis,),
+        operand_batching_dims=batch, start_indices_batching_dims=batch,
+    )  # fmt: skip
+    sizes = (1, 1, 1, *channels)
+    return lax.gather(value, pixel[..., None], numbers, sizes, mode="fill", fill_value=0)
+
+
+def weighted_sum(terms: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
+    """Sum of weight * term over the corners."""
+    return sum((w * t for w, t in zip(weights[1:], terms[1:], strict=True)), weights[0] * terms[0])

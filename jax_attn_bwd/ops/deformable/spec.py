@@ -1,0 +1,70 @@
+"""Shapes, options and residuals of multi-scale deformable attention.
+
+Shape letters: B batch, Q queries, M heads, D channels of a head, L levels, H_l x W_l pixels of level l,
+S = sum of H_l * W_l, P_l sampling points of a query and head on level l, K = sum of P_l.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+DIFFERENTIABLE = ("value", "sampling_locations", "attention_weights")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the answer and is known at trace time."""
+
+    spatial_shapes: tuple[tuple[int, int], ...]  # (H_l, W_l)
+    num_points: tuple[int, ...]  # P_l
+    padding_mode: str = "zeros"
+    method: str = "bilinear"
+    normalize: str | None = None
+    deterministic: bool = True
+
+    def levels(self) -> "Level":
+        """The level of each of the K sampling points."""
+        height, width = np.array(self.spatial_shapes, np.int32).T
+        start = np.cumsum(height * width, dtype=np.int32) - height * width
+        return Level(*(np.repeat(x, self.num_points) for x in (height, width, start)))
+
+
+class Level(NamedTuple):
+    """A feature map: its pixel (y, x) has index start + y * width + x on the axis S."""
+
+    height: np.ndarray  # int32
+    width: np.ndarray
+    start: np.ndarray
+
+
+class Operands(NamedTuple):
+    """Every array of a call."""
+
+    value: jax.Array  # [B, S, M, D]
+    sampling_locations: jax.Array  # [B, Q, M, K, 2], (x, y), 0 to 1 from edge to edge of the level
+    attention_weights: jax.Array  # [B, Q, M, K]; logits with normalize="softmax"
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Wanted:
+    """The operands whose gradients are asked for."""
+
+    names: frozenset[str]
+
+
+class Residuals(NamedTuple):
+    """What the forward leaves for the backward: its inputs alone."""
+
+    operands: Operands
+    wanted: Wanted
+
+
+class MultiScaleDeformableAttentionGrads(NamedTuple):
+    """Gradients, each with its argument's shape and dtype; None = not asked."""
+
+    value: jax.Array | tuple[jax.Array, ...] | None = None
+    sampling_locations: jax.Array | None = None
+    attention_weights: jax.Array | None = None

@@ -1,0 +1,184 @@
+"""From the arguments of a call to checked `Options` and `Operands`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_attn_bwd._core import checks, dropout
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd.ops.graph.spec import ACTIVATIONS, Operands, Options
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+
+def prepare_gat(
+    operator: str, kind: str, graph, src, dst, attention_weights, *, num_heads, edge, concat_heads,
+    activation, alpha, dropout_rate, dropout_key, dropout_mask, dropout_offset,
+    return_attention_weights,
+) -> tuple[Options, Operands]:  # fmt: skip
+    """Checks every argument of `graph_attention` ("gat") or `graph_attention_v2` ("gatv2")."""
+    graph = check_graph(operator, graph)
+    src = _nodes(operator, "src", src, "num_src", graph.num_src)
+    if dst is None:
+        if graph.num_dst > graph.num_src:
+            expected = (
+                f"be given, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
+            )
+            raise ValueError(checks.message(operator, "dst", expected, None))
+        dst = src[: graph.num_dst]
+    dst = _nodes(operator, "dst", dst, "num_dst", graph.num_dst, src.shape[1])
+    checks.same_dtype(operator, src=src, dst=dst)
+    heads = _num_heads(operator, num_heads, "src", src)
+    width = src.shape[1]
+    if edge is not None:
+        edge = _edge(operator, edge, graph, width if kind == "gatv2" else None)
+        if edge.shape[1] % heads:
+            expected = f"have a width that num_heads = {heads} divides"
+            raise ValueError(checks.message(operator, "edge", expected, edge.shape))
+    attention_weights = checks.floating(operator, "attention_weights", attention_weights)
+    names, size = "[dim]", width
+    if kind == "gat":
+        names, size = "[2 * dim]", 2 * width
+        if edge is not None:
+            names, size = "[2 * dim + dim_edge]", size + edge.shape[1]
+    checks.shape(operator, "attention_weights", attention_weights, names, (size,))
+    options = Options(
+        kind,
+        heads,
+        checks.flag(operator, "concat_heads", concat_heads),
+        checks.choice(operator, "activation", activation, ACTIVATIONS),
+        checks.python_float(operator, "alpha", alpha),
+        dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
+        return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
+    )
+    mask, words, offset = _dropout(
+        operator, options, graph, src.dtype, dropout_key, dropout_mask, dropout_offset
+    )
+    return options, Operands(
+        graph, src, dst, None, attention_weights, edge, None, mask, words, offset
+    )
+
+
+def prepare_transformer(
+    operator: str, graph, query, key, value, *, num_heads, edge, score_bias, scale, concat_heads,
+    dropout_rate, dropout_key, dropout_mask, dropout_offset, return_attention_weights,
+) -> tuple[Options, Operands]:  # fmt: skip
+    """Checks every argument of `graph_transformer_attention`."""
+    graph = check_graph(operator, graph)
+    query = _nodes(operator, "query", query, "num_dst", graph.num_dst)
+    key = _nodes(operator, "key", key, "num_src", graph.num_src, query.shape[1])
+    value = _nodes(operator, "value", value, "num_src", graph.num_src, query.shape[1])
+    checks.same_dtype(operator, query=query, key=key, value=value)
+    heads = _num_heads(operator, num_heads, "query", query)
+    if edge is not None:
+        edge = _edge(operator, edge, graph, query.shape[1])
+    if score_bias is not None:
+        score_bias = checks.floating(operator, "score_bias", score_bias)
+        checks.broadcasts(operator, "score_bias", score_bias, "[nnz, H]", (graph.capacity, heads))
+        score_bias = to_rank(score_bias, 2)
+    if scale is None:
+        scale = (query.shape[1] // heads) ** -0.5 if query.shape[1] else 1.0
+    options = Options(
+        "transformer",
+        heads,
+        checks.flag(operator, "concat_heads", concat_heads),
+        scale=checks.python_float(
+            operator, "scale", scale, "multiply query by a learned or traced temperature"
+        ),
+        dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
+        return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
+    )
+    mask, words, offset = _dropout(
+        operator, options, graph, query.dtype, dropout_key, dropout_mask, dropout_offset
+    )
+    return options, Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
+
+
+def check_graph(operator: str, graph: Any) -> BipartiteCSC:
+    """`graph` is a `BipartiteCSC`."""
+    if not isinstance(graph, BipartiteCSC):
+        remedy = "build one with BipartiteCSC.from_coo or from_csc"
+        got = type(graph).__name__
+        raise TypeError(checks.message(operator, "graph", "be a BipartiteCSC", got, remedy))
+    return graph
+
+
+def check_cotangents(
+    operator: str, options: Options, operands: Operands, dout, out, lse, dweights, dlse
+) -> None:
+    """Shapes and dtypes of what a `_bwd` is given beside the arguments of the forward; None passes."""
+    nodes, width = operands.dst.shape
+    heads, E = options.num_heads, operands.graph.capacity
+    per_head = (nodes, width)
+    shape = per_head if options.concat_heads else (nodes, width // heads)
+    dtype, wide = operands.src.dtype, accumulator_dtype(operands.src.dtype)
+    expected = {
+        "dout": (dout, "the shape of out", shape, dtype),
+        "out": (out, "[num_dst, dim] (per head)", per_head, dtype),
+        "lse": (lse, "[num_dst, H]", (nodes, heads), wide),
+        "dweights": (dweights, "[nnz, H]", (E, heads), dtype),
+        "dlse": (dlse, "[num_dst, H]", (nodes, heads), wide),
+    }
+    for argument, (x, names, size, kind) in expected.items():
+        if x is None:
+            continue
+        x = checks.floating(operator, argument, x)
+        checks.shape(operator, argument, x, names, size)
+        if x.dtype != kind:
+            got = f"dtype {x.dtype}"
+            raise TypeError(checks.message(operator, argument, f"have dtype {kind}", got))
+
+
+def _nodes(
+    operator: str, argument: str, x: Any, name: str, nodes: int, width: int | None = None
+) -> jax.Array:
+    """Features of all nodes of one side, `[nodes, dim]`."""
+    x = checks.floating(operator, argument, x)
+    if x.ndim != 2:
+        raise ValueError(checks.message(operator, argument, f"have shape [{name}, dim]", x.shape))
+    size = (nodes, x.shape[1] if width is None else width)
+    checks.shape(operator, argument, x, f"[{name}, dim]", size)
+    return x
+
+
+def _num_heads(operator: str, num_heads: Any, argument: str, x: jax.Array) -> int:
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int | np.integer):
+        got = type(num_heads).__name__
+        raise TypeError(checks.message(operator, "num_heads", "be an int", got))
+    if num_heads < 1 or x.shape[1] % num_heads:
+        expected = f"be positive and divide the width of {argument}, {x.shape[1]}"
+        raise ValueError(checks.message(operator, "num_heads", expected, num_heads))
+    return int(num_heads)
+
+
+def _edge(operator: str, edge: Any, graph: BipartiteCSC, width: int | None) -> jax.Array:
+    """Edge features, `[nnz, dim_edge]`, or as wide as the nodes'."""
+    edge = checks.floating(operator, "edge", edge)
+    names = "[nnz, dim_edge]" if width is None else "[nnz, dim]"
+    if edge.ndim != 2:
+        raise ValueError(checks.message(operator, "edge", f"have shape {names}", edge.shape))
+    size = (graph.capacity, edge.shape[1] if width is None else width)
+    checks.shape(operator, "edge", edge, names, size)
+    return edge
+
+
+def _dropout(operator, options, graph, dtype, key, mask, offset):
+    """(mask, words, offset): the caller's factors, or what a key needs."""
+    if mask is not None:
+        if options.dropout_rate or key is not None:
+            expected = "not be given together with dropout_rate or dropout_key"
+            remedy = "it holds the factors 0 and 1 / (1 - rate) already"
+            raise ValueError(checks.message(operator, "dropout_mask", expected, "both", remedy))
+        mask = checks.floating(operator, "dropout_mask", mask)
+        size = (options.num_heads, graph.capacity)
+        checks.shape(operator, "dropout_mask", mask, "[H, nnz]", size)
+        return mask, None, None
+    if not options.dropout_rate:
+        return None, None, None
+    if key is None:
+        expected = f"be given when dropout_rate = {options.dropout_rate} > 0"
+        raise ValueError(
+            checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
+        )
+    words = dropout.key_words(operator, key)
+    return None, words, dropout.offset(operator, offset, graph.capacity, 1)

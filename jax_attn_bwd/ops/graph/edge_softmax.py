@@ -1,0 +1,191 @@
+"""Softmax over the edges into each destination: the public functions, the passes, and the custom_vjp.
+
+With s the scores and dw the cotangent of the weights, for edge e into i:
+
+    w_e  = exp(s_e - m_i) / l_i,   m_i = max_f s_f,   l_i = sum_f exp(s_f - m_i)          (1)
+    ds_e = w_e (dw_e - sum_f w_f dw_f),   f the edges into the same i        from (1)     (2)
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import full_like_operands, match_type, tie
+from jax_attn_bwd.ops.graph import groups
+from jax_attn_bwd.ops.graph.arguments import check_graph
+from jax_attn_bwd.ops.graph.forward import finite
+from jax_attn_bwd.ops.graph.groups import take
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+_NAME = "edge_softmax"
+
+
+def edge_softmax(
+    graph: BipartiteCSC, scores: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """Softmax over the edges into each destination, per head.
+
+        w[e] = exp(scores[e]) / sum of exp(scores[f]) over the edges f into the same destination
+
+    Args:
+      graph: the edges; see `BipartiteCSC`.
+      scores: `[nnz, H]`, floating, in the caller's edge order. -inf hides an edge.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      weights: shape and dtype of `scores`, computed in float32 or wider; 0 in the padding of a graph with
+        a capacity, and where all scores of a destination are -inf.
+
+    Gradients:
+      scores: exact, to second order and beyond. Saves the weights. What lies in the padding is not read.
+
+    Raises:
+      ValueError: shapes disagree.
+      TypeError: an argument is of the wrong kind.
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_softmax
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> weights = edge_softmax(graph, jnp.log(jnp.array([[1.0], [5.0], [3.0]])))
+      >>> [round(float(w), 3) for w in weights.ravel()]
+      [0.25, 1.0, 0.75]
+
+    References:
+      Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903, equation 2.
+    """
+    graph, scores = check_graph(_NAME, graph), _by_edge(_NAME, "scores", graph, scores)
+    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, None, (graph, scores))
+    return _softmax(chosen.name, graph, scores)
+
+
+def edge_softmax_bwd(
+    dweights: jax.Array,
+    graph: BipartiteCSC,
+    weights: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The gradient of `edge_softmax` with respect to `scores`, as a plain function.
+
+        dscores[e] = w[e] (dw[e] - sum of w[f] dw[f] over the edges f into the same destination)
+
+    Args:
+      dweights: cotangent of `weights`, its shape and dtype.
+      graph: as in the forward.
+      weights: what `edge_softmax` returned.
+      implementation: as in the forward.
+
+    Returns:
+      dscores: shape and dtype of `weights`.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `edge_softmax`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_softmax_bwd
+      >>> graph = BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
+      >>> edge_softmax_bwd(jnp.array([[1.0], [0.0]]), graph, jnp.array([[0.25], [0.75]])).ravel().tolist()
+      [0.1875, -0.1875]
+    """
+    name = f"{_NAME}_bwd"
+    graph = check_graph(name, graph)
+    weights = _by_edge(name, "weights", graph, weights)
+    dweights = _by_edge(name, "dweights", graph, dweights)
+    checks.shape(name, "dweights", dweights, "the shape of weights", weights.shape)
+    checks.same_dtype(name, weights=weights, dweights=dweights)
+    chosen = backend.select(name, IMPLEMENTATIONS, implementation, None, (graph, weights))
+    return chosen.backward(graph, weights, dweights)
+
+
+def _by_edge(operator: str, argument: str, graph: BipartiteCSC, x: jax.Array) -> jax.Array:
+    x = checks.floating(operator, argument, x)
+    expected = (graph.capacity, *x.shape[1:2])
+    if x.ndim != 2 or x.shape != expected:
+        names = f"[nnz, H] with nnz = {graph.capacity}"
+        raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+    return x
+
+
+@jax.jit
+def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
+    """The weights (1)."""
+    dtype, H = accumulator_dtype(scores.dtype), scores.shape[1]
+    like = (graph, scores)
+    zeros = full_like_operands(scores, (graph.num_dst, H), 0, dtype, like)
+    walk = partial(groups.scan, groups=graph.by_destination, capacity=graph.capacity, elements=H)
+
+    def values(chunk):
+        return jnp.where(chunk.exists[..., None], take(scores, chunk.edge).astype(dtype), -jnp.inf)
+
+    def top(m, chunk):
+        return m.at[chunk.node].max(lax.stop_gradient(values(chunk)).max(0), mode="drop")
+
+    m = finite(walk(top, zeros - jnp.inf))
+
+    def terms(chunk):
+        return jnp.exp(values(chunk) - take(m, chunk.node)[None])
+
+    l = walk(lambda l, chunk: groups.add(l, chunk.node, terms(chunk).sum(0)), zeros)
+    inverse = jnp.where(l == 0, 0, 1 / jnp.where(l == 0, 1, l))
+
+    def weigh(weights, chunk):
+        return groups.put(weights, chunk.edge, terms(chunk) * take(inverse, chunk.node)[None])
+
+    weights = walk(weigh, full_like_operands(scores, scores.shape, 0, scores.dtype, like))
+    return tie(weights, like)
+
+
+@jax.jit
+def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> jax.Array:
+    """The gradient of the scores (2)."""
+    dtype, H = accumulator_dtype(weights.dtype), weights.shape[1]
+    like = (graph, weights, dweights)
+    walk = partial(groups.scan, groups=graph.by_destination, capacity=graph.capacity, elements=H)
+
+    def pair(chunk):
+        w = take(weights, chunk.edge).astype(dtype)
+        return w, jnp.where(w == 0, 0, take(dweights, chunk.edge).astype(dtype))
+
+    def add(sums, chunk):
+        w, dw = pair(chunk)
+        return groups.add(sums, chunk.node, (w * dw).sum(0))
+
+    sums = walk(add, full_like_operands(weights, (graph.num_dst, H), 0, dtype, like))
+
+    def spread(dscores, chunk):
+        w, dw = pair(chunk)
+        return groups.put(dscores, chunk.edge, w * (dw - take(sums, chunk.node)[None]))  # (2)
+
+    dscores = walk(spread, full_like_operands(weights, weights.shape, 0, dtype, like))
+    return match_type(dscores, weights)
+
+
+IMPLEMENTATIONS = (backend.Implementation("xla", forward, backward),)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _softmax(implementation: str, graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
+    return backend.named(IMPLEMENTATIONS, implementation).forward(graph, scores)
+
+
+def _fwd(implementation, graph, scores):
+    weights = backend.named(IMPLEMENTATIONS, implementation).forward(graph, scores)
+    return weights, (graph, weights)
+
+
+def _bwd(implementation, residuals, dweights):
+    dscores = backend.named(IMPLEMENTATIONS, implementation).backward(*residuals, dweights)
+    return None, dscores
+
+
+_softmax.defvjp(_fwd, _bwd)

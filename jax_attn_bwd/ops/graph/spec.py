@@ -1,0 +1,99 @@
+"""Shapes, options and residuals of the graph attention operators.
+
+Shape letters: E rows of edge data (`graph.capacity`), H heads, D width of a head. Public node arrays are
+`[nodes, H * D]`, head h = columns h * D to (h + 1) * D; the loops see `[nodes, H, D]`. In the loops, R
+groups of W edges each: `[W, R, ...]` by edge, `[R, ...]` by the node that owns the group.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from jax_attn_bwd._core import dropout
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+ACTIVATIONS = ("linear", "relu", "sigmoid", "tanh", "elu", "scalar", "leaky_relu")
+DIFFERENTIABLE = ("src", "dst", "value", "attention_weights", "edge", "score_bias")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the answer and is known at trace time."""
+
+    kind: str  # "gat", "gatv2" or "transformer": what the score of an edge is
+    num_heads: int
+    concat_heads: bool = True
+    activation: str = "leaky_relu"
+    alpha: float = 0.2
+    scale: float = 1.0  # of the transformer's products
+    dropout_rate: float = 0.0
+    return_weights: bool = False
+
+
+class Operands(NamedTuple):
+    """Every array of a call; None = not given. For the transformer src is the key and dst the query."""
+
+    graph: BipartiteCSC
+    src: jax.Array  # [num_src, H * D]
+    dst: jax.Array  # [num_dst, H * D]
+    value: jax.Array | None = None  # [num_src, H * D], transformer
+    attention_weights: jax.Array | None = None  # gat [2 * H * D (+ dim_edge)], gatv2 [H * D]
+    edge: jax.Array | None = None  # [E, dim_edge]
+    score_bias: jax.Array | None = None  # broadcasts to [E, H], rank 2
+    dropout_mask: jax.Array | None = None  # [H, E], factors
+    dropout_words: jax.Array | None = None  # uint32 [2]
+    dropout_offset: dropout.Offset | None = None
+
+
+class Result(NamedTuple):
+    """What a forward computes."""
+
+    out: jax.Array  # [num_dst, H * D], per head, dtype of src
+    mean: jax.Array | None  # [num_dst, D], the mean over heads, without concat_heads
+    weights: jax.Array | None  # [E, H], with return_weights
+    lse: jax.Array  # [num_dst, H], natural log, float32 or wider
+    lse_low: jax.Array | None  # [num_dst, H], what rounding took from lse; None = 0
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Wanted:
+    """The differentiable operands whose gradients are asked for."""
+
+    names: frozenset[str]
+
+
+class Residuals(NamedTuple):
+    """What the forward leaves for the backward: its inputs, out, lse (and the weights it returned)."""
+
+    operands: Operands
+    result: Result
+    wanted: Wanted
+
+
+class Cotangents(NamedTuple):
+    """Of what the operator returns; None = zero."""
+
+    out: jax.Array | None  # [num_dst, H * D], or [num_dst, D] without concat_heads
+    weights: jax.Array | None  # [E, H]
+    lse: jax.Array | None  # [num_dst, H]
+
+
+class GraphAttentionGrads(NamedTuple):
+    """Gradients of `graph_attention` and `graph_attention_v2`; None = not asked."""
+
+    src: jax.Array | None = None
+    dst: jax.Array | None = None
+    attention_weights: jax.Array | None = None
+    edge: jax.Array | None = None
+
+
+class GraphTransformerAttentionGrads(NamedTuple):
+    """Gradients of `graph_transformer_attention`; None = not asked."""
+
+    query: jax.Array | None = None
+    key: jax.Array | None = None
+    value: jax.Array | None = None
+    edge: jax.Array | None = None
+    score_bias: jax.Array | None = None

@@ -1,0 +1,299 @@
+"""`BipartiteCSC`: a graph, and the order in which the loops walk over its edges.
+
+The loops handle edges in **groups**: up to W edges of one node, so that the sums over a group are dense
+and only one row a group is scattered. A hub is many groups, a node without edges is none. Groups of the
+destinations hold the edges that come in, groups of the sources those that go out.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks
+
+_LIMIT = 2**31 - 1  # of anything that an int32 counts
+
+
+class Groups(NamedTuple):
+    """Every edge once, in groups of W of one node, by increasing node; "none" is one past the end."""
+
+    node: jax.Array  # int32 [V], whose edges these are
+    other: jax.Array  # int32 [V, W], the nodes at their other ends
+    edge: jax.Array  # int32 [V, W], their numbers in the caller's order
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BipartiteCSC:
+    """A directed graph from `num_src` source nodes to `num_dst` destination nodes, for the graph operators.
+
+    Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds). It is
+    a pytree: hand it to a compiled function as an argument, or close over it. Two graphs with the same
+    node counts and the same capacity share one compiled program.
+
+    Attributes:
+      offsets: int32 `[num_dst + 1]`; the edges into destination i are `offsets[i]` to `offsets[i + 1]`.
+      indices: int32 `[capacity]`, the source of each edge, by destination; `num_src` in the padding.
+      map_csc_to_coo: int32 `[capacity]`, the number of each of these edges in the caller's order.
+      by_destination, by_source: the same edges in groups.
+      num_src, num_dst: node counts.
+
+    Example:
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> graph.offsets.tolist(), graph.indices.tolist(), graph.map_csc_to_coo.tolist()
+      ([0, 1, 3], [2, 0, 1], [1, 0, 2])
+    """
+
+    offsets: jax.Array
+    indices: jax.Array
+    map_csc_to_coo: jax.Array
+    by_destination: Groups
+    by_source: Groups
+    num_src: int = field(metadata={"static": True})
+    num_dst: int = field(metadata={"static": True})
+
+    @property
+    def capacity(self) -> int:
+        """Edges that there is room for: rows of edge data and of returned weights."""
+        return self.indices.shape[-1]
+
+    @classmethod
+    def from_csc(
+        cls,
+        offsets: Any,
+        indices: Any,
+        num_src: int,
+        *,
+        map_csc_to_coo: Any = None,
+        capacity: int | None = None,
+    ) -> "BipartiteCSC":
+        """From the sources of each destination's edges.
+
+        Args:
+          offsets: int32 or int64 `[num_dst + 1]`, from 0 to the number of edges, not decreasing.
+          indices: int32 or int64 `[nnz]`, the source of each edge, in `[0, num_src)`.
+          num_src: number of source nodes.
+          map_csc_to_coo: `[nnz]`, a permutation: edge k here is edge `map_csc_to_coo[k]` of the caller's
+            edge data; default: the same order.
+          capacity: room for edges, at least nnz. Every shape then depends on it and on the node counts
+            alone; edge data and returned weights are `[capacity, ...]`, and what lies in the padding is
+            never read, or 0.
+
+        Returns:
+          The graph.
+
+        Raises:
+          ValueError: offsets decrease, do not start at 0 or do not end at nnz; an index is outside the
+            sources; `map_csc_to_coo` is no permutation; there are more edges than `capacity` or than
+            int32 can count.
+          TypeError: an argument is not of integers, or is traced.
+        """
+        operator = "BipartiteCSC.from_csc"
+        offsets = _integers(operator, "offsets", offsets)
+        indices = _integers(operator, "indices", indices)
+        num_src = _count(operator, "num_src", num_src)
+        nnz = len(indices)
+        if len(offsets) == 0:
+            raise ValueError(
+                checks.message(operator, "offsets", "have shape [num_dst + 1]", "(0,)")
+            )
+        if offsets[0] != 0:
+            raise ValueError(checks.message(operator, "offsets", "start at 0", offsets[0]))
+        if (falls := np.flatnonzero(np.diff(offsets) < 0)).size:
+            i = falls[0]
+            got = f"{offsets[i]} then {offsets[i + 1]} at position {i + 1}"
+            raise ValueError(checks.message(operator, "offsets", "not decrease", got))
+        if offsets[-1] != nnz:
+            expected = f"end at the number of indices, {nnz}"
+            raise ValueError(checks.message(operator, "offsets", expected, offsets[-1]))
+        _within(operator, "indices", indices, num_src, "num_src")
+        edge = np.arange(nnz)
+        if map_csc_to_coo is not None:
+            edge = _permutation(
+                operator, _integers(operator, "map_csc_to_coo", map_csc_to_coo), nnz
+            )
+        return _build(operator, offsets, indices, edge, num_src, capacity)
+
+    @classmethod
+    def from_coo(
+        cls, src: Any, dst: Any, num_src: int, num_dst: int, *, capacity: int | None = None
+    ) -> "BipartiteCSC":
+        """From a list of edges in any order, which is the order of edge data and returned weights.
+
+        Args:
+          src, dst: int32 or int64 `[nnz]`, the two ends of each edge; the same edge may occur twice.
+          num_src, num_dst: node counts.
+          capacity: as in `from_csc`.
+
+        Returns:
+          The graph.
+
+        Raises:
+          ValueError: `src` and `dst` differ in length; an index is out of range; as `from_csc`.
+          TypeError: an argument is not of integers, or is traced.
+        """
+        operator = "BipartiteCSC.from_coo"
+        src, dst = _integers(operator, "src", src), _integers(operator, "dst", dst)
+        num_src = _count(operator, "num_src", num_src)
+        num_dst = _count(operator, "num_dst", num_dst)
+        if len(src) != len(dst):
+            raise ValueError(checks.message(operator, "dst", f"have shape {src.shape}", dst.shape))
+        _within(operator, "src", src, num_src, "num_src")
+        _within(operator, "dst", dst, num_dst, "num_dst")
+        order = _stable_order(dst)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=num_dst))])
+        return _build(operator, offsets, src[order], order, num_src, capacity)
+
+    @classmethod
+    def from_jraph(cls, graph: Any, *, capacity: int | None = None) -> "BipartiteCSC":
+        """From a `jraph.GraphsTuple` (or its like): senders are sources, receivers destinations.
+
+        Args:
+          graph: has `senders`, `receivers` and `n_node`; edge data stay in its order. A batch is one
+            graph of `sum(n_node)` nodes; the padding of `jraph.pad_with_graphs` is taken as it is.
+          capacity: as in `from_csc`.
+
+        Returns:
+          The graph, with as many destinations as sources.
+
+        Raises:
+          As `from_coo`.
+        """
+        nodes = int(_integers("BipartiteCSC.from_jraph", "n_node", graph.n_node).sum())
+        return cls.from_coo(graph.senders, graph.receivers, nodes, nodes, capacity=capacity)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, *, capacity: int | None = None) -> "BipartiteCSC":
+        """From a SciPy sparse matrix `[num_dst, num_src]`: entry (i, j) is an edge from source j to i.
+
+        Args:
+          matrix: any SciPy sparse format; stored zeros count as edges. Edge data are in the order of
+            `matrix.tocsr().data`.
+          capacity: as in `from_csc`.
+
+        Returns:
+          The graph.
+
+        Raises:
+          As `from_csc`.
+        """
+        rows = matrix.tocsr()
+        return cls.from_csc(rows.indptr, rows.indices, rows.shape[1], capacity=capacity)
+
+
+def _integers(operator: str, argument: str, x: Any) -> np.ndarray:
+    """`x` as a NumPy array of one axis and of an integer dtype."""
+    if isinstance(x, jax.core.Tracer):
+        remedy = "build the graph outside jit and hand it in as an argument"
+        raise TypeError(
+            checks.message(operator, argument, "be a concrete array", "a tracer", remedy)
+        )
+    array = np.asarray(x)
+    if array.size == 0 and array.dtype == np.float64 and not hasattr(x, "dtype"):
+        array = array.astype(np.int32)  # an empty list
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(checks.message(operator, argument, "be integers", f"dtype {array.dtype}"))
+    if array.ndim != 1:
+        raise ValueError(checks.message(operator, argument, "have one axis", array.shape))
+    return array
+
+
+def _count(operator: str, argument: str, x: Any) -> int:
+    """A number of nodes or edges that int32 can count."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(checks.message(operator, argument, "be an int", type(x).__name__))
+    if not 0 <= x < _LIMIT:
+        raise ValueError(checks.message(operator, argument, f"lie in [0, {_LIMIT})", x))
+    return int(x)
+
+
+def _within(operator: str, argument: str, x: np.ndarray, size: int, name: str) -> None:
+    """Every entry of `x` is in [0, size)."""
+    if not x.size:
+        return
+    low, high = int(x.min()), int(x.max())
+    if low < 0 or high >= size:
+        expected = f"lie in [0, {size}), the range of {name}"
+        got = low if low < 0 else high
+        raise ValueError(checks.message(operator, argument, expected, got))
+
+
+def _permutation(operator: str, x: np.ndarray, n: int) -> np.ndarray:
+    """`x` is a permutation of 0 to n - 1."""
+    in_range = x.shape == (n,) and (n == 0 or (x.min() >= 0 and x.max() < n))
+    if not in_range or not (np.bincount(x, minlength=n) == 1).all():
+        expected = f"be a permutation of 0 to {n} - 1"
+        got = f"shape {x.shape}" if x.shape != (n,) else "other or repeated numbers"
+        raise ValueError(checks.message(operator, "map_csc_to_coo", expected, got))
+    return x
+
+
+def _build(operator, offsets, indices, edge, num_src: int, capacity: int | None) -> BipartiteCSC:
+    """The graph of checked NumPy arrays: `edge` holds the caller's number of each edge."""
+    nnz, num_dst = len(indices), _count(operator, "num_dst", len(offsets) - 1)
+    room = nnz if capacity is None else _count(operator, "capacity", capacity)
+    if nnz > room:
+        raise ValueError(checks.message(operator, "capacity", f"be at least nnz = {nnz}", capacity))
+    destination = np.repeat(np.arange(num_dst), np.diff(offsets))
+    by_source = _stable_order(indices)
+    exact = capacity is None
+    incoming = _groups(operator, destination, indices, edge, num_dst, num_src, room, exact)
+    source, destination, edge_out = indices[by_source], destination[by_source], edge[by_source]
+    outgoing = _groups(operator, source, destination, edge_out, num_src, num_dst, room, exact)
+    pad = room - nnz
+    return BipartiteCSC(
+        offsets=_int32(offsets),
+        indices=_int32(np.pad(indices, (0, pad), constant_values=num_src)),
+        map_csc_to_coo=_int32(np.concatenate([edge, np.arange(nnz, room)])),
+        by_destination=incoming,
+        by_source=outgoing,
+        num_src=num_src,
+        num_dst=num_dst,
+    )
+
+
+def _groups(operator, node, other, edge, nodes, others, room, exact) -> Groups:
+    """Groups of edges that are sorted by `node`; `exact`: as many as needed, else as may be needed."""
+    width = group_width(room, nodes)
+    degree = np.bincount(node, minlength=nodes)
+    count = -(-degree // width)
+    needed, bound = int(count.sum()), (room + (width - 1) * min(nodes, room)) // width
+    if bound * width > _LIMIT:
+        expected = f"need at most {_LIMIT} slots, which int32 can count"
+        remedy = "split the graph by destinations"
+        got = f"{bound * width} for {room} edges of {nodes} nodes"
+        raise ValueError(checks.message(operator, "the graph", expected, got, remedy))
+    total = needed if exact else bound
+    first, start = np.cumsum(count) - count, np.cumsum(degree) - degree
+    rank = np.arange(len(node)) - start[node]
+    slot = (first[node] + rank // width) * width + rank % width
+
+    def fill(values, none):
+        slots = np.full(total * width, none, np.int32)
+        slots[slot] = values
+        return jnp.asarray(slots.reshape(total, width))
+
+    owner = np.full(total, nodes, np.int32)
+    owner[:needed] = np.repeat(np.arange(nodes), count)
+    return Groups(jnp.asarray(owner), fill(other, others), fill(edge, room))
+
+
+def group_width(edges: int, nodes: int) -> int:
+    """Edges of a group, from the mean degree: wide ones are faster, and emptier where degrees are low."""
+    mean = edges / max(nodes, 1)
+    return 8 if mean >= 6 else 4 if mean >= 2 else 2
+
+
+def _stable_order(x: np.ndarray) -> np.ndarray:
+    """`argsort(x, stable)` of numbers below 2**31, in a tenth of the time: sorts (number, position)."""
+    keys = (x.astype(np.int64) << 32) | np.arange(len(x))
+    keys.sort()
+    return keys & (2**32 - 1)
+
+
+def _int32(x: np.ndarray) -> jax.Array:
+    return jnp.asarray(x.astype(np.int32))
