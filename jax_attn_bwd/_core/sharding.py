@@ -78,7 +78,7 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
 
     `axes` is right-aligned with `x`; None, and axes of size 1, are not split.
     """
-    mesh = jax.typeof(x).sharding.mesh
+    mesh = jax.typeof(other).sharding.mesh  # that of `x` is empty where `x` was made before the mesh was set
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return x
     spec = explicit_spec(other)
