@@ -27,6 +27,10 @@ from jax_attn_bwd.ops.graph import graph_transformer_attention as graph_transfor
 from jax_attn_bwd.ops.graph import (
     graph_transformer_attention_bwd as graph_transformer_attention_bwd,
 )
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionGrads as MultiHeadAttentionGrads
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams as MultiHeadAttentionParams
+from jax_attn_bwd.ops.multi_head import multi_head_attention as multi_head_attention
+from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as multi_head_attention_bwd
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax as scaled_masked_softmax
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax_bwd as scaled_masked_softmax_bwd
 

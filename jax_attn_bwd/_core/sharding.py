@@ -78,7 +78,9 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
 
     `axes` is right-aligned with `x`; None, and axes of size 1, are not split.
     """
-    mesh = jax.typeof(other).sharding.mesh  # that of `x` is empty where `x` was made before the mesh was set
+    mesh = jax.typeof(
+        other
+    ).sharding.mesh  # that of `x` is empty where `x` was made before the mesh was set
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return x
     spec = explicit_spec(other)
@@ -89,6 +91,33 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
     if wanted == explicit_spec(x):
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
+
+
+def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
+    """`jnp.einsum` of two operands; on an Explicit mesh each axis of the result is sharded as in an operand.
+
+    Contracted axes may be sharded: the devices' shares are summed. `...` stands in front of a term.
+    """
+    meshes = [jax.typeof(a).sharding.mesh for a in (x, y)]
+    explicit = [m for m in meshes if not m.empty and AxisType.Explicit in m.axis_types]
+    if explicit:
+        *inputs, output = subscripts.replace("->", ",").split(",")
+        sharded: dict[str, Any] = {}
+        for term, a in zip(inputs, (x, y), strict=True):
+            for axis, mesh_axis in zip(_axes(term, a.ndim), explicit_spec(a), strict=True):
+                sharded[axis] = sharded.get(axis) or mesh_axis
+        batch = sum(axis.startswith("batch") for axis in sharded) if "..." in output else 0
+        rank = batch + len(output.removeprefix("..."))
+        spec = PartitionSpec(*(sharded[axis] for axis in _axes(output, rank)))
+        options["out_sharding"] = NamedSharding(explicit[0], spec)
+    return jnp.einsum(subscripts, x, y, **options)
+
+
+def _axes(term: str, rank: int) -> list[str]:
+    """A name for each of the `rank` axes of an einsum's term; `...` is counted from its end."""
+    letters = term.removeprefix("...")
+    batch = rank - len(letters)
+    return [f"batch {i - batch}" for i in range(batch)] + list(letters)
 
 
 def axis_size(x: jax.Array, names: str | tuple[str, ...]) -> int:

@@ -1,0 +1,4 @@
+from jax_attn_bwd.ops.multi_head.api import multi_head_attention as multi_head_attention
+from jax_attn_bwd.ops.multi_head.api import multi_head_attention_bwd as multi_head_attention_bwd
+from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionGrads as MultiHeadAttentionGrads
+from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionParams as MultiHeadAttentionParams

@@ -1,0 +1,305 @@
+"""The multi-head attention layer: the public functions, their checks, and the custom_vjp."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd.ops.dot_product import api as dot_product
+from jax_attn_bwd.ops.multi_head import backward as layer_backward
+from jax_attn_bwd.ops.multi_head import forward as layer_forward
+from jax_attn_bwd.ops.multi_head.arguments import prepare
+from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
+from jax_attn_bwd.ops.multi_head.spec import (
+    ARRAYS,
+    DIFFERENTIABLE,
+    PARAMS,
+    MultiHeadAttentionGrads,
+    MultiHeadAttentionParams,
+    MultiHeadAttentionResidual,
+    Operands,
+    Options,
+    Residuals,
+    Wanted,
+)
+
+_NAME = "multi_head_attention"
+
+
+def multi_head_attention(
+    params: MultiHeadAttentionParams,
+    query: jax.Array,
+    key: jax.Array | None = None,
+    value: jax.Array | None = None,
+    *,
+    num_heads: int | None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    add_zero_attn: bool = False,
+    dropout_rate: float = 0.0,
+    out_dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    broadcast_dropout: bool = False,
+    add_residual: bool = False,
+    return_weights: bool = False,
+    average_weights: bool = False,
+    return_residual: bool = False,
+    save: str = "inputs",
+    implementation: str | None = None,
+) -> Any:
+    """The whole layer under one rule: projections, attention, output projection, both dropouts.
+
+        q = query W_q + b_q,   k = [key W_k + b_k; bias_k; 0],   v = [value W_v + b_v; bias_v; 0]
+        weights = softmax(scale * q k^T + bias, where visible)
+        out     = out_dropout(dropout(weights) v W_o + b_o) (+ query)
+
+    The appended rows, `bias_k`/`bias_v` and then zeros (`add_zero_attn`), are always attended. A kernel that
+    is None hands the input itself to every head.
+
+    Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value heads
+    (N a multiple of K), H head size, Hv value head size, Eq Ek Ev Eo widths, R appended rows, S' = S + R.
+
+    Args:
+      params: MultiHeadAttentionParams, each field an array or None; dtype of `query` (`sink`: any floating):
+        query_kernel `[Eq, N, H]`, query_bias `[N, H]`, key_kernel `[Ek, K, H]`, key_bias `[K, H]`,
+        value_kernel `[Ev, K, Hv]`, value_bias `[K, Hv]`, out_kernel `[N, Hv, Eo]` (None: heads side by side,
+        Eo = N * Hv), out_bias `[Eo]`, bias_k `[K, H]` with bias_v `[K, Hv]`, sink `[N]` (one more logit that
+        takes probability and returns nothing).
+      query: `[..., T, Eq]`, floating.
+      key: `[..., S, Ek]`, dtype of `query`; None = `query`.
+      value: `[..., S, Ev]`, dtype of `query`; None = `key`.
+      num_heads: N; needed where neither `query_kernel` nor `out_kernel` tells it.
+      bias: broadcasts to `[..., N, T, S]`, floating; added to the logits. -inf counts as masked.
+      mask: broadcasts to `[..., N, T, S]`, bool; True attends.
+      scale: Python float; default `1 / sqrt(H)`.
+      is_causal: a query sees keys up to its own index.
+      local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
+      add_zero_attn: append a key and a value of zeros.
+      dropout_rate: probability in [0, 1] of dropping an attention probability.
+      out_dropout_rate: probability of dropping an element of the output, after its bias, before `query`
+        is added.
+      dropout_key: one JAX random key of any type; required if a rate is > 0. Both masks are functions of
+        (key, batch, head, row, column) alone, the same under every sharding and whatever is saved.
+      dropout_offset: (batch, head, row, column) of this block in a global array, ints or traced; row and
+        column may be index arrays `[T]`, `[S']`.
+      broadcast_dropout: one mask of the probabilities for all batch entries and heads.
+      add_residual: add `query` to the output; Eo = Eq.
+      return_weights: return `(out, weights)`.
+      average_weights: with `return_weights`, their mean over the heads.
+      return_residual: append what `multi_head_attention_bwd` can be handed to spare the forward; no
+        gradient flows through it.
+      save: what is kept for the backward beside the inputs, the heads' output `[..., T, N, Hv]` and its
+        `lse`: "inputs" nothing (the projections are computed again), "qkv" the projected heads, "probs"
+        those and the T x S probabilities. The gradients are the same.
+      implementation: of the attention inside, as in `dot_product_attention`.
+
+    Returns:
+      out: `[..., T, Eo]`, dtype of `query`. A query that sees nothing gives the output bias.
+      weights: `[..., N, T, S']`, or `[..., T, S']` averaged, before dropout; a row that sees nothing is 0.
+        The sink is no column.
+
+    Gradients:
+      Every field of `params`, query, key, value and bias: exact, in the dtype and shape of the argument. Only what is
+      differentiated is computed. `out` and `weights` are differentiable, to second order and beyond: reverse
+      over reverse, forward over reverse, `jax.hessian`. Nothing of size T x S is formed, except for
+      `return_weights` and `save="probs"`. The heads' output and its lse carry the checkpoint names
+      "attention_out" and "attention_lse".
+      NaN in rows of query, key and value that see nothing, or that nothing sees, reaches no gradient and no other row's output.
+
+    Raises:
+      ValueError: shapes disagree, a bias stands without its kernel, or an option is out of range.
+      TypeError: an argument is of the wrong kind (float mask, mixed dtypes).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
+      >>> x, w_q, w_k, w_v = jax.random.normal(jax.random.key(0), (4, 16, 16))
+      >>> params = MultiHeadAttentionParams(
+      ...     query_kernel=w_q.reshape(16, 4, 4), key_kernel=w_k.reshape(16, 4, 4),
+      ...     value_kernel=w_v.reshape(16, 4, 4))
+      >>> grads = jax.grad(lambda p: multi_head_attention(p, x, is_causal=True).sum())(params)
+      >>> grads.key_kernel.shape, grads.out_kernel is None
+      ((16, 4, 4), True)
+
+    References:
+      Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.2.
+    """
+    options, operands = prepare(
+        _NAME, params, query, key, value, num_heads=num_heads, bias=bias, mask=mask, scale=scale,
+        is_causal=is_causal, local_window_size=local_window_size, add_zero_attn=add_zero_attn,
+        dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
+        dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
+        return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
+        save=save,
+    )  # fmt: skip
+    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
+    outputs = _layer((options, chosen.name), operands)
+    given = tuple(x for x in outputs if x is not None)
+    return given if len(given) > 1 else given[0]
+
+
+def multi_head_attention_bwd(
+    dout: jax.Array | None,
+    params: MultiHeadAttentionParams,
+    query: jax.Array,
+    key: jax.Array | None = None,
+    value: jax.Array | None = None,
+    *,
+    dweights: jax.Array | None = None,
+    residual: MultiHeadAttentionResidual | None = None,
+    wrt: Sequence[str] | None = None,
+    num_heads: int | None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    add_zero_attn: bool = False,
+    dropout_rate: float = 0.0,
+    out_dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    broadcast_dropout: bool = False,
+    add_residual: bool = False,
+    average_weights: bool = False,
+    save: str = "inputs",
+    implementation: str | None = None,
+) -> MultiHeadAttentionGrads:
+    """The backward of `multi_head_attention` as a plain function.
+
+    Args:
+      dout: `[..., T, Eo]`, cotangent of `out`, dtype of `query`; None = 0.
+      dweights: cotangent of the weights, shape and dtype of what `return_weights` (with or without
+        `average_weights`) returns; None = 0.
+      residual: what `multi_head_attention(..., return_residual=True)` appended for the same arguments;
+        None runs the forward again.
+      wrt: fields of `MultiHeadAttentionParams`, or "params" for all that are given, and of "query", "key",
+        "value", "bias"; default: all but `bias` that are given.
+      params, query, key, value and options: as in the forward call.
+
+    Returns:
+      MultiHeadAttentionGrads(params, query, key, value, bias), each with its argument's shape and dtype;
+      None where not asked. Where key (or value) is None, its share is in `query` (or `key`).
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `multi_head_attention`.
+
+    Example:
+      >>> import jax
+      >>> import jax_attn_bwd as jab
+      >>> x, dout, w = jax.random.normal(jax.random.key(0), (3, 16, 16))
+      >>> params = jab.MultiHeadAttentionParams(query_kernel=w.reshape(16, 4, 4), key_kernel=w.reshape(16, 4, 4),
+      ...                                       value_kernel=w.reshape(16, 4, 4))
+      >>> grads = jab.multi_head_attention_bwd(dout, params, x, wrt=("query", "key_kernel"))
+      >>> grads.query.shape, grads.params.key_kernel.shape, grads.params.query_kernel
+      ((16, 16), (16, 4, 4), None)
+    """
+    name = f"{_NAME}_bwd"
+    options, operands = prepare(
+        name, params, query, key, value, num_heads=num_heads, bias=bias, mask=mask, scale=scale,
+        is_causal=is_causal, local_window_size=local_window_size, add_zero_attn=add_zero_attn,
+        dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
+        dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
+        return_weights=dweights is not None or average_weights, average_weights=average_weights,
+        return_residual=True, save=save,
+    )  # fmt: skip
+    chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
+    run = partial(chosen.forward, options)
+    expected = jax.eval_shape(run, operands)
+    for argument, x, like, letters in (
+        ("dout", dout, expected.out, "[..., T, Eo]"),
+        ("dweights", dweights, expected.weights, "of the weights"),
+    ):
+        if x is not None:
+            x = checks.floating(name, argument, x)
+            checks.shape(name, argument, x, letters, like.shape)
+            checks.same_dtype(name, query=operands.query, **{argument: x})
+    if residual is None:
+        residual = run(operands).residual
+    elif jax.tree.map(jax.numpy.shape, residual) != jax.tree.map(
+        jax.numpy.shape, expected.residual
+    ):
+        got = jax.tree.map(jax.numpy.shape, residual)
+        expect = f"be what the forward of the same arguments and save={save!r} returned"
+        raise ValueError(checks.message(name, "residual", expect, got))
+    wanted = _wanted(name, operands, wrt)
+    residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
+    grads = chosen.backward(options, residuals, dout, dweights)
+    params = MultiHeadAttentionParams(**{n: grads.get(n) for n in PARAMS})
+    return MultiHeadAttentionGrads(params, **{n: grads.get(n) for n in ARRAYS})
+
+
+def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:
+    present = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
+    if wrt is None:
+        return set(present) - {"bias"}
+    names = set(checks.wanted(operator, wrt, ("params", *DIFFERENTIABLE), ["params", *present]))
+    return names - {"params"} | (set(PARAMS) & set(present) if "params" in names else set())
+
+
+def _around(attention: backend.Implementation) -> backend.Implementation:
+    """The layer around one implementation of dense attention."""
+
+    def supports(options: Options, operands: Operands) -> str | None:
+        inner = jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
+        return attention.supports(options.attention, inner)
+
+    return backend.Implementation(
+        attention.name,
+        partial(layer_forward.forward, attention),
+        partial(layer_backward.backward, attention),
+        attention.platform,
+        supports,
+    )
+
+
+IMPLEMENTATIONS = tuple(_around(attention) for attention in dot_product.IMPLEMENTATIONS)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer(static: tuple[Options, str], operands: Operands) -> tuple[Any, Any, Any]:
+    options, implementation = static
+    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    return result.out, result.weights, result.residual if options.return_residual else None
+
+
+def _fwd(static, operands):
+    options, implementation = static
+    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    out, weights, saved = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    saved = saved._replace(
+        out=checkpoint_name(saved.out, "attention_out"),
+        lse=checkpoint_name(saved.lse, "attention_lse"),
+        lse_low=checkpoint_name(saved.lse_low, "attention_lse"),
+    )
+    residuals = Residuals(operands, saved, Wanted(frozenset(wanted)))
+    return (out, weights, saved if options.return_residual else None), residuals
+
+
+def _bwd(static, residuals, cotangents):
+    options, implementation = static
+    zero = lambda x: x is None or isinstance(x, SymbolicZero)  # noqa: E731
+    if not all(zero(x) for x in jax.tree.leaves(cotangents[2], is_leaf=zero)):
+        raise NotImplementedError(
+            f"{_NAME}: the residual of return_residual has no gradient; differentiate out and weights"
+        )
+    dout, dweights = (None if zero(x) else x for x in cotangents[:2])
+    grads = backend.named(IMPLEMENTATIONS, implementation).backward(
+        options, residuals, dout, dweights
+    )
+    return (Operands(None)._replace(**grads),)
+
+
+_layer.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -1,0 +1,121 @@
+"""The appended rows, `bias_k/bias_v` and zero: keys that every query sees, folded into an attention over the others.
+
+Attention over S keys left (out, lse). With the logits x_r = scale <q, k_r> of R more keys
+
+    lse' = log(exp(lse) + sum_r exp(x_r)),   p_r = exp(x_r - lse')
+    out' = exp(lse - lse') out + sum_r z_r p_r v_r                    (z: dropout factors)
+
+so no key array grows by a row, and no mask by a column. Backward: see backward.py.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import einsum, reshard_like
+from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.multi_head import dropping
+from jax_attn_bwd.ops.multi_head.projections import matmul_over_rows
+from jax_attn_bwd.ops.multi_head.spec import Operands, Options
+
+
+class Rows(NamedTuple):
+    """Keys and values of the appended rows, float32 or wider."""
+
+    keys: jax.Array  # [R, K, H]
+    values: jax.Array  # [R, K, Hv]
+
+
+def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> Rows | None:
+    """The appended rows; None if there are none."""
+    found = []
+    for x, given in ((inner.key, operands.bias_k), (inner.value, operands.bias_v)):
+        dtype = accumulator_dtype(x.dtype)
+        parts = []
+        if given is not None:
+            given = jnp.broadcast_to(given, x.shape[-2:])
+            parts.append(reshard_like(given, x, (-2, None))[None].astype(dtype))
+        if options.add_zero_attn:
+            parts.append(jnp.zeros_like(x[(0,) * (x.ndim - 3)][:1], dtype))
+        if not parts:
+            return None
+        found.append(jnp.concatenate(parts))
+    return Rows(*found)
+
+
+def _logits(options: Options, q: jax.Array, rows: Rows) -> jax.Array:
+    """`[..., K, G, T, R]` for q `[..., K, G, T, H]`."""
+    return einsum("...kgth,rkh->...kgtr", q * options.attention.scale, rows.keys)
+
+
+def probabilities(
+    options: Options, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
+) -> jax.Array:
+    """The rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
+    G = inner.query.shape[-2] // inner.key.shape[-2]
+    x = _logits(options, tiles.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
+    low = 0 if result.lse_low is None else tiles.split_rows(result.lse_low, G)[..., None]
+    return jnp.exp((x - tiles.split_rows(result.lse, G)[..., None]) - low)
+
+
+def attend(
+    options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows,
+    result: dot_product.Result,
+) -> dot_product.Result:  # fmt: skip
+    """`result`, of the S keys alone, with the appended rows."""
+    G = inner.query.shape[-2] // inner.key.shape[-2]
+    dtype = rows.keys.dtype
+    x = _logits(options, tiles.split_heads(inner.query, G).astype(dtype), rows)
+    lse = tiles.split_rows(result.lse, G)
+    low = 0 if result.lse_low is None else tiles.split_rows(result.lse_low, G)
+    m = lax.stop_gradient(jnp.maximum(lse, x.max(-1)))
+    log_l = jnp.log(jnp.exp((lse - m) + low) + jnp.exp(x - m[..., None]).sum(-1))
+    total = m + log_l
+    total_low = lax.stop_gradient((m - total) + log_l)
+    p = jnp.exp((x - total[..., None]) - total_low[..., None])
+    z = dropping.of_rows(options, operands, inner, x.shape[-1])
+    share = jnp.exp(((lse - total) - total_low) + low)[..., None]
+    out = share * tiles.split_heads(result.out, G).astype(dtype)
+    out = out + einsum("...kgtr,rkh->...kgth", p if z is None else z * p, rows.values)
+    return dot_product.Result(
+        tiles.merge_heads(out).astype(result.out.dtype),
+        tiles.merge_rows(total), tiles.merge_rows(total_low),
+    )  # fmt: skip
+
+
+def probabilities(
+    options: Options, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
+) -> jax.Array:
+    """The rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
+    G = inner.query.shape[-2] // inner.key.shape[-2]
+    x = _logits(options, tiles.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
+    low = 0 if result.lse_low is None else tiles.split_rows(result.lse_low, G)[..., None]
+    return jnp.exp((x - tiles.split_rows(result.lse, G)[..., None]) - low)
+
+
+def gradients(
+    options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows, p: jax.Array,
+    dout: jax.Array, dp: Any, delta: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(dkeys [R, K, H], dvalues [R, K, Hv], dq [..., K, G, T, H]).
+
+    Args:
+      p: `[..., K, G, T, R]`, the rows' probabilities.
+      dout: `[..., K, G, T, Hv]`, cotangent of the attention's output.
+      dp: cotangent of `p` itself, or 0.
+      delta: `[..., K, G, T, 1]`.
+    """
+    q = tiles.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(p.dtype)
+    z = dropping.of_rows(options, operands, inner, p.shape[-1])
+    through_v = einsum("...kgth,rkh->...kgtr", dout, rows.values)
+    dp = dp + (through_v if z is None else z * through_v)  # (7)
+    dx = options.attention.scale * p * (dp - delta)  # (9)
+    return (
+        matmul_over_rows("kgtr", "kgth", "rkh", dx, q),
+        matmul_over_rows("kgtr", "kgth", "rkh", p if z is None else z * p, dout),
+        einsum("...kgtr,rkh->...kgth", dx, rows.keys),
+    )

@@ -1,0 +1,217 @@
+"""From the arguments of a call to checked `Options` and `Operands`."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_attn_bwd._core import checks, dropout, masks, sharding
+from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.multi_head.spec import (
+    PARAMS,
+    SAVE,
+    MultiHeadAttentionParams,
+    Operands,
+    Options,
+)
+
+_SHAPES = {
+    "query_kernel": ("Eq", "N", "H"), "query_bias": ("N", "H"),
+    "key_kernel": ("Ek", "K", "H"), "key_bias": ("K", "H"),
+    "value_kernel": ("Ev", "K", "Hv"), "value_bias": ("K", "Hv"),
+    "out_kernel": ("N", "Hv", "Eo"), "out_bias": ("Eo",),
+    "bias_k": ("K", "H"), "bias_v": ("K", "Hv"), "sink": ("N",),
+}  # fmt: skip
+_WIDTHS = {"query_kernel": "query", "key_kernel": "key", "value_kernel": "value"}
+
+
+class _Size(NamedTuple):
+    """A size and where it comes from."""
+
+    value: Any
+    source: str
+
+
+def prepare(
+    operator: str, params, query, key, value, *, num_heads, bias, mask, scale, is_causal,
+    local_window_size, add_zero_attn, dropout_rate, out_dropout_rate, dropout_key, dropout_offset,
+    broadcast_dropout, add_residual, return_weights, average_weights, return_residual, save,
+) -> tuple[Options, Operands]:  # fmt: skip
+    """Checks every argument of `multi_head_attention`; raises as its docstring says."""
+    params = _params(operator, params)
+    given = {"query": query, "key": key, "value": value}
+    inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
+    if "query" not in inputs:
+        raise TypeError(checks.message(operator, "query", "be a floating-point array", None))
+    narrow = {n: x for n, x in params._asdict().items() if x is not None and n != "sink"}
+    checks.same_dtype(operator, **inputs, **narrow)
+    query = inputs["query"]
+    operands = Operands(**inputs, **params._asdict())
+    sizes = _sizes(operator, params, operands, num_heads)
+    *batch, T, _ = query.shape
+    S = operands.inputs[1].shape[-2]
+    N = sizes["N"].value
+
+    def plane(argument, x):
+        extra = (
+            x.ndim - len(batch) - 3
+        )  # `jax.nn` wants axes of size 1 here where there is no batch
+        x = x.reshape(x.shape[extra:]) if extra > 0 and x.shape[:extra] == (1,) * extra else x
+        checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S))
+        return x
+
+    if bias is not None:
+        bias = plane("bias", checks.floating(operator, "bias", bias))
+    if mask is not None:
+        mask = plane("mask", checks.boolean_mask(operator, mask))
+    flags = {
+        "is_causal": is_causal, "add_zero_attn": add_zero_attn, "add_residual": add_residual,
+        "return_weights": return_weights, "average_weights": average_weights,
+        "return_residual": return_residual, "broadcast_dropout": broadcast_dropout,
+    }  # fmt: skip
+    flags = {name: checks.flag(operator, name, x) for name, x in flags.items()}
+    if flags["average_weights"] and not flags["return_weights"]:
+        expected = "be given together with return_weights=True"
+        raise ValueError(
+            checks.message(operator, "average_weights", expected, "return_weights=False")
+        )
+    H, Eo = sizes["H"].value, sizes["Eo"].value
+    if flags["add_residual"] and Eo != query.shape[-1]:
+        expected = f"have the width {query.shape[-1]} of query, to which it is added"
+        raise ValueError(checks.message(operator, "the output, with add_residual,", expected, Eo))
+    attention = dot_product.Options(
+        scale=_scale(operator, scale, H),
+        is_causal=flags["is_causal"],
+        window=masks.window(operator, local_window_size),
+        dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
+        broadcast_dropout=flags["broadcast_dropout"],
+    )
+    options = Options(
+        attention, N, flags["add_zero_attn"],
+        checks.rate(operator, "out_dropout_rate", out_dropout_rate), flags["add_residual"],
+        flags["return_weights"], flags["average_weights"],
+        checks.choice(operator, "save", save, SAVE), flags["return_residual"],
+    )  # fmt: skip
+    words = offset = None
+    if attention.dropout_rate > 0 or options.out_dropout_rate > 0:
+        if dropout_key is None:
+            rates = f"dropout_rate = {attention.dropout_rate}, out_dropout_rate = {options.out_dropout_rate}"
+            expected = f"be given when {rates}"
+            raise ValueError(
+                checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
+            )
+        words = dropout.key_words(operator, dropout_key)
+        rows = (params.bias_k is not None) + options.add_zero_attn
+        offset = dropout.offset(operator, dropout_offset, T, S + rows)
+    operands = operands._replace(bias=bias, mask=mask, dropout_words=words, dropout_offset=offset)
+    _check_explicit_sharding(operator, operands)
+    return options, operands
+
+
+def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
+    if not isinstance(params, MultiHeadAttentionParams):
+        got = type(params).__name__
+        raise TypeError(checks.message(operator, "params", "be a MultiHeadAttentionParams", got))
+    checked = {}
+    for name, x in params._asdict().items():
+        if x is not None:
+            checked[name] = x = checks.floating(operator, f"params.{name}", x)
+            letters = _SHAPES[name]
+            if x.ndim != len(letters):
+                expected = f"have shape [{', '.join(letters)}]"
+                raise ValueError(checks.message(operator, f"params.{name}", expected, x.shape))
+    for piece in ("query", "key", "value", "out"):
+        if f"{piece}_bias" in checked and f"{piece}_kernel" not in checked:
+            expected = f"be None where params.{piece}_kernel is None"
+            got = f"shape {checked[f'{piece}_bias'].shape}"
+            raise ValueError(checks.message(operator, f"params.{piece}_bias", expected, got))
+    for one, other in (("bias_k", "bias_v"), ("bias_v", "bias_k")):
+        if one in checked and other not in checked:
+            expected = (
+                f"be given together with params.{one}: together they are one key and its value"
+            )
+            raise ValueError(checks.message(operator, f"params.{other}", expected, None))
+    return MultiHeadAttentionParams(**checked)
+
+
+def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _Size]:
+    """The size of every shape letter; raises where two sources disagree."""
+    sizes: dict[str, _Size] = {}
+
+    def settle(letter: str, value: Any, source: str) -> None:
+        known = sizes.setdefault(letter, _Size(value, source))
+        if known.value != value:
+            expected = f"have {letter} = {known.value}, as {known.source}"
+            raise ValueError(checks.message(operator, source, expected, value))
+
+    *batch, _, _ = _rank(operator, "query", operands.query, "[..., T, Eq]").shape
+    inputs = dict(zip(_WIDTHS.values(), operands.inputs, strict=True))
+    for name, letters in (("key", "[..., S, Ek]"), ("value", "[..., S, Ev]")):
+        x = _rank(operator, name, inputs[name], letters)
+        S = inputs["key"].shape[-2]
+        checks.shape(operator, name, x, letters, (*batch, S, x.shape[-1]))
+    for name, source in _WIDTHS.items():
+        if getattr(params, name) is not None:
+            settle(_SHAPES[name][0], inputs[source].shape[-1], source)
+    if num_heads is not None:
+        if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
+            raise ValueError(checks.message(operator, "num_heads", "be a positive int", num_heads))
+        settle("N", num_heads, "num_heads")
+    # A missing kernel hands the input to every head: its width is the head size.
+    if params.query_kernel is None:
+        settle("H", inputs["query"].shape[-1], "query, which has no kernel,")
+    for name, x in params._asdict().items():
+        if x is not None:
+            for letter, n in zip(_SHAPES[name], x.shape, strict=True):
+                settle(letter, n, f"params.{name}")
+    if params.key_kernel is None:
+        settle("H", inputs["key"].shape[-1], "key, which has no kernel,")
+    if params.value_kernel is None:
+        settle("Hv", inputs["value"].shape[-1], "value, which has no kernel,")
+    if "N" not in sizes:
+        expected = "be given where neither query nor the output is projected"
+        raise ValueError(checks.message(operator, "num_heads", expected, None))
+    K = sizes.setdefault("K", _Size(1, "one key head for all queries")).value
+    N = sizes["N"].value
+    if K < 1 or N % K:
+        expected = "be a positive multiple of the key heads K"
+        remedy = f"{sizes['K'].source} has K = {K}"
+        raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
+    sizes.setdefault("Eo", _Size(N * sizes["Hv"].value, "heads * value size"))
+    return sizes
+
+
+def _rank(operator: str, argument: str, x: jax.Array, letters: str) -> jax.Array:
+    if x.ndim < 2:
+        raise ValueError(checks.message(operator, argument, f"have shape {letters}", x.shape))
+    return x
+
+
+def _scale(operator: str, scale: Any, H: int) -> float:
+    if scale is None:
+        return H**-0.5 if H else 1.0
+    remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
+    return checks.python_float(operator, "scale", scale, remedy)
+
+
+def _check_explicit_sharding(operator: str, operands: Operands) -> None:
+    """On an Explicit mesh: batch, heads and Eo may be sharded; sequences and contracted widths may not."""
+    for name, x in zip(("query", "key", "value"), operands.inputs, strict=True):
+        spec = sharding.explicit_spec(x)
+        if spec[-2] is not None or spec[-1] is not None:
+            expected = "not be sharded along its sequence or its width"
+            remedy = "reshard it; inside jax.shard_map a sequence axis needs a ring"
+            raise ValueError(checks.message(operator, name, expected, spec, remedy))
+        if spec[:-2] != (first := sharding.explicit_spec(operands.query))[:-2]:
+            expected = f"be sharded like query, {first}, in its batch axes"
+            raise ValueError(checks.message(operator, name, expected, spec, "reshard it"))
+    for name in PARAMS:
+        x = getattr(operands, name)
+        if x is not None:
+            letters = _SHAPES[name]
+            for letter, axis in zip(letters, sharding.explicit_spec(x), strict=True):
+                if axis is not None and letter not in ("N", "K", "Eo"):
+                    expected = "not be sharded along its widths; heads may be"
+                    got = sharding.explicit_spec(x)
+                    raise ValueError(
+                        checks.message(operator, f"params.{name}", expected, got, "reshard it")
+                    )

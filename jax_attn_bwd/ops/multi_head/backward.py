@@ -1,0 +1,213 @@
+"""Backward of the multi-head attention layer: derivation, then the three stages that undo the forward.
+
+The forward, z_o and z the factors of the two dropouts, P the weights over S' keys (with the appended rows):
+
+    q = x_q W_q + b_q,   k = [x_k W_k + b_k; bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]        (1)
+    P = softmax(scale q k^T + bias, where visible; with the sink)                               (2)
+    a = (z * P) v                                                                               (3)
+    out = z_o * (a W_o + b_o) + x_q                                                             (4)
+
+Given cotangents dout of (4) and dP of (2):
+
+    dy = z_o * dout,   dx_q = dout from the last term of (4)                                    (5)
+    db_o = sum dy,   dW_o = a^T dy,   da = dy W_o^T                         from (4)            (6)
+    dp_ts = z_ts <da_t, v_s> + dP_ts                                        from (3), (2)       (7)
+    delta_t = sum_s P_ts dp_ts = <da_t, a_t> + sum_s P_ts dP_ts                                 (8)
+    dlogits = P (dp - delta)                                                from (2)            (9)
+
+(9) is linear in the cotangents, so dense attention's backward does the part of da tile by tile: it knows P from
+lse over all S' keys, and is handed dlse = - sum_s P_ts dP_ts, which makes its delta that of (8). What remains is
+
+    dlogits += P dP                              on whole planes, where the weights have a cotangent     (10)
+    (7) to (9) and the products with q, k, v     for the R appended rows, O(T) work                      (11)
+
+    dW_q = x_q^T dq,   db_q = sum dq,   dx_q += dq W_q^T;   k, v alike      from (1)            (12)
+
+An input that has no kernel was handed to every head: its gradient is the sum over heads. Queries, keys and
+values are computed again from the inputs, unless `save` kept them.
+
+References:
+  Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.2: (1) to (4).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.backend import Implementation
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
+from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.multi_head import appended, dropping, whole
+from jax_attn_bwd.ops.multi_head.projections import (
+    attention_operands,
+    matmul,
+    matmul_over_rows,
+    project,
+    without_poison,
+)
+from jax_attn_bwd.ops.multi_head.spec import Operands, Options, Residuals, Wanted
+
+_INPUTS = ("query", "key", "value")
+
+
+def backward(
+    attention: Implementation, options: Options, residuals: Residuals, dout: Any, dweights: Any
+) -> dict[str, jax.Array]:
+    """Gradients of the operands in `residuals.wanted`, by name; a cotangent that is None is zero."""
+    operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
+    clean, live = _clean(options, operands)
+    heads = project(options, clean) if saved.heads is None else saved.heads
+    inner = attention_operands(clean, heads)
+    through = _attention_wanted(operands, wanted)
+    result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
+
+    grads, da, dlse, parts = _undo_output(
+        options, Wanted(through), residuals, inner, live, dout, dweights
+    )
+    tiled = through & {"sink"} if options.save == "probs" else through
+    if tiled:
+        rest = dot_product.Residuals(inner, result, Wanted(tiled))
+        found = attention.backward(options.attention, rest, da, dlse)._asdict()
+        parts = _sum(parts, {name: x for name, x in found.items() if x is not None})
+    return _undo_projections(options, residuals, clean, grads, parts)
+
+
+@partial(jax.jit, static_argnums=(0,))
+def _clean(options: Options, operands: Operands) -> tuple[Operands, Any]:
+    return without_poison(options, operands)
+
+
+def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[str]:
+    """The operands of dense attention whose gradients those in `wanted` need."""
+    found = set(wanted & {"bias", "sink"})
+    for name, source in zip(_INPUTS, _sources(operands), strict=True):
+        if wanted & {source, f"{name}_kernel", f"{name}_bias"}:
+            found.add(name)
+    return frozenset(found)
+
+
+def _sources(operands: Operands) -> tuple[str, str, str]:
+    """The arguments that queries, keys and values are projected from."""
+    key = "query" if operands.key is None else "key"
+    return "query", key, key if operands.value is None else "value"
+
+
+def _sum(parts: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    total = dict(parts)
+    for name, x in more.items():
+        total[name] = total[name] + x.astype(total[name].dtype) if name in total else x
+    return total
+
+
+@partial(jax.jit, static_argnums=(0,))
+def _undo_output(options, through, residuals, inner, live, dout, dweights):
+    """(5) to (8), (10), (11): (gradients, da, dlse, parts of the gradients of dense attention's operands)."""
+    operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
+    through = through.names
+    dtype = accumulator_dtype(saved.out.dtype)
+    grads: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    a = saved.out
+    if dout is None:
+        da = jnp.zeros_like(a)
+    else:
+        if options.add_residual and "query" in wanted:
+            grads["query"] = dout.astype(dtype)  # (5)
+        factors = dropping.of_output(options, operands, dout.astype(dtype))
+        dy = dout if factors is None else (dout * factors).astype(dout.dtype)
+        if "out_bias" in wanted:
+            grads["out_bias"] = reduce_to(dy.astype(dtype), dy.shape[-1:])  # (6)
+        if live is not None:  # a = 0 there, and dy may be anything
+            dy = jnp.where(
+                live.reshape((1,) * (dy.ndim - 1 - live.ndim) + live.shape)[..., None], dy, 0
+            )
+        if operands.out_kernel is None:
+            da = dy.reshape(a.shape)
+        else:
+            if "out_kernel" in wanted:
+                grads["out_kernel"] = matmul_over_rows("tnh", "to", "nho", a, dy)  # (6)
+            da = matmul("...to,nho->...tnh", dy, operands.out_kernel).astype(a.dtype)  # (6)
+
+    rows = appended.rows(options, operands, inner)
+    probs_wanted = dweights is not None or (options.save == "probs" and through - {"sink"})
+    if rows is None and not probs_wanted:
+        return grads, da, None, parts
+
+    K = inner.key.shape[-2]
+    G, S = inner.query.shape[-2] // K, inner.key.shape[-3]
+    split = tiles.split_heads(da, G).astype(dtype)
+    a = tiles.split_heads(a, G).astype(dtype)
+    delta = (split * a).sum(-1)  # (8)
+    result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
+    p = p_rows = None
+    if probs_wanted:
+        p = saved.probs
+        p = whole.probabilities(options, inner, result) if p is None else p.astype(dtype)
+    if rows is not None:
+        p_rows = appended.probabilities(options, inner, rows, result)
+    dp, dp_rows, dlse = 0, 0, None
+    if dweights is not None:
+        dweights = dweights.astype(dtype)
+        if options.average_weights:
+            dweights = jnp.broadcast_to(
+                dweights[..., None, :, :] / options.num_heads,
+                (*p.shape[:-4], K * G, *dweights.shape[-2:]),
+            )
+        dweights = dweights.reshape(*dweights.shape[:-3], K, G, *dweights.shape[-2:])
+        dp, dp_rows = dweights[..., :S], dweights[..., S:]
+        dlse = -(p * jnp.where(p == 0, 0, dp)).sum(-1)
+        if rows is not None:
+            dlse = dlse - (p_rows * dp_rows).sum(-1)
+        delta = delta - dlse
+    delta = delta[..., None]
+    if rows is not None:
+        dkeys, dvalues, dq = appended.gradients(
+            options, operands, inner, rows, p_rows, split, dp_rows, delta
+        )  # (11)
+        grads |= {"bias_k": dkeys[0], "bias_v": dvalues[0]} if operands.bias_k is not None else {}
+        parts["query"] = tiles.merge_heads(dq)
+    if probs_wanted:
+        saved_probs = options.save == "probs"
+        planes = whole.gradients(
+            options, inner, through, p, split if saved_probs else None, dp,
+            delta if saved_probs else 0,
+        )  # fmt: skip
+        parts = _sum(parts, planes)  # (10)
+    return grads, da, None if dlse is None else tiles.merge_rows(dlse), parts
+
+
+@partial(jax.jit, static_argnums=(0,))
+def _undo_projections(options, residuals, clean, grads, parts):
+    """(12), and every gradient in the type of its argument."""
+    operands, wanted = residuals.operands, residuals.wanted.names
+    grads = dict(grads)
+    for name, source, x in zip(_INPUTS, _sources(operands), clean.inputs, strict=True):
+        if name not in parts:
+            continue
+        dy, kernel = parts[name].astype(x.dtype), getattr(operands, f"{name}_kernel")
+        dtype = accumulator_dtype(x.dtype)
+        if f"{name}_bias" in wanted:
+            grads[f"{name}_bias"] = reduce_to(dy.astype(dtype), dy.shape[-2:])
+        if f"{name}_kernel" in wanted:
+            grads[f"{name}_kernel"] = matmul_over_rows("te", "tnh", "enh", x, dy)
+        if source in wanted:
+            if kernel is None:
+                dx = dy.astype(dtype).sum(-2)
+            else:
+                dx = matmul("...tnh,enh->...te", dy, kernel)
+            grads = _sum(grads, {source: dx})
+    grads |= {name: parts[name] for name in ("bias", "sink") if name in parts}
+    return {
+        name: match_type(_like(grads[name], getattr(operands, name)), getattr(operands, name))
+        for name in wanted
+    }
+
+
+def _like(grad: jax.Array, primal: jax.Array) -> jax.Array:
+    """Rows that were handed to several heads get the sum of their gradients."""
+    return grad if grad.shape == primal.shape else reduce_to(grad, primal.shape)

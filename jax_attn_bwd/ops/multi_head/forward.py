@@ -1,0 +1,64 @@
+"""Forward of the multi-head attention layer: project, attend, append, project.
+
+q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
+z, lse = attention(q, k, v)             tile by tile: dense attention's own forward, portable or kernel
+z, lse = with the appended rows         appended.py
+out    = dropout(z W_o + b_o) + x_q
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.backend import Implementation
+from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.multi_head import appended, whole
+from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, project
+from jax_attn_bwd.ops.multi_head.spec import (
+    Heads,
+    MultiHeadAttentionResidual,
+    Operands,
+    Options,
+    Result,
+)
+
+
+def forward(attention: Implementation, options: Options, operands: Operands) -> Result:
+    """The output, the weights if they are asked for, and what the backward needs."""
+    heads = project(options, operands)
+    inner = attention_operands(operands, heads)
+    result = attention.forward(options.attention, inner)
+    return _finish(options, operands, inner, result)
+
+
+@partial(jax.jit, static_argnums=(0,))
+def _finish(
+    options: Options, operands: Operands, inner: dot_product.Operands, result: dot_product.Result
+) -> Result:
+    rows = appended.rows(options, operands, inner)
+    if rows is not None:
+        result = appended.attend(options, operands, inner, rows, result)
+    weights = probs = None
+    if options.return_weights or options.save == "probs":
+        p = whole.probabilities(options, inner, result)
+        if options.return_weights:
+            p_rows = None if rows is None else appended.probabilities(options, inner, rows, result)
+            weights = _weights(options, p, p_rows).astype(operands.query.dtype)
+        if options.save == "probs":
+            probs = p.astype(operands.query.dtype)
+    heads = None if options.save == "inputs" else Heads(inner.query, inner.key, inner.value)
+    residual = MultiHeadAttentionResidual(*result, heads, probs)
+    out = output(options, operands, result.out)
+    return tie(Result(out, weights, residual), operands)
+
+
+def _weights(options: Options, p: jax.Array, p_rows: Any) -> jax.Array:
+    """`[..., N, T, S']`, or their mean over N."""
+    if p_rows is not None:
+        p = jnp.concatenate([p, p_rows], -1)
+    *batch, K, G, T, S = p.shape
+    p = p.reshape(*batch, K * G, T, S)
+    return p.mean(-3) if options.average_weights else p

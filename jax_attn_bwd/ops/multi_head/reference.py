@@ -1,0 +1,77 @@
+"""THE DEFINITION of the multi-head attention layer: whole matrices, plain jnp, any dtype.
+
+q = x_q W_q + b_q,   k = [x_k W_k + b_k; bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]
+logits = scale * q k^T (+ bias, where visible, on the S columns that are not appended)
+weights = exp(logits) / (sum exp(logits) + exp(sink))                         [..., N, T, S']
+out = dropout(dropout(weights) v W_o + b_o) + x_q
+"""
+
+import jax.numpy as jnp
+
+
+def multi_head_attention(
+    params, query, key=None, value=None, *, num_heads=None, bias=None, mask=None, scale=None,
+    is_causal=False, local_window_size=None, add_zero_attn=False, add_residual=False,
+    average_weights=False, keep=None, keep_factor=1.0, out_keep=None, out_keep_factor=1.0,
+):  # fmt: skip
+    """(out, weights) of `multi_head_attention`; `keep` [..., N, T, S'] and `out_keep` [..., T, Eo]."""
+    p = params
+    key = query if key is None else key
+    value = key if value is None else value
+
+    def project(x, kernel, offset):
+        if kernel is None:
+            return x[..., None, :]
+        y = jnp.einsum("...te,enh->...tnh", x, kernel)
+        return y if offset is None else y + offset
+
+    def heads(x):  # [..., K, H] -> [..., N, H]
+        return jnp.repeat(x, N // x.shape[-2], axis=-2)
+
+    def append(x, row):
+        return jnp.concatenate([x, jnp.broadcast_to(row, (*x.shape[:-3], 1, *x.shape[-2:]))], -3)
+
+    q = project(query, p.query_kernel, p.query_bias)
+    N = num_heads if p.query_kernel is None else q.shape[-2]
+    q = heads(q)
+    k = heads(project(key, p.key_kernel, p.key_bias))
+    v = heads(project(value, p.value_kernel, p.value_bias))
+    (T, H), S = (q.shape[-3], q.shape[-1]), k.shape[-3]
+    if p.bias_k is not None:
+        k, v = append(k, heads(p.bias_k)), append(v, heads(p.bias_v))
+    if add_zero_attn:
+        k, v = append(k, jnp.zeros((), k.dtype)), append(v, jnp.zeros((), v.dtype))
+    logits = (H**-0.5 if scale is None else scale) * jnp.einsum("...tnh,...snh->...nts", q, k)
+
+    row, column = jnp.arange(T)[:, None], jnp.arange(S)
+    visible = jnp.ones((*logits.shape[:-1], S), bool)
+    if mask is not None:
+        visible &= mask
+    if bias is not None:
+        visible &= bias > -jnp.inf
+        logits = logits.at[..., :S].add(jnp.where(bias > -jnp.inf, bias, 0).astype(logits.dtype))
+    if is_causal:
+        visible &= column <= row
+    if local_window_size is not None:
+        left, right = jnp.broadcast_to(jnp.asarray(local_window_size), (2,))
+        visible &= (row - column <= left) & (column - row <= right)
+    appended = jnp.ones((*visible.shape[:-1], k.shape[-3] - S), bool)
+    terms = jnp.where(jnp.concatenate([visible, appended], -1), logits, -jnp.inf)
+    if p.sink is not None:
+        sink = jnp.broadcast_to(p.sink[:, None, None], (*terms.shape[:-1], 1))
+        terms = jnp.concatenate([terms, sink.astype(terms.dtype)], -1)
+    top = terms.max(-1, keepdims=True, initial=-jnp.inf)
+    terms = jnp.exp(terms - jnp.where(jnp.isfinite(top), top, 0))
+    total = terms.sum(-1, keepdims=True)
+    weights = terms[..., : logits.shape[-1]] / jnp.where(total == 0, 1, total)
+
+    dropped = weights if keep is None else jnp.where(keep, weights * keep_factor, 0)
+    out = jnp.einsum("...nts,...snh->...tnh", dropped, v)
+    if p.out_kernel is None:
+        out = out.reshape(*out.shape[:-2], -1)
+    else:
+        out = jnp.einsum("...tnh,nho->...to", out, p.out_kernel)
+        out = out if p.out_bias is None else out + p.out_bias
+    out = out if out_keep is None else jnp.where(out_keep, out * out_keep_factor, 0)
+    out = out + query if add_residual else out
+    return out, weights.mean(-3) if average_weights else weights

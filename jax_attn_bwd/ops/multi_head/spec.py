@@ -1,0 +1,126 @@
+"""Shapes, options and residuals of the multi-head attention layer.
+
+Shape letters: `...` any number of batch axes, T query length, S key length, N query heads, K key/value
+heads, G = N / K, H query/key head size, Hv value head size, Eq, Ek, Ev, Eo widths of query, key, value
+and output, R appended key/value rows (0 to 2), S' = S + R.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_attn_bwd._core import dropout
+from jax_attn_bwd.ops.dot_product import spec as dot_product
+
+SAVE = ("inputs", "qkv", "probs")
+Wanted = dot_product.Wanted
+
+
+class MultiHeadAttentionParams(NamedTuple):
+    """The parameters of `multi_head_attention`; None = that piece is absent."""
+
+    query_kernel: Any = None  # [Eq, N, H]
+    query_bias: Any = None  # [N, H]
+    key_kernel: Any = None  # [Ek, K, H]
+    key_bias: Any = None  # [K, H]
+    value_kernel: Any = None  # [Ev, K, Hv]
+    value_bias: Any = None  # [K, Hv]
+    out_kernel: Any = None  # [N, Hv, Eo]
+    out_bias: Any = None  # [Eo]
+    bias_k: Any = None  # [K, H], one more key, after the projected ones
+    bias_v: Any = None  # [K, Hv], its value
+    sink: Any = None  # [N], one more logit, without a value
+
+
+PARAMS = MultiHeadAttentionParams._fields
+ARRAYS = ("query", "key", "value", "bias")
+DIFFERENTIABLE = (*PARAMS, *ARRAYS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the answer and is known at trace time, and what is saved."""
+
+    attention: dot_product.Options
+    num_heads: int
+    add_zero_attn: bool = False
+    out_dropout_rate: float = 0.0
+    add_residual: bool = False
+    return_weights: bool = False
+    average_weights: bool = False
+    save: str = "inputs"
+    return_residual: bool = False
+
+
+class Operands(NamedTuple):
+    """Every array of a call; None = not given."""
+
+    query: Any  # [..., T, Eq]
+    key: Any = None  # [..., S, Ek]; None = query
+    value: Any = None  # [..., S, Ev]; None = key
+    bias: Any = None  # broadcasts to [..., N, T, S]
+    mask: Any = None  # bool, likewise
+    query_kernel: Any = None
+    query_bias: Any = None
+    key_kernel: Any = None
+    key_bias: Any = None
+    value_kernel: Any = None
+    value_bias: Any = None
+    out_kernel: Any = None
+    out_bias: Any = None
+    bias_k: Any = None
+    bias_v: Any = None
+    sink: Any = None
+    dropout_words: jax.Array | None = None  # uint32 [2]
+    dropout_offset: dropout.Offset | None = None  # column is [] or [S']
+
+    @property
+    def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What is projected to queries, keys and values."""
+        key = self.query if self.key is None else self.key
+        return self.query, key, key if self.value is None else self.value
+
+
+class Heads(NamedTuple):
+    """The projected inputs."""
+
+    query: jax.Array  # [..., T, N, H]
+    key: jax.Array  # [..., S, K, H]
+    value: jax.Array  # [..., S, K, Hv]
+
+
+class MultiHeadAttentionResidual(NamedTuple):
+    """What a forward leaves for the backward, beside its inputs."""
+
+    out: jax.Array  # [..., T, N, Hv], before the output projection
+    lse: jax.Array  # [..., T, N], over keys, appended rows and sink
+    lse_low: jax.Array | None  # [..., T, N], what rounding took from lse; None = 0
+    heads: Heads | None  # save = "qkv" and "probs"
+    probs: jax.Array | None  # [..., K, G, T, S], save = "probs"
+
+
+class Result(NamedTuple):
+    """What a forward computes."""
+
+    out: jax.Array  # [..., T, Eo]
+    weights: jax.Array | None  # [..., N, T, S'] or [..., T, S']
+    residual: MultiHeadAttentionResidual
+
+
+class Residuals(NamedTuple):
+    """What the rule keeps."""
+
+    operands: Operands
+    residual: MultiHeadAttentionResidual
+    wanted: Wanted
+
+
+class MultiHeadAttentionGrads(NamedTuple):
+    """Gradients of `multi_head_attention`, each with its argument's shape and dtype; None = not asked."""
+
+    params: MultiHeadAttentionParams
+    query: jax.Array | None = None
+    key: jax.Array | None = None
+    value: jax.Array | None = None
+    bias: jax.Array | None = None
