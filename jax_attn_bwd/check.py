@@ -62,8 +62,20 @@ def evaluate(
     function: Any, operator: Operator, arrays: Arrays, options: Mapping, cts: tuple
 ) -> dict[str, np.ndarray]:
     """Outputs and gradients of `function`, by name: `out`, ..., `dquery`, ..."""
-    run = value_and_gradients(function, operator.differentiated(arrays), arrays, options)
-    outputs, gradients = run(cts)
+    return _by_name(operator, *_run(function, operator, options)(arrays, cts))
+
+
+def _run(function: Any, operator: Operator, options: Mapping) -> Any:
+    """`(arrays, cts) -> (outputs, {name: gradient})`."""
+
+    def run(arrays, cts):
+        names = operator.differentiated(arrays)
+        return value_and_gradients(function, names, arrays, options)(cts)
+
+    return run
+
+
+def _by_name(operator: Operator, outputs: tuple, gradients: dict) -> dict[str, np.ndarray]:
     named = dict(zip(operator.outputs, outputs, strict=True))
     named |= {f"d{name}": gradient for name, gradient in gradients.items()}
     return {name: np.asarray(x.astype(accumulator_dtype(x.dtype))) for name, x in named.items()}
@@ -83,11 +95,13 @@ def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> 
     arrays, options = case.arrays(dtype), dict(case.options)
     with jax.enable_x64(True):
         exact = {name: cast(x, "float64") for name, x in arrays.items()}
-        zeros = [jnp.zeros(x.shape) for x in operator.reference(**exact, **options)]
-        outputs = evaluate(operator.reference, operator, exact, options, tuple(zeros))
+        define = jax.jit(_run(operator.reference, operator, options))
+        zeros = jax.eval_shape(lambda: operator.reference(**exact, **options))
+        zeros = tuple(jnp.zeros(x.shape) for x in zeros)
+        outputs = _by_name(operator, *define(exact, zeros))
         cts = _finite_cotangents(operator, outputs)
         cts = tuple(cast(cast(ct, dtype), "float64") for ct in cts)  # representable in dtype
-        expected = evaluate(operator.reference, operator, exact, options, cts)
+        expected = _by_name(operator, *define(exact, cts))
     cts = tuple(cast(np.asarray(ct), dtype) for ct in cts)
     plain = (
         {} if dtype == "float64" else evaluate(operator.reference, operator, arrays, options, cts)

@@ -26,16 +26,19 @@ def collectives(compiled) -> dict[str, int]:
 
 
 def budget(operator, case, arrays, names, shape) -> int:
-    """One for each gradient that was broadcast over a split axis, one for tile bounds, else none."""
+    """One for each gradient that was broadcast over a split axis, and each output that is a sum over split
+    heads; one for tile bounds; else none.
+    """
     split = {axis for axis, n in zip("bh", shape, strict=True) if n > 1}
     summed = [name for name in names if split - set(spec(operator, name, arrays[name]))]
-    return len(summed) + ("bounds" in case.tags and "b" in split)
+    outputs = len(operator.sums_over_heads) if "h" in split else 0
+    return len(summed) + outputs + ("bounds" in case.tags and "b" in split)
 
 
-def spec(operator, name, x) -> P:
+def spec(operator, name, x, split="BN") -> P:
     """Batch axes over "b", head axes over "h"; axes of size 1 are not split."""
     letters = operator.axes[name][-x.ndim :] if x.ndim else ""
-    mesh_axis = {"B": "b", "N": "h"}
+    mesh_axis = {letter: {"B": "b", "N": "h"}[letter] for letter in split}
     return P(*(mesh_axis.get(c) if n > 1 else None for c, n in zip(letters, x.shape, strict=True)))
 
 
@@ -106,20 +109,26 @@ def test_shard_map_with_checked_replication(operator, implementation, case):
     expected_out, _ = step({k: v for k, v in arrays.items() if v is not None}, cts)
     cts = finite(cts, expected_out)
     expected = step({k: v for k, v in arrays.items() if v is not None}, cts)
+    split = (
+        "B" if operator.sums_over_heads else "BN"
+    )  # the sum over shards of heads is the caller's
     mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
 
     def local(arrays, cts):
         if "dropout_offset" in arrays:  # a shard does not know where it lies: the caller tells it
             batch, heads = arrays["query"].shape[0], arrays["query"].shape[2]
+            heads = heads if "N" in split else 0
             offset = (jax.lax.axis_index("b") * batch, jax.lax.axis_index("h") * heads, 0, 0)
             arrays = {**arrays, "dropout_offset": offset}
         return step(arrays, cts)
 
     specs = {
-        name: P() if name not in operator.axes or x is None else spec(operator, name, x)
+        name: P() if name not in operator.axes or x is None else spec(operator, name, x, split)
         for name, x in arrays.items()
     }
-    cts_specs = tuple(spec(operator, n, ct) for n, ct in zip(operator.outputs, cts, strict=True))
+    cts_specs = tuple(
+        spec(operator, n, ct, split) for n, ct in zip(operator.outputs, cts, strict=True)
+    )
     out_specs = (dict(zip(operator.outputs, cts_specs, strict=True)), {n: specs[n] for n in names})
     sharded = jax.jit(
         jax.shard_map(
@@ -132,7 +141,8 @@ def test_shard_map_with_checked_replication(operator, implementation, case):
     for name in names:
         assert_close(gradients[name], expected[1][name], 1e-12, name)
     counted = collectives(sharded.lower(arrays, cts).compile())
-    summed = [name for name in names if {"b", "h"} - set(specs[name])]
+    axes = {"b", "h"} if "N" in split else {"b"}
+    summed = [name for name in names if axes - set(specs[name])]
     assert sum(counted.values()) <= len(summed), counted
 
 

@@ -52,7 +52,8 @@ def test_vmap_over_every_subset_of_operands(operator, implementation, case):
         return dict(zip(operator.outputs, out, strict=True)), pullback(cts)[0]
 
     single = jax.jit(step)
-    for size in range(1, len(arrays) + 1):
+    n = len(arrays)
+    for size in range(1, n + 1) if n < 6 else (1, n - 1, n):
         for names in itertools.combinations(arrays, size):
             inputs = {n: stacked[n] if n in names else x for n, x in arrays.items()}
             axes = ({n: 0 if n in names else None for n in arrays},)

@@ -55,6 +55,7 @@ class Operator:
       cases: named inputs.
       axes: `{argument or output: letters of its axes}`, right-aligned; B and N are batch and heads.
       backward_wrt: the gradients that `backward` offers.
+      sums_over_heads: outputs that are sums over heads: shards of heads hold shares of them.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Operator:
     cases: tuple[Case, ...]
     axes: Mapping[str, str]
     backward_wrt: tuple[str, ...]
+    sums_over_heads: tuple[str, ...] = ()
 
     def tagged(self, *tags: str) -> Iterator[Case]:
         """The cases that have any of `tags`."""

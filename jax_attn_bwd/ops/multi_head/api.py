@@ -107,12 +107,13 @@ def multi_head_attention(
         The sink is no column.
 
     Gradients:
-      Every field of `params`, query, key, value and bias: exact, in the dtype and shape of the argument. Only what is
-      differentiated is computed. `out` and `weights` are differentiable, to second order and beyond: reverse
+      Every field of `params`, query, key, value and bias: exact, in the dtype and shape of the argument.
+      Only what is differentiated is computed. `out` and `weights` are differentiable, to second order and beyond: reverse
       over reverse, forward over reverse, `jax.hessian`. Nothing of size T x S is formed, except for
       `return_weights` and `save="probs"`. The heads' output and its lse carry the checkpoint names
       "attention_out" and "attention_lse".
-      NaN in rows of query, key and value that see nothing, or that nothing sees, reaches no gradient and no other row's output.
+      NaN in rows of query, key and value that see nothing, or that nothing sees, reaches no gradient and no
+      other row's output.
 
     Raises:
       ValueError: shapes disagree, a bias stands without its kernel, or an option is out of range.
@@ -200,8 +201,8 @@ def multi_head_attention_bwd(
       >>> import jax
       >>> import jax_attn_bwd as jab
       >>> x, dout, w = jax.random.normal(jax.random.key(0), (3, 16, 16))
-      >>> params = jab.MultiHeadAttentionParams(query_kernel=w.reshape(16, 4, 4), key_kernel=w.reshape(16, 4, 4),
-      ...                                       value_kernel=w.reshape(16, 4, 4))
+      >>> w = w.reshape(16, 4, 4)
+      >>> params = jab.MultiHeadAttentionParams(query_kernel=w, key_kernel=w, value_kernel=w)
       >>> grads = jab.multi_head_attention_bwd(dout, params, x, wrt=("query", "key_kernel"))
       >>> grads.query.shape, grads.params.key_kernel.shape, grads.params.query_kernel
       ((16, 16), (16, 4, 4), None)

@@ -1,4 +1,4 @@
-"""The appended rows, `bias_k/bias_v` and zero: keys that every query sees, folded into an attention over the others.
+"""The appended rows, `bias_k/bias_v` and zero: keys that every query sees, beside an attention over the others.
 
 Attention over S keys left (out, lse). With the logits x_r = scale <q, k_r> of R more keys
 
@@ -50,16 +50,6 @@ def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> R
 def _logits(options: Options, q: jax.Array, rows: Rows) -> jax.Array:
     """`[..., K, G, T, R]` for q `[..., K, G, T, H]`."""
     return einsum("...kgth,rkh->...kgtr", q * options.attention.scale, rows.keys)
-
-
-def probabilities(
-    options: Options, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
-) -> jax.Array:
-    """The rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
-    G = inner.query.shape[-2] // inner.key.shape[-2]
-    x = _logits(options, tiles.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
-    low = 0 if result.lse_low is None else tiles.split_rows(result.lse_low, G)[..., None]
-    return jnp.exp((x - tiles.split_rows(result.lse, G)[..., None]) - low)
 
 
 def attend(

@@ -15,11 +15,11 @@ Given cotangents dout of (4) and dP of (2):
     delta_t = sum_s P_ts dp_ts = <da_t, a_t> + sum_s P_ts dP_ts                                 (8)
     dlogits = P (dp - delta)                                                from (2)            (9)
 
-(9) is linear in the cotangents, so dense attention's backward does the part of da tile by tile: it knows P from
-lse over all S' keys, and is handed dlse = - sum_s P_ts dP_ts, which makes its delta that of (8). What remains is
+(9) is linear in the cotangents, so dense attention's backward does the part of da tile by tile: it knows P
+from lse over all S' keys, and is handed dlse = - sum_s P_ts dP_ts, which makes its delta that of (8). Left are
 
-    dlogits += P dP                              on whole planes, where the weights have a cotangent     (10)
-    (7) to (9) and the products with q, k, v     for the R appended rows, O(T) work                      (11)
+    dlogits += P dP                              on whole planes, where the weights have a cotangent  (10)
+    (7) to (9) and the products with q, k, v     for the R appended rows, O(T) work                   (11)
 
     dW_q = x_q^T dq,   db_q = sum dq,   dx_q += dq W_q^T;   k, v alike      from (1)            (12)
 
@@ -32,13 +32,13 @@ References:
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.backend import Implementation
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product import tiles
@@ -107,78 +107,86 @@ def _sum(parts: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> dict[
 @partial(jax.jit, static_argnums=(0,))
 def _undo_output(options, through, residuals, inner, live, dout, dweights):
     """(5) to (8), (10), (11): (gradients, da, dlse, parts of the gradients of dense attention's operands)."""
-    operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
-    through = through.names
-    dtype = accumulator_dtype(saved.out.dtype)
-    grads: dict[str, Any] = {}
-    parts: dict[str, Any] = {}
-    a = saved.out
-    if dout is None:
-        da = jnp.zeros_like(a)
-    else:
-        if options.add_residual and "query" in wanted:
-            grads["query"] = dout.astype(dtype)  # (5)
-        factors = dropping.of_output(options, operands, dout.astype(dtype))
-        dy = dout if factors is None else (dout * factors).astype(dout.dtype)
-        if "out_bias" in wanted:
-            grads["out_bias"] = reduce_to(dy.astype(dtype), dy.shape[-1:])  # (6)
-        if live is not None:  # a = 0 there, and dy may be anything
-            dy = jnp.where(
-                live.reshape((1,) * (dy.ndim - 1 - live.ndim) + live.shape)[..., None], dy, 0
-            )
-        if operands.out_kernel is None:
-            da = dy.reshape(a.shape)
-        else:
-            if "out_kernel" in wanted:
-                grads["out_kernel"] = matmul_over_rows("tnh", "to", "nho", a, dy)  # (6)
-            da = matmul("...to,nho->...tnh", dy, operands.out_kernel).astype(a.dtype)  # (6)
+    saved = residuals.residual
+    grads: dict[str, jax.Array] = {}
+    da = jnp.zeros_like(saved.out)
+    if dout is not None:
+        grads, da = _undo_output_projection(options, residuals, live, dout)
+    rows = appended.rows(options, residuals.operands, inner)
+    if rows is None and dweights is None and options.save != "probs":
+        return grads, da, None, {}
 
-    rows = appended.rows(options, operands, inner)
-    probs_wanted = dweights is not None or (options.save == "probs" and through - {"sink"})
-    if rows is None and not probs_wanted:
-        return grads, da, None, parts
-
-    K = inner.key.shape[-2]
-    G, S = inner.query.shape[-2] // K, inner.key.shape[-3]
-    split = tiles.split_heads(da, G).astype(dtype)
-    a = tiles.split_heads(a, G).astype(dtype)
-    delta = (split * a).sum(-1)  # (8)
     result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
-    p = p_rows = None
-    if probs_wanted:
-        p = saved.probs
-        p = whole.probabilities(options, inner, result) if p is None else p.astype(dtype)
+    groups = inner.query.shape[-2] // inner.key.shape[-2]
+    dtype = accumulator_dtype(da.dtype)
+    dz, a = (tiles.split_heads(x, groups).astype(dtype) for x in (da, saved.out))
+    delta = (dz * a).sum(-1, keepdims=True)  # (8)
+    p, dp = _Parts(None, None), _Parts(0, 0)
+    if dweights is not None or options.save == "probs":
+        known = saved.probs
+        known = whole.probabilities(options, inner, result) if known is None else known
+        p = p._replace(keys=known.astype(dtype))
     if rows is not None:
-        p_rows = appended.probabilities(options, inner, rows, result)
-    dp, dp_rows, dlse = 0, 0, None
+        p = p._replace(rows=appended.probabilities(options, inner, rows, result))
+    dlse = None
     if dweights is not None:
-        dweights = dweights.astype(dtype)
-        if options.average_weights:
-            dweights = jnp.broadcast_to(
-                dweights[..., None, :, :] / options.num_heads,
-                (*p.shape[:-4], K * G, *dweights.shape[-2:]),
-            )
-        dweights = dweights.reshape(*dweights.shape[:-3], K, G, *dweights.shape[-2:])
-        dp, dp_rows = dweights[..., :S], dweights[..., S:]
-        dlse = -(p * jnp.where(p == 0, 0, dp)).sum(-1)
-        if rows is not None:
-            dlse = dlse - (p_rows * dp_rows).sum(-1)
-        delta = delta - dlse
-    delta = delta[..., None]
-    if rows is not None:
+        dp = _cotangents_of_weights(options, inner, dweights.astype(dtype))
+        minus = -sum((x * d).sum(-1) for x, d in zip(p, dp, strict=True) if x is not None)
+        delta, dlse = delta - minus[..., None], tiles.merge_rows(minus)
+
+    parts: dict[str, jax.Array] = {}
+    if rows is not None:  # (11)
         dkeys, dvalues, dq = appended.gradients(
-            options, operands, inner, rows, p_rows, split, dp_rows, delta
-        )  # (11)
-        grads |= {"bias_k": dkeys[0], "bias_v": dvalues[0]} if operands.bias_k is not None else {}
-        parts["query"] = tiles.merge_heads(dq)
-    if probs_wanted:
-        saved_probs = options.save == "probs"
-        planes = whole.gradients(
-            options, inner, through, p, split if saved_probs else None, dp,
-            delta if saved_probs else 0,
-        )  # fmt: skip
-        parts = _sum(parts, planes)  # (10)
-    return grads, da, None if dlse is None else tiles.merge_rows(dlse), parts
+            options, residuals.operands, inner, rows, p.rows, dz, dp.rows, delta
+        )
+        grads |= {"bias_k": dkeys[0], "bias_v": dvalues[0]}
+        parts = {"query": tiles.merge_heads(dq)}
+    if options.save == "probs":
+        planes = whole.gradients(options, inner, through.names, p.keys, dz, dp.keys, delta)
+        parts = _sum(parts, planes)
+    elif dweights is not None:  # (10)
+        planes = whole.gradients(options, inner, through.names, p.keys, None, dp.keys, 0)
+        parts = _sum(parts, planes)
+    return grads, da, dlse, parts
+
+
+class _Parts(NamedTuple):
+    """Something of the S keys, and of the rows appended after them."""
+
+    keys: Any  # [..., K, G, T, S]
+    rows: Any  # [..., K, G, T, R]
+
+
+def _undo_output_projection(options, residuals, live, dout):
+    """(5), (6): ({name: gradient}, da)."""
+    operands, wanted, a = residuals.operands, residuals.wanted.names, residuals.residual.out
+    dtype = accumulator_dtype(a.dtype)
+    grads = {}
+    if options.add_residual and "query" in wanted:
+        grads["query"] = dout.astype(dtype)  # (5)
+    factors = dropping.of_output(options, operands, dout.astype(dtype))
+    dy = dout if factors is None else (dout * factors).astype(dout.dtype)
+    if "out_bias" in wanted:
+        grads["out_bias"] = reduce_to(dy.astype(dtype), dy.shape[-1:])  # (6)
+    if live is not None:  # where a = 0 because nothing is seen, dy may be anything
+        dy = jnp.where(to_rank(live, dy.ndim - 1)[..., None], dy, 0)
+    if operands.out_kernel is None:
+        return grads, dy.reshape(a.shape)
+    if "out_kernel" in wanted:
+        grads["out_kernel"] = matmul_over_rows("tnh", "to", "nho", a, dy)  # (6)
+    return grads, matmul("...to,nho->...tnh", dy, operands.out_kernel).astype(a.dtype)  # (6)
+
+
+def _cotangents_of_weights(options, inner, dweights):
+    """That of the returned weights, `[..., N, T, S']` or averaged `[..., T, S']`, by keys and rows."""
+    *batch, T, N, _ = inner.query.shape
+    S, K, _ = inner.key.shape[-3:]
+    if options.average_weights:
+        dweights = dweights[..., None, None, :, :] / N
+        dweights = jnp.broadcast_to(dweights, (*batch, K, N // K, *dweights.shape[-2:]))
+    else:
+        dweights = dweights.reshape(*batch, K, N // K, *dweights.shape[-2:])
+    return _Parts(whole.where_seen(options, inner, dweights[..., :S]), dweights[..., S:])
 
 
 @partial(jax.jit, static_argnums=(0,))
@@ -196,10 +204,8 @@ def _undo_projections(options, residuals, clean, grads, parts):
         if f"{name}_kernel" in wanted:
             grads[f"{name}_kernel"] = matmul_over_rows("te", "tnh", "enh", x, dy)
         if source in wanted:
-            if kernel is None:
-                dx = dy.astype(dtype).sum(-2)
-            else:
-                dx = matmul("...tnh,enh->...te", dy, kernel)
+            lone = kernel is None  # then x itself was every head
+            dx = dy.astype(dtype).sum(-2) if lone else matmul("...tnh,enh->...te", dy, kernel)
             grads = _sum(grads, {source: dx})
     grads |= {name: parts[name] for name in ("bias", "sink") if name in parts}
     return {

@@ -12,7 +12,7 @@ from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
 
-_OUT = (0x6F757470, 0x75740000)  # tells the output's draws from those of the probabilities
+OUT = (0x6F757470, 0x75740000)  # tells the output's draws from those of the probabilities
 
 
 def of_keys(options: Options, inner: dot_product.Operands) -> jax.Array | None:
@@ -52,7 +52,7 @@ def of_output(options: Options, operands: Operands, out: jax.Array) -> jax.Array
     words = operands.dropout_words
     assert words is not None  # checked with the arguments
     *batch, T, Eo = out.shape
-    constant = (jnp.uint32(_OUT[0]), jnp.uint32(_OUT[1]))
+    constant = (jnp.uint32(OUT[0]), jnp.uint32(OUT[1]))
     words = jnp.stack(dropout.threefry((words[0], words[1]), constant))
     zero = jnp.uint32(0)
     offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)

@@ -57,7 +57,7 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
     """What dense attention over the projected keys, without the appended rows, is handed."""
     batch = range(heads.query.ndim - 3)
     q, offset = heads.query, operands.dropout_offset
-    planes = (
+    bias, mask = (
         None if x is None else reshard_like(x, q, (*batch, -2, None, None))
         for x in (operands.bias, operands.mask)
     )
@@ -65,8 +65,9 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
     if offset is not None and offset.column.ndim:
         offset = offset._replace(column=offset.column[: heads.key.shape[-3]])
     return dot_product.Operands(
-        *heads, *planes, sink, dropout_words=operands.dropout_words, dropout_offset=offset
-    )
+        *heads, bias=bias, mask=mask, sink=sink,
+        dropout_words=operands.dropout_words, dropout_offset=offset,
+    )  # fmt: skip
 
 
 def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
@@ -89,7 +90,7 @@ def visible(options: Options, operands: Any, T: Any, S: Any) -> jax.Array | np.n
 
     `operands` has `mask` and `bias`. NumPy where shapes alone tell.
     """
-    index = np.arange if isinstance(T, int) and isinstance(S, int) else jnp.arange
+    index: Any = np.arange if isinstance(T, int) and isinstance(S, int) else jnp.arange
     row, column = index(T, dtype=np.int32)[:, None], index(S, dtype=np.int32)[None]
     band = masks.in_band(row, column, options.attention.is_causal, options.attention.window)
     bias = None if operands.bias is None else operands.bias > -jnp.inf

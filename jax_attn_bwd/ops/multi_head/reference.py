@@ -12,9 +12,9 @@ import jax.numpy as jnp
 def multi_head_attention(
     params, query, key=None, value=None, *, num_heads=None, bias=None, mask=None, scale=None,
     is_causal=False, local_window_size=None, add_zero_attn=False, add_residual=False,
-    average_weights=False, keep=None, keep_factor=1.0, out_keep=None, out_keep_factor=1.0,
+    average_weights=False, factors=1.0, out_factors=1.0,
 ):  # fmt: skip
-    """(out, weights) of `multi_head_attention`; `keep` [..., N, T, S'] and `out_keep` [..., T, Eo]."""
+    """(out, weights) of `multi_head_attention`; dropout `factors` [..., N, T, S'] and `out_factors` [..., T, Eo]."""
     p = params
     key = query if key is None else key
     value = key if value is None else value
@@ -65,13 +65,11 @@ def multi_head_attention(
     total = terms.sum(-1, keepdims=True)
     weights = terms[..., : logits.shape[-1]] / jnp.where(total == 0, 1, total)
 
-    dropped = weights if keep is None else jnp.where(keep, weights * keep_factor, 0)
-    out = jnp.einsum("...nts,...snh->...tnh", dropped, v)
+    out = jnp.einsum("...nts,...snh->...tnh", weights * factors, v)
     if p.out_kernel is None:
         out = out.reshape(*out.shape[:-2], -1)
     else:
         out = jnp.einsum("...tnh,nho->...to", out, p.out_kernel)
         out = out if p.out_bias is None else out + p.out_bias
-    out = out if out_keep is None else jnp.where(out_keep, out * out_keep_factor, 0)
-    out = out + query if add_residual else out
+    out = out * out_factors + (query if add_residual else 0)
     return out, weights.mean(-3) if average_weights else weights

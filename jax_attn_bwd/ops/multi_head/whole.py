@@ -55,6 +55,12 @@ def probabilities(
     return jnp.exp((logits - lse[..., None]) - low[..., None])
 
 
+def where_seen(options: Options, inner: dot_product.Operands, plane: jax.Array) -> jax.Array:
+    """`plane [..., K, G, T, S]`, 0 where a query does not see a key."""
+    sees = _working(options, inner)[3]
+    return plane if sees is None else jnp.where(sees, plane, 0)
+
+
 def gradients(
     options: Options, inner: dot_product.Operands, wanted: Iterable[str], p: jax.Array,
     dout: jax.Array | None, dp: Any, delta: Any,
