@@ -2,6 +2,7 @@
 
 from jax_attn_bwd import compat as compat
 from jax_attn_bwd._core.backend import explain as explain
+from jax_attn_bwd.layers.attention_fn import attention_fn as attention_fn
 from jax_attn_bwd.ops.deformable import (
     MultiScaleDeformableAttentionGrads as MultiScaleDeformableAttentionGrads,
 )

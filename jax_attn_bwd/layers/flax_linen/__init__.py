@@ -6,3 +6,7 @@ from jax_attn_bwd.layers.flax_linen.deformable import (
 from jax_attn_bwd.layers.flax_linen.graph import GATConv as GATConv
 from jax_attn_bwd.layers.flax_linen.graph import GATv2Conv as GATv2Conv
 from jax_attn_bwd.layers.flax_linen.graph import TransformerConv as TransformerConv
+from jax_attn_bwd.layers.flax_linen.multi_head import MultiHeadAttention as MultiHeadAttention
+from jax_attn_bwd.layers.flax_linen.multi_head import (
+    MultiHeadDotProductAttention as MultiHeadDotProductAttention,
+)

@@ -1,0 +1,187 @@
+"""`jax_attn_bwd.attention_fn`: what the attention layers of Flax call between their projections."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.layers.multi_head import boolean_mask, promote
+from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.ops.softmax import scaled_masked_softmax
+
+_NAME = "attention_fn"
+
+
+# Each name is spelled out: linen reads the signature, and hands nothing to **kwargs.
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    *,
+    force_fp32_for_softmax: bool = False,
+    is_causal: bool = False,
+    input_positions: jax.Array | None = None,
+    rope: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+) -> jax.Array:
+    """`dot_product_attention` for `attention_fn=` of Flax's layers, linen and NNX.
+
+        nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_attn_bwd.attention_fn)
+        nnx.MultiHeadAttention(8, 64, attention_fn=jax_attn_bwd.attention_fn, decode=False, rngs=rngs)
+
+    What these layers do not pass on, bind: `functools.partial(attention_fn, bias=bias, is_causal=True)`.
+
+    Differs from the attention of Flax in that a query which sees nothing gives 0, not a mean over hidden
+    keys, and that no T x S array is formed or kept, unless weights are sown.
+
+    Shapes: ... batch, T query length, S key length, N heads, K key heads (N a multiple of K), H, Hv sizes.
+
+    Args:
+      query: `[..., T, N, H]`.
+      key: `[..., S, K, H]`.
+      value: `[..., S, K, Hv]`.
+      bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
+      mask: broadcasts to `[..., N, T, S]`, **bool**, True = attend: `dtype=bool` in the mask helpers of
+        Flax. Only with T = 1, for which decoding in Flax makes float32 masks, may it be of zeros and ones;
+        other numbers then are an error, or, where they are traced, NaN in the output.
+      broadcast_dropout: one dropout mask for batch and heads, Flax's default.
+      dropout_rng: random key, required with dropout.
+      dropout_rate: probability of dropping an attention probability.
+      deterministic: True = no dropout.
+      dtype: of the computation and the output; None = what query, key and value promote to.
+      precision: of the matrix products.
+      module: the layer that sows the weights `[..., N, T, S]` before dropout: to "intermediates" from linen,
+        to `nnx.Intermediate` from NNX. None = not sown.
+      force_fp32_for_softmax: either way the softmax is computed in float32, or float64 for float64.
+      is_causal: a query sees keys up to its own index.
+      input_positions: positions that are handed to `rope`.
+      rope: rotary embedding of queries and keys, `(x [..., L, H], input_positions) -> x`: an `nnx.RoPE`.
+      local_window_size, implementation: as in `dot_product_attention`.
+      promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
+
+    Returns:
+      `[..., T, N, Hv]`.
+
+    Gradients:
+      query, key, value, bias: as in `dot_product_attention`. Sown weights are differentiable.
+
+    Raises:
+      TypeError: a float mask, or another argument of the wrong kind.
+      ValueError: shapes disagree, dropout without a key, or positions without `rope`.
+      NotImplementedError: an einsum of the caller's.
+
+    Example:
+      >>> import jax
+      >>> from flax import linen as nn
+      >>> from jax_attn_bwd import attention_fn
+      >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn)
+      >>> x = jax.random.normal(jax.random.key(0), (1, 5, 8), "float32")
+      >>> mask = nn.make_causal_mask(x[..., 0], dtype=bool)
+      >>> out, variables = layer.init_with_output(jax.random.key(1), x, mask=mask)
+      >>> out.shape
+      (1, 5, 8)
+    """
+    given = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    for name, einsum in given.items():
+        if einsum is not None:
+            remedy = "the weights it would multiply are never formed; use Flax's own attention"
+            got = getattr(einsum, "__name__", type(einsum).__name__)
+            raise NotImplementedError(checks.message(_NAME, name, "be None", got, remedy))
+    if promote_dtype is None:
+        query, key, value = promote(dtype, query, key, value)
+    else:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    query, key = _rotated(rope, input_positions, query, key)
+    mask, sound = _attends(mask, query)
+    checks.flag(_NAME, "force_fp32_for_softmax", force_fp32_for_softmax)
+    drops = not checks.flag(_NAME, "deterministic", deterministic)
+    drops = checks.rate(_NAME, "dropout_rate", dropout_rate) > 0 and drops
+    if drops and dropout_rng is None:
+        expected = f"be given for dropout_rate = {dropout_rate} with deterministic=False"
+        raise ValueError(checks.message(_NAME, "dropout_rng", expected, None))
+    band: dict[str, Any] = dict(is_causal=is_causal, local_window_size=local_window_size)
+    out = dot_product_attention(
+        query, key, value, bias, mask, **band, dropout_rate=dropout_rate if drops else 0.0,
+        dropout_key=dropout_rng if drops else None, broadcast_dropout=broadcast_dropout,
+        precision=precision, implementation=implementation,
+    )  # fmt: skip
+    if module is not None:
+        _sow(module, _weights(query, key, bias, mask, precision, **band))
+    return out if sound is None else jnp.where(sound, out, jnp.nan)
+
+
+def _rotated(rope: Any, positions: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    if rope is None:
+        if positions is not None:
+            expected = "be given together with rope, which turns queries and keys by them"
+            remedy = "bind it: functools.partial(attention_fn, rope=nnx.RoPE())"
+            got = f"shape {jnp.shape(positions)} and rope=None"
+            raise ValueError(checks.message(_NAME, "input_positions", expected, got, remedy))
+        return arrays
+    rotate = jax.vmap(lambda x: rope(x, positions), in_axes=-2, out_axes=-2)
+    return tuple(rotate(x).astype(x.dtype) for x in arrays)
+
+
+def _attends(mask: Any, query: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """(the mask as booleans, whether its numbers were zeros and ones; None if it is boolean)."""
+    numbers = checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.floating)
+    if not numbers or query.ndim < 3 or query.shape[-3] != 1:
+        return boolean_mask(_NAME, mask), None
+    sound = ((mask == 0) | (mask == 1)).all()
+    if not isinstance(sound, jax.core.Tracer) and not sound:
+        boolean_mask(_NAME, mask)  # raises
+    return jnp.asarray(mask != 0), sound
+
+
+def _weights(
+    query: jax.Array, key: jax.Array, bias: Any, mask: Any, precision: Any, **band: Any
+) -> jax.Array:
+    """`[..., N, T, S]`, dtype of `query`."""
+    *batch, T, N, H = query.shape
+    S, K = key.shape[-3:-1]
+    wide = accumulator_dtype(query.dtype)
+    grouped = query.astype(wide).reshape(*batch, T, K, N // K, H)
+    logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key.astype(wide), precision=precision)
+    logits = logits.reshape(*batch, N, T, S)
+    bias, mask = (
+        # Flax gives inputs without a batch axis masks with one.
+        None if x is None else x.reshape(x.shape[max(0, x.ndim - logits.ndim) :])
+        for x in (bias, mask)
+    )
+    weights = scaled_masked_softmax(logits, mask, scale=H**-0.5, bias=bias, **band)
+    return weights.astype(query.dtype)
+
+
+def _sow(module: Any, weights: jax.Array) -> None:
+    """Stores `weights` as Flax's own attention does; a module of a framework shows that it is imported."""
+    linen, nnx = (sys.modules.get(f"flax.{api}") for api in ("linen", "nnx"))
+    if linen is not None and isinstance(module, linen.Module):
+        module.sow("intermediates", "attention_weights", weights)
+    elif nnx is not None and isinstance(module, nnx.Module):
+        module.sow(nnx.Intermediate, "attention_weights", weights)
+    else:
+        expected = "be the Flax module that sows the weights, of linen or NNX"
+        raise TypeError(checks.message(_NAME, "module", expected, type(module).__name__))

@@ -1,0 +1,142 @@
+"""Multi-head attention as an Equinox module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers.multi_head import attend, boolean_mask, promote
+from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
+
+_NAME = "MultiheadAttention"
+
+
+class MultiheadAttention(eqx.nn.MultiheadAttention):
+    """`equinox.nn.MultiheadAttention` as one rule over the whole layer, `jax_attn_bwd.multi_head_attention`.
+
+    Every argument of Equinox's, the same leaves in the same order and the same initial values: change the
+    import, and `equinox.tree_deserialise_leaves` loads a checkpoint. Without a batch axis, as Equinox's; for
+    a batch use `jax.vmap`. With `process_heads`, or projections other than `equinox.nn.Linear`, it runs the
+    projections around `jax_attn_bwd.dot_product_attention`.
+
+    Differs from Equinox's in that masks must be boolean, and that a query which sees nothing gives the output
+    bias, not a mean over hidden keys. Dropout draws other masks than Equinox's for the same key.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd.layers.equinox import MultiheadAttention
+      >>> layer = MultiheadAttention(2, 8, is_causal=True, key=jax.random.key(0))
+      >>> x = jax.random.normal(jax.random.key(1), (5, 8))
+      >>> layer(x, x, x).shape
+      (5, 8)
+    """
+
+    is_causal: bool = eqx.field(static=True)
+    local_window_size: int | tuple[int, int] | None = eqx.field(static=True)
+    save: str = eqx.field(static=True)
+    implementation: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *args: Any,
+        is_causal: bool = False,
+        local_window_size: int | tuple[int, int] | None = None,
+        save: str = "inputs",
+        implementation: str | None = None,
+        **kwargs: Any,
+    ):
+        """Makes the layer.
+
+        Args:
+          num_heads, query_size, ...: all of `equinox.nn.MultiheadAttention`, by position or by name.
+          is_causal: a query sees keys up to its own index; no mask is formed.
+          local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
+          save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
+            `jax_attn_bwd.multi_head_attention`, where that runs.
+          implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
+        """
+        super().__init__(*args, **kwargs)
+        self.is_causal = is_causal
+        self.local_window_size = local_window_size
+        self.save = save
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key_: jax.Array,
+        value: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
+        """As Equinox's, with a bias.
+
+        Args:
+          query: `[T, query_size]`.
+          key_: `[S, key_size]`.
+          value: `[S, value_size]`.
+          mask: `[T, S]` or `[N, T, S]`, **bool**, True = attend.
+          key: a PRNG key for dropout; not needed without it.
+          inference: True = no dropout; None takes the attribute, which `equinox.nn.inference_mode` sets.
+          deterministic: Equinox's older name for `inference`.
+          process_heads: from query, key and value heads, `[T or S, N, size]`, to others of the same shapes.
+          bias: broadcasts to `[N, T, S]`, floating; added to the logits.
+
+        Returns:
+          `[T, output_size]`.
+
+        Raises:
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
+        """
+        if query.ndim != 2:
+            expected, remedy = "have shape [T, query_size]", "for a batch use jax.vmap"
+            raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
+        inference = deterministic if deterministic is not None else inference
+        inference = self.dropout.inference if inference is None else inference
+        drops = not inference and self.dropout.p != 0
+        if drops and key is None:
+            expected = "be given while there is dropout"
+            remedy = "pass inference=True or use equinox.nn.inference_mode"
+            raise ValueError(checks.message(_NAME, "key", expected, None, remedy))
+        options: dict[str, Any] = dict(
+            mask=boolean_mask(_NAME, mask), bias=bias, is_causal=self.is_causal,
+            local_window_size=self.local_window_size, implementation=self.implementation,
+            dropout_rate=self.dropout.p if drops else 0.0, dropout_key=key if drops else None,
+        )  # fmt: skip
+        linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
+        if process_heads is None and all(type(x) is eqx.nn.Linear for x in linears):
+            return attend(self._params(), query, key_, value, save=self.save, **options)
+        inputs = zip(linears, (query, key_, value), strict=False)
+        heads = tuple(self._project(linear, x) for linear, x in inputs)
+        if process_heads is not None:
+            shapes = [x.shape for x in heads]
+            heads = process_heads(*heads)
+            if [x.shape for x in heads] != shapes:
+                got = [x.shape for x in heads]
+                raise ValueError(
+                    checks.message(_NAME, "process_heads", f"keep the shapes {shapes}", got)
+                )
+        out = dot_product_attention(*promote(None, *heads), **options)
+        return jax.vmap(self.output_proj)(out.reshape(len(out), -1))
+
+    def _params(self) -> MultiHeadAttentionParams:
+        """Weights are `[out, in]` in Equinox, the rows of a head side by side."""
+        params: list[Any] = []
+        for linear in (self.query_proj, self.key_proj, self.value_proj):
+            heads = linear.weight.reshape(self.num_heads, -1, linear.weight.shape[-1])
+            bias = None if linear.bias is None else linear.bias.reshape(self.num_heads, -1)
+            params += [heads.transpose(2, 0, 1), bias]
+        weight, bias = self.output_proj.weight, self.output_proj.bias
+        params += [weight.T.reshape(self.num_heads, -1, weight.shape[0]), bias]
+        return MultiHeadAttentionParams(*params)
+
+
+MultiHeadAttention = MultiheadAttention

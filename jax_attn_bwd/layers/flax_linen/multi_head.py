@@ -1,0 +1,227 @@
+"""Multi-head attention as a Flax linen module."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import meta
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers.attention_fn import attention_fn
+from jax_attn_bwd.layers.multi_head import attend, boolean_mask, within_window
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
+
+_own_attention = attention_fn
+
+
+class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+    """`flax.linen.MultiHeadDotProductAttention` with this package's attention and its backward.
+
+    Every attribute and call argument of Flax's, the same parameters, initial values, rng streams and cache:
+    change the import, and a checkpoint loads. It runs `jax_attn_bwd.multi_head_attention`, one rule over the
+    whole layer. With `decode`, `normalize_qk`, `sow_weights`, `precision`, a dot_general or an `attention_fn`
+    of the caller's it runs Flax's projections around `jax_attn_bwd.attention_fn`, or around theirs; with an
+    einsum of the caller's Flax's own attention.
+
+    Differs from Flax's in that masks must be boolean (`dtype=bool` in `nn.make_causal_mask` and the like),
+    and that a query which sees nothing gives the output bias, not a mean over hidden keys. Dropout draws
+    other masks than Flax's for the same key.
+
+    Attributes:
+      is_causal: a query sees keys up to its own index; no mask is formed.
+      local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
+        t is the index in the cache.
+      save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
+        `jax_attn_bwd.multi_head_attention`, where that runs.
+      implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd.layers.flax_linen import MultiHeadDotProductAttention
+      >>> layer = MultiHeadDotProductAttention(num_heads=2, is_causal=True)
+      >>> x = jax.random.normal(jax.random.key(0), (1, 5, 8), "float32")
+      >>> layer.init_with_output(jax.random.key(1), x)[0].shape
+      (1, 5, 8)
+    """
+
+    attention_fn: Callable[..., jax.Array] = attention_fn
+    is_causal: bool = False
+    local_window_size: int | tuple[int, int] | None = None
+    save: str = "inputs"
+    implementation: str | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        inputs_kv: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """As Flax's.
+
+        Args:
+          inputs_q: `[..., T, Eq]`.
+          inputs_k: `[..., S, Ek]`; None = `inputs_q`.
+          inputs_v: `[..., S, Ev]`; None = `inputs_k`.
+          inputs_kv: Flax's older name for both.
+          mask: broadcasts to `[..., N, T, S]`, **bool**, True = attend.
+          deterministic: True = no dropout; None takes the attribute.
+          dropout_rng: random key for dropout; None takes the rng "dropout".
+          sow_weights: store the weights `[..., N, T, S]` before dropout in "intermediates".
+
+        Returns:
+          `[..., T, out_features]`.
+
+        Raises:
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
+        """
+        mask = boolean_mask(type(self).__name__, mask)
+        names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
+        if names or sow_weights or not self._is_whole():
+            return self._projected(
+                inputs_q, inputs_k, inputs_v, inputs_kv=inputs_kv, mask=mask,
+                deterministic=deterministic, dropout_rng=dropout_rng, sow_weights=sow_weights,
+            )  # fmt: skip
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        params = self._params(inputs_q, inputs_k, inputs_v)
+        drops = self.dropout_rate > 0 and not nn.merge_param(
+            "deterministic", self.deterministic, deterministic
+        )
+        if drops and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        return attend(
+            params, inputs_q, inputs_k, inputs_v, dtype=self.dtype, mask=mask,
+            is_causal=self.is_causal, local_window_size=self.local_window_size,
+            dropout_rate=self.dropout_rate if drops else 0.0,
+            dropout_key=dropout_rng if drops else None, broadcast_dropout=self.broadcast_dropout,
+            save=self.save, implementation=self.implementation,
+        )  # fmt: skip
+
+    def _is_whole(self) -> bool:
+        """Whether nothing stands between the projections and the attention, or replaces a part."""
+        custom = (
+            self.qkv_dot_general, self.out_dot_general, self.qkv_dot_general_cls,
+            self.out_dot_general_cls, self.precision,
+        )  # fmt: skip
+        return (
+            self.attention_fn is _own_attention
+            and not (self.decode or self.normalize_qk or self._einsums())
+            and all(x is None for x in custom)
+        )
+
+    def _einsums(self) -> bool:
+        return bool(self.qk_attn_weights_einsum_cls or self.attn_weights_value_einsum_cls)
+
+    def _params(self, *inputs: jax.Array) -> MultiHeadAttentionParams:
+        """The parameters, made where there are none yet."""
+        features = self.out_features or inputs[0].shape[-1]
+        heads, qkv_features = self.num_heads, self.qkv_features or inputs[0].shape[-1]
+        if qkv_features % heads:
+            expected = f"be a multiple of the {heads} heads"
+            raise ValueError(
+                checks.message(type(self).__name__, "qkv_features", expected, qkv_features)
+            )
+        size = (heads, qkv_features // heads)
+        projection = partial(_Projection, use_bias=self.use_bias, param_dtype=self.param_dtype)
+        inner = partial(projection, kernel_init=self.kernel_init, bias_init=self.bias_init)
+        pairs = [
+            inner((x.shape[-1],), size, name=name)()
+            for x, name in zip(inputs, ("query", "key", "value"), strict=True)
+        ]
+        pairs.append(
+            projection(
+                size, (features,), kernel_init=self.out_kernel_init or self.kernel_init,
+                bias_init=self.out_bias_init or self.bias_init, name="out",
+            )()
+        )  # fmt: skip
+        return MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
+
+    def _projected(self, inputs_q: jax.Array, *inputs: Any, mask: Any, **arguments: Any) -> Any:
+        """Flax's own call, around the attention that the attributes ask for."""
+        options: dict[str, Any] = {
+            "is_causal": self.is_causal or None,
+            "local_window_size": self.local_window_size,
+            "implementation": self.implementation,
+        }
+        options = {name: x for name, x in options.items() if x is not None}
+        if self.attention_fn is not _own_attention or self._einsums():
+            if options:
+                expected = (
+                    f"be left out with an attention_fn or an einsum other than {__package__}'s"
+                )
+                raise ValueError(
+                    checks.message(type(self).__name__, ", ".join(options), expected, options)
+                )
+            attention = (
+                nn.dot_product_attention
+                if self.attention_fn is _own_attention
+                else self.attention_fn
+            )
+        else:
+            if self.decode and self.has_variable("cache", "cached_key"):
+                mask = self._window_of_step(mask, inputs_q.ndim - 2, options)
+            attention = partial(_own_attention, **options)
+        # In the same scope, so that parameters, cache, rngs and sown weights are this module's.
+        flax = self.clone(
+            parent=self.scope, attention_fn=attention, is_causal=False, local_window_size=None,
+            implementation=None,
+        )  # fmt: skip
+        return super(MultiHeadDotProductAttention, flax).__call__(
+            inputs_q, *inputs, mask=mask, **arguments
+        )
+
+    def _window_of_step(self, mask: Any, batch: int, options: dict[str, Any]) -> Any:
+        """`mask` with the window of the one query that the cache is about to take; empties `options` of it.
+
+        Flax hides the keys that are still to come.
+        """
+        options.pop("is_causal", None)
+        row: Any = self.get_variable("cache", "cache_index")[None]
+        length: Any = self.get_variable("cache", "cached_key").shape[-3]
+        size = options.pop("local_window_size", None)
+        return within_window(type(self).__name__, mask, row, batch, length, size)
+
+
+class MultiHeadAttention(MultiHeadDotProductAttention):
+    """`MultiHeadDotProductAttention` under the other name that Flax has for it.
+
+    A module without a name is named after its class, so a checkpoint of one does not hold the other.
+    """
+
+
+class _Projection(nn.Module):
+    """Kernel and bias of the `nn.DenseGeneral` of this name; the product is the operator's."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    use_bias: bool
+    param_dtype: Any
+    kernel_init: nn.initializers.Initializer
+    bias_init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
+        """(kernel `[*inputs, *outputs]`, bias `[*outputs]`)."""
+        flat = math.prod(self.inputs), math.prod(self.outputs)
+        kernel_init = partial(_flat, self.kernel_init, flat)
+        kernel = self.param("kernel", kernel_init, self.inputs + self.outputs, self.param_dtype)
+        if not self.use_bias:
+            return kernel, None
+        bias_init = partial(_flat, self.bias_init, flat[1:])
+        return kernel, self.param("bias", bias_init, self.outputs, self.param_dtype)
+
+
+def _flat(init: Any, flat: tuple[int, ...], key: jax.Array, shape: Any, dtype: Any) -> Any:
+    """`init` of a matrix, as Flax calls it, in the `shape` of the parameter; boxes stay."""
+    made = init(key, flat, dtype)
+    return meta.replace_boxed(made, meta.unbox(made).reshape(shape))

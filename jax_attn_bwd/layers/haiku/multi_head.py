@@ -1,0 +1,132 @@
+"""Multi-head attention as a Haiku module."""
+
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd.layers.multi_head import attend, boolean_mask
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
+
+
+class MultiHeadAttention(hk.MultiHeadAttention):
+    """`haiku.MultiHeadAttention` as one rule over the whole layer, `jax_attn_bwd.multi_head_attention`.
+
+    Every argument of Haiku's, the same parameters ("query", "key", "value", "linear", each with "w" and "b")
+    and initial values: change the import, and a checkpoint loads.
+
+    Differs from Haiku's in that masks must be boolean and may have fewer axes, and that a query which sees
+    nothing gives the output bias, not a mean over hidden keys or, in float16, NaN. The softmax is computed
+    in float32 or wider.
+
+    Args:
+      num_heads, key_size, w_init_scale, w_init, with_bias, b_init, value_size, model_size, name: as Haiku's.
+      is_causal: a query sees keys up to its own index; no mask is formed.
+      local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
+      save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
+        `jax_attn_bwd.multi_head_attention`.
+      implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
+
+    Example:
+      >>> import haiku as hk
+      >>> import jax
+      >>> from jax_attn_bwd.layers.haiku import MultiHeadAttention
+      >>> def forward(x):
+      ...     w_init = hk.initializers.VarianceScaling()
+      ...     return MultiHeadAttention(2, key_size=4, w_init=w_init, is_causal=True)(x, x, x)
+      >>> model = hk.without_apply_rng(hk.transform(forward))
+      >>> x = jax.random.normal(jax.random.key(0), (1, 5, 8))
+      >>> model.apply(model.init(jax.random.key(1), x), x).shape
+      (1, 5, 8)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_size: int,
+        w_init_scale: float | None = None,
+        *,
+        w_init: hk.initializers.Initializer | None = None,
+        with_bias: bool = True,
+        b_init: hk.initializers.Initializer | None = None,
+        value_size: int | None = None,
+        model_size: int | None = None,
+        is_causal: bool = False,
+        local_window_size: int | tuple[int, int] | None = None,
+        save: str = "inputs",
+        implementation: str | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(
+            num_heads, key_size, w_init_scale, w_init=w_init, with_bias=with_bias, b_init=b_init,
+            value_size=value_size, model_size=model_size, name=name,
+        )  # fmt: skip
+        self._options: dict[str, Any] = dict(
+            is_causal=is_causal, local_window_size=local_window_size, save=save,
+            implementation=implementation,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        bias: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = False,
+    ) -> jax.Array:
+        """As Haiku's, with a bias and dropout.
+
+        Args:
+          query: `[..., T, Eq]`.
+          key: `[..., S, Ek]`.
+          value: `[..., S, Ev]`.
+          mask: broadcasts to `[..., N, T, S]`, **bool**, True = attend.
+          bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
+          dropout_rate: probability of dropping an attention probability, with `hk.next_rng_key()`.
+          broadcast_dropout: one dropout mask for batch and heads.
+
+        Returns:
+          `[..., T, model_size]`.
+
+        Raises:
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
+        """
+        mask = boolean_mask("MultiHeadAttention", mask)
+        N, H, Hv = self.num_heads, self.key_size, self.value_size
+        sizes = {"query": (query, H), "key": (key, H), "value": (value, Hv)}
+        params: list[Any] = []
+        for name, (x, size) in sizes.items():
+            w, b = self._projection(name)(x.shape[-1], N * size, x.dtype)
+            params += [w.reshape(-1, N, size), None if b is None else b.reshape(N, size)]
+        dtype = jnp.result_type(query, key, value)
+        w, b = self._projection("linear")(N * Hv, self.model_size, dtype)
+        params += [w.reshape(N, Hv, -1), b]
+        return attend(
+            MultiHeadAttentionParams(*params),
+            query, key, value, mask=mask, bias=bias, dropout_rate=dropout_rate,
+            dropout_key=hk.next_rng_key() if dropout_rate else None,
+            broadcast_dropout=broadcast_dropout, **self._options,
+        )  # fmt: skip
+
+    @hk.transparent
+    def _projection(self, name: str) -> "_Projection":
+        return _Projection(self.w_init, self.with_bias, self.b_init or jnp.zeros, name)
+
+
+class _Projection(hk.Module):
+    """Parameters of the `hk.Linear` of this name; the product is the operator's."""
+
+    def __init__(self, w_init: Any, with_bias: bool, b_init: Any, name: str):
+        super().__init__(name=name)
+        self._w_init, self._with_bias, self._b_init = w_init, with_bias, b_init
+
+    def __call__(self, inputs: int, outputs: int, dtype: Any) -> tuple[jax.Array, Any]:
+        """(w `[inputs, outputs]`, b `[outputs]` or None)."""
+        w = hk.get_parameter("w", [inputs, outputs], dtype, init=self._w_init)
+        if not self._with_bias:
+            return w, None
+        return w, hk.get_parameter("b", [outputs], dtype, init=self._b_init)
