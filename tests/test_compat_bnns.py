@@ -1,5 +1,7 @@
 """`compat.bnns` against the formulas of the source written out in NumPy float64, forward and backward."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -69,7 +71,7 @@ def source(F, query, key, key_mask, value, x, dout):
             grads[f"{n}.bias"] = np.zeros_like(t.bias)
     if F.key_attn_bias is not None:
         grads |= {"key_attn_bias": np.zeros((DK, H)), "value_attn_bias": np.zeros((DV, H))}
-    out = np.zeros((len(query), L, DM))
+    out = np.zeros_like(dout)
     for b in range(len(query)):
         heads = []
         for h in range(H):
@@ -173,3 +175,182 @@ def test_forward_and_backward_as_the_formulas(name):
     assert got.keys() == expected.keys()
     for argument, gradient in expected.items():
         assert_close(got[argument], gradient, 1e-12, argument)
+
+
+def test_differentiating_the_forward_gives_the_deltas():
+    F, (query, key, value, dout) = layer(("rows", "zero")), inputs()
+    mask, x = key_mask(B, S), added(("float",), L, S)
+
+    def both(F, query, key, value):
+        run = lambda *a: bnns.apply_multihead_attention(a[0], B, a[1], a[2], mask, a[3], x)  # noqa: E731
+        _, pullback = jax.vjp(run, F, query, key, value)
+        return pullback(dout), by_name(backward(F, query, key, mask, value, x, dout))
+
+    (dF, *dx), deltas = jax.jit(both, compiler_options=QUICK)(F, query, key, value)
+    for name, gradient in zip(("query", "key", "value"), dx, strict=True):
+        assert_close(gradient, deltas[f"{name}.target_desc"], 1e-12, name)
+    for name in ("query", "key", "value", "output"):
+        for field in ("weights", "bias"):
+            gradient = getattr(getattr(dF, name), field)
+            assert_close(gradient, deltas[f"{name}.{field}"], 1e-12, f"{name}.{field}")
+    assert_close(dF.key_attn_bias, deltas["key_attn_bias"], 1e-12)
+    assert_close(dF.value_attn_bias, deltas["value_attn_bias"], 1e-12)
+    assert (dF.add_zero_attn, dF.dropout, dF.seed) == (True, 0.0, 0)
+
+
+@pytest.mark.parametrize("shared", ["query key value", "key value", "query key", "query value"])
+def test_one_array_for_several_inputs_gets_the_sum_in_each(shared):
+    F, (query, key, value, dout) = layer(), inputs()
+    query = np.ascontiguousarray(key[:, ::-1])  # as long as the keys
+    dout = np.random.default_rng(6).standard_normal(query.shape)
+    given = {"query": query, "key": key, "value": value}
+    names = shared.split()
+    given |= dict.fromkeys(names, given[names[0]])
+    expected = source(F, *list(given.values())[:2], None, given["value"], None, dout)
+    deltas = by_name(backward(F, given["query"], given["key"], None, given["value"], None, dout))
+    total = sum(expected[f"{name}.target_desc"] for name in names)
+    for name in given:
+        expect = total if name in names else expected[f"{name}.target_desc"]
+        assert_close(deltas[f"{name}.target_desc"], expect, 1e-12, name)
+
+
+def test_the_sum_is_of_the_deltas_asked_for():
+    F, (_, x, _, _) = layer(), inputs()
+    dout = np.random.default_rng(6).standard_normal(x.shape)
+    expected = source(F, x, x, None, x, None, dout)
+    deltas = backward(F, x, x, None, x, None, dout, value_param_delta=None)
+    total = expected["query.target_desc"] + expected["key.target_desc"]
+    assert_close(deltas.query_param_delta.target_desc, total, 1e-12)
+    assert_close(deltas.key_param_delta.target_desc, total, 1e-12)
+    assert deltas.value_param_delta == Triple()
+
+
+@pytest.mark.parametrize(
+    "asked", ["query.weights", "key.target_desc", "value.bias", "output.weights", "key_attn_bias"]
+)
+def test_only_what_is_asked_for_comes_back(asked):
+    F, (query, key, value, dout) = layer(("rows",)), inputs()
+    part, _, field = asked.partition(".")
+    flags = {f"{n}_param_delta": None for n in ("query", "key", "value")}
+    flags |= {
+        "output_param_delta": Triple(dout),
+        "key_attn_bias_delta": None,
+        "value_attn_bias_delta": False,
+    }
+    if not field:
+        flags[f"{part}_delta"] = True
+    elif part == "output":
+        flags["output_param_delta"] = Triple(dout, True, False)
+    else:
+        flags[f"{part}_param_delta"] = Triple()._replace(**{field: True})
+    shapes = jax.eval_shape(lambda: backward(F, query, key, None, value, None, dout, **flags))
+    deltas = by_name(shapes)
+    assert list(deltas) == [asked]
+    assert deltas[asked].shape == source(F, query, key, None, value, None, dout)[asked].shape
+
+
+def test_dropout_of_the_forward_is_that_of_the_backward():
+    """The output is linear in the value, so two outputs tell the slope that its delta must give."""
+    F = layer(("rows", "zero"))._replace(dropout=0.5, seed=7)
+    query, key, value, dout = inputs()
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def forward(F, value):
+        return bnns.apply_multihead_attention(F, B, query, key, None, value)
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def of_value(F):
+        flags = dict(query_param_delta=None, key_param_delta=None, output_param_delta=Triple(dout))
+        return backward(F, query, key, None, value, None, dout, **flags).value_param_delta
+
+    step = np.random.default_rng(6).standard_normal(value.shape)
+    out, other = forward(F, value), forward(F._replace(seed=8), value)
+    moved = forward(F, value + step) - forward(F, value - step)
+    plain = source(F, query, key, None, value, None, dout)["output"]
+    assert np.abs(out - plain).max() > 0.1
+    assert np.abs(out - other).max() > 0.1
+    slope = (np.asarray(moved) * dout).sum() / 2
+    assert_close(slope, (np.asarray(of_value(F).target_desc) * step).sum(), 1e-12)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.5, 3.0])
+def test_dropout_outside_of_0_to_1_is_none(rate):
+    F, (query, key, value, dout) = layer(), inputs()
+    out = bnns.apply_multihead_attention(F._replace(dropout=rate), B, query, key, None, value)
+    assert_close(out, source(F, query, key, None, value, None, dout)["output"], 1e-12)
+
+
+def test_everything_ignored_gives_the_output_bias():
+    F, (query, key, value, dout) = layer(), inputs()
+    mask = np.array([[True] * S, [False] * S])
+    out, deltas = jax.jit(
+        lambda: (bnns.apply_multihead_attention(F, B, query, key, mask, value),
+                 by_name(backward(F, query, key, mask, value, None, dout))), compiler_options=QUICK,
+    )()  # fmt: skip
+    np.testing.assert_array_equal(out[0], np.broadcast_to(F.output.bias, (L, DM)))
+    for name in ("query", "key", "value"):
+        np.testing.assert_array_equal(deltas[f"{name}.target_desc"][0], 0)
+
+
+F, (Q, K, V, DOUT) = layer(), inputs()
+ERRORS = {
+    "layer": (dict(F=(1, 2)), TypeError, "F must be a BNNSLayer"),
+    "triple": (dict(F=F._replace(key=None)), TypeError, "F.key must be a BNNSMHAProjectionParameters"),
+    "no_weights": (dict(F=F._replace(key=Triple())), TypeError, "F.key.weights must be a floating-point"),
+    "weights": (
+        dict(F=F._replace(key=F.key._replace(weights=F.key.weights[:, 1:]))), ValueError,
+        r"F.key.weights must have shape \(d_model, d_key, num_heads\) = \(6, 4, 2\)",
+    ),
+    "bias": (dict(F=F._replace(value=F.value._replace(bias=np.zeros(6)))), ValueError, "F.value.bias must"),
+    "output": (
+        dict(F=F._replace(output=F.output._replace(weights=np.zeros((7, 6))))), ValueError,
+        r"F.output.weights must have shape \(num_heads \* d_value, d_model\)",
+    ),
+    "one_row": (dict(F=F._replace(key_attn_bias=np.zeros((4, 2)))), ValueError, "F.value_attn_bias must be"),
+    "target": (
+        dict(F=F._replace(query=F.query._replace(target_desc=(9, 6)))), ValueError,
+        r"F.query.target_desc must be None or of shape \(3, 6\), got \(9, 6\)",
+    ),
+    "batch_size": (dict(batch_size=3), ValueError, "batch_size must be 2, that of query, got 3"),
+    "rank": (dict(query=np.zeros(6)), ValueError, "query must have shape"),
+    "key_rank": (dict(key=np.zeros((5, 6))), ValueError, "key must have the rank 3 of query"),
+    "length": (dict(value=np.zeros((2, 4, 6))), ValueError, r"shape \(batch_size, S, d_model\)"),
+    "mask_kind": (dict(key_mask=np.zeros(5)), TypeError, r"key_mask must be boolean"),
+    "mask_shape": (dict(key_mask=np.zeros((3, 5), bool)), ValueError, r"shape \(batch_size, S\)"),
+    "added_kind": (dict(add_to_attention=np.zeros((3, 5), int)), TypeError, "add_to_attention must be"),
+    "added_rank": (dict(add_to_attention=np.zeros(5)), ValueError, "add_to_attention must have shape"),
+    "added_heads": (dict(add_to_attention=np.zeros((3, 3, 5))), ValueError, r"shape \(num_heads, L, S\)"),
+    "dtypes": (dict(key=K.astype(np.float32)), TypeError, "must have one dtype"),
+    "zero": (dict(F=F._replace(add_zero_attn=1)), TypeError, "F.add_zero_attn must be a Python bool"),
+    "seed": (dict(F=F._replace(dropout=0.5, seed=0.5)), ValueError, "F.seed must be an int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input_gets_one_clear_error(name):
+    wrong, error, words = ERRORS[name]
+    given = (
+        dict(F=F, batch_size=B, query=Q, key=K, key_mask=None, value=V, add_to_attention=None)
+        | wrong
+    )
+    with pytest.raises(error, match=f"^bnns.apply_multihead_attention: .*{words}"):
+        bnns.apply_multihead_attention(**given)
+
+
+BACKWARD_ERRORS = {
+    "delta": (dict(query_param_delta=True), TypeError, "query_param_delta must be a BNNSMHA"),
+    "none": (dict(output_param_delta=None), TypeError, "output_param_delta must be a BNNSMHA"),
+    "no_cotangent": (dict(output_param_delta=Triple()), TypeError, "target_desc must be a floating"),
+    "cotangent": (dict(output_param_delta=Triple(Q[:, 1:])), ValueError, "target_desc must have shape"),
+    "array": (dict(key_param_delta=Triple(K)), TypeError, "key_param_delta.target_desc must be a"),
+    "row": (dict(key_attn_bias_delta=1), TypeError, "key_attn_bias_delta must be a Python bool"),
+    "result": (dict(output=Q[:1]), ValueError, "output must have shape"),
+    "cache": (dict(backprop_cache=(Q,)), ValueError, "residual must be what the forward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACKWARD_ERRORS)
+def test_bad_input_of_the_backward_gets_one_clear_error(name):
+    wrong, error, words = BACKWARD_ERRORS[name]
+    with pytest.raises(error, match=words):
+        backward(F, Q, K, None, V, None, DOUT, **wrong)

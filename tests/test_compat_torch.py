@@ -1,9 +1,10 @@
 """`compat.torch` against torch itself in float64: outputs and the gradients of every array."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compat_helpers import outputs_and_gradients
+from compat_helpers import QUICK, outputs_and_gradients
 from helpers import assert_close
 
 from jax_attn_bwd.compat import torch as compat
@@ -131,3 +132,130 @@ CASES = (
 @pytest.mark.parametrize("case", CASES)
 def test_as_torch(case):
     assert_as_torch(frozenset(case.split()))
+
+
+def test_one_array_for_query_key_and_value():
+    """Self-attention: the array's gradient is the sum of its three."""
+    torch = pytest.importorskip("torch")
+    given = arrays(frozenset({"no_bias"}))
+    x = given["query"]
+    weights = {name: given[name] for name in ("in_proj_weight", "out_proj_weight")}
+    tensor = torch.tensor(x, requires_grad=True)
+    fixed = {name: torch.tensor(w) for name, w in weights.items()}
+    inputs = dict.fromkeys(("query", "key", "value"), tensor)
+    expected, _ = call(torch.nn.functional.multi_head_attention_forward, inputs | fixed)
+    dout = np.random.default_rng(8).standard_normal(x.shape)
+    expected.backward(torch.tensor(dout))
+
+    def run(x):
+        return call(
+            compat.multi_head_attention_forward,
+            {**dict.fromkeys(("query", "key", "value"), x), **weights}, need_weights=False,
+        )[0]  # fmt: skip
+
+    out, gradient = outputs_and_gradients(run, jnp.asarray(x), lambda outputs: dout)
+    assert_close(out, expected.detach().numpy(), 1e-12)
+    assert_close(gradient, tensor.grad.numpy(), 1e-11)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zero():
+    """torch gives NaN with the weights; without them it gives what is expected here."""
+    torch = pytest.importorskip("torch")
+    given = arrays(frozenset({"attn_bool"}))
+    given["attn_mask"][2] = True
+    floats = sorted(name for name, x in given.items() if x.dtype != bool)
+    tensors = {name: torch.tensor(x, requires_grad=name in floats) for name, x in given.items()}
+    source = torch.nn.functional.multi_head_attention_forward
+    assert call(source, tensors)[0][2].isnan().all()
+    expected, _ = call(source, tensors, need_weights=False)
+    dout = np.random.default_rng(8).standard_normal(expected.shape)
+    expected.backward(torch.tensor(dout))
+
+    def run(moving):
+        return call(compat.multi_head_attention_forward, {**given, **moving})
+
+    moving = {name: jnp.asarray(given[name]) for name in floats}
+    (out, weights), gradients = outputs_and_gradients(
+        run, moving, lambda outputs: (dout, np.zeros(outputs[1].shape))
+    )
+    assert_close(out, expected.detach().numpy(), 1e-12)
+    np.testing.assert_array_equal(out[2], np.broadcast_to(given["out_proj_bias"], (N, E)))
+    np.testing.assert_array_equal(weights[:, 2], 0)
+    for name in floats:
+        assert_close(gradients[name], tensors[name].grad.numpy(), 1e-11, name)
+
+
+@pytest.mark.parametrize("static", [(), ("static_k", "static_v")], ids=["projected", "static"])
+def test_weights_are_those_after_dropout(static):
+    case = frozenset({"no_bias", "per_head", "zero", *static})
+    given = arrays(case)
+
+    def run(seed, need_weights):
+        return call(
+            compat.multi_head_attention_forward, given, dropout_p=0.5, need_weights=need_weights,
+            average_attn_weights=False, add_zero_attn=True, dropout_key=jax.random.key(seed),
+        )  # fmt: skip
+
+    (out, weights), (without, none), (_, other) = jax.jit(
+        lambda: (run(1, True), run(1, False), run(2, True)), compiler_options=QUICK
+    )()
+    weights = np.asarray(weights)
+    if static:
+        v = given["static_v"].reshape(N, H, S, D)
+    else:
+        v = given["value"] @ given["in_proj_weight"][2 * E :].T
+        v = v.reshape(S, N, H, D).transpose(1, 2, 0, 3)
+    v = np.concatenate([v, np.zeros((N, H, 1, D))], 2)
+    expected = (weights @ v).transpose(2, 0, 1, 3).reshape(L, N, E) @ given["out_proj_weight"].T
+    assert none is None
+    assert_close(out, expected, 1e-12)
+    assert_close(without, expected, 1e-12)
+    assert 0.3 < (weights == 0).mean() < 0.7
+    assert (np.asarray(other) != weights).any()
+    assert len({weights[n, h].tobytes() for n in range(N) for h in range(H)}) == N * H
+
+
+def test_no_dropout_outside_training():
+    given = arrays(frozenset({"plain"}))
+    expected = call(compat.multi_head_attention_forward, given)
+    got = call(compat.multi_head_attention_forward, given, dropout_p=0.5, training=False)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+ERRORS = {
+    "heads": (dict(num_heads=4), ValueError, "embed_dim_to_check must be a multiple of num_heads = 4, got 6"),
+    "embed_dim": (dict(embed_dim_to_check=9), ValueError, r"query must have shape \(L, N, E\) = \(4, 2, 9\)"),
+    "query_rank": (dict(query=np.zeros((1, 2, 3, 6))), ValueError, "query must have shape"),
+    "key_rank": (dict(key=np.zeros((5, 6))), ValueError, r"key must have shape \(S, N, E\), got \(5, 6\)"),
+    "key_width": (dict(key=np.zeros((5, 2, 3))), ValueError, r"key must have shape \(S, N, E\)"),
+    "value_length": (dict(value=np.zeros((4, 2, 6))), ValueError, "value must have shape"),
+    "packed": (dict(in_proj_weight=np.zeros((6, 6))), ValueError, "in_proj_weight must have shape"),
+    "no_weight": (dict(in_proj_weight=None), TypeError, "in_proj_weight must be a floating"),
+    "no_separate_weight": (dict(use_separate_proj_weight=True), TypeError, "q_proj_weight must be"),
+    "bias_k_alone": (dict(bias_k=np.zeros((1, 1, 6))), ValueError, "bias_v must be given together"),
+    "bias_v_alone": (dict(bias_v=np.zeros((1, 1, 6))), ValueError, "bias_k must be given together"),
+    "row_shape": (dict(bias_k=np.zeros(6), bias_v=np.zeros(6)), ValueError, "bias_k must have shape"),
+    "static_and_row": (
+        dict(bias_k=np.zeros((1, 1, 6)), bias_v=np.zeros((1, 1, 6)), static_v=np.zeros((6, 5, 2))),
+        ValueError, "static_v must be None together with bias_k and bias_v",
+    ),
+    "static_shape": (dict(static_v=np.zeros((6, 5, 3))), ValueError, "static_v must have shape"),
+    "static_length": (dict(static_k=np.zeros((6, 7, 2))), ValueError, "value must have the length S = 7"),
+    "hint_alone": (dict(is_causal=True), ValueError, "attn_mask must be given with is_causal=True"),
+    "mask_shape": (dict(attn_mask=np.zeros((5, 4), bool)), ValueError, r"attn_mask must have shape \(L, S\)"),
+    "mask_heads": (dict(attn_mask=np.zeros((3, 4, 5))), ValueError, r"shape \(N \* num_heads, L, S\)"),
+    "padding_shape": (dict(key_padding_mask=np.zeros((5, 2), bool)), ValueError, r"shape \(N, S\)"),
+    "integers": (dict(attn_mask=np.zeros((4, 5), int)), TypeError, "attn_mask must be boolean"),
+    "dtypes": (dict(key=np.zeros((5, 2, 6), np.float32)), TypeError, "must have one dtype"),
+    "no_key": (dict(dropout_p=0.5), ValueError, "dropout_key must be given in training with dropout_p = 0.5"),
+    "rate": (dict(dropout_p=1.5), ValueError, r"dropout_p must lie in \[0, 1\], got 1.5"),
+    "flag": (dict(need_weights=1), TypeError, "need_weights must be a Python bool, got int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input_gets_one_clear_error(name):
+    wrong, error, words = ERRORS[name]
+    with pytest.raises(error, match=f"^torch.multi_head_attention_forward: .*{words}"):
+        call(compat.multi_head_attention_forward, {**arrays(frozenset({"plain"})), **wrong})
