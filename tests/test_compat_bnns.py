@@ -323,6 +323,7 @@ ERRORS = {
     "dtypes": (dict(key=K.astype(np.float32)), TypeError, "must have one dtype"),
     "zero": (dict(F=F._replace(add_zero_attn=1)), TypeError, "F.add_zero_attn must be a Python bool"),
     "seed": (dict(F=F._replace(dropout=0.5, seed=0.5)), ValueError, "F.seed must be an int"),
+    "long_seed": (dict(F=F._replace(dropout=0.5, seed=2**32)), ValueError, "F.seed must fit 32 bits"),
 }  # fmt: skip
 
 
@@ -345,7 +346,7 @@ BACKWARD_ERRORS = {
     "array": (dict(key_param_delta=Triple(K)), TypeError, "key_param_delta.target_desc must be a"),
     "row": (dict(key_attn_bias_delta=1), TypeError, "key_attn_bias_delta must be a Python bool"),
     "result": (dict(output=Q[:1]), ValueError, "output must have shape"),
-    "cache": (dict(backprop_cache=(Q,)), ValueError, "residual must be what the forward"),
+    "cache": (dict(backprop_cache=(Q,)), TypeError, "backprop_cache must be None or the cache"),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from jax_attn_bwd.compat.bnns.layer import (
 )
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as _layer_bwd
+from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionResidual
 
 _SAVE = "qkv"  # what the cache holds beside the heads' output: the projected heads
 
@@ -148,6 +149,10 @@ def apply_multihead_attention_backward(
         checks.shape(
             name, "output", checks.floating(name, "output", output), letters, expected_shape
         )
+    if backprop_cache is not None and not isinstance(backprop_cache, MultiHeadAttentionResidual):
+        expect = "be None or the cache that the forward returned"
+        got = type(backprop_cache).__name__
+        raise TypeError(checks.message(name, "backprop_cache", expect, got))
     wanted = _wanted(name, triples, key_attn_bias_delta, value_attn_bias_delta)
     present = {*INPUTS, *(n for n, x in call.params._asdict().items() if x is not None)}
     grads = _layer_bwd(

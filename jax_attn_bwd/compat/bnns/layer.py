@@ -110,8 +110,9 @@ def checked_call(
     options["add_zero_attn"] = checks.flag(operator, "F.add_zero_attn", F.add_zero_attn)
     rate = checks.python_float(operator, "F.dropout", F.dropout)
     if 0 < rate < 1:
-        seed = np.uint32(integer(operator, "F.seed", F.seed))
-        options |= {"dropout_rate": rate, "dropout_key": jax.random.key(seed)}
+        if integer(operator, "F.seed", F.seed) > np.iinfo(np.uint32).max:
+            raise ValueError(checks.message(operator, "F.seed", "fit 32 bits", F.seed))
+        options |= {"dropout_rate": rate, "dropout_key": jax.random.key(np.uint32(F.seed))}
     return Call(params, tuple(x.values()), options)
 
 
