@@ -1,4 +1,4 @@
-"""The appended rows, `bias_k/bias_v` and zero: keys that every query sees, beside an attention over the others.
+"""The appended rows, `bias_k/bias_v` and zero: keys that every query sees, beside those it attends to.
 
 Attention over S keys left (out, lse). With the logits x_r = scale <q, k_r> of R more keys
 

@@ -45,7 +45,7 @@ def prepare(
     narrow = {n: x for n, x in params._asdict().items() if x is not None and n != "sink"}
     checks.same_dtype(operator, **inputs, **narrow)
     query = inputs["query"]
-    operands = Operands(inputs["query"])._replace(**inputs, **params._asdict())
+    operands = Operands(query, inputs.get("key"), inputs.get("value"))._replace(**params._asdict())
     sizes = _sizes(operator, params, operands, num_heads)
     *batch, T, _ = query.shape
     S = operands.inputs[1].shape[-2]

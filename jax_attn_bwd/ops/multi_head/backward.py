@@ -16,7 +16,8 @@ Given cotangents dout of (4) and dP of (2):
     dlogits = P (dp - delta)                                                from (2)            (9)
 
 (9) is linear in the cotangents, so dense attention's backward does the part of da tile by tile: it knows P
-from lse over all S' keys, and is handed dlse = - sum_s P_ts dP_ts, which makes its delta that of (8). Left are
+from lse over all S' keys, and is handed dlse = - sum_s P_ts dP_ts, which makes its delta that of (8).
+Left are
 
     dlogits += P dP                              on whole planes, where the weights have a cotangent  (10)
     (7) to (9) and the products with q, k, v     for the R appended rows, O(T) work                   (11)

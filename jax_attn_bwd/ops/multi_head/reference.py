@@ -14,7 +14,7 @@ def multi_head_attention(
     is_causal=False, local_window_size=None, add_zero_attn=False, add_residual=False,
     average_weights=False, factors=1.0, out_factors=1.0,
 ):  # fmt: skip
-    """(out, weights) of `multi_head_attention`; dropout `factors` [..., N, T, S'] and `out_factors` [..., T, Eo]."""
+    """(out, weights) of `multi_head_attention`; `factors` [..., N, T, S'], `out_factors` [..., T, Eo]: dropout."""
     p = params
     key = query if key is None else key
     value = key if value is None else value
@@ -32,7 +32,9 @@ def multi_head_attention(
         return jnp.concatenate([x, jnp.broadcast_to(row, (*x.shape[:-3], 1, *x.shape[-2:]))], -3)
 
     q = project(query, p.query_kernel, p.query_bias)
-    N = num_heads if p.query_kernel is None else q.shape[-2]
+    N = q.shape[-2]
+    if p.query_kernel is None:
+        N = num_heads if p.out_kernel is None else p.out_kernel.shape[0]
     q = heads(q)
     k = heads(project(key, p.key_kernel, p.key_bias))
     v = heads(project(value, p.value_kernel, p.value_bias))

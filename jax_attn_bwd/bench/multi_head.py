@@ -1,0 +1,151 @@
+"""What is measured of the multi-head attention layer: self-attention, all gradients, float32."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
+from jax_attn_bwd.bench.measure import Case, Contender, compiled_contender
+
+_PIECES = ("query", "key", "value", "out")
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """The cases, built one at a time; `quick` keeps them small."""
+    shapes = ((2, 32, 32, 4),) if quick else ((4, 512, 512, 8), (1, 2048, 512, 8))
+    for B, T, E, N in shapes:
+        x, dout, params = _arrays(B, T, E, N)
+        contenders = [_ours(x, dout, params), _ours(x, dout, params, save="qkv")]
+        contenders += [
+            peer(x, dout, params)
+            for module, peer in (("torch", _torch), ("flax", _nnx), ("equinox", _equinox))
+            if importlib.util.find_spec(module)
+        ]
+        yield Case(f"B={B} T={T} E={E} N={N}", contenders)
+
+
+def _arrays(
+    B: int, T: int, E: int, N: int
+) -> tuple[jax.Array, jax.Array, MultiHeadAttentionParams]:
+    rng = np.random.default_rng(0)
+
+    def draw(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+
+    kernels = {f"{piece}_kernel": draw(E, N, E // N, scale=E**-0.5) for piece in _PIECES[:3]}
+    biases = {f"{piece}_bias": draw(N, E // N) for piece in _PIECES[:3]}
+    out = {"out_kernel": draw(N, E // N, E, scale=E**-0.5), "out_bias": draw(E)}
+    return draw(B, T, E), draw(B, T, E), MultiHeadAttentionParams(**kernels, **biases, **out)
+
+
+def _step(layer: Callable, params: Any, x: jax.Array, dout: jax.Array) -> tuple:
+    """(out, dx, the parameters' gradients)."""
+    out, pullback = jax.vjp(layer, params, x)
+    gradients, dx = pullback(dout)
+    return out, dx, gradients
+
+
+def _ours(x, dout, params, save: str = "inputs") -> Contender:
+    layer = partial(multi_head_attention, save=save)
+    _, pullback = jax.vjp(layer, params, x)
+    given = {id(a) for a in jax.tree.leaves((params, x))}
+    saved = sum(a.nbytes for a in jax.tree.leaves(pullback) if id(a) not in given)
+    B, T, E = x.shape
+    N = params.query_bias.shape[0]
+    planes = 4 * (
+        4 * B * T * E + 2 * B * N * T * T
+    )  # q, k, v, z, probabilities before and after dropout
+    notes = {"saved beside the inputs": f"{saved / 2**20:.1f} MiB (MegEngine {planes / 2**20:.0f})"}
+    name = "jax_attn_bwd" + (f", save={save!r}" if save != "inputs" else "")
+    step = lambda params, x, dout: _flat(*_step(layer, params, x, dout))  # noqa: E731
+    return compiled_contender(name, step, params, x, dout, **notes)
+
+
+def _flat(out, dx, gradients: MultiHeadAttentionParams) -> tuple:
+    return out, dx, *(g for g in gradients if g is not None)
+
+
+def _torch(x, dout, params) -> Contender:
+    import torch
+
+    E, N = x.shape[-1], params.query_bias.shape[0]
+    layer = torch.nn.MultiheadAttention(E, N, batch_first=True)
+    tensor = lambda a: torch.tensor(np.asarray(a))  # noqa: E731
+    kernels = [tensor(getattr(params, f"{p}_kernel")).reshape(E, E).T for p in _PIECES[:3]]
+    biases = [tensor(getattr(params, f"{p}_bias")).ravel() for p in _PIECES[:3]]
+    with torch.no_grad():
+        layer.in_proj_weight.copy_(torch.cat(kernels))
+        layer.in_proj_bias.copy_(torch.cat(biases))
+        layer.out_proj.weight.copy_(tensor(params.out_kernel).reshape(E, E).T)
+        layer.out_proj.bias.copy_(tensor(params.out_bias))
+    x, dout = tensor(x).requires_grad_(), tensor(dout)
+    inputs = [x, *layer.parameters()]
+
+    def run():
+        out, _ = layer(x, x, x, need_weights=False)
+        return (out, *torch.autograd.grad(out, inputs, dout))
+
+    def results():
+        out, dx, weight, bias, out_weight, out_bias = (a.detach().numpy() for a in run())
+        found = []
+        for part, offset in zip(np.split(weight, 3), np.split(bias, 3), strict=True):
+            found += [part.T.reshape(E, N, -1), offset.reshape(N, -1)]
+        return [out, dx, *found, out_weight.T.reshape(N, -1, E), out_bias]
+
+    return Contender(f"torch {torch.__version__.split('+')[0]} MultiheadAttention", run, results)
+
+
+def _nnx(x, dout, params) -> Contender:
+    from flax import nnx
+
+    N, E = params.query_bias.shape[0], x.shape[-1]
+    layer = nnx.MultiHeadAttention(N, E, decode=False, rngs=nnx.Rngs(0))
+    for piece in _PIECES:
+        projection = getattr(layer, piece)
+        projection.kernel.set_value(getattr(params, f"{piece}_kernel"))
+        projection.bias.set_value(getattr(params, f"{piece}_bias"))
+    graph, state = nnx.split(layer)
+
+    def step(state, x, dout):
+        out, dx, d = _step(lambda state, x: nnx.merge(graph, state)(x), state, x, dout)
+        return out, dx, *(d[p][part].get_value() for p in _PIECES for part in ("kernel", "bias"))
+
+    return compiled_contender("flax.nnx MultiHeadAttention", step, state, x, dout)
+
+
+def _equinox(x, dout, params) -> Contender:
+    import equinox as eqx
+
+    E, N = x.shape[-1], params.query_bias.shape[0]
+    use = {f"use_{piece}_bias": True for piece in ("query", "key", "value", "output")}
+    layer = eqx.nn.MultiheadAttention(N, E, **use, key=jax.random.key(0))
+
+    def put(layer):
+        for piece in _PIECES:
+            name = f"{'output' if piece == 'out' else piece}_proj"
+            kernel, bias = (getattr(params, f"{piece}_{part}") for part in ("kernel", "bias"))
+            at = lambda m, name=name: (getattr(m, name).weight, getattr(m, name).bias)  # noqa: E731
+            layer = eqx.tree_at(at, layer, (kernel.reshape(E, E).T, bias.ravel()))
+        return layer
+
+    arrays, rest = eqx.partition(put(layer), eqx.is_array)
+
+    def step(arrays, x, dout):
+        def attend(arrays, x):
+            return jax.vmap(lambda x: eqx.combine(arrays, rest)(x, x, x))(x)
+
+        out, dx, d = _step(attend, arrays, x, dout)
+        found = []
+        for piece in _PIECES:
+            projection = getattr(d, f"{'output' if piece == 'out' else piece}_proj")
+            shape = getattr(params, f"{piece}_kernel").shape
+            bias = getattr(params, f"{piece}_bias")
+            found += [projection.weight.T.reshape(shape), projection.bias.reshape(bias.shape)]
+        return out, dx, *found
+
+    return compiled_contender("equinox MultiheadAttention", step, arrays, x, dout)
