@@ -185,6 +185,32 @@ def test_a_query_that_may_attend_to_nothing_gets_zero():
         assert_close(gradients[name], tensors[name].grad.numpy(), 1e-11, name)
 
 
+def test_nan_that_nothing_sees_reaches_nothing():
+    """Also where one of keys and values is given and the other projected."""
+    case = frozenset({"static_v", "padding_bool", "attn_bool"})
+    given = arrays(case)
+    given["attn_mask"][1] = True
+    poisoned = {name: given[name].copy() for name in ("query", "key", "static_v")}
+    poisoned["query"][1] = np.nan
+    hidden = given["key_padding_mask"]
+    poisoned["key"][hidden.T] = np.nan
+    poisoned["static_v"].reshape(N, H, S, D).swapaxes(1, 2)[hidden] = np.nan
+    floats = sorted(name for name, x in given.items() if x.dtype != bool)
+
+    def run(moving):
+        return call(compat.multi_head_attention_forward, {**given, **moving})
+
+    def everything(given):
+        moving = {name: jnp.asarray(given[name]) for name in floats}
+        return outputs_and_gradients(
+            run, moving, lambda outputs: tuple(np.ones(x.shape) for x in outputs)
+        )
+
+    assert np.isnan(poisoned["key"]).any()
+    expected, got = everything(given), everything({**given, **poisoned})
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-13), got, expected)
+
+
 @pytest.mark.parametrize("static", [(), ("static_k", "static_v")], ids=["projected", "static"])
 def test_weights_are_those_after_dropout(static):
     case = frozenset({"no_bias", "per_head", "zero", *static})

@@ -3,7 +3,7 @@
 Kept from the source:
   * names, order and defaults of the arguments; batch first, `(N, L, embed_dim)`;
   * one array of weights, `io_weight_bias`: query, key, value and output weight, then their biases, flat,
-    row by row, of any shape with the right number of elements (its module keeps `(1, length)`); `y = x W + b`;
+    row by row, of any shape with the right number of elements (the module has `(1, length)`); `y = x W + b`;
     what a size of 0 or a flag turns off takes no room. Projection sizes are totals over the heads, head h
     owns columns h * d to (h + 1) * d; None means `embed_dim`;
   * a projection of size 0 hands the tensor itself to every head, whose gradient is the sum over heads; a
@@ -25,8 +25,8 @@ Kept from the source:
 Changed:
   * what the source refuses works: `bias_k` and `bias_v` `(1, 1, kproj_size or k_size)` and
     `(1, 1, vproj_size or v_size)`, one row after the projected keys and values; `add_zero_attn`, a row of
-    zeros after it; no mask reaches these rows. `reslink` adds the query to the output, after `out_drop`. So do
-    causality without a mask and gradients outside training, on which the source's CPU path fails, and
+    zeros after it; no mask reaches these rows. `reslink` adds the query to the output, after `out_drop`.
+    So do causality without a mask and gradients outside training, on which the source's CPU path fails, and
     cudnn-style masks, which that path ignores;
   * a query that sees nothing gets 0 from the attention (the output is its bias), weights 0 and gradient 0,
     where the source gives NaN;

@@ -1,5 +1,6 @@
 """`multi_head_attention_forward`."""
 
+from functools import reduce
 from typing import Any
 
 import jax
@@ -142,6 +143,7 @@ def multi_head_attention_forward(
 
 def _over_heads(params, inputs, static, options) -> tuple[jax.Array, jax.Array | None]:
     """The layer with heads as batch entries: for keys of no projection, and rows that causality may hide."""
+    inputs = _without_poison(inputs, static, options)
     pieces = zip(inputs, params[0:6:2], params[1:6:2], (None, *static), strict=True)
     q, k, v = (_project(x, *piece) if given is None else given for x, *piece, given in pieces)
     if options["is_causal"]:
@@ -165,6 +167,24 @@ def _over_heads(params, inputs, static, options) -> tuple[jax.Array, jax.Array |
     if params.out_bias is not None:
         out = out + params.out_bias.astype(out.dtype)[None, None]
     return out.astype(q.dtype), weights
+
+
+def _without_poison(inputs, static, options) -> list[jax.Array]:
+    """The inputs, 0 where a query sees nothing or nothing sees a key: NaN there must not reach a kernel."""
+    planes = [options["mask"], None if options["bias"] is None else options["bias"] > -jnp.inf]
+    if options["is_causal"]:
+        L, S = inputs[0].shape[1], inputs[1].shape[1]
+        planes.append(jnp.tri(L, S, dtype=bool)[None, None])
+    planes = [x for x in planes if x is not None]
+    if not planes:
+        return list(inputs)
+    sees = reduce(jnp.logical_and, planes)  # broadcasts to (N, H, L, S)
+    live, seen = sees.any((1, 3)), sees.any((1, 2))
+    rows = (None if options["add_zero_attn"] else live, seen, seen)
+    return [
+        x if row is None or given is not None else jnp.where(row[..., None], x, 0)
+        for x, row, given in zip(inputs, rows, (None, *static), strict=True)
+    ]
 
 
 def _project(x: jax.Array, kernel: jax.Array, offset: jax.Array | None) -> jax.Array:
