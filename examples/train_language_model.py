@@ -2,6 +2,9 @@
 
     python examples/train_language_model.py --steps 500 --context 1024 --out out
 
+With `--layer` each block's projections and attention are one rule, `multi_head_attention`; positions are then
+learned, as nothing can stand between the two to rotate queries and keys.
+
 Ends with a sample of generated text, a loss curve (`loss.png` in `--out`), and the step time and
 peak temporary memory of the same model with each attention. Needs flax, optax, matplotlib, rich.
 """
@@ -28,7 +31,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_head_attention
 
 # Both take (query, key, value), each [B, T, N, H], and `is_causal`.
 ATTENTION: dict[str, Callable[..., jax.Array]] = {
@@ -54,8 +57,8 @@ def rotate(x: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, attention: Callable[..., jax.Array], *, rngs: nnx.Rngs):
-        self.attention = attention
+    def __init__(self, attention: Callable[..., jax.Array], layer: bool, *, rngs: nnx.Rngs):
+        self.attention, self.layer = attention, layer
         heads = (HEADS, WIDTH // HEADS)
         linear = partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
         self.attention_norm, self.mlp_norm = (nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2))
@@ -64,23 +67,38 @@ class Block(nnx.Module):
         self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        h = self.attention_norm(x)
-        query, key, value = rotate(self.query(h)), rotate(self.key(h)), self.value(h)
-        x = x + self.out(self.attention(query, key, value, is_causal=True))
+        x = x + self.attend(self.attention_norm(x))
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+    def attend(self, h: jax.Array) -> jax.Array:
+        """Projections and attention of `[B, T, WIDTH]`."""
+        if self.layer and self.attention is dot_product_attention:
+            params = MultiHeadAttentionParams(
+                query_kernel=self.query.kernel[...], key_kernel=self.key.kernel[...],
+                value_kernel=self.value.kernel[...], out_kernel=self.out.kernel[...],
+            )  # fmt: skip
+            return multi_head_attention(params, h, is_causal=True)
+        query, key, value = self.query(h), self.key(h), self.value(h)
+        if not self.layer:
+            query, key = rotate(query), rotate(key)
+        return self.out(self.attention(query, key, value, is_causal=True))
 
 
 class Transformer(nnx.Module):
     """Bytes `[B, T]` to the logits of the byte that follows each, `[B, T, VOCABULARY]`."""
 
-    def __init__(self, attention: Callable[..., jax.Array], *, rngs: nnx.Rngs):
+    def __init__(self, attention: Callable[..., jax.Array], args: argparse.Namespace):
+        rngs = nnx.Rngs(args.seed)
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(attention, rngs=rngs) for _ in range(LAYERS)])
+        self.positions = nnx.Embed(args.context, WIDTH, rngs=rngs) if args.layer else None
+        self.blocks = nnx.List([Block(attention, args.layer, rngs=rngs) for _ in range(LAYERS)])
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.logits = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.embed(x)
+        if self.positions is not None:
+            x = x + self.positions(jnp.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.logits(self.norm(x))
@@ -103,7 +121,7 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer, windows: jax.Array)
 
 def create(attention: str, args: argparse.Namespace) -> tuple[Transformer, nnx.Optimizer]:
     """A fresh model and its optimizer; the same weights for every attention."""
-    model = Transformer(ATTENTION[attention], rngs=nnx.Rngs(args.seed))
+    model = Transformer(ATTENTION[attention], args)
     warmup = min(20, args.steps)
     rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, warmup, args.steps + 1)
     adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1)
@@ -225,6 +243,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention", choices=ATTENTION, default="jax_attn_bwd", help="trains with it"
     )
+    parser.add_argument(
+        "--layer", action="store_true", help="one rule for projections and attention"
+    )
     parser.add_argument("--out", type=Path, default="out", help="directory for loss.png")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sample")
     args = parser.parse_args(argv)
@@ -255,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shown = Text.assemble((printable(prompt[-80:]), "dim"), printable(np.asarray(sample)))
     console.print(Panel(shown, title="Held-out text (dim), continued by the model"))
 
-    title = f"Byte-level transformer, context {args.context}, {args.attention}"
+    layer = ", whole layer" if args.layer else ""
+    title = f"Byte-level transformer, context {args.context}, {args.attention}{layer}"
     plot(args.out / "loss.png", title, losses, validation, entropy)
     console.print(f"loss curve: {args.out / 'loss.png'}")
     console.print(compare(args, text))

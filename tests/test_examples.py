@@ -23,12 +23,13 @@ def environment() -> dict[str, str]:
     return settings | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "MPLBACKEND": "Agg"}
 
 
-def test_language_model_trains_and_plots(tmp_path):
+@pytest.mark.parametrize("layer", [(), ("--layer",)], ids=["attention", "layer"])
+def test_language_model_trains_and_plots(layer, tmp_path):
     pytest.importorskip("optax")
     pytest.importorskip("flax")
     script = ROOT / "examples" / "train_language_model.py"
     done = subprocess.run(
-        [sys.executable, script, "--steps", "2", "--context", "32", "--out", tmp_path],
+        [sys.executable, script, "--steps", "2", "--context", "32", *layer, "--out", tmp_path],
         capture_output=True, text=True, check=False, timeout=300, env=environment(), cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -42,6 +43,25 @@ def test_language_model_trains_and_plots(tmp_path):
         assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert "nan" not in done.stdout.lower().split("continued by the model")[0]
+
+
+def test_finetuning_of_a_flax_model_differs_in_one_line(tmp_path):
+    for name in ("flax", "matplotlib", "optax", "rich"):
+        pytest.importorskip(name)
+    script = ROOT / "examples" / "finetune_flax_linen.py"
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "3", "--context", "32", "--out", tmp_path],
+        capture_output=True, text=True, check=False, timeout=300, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (largest,) = re.findall(r"largest difference of a loss: (\S+) bits", done.stdout)
+    assert float(largest) < 1e-4
+    rows = [re.findall(r"\d\.\d{5}", line) for line in done.stdout.splitlines()]
+    assert [len(row) for row in rows if row] == [3, 3, 3]
+    for name in ("Flax's own", "attention_fn=", "our layer"):
+        assert re.search(rf"{name}\W+\d+\W+\d+\.\d", done.stdout), done.stdout
+    assert (tmp_path / "finetune.png").stat().st_size > 10_000
+    assert "nan" not in done.stdout
 
 
 def test_deformable_detector_trains_and_draws(tmp_path):
