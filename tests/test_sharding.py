@@ -117,8 +117,8 @@ def test_shard_map_with_checked_replication(operator, implementation, case):
     def local(arrays, cts):
         if "dropout_offset" in arrays:  # a shard does not know where it lies: the caller tells it
             batch, heads = arrays["query"].shape[0], arrays["query"].shape[2]
-            heads = heads if "N" in split else 0
-            offset = (jax.lax.axis_index("b") * batch, jax.lax.axis_index("h") * heads, 0, 0)
+            head = jax.lax.axis_index("h") * heads if "N" in split else 0
+            offset = (jax.lax.axis_index("b") * batch, head, 0, 0)
             arrays = {**arrays, "dropout_offset": offset}
         return step(arrays, cts)
 

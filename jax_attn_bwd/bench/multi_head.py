@@ -59,8 +59,9 @@ def _ours(x, dout, params, save: str = "inputs") -> Contender:
     N = params.query_bias.shape[0]
     planes = 4 * (
         4 * B * T * E + 2 * B * N * T * T
-    )  # q, k, v, z, probabilities before and after dropout
-    notes = {"saved beside the inputs": f"{saved / 2**20:.1f} MiB (MegEngine {planes / 2**20:.0f})"}
+    )  # q, k, v, z; probabilities, also after dropout
+    beside = f"{saved / 2**20:.1f} MiB (MegEngine {planes / 2**20:.0f})"
+    notes: dict[str, Any] = {"saved beside the inputs": beside}
     name = "jax_attn_bwd" + (f", save={save!r}" if save != "inputs" else "")
     step = lambda params, x, dout: _flat(*_step(layer, params, x, dout))  # noqa: E731
     return compiled_contender(name, step, params, x, dout, **notes)

@@ -40,7 +40,7 @@ def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> R
             given = jnp.broadcast_to(given, x.shape[-2:])
             parts.append(reshard_like(given, x, (-2, None))[None].astype(dtype))
         if options.add_zero_attn:
-            parts.append(jnp.zeros_like(x[(0,) * (x.ndim - 3)][:1], dtype))
+            parts.append(reshard_like(jnp.zeros(x.shape[-2:], dtype), x, (-2, None))[None])
         if not parts:
             return None
         found.append(jnp.concatenate(parts))

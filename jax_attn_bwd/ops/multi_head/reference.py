@@ -14,7 +14,7 @@ def multi_head_attention(
     is_causal=False, local_window_size=None, add_zero_attn=False, add_residual=False,
     average_weights=False, factors=1.0, out_factors=1.0,
 ):  # fmt: skip
-    """(out, weights) of `multi_head_attention`; `factors` [..., N, T, S'], `out_factors` [..., T, Eo]: dropout."""
+    """(out, weights) of the layer; dropout: `factors` [..., N, T, S'] and `out_factors` [..., T, Eo]."""
     p = params
     key = query if key is None else key
     value = key if value is None else value
