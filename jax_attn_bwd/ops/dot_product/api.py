@@ -235,6 +235,7 @@ def dot_product_attention_bwd(
 
 _PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
+    backend.kernel("mosaic_tpu", "tpu", __package__, _PORTABLE),
     backend.kernel("mosaic_gpu", "gpu", __package__, _PORTABLE),
     _PORTABLE,
 )

@@ -1,8 +1,8 @@
-"""What the Hopper kernels of dense attention share: their inputs, which tiles they visit, what a tile sees.
+"""What the Hopper kernels of dense attention share: which tiles they visit, what a tile sees.
 
-XLA prepares the inputs: batch axes merged, sequences and head sizes padded to whole tiles, unseen keys
-zeroed, and for each tile of queries the run of key tiles that it visits (or the reverse). A kernel visits
-the tiles `first <= j < end`; those with `full_first <= j < full_end` need no comparison.
+XLA prepares the inputs (`kernel_inputs.py`), and for each tile of queries the run of key tiles that it
+visits, or the reverse: int32 [B|1, tiles, 4]. A kernel visits the tiles `first <= j < end`; those with
+`full_first <= j < full_end` need no comparison.
 """
 
 import math
@@ -16,13 +16,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import dropout, masks, mosaic_gpu, sharding
+from jax_attn_bwd._core import dropout, masks, mosaic_gpu
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, WGMMA
-from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product import kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernel_inputs import (
+    LN_2,
+    LOG2_E,
+    Inputs,
+    at,
+    dropout_keys,
+    is_plain,
+    pad,
+    tile_flags,
+    whole,
+)
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
-LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+__all__ = ["LN_2", "LOG2_E", "Inputs", "at", "dropout_keys", "is_plain", "pad", "whole"]
+
 COMPUTE_WARPGROUPS = 2
 HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
 LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
@@ -50,27 +61,6 @@ class Tiling:
         return 2 * min(64, self.block_q, self.block_k)
 
 
-class Inputs(NamedTuple):
-    """What a kernel reads; None = not given. T, S, H and Hv are padded, axes of 1 broadcast."""
-
-    q: Any  # [B, T, N, H]
-    k: Any  # [B, S, K, H]
-    v: Any  # [B, S, K, Hv]
-    bounds: Any  # int32 [B|1, tiles, 4]: first, full_first, full_end, end; None = all, all full
-    rows_end: Any  # int32 [B|1]: queries from here on see nothing
-    columns_end: Any  # int32 [B|1]: keys from here on are not seen
-    row_position: Any  # int32 [B|1, T]; None = the index
-    column_position: Any  # int32 [B|1, S]
-    row_segment: Any  # int32 [B|1, T]
-    column_segment: Any  # int32 [B|1, S]
-    bias: Any  # [B|1, N|1, T|1, S|1]
-    mask: Any  # int8, likewise
-    sink: Any  # float32 [N]
-    dropout_keys: Any  # uint32 [B|1, N|1, 2]
-    row_counter: Any  # uint32 [T]
-    column_counter: Any  # uint32 [S]
-
-
 def unsupported(options: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     q, v = operands.query, operands.value
@@ -91,132 +81,17 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     return mosaic_gpu.unsupported_device()
 
 
-def whole(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple."""
-    return -(-n // multiple) * multiple
-
-
-def dropout_keys(options: Options, operands: Operands) -> jax.Array | None:
-    """The key of each batch entry and head, uint32 `[..., N|1, 2]`: to be called before the operands are cut
-    into shards, which do not know where they lie.
-    """
-    if not options.dropout_rate:
-        return None
-    words = tiles.counters(options, operands, 1, 1).keys
-    keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in words], -1)
-    batch = range(operands.query.ndim - 3)
-    return sharding.reshard_like(keys, operands.query, (*batch, -2, None))
-
-
 def inputs(options: Options, operands: Operands, keys: jax.Array | None) -> Inputs:
-    """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
-    T, S = operands.query.shape[-3], operands.key.shape[-3]
-    positions: tuple[Any, Any] = (None, None)
-    if options.is_causal or options.window is not None:
-        positions = (operands.query_positions, operands.key_value_positions)
-    segments = (operands.query_segment_ids, operands.key_value_segment_ids)
-    (row_position, row_segment), (column_position, column_segment) = (
-        tuple(None if x is None else _tokens(operands, x, n) for x in side)
-        for n, side in zip((T, S), zip(positions, segments, strict=True), strict=True)
-    )
-    bias, mask = (
-        None if x is None else _plane(operands, x) for x in (operands.bias, operands.mask)
-    )
-    row_counter = column_counter = None
-    if keys is not None:
-        counters = tiles.counters(options, operands, LENGTH, LENGTH)
-        row_counter, column_counter = counters.rows, counters.columns
-    q, k, v = (
-        pad_heads(_batched(operands, x, 3))
-        for x in (operands.query, *_zero_unseen(options, operands))
-    )
-    return Inputs(
-        q, k, v, None,
-        _end(operands, operands.query_seq_lengths, T),
-        _end(operands, operands.key_value_seq_lengths, S),
-        row_position, column_position, row_segment, column_segment, bias,
-        None if mask is None else mask.astype(jnp.int8),
-        None if operands.sink is None else operands.sink.astype(jnp.float32),
-        None if keys is None else _batched(operands, keys, 2), row_counter, column_counter,
-    )  # fmt: skip
-
-
-def _end(operands: Operands, lengths: jax.Array | None, n: int) -> jax.Array | None:
-    if lengths is not None:
-        return jnp.minimum(_batched(operands, lengths, 0), n)
-    return jnp.full((1,), n, jnp.int32) if n % LENGTH else None
-
-
-def _batched(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
-    """`x` with its batch axes merged into one, of size 1 if it broadcasts over all of them."""
-    batch = operands.query.shape[:-3]
-    x = to_rank(x, len(batch) + tail)
-    if any(n != 1 for n in x.shape[: len(batch)]):
-        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
-    return x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
-
-
-def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
-    """`x` with the axes `multiples` (axis: multiple) made whole."""
-    widths = [(0, 0)] * x.ndim
-    for axis, multiple in multiples.items():
-        widths[axis] = (0, whole(x.shape[axis], multiple) - x.shape[axis])
-    return jnp.pad(x, widths, **how) if any(any(w) for w in widths) else x
+    """`kernel_inputs.inputs`, padded for these kernels."""
+    padding = kernel_inputs.Padding(LENGTH, LENGTH, HEAD)
+    refs = kernel_inputs.inputs(options, operands, keys, padding)
+    end = refs.columns_end
+    return refs._replace(columns_end=None if end is None else jnp.asarray(end))
 
 
 def pad_heads(x: jax.Array) -> jax.Array:
     """`[B, T, N, H]` with whole T and H."""
     return pad(x, {-3: LENGTH, -1: HEAD})
-
-
-def _plane(operands: Operands, x: jax.Array) -> jax.Array:
-    """A mask or bias `[B|1, N|1, T|1, S|1]`."""
-    x = _batched(operands, x, 3)
-    return pad(x, {axis: LENGTH for axis in (-2, -1) if x.shape[axis] != 1})
-
-
-def _tokens(operands: Operands, x: jax.Array, n: int) -> jax.Array:
-    x = _batched(operands, x, 1)
-    return pad(jnp.broadcast_to(x, (x.shape[0], n)), {-1: LENGTH}, mode="edge")
-
-
-def _zero_unseen(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Key and value with zeros where no query looks: what lies there, NaN too, meets only p = 0."""
-    k, v = operands.key, operands.value
-    T, S = operands.query.shape[-3], k.shape[-3]
-    by_index = all(
-        x is None
-        for x in (
-            operands.bias, operands.mask, operands.query_segment_ids, operands.query_positions,
-            operands.key_value_positions,
-        )
-    )  # fmt: skip
-    if by_index:
-        left, right = options.window or (S + T, S + T)
-        column = np.arange(S, dtype=np.int32)
-        first = np.maximum(column - (0 if options.is_causal else right), 0)
-        last: Any = np.minimum(column.astype(np.int64) + left, T - 1).astype(np.int32)
-        if operands.query_seq_lengths is not None:
-            end = operands.query_seq_lengths[..., None]
-            last = jnp.minimum(last.reshape((1,) * (end.ndim - 1) + (S,)), end - 1)
-        seen = first.reshape((1,) * (last.ndim - 1) + (S,)) <= last
-        if operands.key_value_seq_lengths is not None:
-            end = operands.key_value_seq_lengths[..., None]
-            column, seen = column.reshape((1,) * (end.ndim - 1) + (S,)), to_rank(seen, end.ndim)
-            seen = seen & (column < end)
-        if isinstance(seen, np.ndarray) and seen.all():
-            return k, v
-        seen = jnp.asarray(seen)[..., :, None, None]
-    else:
-        plane = tiles.Tiling(T, S, "float32")  # one tile; XLA fuses it into the reduction
-        origin = jnp.int32(0)
-        w = tiles.working(options, operands, plane)
-        visible = tiles.visible(options, w, origin, origin, True, plane)
-        if visible is None:
-            return k, v
-        seen = jnp.swapaxes(visible.any((-3, -2)), -1, -2)[..., None]  # [..., S|1, K|1, 1]
-    seen = to_rank(seen, k.ndim)
-    return jnp.where(seen, k, 0), jnp.where(seen, v, 0)
 
 
 def bounds(
@@ -226,7 +101,7 @@ def bounds(
 
     For each tile of queries over the tiles of keys; with `by_key` the reverse. None: all, and all full.
     """
-    some, every = _tile_flags(options, refs, rows, columns)
+    some, every = tile_flags(options, refs, rows, columns)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
     if isinstance(every, np.ndarray) and every.all():
@@ -239,41 +114,6 @@ def bounds(
     after = ~every & (xp.arange(n)[None, None] >= full_first[..., None])
     full_end = xp.where(after.any(-1), after.argmax(-1), n)
     return jnp.stack([jnp.asarray(x, jnp.int32) for x in (first, full_first, full_end, end)], -1)
-
-
-def _tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
-    """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
-
-    As far as causality, window, lengths and segments tell; NumPy arrays if shapes alone decide.
-    """
-    sides = ((refs.q.shape[1], rows, refs.rows_end), (refs.k.shape[1], columns, refs.columns_end))
-
-    def ranges(x, side):
-        """(least, greatest) of each tile, laid along its axis of the flags."""
-        length, tile, _ = sides[side]
-        if x is None:
-            start = np.arange(0, length, tile, dtype=np.int32)[None]
-            pair = start, start + np.int32(tile - 1)
-        else:
-            blocks = x.reshape(x.shape[0], -1, tile)
-            pair = blocks.min(-1), blocks.max(-1)
-        return tuple(x[:, None, :] if side else x[:, :, None] for x in pair)
-
-    row, column = ranges(refs.row_position, 0), ranges(refs.column_position, 1)
-    some, every = masks.tile_in_band(row, column, options.is_causal, options.window)
-    grid = np.ones((1, *(length // tile for length, tile, _ in sides)), bool)
-    some, every = some & grid, every & grid
-    for side, (_, _, end) in enumerate(sides):
-        if end is not None:
-            least, greatest = ranges(None, side)
-            some = some & (least < end[:, None, None])
-            if side:  # what rows beyond the end compute is thrown away
-                every = every & (greatest < end[:, None, None])
-    if refs.row_segment is not None:
-        row, column = ranges(refs.row_segment, 0), ranges(refs.column_segment, 1)
-        some = some & (row[0] <= column[1]) & (column[0] <= row[1])
-        every = every & (row[0] == column[1]) & (column[0] == row[1])
-    return some, every & some
 
 
 class Bounds(NamedTuple):
@@ -310,11 +150,6 @@ class Bounds(NamedTuple):
             if self.ref is None
             else lax.shift_right_logical(self.ref[1], jnp.int32(31))
         )
-
-
-def at(ref: Any, axis: int, index: Any) -> Any:
-    """`index` of an axis, 0 where it broadcasts."""
-    return 0 if ref.shape[axis] == 1 else index
 
 
 class Tile(NamedTuple):
@@ -381,11 +216,6 @@ class Logits(NamedTuple):
     x: jax.Array
     factor: float
     tanh: jax.Array | None  # of the soft cap
-
-
-def is_plain(options: Options, refs: Inputs) -> bool:
-    """Whether logits are products times a positive number, which then goes into the exponent."""
-    return refs.bias is None and options.logits_soft_cap is None and options.scale > 0
 
 
 def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:

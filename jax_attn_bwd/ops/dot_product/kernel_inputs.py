@@ -1,0 +1,283 @@
+"""What the kernels of dense attention read, on any platform, as XLA prepares it.
+
+Batch axes are merged, sequences and head sizes padded to whole tiles, unseen keys zeroed. Of each tile
+`tile_flags` tells whether anything of it is seen, and whether all of it is.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import dropout, masks, sharding
+from jax_attn_bwd._core.numerics import reduce_to, to_rank
+from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+
+
+class Padding(NamedTuple):
+    """Multiples that axes are padded to."""
+
+    queries: int
+    keys: int
+    head: int
+
+
+class Inputs(NamedTuple):
+    """What a kernel reads; None = not given. T, S, H and Hv are padded, axes of 1 broadcast."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    bounds: Any  # which tiles are visited, in the form that a kernel reads; None = all, and all full
+    rows_end: Any  # int32 [B|1]: queries from here on see nothing
+    columns_end: Any  # int32 [B|1]: keys from here on are not seen
+    row_position: Any  # int32 [B|1, T]; None = the index
+    column_position: Any  # int32 [B|1, S]
+    row_segment: Any  # int32 [B|1, T]
+    column_segment: Any  # int32 [B|1, S]
+    bias: Any  # [B|1, N|1, T|1, S|1]
+    mask: Any  # int8, likewise
+    sink: Any  # float32 [N]
+    dropout_keys: Any  # uint32 [B|1, N|1, 2]
+    row_counter: Any  # uint32 [T]
+    column_counter: Any  # uint32 [S]
+
+
+def whole(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+def dropout_keys(options: Options, operands: Operands) -> jax.Array | None:
+    """The key of each batch entry and head, uint32 `[..., N|1, 2]`: to be called before the operands are cut
+    into shards, which do not know where they lie.
+    """
+    if not options.dropout_rate:
+        return None
+    words = tiles.counters(options, operands, 1, 1).keys
+    keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in words], -1)
+    batch = range(operands.query.ndim - 3)
+    return sharding.reshard_like(keys, operands.query, (*batch, -2, None))
+
+
+def inputs(
+    options: Options, operands: Operands, keys: jax.Array | None, padding: Padding
+) -> Inputs:
+    """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
+    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    positions: tuple[Any, Any] = (None, None)
+    if options.is_causal or options.window is not None:
+        positions = (operands.query_positions, operands.key_value_positions)
+    segments = (operands.query_segment_ids, operands.key_value_segment_ids)
+    (row_position, row_segment), (column_position, column_segment) = (
+        tuple(None if x is None else _tokens(operands, x, n, multiple) for x in side)
+        for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
+    )
+    bias, mask = (
+        None if x is None else _plane(operands, x, padding) for x in (operands.bias, operands.mask)
+    )
+    row_counter = column_counter = None
+    if keys is not None:
+        counters = tiles.counters(options, operands, padding.queries, padding.keys)
+        row_counter, column_counter = counters.rows, counters.columns
+    q, k, v = (
+        pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
+        for x, multiple in zip(
+            (operands.query, *_zero_unseen(options, operands)),
+            (padding.queries, padding.keys, padding.keys),
+            strict=True,
+        )
+    )
+    return Inputs(
+        q, k, v, None,
+        _end(operands, operands.query_seq_lengths, T, padding.queries),
+        _end(operands, operands.key_value_seq_lengths, S, padding.keys),
+        row_position, column_position, row_segment, column_segment, bias,
+        None if mask is None else mask.astype(jnp.int8),
+        None if operands.sink is None else operands.sink.astype(jnp.float32),
+        None if keys is None else _batched(operands, keys, 2), row_counter, column_counter,
+    )  # fmt: skip
+
+
+def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
+    """A NumPy array where no lengths are given, so that the tiles are known at trace time."""
+    if lengths is not None:
+        return jnp.minimum(_batched(operands, lengths, 0), n)
+    return np.full((1,), n, np.int32) if n % multiple else None
+
+
+def _batched(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
+    """`x` with its batch axes merged into one, of size 1 if it broadcasts over all of them."""
+    batch = operands.query.shape[:-3]
+    x = to_rank(x, len(batch) + tail)
+    if any(n != 1 for n in x.shape[: len(batch)]):
+        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
+    return x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
+
+
+def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
+    """`x` with the axes `multiples` (axis: multiple) made whole."""
+    widths = [(0, 0)] * x.ndim
+    for axis, multiple in multiples.items():
+        widths[axis] = (0, whole(x.shape[axis], multiple) - x.shape[axis])
+    return jnp.pad(x, widths, **how) if any(any(w) for w in widths) else x
+
+
+def _plane(operands: Operands, x: jax.Array, padding: Padding) -> jax.Array:
+    """A mask or bias `[B|1, N|1, T|1, S|1]`."""
+    x = _batched(operands, x, 3)
+    multiples = {-2: padding.queries, -1: padding.keys}
+    return pad(x, {axis: n for axis, n in multiples.items() if x.shape[axis] != 1})
+
+
+def _tokens(operands: Operands, x: jax.Array, n: int, multiple: int) -> jax.Array:
+    x = _batched(operands, x, 1)
+    return pad(jnp.broadcast_to(x, (x.shape[0], n)), {-1: multiple}, mode="edge")
+
+
+def _zero_unseen(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Key and value with zeros where no query looks: what lies there, NaN too, meets only p = 0."""
+    k, v = operands.key, operands.value
+    T, S = operands.query.shape[-3], k.shape[-3]
+    by_index = all(
+        x is None
+        for x in (
+            operands.bias, operands.mask, operands.query_segment_ids, operands.query_positions,
+            operands.key_value_positions,
+        )
+    )  # fmt: skip
+    if by_index:
+        left, right = options.window or (S + T, S + T)
+        column = np.arange(S, dtype=np.int32)
+        first = np.maximum(column - (0 if options.is_causal else right), 0)
+        last: Any = np.minimum(column.astype(np.int64) + left, T - 1).astype(np.int32)
+        if operands.query_seq_lengths is not None:
+            end = operands.query_seq_lengths[..., None]
+            last = jnp.minimum(last.reshape((1,) * (end.ndim - 1) + (S,)), end - 1)
+        seen = first.reshape((1,) * (last.ndim - 1) + (S,)) <= last
+        if operands.key_value_seq_lengths is not None:
+            end = operands.key_value_seq_lengths[..., None]
+            column, seen = column.reshape((1,) * (end.ndim - 1) + (S,)), to_rank(seen, end.ndim)
+            seen = seen & (column < end)
+        if isinstance(seen, np.ndarray) and seen.all():
+            return k, v
+        seen = jnp.asarray(seen)[..., :, None, None]
+    else:
+        plane = tiles.Tiling(T, S, "float32")  # one tile; XLA fuses it into the reduction
+        origin = jnp.int32(0)
+        w = tiles.working(options, operands, plane)
+        visible = tiles.visible(options, w, origin, origin, True, plane)
+        if visible is None:
+            return k, v
+        seen = jnp.swapaxes(visible.any((-3, -2)), -1, -2)[..., None]  # [..., S|1, K|1, 1]
+    seen = to_rank(seen, k.ndim)
+    return jnp.where(seen, k, 0), jnp.where(seen, v, 0)
+
+
+def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
+    """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
+
+    As far as causality, window, lengths and segments tell; NumPy arrays if shapes alone decide.
+    """
+    sides = ((refs.q.shape[1], rows, refs.rows_end), (refs.k.shape[1], columns, refs.columns_end))
+
+    def ranges(x, side):
+        """(least, greatest) of each tile, laid along its axis of the flags."""
+        length, tile, _ = sides[side]
+        if x is None:
+            start = np.arange(0, length, tile, dtype=np.int32)[None]
+            pair = start, start + np.int32(tile - 1)
+        else:
+            blocks = x.reshape(x.shape[0], -1, tile)
+            pair = blocks.min(-1), blocks.max(-1)
+        return tuple(x[:, None, :] if side else x[:, :, None] for x in pair)
+
+    row, column = ranges(refs.row_position, 0), ranges(refs.column_position, 1)
+    some, every = masks.tile_in_band(row, column, options.is_causal, options.window)
+    grid = np.ones((1, *(length // tile for length, tile, _ in sides)), bool)
+    some, every = some & grid, every & grid
+    for side, (_, _, end) in enumerate(sides):
+        if end is not None:
+            least, greatest = ranges(None, side)
+            some = some & (least < end[:, None, None])
+            if side:  # what rows beyond the end compute is thrown away
+                every = every & (greatest < end[:, None, None])
+    if refs.row_segment is not None:
+        row, column = ranges(refs.row_segment, 0), ranges(refs.column_segment, 1)
+        some = some & (row[0] <= column[1]) & (column[0] <= row[1])
+        every = every & (row[0] == column[1]) & (column[0] == row[1])
+    return some, every & some
+
+
+def is_plain(options: Options, refs: Inputs) -> bool:
+    """Whether logits are products times a positive number, which then goes into the exponent."""
+    return refs.bias is None and options.logits_soft_cap is None and options.scale > 0
+
+
+def at(ref: Any, axis: int, index: Any) -> Any:
+    """`index` of an axis, 0 where it broadcasts."""
+    return 0 if ref.shape[axis] == 1 else index
+
+
+class RowValues(NamedTuple):
+    """What the backward kernels read of each query; equation numbers are those of `backward.py`."""
+
+    query: jax.Array  # [..., T, N, H], 0 in rows that see nothing
+    dout: jax.Array  # [..., T, N, Hv], likewise
+    lse: jax.Array  # [..., T, N], inf in rows that see nothing: their p is 0
+    low: jax.Array  # [..., T, N]
+    delta: jax.Array  # [..., T, N]
+    dsink: jax.Array | None  # the gradient of the sink (9), if it is wanted
+
+
+def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
+    """`RowValues` from what the forward left, and the cotangents."""
+    operands, (out, lse, low) = residuals.operands, residuals.result
+    query, dtype = operands.query, lse.dtype
+    dout = jnp.zeros_like(out) if dout is None else dout
+    floor = jnp.full((1,) * lse.ndim, -jnp.inf, dtype)
+    if operands.sink is not None:
+        floor = to_rank(operands.sink.astype(dtype), lse.ndim)
+    empty = None
+    if _rows_may_be_empty(options, operands):
+        # A row that attends to nothing has lse = sink and out = 0; q and dout may hold anything there.
+        empty = (lse == floor) & (out == 0).all(-1)
+        dout, query = (jnp.where(empty[..., None], 0, x) for x in (dout, query))
+    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)  # (7)
+    if dlse is not None:
+        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
+    low = jnp.zeros_like(lse) if low is None else low
+    dsink = None
+    if "sink" in residuals.wanted.names:
+        p_sink = jnp.exp((floor - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - low)
+        dsink = reduce_to(-p_sink * delta, operands.sink.shape)  # (9)
+    lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
+    return RowValues(query, dout, lse, low, delta, dsink)
+
+
+def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
+    """Whether a query may see no key: without need, q and dout are not copied."""
+    conditions = (
+        operands.bias, operands.mask, operands.query_seq_lengths, operands.key_value_seq_lengths,
+        operands.query_segment_ids, operands.query_positions, operands.key_value_positions,
+    )  # fmt: skip
+    return options.window is not None or any(x is not None for x in conditions)
+
+
+def merged(x: jax.Array, tail: int) -> jax.Array:
+    """`x` with all but its last `tail` axes merged into one."""
+    lead = x.shape[: x.ndim - tail]
+    return x.reshape(math.prod(lead), *x.shape[len(lead) :])
+
+
+def bias_gradient(dbias: jax.Array, operands: Operands) -> jax.Array:
+    """`[B|1, N|1, T|1, S|1]` summed to the shape of the bias."""
+    assert operands.bias is not None  # its gradient is asked for
+    batch = operands.query.shape[:-3]
+    lead = batch if dbias.shape[0] != 1 or math.prod(batch) == 1 else (1,) * len(batch)
+    return reduce_to(dbias.reshape(*lead, *dbias.shape[1:]), operands.bias.shape)

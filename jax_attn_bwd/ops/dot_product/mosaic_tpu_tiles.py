@@ -1,0 +1,414 @@
+"""What the TPU kernels of dense attention share: which tiles they visit, what a tile sees.
+
+XLA prepares the inputs (`kernel_inputs.py`) and the schedule: the tiles that a kernel visits, one int32
+each, in the order in which it visits them. The grid runs over the schedule, which lies in scalar memory
+before a step begins, so the loads of what is skipped are skipped too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_attn_bwd._core import dropout, masks, mosaic_tpu
+from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd.ops.dot_product import kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernel_inputs import LOG2_E, Inputs, at, is_plain, whole
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+HEAD = 64  # head sizes are padded to a multiple
+_MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
+_LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
+_COLUMN_SHIFT, _ROW_SHIFT = 4, 17
+_SCALARS = ("rows_end", "columns_end", "sink", "dropout_keys")
+_TOKENS = {
+    "row_position": 0, "row_segment": 0, "row_counter": 0,
+    "column_position": 1, "column_segment": 1, "column_counter": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of a kernel: changes speed and rounding, never the meaning.
+
+    Attributes:
+      block_q, block_k: queries and keys of one step.
+      part_q, part_k: of one part of a tile: parts are what the compiler overlaps.
+      keys_first: parts run over the keys of a tile first, over its queries second.
+      ahead: the product q k^T of a part is begun before the softmax of the part before it.
+    """
+
+    block_q: int
+    block_k: int
+    part_q: int
+    part_k: int
+    keys_first: bool = True
+    ahead: bool = False
+
+    @property
+    def padding(self) -> kernel_inputs.Padding:
+        """What the operands are padded to."""
+        return kernel_inputs.Padding(self.block_q, self.block_k, HEAD)
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """(queries, keys) of each part, in order."""
+        queries, keys = (
+            [slice(i, i + part) for i in range(0, block, part)]
+            for block, part in ((self.block_q, self.part_q), (self.block_k, self.part_k))
+        )
+        if self.keys_first:
+            return [(q, k) for q in queries for k in keys]
+        return [(q, k) for k in keys for q in queries]
+
+
+def even_block(length: int, limit: int) -> int:
+    """A multiple of 128 up to `limit` whose blocks cover `length` with little padding."""
+    return whole(-(-length // -(-length // limit)), LANES)
+
+
+def even_part(block: int, limit: int) -> int:
+    """The largest multiple of 128 up to `limit` that divides `block`."""
+    return max(n for n in range(LANES, min(block, max(limit, LANES)) + 1, LANES) if block % n == 0)
+
+
+def unsupported(options: Options, operands: Operands) -> str | None:
+    """Why the kernels cannot run this call; None if they can."""
+    q, v = operands.query, operands.value
+    if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
+        return "it needs static shapes"
+    if q.dtype not in mosaic_tpu.DTYPES:
+        return f"it multiplies {' and '.join(mosaic_tpu.DTYPES)}, not {q.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
+    if 0 in (*q.shape, *v.shape):
+        return "there is nothing to compute"
+    if max(q.shape[-3], operands.key.shape[-3]) > 2**17:
+        return "sequences go up to 131072: its list of tiles lies in scalar memory"
+    if operands.bias is not None and operands.bias.dtype == jnp.float64:
+        return "a float64 bias asks for float64 arithmetic"
+    if not isinstance(options.precision, lax.Precision | None):
+        return f"it has one product algorithm, got precision={options.precision}"
+    return mosaic_tpu.unsupported_device()
+
+
+class Schedule(NamedTuple):
+    """The tiles that a kernel visits."""
+
+    steps: Any  # int32 [B|1, steps]; NumPy if shapes alone decide
+    has_full: bool  # whether a tile may need no comparison
+    has_mixed: bool  # whether a tile may need comparison element by element
+
+    @property
+    def count(self) -> int:
+        """Steps of the grid."""
+        return self.steps.shape[1]
+
+
+def schedule(some: Any, every: Any, by_key: bool = False) -> Schedule:
+    """Of the flags `[B|1, query tiles, key tiles]`; a tile of queries is finished before the next begins.
+
+    With `by_key` a tile of keys is. One that visits nothing has one step, which is not live.
+    """
+    xp: Any = np if isinstance(every, np.ndarray) else jnp
+    has_full, has_mixed = xp is jnp or bool(every.any()), xp is jnp or bool((some & ~every).any())
+    if some.size > _MOST_STEPS:
+        some, every = some.any(0, keepdims=True), every.all(0, keepdims=True)
+    if by_key:
+        some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
+    B, _, minors = some.shape
+    idle = ~some.any(-1, keepdims=True)
+    visited = (some | (idle & (xp.arange(minors) == 0)[None, None])).reshape(B, -1)
+    some, every = some.reshape(B, -1), every.reshape(B, -1)
+    counts = visited.sum(-1, keepdims=True)
+    steps = int(counts.max()) if xp is np else visited.shape[1]
+    order = xp.argsort(~visited, axis=-1, stable=True)[:, :steps]
+    rank = xp.arange(steps)[None]
+    valid = rank < counts
+    order = xp.take_along_axis(order, xp.minimum(rank, counts - 1), axis=-1)  # repeats the last
+    major, minor = order // minors, order % minors
+    begins = xp.concatenate([xp.ones((B, 1), bool), major[:, 1:] != major[:, :-1]], -1)
+    ends = xp.concatenate([begins[:, 1:], xp.ones((B, 1), bool)], -1) | (rank == counts - 1)
+    row, column = (minor, major) if by_key else (major, minor)
+    word = (row << _ROW_SHIFT) | (column << _COLUMN_SHIFT)
+    flags = (
+        (_LIVE, xp.take_along_axis(some, order, axis=-1)),
+        (_MIXED, ~xp.take_along_axis(every, order, axis=-1)),
+        (_FIRST, begins),
+        (_LAST, ends),
+    )
+    for flag, given in flags:
+        word = word | xp.where(given & valid, flag, 0)
+    return Schedule(word.astype(np.int32), has_full, has_mixed)
+
+
+def every_tile(some: Any, every: Any) -> Schedule:
+    """All tiles, each with its flags: for a result that has a place for every tile."""
+    xp: Any = np if isinstance(every, np.ndarray) else jnp
+    if some.size > _MOST_STEPS:
+        some, every = some.any(0, keepdims=True), every.all(0, keepdims=True)
+    rows, columns = some.shape[1:]
+    place = (xp.arange(rows)[:, None] << _ROW_SHIFT) | (xp.arange(columns)[None] << _COLUMN_SHIFT)
+    word = place[None] | xp.where(some, _LIVE, 0) | xp.where(every, 0, _MIXED)
+    return Schedule(word.reshape(some.shape[0], -1).astype(np.int32), True, True)
+
+
+class Step(NamedTuple):
+    """Where a grid step is: batch entry, key head, query head, tiles, flags."""
+
+    b: Any
+    k: Any
+    n: Any
+    row: Any
+    column: Any
+    word: Any
+
+    @classmethod
+    def at(cls, steps: Any, groups: int, b: Any, k: Any, g: Any, p: Any) -> "Step":
+        """Step `p` of the schedule of batch entry `b`, for query head `g` of key head `k`."""
+        word = steps[at(steps, 0, b), p]
+        column = (word >> _COLUMN_SHIFT) & (2 ** (_ROW_SHIFT - _COLUMN_SHIFT) - 1)
+        return cls(b, k, k * groups + g, word >> _ROW_SHIFT, column, word)
+
+    def flag(self, flag: int) -> Any:
+        return (self.word & flag) != 0
+
+    @property
+    def first(self) -> Any:
+        """Whether a tile of the outer side begins here."""
+        return self.flag(_FIRST)
+
+    @property
+    def last(self) -> Any:
+        """Whether a tile of the outer side ends here."""
+        return self.flag(_LAST)
+
+    def each_kind(self, tiles: Schedule, run: Any) -> None:
+        """`run(mixed)` if the tile is live: two programs, of which the full one compares nothing."""
+        live, mixed = self.flag(_LIVE), self.flag(_MIXED)
+        if tiles.has_full:
+            pl.when(live & ~mixed)(lambda: run(False))
+        if tiles.has_mixed:
+            pl.when(live & mixed)(lambda: run(True))
+
+
+def kernel_inputs_of(refs: Inputs) -> Inputs:
+    """In the layout that the kernels read: heads before the sequence, one value a position along lanes."""
+
+    def heads(x):
+        return jnp.swapaxes(x, 1, 2)
+
+    def tokens(x):
+        return None if x is None else jnp.asarray(x).reshape(-1, 1, x.shape[-1])
+
+    fields = {name: tokens(getattr(refs, name)) for name in _TOKENS}
+    S = refs.k.shape[1]
+    planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
+    ends = {}
+    if isinstance(refs.rows_end, np.ndarray):
+        ends["rows_end"] = None  # what lies beyond T is cut off
+    if refs.columns_end is not None:
+        ends["columns_end"] = jnp.asarray(refs.columns_end)
+    return refs._replace(
+        q=heads(refs.q), k=heads(refs.k), v=heads(refs.v), bounds=None, **fields, **planes, **ends
+    )
+
+
+def _laid(plane: Any, S: int) -> Any:
+    """A plane; one value a row `[B|1, N|1, T, 1]` becomes `[B|1, N|1, 1, T]`, one for all `[.., 1, S]`."""
+    if plane is None or plane.shape[-1] != 1:
+        return plane
+    if plane.shape[-2] == 1:
+        return jnp.broadcast_to(plane, (*plane.shape[:-1], S))
+    return jnp.swapaxes(plane, -1, -2)
+
+
+def plane_side(plane: Any) -> int | None:
+    """Of a plane before it is laid: 1 one value a key or one for all, 0 one value a query, None a full one."""
+    if plane is None or (plane.shape[-2] != 1 and plane.shape[-1] != 1):
+        return None
+    return 1 if plane.shape[-2] == 1 else 0
+
+
+class PlaneSides(NamedTuple):
+    """`plane_side` of bias and mask."""
+
+    bias: int | None
+    mask: int | None
+
+
+def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) -> Inputs:
+    """Of the fields of `refs`; `locate(*grid indices, steps) -> Step`."""
+    size = (tiling.block_q, tiling.block_k)
+
+    def spec(shape, index):
+        return pl.BlockSpec(shape, lambda *where: index(locate(*where)))
+
+    def tokens(x, side):
+        return spec((None, 1, size[side]), lambda s: (at(x, 0, s.b), ZERO, s[3 + side]))
+
+    def plane(x, side):
+        lead = lambda s: (at(x, 0, s.b), at(x, 1, s.n))  # noqa: E731
+        if side is None:
+            return spec((None, None, *size), lambda s: (*lead(s), s.row, s.column))
+        return spec((None, None, 1, size[side]), lambda s: (*lead(s), ZERO, s[3 + side]))
+
+    specs = {
+        "q": spec((None, None, size[0], refs.q.shape[-1]), lambda s: (s.b, s.n, s.row, ZERO)),
+        "k": spec((None, None, size[1], refs.k.shape[-1]), lambda s: (s.b, s.k, s.column, ZERO)),
+        "v": spec((None, None, size[1], refs.v.shape[-1]), lambda s: (s.b, s.k, s.column, ZERO)),
+        "bias": plane(refs.bias, sides.bias),
+        "mask": plane(refs.mask, sides.mask),
+    }
+    specs |= {name: tokens(getattr(refs, name), side) for name, side in _TOKENS.items()}
+    specs |= {name: mosaic_tpu.scalars() for name in _SCALARS}
+    given = {name: None if getattr(refs, name) is None else s for name, s in specs.items()}
+    return Inputs(**given, bounds=None)
+
+
+class Part(NamedTuple):
+    """A part of a tile, in a kernel: of the step's tile the given queries and keys."""
+
+    options: Options
+    refs: Inputs
+    sides: PlaneSides
+    tiling: Tiling
+    step: Step
+    slices: tuple[slice, slice]  # (queries, keys) within the tile
+    transposed: bool = False  # keys along axis 0
+    row_offset: int = 0  # of the first tile of queries
+
+    def axis(self, side: int) -> int:
+        """The axis that runs over queries (side 0) or keys (side 1)."""
+        return 1 - side if self.transposed else side
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the part as it is held."""
+        sizes = tuple(s.stop - s.start for s in self.slices)
+        return (sizes[1], sizes[0]) if self.transposed else (sizes[0], sizes[1])
+
+    def start(self, side: int) -> Any:
+        """The index of the first query or key."""
+        if side:
+            return self.step.column * self.tiling.block_k + self.slices[1].start
+        return self.step.row * self.tiling.block_q + (self.slices[0].start + self.row_offset)
+
+    def offset(self, side: int) -> jax.Array:
+        """Of each element's query or key from the first one."""
+        return lax.broadcasted_iota(jnp.int32, self.shape, self.axis(side))
+
+    def vector(self, ref: Any, side: int) -> jax.Array:
+        """The values of the part's queries or keys from a block `[1, n]`, to broadcast over the part."""
+        row = ref[:, self.slices[side]]
+        return row if self.axis(side) else mosaic_tpu.stand(row)
+
+    def tokens(self, name: str) -> jax.Array:
+        """A field of `Inputs` that has one value a position."""
+        return self.vector(getattr(self.refs, name), _TOKENS[name])
+
+    def plane(self, ref: Any, side: int | None) -> jax.Array:
+        """A mask or bias over the part, 32 bits."""
+        if side is not None:
+            row = ref[:, self.slices[side]].astype(_wide(ref.dtype))
+            return row if self.axis(side) else mosaic_tpu.stand(row)
+        block = ref[self.slices[0], self.slices[1]].astype(_wide(ref.dtype))
+        return block.T if self.transposed else block
+
+    def logits(self, products: jax.Array, mixed: bool) -> "Logits":
+        """The logits of products q k^T, -inf where nothing is seen."""
+        options, refs = self.options, self.refs
+        x, factor, tanh, terms = products, options.scale * LOG2_E, None, []
+        if not is_plain(options, refs):
+            x, factor = x * options.scale, LOG2_E
+        if options.logits_soft_cap is not None:
+            tanh = jnp.tanh(x * (1.0 / options.logits_soft_cap))
+            x = options.logits_soft_cap * tanh
+        if refs.bias is not None:
+            bias = self.plane(refs.bias, self.sides.bias)
+            x = x + bias
+            terms.append(bias > -jnp.inf)
+        if refs.mask is not None:
+            terms.append(self.plane(refs.mask, self.sides.mask) != 0)
+        if mixed:
+            terms += self._seen()
+        visible = masks.conjunction(*terms)
+        return Logits(x if visible is None else jnp.where(visible, x, -jnp.inf), factor, tanh)
+
+    def _seen(self) -> list[Any]:
+        options, refs, terms = self.options, self.refs, []
+        if options.is_causal or options.window is not None:
+            terms.append(self._in_band())
+        if refs.columns_end is not None:
+            end = refs.columns_end[at(refs.columns_end, 0, self.step.b)]
+            terms.append(self.offset(1) < end - self.start(1))
+        if refs.row_segment is not None:
+            terms.append(self.tokens("row_segment") == self.tokens("column_segment"))
+        return terms
+
+    def _in_band(self) -> Any:
+        options, refs = self.options, self.refs
+        if refs.row_position is None and refs.column_position is None:
+            row, column = jnp.int32(0), self.offset(1) - self.offset(0)
+            column = column + (self.start(1) - self.start(0))
+        else:
+            row, column = (
+                self.offset(side) + self.start(side)
+                if getattr(refs, name) is None
+                else self.tokens(name)
+                for side, name in enumerate(("row_position", "column_position"))
+            )
+        return masks.in_band(row, column, options.is_causal, options.window)
+
+    def keep(self) -> jax.Array | None:
+        """Which probabilities dropout lets pass; None without dropout."""
+        keys = self.refs.dropout_keys
+        if keys is None:
+            return None
+        lead = at(keys, 0, self.step.b), at(keys, 1, self.step.n)
+        words = keys[(*lead, 0)], keys[(*lead, 1)]
+        row, column = (
+            jnp.broadcast_to(self.tokens(name), self.shape)
+            for name in ("row_counter", "column_counter")
+        )
+        return dropout.keep(words, row, column, self.options.dropout_rate)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+
+
+class Logits(NamedTuple):
+    """Masked logits: exp2(factor * x - ...) gives probabilities."""
+
+    x: jax.Array
+    factor: float
+    tanh: jax.Array | None  # of the soft cap
+
+
+def product(
+    options: Options, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)
+) -> jax.Array:
+    """The matrix product of two blocks over `axes`, in float32."""
+    wide = a.dtype == jnp.float32
+    precision = options.precision if wide else lax.Precision.DEFAULT  # bfloat16 products are exact
+    if wide and precision == lax.Precision.HIGH:
+        precision = lax.Precision.HIGHEST  # the matrix unit has no three-pass mode in kernels
+    return lax.dot_general(
+        a, b, (((axes[0],), (axes[1],)), ((), ())),
+        precision=precision, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def flat(refs: Inputs) -> tuple[list[str], list[Any]]:
+    """(names, values) of the fields that are given."""
+    given = {name: x for name, x in refs._asdict().items() if x is not None}
+    return list(given), list(given.values())
+
+
+def gathered(names: list[str], values: Any) -> Inputs:
+    """`Inputs` of the values that `flat` named."""
+    return Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(names, values, strict=True))))
