@@ -179,7 +179,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
       >>> x = jax.ShapeDtypeStruct((2, 128, 8, 64), "float32")
       >>> reasons = jax_attn_bwd.explain(jax_attn_bwd.dot_product_attention, x, x, x)
       >>> list(reasons), reasons["xla"]
-      (['mosaic_gpu', 'xla'], 'ok')
+      (['mosaic_tpu', 'mosaic_gpu', 'xla'], 'ok')
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]

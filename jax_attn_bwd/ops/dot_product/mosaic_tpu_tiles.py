@@ -22,6 +22,7 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 HEAD = 64  # head sizes are padded to a multiple
 _MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
+_FAR = 2**30  # no position is as far as this from another
 _LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
 _COLUMN_SHIFT, _ROW_SHIFT = 4, 17
 _SCALARS = ("rows_end", "columns_end", "sink", "dropout_keys")
@@ -351,17 +352,21 @@ class Part(NamedTuple):
 
     def _in_band(self) -> Any:
         options, refs = self.options, self.refs
-        if refs.row_position is None and refs.column_position is None:
-            row, column = jnp.int32(0), self.offset(1) - self.offset(0)
-            column = column + (self.start(1) - self.start(0))
-        else:
+        if refs.row_position is not None or refs.column_position is not None:
             row, column = (
                 self.offset(side) + self.start(side)
                 if getattr(refs, name) is None
                 else self.tokens(name)
                 for side, name in enumerate(("row_position", "column_position"))
             )
-        return masks.in_band(row, column, options.is_causal, options.window)
+            return masks.in_band(row, column, options.is_causal, options.window)
+        # one comparison an element for each bound, of constants with a scalar
+        distance, shift = self.offset(1) - self.offset(0), self.start(0) - self.start(1)
+        left, right = options.window or (_FAR, _FAR)
+        right = 0 if options.is_causal else right
+        terms = [distance <= shift + right] if right < _FAR else []
+        terms += [distance >= shift - left] if left < _FAR else []
+        return masks.conjunction(*terms)
 
     def keep(self) -> jax.Array | None:
         """Which probabilities dropout lets pass; None without dropout."""

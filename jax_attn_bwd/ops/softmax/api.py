@@ -185,6 +185,7 @@ def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.A
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
+    backend.kernel("mosaic_tpu", "tpu", "jax_attn_bwd.ops.softmax", PORTABLE),
     backend.kernel("mosaic_gpu", "gpu", "jax_attn_bwd.ops.softmax", PORTABLE),
     PORTABLE,
 )

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
-from jax_attn_bwd._core.numerics import reduce_to
 from jax_attn_bwd._core.sharding import match_type, reshard_like
+from jax_attn_bwd.ops.softmax import kernel_rules
 from jax_attn_bwd.ops.softmax import mosaic_gpu_rows as rows
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 
@@ -33,10 +33,7 @@ def _backward(options, interpret, residuals, dy):
         kernel = partial(_dx, options.scale, interpret)
         grads["x"] = pallas.on_local_shards(kernel, lambda y, dy: y, (y, dy))
     if "bias" in types:
-        seen = jnp.where(y == 0, 0, dy.astype(jnp.float32))
-        prob = y.astype(jnp.float32)
-        dot = (prob * seen).sum(-1, keepdims=True)  # (4)
-        grads["bias"] = reduce_to(prob * (seen - dot), types["bias"].shape)  # (5), (8)
+        grads["bias"] = kernel_rules.bias_gradient(y, dy, types["bias"].shape)
     return {name: match_type(grad, types[name]) for name, grad in grads.items()}
 
 

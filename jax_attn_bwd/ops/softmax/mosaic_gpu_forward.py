@@ -17,39 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import masks, mosaic_gpu, pallas
-from jax_attn_bwd._core.sharding import explicit_spec, reshard_like, tie
+from jax_attn_bwd._core.sharding import reshard_like, tie
+from jax_attn_bwd.ops.softmax import kernel_rules
 from jax_attn_bwd.ops.softmax import mosaic_gpu_rows as rows
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
 _ELEMENTS = {True: 8192, False: 4096}  # of a tile; more if its exponentials stay in registers
 _DTYPES = ("float32", "bfloat16", "float16")
-_TINY = 1e-36  # times the largest float32: 340, and exp(-340) is 0
 
 
 def supports(options: Options, operands: Operands) -> str | None:
     """Why the kernel cannot run this call; None if it can."""
-    x = operands.x
-    if not all(isinstance(n, int) for n in x.shape):
-        return "its shapes must be known, not symbolic"
-    if options.axis != -1:
-        return f"it normalises over the last axis, not axis {options.axis}"
-    for name, array in (("x", x), ("bias", operands.bias)):
-        if array is not None and array.dtype not in _DTYPES:
-            return f"{name} must be one of {_DTYPES}, got {array.dtype}"
-    if operands.scale is not None:
-        return "scale must be a Python float, not an array"
-    if operands.sink is not None:
-        return "it has no sink"
-    if options.fully_masked != "zero":
-        return f"it gives 0 in rows that see nothing, not {options.fully_masked!r}"
-    if x.size == 0:
-        return f"x must not be empty, got shape {x.shape}"
-    if x.shape[-1] > rows.MAX_WIDTH:
-        return f"a row may have at most {rows.MAX_WIDTH} elements, got {x.shape[-1]}"
-    banded = options.is_causal or options.window is not None
-    if any(explicit_spec(x)[-2 if banded else -1 :]):
-        return "the axis it normalises over, and with a band the rows', must not be sharded"
-    return mosaic_gpu.unsupported_device()
+    reason = kernel_rules.unsupported(options, operands, _DTYPES)
+    return reason or mosaic_gpu.unsupported_device()
 
 
 def forward(options: Options, operands: Operands) -> Result:
@@ -106,12 +86,7 @@ def _kernel(
 ) -> None:
     """`where` numbers the planes; `has_rows`: the last row axis is x's axis -2, which has rows."""
     tiling = block.tiling
-    scale = 1.0 if options.scale is None else options.scale
-    # Differences to the maximum are scaled, not logits, where that is exact: without a bias, and with a scale
-    # that takes an overflowed difference far below zero and leaves none of them NaN.
-    late = "bias" not in where and _TINY <= abs(scale) <= 1 / _TINY
-    factor = math.copysign(1.0, scale) if late else scale
-    slope = math.log2(math.e) * (abs(scale) if late else 1.0)
+    factor, slope = kernel_rules.exponent(options, "bias" in where)
 
     def logits(k, i, last):
         z = block.piece(0, k, i).astype(jnp.float32)

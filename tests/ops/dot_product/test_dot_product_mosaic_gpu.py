@@ -611,7 +611,8 @@ def test_refusals_say_why(name):
 def test_elsewhere_the_reason_is_the_platform():
     with pallas.interpreting():
         got = jax_attn_bwd.explain(dot_product_attention, **shapes())
-    assert got == {NAME: "it is a gpu kernel and the target platform is cpu", "xla": "ok"}
+    assert got[NAME] == "it is a gpu kernel and the target platform is cpu"
+    assert got["xla"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -624,7 +625,7 @@ def test_elsewhere_the_reason_is_the_platform():
 def test_which_gpus(kind, runs):
     with gpu(kind):
         got = jax_attn_bwd.explain(dot_product_attention, **shapes())
-    assert list(got) == [NAME, "xla"]
+    assert list(got)[-2:] == [NAME, "xla"]
     assert got["xla"] == "ok"
     assert got[NAME] == (
         "ok" if runs else f"it needs a Hopper GPU (compute capability 9.0), not {kind}"
