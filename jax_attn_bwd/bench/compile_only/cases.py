@@ -12,10 +12,26 @@ from jax_attn_bwd._core.cases import Operator, value_and_gradients
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 DIRECTIONS = ("forward", "gradients")
+TPU = {  # chip: the cases that are compiled for it; the first chip compiles every kind of program
+    "v5e": (
+        "H=64 window 1024", "H=128", "H=256 causal", "segments causal", "lengths", "grouped heads",
+        "T=1023, S=2049", "bias", "mask", "dropout", "sink", "soft cap", "float32 positions",
+        "one causal tile", "width 1000 float32", "width 131072 bfloat16", "masked float32", "causal bfloat16",
+    ),
+    "v5p": ("H=128", "grouped heads", "width 131072 bfloat16"),
+    "v6e": ("H=128", "one causal tile", "grouped heads", "bias", "width 131072 bfloat16"),
+    "tpu7x": ("H=128", "grouped heads", "width 131072 bfloat16"),
+}
+TPU_ONLY = ("one causal tile", "float32 positions")
 PORTABLE = (
     "H=64", "H=128 causal", "H=64 window 1024", "segments causal", "bias", "dropout",
     "width 4096 float32", "width 131072 bfloat16", "masked bfloat16", "causal float32",
 )  # fmt: skip
+
+
+def directions(target: str) -> tuple[str, ...]:
+    """What is compiled for a chip: on a TPU the gradients alone, whose program holds the forward's kernels."""
+    return DIRECTIONS[1:] if target in TPU else DIRECTIONS
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,9 @@ def _attention_cases() -> Iterator[StaticCase]:
     yield _attention("dropout", extra=key, dropout_rate=0.1)
     yield _attention("soft cap", logits_soft_cap=30.0, is_causal=True)
     yield _attention("sink", extra={"sink": ((16,), "float32")}, is_causal=True)
+    yield _attention("one causal tile", T=1024, S=1024, is_causal=True)
+    positions = {"query_positions": ((4096,), "int32")}
+    yield _attention("float32 positions", dtype="float32", extra=positions, is_causal=True)
 
 
 def _softmax_cases() -> Iterator[StaticCase]:
@@ -85,11 +104,15 @@ def _named_cases(operator: Operator) -> Iterator[StaticCase]:
         yield StaticCase(case.name, operator.name, shapes, case.options)
 
 
-def cases(operator: Operator, implementation: str) -> tuple[StaticCase, ...]:
+def cases(operator: Operator, implementation: str, target: str = "") -> tuple[StaticCase, ...]:
     """The calls of `operator` that are compiled; a few of them stand for all of the portable path."""
     known = [c for c in (*_attention_cases(), *_softmax_cases()) if c.operator == operator.name]
     if not known:
         return tuple(_named_cases(operator))
+    if implementation == "mosaic_tpu":
+        return tuple(c for c in known if c.name in TPU[target or "v5e"])
+    if implementation == "mosaic_gpu":
+        known = [c for c in known if c.name not in TPU_ONLY]
     return tuple(c for c in known if implementation != "xla" or c.name in PORTABLE)
 
 

@@ -82,11 +82,25 @@ def tool_version(name: str) -> str:
     return found[1] if found else said.strip().splitlines()[-1]
 
 
+def package_version(name: str) -> str:
+    """The version of an installed package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def none_of_this_machine() -> None:
+    """To be called before JAX looks for devices.
+
+    Otherwise the CUDA plugin looks for a GPU, and libtpu starts before it is told what it compiles for.
+    """
+    jax.config.update("jax_platforms", "cpu")
+
+
 def devices(target: str, gpus: int = 1) -> list[Any]:
     """The compile-only devices of `target`: some GPUs of one host, or the smallest slice of TPUs."""
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # with any other value the CUDA plugin looks for a GPU
+    none_of_this_machine()
     if target in TPU:
         for name, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)

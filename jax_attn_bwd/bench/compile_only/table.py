@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_attn_bwd.bench.compile_only.compiling import Row
+from jax_attn_bwd.bench.compile_only.devices import TPU
 from jax_attn_bwd.bench.compile_only.kernels import Kernel
 
 _SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "R2UR", "total")
@@ -32,6 +33,21 @@ def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
     if failed:
         pieces += ["## Did not compile", "\n".join(failed)]
     return "\n\n".join(pieces) + "\n"
+
+
+def figures(target: str, kernel: Any = None) -> dict[str, Any]:
+    """{what the terminal shows of a kernel compiled for `target`: its value, None without a kernel}."""
+    if target in TPU:
+        names = {"bundles": "inner", "spills": "spill_stores"}
+        shown = {title: getattr(kernel, name, None) for title, name in names.items()}
+        per_score = getattr(kernel, "per_score", None)
+        shown["per score"] = None if per_score is None else f"{per_score * 1e3:.2f}e-3"
+        return shown | {"VMEM KiB": kernel and kernel.vmem // 1024}
+    return {
+        "registers": kernel and kernel.registers,
+        "spills": kernel and kernel.spill_stores + kernel.spill_loads,
+        "shared KiB": kernel and f"{kernel.shared_memory / 1024:.0f}",
+    }
 
 
 def grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

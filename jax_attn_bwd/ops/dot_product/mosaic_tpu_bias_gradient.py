@@ -50,7 +50,7 @@ def gradient(
     lead = refs.bias.shape[:2]
     (dbias,) = mosaic_tpu.launch(
         partial(_kernel, options, tiling, sides, visits, names, locate),
-        "attention_dbias",
+        visits.name("attention_dbias", tiling),
         interpret=interpret,
         grid=(*lead, visits.count, over_batch * over_heads),
         parallel=2,

@@ -36,7 +36,10 @@ supports = tiles.unsupported
 def default_tiling(options: Options, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
-    block_q, block_k = tiles.even_block(T, 1024), tiles.even_block(S, 2048)
+    limits = (1024, 2048) if tiles.is_light(options, operands) else (512, 1024)
+    if options.window is not None:
+        limits = (limits[0], 1024)
+    block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
     return Tiling(block_q, block_k, tiles.even_part(block_q, 256), tiles.even_part(block_k, 1024))
 
 
@@ -88,7 +91,7 @@ def _forward(options, tiling, interpret, operands, keys):
     kernel = partial(_kernel, options, tiling, sides, visits, names, locate)
     out, *rows = mosaic_tpu.launch(
         kernel,
-        "attention_forward",
+        visits.name("attention_forward", tiling),
         interpret=interpret,
         grid=(B, K, groups, visits.count),
         parallel=3,

@@ -31,7 +31,8 @@ RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two c
 def default_tiling(options: Options, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
-    block_q, block_k = tiles.even_block(T, 1024), tiles.even_block(S, 1024)
+    limit = 1024 if tiles.is_light(options, operands) else 512
+    block_q, block_k = tiles.even_block(T, limit), tiles.even_block(S, limit)
     return Tiling(block_q, block_k, block_q, tiles.even_part(block_k, 512), keys_first=False)
 
 
@@ -196,7 +197,7 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     of_rows = spec((None, None, saved.rows.shape[2], bq), lambda s: (s.b, s.n, ZERO, s.row))
     results = mosaic_tpu.launch(
         partial(_kernel, call, names, order, locate),
-        "attention_" + "_".join(f"d{name}" for name in sorted(wanted)),
+        visits.name("attention_" + "_".join(f"d{name}" for name in sorted(wanted)), tiling),
         interpret=interpret,
         grid=(B, K, visits.count, groups),
         parallel=2,

@@ -76,6 +76,17 @@ def even_part(block: int, limit: int) -> int:
     return max(n for n in range(LANES, min(block, max(limit, LANES)) + 1, LANES) if block % n == 0)
 
 
+def is_light(options: Options, operands: Operands) -> bool:
+    """Whether an element takes little more than its products: larger tiles then pay for their compilation."""
+    planes = (
+        operands.bias, operands.mask, operands.query_segment_ids, operands.query_positions,
+        operands.key_value_positions,
+    )  # fmt: skip
+    narrow = max(operands.query.shape[-1], operands.value.shape[-1]) <= 128
+    plain = options.logits_soft_cap is None and not options.dropout_rate and options.scale > 0
+    return narrow and plain and operands.query.dtype == jnp.bfloat16 and all(x is None for x in planes)
+
+
 def unsupported(options: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     q, v = operands.query, operands.value
@@ -107,6 +118,11 @@ class Schedule(NamedTuple):
     def count(self) -> int:
         """Steps of the grid."""
         return self.steps.shape[1]
+
+    def name(self, kernel: str, tiling: Tiling) -> str:
+        """Of a kernel, for reports: its tile, and which programs for a tile it holds."""
+        kind = "both" if self.has_full and self.has_mixed else "mixed" if self.has_mixed else "full"
+        return f"{kernel}_{tiling.block_q}x{tiling.block_k}_{kind}"
 
 
 def schedule(some: Any, every: Any, by_key: bool = False) -> Schedule:

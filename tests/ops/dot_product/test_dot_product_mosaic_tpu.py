@@ -361,7 +361,7 @@ def test_only_what_is_asked_is_computed():
         arrays = shapes() | {"bias": jax.ShapeDtypeStruct((4, 40, 70), BF16)}
         with tpu():
             program = str(jax.make_jaxpr(jax.grad(loss))({n: arrays[n] for n in wanted}, arrays))
-        return sorted(re.findall(r"\bname=attention_(d\w+?)(?:_\d+x\d+)?\b", program))
+        return sorted(re.findall(r"\bname=attention_(d\w+?)_\d+x\d+_(?:full|mixed|both)\b", program))
 
     assert kernels("query", "key", "value") == ["dkey_dquery_dvalue"]
     assert kernels("value") == ["dvalue"]

@@ -1,0 +1,140 @@
+"""What the compiler says of each TPU kernel: its final bundles, spills, vector memory, use of the slots.
+
+A TPU core issues one bundle of instructions a cycle. Bundles are counted in the program text, those of the
+loop over the grid as `inner`: divided by the elements of the tile that one step computes they compare
+variants of a kernel. They are not a time: waiting for memory and for the matrix unit is not in them.
+"""
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?:\s*>)*)\s*\{", re.M)
+_PASSES = "final_(bundles|hlo-static-per-bundle-utilization)"
+SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE")
+
+
+@dataclass(frozen=True)
+class TpuKernel:
+    """Static figures of one compiled kernel.
+
+    Attributes:
+      tile: (queries, keys) that one step of an attention kernel computes.
+      programs: for a tile, in the kernel: 2 if full and mixed tiles have one each.
+      bundles, inner: of the program, and of its loop over the grid.
+      spill_stores, spill_loads: vector registers stored to and loaded from memory for want of registers.
+      vmem: bytes of vector memory.
+      slots: per cent of the program's slots of each unit that are used.
+    """
+
+    name: str
+    tile: tuple[int, int] | None
+    programs: int
+    bundles: int
+    inner: int
+    spill_stores: int
+    spill_loads: int
+    vmem: int
+    slots: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def per_score(self) -> float | None:
+        """Bundles of the loop over the grid for each element of a tile, if the loop holds one program."""
+        return self.inner / self.scores if self.programs == 1 else None
+
+    @property
+    def scores(self) -> int:
+        """Elements of a tile."""
+        return 0 if self.tile is None else self.tile[0] * self.tile[1]
+
+
+@cache
+def dump_folder() -> Path:
+    """Where the compiler of this process leaves its last passes; to be called before libtpu is loaded."""
+    folder = tempfile.mkdtemp(prefix="tpu_bundles_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        f"{given} --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex={_PASSES}"
+    ).strip()
+    return Path(folder)
+
+
+def clear() -> None:
+    """Forgets what was compiled before."""
+    for path in dump_folder().iterdir():
+        path.unlink()
+
+
+def dumped(program: str) -> list[TpuKernel]:
+    """The kernels of the program that was just compiled, whose optimised HLO is `program`."""
+    found = []
+    for name, vmem in custom_calls(program).items():
+        stem = rf"\d+-{re.escape(name)}(?:\.refs_\d+_)?-\d+-"
+        bundles = _file(rf"{stem}final_bundles\.txt")
+        use = _file(rf"{stem}final_hlo-static-per-bundle-utilization\.txt")
+        found.append(parse(name, bundles.read_text(errors="replace"), use.read_text(), vmem))
+    return found
+
+
+def custom_calls(program: str) -> dict[str, int]:
+    """{name of a Pallas kernel: bytes of vector memory it takes} of optimised HLO."""
+    calls = {}
+    for line in program.splitlines():
+        if 'custom_call_target="tpu_custom_call"' not in line:
+            continue
+        name = re.match(r"\s*(?:ROOT )?%?([\w.-]+) =", line)
+        sizes = re.search(r'"used_scoped_memory_configs":\[([^\]]*)\]', line)
+        if name is None or sizes is None:
+            raise RuntimeError(f"a kernel's call has another form:\n{line[:300]}")
+        calls[name[1]] = sum(int(n) for n in re.findall(r'"size":"(\d+)"', sizes[1]))
+    return calls
+
+
+def _file(pattern: str) -> Path:
+    found = sorted(p for p in dump_folder().iterdir() if re.fullmatch(pattern, p.name))
+    if not found:
+        raise RuntimeError(f"the compiler left no file {pattern!r}")
+    return found[-1]
+
+
+def parse(name: str, bundles: str, use: str, vmem: int) -> TpuKernel:
+    """The figures of one kernel from the text of its bundles and of their use of the slots."""
+    depths = [m[1].count(">") for m in _BUNDLE.finditer(bundles)]
+    if not depths:
+        raise RuntimeError(f"{name}: the compiler's text holds no bundles:\n{bundles[:300]}")
+    counts, slots = utilisation(use)
+    tile = re.search(r"_(\d+)x(\d+)_(full|mixed|both)", name)
+    return TpuKernel(
+        name=re.sub(r"\.\d+$", "", name),
+        tile=None if tile is None else (int(tile[1]), int(tile[2])),
+        programs=0 if tile is None else 1 + (tile[3] == "both"),
+        bundles=len(depths),
+        inner=sum(depth > 0 for depth in depths),
+        spill_stores=counts["VSTORE:SPILL"],
+        spill_loads=counts["VLOAD:FILL"],
+        vmem=vmem,
+        slots={slot: slots[slot] for slot in SLOTS},
+    )
+
+
+def utilisation(text: str) -> tuple[dict[str, int], dict[str, int]]:
+    """(operations, per cent of the slots) by unit; a line of the text is a bundle."""
+    lines = text.splitlines()
+    names = [x.strip() for x in lines[1].split(",")]
+    capacity = [int(x) for x in lines[2].split()]
+    rows = [[int(x) for x in line.split()] for line in lines[4:] if re.fullmatch(r"[\d ]+", line.strip() or "-")]
+    if not rows or len(rows[0]) != len(names):
+        raise RuntimeError(f"the compiler's text of utilisation has another form:\n{text[:300]}")
+    totals = dict(zip(names, (sum(column) for column in zip(*rows, strict=True)), strict=True))
+    share = {
+        name: round(100 * totals[name] / (most * len(rows)))
+        for name, most in zip(names, capacity, strict=True)
+    }
+    return totals, share
