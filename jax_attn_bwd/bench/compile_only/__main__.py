@@ -16,7 +16,10 @@ from jax_attn_bwd.bench.compile_only.cases import registered
 
 RESULTS = Path(bench.__file__).parent / "results"
 TABLES = {
-    "nvidia": {"mosaic_gpu": ("H200",), "xla": ("H100", "H200", "B200")},  # an H100 runs the H200's code
+    "nvidia": {
+        "mosaic_gpu": ("H200",),
+        "xla": ("H100", "H200", "B200"),
+    },  # an H100 runs the H200's code
     "tpu": {"mosaic_tpu": tuple(devices.TPU)},
 }
 
@@ -34,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--table", nargs="?", const="nvidia", choices=tuple(TABLES),
         help="compile for all chips of that maker and write results/<maker>_static.md",
     )  # fmt: skip
-    parser.add_argument("--peers", action="store_true", help="JAX's own TPU kernels instead of ours")
+    parser.add_argument(
+        "--peers", action="store_true", help="JAX's own TPU kernels instead of ours"
+    )
     parser.add_argument("--implementation", choices=backend.NAMES, default="xla")
     parser.add_argument("--operator", nargs="+", choices=known, default=(), metavar="NAME")
     parser.add_argument("--case", help="only the case of this name")
@@ -109,9 +114,7 @@ def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
     return int(bool(wrong))
 
 
-def _combinations(
-    maker: str, names: tuple[str, ...]
-) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _combinations(maker: str, names: tuple[str, ...]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """(implementation, target, more arguments) of what is registered, and of the peers on a TPU."""
     for implementation, targets in TABLES[maker].items():
         if registered(implementation, names):

@@ -14,9 +14,24 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 DIRECTIONS = ("forward", "gradients")
 TPU = {  # chip: the cases that are compiled for it; the first chip compiles every kind of program
     "v5e": (
-        "H=64 window 1024", "H=128", "H=256 causal", "segments causal", "lengths", "grouped heads",
-        "T=1023, S=2049", "bias", "mask", "dropout", "sink", "soft cap", "float32 positions",
-        "one causal tile", "width 1000 float32", "width 131072 bfloat16", "masked float32", "causal bfloat16",
+        "H=64 window 1024",
+        "H=128",
+        "H=256 causal",
+        "segments causal",
+        "lengths",
+        "grouped heads",
+        "T=1023, S=2049",
+        "bias",
+        "mask",
+        "dropout",
+        "sink",
+        "soft cap",
+        "float32 positions",
+        "one causal tile",
+        "width 1000 float32",
+        "width 131072 bfloat16",
+        "masked float32",
+        "causal bfloat16",
     ),
     "v5p": ("H=128", "grouped heads", "width 131072 bfloat16"),
     "v6e": ("H=128", "one causal tile", "grouped heads", "bias", "width 131072 bfloat16"),
@@ -30,7 +45,7 @@ PORTABLE = (
 
 
 def directions(target: str) -> tuple[str, ...]:
-    """What is compiled for a chip: on a TPU the gradients alone, whose program holds the forward's kernels."""
+    """What is compiled for a chip: on a TPU the gradients, whose program holds the forward's kernels."""
     return DIRECTIONS[1:] if target in TPU else DIRECTIONS
 
 

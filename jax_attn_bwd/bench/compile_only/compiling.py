@@ -19,7 +19,9 @@ from jax_attn_bwd.bench.errors import sentence
 
 REGISTERS = 255
 SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and later
-SPILLS = 6 / 1024  # stores of vector registers for each score of a tile; a softmax tile: for each bundle
+SPILLS = (
+    6 / 1024
+)  # stores of vector registers for each score of a tile; a softmax tile: for each bundle
 NEEDED = {  # of some kernel of the program: without these it is not the kernel it should be
     "dot_product_attention": ("HGMMA", "UTMALDG", "MUFU.EX2"),
     "scaled_masked_softmax": ("MUFU.EX2",),
@@ -153,9 +155,7 @@ def compile_peers(target: str) -> list[Row]:
         row = compile_for_tpu(row, function, arguments, device)
         tiles = [tile if "bwd" not in k.name and "dkv" not in k.name else tpu_peers.BACKWARD_TILE
                  for k in row.kernels]  # fmt: skip
-        kernels = [
-            replace(k, tile=t, programs=1) for k, t in zip(row.kernels, tiles, strict=True)
-        ]
+        kernels = [replace(k, tile=t, programs=1) for k, t in zip(row.kernels, tiles, strict=True)]
         rows.append(replace(row, kernels=kernels))
     return rows
 

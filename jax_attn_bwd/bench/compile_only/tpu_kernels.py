@@ -129,7 +129,8 @@ def utilisation(text: str) -> tuple[dict[str, int], dict[str, int]]:
     lines = text.splitlines()
     names = [x.strip() for x in lines[1].split(",")]
     capacity = [int(x) for x in lines[2].split()]
-    rows = [[int(x) for x in line.split()] for line in lines[4:] if re.fullmatch(r"[\d ]+", line.strip() or "-")]
+    numbers = (line for line in lines[4:] if re.fullmatch(r"[\d ]*\d[\d ]*", line.strip()))
+    rows = [[int(x) for x in line.split()] for line in numbers]
     if not rows or len(rows[0]) != len(names):
         raise RuntimeError(f"the compiler's text of utilisation has another form:\n{text[:300]}")
     totals = dict(zip(names, (sum(column) for column in zip(*rows, strict=True)), strict=True))

@@ -11,6 +11,15 @@ _FIGURES = (
     "bundles", "per score, 1e-3", "spill stores per score, 1e-3", "VMEM KiB", *(f"{s} %" for s in SLOTS),
 )  # fmt: skip
 
+_ABOUT = """Compiled in full with no such chip at hand. A bundle is what a core issues in a cycle in which it
+waits for nothing: bundles compare programs, they are not a time. `bundles` are those of the loop over the grid
+in the program text; `per score` divides them by the elements of the tile of one step, where the loop holds one
+program for a tile (`full`: nothing is compared; `mixed`: causality, windows and lengths are; `both`: one of
+each). MXU, XLU, ...: share of the slots of that unit. Rewritten by
+`python -m jax_attn_bwd.bench.compile_only --table tpu`."""
+_ABOUT_PEERS = """bfloat16, H = 128, T = S = 4096; `one causal tile`: 1024. `temp MiB`: what the program of forward and
+gradients allocates beside arguments and results, for 2 x 16 heads (ours) and 8 heads (peers)."""
+
 
 def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
     """The page."""
@@ -18,17 +27,9 @@ def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
     own = [row for row in rows if row.implementation not in NAMES]
     pieces = [
         "# Static figures of the compiled programs, TPU",
-        f"JAX {versions['jax']}, libtpu {versions['libtpu']}. Compiled in full with no such chip at hand. A bundle "
-        "is what a core issues in a cycle in which it waits for nothing: bundles compare programs, they are not a "
-        "time. `bundles` are those of the loop over the grid in the program text; `per score` divides them by the "
-        "elements of the tile of one step, where the loop holds one program for a tile (`full`: nothing is "
-        "compared; `mixed`: causality, windows and lengths are; `both`: one of each). MXU, XLU, ...: share of the "
-        "slots of that unit. Rewritten by `python -m jax_attn_bwd.bench.compile_only --table tpu`.",
+        f"JAX {versions['jax']}, libtpu {versions['libtpu']}. {_ABOUT}",
         "## Dense attention beside JAX's kernels",
-        "bfloat16, H = 128. Ours: T = S = 4096 (`H=128`) and 1024 (`one causal tile`); peers: N = 8, "
-        "T = S = 4096, the tile of their forward in the third column, 1024 x 1024 backward. `temp MiB`: what the "
-        "program of forward and gradients allocates beside arguments and results, for 2 x 16 heads (ours) and "
-        "8 heads (peers).",
+        _ABOUT_PEERS,
         grid(
             ("kernels of", "case", "kernel", "chip", "tile", *_FIGURES, "temp MiB"),
             [

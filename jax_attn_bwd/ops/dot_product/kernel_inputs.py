@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import dropout, masks, sharding
+from jax_attn_bwd._core import masks, sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals
@@ -33,7 +33,9 @@ class Inputs(NamedTuple):
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
-    bounds: Any  # which tiles are visited, in the form that a kernel reads; None = all, and all full
+    bounds: (
+        Any  # which tiles are visited, in the form that a kernel reads; None = all, and all full
+    )
     rows_end: Any  # int32 [B|1]: queries from here on see nothing
     columns_end: Any  # int32 [B|1]: keys from here on are not seen
     row_position: Any  # int32 [B|1, T]; None = the index
@@ -76,7 +78,9 @@ def inputs(
     segments = (operands.query_segment_ids, operands.key_value_segment_ids)
     (row_position, row_segment), (column_position, column_segment) = (
         tuple(None if x is None else _tokens(operands, x, n, multiple) for x in side)
-        for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
+        for n, multiple, side in zip(
+            (T, S), padding[:2], zip(positions, segments, strict=True), strict=True
+        )
     )
     bias, mask = (
         None if x is None else _plane(operands, x, padding) for x in (operands.bias, operands.mask)

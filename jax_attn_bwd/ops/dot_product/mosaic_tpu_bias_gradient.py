@@ -36,7 +36,8 @@ def gradient(
     steps, saved = pallas.vary_alike((jnp.asarray(visits.steps), saved))
     refs = saved.refs
     (B, N, T, _), (K, S) = refs.q.shape, refs.k.shape[1:3]
-    over_batch, over_heads = (n if m == 1 else 1 for n, m in zip((B, N), refs.bias.shape[:2]))
+    lead = refs.bias.shape[:2]
+    over_batch, over_heads = (n if m == 1 else 1 for n, m in zip((B, N), lead, strict=True))
 
     def locate(b, n, p, r, steps):
         b, n = b + r // over_heads, n + r % over_heads  # of a sum over either, the other index is 0
@@ -47,7 +48,6 @@ def gradient(
 
     bq, bk = tiling.block_q, tiling.block_k
     names, fields = tiles.flat(refs)
-    lead = refs.bias.shape[:2]
     (dbias,) = mosaic_tpu.launch(
         partial(_kernel, options, tiling, sides, visits, names, locate),
         visits.name("attention_dbias", tiling),
@@ -63,9 +63,9 @@ def gradient(
         out_specs=[
             pl.BlockSpec(
                 (None, None, bq, bk),
-                lambda b, n, p, r, steps: (
-                    lambda s: (b, n, s.row, s.column)
-                )(locate(b, n, p, r, steps)),
+                lambda b, n, p, r, steps: (lambda s: (b, n, s.row, s.column))(
+                    locate(b, n, p, r, steps)
+                ),
             )
         ],
         out_type=[pallas.out_type((*lead, T, S), jnp.float32, saved)],

@@ -120,9 +120,7 @@ def _kernel(
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
     def visit(mixed):
-        parts = [
-            Part(options, inputs, sides, tiling, step, slices) for slices in tiling.parts()
-        ]
+        parts = [Part(options, inputs, sides, tiling, step, slices) for slices in tiling.parts()]
 
         def begin(part):
             queries, keys = part.slices

@@ -25,7 +25,9 @@ from jax_attn_bwd.ops.dot_product.kernel_inputs import LOG2_E, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.mosaic_tpu_tiles import Part, PlaneSides, Schedule, Step, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
-RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two copies on their way out
+RESIDENT = (
+    24 * 2**20
+)  # bytes of vector memory for dq: an accumulator and two copies on their way out
 
 
 def default_tiling(options: Options, operands: Operands) -> Tiling:
@@ -99,7 +101,9 @@ def gradients(
     saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
     saved = pallas.vary_alike(saved)
     n_q = saved.dout.shape[2] // tiling.block_q
-    size = N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
+    size = (
+        N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
+    )
     chunk = n_q if not wanted & {"query"} else max(1, min(n_q, RESIDENT // size))
     pieces = []
     for first in range(0, n_q, chunk):
@@ -224,8 +228,9 @@ def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
     sums = dict(zip(order, refs[len(order) :], strict=True))
     p, g = pl.program_id(2), pl.program_id(3)
     step = locate(pl.program_id(0), pl.program_id(1), p, g, steps)
-    is_start, is_end = (p == 0) & (g == 0), (p == pl.num_programs(2) - 1) & (
-        g == pl.num_programs(3) - 1
+    is_start, is_end = (
+        (p == 0) & (g == 0),
+        (p == pl.num_programs(2) - 1) & (g == pl.num_programs(3) - 1),
     )
     of_queries = {"query"} | ({"bias"} if sides.bias == 0 else set())
     by_key = [name for name in order if name not in of_queries]

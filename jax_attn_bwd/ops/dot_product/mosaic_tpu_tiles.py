@@ -84,7 +84,9 @@ def is_light(options: Options, operands: Operands) -> bool:
     )  # fmt: skip
     narrow = max(operands.query.shape[-1], operands.value.shape[-1]) <= 128
     plain = options.logits_soft_cap is None and not options.dropout_rate and options.scale > 0
-    return narrow and plain and operands.query.dtype == jnp.bfloat16 and all(x is None for x in planes)
+    return (
+        narrow and plain and operands.query.dtype == jnp.bfloat16 and all(x is None for x in planes)
+    )
 
 
 def unsupported(options: Options, operands: Operands) -> str | None:
@@ -244,7 +246,7 @@ def _laid(plane: Any, S: int) -> Any:
 
 
 def plane_side(plane: Any) -> int | None:
-    """Of a plane before it is laid: 1 one value a key or one for all, 0 one value a query, None a full one."""
+    """Of a plane before it is laid: 1 one value a key (or one for all), 0 one value a query, None full."""
     if plane is None or (plane.shape[-2] != 1 and plane.shape[-1] != 1):
         return None
     return 1 if plane.shape[-2] == 1 else 0

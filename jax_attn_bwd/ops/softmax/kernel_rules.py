@@ -1,4 +1,4 @@
-"""What the softmax kernels of every platform share: which calls they refuse, and what goes into the exponent."""
+"""What the softmax kernels of all platforms share: which calls they refuse, what goes into the exponent."""
 
 import math
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Exponent(NamedTuple):
 
 
 def exponent(options: Options, has_bias: bool) -> Exponent:
-    """Differences to the maximum are scaled, not logits, where that is exact: without a bias, and with a scale
+    """Differences to the maximum are scaled, not logits, where that is exact: without a bias, with a scale
     that takes an overflowed difference far below zero and leaves none of them NaN.
     """
     scale = 1.0 if options.scale is None else options.scale

@@ -71,7 +71,9 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
             bias = inputs["bias"][:, columns].astype(jnp.float32)
             z, terms = z + bias, [jnp.broadcast_to(bias, z.shape) > -jnp.inf]
         if "mask" in inputs:
-            terms.append(jnp.broadcast_to(inputs["mask"][:, columns].astype(jnp.int32), z.shape) != 0)
+            terms.append(
+                jnp.broadcast_to(inputs["mask"][:, columns].astype(jnp.int32), z.shape) != 0
+            )
         if options.is_causal or options.window:
             row, column = (lax.broadcasted_iota(jnp.int32, z.shape, axis) for axis in (0, 1))
             row, column = row + first_row, column + columns.start
@@ -91,7 +93,10 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
     def write(columns, _):
         y_ref[:, columns] = (z_ref[:, columns] * inverse).astype(y_ref.dtype)
 
-    over, zero = partial(rows.over_columns, x_ref.shape), jnp.zeros((x_ref.shape[0], 1), jnp.float32)
+    over, zero = (
+        partial(rows.over_columns, x_ref.shape),
+        jnp.zeros((x_ref.shape[0], 1), jnp.float32),
+    )
     top = over(greatest, zero - jnp.inf)
     top = jnp.where(top == -jnp.inf, 0.0, top)  # nothing is visible: exp(-inf - top) is then 0
     total = over(add, zero)

@@ -29,7 +29,7 @@ def block_rows(rows: int, width: int) -> int:
 def run(
     body: Callable[..., None], name: str, arrays: Sequence[jax.Array], *, scratch: bool, interpret: bool
 ) -> jax.Array:  # fmt: skip
-    """`body(first row, *array refs, out ref, *scratch ref)` for every group of rows; refs are `[rows, width]`.
+    """`body(first row, *array refs, out ref, *scratch ref)` for each group of rows; refs `[rows, width]`.
 
     The first array gives the result's shape and dtype; axes of the others may be 1, but for the last.
     """

@@ -133,7 +133,9 @@ def test_a_forward_pairs_with_any_backward(forward, rng):
     arrays["sink"] = jnp.asarray([1.5, -2.0], np.float32)
     arrays["mask"] = jnp.asarray(rng.random((2, 1, 30, 40)) < 0.1).at[:, :, 3:6].set(False)
     other = {"mosaic_tpu": "xla", "xla": "mosaic_tpu"}[forward]
-    dout, dlse = (jnp.asarray(rng.standard_normal(s), np.float32) for s in ((2, 30, 2, 8), (2, 30, 2)))
+    dout, dlse = (
+        jnp.asarray(rng.standard_normal(s), np.float32) for s in ((2, 30, 2, 8), (2, 30, 2))
+    )
 
     def gradients(first, second):
         out, lse = OPERATOR.call(**arrays, implementation=first)
@@ -201,7 +203,11 @@ def test_vmap_and_second_order_under_jit():
 
         def both(inputs):
             square = lambda i: sum((g.astype(np.float32) ** 2).sum() for g in gradient(i).values())  # noqa: E731
-            return gradient(inputs), jax.grad(square)(inputs), jax.jvp(gradient, (inputs,), (inputs,))[1]
+            return (
+                gradient(inputs),
+                jax.grad(square)(inputs),
+                jax.jvp(gradient, (inputs,), (inputs,))[1],
+            )
 
         return jax.jit(jax.vmap(both))(batched)
 
@@ -300,7 +306,8 @@ def test_a_window_visits_what_it_sees(capsys):
     for name, tiling in (("forward", tiles.Tiling(1024, 1024, 128, 128)), ("backward", SMALL)):
         bq, bk = tiling.block_q, tiling.block_k
         refs = jax.eval_shape(
-            lambda q, p=tiling.padding: kernel_inputs.inputs(options, Operands(q, q, q), None, p).q, q
+            lambda q, p=tiling.padding: kernel_inputs.inputs(options, Operands(q, q, q), None, p).q,
+            q,
         )
         empty = kernel_inputs.Inputs(*(None,) * len(kernel_inputs.Inputs._fields))
         some, every = kernel_inputs.tile_flags(options, empty._replace(q=refs, k=refs), bq, bk)
@@ -361,7 +368,9 @@ def test_only_what_is_asked_is_computed():
         arrays = shapes() | {"bias": jax.ShapeDtypeStruct((4, 40, 70), BF16)}
         with tpu():
             program = str(jax.make_jaxpr(jax.grad(loss))({n: arrays[n] for n in wanted}, arrays))
-        return sorted(re.findall(r"\bname=attention_(d\w+?)_\d+x\d+_(?:full|mixed|both)\b", program))
+        return sorted(
+            re.findall(r"\bname=attention_(d\w+?)_\d+x\d+_(?:full|mixed|both)\b", program)
+        )
 
     assert kernels("query", "key", "value") == ["dkey_dquery_dvalue"]
     assert kernels("value") == ["dvalue"]
