@@ -1,11 +1,12 @@
-"""Full compilation for NVIDIA chips that are not here, within budgets; one process per chip.
+"""Full compilation for NVIDIA chips and TPUs that are not here, within budgets; one process per chip.
 
-Only the test of the compiler itself needs its packages (the `compile` extra); the rest holds the gate
-itself to account: it must refuse what is over budget, and an empty run.
+Only the test of the compiler itself needs its packages (the `compile` and `compile-tpu` extras); the rest
+holds the gate itself to account: it must refuse what is over budget, and an empty run.
 """
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -14,9 +15,21 @@ import pytest
 from jax_attn_bwd import ops
 from jax_attn_bwd._core import backend
 from jax_attn_bwd.bench.compile_only import __main__ as command
-from jax_attn_bwd.bench.compile_only import cases, compiling, devices, kernels, table
+from jax_attn_bwd.bench.compile_only import (
+    cases,
+    compiling,
+    devices,
+    kernels,
+    table,
+    tpu_kernels,
+    tpu_table,
+)
 
-TARGETS = {"xla": ("H100", "H200", "B200"), "mosaic_gpu": ("H100", "H200")}
+TARGETS = {
+    "xla": ("H100", "H200", "B200"),
+    "mosaic_gpu": ("H100", "H200"),
+    "mosaic_tpu": tuple(devices.TPU),
+}
 SAMPLE = {  # an H100 runs the very code of an H200: one case shows that it is accepted there
     "dot_product_attention": "H=128 causal",
     "scaled_masked_softmax": "width 4096 bfloat16",
@@ -52,8 +65,8 @@ def test_compiles_within_budgets(implementation, target, operator, tmp_path):
     (described,) = cases.registered(implementation, (operator,))
     wanted = {
         (c.name, d)
-        for c in cases.cases(described, implementation)
-        for d in cases.DIRECTIONS
+        for c in cases.cases(described, implementation, target)
+        for d in cases.directions(target)
         if only in (None, c.name)
     }
     assert {(row["case"], row["direction"]) for row in rows} == wanted
@@ -61,6 +74,12 @@ def test_compiles_within_budgets(implementation, target, operator, tmp_path):
     compiled = sum(len(row["kernels"]) for row in rows)
     print(f"{len(rows)} programs, {compiled} kernels compiled")
     if implementation == "xla":
+        return
+    if implementation == "mosaic_tpu":
+        for row in rows:
+            found = {re.sub(r"_\d+x\d+.*", "", kernel["name"]) for kernel in row["kernels"]}
+            assert sum("forward" in name for name in found) == 1, row["case"]
+            assert found - {"attention_forward", "softmax_forward"}, row["case"]
         return
     for case in {row["case"] for row in rows}:
         forward, gradients = (
@@ -130,7 +149,7 @@ def test_sharded_kernels_compile_within_budgets_of_collectives():
 
 
 def test_the_matrix_covers_every_kernel_that_is_registered():
-    kinds = {i.name for o in ops.discover() for i in o.implementations if i.platform == "gpu"}
+    kinds = {i.name for o in ops.discover() for i in o.implementations if i.platform is not None}
     assert kinds <= set(TARGETS)
     assert {p.values[0] for p in matrix()} >= kinds | {"xla"}
     assert {p.values[2] for p in matrix()} == {o.name for o in ops.discover()}
@@ -279,7 +298,8 @@ def test_a_case_that_does_not_compile_is_a_row_with_its_error(monkeypatch):
 def test_every_static_case_is_a_call_that_the_operator_accepts(operator, direction):
     import jax
 
-    for case in cases.cases(operator, "mosaic_gpu"):
+    found = (*cases.cases(operator, "mosaic_gpu"), *cases.cases(operator, "mosaic_tpu"))
+    for case in dict.fromkeys(found):
         function, arguments = cases.function(operator, case, direction, "xla")
         results = jax.eval_shape(function, *arguments)
         leaves = jax.tree.leaves(results)
@@ -308,3 +328,78 @@ def test_every_chip_has_its_description_in_the_package(target):
     folder = resources.files("jax_attn_bwd.bench.compile_only") / "targets"
     assert "gpu_device_info" in (folder / f"{devices.NVIDIA[target]}.txtpb").read_text()
     assert "Apache License" in (folder / "SOURCE.md").read_text()
+
+
+# ---------------------------------------------------------------------- TPUs
+
+BUNDLES = """
+     0   :  { %s1 = smov 0  ;;  %s2 = inlined_call_operand.vmem [shape: bf16[8,128]] }
+   0x1 LB: > { %v3 = vld [vmem:[%s2] sm:$0xff]  ;;  %s4 = sadd.s32 1, %s1 }
+   0x2   : > > { %v5 = vadd.f32 %v3, %v3 }
+   0x3 PF: > { %v6 = vmatmul.bf16 %v5 }
+"""
+USE = """bundle utilisation
+MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
+4 2 4 2 1 3 3 1 1 2
+-
+0 0 0 0 0 0 0 0 0 2
+2 0 0 0 0 1 1 1 1 1
+0 0 4 0 0 0 0 0 0 0
+2 0 0 0 1 0 0 1 0 0
+"""
+CALL = (
+    '  %attention_forward_1024x512_full.1 = (bf16[1]) custom-call(%q), custom_call_target="tpu_custom_call",'
+    ' backend_config={"used_scoped_memory_configs":[{"memory_space":"1","size":"4096"}]}\n'
+)
+
+
+def test_the_text_of_bundles_is_read():
+    name = "attention_forward_1024x512_full.1"
+    assert tpu_kernels.custom_calls(CALL) == {name: 4096}
+    kernel = tpu_kernels.parse(name, BUNDLES, USE, 4096)
+    assert (kernel.name, kernel.tile, kernel.programs) == (name[:-2], (1024, 512), 1)
+    assert (kernel.bundles, kernel.inner, kernel.vmem) == (4, 3, 4096)
+    assert (kernel.spill_stores, kernel.spill_loads) == (1, 1)
+    assert kernel.slots["MXU"] == 25
+    assert kernel.slots["VSTORE"] == 50
+    assert kernel.per_score == 3 / 2**19
+    both = tpu_kernels.parse(name.replace("full", "both"), BUNDLES, USE, 4096)
+    assert (both.programs, both.per_score) == (2, None)
+    for bad in (("", USE), (BUNDLES, "a\nMXU\n1\n-\n")):
+        with pytest.raises(RuntimeError):
+            tpu_kernels.parse(name, *bad, 0)
+    with pytest.raises(RuntimeError, match="another form"):
+        tpu_kernels.custom_calls(CALL.replace("used_scoped", "unused"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vmem": 57 * 2**20}, "vmem 59768832, at most 58720256"),
+        ({"spill_stores": 3073}, "spill_stores 3073, at most 3072"),
+        ({"slots": {"MXU": 0}}, "does not use the matrix unit"),
+        ({"kernels": []}, "1 launches and 0 kernels"),
+        ({"error": "ValueError: no"}, "ValueError: no"),
+    ],
+    ids=["vmem", "spills", "mxu", "kernels", "error"],
+)
+def test_budgets_of_tpus_refuse(changes, said):
+    slots = dict.fromkeys(tpu_kernels.SLOTS, 80)
+    kernel = tpu_kernels.TpuKernel(
+        "attention_forward_1024x512_full", (1024, 512), 1, 9, 8, 7, 6, 5, slots
+    )
+    own = {n: x for n, x in changes.items() if n in ("kernels", "error")}
+    kernel_changes = {n: x for n, x in changes.items() if n not in own}
+
+    def row(**changed):
+        changed = {"kernels": [dataclasses.replace(kernel, **kernel_changes)]} | changed
+        return compiling.Row(
+            "v5e", "dot_product_attention", "mosaic_tpu", "H=128", "gradients", 1, 0, **changed
+        )
+
+    assert any(said in sentence for sentence in compiling.violations(row(**own)))
+    good = row(kernels=[kernel])
+    assert compiling.violations(good) == []
+    assert compiling.read(json.loads(json.dumps(compiling.document([good])))) == [good]
+    page = tpu_table.markdown([good], {"jax": "1.2", "libtpu": "0.0"})
+    assert page.count("attention_forward_1024x512_full") == 2

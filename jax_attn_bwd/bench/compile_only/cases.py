@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,36 +13,21 @@ from jax_attn_bwd._core.cases import Operator, value_and_gradients
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 DIRECTIONS = ("forward", "gradients")
-TPU = {  # chip: the cases that are compiled for it; the first chip compiles every kind of program
-    "v5e": (
-        "H=64 window 1024",
-        "H=128",
-        "H=256 causal",
-        "segments causal",
-        "lengths",
-        "grouped heads",
-        "T=1023, S=2049",
-        "bias",
-        "mask",
-        "dropout",
-        "sink",
-        "soft cap",
-        "float32 positions",
-        "one causal tile",
-        "width 1000 float32",
-        "width 131072 bfloat16",
-        "masked float32",
-        "causal bfloat16",
-    ),
-    "v5p": ("H=128", "grouped heads", "width 131072 bfloat16"),
-    "v6e": ("H=128", "one causal tile", "grouped heads", "bias", "width 131072 bfloat16"),
-    "tpu7x": ("H=128", "grouped heads", "width 131072 bfloat16"),
-}
-TPU_ONLY = ("one causal tile", "float32 positions")
 PORTABLE = (
     "H=64", "H=128 causal", "H=64 window 1024", "segments causal", "bias", "dropout",
     "width 4096 float32", "width 131072 bfloat16", "masked bfloat16", "causal float32",
 )  # fmt: skip
+_SOFTMAX = ("width 1000 float32", "width 131072 bfloat16", "masked float32", "causal bfloat16")
+_LARGE = ("H=128", "one causal tile")
+TPU = {  # chip: the cases that are compiled for it; the first chip compiles every kind of program
+    "v5e": (
+        *_LARGE, "H=64 window 1024", "grouped heads", "small indices", "small planes", "small rows float32",
+        "small H=256", *_SOFTMAX,
+    ),
+    "v5p": ("H=128", "small indices", "width 131072 bfloat16"),
+    "v6e": (*_LARGE, "small planes", "width 131072 bfloat16"),
+    "tpu7x": ("H=128", "small rows float32", "width 131072 bfloat16"),
+}  # fmt: skip
 
 
 def directions(target: str) -> tuple[str, ...]:
@@ -96,9 +82,26 @@ def _attention_cases() -> Iterator[StaticCase]:
     yield _attention("dropout", extra=key, dropout_rate=0.1)
     yield _attention("soft cap", logits_soft_cap=30.0, is_causal=True)
     yield _attention("sink", extra={"sink": ((16,), "float32")}, is_causal=True)
+
+
+def _tpu_cases() -> Iterator[StaticCase]:
+    """Compilation of the large tiles takes long: most options are compiled in small ones."""
     yield _attention("one causal tile", T=1024, S=1024, is_causal=True)
-    positions = {"query_positions": ((4096,), "int32")}
-    yield _attention("float32 positions", dtype="float32", extra=positions, is_causal=True)
+    small = partial(_attention, T=300, S=500, N=4, K=2)
+    indices = {
+        f"{side}_segment_ids": ((2, n), "int32") for side, n in (("query", 300), ("key_value", 500))
+    }
+    indices |= {f"{side}_seq_lengths": ((2,), "int32") for side in ("query", "key_value")}
+    indices["sink"] = ((4,), "float32")
+    yield small("small indices", extra=indices, is_causal=True, local_window_size=(100, 0), H=80)
+    planes = {"bias": ((1, 4, 300, 500), "float32"), "mask": ((2, 1, 300, 500), "bool")}
+    planes["dropout_key"] = ((2,), "uint32")
+    yield small("small planes", extra=planes, dropout_rate=0.1)
+    rows = {"bias": ((4, 300, 1), "float32"), "mask": ((300, 1), "bool")}
+    rows["query_positions"] = ((300,), "int32")
+    yield small("small rows float32", extra=rows, is_causal=True, dtype="float32")
+    keys = {"bias": ((2, 1, 1, 500), "bfloat16")}
+    yield small("small H=256", extra=keys, logits_soft_cap=30.0, H=256, Hv=64)
 
 
 def _softmax_cases() -> Iterator[StaticCase]:
@@ -125,9 +128,8 @@ def cases(operator: Operator, implementation: str, target: str = "") -> tuple[St
     if not known:
         return tuple(_named_cases(operator))
     if implementation == "mosaic_tpu":
+        known += [c for c in _tpu_cases() if c.operator == operator.name]
         return tuple(c for c in known if c.name in TPU[target or "v5e"])
-    if implementation == "mosaic_gpu":
-        known = [c for c in known if c.name not in TPU_ONLY]
     return tuple(c for c in known if implementation != "xla" or c.name in PORTABLE)
 
 

@@ -11,14 +11,14 @@ _FIGURES = (
     "bundles", "per score, 1e-3", "spill stores per score, 1e-3", "VMEM KiB", *(f"{s} %" for s in SLOTS),
 )  # fmt: skip
 
-_ABOUT = """Compiled in full with no such chip at hand. A bundle is what a core issues in a cycle in which it
-waits for nothing: bundles compare programs, they are not a time. `bundles` are those of the loop over the grid
-in the program text; `per score` divides them by the elements of the tile of one step, where the loop holds one
-program for a tile (`full`: nothing is compared; `mixed`: causality, windows and lengths are; `both`: one of
-each). MXU, XLU, ...: share of the slots of that unit. Rewritten by
+_ABOUT = """Compiled in full with no such chip at hand. A bundle is what a core issues in a cycle in
+which it waits for nothing: bundles compare programs, they are not a time. `bundles` are those of the
+loop over the grid in the program text; `per score` divides them by the elements of the tile of one step,
+where the loop holds one program for a tile (`full`: nothing is compared; `mixed`: causality, windows and
+lengths are; `both`: one of each). MXU, XLU, ...: share of the slots of that unit. Rewritten by
 `python -m jax_attn_bwd.bench.compile_only --table tpu`."""
-_ABOUT_PEERS = """bfloat16, H = 128, T = S = 4096; `one causal tile`: 1024. `temp MiB`: what the program of forward and
-gradients allocates beside arguments and results, for 2 x 16 heads (ours) and 8 heads (peers)."""
+_ABOUT_PEERS = """bfloat16, H = 128, T = S = 4096; `one causal tile`: 1024. `temp MiB`: what the program of
+forward and gradients allocates beside arguments and results, for 2 x 16 heads (ours) and 8 heads (peers)."""
 
 
 def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
