@@ -30,6 +30,13 @@ def unsupported_device() -> str | None:
     return f"it needs a TPU v5e, v5p, v6e or TPU7x, not {kind}"
 
 
+def has_wide_units() -> bool:
+    """Whether the targeted TPU multiplies 256 x 256 matrices (v6e and later), faster than it adds up rows."""
+    return not pallas.is_interpreted(NAME) and bool(
+        re.match(r"TPU ?v?([6-9]|\d\d)", backend.target_device_kind())
+    )
+
+
 def launch(
     body: Callable[..., None],
     name: str,
@@ -65,6 +72,11 @@ def launch(
         interpret=_interpreter() if interpret else False,
         name=name,
     )
+
+
+def in_turn(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`; under `jax.vmap` its kernels run one batch entry after the other, each with its own scalars."""
+    return jax.custom_batching.sequential_vmap(f)
 
 
 def _interpreter() -> Any:

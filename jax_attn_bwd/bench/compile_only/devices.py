@@ -27,6 +27,7 @@ TARGETS = (*NVIDIA, *TPU)
 
 _TPU_ENVIRONMENT = {  # libtpu asks no metadata server for what is said here
     "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used that several processes would have to share
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",

@@ -35,7 +35,8 @@ def backward(
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     run = partial(_backward, options, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
-    return pallas.on_local_shards(run, _out_specs, (residuals, dout, dlse, keys))
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_specs, given))
+    return call(residuals, dout, dlse, keys)
 
 
 def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:

@@ -40,7 +40,8 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     if options.window is not None:
         limits = (limits[0], 1024)
     block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
-    return Tiling(block_q, block_k, tiles.even_part(block_q, 256), tiles.even_part(block_k, 1024))
+    parts = tiles.even_part(block_q, 256), tiles.even_part(block_k, 1024)
+    return Tiling(block_q, block_k, *parts, ahead=mosaic_tpu.has_wide_units())
 
 
 def forward(options: Options, operands: Operands) -> Result:
@@ -48,7 +49,8 @@ def forward(options: Options, operands: Operands) -> Result:
     tiling = default_tiling(options, operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, operands)
-    return tie(pallas.on_local_shards(run, _out_specs, (operands, keys)), operands)
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_specs, given))
+    return tie(call(operands, keys), operands)
 
 
 def _out_specs(operands: Any, keys: Any) -> Any:

@@ -33,8 +33,10 @@ RESIDENT = (
 def default_tiling(options: Options, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
-    limit = 1024 if tiles.is_light(options, operands) else 512
-    block_q, block_k = tiles.even_block(T, limit), tiles.even_block(S, limit)
+    limits = (1024, 2048) if tiles.is_light(options, operands) else (512, 512)
+    if options.window is not None:
+        limits = (limits[0], min(1024, limits[1]))
+    block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
     return Tiling(block_q, block_k, block_q, tiles.even_part(block_k, 512), keys_first=False)
 
 
