@@ -55,7 +55,7 @@ def launch(
     The first `parallel` axes of `grid` may be split over the cores of a chip, the others run in order; the
     first `prefetched` operands are in scalar memory before a step begins, and index maps read them.
     """
-    semantics = ["parallel"] * parallel + ["arbitrary"] * (len(grid) - parallel)
+    semantics: list[Any] = ["parallel"] * parallel + ["arbitrary"] * (len(grid) - parallel)
     return pl.pallas_call(
         body,
         out_shape=list(out_type),

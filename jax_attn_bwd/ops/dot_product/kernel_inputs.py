@@ -259,6 +259,7 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
     dsink = None
     if "sink" in residuals.wanted.names:
         p_sink = jnp.exp((floor - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - low)
+        assert operands.sink is not None  # its gradient is asked for
         dsink = reduce_to(-p_sink * delta, operands.sink.shape)  # (9)
     lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
     return RowValues(query, dout, lse, low, delta, dsink)
