@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):  # newer ones have no such option
+    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 def outputs_and_gradients(function, moving, cotangents):
