@@ -61,7 +61,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name; a cotangent that is None is zero."""
     operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
-    clean, live = _clean(options, operands)
+    clean, live = without_poison(options, operands)
     heads = project(options, clean) if saved.heads is None else saved.heads
     inner = attention_operands(clean, heads)
     through = _attention_wanted(operands, wanted)
@@ -76,11 +76,6 @@ def backward(
         found = attention.backward(options.attention, rest, da, dlse)._asdict()
         parts = _sum(parts, {name: x for name, x in found.items() if x is not None})
     return _undo_projections(options, residuals, clean, grads, parts)
-
-
-@partial(jax.jit, static_argnums=(0,))
-def _clean(options: Options, operands: Operands) -> tuple[Operands, Any]:
-    return without_poison(options, operands)
 
 
 def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[str]:

@@ -16,7 +16,12 @@ from jax_attn_bwd._core.backend import Implementation
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head import appended, whole
-from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, project
+from jax_attn_bwd.ops.multi_head.projections import (
+    attention_operands,
+    output,
+    project,
+    without_poison,
+)
 from jax_attn_bwd.ops.multi_head.spec import (
     Heads,
     MultiHeadAttentionResidual,
@@ -28,7 +33,7 @@ from jax_attn_bwd.ops.multi_head.spec import (
 
 def forward(attention: Implementation, options: Options, operands: Operands) -> Result:
     """The output, the weights if they are asked for, and what the backward needs."""
-    heads = project(options, operands)
+    heads = project(options, without_poison(options, operands)[0])
     inner = attention_operands(operands, heads)
     result = attention.forward(options.attention, inner)
     return _finish(options, operands, inner, result)

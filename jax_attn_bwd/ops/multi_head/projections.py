@@ -99,6 +99,7 @@ def visible(options: Options, operands: Any, T: Any, S: Any) -> jax.Array | np.n
     return masks.conjunction(*(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in terms))
 
 
+@partial(jax.jit, static_argnums=(0,))
 def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]:
     """(operands, live): rows of query, key and value that see nothing, or that nothing sees, are 0.
 
