@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -242,8 +243,18 @@ def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
         for name in names:
             sums[name][...] = jnp.zeros(sums[name].shape, jnp.float32)
 
+    def each_query_tile(run):
+        """`run(head of the group, tile)`: a loop, or the program would grow with the number of queries."""
+        heads, n_q = sums[by_query[0]].shape[:2]
+        step = lambda t, _: run(lax.div(t, jnp.int32(n_q)), lax.rem(t, jnp.int32(n_q)))  # noqa: E731
+        lax.fori_loop(jnp.int32(0), jnp.int32(heads * n_q), step, None)
+
+    def clear_by_query(head, tile):
+        for name in by_query:
+            sums[name][head, tile] = jnp.zeros(sums[name].shape[2:], jnp.float32)
+
     if by_query:
-        pl.when(is_start)(partial(clear, by_query))
+        pl.when(is_start)(partial(each_query_tile, clear_by_query))
     if by_key:
         pl.when(step.first & (g == 0))(partial(clear, by_key))
 
@@ -257,12 +268,14 @@ def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
     step.each_kind(call.visits, visit)
     scale = call.options.scale
 
-    @pl.when(is_end)
-    def _write_by_query():
-        if "query" in by_query:
-            outputs["query"][...] = (scale * sums["query"][...]).astype(outputs["query"].dtype)
-        if "bias" in by_query:
-            outputs["bias"][...] = sums["bias"][...]
+    def write_by_query(head, tile):
+        for name in by_query:
+            total = sums[name][head, tile]
+            total = scale * total if name == "query" else total
+            outputs[name][head, tile] = total.astype(outputs[name].dtype)
+
+    if by_query:
+        pl.when(is_end)(partial(each_query_tile, write_by_query))
 
     @pl.when(step.last & (g == pl.num_programs(3) - 1))
     def _write_by_key():
