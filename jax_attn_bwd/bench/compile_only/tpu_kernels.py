@@ -112,7 +112,7 @@ def parse(name: str, bundles: str, use: str, vmem: int) -> TpuKernel:
     counts, slots = utilisation(use)
     tile = re.search(r"_(\d+)x(\d+)_(full|mixed|both)", name)
     return TpuKernel(
-        name=re.sub(r"\.\d+$", "", name),
+        name=re.sub(r"(\.\d+|\.refs_\d+_)+$", "", name),
         tile=None if tile is None else (int(tile[1]), int(tile[2])),
         programs=0 if tile is None else 1 + (tile[3] == "both"),
         bundles=len(depths),
