@@ -88,16 +88,19 @@ def _tpu_cases() -> Iterator[StaticCase]:
     """Compilation of the large tiles takes long: most options are compiled in small ones."""
     yield _attention("one causal tile", T=1024, S=1024, is_causal=True)
     small = partial(_attention, T=300, S=500, N=4, K=2)
-    indices = {
+    indices: dict[str, Any] = {
         f"{side}_segment_ids": ((2, n), "int32") for side, n in (("query", 300), ("key_value", 500))
     }
     indices |= {f"{side}_seq_lengths": ((2,), "int32") for side in ("query", "key_value")}
     indices["sink"] = ((4,), "float32")
     yield small("small indices", extra=indices, is_causal=True, local_window_size=(100, 0), H=80)
-    planes = {"bias": ((1, 4, 300, 500), "float32"), "mask": ((2, 1, 300, 500), "bool")}
+    planes: dict[str, Any] = {
+        "bias": ((1, 4, 300, 500), "float32"),
+        "mask": ((2, 1, 300, 500), "bool"),
+    }
     planes["dropout_key"] = ((2,), "uint32")
     yield small("small planes", extra=planes, dropout_rate=0.1)
-    rows = {"bias": ((4, 300, 1), "float32"), "mask": ((300, 1), "bool")}
+    rows: dict[str, Any] = {"bias": ((4, 300, 1), "float32"), "mask": ((300, 1), "bool")}
     rows["query_positions"] = ((300,), "int32")
     yield small("small rows float32", extra=rows, is_causal=True, dtype="float32")
     keys = {"bias": ((2, 1, 1, 500), "bfloat16")}

@@ -52,7 +52,7 @@ def gradient(
         partial(_kernel, options, tiling, sides, visits, names, locate),
         visits.name("attention_dbias", tiling),
         interpret=interpret,
-        grid=(*lead, visits.count, over_batch * over_heads),
+        grid=(*lead, visits.length, over_batch * over_heads),
         parallel=2,
         prefetched=1,
         in_specs=[

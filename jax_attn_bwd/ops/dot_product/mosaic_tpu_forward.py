@@ -95,7 +95,7 @@ def _forward(options, tiling, interpret, operands, keys):
         kernel,
         visits.name("attention_forward", tiling),
         interpret=interpret,
-        grid=(B, K, groups, visits.count),
+        grid=(B, K, groups, visits.length),
         parallel=3,
         prefetched=1,
         in_specs=tiles.flat(specs)[1],
@@ -190,7 +190,8 @@ def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l
         row = lax.broadcasted_iota(jnp.int32, l.shape, 0) + step.row * tiling.block_q
         end = refs.rows_end[kernel_inputs.at(refs.rows_end, 0, step.b)]
         l = jnp.where(row < end, l, 0.0)
-    empty, factor, floor = l == 0.0, 1.0, -jnp.inf
+    factor: Any = 1.0
+    empty, floor = l == 0.0, -jnp.inf
     if refs.sink is not None:  # one more logit, which has no value
         floor = refs.sink[step.n]
         top = jnp.maximum(jnp.where(empty, floor, m), floor)

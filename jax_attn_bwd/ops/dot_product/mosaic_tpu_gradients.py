@@ -206,12 +206,12 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
         partial(_kernel, call, names, order, locate),
         visits.name("attention_" + "_".join(f"d{name}" for name in sorted(wanted)), tiling),
         interpret=interpret,
-        grid=(B, K, visits.count, groups),
+        grid=(B, K, visits.length, groups),
         parallel=2,
         prefetched=1,
         in_specs=[*tiles.flat(specs)[1], of_dout, of_rows],
         out_specs=[made[name][2] for name in order],
-        out_type=[pallas.out_type(*made[name][:2], saved) for name in order],
+        out_type=[pallas.out_type(made[name][0], made[name][1], saved) for name in order],
         scratch=[made[name][3] for name in order],
     )(steps, *values, saved.dout, saved.rows)
     found = dict(zip(order, results, strict=True))

@@ -117,7 +117,7 @@ class Schedule(NamedTuple):
     has_mixed: bool  # whether a tile may need comparison element by element
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         """Steps of the grid."""
         return self.steps.shape[1]
 
@@ -226,7 +226,7 @@ def kernel_inputs_of(refs: Inputs) -> Inputs:
     fields = {name: tokens(getattr(refs, name)) for name in _TOKENS}
     S = refs.k.shape[1]
     planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
-    ends = {}
+    ends: dict[str, Any] = {}
     if isinstance(refs.rows_end, np.ndarray):
         ends["rows_end"] = None  # what lies beyond T is cut off
     if refs.columns_end is not None:

@@ -306,7 +306,7 @@ def test_a_window_visits_what_it_sees(capsys):
         )
         empty = kernel_inputs.Inputs(*(None,) * len(kernel_inputs.Inputs._fields))
         some, every = kernel_inputs.tile_flags(options, empty._replace(q=refs, k=refs), bq, bk)
-        count = tiles.schedule(some, every, by_key=name == "backward").count
+        count = tiles.schedule(some, every, by_key=name == "backward").length
         row, column = np.arange(0, 16384, bq)[:, None], np.arange(0, 16384, bk)
         ideal = ((column <= row + bq - 1) & (row - (column + bk - 1) <= 1024)).sum()
         with capsys.disabled():
