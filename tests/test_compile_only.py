@@ -376,7 +376,7 @@ def test_the_text_of_bundles_is_read():
     ("changes", "said"),
     [
         ({"vmem": 57 * 2**20}, "vmem 59768832, at most 58720256"),
-        ({"spill_stores": 3073}, "spill_stores 3073, at most 3072"),
+        ({"spill_stores": 4097}, "spill_stores 4097, at most 4096"),
         ({"slots": {"MXU": 0}}, "does not use the matrix unit"),
         ({"kernels": []}, "1 launches and 0 kernels"),
         ({"error": "ValueError: no"}, "ValueError: no"),

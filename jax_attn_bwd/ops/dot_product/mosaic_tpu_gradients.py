@@ -38,7 +38,9 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     if options.window is not None:
         limits = (limits[0], min(1024, limits[1]))
     block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
-    return Tiling(block_q, block_k, block_q, tiles.even_part(block_k, 512), keys_first=False)
+    # more values an element leave fewer registers
+    part_q, part_k = (block_q, 512) if limits[0] == 1024 else (tiles.even_part(block_q, 128), 128)
+    return Tiling(block_q, block_k, part_q, tiles.even_part(block_k, part_k), keys_first=False)
 
 
 class Saved(NamedTuple):
