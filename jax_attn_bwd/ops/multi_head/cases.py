@@ -81,7 +81,7 @@ _EDGE: dict[str, Any] = dict(tags=("edge",))
 CASES = (
     _case("plain"),
     _case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
-    _case("weights", return_weights=True, tags=("ci", "check")),
+    _case("weights", return_weights=True),
     _case(
         "everything", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key), is_causal=True,
         add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
@@ -148,19 +148,17 @@ CASES = (
     ),
     _case(
         "second_probs", ("query", "value_kernel", "out_kernel", "sink"), save="probs", num_heads=2,
-        sizes=_SECOND | dict(S=2), extra=_bias(2, 1, 2), tags=("second",),
+        sizes=_SECOND | dict(S=2), extra=_both(_bias(2, 1, 2), _key), add_residual=True,
+        tags=("second",), **_DROPS,
     ),
     _case(
-        "second_dropout", ("query", "key_kernel", "out_kernel", "out_bias"), extra=_key,
-        sizes=_SECOND | dict(S=2, Hv=2), add_residual=True, tags=("second",), **_DROPS,
+        "shard", (*_INPUTS, *_KERNELS, *_BIASES), sizes=_SHARD, is_causal=True, extra=_key,
+        tags=("shard",), **_DROPS,
     ),
-    _case("shard", (*_INPUTS, *_KERNELS, *_BIASES), sizes=_SHARD, is_causal=True, tags=("shard",)),
     _case(
         "shard_rows", (*_INPUTS, *_KERNELS, *_ROWS, "sink"), sizes=_SHARD, add_zero_attn=True,
-        extra=_mask(4, 1, 5, 7), tags=("shard",),
+        return_weights=True, extra=_mask(4, 1, 5, 7), tags=("shard",),
     ),
-    _case("shard_weights", (*_INPUTS, *_KERNELS), sizes=_SHARD, return_weights=True, tags=("shard",)),
-    _case("shard_dropout", (*_INPUTS, *_KERNELS), sizes=_SHARD, extra=_key, tags=("shard",), **_DROPS),
 )  # fmt: skip
 
 
