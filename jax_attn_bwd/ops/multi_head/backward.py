@@ -16,10 +16,9 @@ Given cotangents dout of (4) and dP of (2):
     dlogits = P (dp - delta)                                                from (2)            (9)
 
 (9) is linear in the cotangents, so dense attention's backward does the part of da tile by tile: it knows P
-from lse over all S' keys, and is handed dlse = - sum_s P_ts dP_ts, which makes its delta that of (8).
-Left are
+from lse over all S' keys. Left are, with m_t = sum_s P_ts dP_ts,
 
-    dlogits += P dP                              on whole planes, where the weights have a cotangent  (10)
+    dlogits += P (dP - m),  dsink -= P_sink m    on whole planes, where the weights have a cotangent  (10)
     (7) to (9) and the products with q, k, v     for the R appended rows, O(T) work                   (11)
 
     dW_q = x_q^T dq,   db_q = sum dq,   dx_q += dq W_q^T;   k, v alike      from (1)            (12)
@@ -67,13 +66,13 @@ def backward(
     through = _attention_wanted(operands, wanted)
     result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
 
-    grads, da, dlse, parts = _undo_output(
+    grads, da, parts = _undo_output(
         options, Wanted(through), residuals, inner, live, dout, dweights
     )
     tiled = through & {"sink"} if options.save == "probs" else through
     if tiled:
         rest = dot_product.Residuals(inner, result, Wanted(tiled))
-        found = attention.backward(options.attention, rest, da, dlse)._asdict()
+        found = attention.backward(options.attention, rest, da, None)._asdict()
         parts = _sum(parts, {name: x for name, x in found.items() if x is not None})
     return _undo_projections(options, residuals, clean, grads, parts)
 
@@ -102,7 +101,7 @@ def _sum(parts: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> dict[
 
 @partial(jax.jit, static_argnums=(0,))
 def _undo_output(options, through, residuals, inner, live, dout, dweights):
-    """(5) to (8), (10), (11): (gradients, da, dlse, parts of the gradients of dense attention's operands)."""
+    """(5) to (8), (10), (11): (gradients, da, parts of the gradients of dense attention's operands)."""
     saved = residuals.residual
     grads: dict[str, jax.Array] = {}
     da = jnp.zeros_like(saved.out)
@@ -110,7 +109,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         grads, da = _undo_output_projection(options, residuals, live, dout)
     rows = appended.rows(options, residuals.operands, inner)
     if rows is None and dweights is None and options.save != "probs":
-        return grads, da, None, {}
+        return grads, da, {}
 
     result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
     groups = inner.query.shape[-2] // inner.key.shape[-2]
@@ -124,26 +123,37 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         p = p._replace(keys=known.astype(dtype))
     if rows is not None:
         p = p._replace(rows=appended.probabilities(options, inner, rows, result))
-    dlse = None
+    m = 0
+    parts: dict[str, jax.Array] = {}
     if dweights is not None:
         dp = _cotangents_of_weights(options, inner, dweights.astype(dtype))
-        minus = -sum((x * d).sum(-1) for x, d in zip(p, dp, strict=True) if x is not None)
-        delta, dlse = delta - minus[..., None], tiles.merge_rows(minus)
-
-    parts: dict[str, jax.Array] = {}
+        m = sum((x * d).sum(-1, keepdims=True) for x, d in zip(p, dp, strict=True) if x is not None)
+        if "sink" in through.names:
+            parts["sink"] = _share_of_sink(inner, result, m[..., 0])  # (10)
+    delta = delta + m
     if rows is not None:  # (11)
         dkeys, dvalues, dq = appended.gradients(
             options, residuals.operands, inner, rows, p.rows, dz, dp.rows, delta
         )
         grads |= {"bias_k": dkeys[0], "bias_v": dvalues[0]}
-        parts = {"query": tiles.merge_heads(dq)}
+        parts["query"] = tiles.merge_heads(dq)
     if options.save == "probs":
         planes = whole.gradients(options, inner, through.names, p.keys, dz, dp.keys, delta)
         parts = _sum(parts, planes)
     elif dweights is not None:  # (10)
-        planes = whole.gradients(options, inner, through.names, p.keys, None, dp.keys, 0)
+        planes = whole.gradients(options, inner, through.names, p.keys, None, dp.keys, m)
         parts = _sum(parts, planes)
-    return grads, da, dlse, parts
+    return grads, da, parts
+
+
+def _share_of_sink(inner: dot_product.Operands, result: dot_product.Result, m: jax.Array) -> Any:
+    """What the cotangent of the weights gives to the gradient of the sink `[N]`; m `[..., K, G, T]`."""
+    assert inner.sink is not None
+    m, low = tiles.merge_rows(m), result.lse_low
+    p = jnp.exp(
+        to_rank(inner.sink.astype(m.dtype), m.ndim) - result.lse - (0 if low is None else low)
+    )
+    return reduce_to(-(p * m), inner.sink.shape)
 
 
 class _Parts(NamedTuple):
@@ -161,7 +171,7 @@ def _undo_output_projection(options, residuals, live, dout):
     if options.add_residual and "query" in wanted:
         grads["query"] = dout.astype(dtype)  # (5)
     factors = dropping.of_output(options, operands, dout.astype(dtype))
-    dy = dout if factors is None else (dout * factors).astype(dout.dtype)
+    dy = dout if factors is None else (dout.astype(dtype) * factors).astype(dout.dtype)
     if "out_bias" in wanted:
         grads["out_bias"] = reduce_to(dy.astype(dtype), dy.shape[-1:])  # (6)
     if live is not None:  # where a = 0 because nothing is seen, dy may be anything

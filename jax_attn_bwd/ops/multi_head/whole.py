@@ -71,7 +71,7 @@ def gradients(
       p: `[..., K, G, T, S]`, the probabilities.
       dout: `[..., K, G, T, Hv]`, cotangent of the attention's output; None = 0.
       dp: `[..., K, G, T, S]`, cotangent of the probabilities themselves, or 0.
-      delta: `[..., K, G, T, 1]`, what the rows' products sum to, or 0.
+      delta: `[..., K, G, T, 1]`, what the rows' products sum to.
     """
     q, k, v, sees = _working(options, inner)
     p = p.astype(q.dtype)
