@@ -40,7 +40,9 @@ def _case(
             for letter in _SHAPES[argument].split():
                 size = n[letter]
                 shape += size if isinstance(size, tuple) else [size]
-            arrays[argument] = _BIG.get(argument, 1.0) * rng.standard_normal(shape)
+            # Kernels as at initialisation: heads near 1, so that the softmax is not saturated.
+            spread = shape[0] ** -0.5 if argument in _KERNELS[:3] else _BIG.get(argument, 1.0)
+            arrays[argument] = spread * rng.standard_normal(shape)
         return arrays | (extra(rng, n) if extra else {})
 
     return Case(name, build, options, frozenset(tags))
@@ -85,7 +87,7 @@ CASES = (
     _case(
         "everything", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key), is_causal=True,
         add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
-        tags=("ci", "check"), **_DROPS,
+        tags=("ci",), **_DROPS,
     ),
     _case(
         "tiles", (*_INPUTS, *_KERNELS, *_ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),
@@ -94,7 +96,7 @@ CASES = (
     _case("key_is_value", ("query", "key", *_KERNELS), sizes=dict(Ev=7), local_window_size=2, **_EDGE),
     _case(
         "everything_but_weights", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key),
-        add_zero_attn=True, **_EDGE, **_DROPS,
+        add_zero_attn=True, tags=("ci", "check"), **_DROPS,
     ),
     _case(
         "everything_qkv", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(1, 5, 7), _key),
