@@ -254,6 +254,8 @@ def _around(attention: backend.Implementation) -> backend.Implementation:
     """The layer around one implementation of dense attention."""
 
     def supports(options: Options, operands: Operands) -> str | None:
+        if attention.platform is None:
+            return None
         inner = jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
         return attention.supports(options.attention, inner)
 

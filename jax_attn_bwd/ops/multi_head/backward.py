@@ -143,7 +143,9 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     elif dweights is not None:  # (10)
         planes = whole.gradients(options, inner, through.names, p.keys, None, dp.keys, m)
         parts = _sum(parts, planes)
-    return grads, da, parts
+    # Dense attention sums these over the shards that share them, so the parts that join them must be summed.
+    shared = {n: match_type(parts[n], getattr(inner, n)) for n in ("bias", "sink") if n in parts}
+    return grads, da, parts | shared
 
 
 def _share_of_sink(inner: dot_product.Operands, result: dot_product.Result, m: jax.Array) -> Any:

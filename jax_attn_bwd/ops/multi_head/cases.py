@@ -159,7 +159,7 @@ CASES = (
     ),
     _case(
         "shard_rows", (*_INPUTS, *_KERNELS, *_ROWS, "sink"), sizes=_SHARD, add_zero_attn=True,
-        return_weights=True, extra=_mask(4, 1, 5, 7), tags=("shard",),
+        return_weights=True, extra=_both(_mask(4, 1, 5, 7), _bias(1, 8, 1, 7)), tags=("shard",),
     ),
 )  # fmt: skip
 
