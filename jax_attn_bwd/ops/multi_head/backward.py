@@ -151,10 +151,9 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
 def _share_of_sink(inner: dot_product.Operands, result: dot_product.Result, m: jax.Array) -> Any:
     """What the cotangent of the weights gives to the gradient of the sink `[N]`; m `[..., K, G, T]`."""
     assert inner.sink is not None
-    m, low = tiles.merge_rows(m), result.lse_low
-    p = jnp.exp(
-        to_rank(inner.sink.astype(m.dtype), m.ndim) - result.lse - (0 if low is None else low)
-    )
+    m, low = tiles.merge_rows(m), 0 if result.lse_low is None else result.lse_low
+    lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
+    p = jnp.exp((to_rank(inner.sink.astype(m.dtype), m.ndim) - lse) - low)
     return reduce_to(-(p * m), inner.sink.shape)
 
 

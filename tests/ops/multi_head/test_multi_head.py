@@ -197,6 +197,20 @@ def test_poison_in_rows_that_nothing_sees(name, save, order):
     leaves_close(got, expected, 1e-10)
 
 
+def test_weights_of_a_query_that_sees_nothing_beside_a_sink_of_minus_infinity():
+    params = layer("bias_k", "bias_v", sink=jnp.asarray([-jnp.inf, 1.0, 2.0, 3.0]))
+    mask = jnp.asarray(np.arange(T)[:, None] != 2)
+
+    def weights(sink):
+        given = params._replace(sink=sink)
+        return multi_head_attention(given, *inputs(), mask=mask, return_weights=True)[1]
+
+    out, (dsink,) = vjp(weights, params.sink)
+    assert dsink[0] == 0
+    assert jnp.isfinite(dsink).all()
+    assert not out[:, :, 2].any()
+
+
 def test_shards_of_heads_hold_shares_of_the_output():
     """Inside shard_map the caller sums the shares; JAX sums gradients of what every shard reads."""
     params = layer(
