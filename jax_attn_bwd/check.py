@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -90,12 +91,18 @@ def _finite_cotangents(operator: Operator, outputs: dict[str, np.ndarray]) -> tu
     )
 
 
+@cache
+def _definition(operator: Operator, case: Case) -> Any:
+    """The definition in one program, which the dtypes of a case share."""
+    return jax.jit(_run(operator.reference, operator, case.options))
+
+
 def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> list[Measurement]:
     """The errors of one case in one dtype, beside their limits."""
     arrays, options = case.arrays(dtype), dict(case.options)
     with jax.enable_x64(True):
         exact = {name: cast(x, "float64") for name, x in arrays.items()}
-        define = jax.jit(_run(operator.reference, operator, options))
+        define = _definition(operator, case)
         zeros = jax.eval_shape(lambda: operator.reference(**exact, **options))
         zeros = tuple(jnp.zeros(x.shape) for x in zeros)
         outputs = _by_name(operator, *define(exact, zeros))
@@ -106,9 +113,8 @@ def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> 
     plain = (
         {} if dtype == "float64" else evaluate(operator.reference, operator, arrays, options, cts)
     )
-    got = evaluate(
-        operator.call, operator, arrays, {**options, "implementation": implementation}, cts
-    )
+    call = _run(operator.call, operator, {**options, "implementation": implementation})
+    got = _by_name(operator, *jax.jit(call)(arrays, cts))
     rounding = float(jnp.finfo(dtype).eps)
     return [
         Measurement(

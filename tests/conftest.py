@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
@@ -16,6 +17,21 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 finished_tests = itertools.count(1)
+
+
+def pytest_configure(config):
+    """What one process compiles, the others of the run load."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="jax_attn_bwd_tests_")
+    config.add_cleanup(folder.cleanup)
+    for name, value in (
+        ("jax_compilation_cache_dir", folder.name),
+        ("jax_persistent_cache_min_compile_time_secs", 0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 def pytest_runtest_teardown():

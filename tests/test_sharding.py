@@ -1,6 +1,7 @@
 """Every operator sharded over 8 virtual devices: same numbers, and no more collectives than promised."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -42,12 +43,14 @@ def spec(operator, name, x, split="BN") -> P:
     return P(*(mesh_axis.get(c) if n > 1 else None for c, n in zip(letters, x.shape, strict=True)))
 
 
-def setup(operator, implementation, case):
+@functools.cache
+def on_one_device(operator, implementation, case):
+    """(arrays, differentiated names, cotangents, step, (outputs, gradients)); cotangents of what is not
+    finite are 0.
+    """
     arrays = case.arrays(np.float64)
     options = {**case.options, "implementation": implementation}
     names = tuple(differentiated(operator, arrays))
-    outputs = operator.call(**arrays, **options)
-    cts = cotangents(operator, outputs)
 
     def step(arrays, cts):
         def call(inputs):
@@ -56,25 +59,22 @@ def setup(operator, implementation, case):
         out, pullback = jax.vjp(call, {name: arrays[name] for name in names})
         return dict(zip(operator.outputs, out, strict=True)), pullback(cts)[0]
 
-    return arrays, names, cts, step
-
-
-def finite(cts, outputs):
-    """Cotangents, 0 where the output is not finite."""
-    return tuple(
-        jnp.where(jnp.isfinite(x), ct, 0) for ct, x in zip(cts, outputs.values(), strict=True)
+    outputs = jax.eval_shape(lambda: operator.call(**arrays, **options))
+    cts = cotangents(operator, outputs)
+    single = jax.jit(step)
+    outputs, _ = single(arrays, cts)
+    cts = tuple(
+        jnp.where(jnp.isfinite(outputs[name]), ct, 0)
+        for name, ct in zip(operator.outputs, cts, strict=True)
     )
+    return arrays, names, cts, step, single(arrays, cts)
 
 
 @every_split
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @every_shard_case
 def test_jit_with_sharded_operands(operator, implementation, case, axis_type, shape):
-    arrays, names, cts, step = setup(operator, implementation, case)
-    expected_out, _ = step(arrays, cts)
-    cts = finite(cts, expected_out)
-    expected = step(arrays, cts)
-
+    arrays, names, cts, step, expected = on_one_device(operator, implementation, case)
     mesh = jax.make_mesh(shape, ("b", "h"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
 
@@ -103,12 +103,9 @@ def test_jit_with_sharded_operands(operator, implementation, case, axis_type, sh
 
 @every_shard_case
 def test_shard_map_with_checked_replication(operator, implementation, case):
-    arrays, names, cts, step = setup(operator, implementation, case)
+    arrays, names, cts, step, expected = on_one_device(operator, implementation, case)
     if case.options.get("dropout_rate"):
         arrays = {**arrays, "dropout_offset": None}
-    expected_out, _ = step({k: v for k, v in arrays.items() if v is not None}, cts)
-    cts = finite(cts, expected_out)
-    expected = step({k: v for k, v in arrays.items() if v is not None}, cts)
     split = (
         "B" if operator.sums_over_heads else "BN"
     )  # the sum over shards of heads is the caller's
@@ -135,12 +132,13 @@ def test_shard_map_with_checked_replication(operator, implementation, case):
             local, mesh=mesh, in_specs=(specs, cts_specs), out_specs=out_specs, check_vma=True
         )
     )
-    out, gradients = sharded(arrays, cts)
+    compiled = sharded.lower(arrays, cts).compile()
+    out, gradients = compiled(arrays, cts)
     for name in operator.outputs:
         assert_close(out[name], expected[0][name], 1e-12, name)
     for name in names:
         assert_close(gradients[name], expected[1][name], 1e-12, name)
-    counted = collectives(sharded.lower(arrays, cts).compile())
+    counted = collectives(compiled)
     axes = {"b", "h"} if "N" in split else {"b"}
     summed = [name for name in names if axes - set(specs[name])]
     assert sum(counted.values()) <= len(summed), counted

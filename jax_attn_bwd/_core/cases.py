@@ -16,7 +16,7 @@ from jax_attn_bwd._core.backend import Implementation
 Arrays = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One named call.
 
@@ -40,7 +40,7 @@ class Case:
         return {name: cast(x, dtype) for name, x in arrays.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
     """An operator and its plain backward, in one calling convention.
 

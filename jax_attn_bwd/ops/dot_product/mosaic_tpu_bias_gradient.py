@@ -23,7 +23,7 @@ def default_tiling(operands: Operands) -> Tiling:
     """The tile of the gradient is float32: smaller than elsewhere."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     block_q, block_k = tiles.even_block(T, 512), tiles.even_block(S, 1024)
-    return Tiling(block_q, block_k, tiles.even_part(block_q, 128), tiles.even_part(block_k, 256))
+    return Tiling(block_q, block_k, tiles.even_part(block_q, 128), tiles.even_part(block_k, 512))
 
 
 def gradient(

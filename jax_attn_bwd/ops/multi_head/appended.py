@@ -8,7 +8,7 @@ Attention over S keys left (out, lse). With the logits x_r = scale <q, k_r> of R
 so no key array grows by a row, and no mask by a column. Backward: see backward.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,22 +87,29 @@ def probabilities(
     return jnp.exp((x - tiles.split_rows(result.lse, G)[..., None]) - low)
 
 
+def through_values(
+    options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows, dout: jax.Array
+) -> jax.Array:
+    """What the output's cotangent gives to that of the probabilities, z <dout, v> `[..., K, G, T, R]`."""
+    dp = einsum("...kgth,rkh->...kgtr", dout, rows.values)
+    z = dropping.of_rows(options, operands, inner, dp.shape[-1])
+    return dp if z is None else z * dp
+
+
 def gradients(
     options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows, p: jax.Array,
-    dout: jax.Array, dp: Any, delta: jax.Array,
+    dout: jax.Array, dp: jax.Array, delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(dkeys [R, K, H], dvalues [R, K, Hv], dq [..., K, G, T, H]).
 
     Args:
       p: `[..., K, G, T, R]`, the rows' probabilities.
       dout: `[..., K, G, T, Hv]`, cotangent of the attention's output.
-      dp: cotangent of `p` itself, or 0.
+      dp: `[..., K, G, T, R]`, cotangent of the probabilities.
       delta: `[..., K, G, T, 1]`.
     """
     q = tiles.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(p.dtype)
     z = dropping.of_rows(options, operands, inner, p.shape[-1])
-    through_v = einsum("...kgth,rkh->...kgtr", dout, rows.values)
-    dp = dp + (through_v if z is None else z * through_v)  # (7)
     dx = options.attention.scale * p * (dp - delta)  # (9)
     return (
         matmul_over_rows("kgtr", "kgth", "rkh", dx, q),

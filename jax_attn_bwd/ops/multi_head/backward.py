@@ -15,11 +15,12 @@ Given cotangents dout of (4) and dP of (2):
     delta_t = sum_s P_ts dp_ts = <da_t, a_t> + sum_s P_ts dP_ts                                 (8)
     dlogits = P (dp - delta)                                                from (2)            (9)
 
-(9) is linear in the cotangents, so dense attention's backward does the part of da tile by tile: it knows P
-from lse over all S' keys. Left are, with m_t = sum_s P_ts dP_ts,
+Dense attention's backward does (7) to (9) and the products with q, k, v tile by tile: it knows P from lse
+over all S' keys. Here are done
 
-    dlogits += P (dP - m),  dsink -= P_sink m    on whole planes, where the weights have a cotangent  (10)
-    (7) to (9) and the products with q, k, v     for the R appended rows, O(T) work                   (11)
+    (7) to (9), dsink = -sum_t P_sink,t delta_t  on whole planes, where these exist: the weights have a
+                                                 cotangent, or `save` kept P                          (10)
+    (7) to (9)                                   for the R appended rows, O(T) work                   (11)
 
     dW_q = x_q^T dq,   db_q = sum dq,   dx_q += dq W_q^T;   k, v alike      from (1)            (12)
 
@@ -69,12 +70,15 @@ def backward(
     grads, da, parts = _undo_output(
         options, Wanted(through), residuals, inner, live, dout, dweights
     )
-    tiled = through & {"sink"} if options.save == "probs" else through
-    if tiled:
-        rest = dot_product.Residuals(inner, result, Wanted(tiled))
+    if through and not _on_planes(options, dweights):
+        rest = dot_product.Residuals(inner, result, Wanted(through))
         found = attention.backward(options.attention, rest, da, None)._asdict()
         parts = _sum(parts, {name: x for name, x in found.items() if x is not None})
     return _undo_projections(options, residuals, clean, grads, parts)
+
+
+def _on_planes(options: Options, dweights: Any) -> bool:
+    return dweights is not None or options.save == "probs"
 
 
 def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[str]:
@@ -108,53 +112,60 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     if dout is not None:
         grads, da = _undo_output_projection(options, residuals, live, dout)
     rows = appended.rows(options, residuals.operands, inner)
-    if rows is None and dweights is None and options.save != "probs":
+    planes = _on_planes(options, dweights)
+    if rows is None and not planes:
         return grads, da, {}
 
     result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
     groups = inner.query.shape[-2] // inner.key.shape[-2]
     dtype = accumulator_dtype(da.dtype)
     dz, a = (tiles.split_heads(x, groups).astype(dtype) for x in (da, saved.out))
-    delta = (dz * a).sum(-1, keepdims=True)  # (8)
-    p, dp = _Parts(None, None), _Parts(0, 0)
-    if dweights is not None or options.save == "probs":
+    given = _Parts(0, 0)
+    if dweights is not None:
+        given = _cotangents_of_weights(options, inner, dweights.astype(dtype))
+    p: dict[str, jax.Array] = {}
+    dp: dict[str, jax.Array] = {}
+    if planes:
         known = saved.probs
         known = whole.probabilities(options, inner, result) if known is None else known
-        p = p._replace(keys=known.astype(dtype))
+        p["keys"] = known.astype(dtype)
+        dp["keys"] = whole.through_values(options, inner, dz) + given.keys  # (7)
     if rows is not None:
-        p = p._replace(rows=appended.probabilities(options, inner, rows, result))
-    m = 0
+        p["rows"] = appended.probabilities(options, inner, rows, result)
+        dp["rows"] = (
+            appended.through_values(options, residuals.operands, inner, rows, dz)
+            + given.rows  # (7)
+        )
+    if planes:
+        delta = sum((p[part] * dp[part]).sum(-1, keepdims=True) for part in p)  # (8)
+    else:
+        delta = (dz * a).sum(-1, keepdims=True)  # (8)
     parts: dict[str, jax.Array] = {}
-    if dweights is not None:
-        dp = _cotangents_of_weights(options, inner, dweights.astype(dtype))
-        m = sum((x * d).sum(-1, keepdims=True) for x, d in zip(p, dp, strict=True) if x is not None)
-        if "sink" in through.names:
-            parts["sink"] = _share_of_sink(inner, result, m[..., 0])  # (10)
-    delta = delta + m
     if rows is not None:  # (11)
         dkeys, dvalues, dq = appended.gradients(
-            options, residuals.operands, inner, rows, p.rows, dz, dp.rows, delta
+            options, residuals.operands, inner, rows, p["rows"], dz, dp["rows"], delta
         )
         grads |= {"bias_k": dkeys[0], "bias_v": dvalues[0]}
         parts["query"] = tiles.merge_heads(dq)
-    if options.save == "probs":
-        planes = whole.gradients(options, inner, through.names, p.keys, dz, dp.keys, delta)
-        parts = _sum(parts, planes)
-    elif dweights is not None:  # (10)
-        planes = whole.gradients(options, inner, through.names, p.keys, None, dp.keys, m)
-        parts = _sum(parts, planes)
+    if planes:  # (10)
+        if "sink" in through.names:
+            parts["sink"] = _gradient_of_sink(inner, result, delta[..., 0])
+        found = whole.gradients(options, inner, through.names, p["keys"], dz, dp["keys"], delta)
+        parts = _sum(parts, found)
     # Dense attention sums these over the shards that share them, so the parts that join them must be summed.
     shared = {n: match_type(parts[n], getattr(inner, n)) for n in ("bias", "sink") if n in parts}
     return grads, da, parts | shared
 
 
-def _share_of_sink(inner: dot_product.Operands, result: dot_product.Result, m: jax.Array) -> Any:
-    """What the cotangent of the weights gives to the gradient of the sink `[N]`; m `[..., K, G, T]`."""
+def _gradient_of_sink(
+    inner: dot_product.Operands, result: dot_product.Result, delta: jax.Array
+) -> jax.Array:
+    """(10): the gradient of the sink `[N]`; delta `[..., K, G, T]`."""
     assert inner.sink is not None
-    m, low = tiles.merge_rows(m), 0 if result.lse_low is None else result.lse_low
+    delta, low = tiles.merge_rows(delta), 0 if result.lse_low is None else result.lse_low
     lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
-    p = jnp.exp((to_rank(inner.sink.astype(m.dtype), m.ndim) - lse) - low)
-    return reduce_to(-(p * m), inner.sink.shape)
+    p = jnp.exp((to_rank(inner.sink.astype(delta.dtype), delta.ndim) - lse) - low)
+    return reduce_to(-(p * delta), inner.sink.shape)
 
 
 class _Parts(NamedTuple):

@@ -87,7 +87,7 @@ CASES = (
     _case(
         "everything", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key), is_causal=True,
         add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
-        tags=("ci",), **_DROPS,
+        tags=("ci", "check"), **_DROPS,
     ),
     _case(
         "tiles", (*_INPUTS, *_KERNELS, *_ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),

@@ -61,29 +61,31 @@ def where_seen(options: Options, inner: dot_product.Operands, plane: jax.Array) 
     return plane if sees is None else jnp.where(sees, plane, 0)
 
 
+def through_values(options: Options, inner: dot_product.Operands, dout: jax.Array) -> jax.Array:
+    """What the output's cotangent gives to that of the probabilities, z <dout, v> `[..., K, G, T, S]`."""
+    v, z = _working(options, inner)[2], dropping.of_keys(options, inner)
+    dp = matmul("...kgth,...ksh->...kgts", dout, v)
+    return dp if z is None else z * dp
+
+
 def gradients(
     options: Options, inner: dot_product.Operands, wanted: Iterable[str], p: jax.Array,
-    dout: jax.Array | None, dp: Any, delta: Any,
+    dout: jax.Array, dp: jax.Array, delta: jax.Array,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """Gradients of the dense attention's operands in `wanted`, by (5), (6), (8), (11) of its backward.
+    """Gradients of the dense attention's operands in `wanted`, by (5), (8), (11) of its backward.
 
     Args:
       p: `[..., K, G, T, S]`, the probabilities.
-      dout: `[..., K, G, T, Hv]`, cotangent of the attention's output; None = 0.
-      dp: `[..., K, G, T, S]`, cotangent of the probabilities themselves, or 0.
+      dout: `[..., K, G, T, Hv]`, cotangent of the attention's output.
+      dp: `[..., K, G, T, S]`, cotangent of the probabilities.
       delta: `[..., K, G, T, 1]`, what the rows' products sum to.
     """
-    q, k, v, sees = _working(options, inner)
+    q, k, _, _ = _working(options, inner)
     p = p.astype(q.dtype)
     grads = {}
-    if dout is not None:
-        dout = dout if sees is None else jnp.where(sees.any(-1, keepdims=True), dout, 0)
+    if "value" in wanted:
         z = dropping.of_keys(options, inner)
-        if "value" in wanted:
-            zp = p if z is None else z * p
-            grads["value"] = matmul("...kgts,...kgth->...skh", zp, dout)
-        through_v = matmul("...kgth,...ksh->...kgts", dout, v)
-        dp = dp + (through_v if z is None else z * through_v)
+        grads["value"] = matmul("...kgts,...kgth->...skh", p if z is None else z * p, dout)
     dlogits = p * (dp - delta)
     if "bias" in wanted:
         assert inner.bias is not None
