@@ -198,6 +198,19 @@ def test_differentiating_the_forward_gives_the_deltas():
     assert (dF.add_zero_attn, dF.dropout, dF.seed) == (True, 0.0, 0)
 
 
+def test_a_target_of_numbers_is_no_leaf():
+    x, w = np.ones((2, 5, 8)), np.ones((8, 4, 2))
+    triple = bnns.BNNSMHAProjectionParameters((5, 8), w)
+    F = bnns.BNNSLayerParametersMultiheadAttention(
+        triple, triple, triple, output=bnns.BNNSMHAProjectionParameters((5, 8), w.reshape(8, 8))
+    )
+    run = lambda F: bnns.apply_multihead_attention(F, 2, x, x, None, x)  # noqa: E731
+    np.testing.assert_allclose(jax.jit(run)(F), run(F), rtol=1e-12)
+    gradient = jax.grad(lambda F: run(F).sum())(F)
+    assert gradient.query.target_desc == (5, 8)
+    assert gradient.query.weights.shape == w.shape
+
+
 @pytest.mark.parametrize("shared", ["query key value", "key value", "query key", "query value"])
 def test_one_array_for_several_inputs_gets_the_sum_in_each(shared):
     F, (query, key, value, dout) = layer(), inputs()

@@ -182,6 +182,21 @@ def test_masks_are_merged_by_the_rules(name):
     assert_as_source((E,) * 4, ALL, draw(rows=rows), added, masks)
 
 
+def test_indices_of_a_narrow_dtype_do_not_wrap():
+    """Of 300 keys uint8 tells 256 apart."""
+    window, lengths = np.array([[0, 1, 2], [4, 5, 6]]), np.array([[3], [250]])
+    query, key = np.ones((1, 3, 4)), np.random.default_rng(0).standard_normal((1, 300, 4))
+
+    def weights(dtype):
+        return megengine.multi_head_attention(
+            query, key, key, 4, 2, 0.0, 0.0, np.ones(64), 4, 4, 4, 4, need_weights=True,
+            maybe_cudnn_style_mask=True, attn_mask=window.astype(dtype),
+            key_padding_mask=lengths.astype(dtype),
+        )[1]  # fmt: skip
+
+    np.testing.assert_array_equal(weights(np.uint8), weights(np.int32))
+
+
 @pytest.mark.parametrize(
     "masks",
     [("attn_mask",), ("key_padding_mask",), ("attn_mask", "key_padding_mask")],

@@ -129,7 +129,7 @@ ATTENTION = rows(
     # bias, mask, sink
     ("mask_float", TypeError, FLOAT_MASK, {"mask": ones(B, 1, T, S)}),
     ("mask_integer", TypeError, INTEGER_MASK, {"mask": ones(B, 1, T, S, dtype=int32)}),
-    ("mask_list", TypeError, "mask must be boolean .*, got list; .*bias", {"mask": [True]}),
+    ("mask_list", TypeError, "mask must be boolean .*, got list, not an array; .*bias", {"mask": [True]}),
     ("mask_transposed", ValueError, rf"mask must {PLANE}, got \(2, 1, 7, 5\)",
      {"mask": ones(B, 1, S, T, dtype=bool)}),
     ("mask_square", ValueError, rf"mask must {PLANE}, got \(7, 7\)",

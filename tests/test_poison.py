@@ -7,8 +7,10 @@ import pytest
 from helpers import assert_close, assert_trees_close
 
 from jax_attn_bwd import (
+    MultiHeadAttentionParams,
     dot_product_attention,
     dot_product_attention_bwd,
+    multi_head_attention,
     scaled_masked_softmax,
     scaled_masked_softmax_bwd,
 )
@@ -494,3 +496,21 @@ def test_softmax_with_logits_of_1e4_in_float32(rng, scale):
     y = e / e.sum(-1, keepdims=True)
     expected = {"output 0": y, "dx": scale * y * (dy - (dy * y).sum(-1, keepdims=True))}
     assert_trees_close(got, expected, 2e-6)
+
+
+# ---------------------------------------------------------------------- what is seen
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_bias_that_is_not_a_number_is_not_a_mask(poison):
+    """Only -inf hides: a bias that has diverged shows in the output of its row, and of no other."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((B, 5, N, H))) for _ in range(3))
+    bias = jnp.zeros((5, 5)).at[1, 2].set(poison)
+    out = dot_product_attention(q, k, v, bias)
+    weights = scaled_masked_softmax(jnp.einsum("bqnh,bknh->bnqk", q, k), bias=bias)
+    layer = multi_head_attention(MultiHeadAttentionParams(), q[:, :, 0], num_heads=2, bias=bias)
+    for x, row in ((out, 1), (weights, 2), (layer, 1)):
+        broken = np.isnan(np.moveaxis(np.asarray(x), row, 0)).reshape(5, -1)
+        assert broken[1].all(), poison
+        assert not broken[[0, 2, 3, 4]].any(), poison

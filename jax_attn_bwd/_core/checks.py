@@ -45,7 +45,7 @@ def boolean_mask(operator: str, mask: Any, meaning: str = "attend") -> jax.Array
     """`mask` as a boolean array; `meaning` says what True is."""
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
-    got = f"dtype {mask.dtype}" if is_array(mask) else type(mask).__name__
+    got = f"dtype {mask.dtype}" if is_array(mask) else f"{type(mask).__name__}, not an array"
     remedy = "pass additive values as bias"
     if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
         remedy = f"write mask != 0 if non-zero means {meaning}"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks, dropout
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 
 
 def arrays(operator: str, needed: tuple[str, ...], **given: Any) -> dict[str, Any]:
@@ -94,5 +94,7 @@ def after_dropout(operator: str, weights: jax.Array, rate: float, key: Any) -> j
         to_rank(x, weights.ndim) for x in (index(N)[:, None, None], index(T)[:, None], index(S))
     )
     keys = dropout.head_keys(dropout.key_words(operator, key), entry, head)
-    factors = jnp.where(dropout.keep(keys, row, column, rate), dropout.survivor_factor(rate), 0)
-    return weights * factors.astype(weights.dtype)
+    keep = dropout.keep(keys, row, column, rate)
+    dtype = accumulator_dtype(weights.dtype)
+    factors = jnp.where(keep, jnp.asarray(dropout.survivor_factor(rate), dtype), 0)
+    return (weights.astype(dtype) * factors).astype(weights.dtype)

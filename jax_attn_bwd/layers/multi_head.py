@@ -52,7 +52,7 @@ def boolean_mask(layer: str, mask: Any) -> jax.Array | None:
     """`mask`, which must be boolean or None."""
     if mask is None or (checks.is_array(mask) and mask.dtype == bool):
         return mask
-    got = f"dtype {mask.dtype}" if checks.is_array(mask) else type(mask).__name__
+    got = f"dtype {mask.dtype}" if checks.is_array(mask) else f"{type(mask).__name__}, not an array"
     remedy = (
         "write mask != 0 of zeros and ones (dtype=bool in the mask helpers of Flax); additive "
         "values are a bias: in Flax functools.partial(jax_attn_bwd.attention_fn, bias=bias)"

@@ -24,7 +24,7 @@ class BNNSMHAProjectionParameters(NamedTuple):
 
 
 class BNNSLayerParametersMultiheadAttention(NamedTuple):
-    """A layer. As a pytree its leaves are arrays alone; `add_zero_attn`, `dropout` and `seed` are static."""
+    """A layer. As a pytree its leaves are arrays alone; all else, `target_desc` too, is static."""
 
     query: BNNSMHAProjectionParameters
     key: BNNSMHAProjectionParameters
@@ -39,16 +39,31 @@ class BNNSLayerParametersMultiheadAttention(NamedTuple):
 
 _STATIC = ("add_zero_attn", "dropout", "seed")
 _DYNAMIC = tuple(n for n in BNNSLayerParametersMultiheadAttention._fields if n not in _STATIC)
-jax.tree_util.register_pytree_with_keys(
-    BNNSLayerParametersMultiheadAttention,
-    lambda F: (
-        [(jax.tree_util.GetAttrKey(n), getattr(F, n)) for n in _DYNAMIC],
-        tuple(getattr(F, n) for n in _STATIC),
-    ),
-    lambda static, dynamic: BNNSLayerParametersMultiheadAttention(
-        **dict(zip(_DYNAMIC, dynamic, strict=True)), **dict(zip(_STATIC, static, strict=True))
-    ),
-)
+_PROJECTIONS = ("query", "key", "value", "output")
+
+
+def _flatten(F: BNNSLayerParametersMultiheadAttention) -> tuple[list, tuple]:
+    given = {n: getattr(F, n) for n in _DYNAMIC}
+    targets: list[Any] = [None] * len(_PROJECTIONS)
+    for i, name in enumerate(_PROJECTIONS):
+        triple = given[name]
+        if isinstance(triple, BNNSMHAProjectionParameters) and triple.target_desc is not None:
+            targets[i] = _target_shape(triple)
+            given[name] = triple._replace(target_desc=None)
+    static = (*(getattr(F, n) for n in _STATIC), tuple(targets))
+    return [(jax.tree_util.GetAttrKey(n), x) for n, x in given.items()], static
+
+
+def _unflatten(static: tuple, dynamic: Any) -> BNNSLayerParametersMultiheadAttention:
+    *flags, targets = static
+    given = dict(zip(_DYNAMIC, dynamic, strict=True))
+    for name, target in zip(_PROJECTIONS, targets, strict=True):
+        if target is not None:
+            given[name] = given[name]._replace(target_desc=target)
+    return BNNSLayerParametersMultiheadAttention(**given, **dict(zip(_STATIC, flags, strict=True)))
+
+
+jax.tree_util.register_pytree_with_keys(BNNSLayerParametersMultiheadAttention, _flatten, _unflatten)
 
 
 class BNNSMultiheadAttentionDeltas(NamedTuple):
@@ -130,9 +145,15 @@ def _arrays(operator: str, F: Any, query: Any, key: Any, value: Any) -> dict[str
     return arrays(operator, needed, **given)
 
 
+def _target_shape(triple: BNNSMHAProjectionParameters) -> Any:
+    """(length, width) where `target_desc` is that, or has that shape; else what it is."""
+    target = getattr(triple.target_desc, "shape", triple.target_desc)
+    return tuple(target) if isinstance(target, list | tuple) else target
+
+
 def _check_target(operator: str, name: str, triple: Any, expected: tuple[int, int]) -> None:
     if triple.target_desc is not None:
-        shape = tuple(getattr(triple.target_desc, "shape", triple.target_desc))
+        shape = _target_shape(triple)
         if shape != expected:
             wanted = f"be None or of shape {expected}"
             raise ValueError(checks.message(operator, f"F.{name}.target_desc", wanted, shape))

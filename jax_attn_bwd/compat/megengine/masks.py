@@ -61,11 +61,10 @@ def _cudnn_style(
             raise ValueError(checks.message(operator, argument, f"be given with {_STYLE}", None))
         x = checks.integers(operator, argument, x)
         checks.shape(operator, argument, x, f"{letters}, with {_STYLE},", expected)
-        tables.append(x)
+        tables.append(x.astype(jnp.int32))  # a narrow one cannot hold every index
     (first, last), (queries, keys) = tables
-    row, column = jnp.arange(L, dtype=first.dtype), jnp.arange(S, dtype=first.dtype)
+    row, column = jnp.arange(L, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     window = (first[:, None] <= column[None]) & (column[None] < last[:, None])  # (L, S)
-    row, column = row.astype(queries.dtype), column.astype(queries.dtype)
     live = row[None] < queries[:, None]  # (N, L)
     seen = column[None] < keys[:, None]  # (N, S)
     return (window[None] & live[:, :, None] & seen[:, None])[:, None]

@@ -32,7 +32,7 @@ def all_sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> Sizes:
         expected = "have shape (L, N, E) or, without a batch, (L, E)"
         raise ValueError(checks.message(NAME, "query", expected, query.shape))
     rows, columns = ("(L, N, E)", "(S, N, {})") if rank == 3 else ("(L, E)", "(S, {})")
-    checks.shape(NAME, "query", query, rows, (len(query), *batch, E))
+    checks.shape(NAME, "query", query, rows, (query.shape[0], *batch, E))
     for name, width in (("key", "kdim"), ("value", "vdim")):
         x = given[name]
         letter = "E" if "in_proj_weight" in given else width
@@ -41,12 +41,12 @@ def all_sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> Sizes:
                 checks.message(NAME, name, f"have shape {columns.format(letter)}", x.shape)
             )
         last = E if letter == "E" else x.shape[-1]
-        checks.shape(NAME, name, x, columns.format(letter), (len(key), *batch, last))
+        checks.shape(NAME, name, x, columns.format(letter), (key.shape[0], *batch, last))
     if static_k is not None and static_k.ndim != 3:
         expected = "have shape (N * num_heads, S, E / num_heads)"
         raise ValueError(checks.message(NAME, "static_k", expected, static_k.shape))
-    S = len(key) if static_k is None else static_k.shape[1]
-    return Sizes(rank == 3, batch[0] if batch else 1, len(query), S, E, H)
+    S = key.shape[0] if static_k is None else static_k.shape[1]
+    return Sizes(rank == 3, batch[0] if batch else 1, query.shape[0], S, E, H)
 
 
 def all_params(sizes: Sizes, given: dict[str, Any]) -> MultiHeadAttentionParams:
@@ -95,9 +95,9 @@ def all_static(sizes: Sizes, given: dict[str, Any]) -> tuple[jax.Array | None, .
             checks.shape(NAME, name, x, letters, (N * H, S, D))
             x = x.reshape(N, H, S, D)
         found.append(x)
-    if found[1] is None and len(given["value"]) != S:
+    if found[1] is None and given["value"].shape[0] != S:
         expected = f"have the length S = {S} of static_k"
-        raise ValueError(checks.message(NAME, "value", expected, len(given["value"])))
+        raise ValueError(checks.message(NAME, "value", expected, given["value"].shape[0]))
     return tuple(found)
 
 

@@ -171,9 +171,9 @@ def _over_heads(params, inputs, static, options) -> tuple[jax.Array, jax.Array |
 
 def _without_poison(inputs, static, options) -> list[jax.Array]:
     """The inputs, 0 where a query sees nothing or nothing sees a key: NaN there must not reach a kernel."""
-    planes = [options["mask"], None if options["bias"] is None else options["bias"] > -jnp.inf]
+    planes = [options["mask"], None if options["bias"] is None else options["bias"] != -jnp.inf]
     if options["is_causal"]:
-        L, S = inputs[0].shape[1], inputs[1].shape[1]
+        L, S = inputs[0].shape[1], (inputs[1].shape[1] if static[0] is None else static[0].shape[2])
         planes.append(jnp.tri(L, S, dtype=bool)[None, None])
     planes = [x for x in planes if x is not None]
     if not planes:

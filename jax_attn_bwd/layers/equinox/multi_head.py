@@ -125,7 +125,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                     checks.message(_NAME, "process_heads", f"keep the shapes {shapes}", got)
                 )
         out = dot_product_attention(*promote(None, *heads), **options)
-        return jax.vmap(self.output_proj)(out.reshape(len(out), -1))
+        return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
 
     def _params(self) -> MultiHeadAttentionParams:
         """Weights are `[out, in]` in Equinox, the rows of a head side by side."""

@@ -232,7 +232,7 @@ def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixe
     if refs.bias is not None:
         bias = tile.plane(refs.bias).astype(jnp.float32)
         x = x + bias
-        terms.append(bias > -jnp.inf)
+        terms.append(bias != -jnp.inf)
     if refs.mask is not None:
         terms.append(tile.plane(refs.mask) != 0)
     if terms:

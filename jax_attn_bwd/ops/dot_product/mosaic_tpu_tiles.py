@@ -349,7 +349,7 @@ class Part(NamedTuple):
         if refs.bias is not None:
             bias = self.plane(refs.bias, self.sides.bias)
             x = x + bias
-            terms.append(bias > -jnp.inf)
+            terms.append(bias != -jnp.inf)
         if refs.mask is not None:
             terms.append(self.plane(refs.mask, self.sides.mask) != 0)
         if mixed:

@@ -33,7 +33,7 @@ def dot_product_attention(
     if mask is not None:
         visible &= mask
     if bias is not None:
-        logits, visible = logits + bias, visible & (bias > -jnp.inf)
+        logits, visible = logits + bias, visible & (bias != -jnp.inf)
     if is_causal:
         visible &= k_at <= q_at
     if local_window_size is not None:

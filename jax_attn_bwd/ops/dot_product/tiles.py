@@ -226,7 +226,7 @@ def visible(
     mask, bias = take_plane(w.mask, i, j, tiling), take_plane(w.bias, i, j, tiling)
     terms.append(mask)
     if bias is not None:
-        terms.append(bias > -jnp.inf)
+        terms.append(bias != -jnp.inf)
     if mixed:
         sides = ((w.rows, i, tiling.block_q), (w.columns, j, tiling.block_k))
         row, column = (

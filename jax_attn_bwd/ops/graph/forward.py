@@ -132,7 +132,7 @@ def visible(t: Tables, chunk: Chunk) -> jax.Array | None:
     """Where there is an edge and its bias is not -inf, `[W, R, H]`; None without a bias."""
     if t.bias is None:
         return None
-    return chunk.exists[..., None] & (take(t.bias, chunk.edge) > -jnp.inf)
+    return chunk.exists[..., None] & (take(t.bias, chunk.edge) != -jnp.inf)
 
 
 def shown(rows: jax.Array, seen: jax.Array | None) -> jax.Array:

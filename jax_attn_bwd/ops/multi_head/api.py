@@ -229,10 +229,7 @@ def multi_head_attention_bwd(
             checks.same_dtype(name, query=operands.query, **{argument: x})
     if residual is None:
         residual = run(operands).residual
-    elif jax.tree.map(jax.numpy.shape, residual) != jax.tree.map(
-        jax.numpy.shape, expected.residual
-    ):
-        got = jax.tree.map(jax.numpy.shape, residual)
+    elif (got := _described(residual)) != _described(expected.residual):
         expect = f"be what the forward of the same arguments and save={save!r} returned"
         raise ValueError(checks.message(name, "residual", expect, got))
     wanted = _wanted(name, operands, wrt)
@@ -240,6 +237,13 @@ def multi_head_attention_bwd(
     grads = chosen.backward(options, residuals, dout, dweights)
     params = MultiHeadAttentionParams(**{n: grads.get(n) for n in PARAMS})
     return MultiHeadAttentionGrads(params, **{n: grads.get(n) for n in ARRAYS})
+
+
+def _described(residual: Any) -> Any:
+    """Its structure, with shapes and dtypes for arrays; of another thing its type."""
+    if not isinstance(residual, MultiHeadAttentionResidual):
+        return type(residual).__name__
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), residual)
 
 
 def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:

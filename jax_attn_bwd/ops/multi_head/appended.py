@@ -97,10 +97,10 @@ def through_values(
 
 
 def gradients(
-    options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows, p: jax.Array,
-    dout: jax.Array, dp: jax.Array, delta: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(dkeys [R, K, H], dvalues [R, K, Hv], dq [..., K, G, T, H]).
+    options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows,
+    wanted: frozenset[str], p: jax.Array, dout: jax.Array, dp: jax.Array, delta: jax.Array,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Those in `wanted` of bias_k `[K, H]`, bias_v `[K, Hv]`, query `[..., T, N, H]` (what the rows give).
 
     Args:
       p: `[..., K, G, T, R]`, the rows' probabilities.
@@ -111,8 +111,12 @@ def gradients(
     q = tiles.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(p.dtype)
     z = dropping.of_rows(options, operands, inner, p.shape[-1])
     dx = options.attention.scale * p * (dp - delta)  # (9)
-    return (
-        matmul_over_rows("kgtr", "kgth", "rkh", dx, q),
-        matmul_over_rows("kgtr", "kgth", "rkh", p if z is None else z * p, dout),
-        einsum("...kgtr,rkh->...kgth", dx, rows.keys),
-    )
+    grads = {}
+    if "bias_k" in wanted:
+        grads["bias_k"] = matmul_over_rows("kgtr", "kgth", "rkh", dx, q)[0]
+    if "bias_v" in wanted:
+        zp = p if z is None else z * p
+        grads["bias_v"] = matmul_over_rows("kgtr", "kgth", "rkh", zp, dout)[0]
+    if "query" in wanted:
+        grads["query"] = tiles.merge_heads(einsum("...kgtr,rkh->...kgth", dx, rows.keys))
+    return grads

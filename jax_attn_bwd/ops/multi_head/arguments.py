@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_attn_bwd._core import checks, dropout, masks, sharding
 from jax_attn_bwd.ops.dot_product import spec as dot_product
@@ -153,9 +154,10 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
         if getattr(params, name) is not None:
             settle(_SHAPES[name][0], inputs[source].shape[-1], source)
     if num_heads is not None:
-        if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
+        is_int = isinstance(num_heads, int | np.integer) and not isinstance(num_heads, bool)
+        if not is_int or num_heads < 1:
             raise ValueError(checks.message(operator, "num_heads", "be a positive int", num_heads))
-        settle("N", num_heads, "num_heads")
+        settle("N", int(num_heads), "num_heads")
     # A missing kernel hands the input to every head: its width is the head size.
     if params.query_kernel is None:
         settle("H", inputs["query"].shape[-1], "query, which has no kernel,")

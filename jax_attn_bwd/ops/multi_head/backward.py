@@ -62,9 +62,14 @@ def backward(
     """Gradients of the operands in `residuals.wanted`, by name; a cotangent that is None is zero."""
     operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
     clean, live = without_poison(options, operands)
+    through = _attention_wanted(operands, wanted)
+    if not (through or wanted & {"bias_k", "bias_v"}):
+        grads = {}
+        if dout is not None:
+            grads, _ = _undo_output_projection(options, False, residuals, live, dout)
+        return _undo_projections(options, residuals, clean, grads, {})
     heads = project(options, clean) if saved.heads is None else saved.heads
     inner = attention_operands(clean, heads)
-    through = _attention_wanted(operands, wanted)
     result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
 
     grads, da, parts = _undo_output(
@@ -110,7 +115,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     grads: dict[str, jax.Array] = {}
     da = jnp.zeros_like(saved.out)
     if dout is not None:
-        grads, da = _undo_output_projection(options, residuals, live, dout)
+        grads, da = _undo_output_projection(options, True, residuals, live, dout)
     rows = appended.rows(options, residuals.operands, inner)
     planes = _on_planes(options, dweights)
     if rows is None and not planes:
@@ -142,11 +147,13 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         delta = (dz * a).sum(-1, keepdims=True)  # (8)
     parts: dict[str, jax.Array] = {}
     if rows is not None:  # (11)
-        dkeys, dvalues, dq = appended.gradients(
-            options, residuals.operands, inner, rows, p["rows"], dz, dp["rows"], delta
+        of_rows = (through.names & {"query"}) | (residuals.wanted.names & {"bias_k", "bias_v"})
+        found = appended.gradients(
+            options, residuals.operands, inner, rows, of_rows, p["rows"], dz, dp["rows"], delta
         )
-        grads |= {"bias_k": dkeys[0], "bias_v": dvalues[0]}
-        parts["query"] = tiles.merge_heads(dq)
+        if "query" in found:
+            parts["query"] = found.pop("query")
+        grads |= found
     if planes:  # (10)
         if "sink" in through.names:
             parts["sink"] = _gradient_of_sink(inner, result, delta[..., 0])
@@ -175,8 +182,9 @@ class _Parts(NamedTuple):
     rows: Any  # [..., K, G, T, R]
 
 
-def _undo_output_projection(options, residuals, live, dout):
-    """(5), (6): ({name: gradient}, da)."""
+@partial(jax.jit, static_argnums=(0, 1))
+def _undo_output_projection(options, through, residuals, live, dout):
+    """(5), (6): ({name: gradient}, da); da is only needed `through` the attention."""
     operands, wanted, a = residuals.operands, residuals.wanted.names, residuals.residual.out
     dtype = accumulator_dtype(a.dtype)
     grads = {}
@@ -192,7 +200,8 @@ def _undo_output_projection(options, residuals, live, dout):
         return grads, dy.reshape(a.shape)
     if "out_kernel" in wanted:
         grads["out_kernel"] = matmul_over_rows("tnh", "to", "nho", a, dy)  # (6)
-    return grads, matmul("...to,nho->...tnh", dy, operands.out_kernel).astype(a.dtype)  # (6)
+    da = matmul("...to,nho->...tnh", dy, operands.out_kernel).astype(a.dtype) if through else None
+    return grads, da  # (6)
 
 
 def _cotangents_of_weights(options, inner, dweights):
@@ -227,11 +236,13 @@ def _undo_projections(options, residuals, clean, grads, parts):
             grads = _sum(grads, {source: dx})
     grads |= {name: parts[name] for name in ("bias", "sink") if name in parts}
     return {
-        name: match_type(_like(grads[name], getattr(operands, name)), getattr(operands, name))
+        name: match_type(_like(grads.get(name), getattr(operands, name)), getattr(operands, name))
         for name in wanted
     }
 
 
-def _like(grad: jax.Array, primal: jax.Array) -> jax.Array:
-    """Rows that were handed to several heads get the sum of their gradients."""
+def _like(grad: jax.Array | None, primal: jax.Array) -> jax.Array:
+    """0 where no cotangent leads to; rows that were handed to several heads get the sum of theirs."""
+    if grad is None:
+        return jnp.zeros_like(primal)
     return grad if grad.shape == primal.shape else reduce_to(grad, primal.shape)

@@ -85,11 +85,6 @@ CASES = (
     _case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
     _case("weights", return_weights=True),
     _case(
-        "everything", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key), is_causal=True,
-        add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
-        tags=("ci", "check"), **_DROPS,
-    ),
-    _case(
         "tiles", (*_INPUTS, *_KERNELS, *_ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),
         is_causal=True, tags=("ci", "check"),
     ),
@@ -97,6 +92,11 @@ CASES = (
     _case(
         "everything_but_weights", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key),
         add_zero_attn=True, tags=("ci", "check"), **_DROPS,
+    ),
+    _case(
+        "everything", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key), is_causal=True,
+        add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
+        tags=("ci", "check"), **_DROPS,
     ),
     _case(
         "everything_qkv", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(1, 5, 7), _key),
@@ -110,6 +110,10 @@ CASES = (
     _case(
         "average_weights", (*_INPUTS, *_KERNELS, "sink"), return_weights=True, average_weights=True,
         extra=_mask(2, 1, 1, 7, keep=0.3), **_EDGE,
+    ),
+    _case(
+        "average_weights_dropout", (*_INPUTS, *_KERNELS, *_ROWS), extra=_key, return_weights=True,
+        average_weights=True, **_EDGE, **_DROPS,
     ),
     _case("appended_rows", (*_INPUTS, *_KERNELS, *_ROWS), extra=_mask(2, 4, 5, 7, keep=0.1), **_EDGE),
     _case("zero_row", add_zero_attn=True, extra=_mask(2, 1, 5, 1), **_EDGE),
@@ -191,7 +195,8 @@ def _with_factors(
         return arguments
     sizes = jax.eval_shape(lambda: reference.multi_head_attention(**_with_params(dict(arguments))))
     out, weights = (x.shape for x in sizes)
-    *batch, N, T, S = weights
+    N = arguments.get("num_heads") or arguments["query_kernel"].shape[1]
+    batch, (T, S) = out[:-2], weights[-2:]
     b, h, r, c = dropout_offset or (0, 0, 0, 0)
     words, u32 = dropout.key_words("reference", dropout_key), jnp.uint32
     batches = jnp.arange(b, b + int(np.prod(batch)), dtype=u32).reshape(*batch, 1, 1)

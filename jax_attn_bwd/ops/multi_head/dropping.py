@@ -1,10 +1,10 @@
 """The layer's dropout factors, 0 or 1 / (1 - rate), drawn again wherever they are needed."""
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
@@ -57,7 +57,7 @@ def of_output(options: Options, operands: Operands, out: jax.Array) -> jax.Array
     zero = jnp.uint32(0)
     offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
     index = partial(jnp.arange, dtype=jnp.uint32)
-    entry = index(np.prod(batch, dtype=int)).reshape(*batch, 1, 1) + offset.batch
+    entry = index(math.prod(batch)).reshape(*batch, 1, 1) + offset.batch
     row = offset.row if offset.row.ndim else offset.row + index(T)
     row, column = to_rank(row[:, None], out.ndim), to_rank(index(Eo), out.ndim)
     keep = dropout.keep(dropout.head_keys(words, entry, zero), row, column, rate)

@@ -74,6 +74,7 @@ def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
     """The layer's output `[..., T, Eo]` from that of the attention."""
     if operands.out_kernel is None:
         out = z.reshape(*z.shape[:-2], z.shape[-2] * z.shape[-1])
+        out = out.astype(accumulator_dtype(z.dtype))
     else:
         out = matmul("...tnh,nho->...to", z, operands.out_kernel)
         bias = operands.out_bias
@@ -93,8 +94,9 @@ def visible(options: Options, operands: Any, T: Any, S: Any) -> jax.Array | np.n
     index: Any = np.arange if isinstance(T, int) and isinstance(S, int) else jnp.arange
     row, column = index(T, dtype=np.int32)[:, None], index(S, dtype=np.int32)[None]
     band = masks.in_band(row, column, options.attention.is_causal, options.attention.window)
-    bias = None if operands.bias is None else operands.bias > -jnp.inf
-    terms = [x for x in (operands.mask, bias, band) if x is not None]
+    bias = None if operands.bias is None else operands.bias != -jnp.inf
+    nothing = np.zeros((1, 0), bool) if isinstance(S, int) and S == 0 else None
+    terms = [x for x in (operands.mask, bias, band, nothing) if x is not None]
     rank = max((3, *(x.ndim for x in terms)))
     return masks.conjunction(*(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in terms))
 

@@ -50,8 +50,8 @@ def multi_head_attention(
     if mask is not None:
         visible &= mask
     if bias is not None:
-        visible &= bias > -jnp.inf
-        logits = logits.at[..., :S].add(jnp.where(bias > -jnp.inf, bias, 0).astype(logits.dtype))
+        visible &= bias != -jnp.inf
+        logits = logits.at[..., :S].add(jnp.where(bias != -jnp.inf, bias, 0).astype(logits.dtype))
     if is_causal:
         visible &= column <= row
     if local_window_size is not None:

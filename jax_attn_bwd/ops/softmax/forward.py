@@ -60,7 +60,7 @@ def _rows(options, index, x, scale, mask, bias, sink) -> Result:
     """The result for some rows; `index` holds their positions along axis -2."""
     axis, dtype = options.axis, accumulator_dtype(x.dtype)
     x = x.astype(dtype)
-    visible = masks.conjunction(mask, None if bias is None else bias > -jnp.inf)
+    visible = masks.conjunction(mask, None if bias is None else bias != -jnp.inf)
     if options.is_causal or options.window is not None:
         row, column = index[:, None], jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
         band = masks.in_band(row, column, options.is_causal, options.window)

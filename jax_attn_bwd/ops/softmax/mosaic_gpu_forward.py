@@ -94,7 +94,7 @@ def _kernel(
         terms = []
         if "bias" in where:
             bias = block.piece(where["bias"], k, i).astype(jnp.float32)
-            z, terms = z + bias, [bias > -jnp.inf]
+            z, terms = z + bias, [bias != -jnp.inf]
         if "mask" in where:
             terms.append(block.piece(where["mask"], k, i) != jnp.int8(0))
         banded, overruns = options.is_causal or options.window, block.overruns(i, last, width)

@@ -70,7 +70,7 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
         z, terms = z if factor == 1 else z * factor, []
         if "bias" in inputs:
             bias = inputs["bias"][:, columns].astype(jnp.float32)
-            z, terms = z + bias, [jnp.broadcast_to(bias, z.shape) > -jnp.inf]
+            z, terms = z + bias, [jnp.broadcast_to(bias, z.shape) != -jnp.inf]
         if "mask" in inputs:
             terms.append(
                 jnp.broadcast_to(inputs["mask"][:, columns].astype(jnp.int32), z.shape) != 0

@@ -12,7 +12,7 @@ def scaled_masked_softmax(
     if mask is not None:
         visible &= mask
     if bias is not None:
-        logits, visible = logits + bias, visible & (bias > -jnp.inf)
+        logits, visible = logits + bias, visible & (bias != -jnp.inf)
     row, column = jnp.arange(x.shape[-2])[:, None] if x.ndim > 1 else 0, jnp.arange(x.shape[-1])
     if is_causal:
         visible &= column <= row

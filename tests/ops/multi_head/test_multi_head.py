@@ -18,6 +18,7 @@ from jax_attn_bwd import (
     multi_head_attention,
     multi_head_attention_bwd,
 )
+from jax_attn_bwd.ops.multi_head import reference
 from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionResidual
 
 B, T, S, N, K, H, HV, EQ, EK, EV, EO = 2, 5, 7, 4, 2, 3, 5, 6, 7, 8, 9
@@ -143,6 +144,71 @@ def test_plain_backward_puts_shared_inputs_together():
     some = multi_head_attention_bwd(dout, params, x, wrt=("params",))
     assert some.query is None
     leaves_close(some.params, lone.params)
+
+
+@pytest.mark.parametrize("save", ["inputs", "qkv", "probs"])
+def test_a_loss_of_the_weights_alone(save):
+    """The output projection, to which no cotangent leads, has the gradient 0."""
+    params, x = layer(), inputs()
+    dweights = draw(B, N, T, S + 1, seed=3)
+
+    def loss(function, params, **options):
+        return (function(params, *x, is_causal=True, **options)[1] * dweights).sum()
+
+    got = jax.grad(partial(loss, multi_head_attention))(params, return_weights=True, save=save)
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.grad(partial(loss, reference.multi_head_attention))(params)
+    leaves_close(got, expected)
+    plain = multi_head_attention_bwd(
+        None, params, *x, is_causal=True, dweights=dweights, save=save, wrt="params"
+    )
+    leaves_close(plain.params, expected)
+    assert not any(jnp.any(g) for g in jax.tree.leaves(multi_head_attention_bwd(None, params, *x)))
+
+
+@pytest.mark.parametrize(
+    ("wrt", "most"), [("out_bias", 0), ("out_kernel", 1), (("out_kernel", "out_bias"), 1)], ids=str
+)
+def test_gradients_of_the_output_projection_alone_take_no_other_product(wrt, most):
+    params, x = layer(), inputs()
+    *_, residual = multi_head_attention(params, *x, return_residual=True)
+    backward = partial(multi_head_attention_bwd, residual=residual, wrt=wrt)
+    program = str(jax.make_jaxpr(lambda dout: backward(dout, params, *x))(draw(B, T, EO)))
+    assert program.count("dot_general") == most
+
+
+def test_poison_in_queries_that_have_no_keys():
+    params, query = layer("bias_k", "bias_v"), draw(B, T, EQ).at[0, 0].set(jnp.nan)
+    grads = multi_head_attention_bwd(
+        draw(B, T, EO), params, query, jnp.zeros((B, 0, EK)), jnp.zeros((B, 0, EV)), wrt="params"
+    )
+    for name, x in zip(grads.params._fields, grads.params, strict=True):
+        assert x is None or jnp.isfinite(x).all(), name
+
+
+def test_output_dropout_exports_with_a_symbolic_batch():
+    (b,) = jax.export.symbolic_shape("b")
+    run = partial(
+        multi_head_attention, layer(), out_dropout_rate=0.5, dropout_key=jax.random.key(0)
+    )
+    shapes = (jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in inputs())
+    exported = jax.export.export(jax.jit(run))(*shapes)
+    assert_close(exported.call(*inputs()), run(*inputs()), 1e-12)
+
+
+def test_output_dropout_without_a_kernel_multiplies_by_the_same_factor_in_both_directions():
+    """In bfloat16: 1 / (1 - 0.1) rounds to 1.109 there."""
+    x = jnp.ones((1, 64, 64), jnp.bfloat16)
+
+    def run(value):
+        return multi_head_attention(
+            MultiHeadAttentionParams(), x, x, value, num_heads=1, local_window_size=0,
+            out_dropout_rate=0.1, dropout_key=jax.random.key(1),
+        )  # fmt: skip
+
+    value = jnp.full_like(x, 1.5)
+    out, pullback = jax.vjp(run, value)
+    np.testing.assert_array_equal(out, pullback(value)[0])
 
 
 def test_a_residual_has_no_gradient():
