@@ -21,6 +21,8 @@ REGISTERS = 255
 SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and later
 # stores of vector registers for each score of a tile; of the softmax, for each bundle: 1
 SPILLS = 8 / 1024
+# our kernels ask for as much themselves
+_PEERS = {"xla_tpu_scoped_vmem_limit_kib": str(mosaic_tpu.VMEM // 1024)}
 NEEDED = {  # of some kernel of the program: without these it is not the kernel it should be
     "dot_product_attention": ("HGMMA", "UTMALDG", "MUFU.EX2"),
     "scaled_masked_softmax": ("MUFU.EX2",),
@@ -130,13 +132,15 @@ def _compile(
     return replace(row, expected=launches, kernels=kernels, temporary_bytes=temporary)
 
 
-def compile_for_tpu(row: Row, function: Any, arguments: tuple[Any, ...], device: Any) -> Row:
+def compile_for_tpu(
+    row: Row, function: Any, arguments: tuple[Any, ...], device: Any, options: Any = None
+) -> Row:
     """`row` with what the compiler of TPUs says of `function`, or with its error."""
     tpu_kernels.clear()
     try:
         lowered = devices.lower(function, arguments, device)
         launches = lowered.as_text().count("@tpu_custom_call")
-        compiled = lowered.compile()
+        compiled = lowered.compile(options)
         kernels = tpu_kernels.dumped(compiled.as_text())
     except Exception as error:  # whatever the compiler raises is this row's answer
         return replace(row, error=sentence(error))
@@ -151,7 +155,7 @@ def compile_peers(target: str) -> list[Row]:
     rows = []
     for peer, case, tile, function, arguments in tpu_peers.programs():
         row = Row(target, "dot_product_attention", peer, case, f"gradients, {tile[0]} x {tile[1]}")
-        row = compile_for_tpu(row, function, arguments, device)
+        row = compile_for_tpu(row, function, arguments, device, _PEERS)
         tiles = [tile if "bwd" not in k.name and "dkv" not in k.name else tpu_peers.BACKWARD_TILE
                  for k in row.kernels]  # fmt: skip
         kernels = [replace(k, tile=t, programs=1) for k, t in zip(row.kernels, tiles, strict=True)]

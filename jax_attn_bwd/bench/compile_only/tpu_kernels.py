@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?:\s*>)*)\s*\{", re.M)
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(?=[\w.-]+ = )", re.M)  # its text may run over lines
 _PASSES = "final_(bundles|hlo-static-per-bundle-utilization)"
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE")
 
@@ -44,8 +45,8 @@ class TpuKernel:
 
     @property
     def per_score(self) -> float | None:
-        """Bundles of the loop over the grid for each element of a tile, if the loop holds one program."""
-        return self.inner / self.scores if self.programs == 1 else None
+        """Bundles of the loop over the grid for each element of a tile, if there is a loop and it holds one."""
+        return self.inner / self.scores if self.programs == 1 and self.inner else None
 
     @property
     def scores(self) -> int:
@@ -86,13 +87,13 @@ def dumped(program: str) -> list[TpuKernel]:
 def custom_calls(program: str) -> dict[str, int]:
     """{name of a Pallas kernel: bytes of vector memory it takes} of optimised HLO."""
     calls = {}
-    for line in program.splitlines():
-        if 'custom_call_target="tpu_custom_call"' not in line:
+    for instruction in _INSTRUCTION.split(program):
+        if 'custom_call_target="tpu_custom_call"' not in instruction:
             continue
-        name = re.match(r"\s*(?:ROOT )?%?([\w.-]+) =", line)
-        sizes = re.search(r'"used_scoped_memory_configs":\[([^\]]*)\]', line)
+        name = re.match(r"([\w.-]+) =", instruction)
+        sizes = re.search(r'"used_scoped_memory_configs":\[([^\]]*)\]', instruction)
         if name is None or sizes is None:
-            raise RuntimeError(f"a kernel's call has another form:\n{line[:300]}")
+            raise RuntimeError(f"a kernel's call has another form:\n{instruction[:300]}")
         calls[name[1]] = sum(int(n) for n in re.findall(r'"size":"(\d+)"', sizes[1]))
     return calls
 
