@@ -45,7 +45,7 @@ class TpuKernel:
 
     @property
     def per_score(self) -> float | None:
-        """Bundles of the loop over the grid for each element of a tile, if there is a loop and it holds one."""
+        """Bundles of the loop over the grid for each element of a tile, if the loop holds one program."""
         return self.inner / self.scores if self.programs == 1 and self.inner else None
 
     @property
