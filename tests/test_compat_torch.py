@@ -249,6 +249,39 @@ def test_no_dropout_outside_training():
         np.testing.assert_array_equal(x, y)
 
 
+def test_exports_with_symbolic_lengths():
+    t, s = jax.export.symbolic_shape("t, s")
+    w, w_o = arrays(frozenset({"plain"}))["in_proj_weight"], np.eye(E)
+
+    def run(q, k, v):
+        return compat.multi_head_attention_forward(
+            q, k, v, E, H, w, None, None, None, False, 0.0, w_o, None
+        )
+
+    exported = jax.export.export(jax.jit(run))(
+        *(jax.ShapeDtypeStruct((n, N, E), np.float64) for n in (t, s, s))
+    )
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.standard_normal((n, N, E))) for n in (L, S, S)]
+    for got, expected in zip(exported.call(*given), run(*given), strict=True):
+        assert_close(got, expected, 1e-12)
+
+
+def test_causal_static_keys_have_a_length_of_their_own():
+    """`is_causal` hides what the mask hides, where keys of another length are handed over projected."""
+    given = arrays(frozenset({"plain"}))
+    rng = np.random.default_rng(0)
+    static = {n: rng.standard_normal((N * H, S, D)) for n in ("static_k", "static_v")}
+    empty = {n: np.zeros((0, N, E)) for n in ("key", "value")}
+    more = dict(static, attn_mask=np.triu(np.ones((L, S), bool), 1), training=False)
+    masked, _ = call(compat.multi_head_attention_forward, {**given, **empty}, **more)
+    hinted, _ = call(
+        compat.multi_head_attention_forward, {**given, **empty}, **more, is_causal=True,
+        need_weights=False,
+    )  # fmt: skip
+    assert_close(hinted, masked, 1e-12)
+
+
 ERRORS = {
     "heads": (dict(num_heads=4), ValueError, "embed_dim_to_check must be a multiple of num_heads = 4, got 6"),
     "embed_dim": (dict(embed_dim_to_check=9), ValueError, r"query must have shape \(L, N, E\) = \(4, 2, 9\)"),

@@ -206,9 +206,15 @@ def test_output_dropout_without_a_kernel_multiplies_by_the_same_factor_in_both_d
             out_dropout_rate=0.1, dropout_key=jax.random.key(1),
         )  # fmt: skip
 
-    value = jnp.full_like(x, 1.5)
+    value = (draw(1, 64, 64) + 3).astype(jnp.bfloat16)
     out, pullback = jax.vjp(run, value)
     np.testing.assert_array_equal(out, pullback(value)[0])
+
+
+def test_num_heads_may_be_an_integer_of_numpy():
+    x = draw(B, T, EQ)
+    out = multi_head_attention(MultiHeadAttentionParams(), x, num_heads=np.int64(2))
+    assert_close(out, multi_head_attention(MultiHeadAttentionParams(), x, num_heads=2), 0)
 
 
 def test_a_residual_has_no_gradient():
@@ -370,6 +376,10 @@ BWD_ERRORS = [
     error("dweights must have shape", dweights=draw(B, N, T, S)),
     error("residual must be what the forward of the same arguments and save='qkv' returned", save="qkv",
           residual=MultiHeadAttentionResidual(draw(B, T, N, HV), draw(B, T, N), draw(B, T, N), None, None)),
+    error("residual must be what the forward of the same arguments and save='inputs' returned",
+          residual=MultiHeadAttentionResidual(
+              draw(B, T, N, HV).astype("float32"), draw(B, T, N), draw(B, T, N), None, None)),
+    error("residual must be what the forward", residual=(draw(B, T, N, HV),) * 5),
 ]  # fmt: skip
 
 
