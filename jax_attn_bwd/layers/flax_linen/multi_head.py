@@ -28,7 +28,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     Differs from Flax's in that masks must be boolean (`dtype=bool` in `nn.make_causal_mask` and the like),
     and that a query which sees nothing gives the output bias, not a mean over hidden keys. Dropout draws
-    other masks than Flax's for the same key.
+    other masks than Flax's for the same key. Where one rule runs, the projections are no `nn.DenseGeneral`:
+    `nn.intercept_methods` and `capture_intermediates` do not see what they return.
 
     Attributes:
       is_causal: a query sees keys up to its own index; no mask is formed.
