@@ -356,6 +356,11 @@ CALL = (
 def test_the_text_of_bundles_is_read():
     name = "attention_forward_1024x512_full.1"
     assert tpu_kernels.custom_calls(CALL) == {name: 4096}
+    broken = CALL.replace(", backend_config", ",\n\nbackend_config")  # as where a call has metadata
+    assert tpu_kernels.custom_calls(CALL + broken.replace(name, "other")) == {
+        name: 4096,
+        "other": 4096,
+    }
     kernel = tpu_kernels.parse(name, BUNDLES, USE, 4096)
     assert (kernel.name, kernel.tile, kernel.programs) == (name[:-2], (1024, 512), 1)
     assert (kernel.bundles, kernel.inner, kernel.vmem) == (4, 3, 4096)

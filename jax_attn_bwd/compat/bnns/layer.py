@@ -39,7 +39,8 @@ class BNNSLayerParametersMultiheadAttention(NamedTuple):
 
 _STATIC = ("add_zero_attn", "dropout", "seed")
 _DYNAMIC = tuple(n for n in BNNSLayerParametersMultiheadAttention._fields if n not in _STATIC)
-_PROJECTIONS = ("query", "key", "value", "output")
+INPUTS = ("query", "key", "value")
+_PROJECTIONS = (*INPUTS, "output")
 
 
 def _flatten(F: BNNSLayerParametersMultiheadAttention) -> tuple[list, tuple]:
@@ -83,9 +84,6 @@ class Call(NamedTuple):
     params: MultiHeadAttentionParams
     inputs: tuple[jax.Array, jax.Array, jax.Array]
     options: dict[str, Any]
-
-
-INPUTS = ("query", "key", "value")
 
 
 def checked_call(
@@ -134,14 +132,14 @@ def checked_call(
 def _arrays(operator: str, F: Any, query: Any, key: Any, value: Any) -> dict[str, Any]:
     """Every floating array of the call, by its name in the source."""
     given = {"query": query, "key": key, "value": value}
-    for name in (*INPUTS, "output"):
+    for name in _PROJECTIONS:
         triple = getattr(F, name)
         if not isinstance(triple, BNNSMHAProjectionParameters):
             expected = "be a BNNSMHAProjectionParameters"
             raise TypeError(checks.message(operator, f"F.{name}", expected, type(triple).__name__))
         given |= {f"F.{name}.weights": triple.weights, f"F.{name}.bias": triple.bias}
     given |= {"F.key_attn_bias": F.key_attn_bias, "F.value_attn_bias": F.value_attn_bias}
-    needed = (*INPUTS, *(f"F.{name}.weights" for name in (*INPUTS, "output")))
+    needed = (*INPUTS, *(f"F.{name}.weights" for name in _PROJECTIONS))
     return arrays(operator, needed, **given)
 
 
