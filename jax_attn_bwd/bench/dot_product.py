@@ -13,6 +13,7 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd.bench.measure import Case, Contender, compiled_contender
 from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.dot_product.arguments import prepare
+from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
 HEADS, SIZE = 8, 64
 
@@ -60,9 +61,9 @@ def visited(T: int, **options: Any) -> str:
     }
     x = jnp.zeros((1, T, HEADS, SIZE), jnp.float32)
     static, operands = prepare("bench", x, x, x, None, None, **{**defaults, **flags, **options})
-    tiling = tiles.Tiling.default_for(static, operands)
+    tiling = Tiling.default_for(static, operands)
     full, mixed = tiles.static_pairs(static, T, T, False, tiling)
-    total = tiles.count(T, tiling.block_q) * tiles.count(T, tiling.block_k)
+    total = count(T, tiling.block_q) * count(T, tiling.block_k)
     return f"{len(full) + len(mixed)} of {total} tiles of {tiling.block_q} x {tiling.block_k}"
 
 

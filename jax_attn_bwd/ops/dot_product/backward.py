@@ -40,7 +40,7 @@ from jax import lax
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product import layout, parts, tiles
 from jax_attn_bwd.ops.dot_product.forward import (
     keep_factors,
     row_live,
@@ -48,8 +48,9 @@ from jax_attn_bwd.ops.dot_product.forward import (
     soft_capped,
     unpoisoned_tile,
 )
+from jax_attn_bwd.ops.dot_product.layout import Working
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Options, Residuals
-from jax_attn_bwd.ops.dot_product.tiles import Tiling, Working
+from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 
 def backward(
@@ -64,27 +65,48 @@ def backward(
 def _backward(options, tiling, residuals, dout, dlse):
     operands, wanted = residuals.operands, residuals.wanted.names
     dtype = accumulator_dtype(operands.query.dtype)
-    w = tiles.working(options, operands, tiling)
+    shared = wanted - parts.cut(operands)
+
+    def of_part(operands, rows):
+        grads = _of_part(options, tiling, wanted, operands, *rows)
+        return [{n: grads[n] for n in names} for names in (wanted - shared, shared)]
+
+    rows = (residuals.result, dout, dlse)
+    zeros = {
+        n: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
+        for n in shared
+        for x in [getattr(operands, n)]
+    }
+    grads, sums = parts.over_parts(of_part, tiling.parts, operands, rows, zeros)
+    return DotProductAttentionGrads(
+        **{name: match_type(grad, getattr(operands, name)) for name, grad in (grads | sums).items()}
+    )
+
+
+def _of_part(options, tiling, wanted, operands, result, dout, dlse):
+    """The gradients named in `wanted`, in the accumulator's dtype."""
+    dtype = accumulator_dtype(operands.query.dtype)
+    w = layout.working(options, operands, tiling)
     *_, K, G, _, H = w.q.shape
     T, S = operands.query.shape[-3], operands.key.shape[-3]
 
-    out, lse, low = residuals.result
+    out, lse, low = result
     dout = jnp.zeros_like(out) if dout is None else dout
     low = jnp.zeros_like(lse) if low is None else low
-    lse, low = (tiles.split_rows(x, G) for x in (lse, low))  # [..., K, G, T]
+    lse, low = (layout.split_rows(x, G) for x in (lse, low))  # [..., K, G, T]
     sink = -jnp.inf
     if operands.sink is not None:
         sink = to_rank(operands.sink.astype(dtype).reshape(K, G, 1), lse.ndim)
     # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.
-    empty = tiles.merge_rows(lse == sink) & (out == 0).all(-1)
+    empty = layout.merge_rows(lse == sink) & (out == 0).all(-1)
     dout = jnp.where(empty[..., None], 0, dout)
     delta = jnp.einsum(
         "...tnh,...tnh->...tn", dout, out,
         precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
     )  # fmt: skip
-    delta = tiles.split_rows(delta, G)  # (7)
+    delta = layout.split_rows(delta, G)  # (7)
     if dlse is not None:
-        delta = delta - jnp.where(lse == -jnp.inf, 0, tiles.split_rows(dlse, G))
+        delta = delta - jnp.where(lse == -jnp.inf, 0, layout.split_rows(dlse, G))
 
     grads = {}
     if "sink" in wanted:
@@ -93,8 +115,8 @@ def _backward(options, tiling, residuals, dout, dlse):
         grads["sink"] = reduce_to(dsink.reshape(*dsink.shape[:-2], K * G), (K * G,))
 
     lse = jnp.where(lse == -jnp.inf, 0, lse)  # exp(-inf - lse) is then 0, not NaN
-    lse, low, delta = (tiles.pad(x, -1, tiling.block_q) for x in (lse, low, delta))
-    dout = tiles.pad(tiles.split_heads(dout, G), -2, tiling.block_q)
+    lse, low, delta = (layout.pad(x, -1, tiling.block_q) for x in (lse, low, delta))
+    dout = layout.pad(layout.split_heads(dout, G), -2, tiling.block_q)
     saved = (w, dout, lse, low, delta)
     sums = _zeros(wanted, saved, dtype)
     if sums:
@@ -103,20 +125,18 @@ def _backward(options, tiling, residuals, dout, dlse):
 
     if "query" in sums:
         dq = options.scale * jnp.moveaxis(sums["query"], -3, -1)  # [..., K, G, T, H]
-        grads["query"] = tiles.merge_heads(dq)[..., :T, :, :]
+        grads["query"] = layout.merge_heads(dq)[..., :T, :, :]
     if "key" in sums:
         grads["key"] = options.scale * jnp.swapaxes(sums["key"], -2, -3)[..., :S, :, :]
     if "value" in sums:
         grads["value"] = jnp.swapaxes(sums["value"], -2, -3)[..., :S, :, :]
     if "bias" in sums:
         bias = operands.bias
-        *_, t, s = tiles.plane(bias, w.q.ndim - 4, G).shape
+        *_, t, s = layout.plane(bias, w.q.ndim - 4, G).shape
         *batch, k, g, _, _ = sums["bias"].shape
         dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
         grads["bias"] = reduce_to(dbias, bias.shape)
-    return DotProductAttentionGrads(
-        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
-    )
+    return grads
 
 
 def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Array]:

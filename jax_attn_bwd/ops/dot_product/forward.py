@@ -28,9 +28,10 @@ from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product import layout, parts, tiles
+from jax_attn_bwd.ops.dot_product.layout import Working
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
-from jax_attn_bwd.ops.dot_product.tiles import Tiling, Working
+from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 
 class State(NamedTuple):
@@ -48,7 +49,13 @@ def forward(options: Options, operands: Operands) -> Result:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, tiling, operands):
-    w = tiles.working(options, operands, tiling)
+    part = lambda operands, _: (_of_part(options, tiling, operands), ())  # noqa: E731
+    result, _ = parts.over_parts(part, tiling.parts, operands, (), ())
+    return tie(result, operands)
+
+
+def _of_part(options, tiling, operands):
+    w = layout.working(options, operands, tiling)
     step = partial(_step, options, tiling, w)
     state = tiles.scan_tiles(step, _initial(w, operands), options, w, tiling)
 
@@ -58,9 +65,9 @@ def _forward(options, tiling, operands):
     lse = jnp.where(empty, -jnp.inf, m + log_l)
     lse_low = lax.stop_gradient(jnp.where(empty, 0, (m - lse) + log_l))
     T = operands.query.shape[-3]
-    out = tiles.merge_heads(state.acc / l[..., None])[..., :T, :, :].astype(operands.query.dtype)
-    lse, lse_low = (tiles.merge_rows(x)[..., :T, :] for x in (lse, lse_low))
-    return tie(Result(out, lse, lse_low), operands)
+    out = layout.merge_heads(state.acc / l[..., None])[..., :T, :, :].astype(operands.query.dtype)
+    lse, lse_low = (layout.merge_rows(x)[..., :T, :] for x in (lse, lse_low))
+    return Result(out, lse, lse_low)
 
 
 def _initial(w: Working, operands: Operands) -> State:
@@ -167,7 +174,7 @@ def soft_capped(options: Options, logits: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def keep_factors(
-    options: Options, tiling: Tiling, counters: tiles.Counters, i: Any, j: Any, dtype: Any
+    options: Options, tiling: Tiling, counters: layout.Counters, i: Any, j: Any, dtype: Any
 ) -> jax.Array:
     """0 for the dropped probabilities of tile (i, j), 1 / (1 - rate) for the others."""
     first, second = (x[..., None, None] for x in counters.keys)

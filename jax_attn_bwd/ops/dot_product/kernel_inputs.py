@@ -13,8 +13,9 @@ import numpy as np
 
 from jax_attn_bwd._core import masks, sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product import layout, tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
@@ -61,7 +62,7 @@ def dropout_keys(options: Options, operands: Operands) -> jax.Array | None:
     """
     if not options.dropout_rate:
         return None
-    words = tiles.counters(options, operands, 1, 1).keys
+    words = layout.counters(options, operands, 1, 1).keys
     keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in words], -1)
     batch = range(operands.query.ndim - 3)
     return sharding.reshard_like(keys, operands.query, (*batch, -2, None))
@@ -87,7 +88,7 @@ def inputs(
     )
     row_counter = column_counter = None
     if keys is not None:
-        counters = tiles.counters(options, operands, padding.queries, padding.keys)
+        counters = layout.counters(options, operands, padding.queries, padding.keys)
         row_counter, column_counter = counters.rows, counters.columns
     q, k, v = (
         pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
@@ -172,9 +173,9 @@ def _zero_unseen(options: Options, operands: Operands) -> tuple[jax.Array, jax.A
             return k, v
         seen = jnp.asarray(seen)[..., :, None, None]
     else:
-        plane = tiles.Tiling(T, S, "float32")  # one tile; XLA fuses it into the reduction
+        plane = Tiling(T, S, "float32")  # one tile; XLA fuses it into the reduction
         origin = jnp.int32(0)
-        w = tiles.working(options, operands, plane)
+        w = layout.working(options, operands, plane)
         visible = tiles.visible(options, w, origin, origin, True, plane)
         if visible is None:
             return k, v

@@ -16,8 +16,8 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import einsum, reshard_like
+from jax_attn_bwd.ops.dot_product import layout
 from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.multi_head import dropping
 from jax_attn_bwd.ops.multi_head.projections import matmul_over_rows
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
@@ -59,9 +59,9 @@ def attend(
     """`result`, of the S keys alone, with the appended rows."""
     G = inner.query.shape[-2] // inner.key.shape[-2]
     dtype = rows.keys.dtype
-    x = _logits(options, tiles.split_heads(inner.query, G).astype(dtype), rows)
-    lse = tiles.split_rows(result.lse, G)
-    low = 0 if result.lse_low is None else tiles.split_rows(result.lse_low, G)
+    x = _logits(options, layout.split_heads(inner.query, G).astype(dtype), rows)
+    lse = layout.split_rows(result.lse, G)
+    low = 0 if result.lse_low is None else layout.split_rows(result.lse_low, G)
     m = lax.stop_gradient(jnp.maximum(lse, x.max(-1)))
     log_l = jnp.log(jnp.exp((lse - m) + low) + jnp.exp(x - m[..., None]).sum(-1))
     total = m + log_l
@@ -69,11 +69,11 @@ def attend(
     p = jnp.exp((x - total[..., None]) - total_low[..., None])
     z = dropping.of_rows(options, operands, inner, x.shape[-1])
     share = jnp.exp(((lse - total) - total_low) + low)[..., None]
-    out = share * tiles.split_heads(result.out, G).astype(dtype)
+    out = share * layout.split_heads(result.out, G).astype(dtype)
     out = out + einsum("...kgtr,rkh->...kgth", p if z is None else z * p, rows.values)
     return dot_product.Result(
-        tiles.merge_heads(out).astype(result.out.dtype),
-        tiles.merge_rows(total), tiles.merge_rows(total_low),
+        layout.merge_heads(out).astype(result.out.dtype),
+        layout.merge_rows(total), layout.merge_rows(total_low),
     )  # fmt: skip
 
 
@@ -82,9 +82,9 @@ def probabilities(
 ) -> jax.Array:
     """The rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
     G = inner.query.shape[-2] // inner.key.shape[-2]
-    x = _logits(options, tiles.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
-    low = 0 if result.lse_low is None else tiles.split_rows(result.lse_low, G)[..., None]
-    return jnp.exp((x - tiles.split_rows(result.lse, G)[..., None]) - low)
+    x = _logits(options, layout.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
+    low = 0 if result.lse_low is None else layout.split_rows(result.lse_low, G)[..., None]
+    return jnp.exp((x - layout.split_rows(result.lse, G)[..., None]) - low)
 
 
 def through_values(
@@ -108,7 +108,9 @@ def gradients(
       dp: `[..., K, G, T, R]`, cotangent of the probabilities.
       delta: `[..., K, G, T, 1]`.
     """
-    q = tiles.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(p.dtype)
+    q = layout.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(
+        p.dtype
+    )
     z = dropping.of_rows(options, operands, inner, p.shape[-1])
     dx = options.attention.scale * p * (dp - delta)  # (9)
     grads = {}
@@ -118,5 +120,5 @@ def gradients(
         zp = p if z is None else z * p
         grads["bias_v"] = matmul_over_rows("kgtr", "kgth", "rkh", zp, dout)[0]
     if "query" in wanted:
-        grads["query"] = tiles.merge_heads(einsum("...kgtr,rkh->...kgth", dx, rows.keys))
+        grads["query"] = layout.merge_heads(einsum("...kgtr,rkh->...kgth", dx, rows.keys))
     return grads

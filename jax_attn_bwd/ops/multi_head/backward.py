@@ -41,8 +41,8 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.backend import Implementation
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd.ops.dot_product import layout
 from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.multi_head import appended, dropping, whole
 from jax_attn_bwd.ops.multi_head.projections import (
     attention_operands,
@@ -124,7 +124,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
     groups = inner.query.shape[-2] // inner.key.shape[-2]
     dtype = accumulator_dtype(da.dtype)
-    dz, a = (tiles.split_heads(x, groups).astype(dtype) for x in (da, saved.out))
+    dz, a = (layout.split_heads(x, groups).astype(dtype) for x in (da, saved.out))
     given = _Parts(0, 0)
     if dweights is not None:
         given = _cotangents_of_weights(options, inner, dweights.astype(dtype))
@@ -169,7 +169,7 @@ def _gradient_of_sink(
 ) -> jax.Array:
     """(10): the gradient of the sink `[N]`; delta `[..., K, G, T]`."""
     assert inner.sink is not None
-    delta, low = tiles.merge_rows(delta), 0 if result.lse_low is None else result.lse_low
+    delta, low = layout.merge_rows(delta), 0 if result.lse_low is None else result.lse_low
     lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
     p = jnp.exp((to_rank(inner.sink.astype(delta.dtype), delta.ndim) - lse) - low)
     return reduce_to(-(p * delta), inner.sink.shape)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd.ops.dot_product import layout
 from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
 
 OUT = (0x6F757470, 0x75740000)  # tells the output's draws from those of the probabilities
@@ -19,7 +19,7 @@ def of_keys(options: Options, inner: dot_product.Operands) -> jax.Array | None:
     """Factors of the probabilities of the S keys, `[..., K, G, T, S]`."""
     if options.attention.dropout_rate == 0:
         return None
-    drawn = tiles.counters(options.attention, inner, 1, 1)
+    drawn = layout.counters(options.attention, inner, 1, 1)
     return _of_columns(options, inner, drawn, drawn.columns)
 
 
@@ -33,10 +33,10 @@ def of_rows(
     column = jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(S, jnp.uint32)
     if offset is not None:
         column = offset.column[S:] if offset.column.ndim else offset.column + column
-    return _of_columns(options, inner, tiles.counters(options.attention, inner, 1, 1), column)
+    return _of_columns(options, inner, layout.counters(options.attention, inner, 1, 1), column)
 
 
-def _of_columns(options, inner, drawn: tiles.Counters, column: jax.Array) -> jax.Array:
+def _of_columns(options, inner, drawn: layout.Counters, column: jax.Array) -> jax.Array:
     first, second = (x[..., None, None] for x in drawn.keys)
     row, column = to_rank(drawn.rows[:, None], first.ndim), to_rank(column, first.ndim)
     rate, dtype = options.attention.dropout_rate, accumulator_dtype(inner.query.dtype)

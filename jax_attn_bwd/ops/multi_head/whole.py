@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
 from jax_attn_bwd.ops.dot_product import forward as dot_product_forward
+from jax_attn_bwd.ops.dot_product import layout
 from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.dot_product import tiles
 from jax_attn_bwd.ops.multi_head import dropping
 from jax_attn_bwd.ops.multi_head.projections import matmul, visible
 from jax_attn_bwd.ops.multi_head.spec import Options
@@ -20,12 +20,12 @@ from jax_attn_bwd.ops.multi_head.spec import Options
 
 def _plane(x: jax.Array, inner: dot_product.Operands) -> jax.Array:
     """`[..., N|1, T|1, S|1]` -> `[..., K|1, G|1, T|1, S|1]`."""
-    return tiles.plane(x, inner.query.ndim - 3, inner.query.shape[-2] // inner.key.shape[-2])
+    return layout.plane(x, inner.query.ndim - 3, inner.query.shape[-2] // inner.key.shape[-2])
 
 
 def _working(options: Options, inner: dot_product.Operands) -> tuple[Any, ...]:
     """(q `[..., K, G, T, H]`, k `[..., K, S, H]`, v, what each query sees), rows that do not count are 0."""
-    q = tiles.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2])
+    q = layout.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2])
     k, v = (jnp.swapaxes(x, -2, -3) for x in (inner.key, inner.value))
     dtype = accumulator_dtype(q.dtype)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
@@ -49,9 +49,9 @@ def probabilities(
     if sees is not None:
         logits = jnp.where(sees, logits, -jnp.inf)
     G = q.shape[-3]
-    lse, low = tiles.split_rows(result.lse, G), result.lse_low
+    lse, low = layout.split_rows(result.lse, G), result.lse_low
     lse = jnp.where(lse == -jnp.inf, 0, lse)
-    low = jnp.zeros_like(lse) if low is None else tiles.split_rows(low, G)
+    low = jnp.zeros_like(lse) if low is None else layout.split_rows(low, G)
     return jnp.exp((logits - lse[..., None]) - low[..., None])
 
 
@@ -94,7 +94,7 @@ def gradients(
     scale = options.attention.scale
     if "query" in wanted:
         dq = matmul("...kgts,...ksh->...kgth", dlogits, k)
-        grads["query"] = tiles.merge_heads(scale * dq)
+        grads["query"] = layout.merge_heads(scale * dq)
     if "key" in wanted:
         grads["key"] = scale * matmul("...kgts,...kgth->...skh", dlogits, q)
     return grads

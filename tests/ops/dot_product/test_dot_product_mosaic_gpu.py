@@ -25,13 +25,14 @@ import jax_attn_bwd
 from jax_attn_bwd import check, dot_product_attention
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.cases import cotangents
-from jax_attn_bwd.ops.dot_product import arguments, mosaic_gpu_backward, mosaic_gpu_forward, tiles
+from jax_attn_bwd.ops.dot_product import arguments, mosaic_gpu_backward, mosaic_gpu_forward
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product import mosaic_gpu_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product import mosaic_gpu_query_gradients as by_query
 from jax_attn_bwd.ops.dot_product import mosaic_gpu_tiles as kernel_tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals, Wanted
+from jax_attn_bwd.ops.dot_product.tiling import Tiling as PortableTiling
 
 NAME = "mosaic_gpu"
 BF16 = jnp.bfloat16
@@ -279,7 +280,7 @@ def prepared(case, dtype=BF16):
 
 
 def portable(tiling):
-    return tiles.Tiling(tiling.block_q, tiling.block_k, "bfloat16")
+    return PortableTiling(tiling.block_q, tiling.block_k, "bfloat16")
 
 
 @pytest.fixture
@@ -353,7 +354,7 @@ def test_twin_against_definition(name, monkeypatch, products):
     def tiling(options, operands):
         return portable(mosaic_gpu_forward.default_tiling(options, operands))
 
-    monkeypatch.setattr(tiles.Tiling, "default_for", tiling)
+    monkeypatch.setattr(PortableTiling, "default_for", tiling)
     measured(OPERATOR, "xla", NAMED[name])
 
 

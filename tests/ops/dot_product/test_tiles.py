@@ -5,8 +5,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd.ops.dot_product import layout, tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
 lengths = st.integers(1, 70)
 blocks = st.sampled_from([1, 3, 8, 16])
@@ -28,10 +29,10 @@ def band(T, S, options):
        st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)))  # fmt: skip
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
     options = Options(scale=1.0, is_causal=is_causal, window=window)
-    tiling = tiles.Tiling(block_q, block_k, "float32")
+    tiling = Tiling(block_q, block_k, "float32")
     full, mixed = tiles.static_pairs(options, T, S, False, tiling)
     seen = band(T, S, options)
-    kind = np.full((tiles.count(T, block_q), tiles.count(S, block_k)), "dead", "U5")
+    kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
     kind[tuple(full.T)] = "full"
     kind[tuple(mixed.T)] = "mixed"
     for (i, j), value in np.ndenumerate(kind):
@@ -46,7 +47,7 @@ def live(T, S, tiling, options=None, **given_tokens):
     options = options or Options(scale=1.0)
     q, k = jnp.zeros((2, T, 1, 2)), jnp.zeros((2, S, 1, 2))
     operands = Operands(q, k, k)._replace(**given_tokens)
-    w = tiles.working(options, operands, tiling)
+    w = layout.working(options, operands, tiling)
     return np.asarray(tiles.live_tiles(options, w, tiling))
 
 
@@ -54,7 +55,7 @@ def live(T, S, tiling, options=None, **given_tokens):
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 2**32 - 1))
 def test_run_time_flags_miss_nothing(T, S, seed):
     rng = np.random.default_rng(seed)
-    tiling = tiles.Tiling(8, 16, "float32")
+    tiling = Tiling(8, 16, "float32")
     options = Options(scale=1.0, is_causal=True, window=(9, 3))
     q_at = rng.integers(0, 60, (2, T)).astype(np.int32)
     k_at = rng.integers(0, 60, (2, S)).astype(np.int32)
@@ -79,7 +80,7 @@ def test_run_time_flags_miss_nothing(T, S, seed):
 
 
 def test_run_time_flags_drop_dead_tiles():
-    tiling = tiles.Tiling(16, 16, "float32")
+    tiling = Tiling(16, 16, "float32")
     packed = jnp.asarray(np.repeat(np.arange(4), 16)[None], jnp.int32)
     flags = live(64, 64, tiling, query_segment_ids=packed, key_value_segment_ids=packed)
     np.testing.assert_array_equal(flags, np.eye(4, dtype=bool))
@@ -96,9 +97,9 @@ def test_run_time_flags_drop_dead_tiles():
 def test_default_tiles_cover_any_length():
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
         operands = Operands(*(jnp.zeros((1, T, 1, 1)),) * 3)
-        tiling = tiles.Tiling.default_for(Options(scale=1.0), operands)
+        tiling = Tiling.default_for(Options(scale=1.0), operands)
         for block, limit in ((tiling.block_q, 256), (tiling.block_k, 512)):
             assert 1 <= block <= limit
-            padding = tiles.count(T, block) * block - T
-            assert 0 <= padding <= max(8 * tiles.count(T, block), 0)
+            padding = count(T, block) * block - T
+            assert 0 <= padding <= max(8 * count(T, block), 0)
             assert T <= 1 or block % 8 == 0
