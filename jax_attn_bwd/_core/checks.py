@@ -66,6 +66,16 @@ def integers(operator: str, argument: str, x: Any) -> jax.Array:
     return jnp.asarray(array)
 
 
+def not_negative(operator: str, argument: str, x: Any) -> jax.Array:
+    """As `integers`; known values must not be below 0."""
+    array = integers(operator, argument, x)
+    if not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True):
+        least = int(np.asarray(x).min(initial=0))
+        if least < 0:
+            raise ValueError(message(operator, argument, "not be negative", least))
+    return array
+
+
 def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple) -> None:
     """`x.shape == expected`; `names` spells the expected shape in shape letters."""
     if x.shape != expected:

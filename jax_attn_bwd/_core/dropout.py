@@ -40,7 +40,7 @@ def threefry(key: Words, counter: Words, rounds: int = 20) -> Words:
     return x, y
 
 
-def key_words(operator: str, key: Any) -> jax.Array:
+def key_words(operator: str, key: Any, argument: str = "dropout_key") -> jax.Array:
     """The caller's key, of any JAX key type, as two uint32 words `[2]`."""
     if checks.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
         words = jax.random.key_data(key).ravel()
@@ -49,9 +49,7 @@ def key_words(operator: str, key: Any) -> jax.Array:
     else:
         got = f"{key.dtype}{list(key.shape)}" if checks.is_array(key) else type(key).__name__
         raise TypeError(
-            checks.message(
-                operator, "dropout_key", "be one JAX random key", got, "jax.random.key(0)"
-            )
+            checks.message(operator, argument, "be one JAX random key", got, "jax.random.key(0)")
         )
     first, second = words[0], words[1]
     for i in range(2, words.size, 2):  # longer keys (rbg) are folded in, two words at a time
@@ -79,7 +77,7 @@ def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
     parts = []
     sizes = {"batch": None, "head": None, "row": rows, "column": columns}
     for part, (name, size) in zip(value, sizes.items(), strict=True):
-        array = checks.integers(operator, f"dropout_offset {name}", part)
+        array = checks.not_negative(operator, f"dropout_offset {name}", part)
         if array.shape not in ((), (size,)):
             expected = "be a scalar" if size is None else f"be a scalar or of shape ({size},)"
             raise ValueError(

@@ -80,6 +80,8 @@ def drops(operator: str, rates: dict[str, float], training: bool, dropout_key: A
         given = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
         expected, remedy = f"be given in training with {given}", "pass jax.random.key(0)"
         raise ValueError(checks.message(operator, "dropout_key", expected, None, remedy))
+    if any(found):
+        dropout.key_words(operator, dropout_key)  # an error names this operator
     return found
 
 

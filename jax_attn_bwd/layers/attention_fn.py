@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core import checks, dropout, masks
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.layers.multi_head import boolean_mask, promote
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax
@@ -122,6 +122,8 @@ def attention_fn(
     if drops and dropout_rng is None:
         expected = f"be given for dropout_rate = {dropout_rate} with deterministic=False"
         raise ValueError(checks.message(_NAME, "dropout_rng", expected, None))
+    if drops:
+        dropout.key_words(_NAME, dropout_rng, "dropout_rng")  # an error names this argument
     band: dict[str, Any] = dict(is_causal=is_causal, local_window_size=local_window_size)
     out = dot_product_attention(
         query, key, value, bias, mask, **band, dropout_rate=dropout_rate if drops else 0.0,
@@ -163,16 +165,40 @@ def _weights(
     *batch, T, N, H = query.shape
     S, K = key.shape[-3:-1]
     wide = accumulator_dtype(query.dtype)
-    grouped = query.astype(wide).reshape(*batch, T, K, N // K, H)
-    logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key.astype(wide), precision=precision)
-    logits = logits.reshape(*batch, N, T, S)
+    plane = (*batch, N, T, S)
     bias, mask = (
         # Flax gives inputs without a batch axis masks with one.
-        None if x is None else x.reshape(x.shape[max(0, x.ndim - logits.ndim) :])
+        None if x is None else x.reshape(x.shape[max(0, x.ndim - len(plane)) :])
         for x in (bias, mask)
     )
+    query, key = _seen(plane, query, key, bias, mask, **band)
+    grouped = query.astype(wide).reshape(*batch, T, K, N // K, H)
+    logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key.astype(wide), precision=precision)
+    logits = logits.reshape(plane)
     weights = scaled_masked_softmax(logits, mask, scale=H**-0.5, bias=bias, **band)
     return weights.astype(query.dtype)
+
+
+def _seen(
+    plane: tuple, query: jax.Array, key: jax.Array, bias: Any, mask: Any, **band: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`query` and `key`, 0 where they see, or are seen by, nothing: NaN there reaches no gradient."""
+    *batch, N, T, S = plane
+    row, column = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)[None]
+    window = masks.window(_NAME, band["local_window_size"])
+    in_band = masks.in_band(row, column, band["is_causal"], window)
+    terms = [x if x is None else to_rank(x, len(plane)) for x in (in_band, mask, bias)]
+    if bias is not None:
+        terms[2] = terms[2] != -jnp.inf
+    visible = masks.conjunction(*terms)
+    if visible is None:
+        return query, key
+    visible = jnp.broadcast_to(visible, plane)
+    live, seen = visible.any(-1), visible.any(-2)
+    K = key.shape[-2]
+    seen = seen.reshape(*batch, K, N // K, S).any(-2)
+    live, seen = (jnp.swapaxes(x, -1, -2)[..., None] for x in (live, seen))
+    return jnp.where(live, query, 0), jnp.where(seen, key, 0)
 
 
 def _sow(module: Any, weights: jax.Array) -> None:

@@ -144,6 +144,27 @@ def test_sown_weights(layer):
     assert_all_close(results[1], results[0], 1e-12)
 
 
+class Recorder(nnx.Module):
+    def sow(self, kind, name, weights):
+        self.weights = nnx.data(weights)
+
+
+def test_nan_of_a_hidden_key_reaches_no_gradient_of_sown_weights():
+    q, k, ct = arrays((2, T, N, 3), (2, S, 2, 3), (2, N, T, S))
+    mask = jnp.asarray(np.arange(S) < S - 2).reshape(1, 1, 1, S)
+    bias = jnp.zeros((1, 1, T, 1)).at[:, :, 1].set(-jnp.inf)  # query 1 sees nothing
+
+    def loss(q, k):
+        module = Recorder()
+        attention_fn(q, k, k, bias, mask, module=module, is_causal=True, deterministic=True)
+        return jnp.vdot(module.weights, ct)
+
+    clean = jax.grad(loss, (0, 1))(q, k)
+    hidden = jnp.asarray(np.arange(S) >= S - 2)[:, None, None]
+    poisoned = q.at[:, 1].set(jnp.nan), jnp.where(hidden, jnp.nan, k)
+    assert_all_close(jax.grad(loss, (0, 1))(*poisoned), clean, 0)
+
+
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("layer", ["own", "flax"])
 def test_sown_weights_of_nnx(layer):
@@ -335,6 +356,7 @@ def test_options_need_our_attention():
         ({"mask": jnp.zeros((T, S))}, TypeError, r"attention_fn: mask must be boolean .*bias"),
         ({"mask": jnp.ones((T, S), int)}, TypeError, r"mask must be boolean .*write mask != 0"),
         ({"dropout_rate": 0.5}, ValueError, "dropout_rng must be given"),
+        ({"dropout_rate": 0.5, "dropout_rng": 17}, TypeError, "attention_fn: dropout_rng must be one JAX"),
         ({"dropout_rate": 1.5}, ValueError, r"dropout_rate must lie in \[0, 1\]"),
         ({"deterministic": jnp.array(True)}, TypeError, "deterministic must be a Python bool"),
         ({"qk_attn_weights_einsum": jnp.einsum}, NotImplementedError, "qk_attn_weights_einsum must be None"),
