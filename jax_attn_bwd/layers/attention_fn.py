@@ -187,7 +187,9 @@ def _seen(
     row, column = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)[None]
     window = masks.window(_NAME, band["local_window_size"])
     in_band = masks.in_band(row, column, band["is_causal"], window)
-    terms = [x if x is None else to_rank(x, len(plane)) for x in (in_band, mask, bias)]
+    terms: list[Any] = [
+        None if x is None else to_rank(x, len(plane)) for x in (in_band, mask, bias)
+    ]
     if bias is not None:
         terms[2] = terms[2] != -jnp.inf
     visible = masks.conjunction(*terms)
