@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from jax_attn_bwd._core import pallas
@@ -118,15 +119,15 @@ def select(
       ValueError: `requested` is not the name of an implementation.
       NotImplementedError: the one asked for cannot run this call; the message says why.
     """
+    if requested is not None and requested not in NAMES:
+        raise ValueError(
+            f"{operator}: implementation must be None or one of {NAMES}, got {requested!r}"
+        )
     reasons = {i.name: _refusal(i, options, operands) for i in implementations}
     if _explaining.get():
         raise _Explained({name: reason or "ok" for name, reason in reasons.items()})
     if requested is None:
         return next(i for i in implementations if reasons[i.name] is None)
-    if requested not in NAMES:
-        raise ValueError(
-            f"{operator}: implementation must be None or one of {NAMES}, got {requested!r}"
-        )
     for i in implementations:
         if i.name == requested and reasons[i.name] is None:
             return i
@@ -161,6 +162,14 @@ def _explain_mode() -> Iterator[None]:
         _explaining.reset(token)
 
 
+def _is_data(x: Any) -> bool:
+    """Whether `explain` may trace it: a known array of integers may have to be known at trace time."""
+    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if known and jnp.issubdtype(x.dtype, jnp.integer):
+        return False
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
     """For each implementation of operator `f`: "ok", or the reason why it cannot run this call.
 
@@ -182,7 +191,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
       (['mosaic_tpu', 'mosaic_gpu', 'xla'], 'ok')
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+    traced = [i for i, x in enumerate(leaves) if _is_data(x)]
 
     def call(*arrays):
         filled = list(leaves)

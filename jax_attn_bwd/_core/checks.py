@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_INT32 = np.iinfo(np.int32)
-
 
 def message(operator: str, argument: str, expected: str, got: Any, remedy: str = "") -> str:
     """`operator: argument must expected, got got; remedy`."""
@@ -43,6 +41,7 @@ def same_dtype(operator: str, **arrays: jax.Array) -> None:
 
 def boolean_mask(operator: str, mask: Any, meaning: str = "attend") -> jax.Array:
     """`mask` as a boolean array; `meaning` says what True is."""
+    mask = np.asarray(mask) if isinstance(mask, np.generic) else mask
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
     got = f"dtype {mask.dtype}" if is_array(mask) else f"{type(mask).__name__}, not an array"
@@ -52,18 +51,31 @@ def boolean_mask(operator: str, mask: Any, meaning: str = "attend") -> jax.Array
     raise TypeError(message(operator, "mask", f"be boolean (True = {meaning})", got, remedy))
 
 
-def integers(operator: str, argument: str, x: Any) -> jax.Array:
-    """`x` (array, list or int) as an array of an integer dtype; known values must fit int32."""
-    array = x if isinstance(x, jax.Array) else np.asarray(x)
+def integers(
+    operator: str, argument: str, x: Any, limit: int = 2**31, range_name: str = "int32"
+) -> jax.Array:
+    """`x` (array, list or int) as an array of an integer dtype; known values must lie in [-limit, limit)."""
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+    array = x if isinstance(x, jax.Array) else jnp.asarray(x) if traced else np.asarray(x)
+    if array.size == 0 and not is_array(x):
+        array = array.astype(np.int32)  # an empty list
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}"))
     known = not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
-    if known and array.size and np.iinfo(array.dtype).max > _INT32.max:
+    if known and array.size and np.iinfo(array.dtype).max >= limit:
         values = np.asarray(array)  # NumPy: under a trace, jnp would make a tracer of a constant
         low, high = int(values.min()), int(values.max())
-        if low < _INT32.min or high > _INT32.max:
-            raise ValueError(message(operator, argument, "fit int32", f"{low} to {high}"))
+        if low < -limit or high >= limit:
+            raise ValueError(message(operator, argument, f"fit {range_name}", f"{low} to {high}"))
     return jnp.asarray(array)
+
+
+def default_scale(operator: str, size: Any) -> float:
+    """1 / sqrt(size) for heads of that size."""
+    if not isinstance(size, int):
+        expected = "be given where the size of a head is symbolic"
+        raise ValueError(message(operator, "scale", expected, f"None and the size {size}"))
+    return size**-0.5 if size else 1.0
 
 
 def not_negative(operator: str, argument: str, x: Any) -> jax.Array:
@@ -91,13 +103,17 @@ def broadcasts(operator: str, argument: str, x: jax.Array, names: str, target: t
         )
 
 
-def python_float(operator: str, argument: str, x: Any, remedy: str = "") -> float:
-    """`x`, a Python or NumPy scalar, as a finite float; arrays and tracers are refused."""
+def python_float(
+    operator: str, argument: str, x: Any, remedy: str = "", dtype: Any = np.float64
+) -> float:
+    """`x`, a Python or NumPy scalar, as a float that is finite in `dtype`; no array or tracer."""
     x = x.item() if isinstance(x, np.floating | np.integer) else x
     if is_array(x) or isinstance(x, bool) or not isinstance(x, int | float):
         raise TypeError(message(operator, argument, "be a Python float", type(x).__name__, remedy))
-    if not math.isfinite(x):
-        raise ValueError(message(operator, argument, "be finite", x, remedy))
+    if not abs(x) <= float(jnp.finfo(dtype).max):
+        expected = "be finite" if x in (math.inf, -math.inf) or x != x else f"be finite in {dtype}"
+        got = x if isinstance(x, float) else f"an int of {x.bit_length()} bits"
+        raise ValueError(message(operator, argument, expected, got, remedy))
     return float(x)
 
 
@@ -118,7 +134,7 @@ def flag(operator: str, argument: str, x: Any) -> bool:
 
 def choice(operator: str, argument: str, x: Any, choices: Sequence[str]) -> str:
     """One of `choices`."""
-    if x not in choices:
+    if not isinstance(x, str) or x not in choices:
         raise ValueError(message(operator, argument, f"be one of {tuple(choices)}", repr(x)))
     return x
 
@@ -144,13 +160,13 @@ def precision(operator: str, value: Any) -> Any:
     """A hashable precision: None, `lax.Precision`, a pair of them, or a dot algorithm."""
     if value is None or isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return value
-    if value in lax.DotAlgorithmPreset.__members__:
+    if isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__:
         return lax.DotAlgorithmPreset[value]
     try:
         if isinstance(value, tuple | list):
             first, second = value
             return lax.Precision(first), lax.Precision(second)
         return lax.Precision(value)
-    except ValueError:
+    except (ValueError, TypeError):
         expected = "be None, a jax.lax.Precision or its name, a pair of them, or a dot algorithm"
         raise ValueError(message(operator, "precision", expected, repr(value))) from None

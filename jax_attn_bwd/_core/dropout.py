@@ -44,7 +44,7 @@ def key_words(operator: str, key: Any, argument: str = "dropout_key") -> jax.Arr
     """The caller's key, of any JAX key type, as two uint32 words `[2]`."""
     if checks.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
         words = jax.random.key_data(key).ravel()
-    elif checks.is_array(key) and key.dtype == jnp.uint32 and key.ndim == 1 and key.size >= 2:
+    elif checks.is_array(key) and key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
         words = jnp.asarray(key)
     else:
         got = f"{key.dtype}{list(key.shape)}" if checks.is_array(key) else type(key).__name__

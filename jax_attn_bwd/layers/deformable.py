@@ -36,7 +36,9 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.layers.arguments import as_array, positive
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
+from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
 
@@ -87,17 +89,17 @@ def configure(
     `num_points` is P, or (P_1, ..., P_L); `widths` is the width C, by the name it has in the framework.
     """
     ((argument, width),) = widths.items()
-    sizes = {"num_heads": num_heads, "num_levels": num_levels, argument: width}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(checks.message(_NAME, name, "be a positive int", repr(size)))
+    num_heads = positive(_NAME, "num_heads", num_heads)
+    num_levels = positive(_NAME, "num_levels", num_levels)
+    width = positive(_NAME, argument, width)
     if width % num_heads:
         expected = f"be a multiple of the {num_heads} heads"
         raise ValueError(checks.message(_NAME, argument, expected, width))
-    points = (num_points,) * num_levels if isinstance(num_points, int) else tuple(num_points)
-    if len(points) != num_levels or any(not isinstance(P, int) or P < 1 for P in points):
+    given: Any = num_points if np.ndim(num_points) else (num_points,) * num_levels
+    if len(given) != num_levels:
         expected = f"be a positive int, or one for each of the {num_levels} levels"
         raise ValueError(checks.message(_NAME, "num_points", expected, repr(num_points)))
+    points = tuple(positive(_NAME, "num_points", P) for P in given)
     return Config(width, num_heads, points, options)
 
 
@@ -167,7 +169,11 @@ def sampling_locations(
         offsets = offsets / _trailing(size, offsets)
     else:
         halves = 2 * np.repeat(config.num_points, config.num_points)[:, None]  # [K, 1]
-        offsets = offsets * points[..., 2:] / _trailing(halves, offsets)
+        # A box without a size has no points, and its NaN is in no product: none reaches a gradient.
+        box = points[..., 2:]
+        known = jnp.abs(box) < jnp.inf
+        offsets = offsets * jnp.where(known, box, 0) / _trailing(halves, offsets)
+        offsets = jnp.where(known, offsets, jnp.nan)
     return points[..., :2] + offsets
 
 
@@ -202,7 +208,7 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str
         if key not in state:
             near = [other for other in state if other.startswith(prefix)][:8] or "no such prefix"
             raise ValueError(checks.message("from_torch", "state", f"hold {key!r}", near))
-        return jnp.asarray(np.asarray(state[key]))
+        return as_array(state[key])
 
     return {
         name: {"kernel": entry(f"{name}.weight").T, "bias": entry(f"{name}.bias")}
@@ -218,18 +224,13 @@ def _precise(query: jax.Array) -> jax.Array:
     return query.astype(accumulator_dtype(query.dtype))
 
 
-def _levels(config: Config, spatial_shapes: Any) -> list[tuple[int, int]]:
-    """(H, W) of each level; the operator checks the rest."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(spatial_shapes)):
-        remedy = "pass ((H, W), ...), known at trace time"
-        raise TypeError(
-            checks.message(_NAME, "spatial_shapes", "be concrete", "a traced array", remedy)
-        )
-    table = np.asarray(spatial_shapes, object)  # rows of different lengths keep one axis
-    if table.shape != (len(config.num_points), 2):
+def _levels(config: Config, spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
+    """(H, W) of each level."""
+    shapes = level_shapes(_NAME, "spatial_shapes", spatial_shapes)
+    if len(shapes) != len(config.num_points):
         expected = f"hold one (H, W) for each of the {len(config.num_points)} levels"
-        raise ValueError(checks.message(_NAME, "spatial_shapes", expected, repr(spatial_shapes)))
-    return [(int(H), int(W)) for H, W in table]
+        raise ValueError(checks.message(_NAME, "spatial_shapes", expected, shapes))
+    return shapes
 
 
 def _reference_points(config: Config, points: Any, queries: tuple) -> jax.Array:

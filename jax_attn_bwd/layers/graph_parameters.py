@@ -16,10 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers.arguments import as_array, positive
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,6 @@ class Linear(NamedTuple):
     in_channels: int | None  # None where the framework reads it off the input
     out_channels: int
     bias: bool = False
-
-
-def positive(kind: str, argument: str, x: Any) -> int:
-    """`x`, a positive int."""
-    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1:
-        raise ValueError(checks.message(kind, argument, "be a positive int", repr(x)))
-    return int(x)
 
 
 def channels(kind: str, in_channels: Any) -> int | tuple[int, int]:
@@ -152,7 +143,7 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in state.items():
         if not name.startswith(prefix):
             continue
-        x = jnp.asarray(np.asarray(value))
+        x = as_array(value)
         owner, _, part = name[len(prefix) :].rpartition(".")
         if part == "weight":
             tree.setdefault(owner, {})["kernel"] = x.T

@@ -82,7 +82,8 @@ class GATConv(_Conv):
         params = {"gat_conv": {}}
         for name, x in tree.items():
             if isinstance(x, dict):  # kernel and perhaps bias
-                params[f"gat_conv/{name}"] = dict(zip(("w", "b"), x.values()))
+                short = {"kernel": "w", "bias": "b"}
+                params[f"gat_conv/{name}"] = {short[part]: x[part] for part in x}
             else:
                 params["gat_conv"][name] = x
 

@@ -28,6 +28,7 @@ def multi_scale_deformable_attention(
     for (H, W), P in zip(spatial_shapes, points, strict=True):
         at = location[..., first : first + P, :]
         counts = jnp.isfinite(at).all(-1)
+        between = [True, True]  # whether the next pixel has a part in it
         x, y = at[..., 0] * W, at[..., 1] * H  # [B, Q, M, P]
         if method == "discrete":
             x, y = jnp.floor(x + 0.5), jnp.floor(y + 0.5)
@@ -35,8 +36,9 @@ def multi_scale_deformable_attention(
         else:
             x, y = x - 0.5, y - 0.5
             if padding_mode == "border":
-                x, y = (jnp.where((z >= 0) & (z < n - 1), z, jax.lax.stop_gradient(jnp.clip(z, 0, n - 1)))
-                        for z, n in ((x, W), (y, H)))  # fmt: skip
+                between = [(z >= 0) & (z < n - 1) for z, n in ((x, W), (y, H))]
+                x, y = (jnp.where(free, z, jax.lax.stop_gradient(jnp.clip(z, 0, n - 1)))
+                        for z, n, free in ((x, W, between[0]), (y, H, between[1])))  # fmt: skip
             counts &= (x > -1) & (x < W) & (y > -1) & (y < H)
         x, y = jnp.where(counts, x, -2), jnp.where(counts, y, -2)
         x0, y0 = jnp.floor(x), jnp.floor(y)
@@ -46,6 +48,7 @@ def multi_scale_deformable_attention(
                 cx, cy = x0.astype(jnp.int32) + dx, y0.astype(jnp.int32) + dy
                 share = (fx if dx else 1 - fx) * (fy if dy else 1 - fy)
                 inside = (cx >= 0) & (cx < W) & (cy >= 0) & (cy < H)
+                inside &= (between[0] if dx else True) & (between[1] if dy else True)
                 index = jnp.where(inside, start + cy * W + cx, 0)
                 pixel = jnp.where(inside[..., None], value[b, index, m], 0)  # [B, Q, M, P, D]
                 scale = jnp.where(counts, weight[..., first : first + P] * share, 0)

@@ -65,13 +65,13 @@ def samples(options: Options, operands: Operands, heads_first: bool = False) -> 
 
 def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
     """Where the point (x, y), 0 to 1, lies on `level`. NaN fails every comparison and does not count."""
-    x, dx, x_counts = _coordinate(options, x, level.width)
-    y, dy, y_counts = _coordinate(options, y, level.height)
+    x, dx, x_counts, x_between = _coordinate(options, x, level.width)
+    y, dy, y_counts, y_between = _coordinate(options, y, level.height)
     counts = x_counts & y_counts
     x, y = jnp.where(counts, x, 0), jnp.where(counts, y, 0)
     column, row = _floor(x), _floor(y)
-    left, right = counts & (column >= 0), counts & (column + 1 < level.width)
-    above, below = row >= 0, row + 1 < level.height
+    left, right = counts & (column >= 0), counts & x_between & (column + 1 < level.width)
+    above, below = row >= 0, y_between & (row + 1 < level.height)
     first = level.start + row * level.width + column
     outside = sum(height * width for height, width in options.spatial_shapes)
     corners = [(left & above, first)]
@@ -87,17 +87,20 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
 
 
 def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
-    """(the coordinate in pixels, its derivative by the location, whether it can count)."""
+    """(the coordinate in pixels, its derivative by the location, whether it can count, and whether the
+    next pixel has a part in it: not where the coordinate is clamped onto one).
+    """
     size = jnp.asarray(size, location.dtype)
     finite = jnp.abs(location) < jnp.inf
     if options.method == "discrete":
-        return jnp.clip(jnp.floor(location * size + 0.5), 0, size - 1), jnp.zeros_like(size), finite
+        nearest = jnp.clip(jnp.floor(location * size + 0.5), 0, size - 1)
+        return nearest, jnp.zeros_like(size), finite, False
     at = location * size - 0.5
     if options.padding_mode == "border":
         free = (at >= 0) & (at < size - 1)
         clamped = lax.stop_gradient(jnp.clip(at, 0, size - 1))
-        return jnp.where(free, at, clamped), jnp.where(free, size, 0), finite
-    return at, size, (at > -1) & (at < size)
+        return jnp.where(free, at, clamped), jnp.where(free, size, 0), finite, free
+    return at, size, (at > -1) & (at < size), True
 
 
 def _floor(x: jax.Array) -> jax.Array:

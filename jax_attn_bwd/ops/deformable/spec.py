@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jax_attn_bwd._core.serialization import exportable_tuple
+
 DIFFERENTIABLE = ("value", "sampling_locations", "attention_weights")
 
 
@@ -62,6 +64,7 @@ class Residuals(NamedTuple):
     wanted: Wanted
 
 
+@exportable_tuple
 class MultiScaleDeformableAttentionGrads(NamedTuple):
     """Gradients, each with its argument's shape and dtype; None = not asked."""
 

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.arguments import prepare
@@ -214,17 +215,22 @@ def dot_product_attention_bwd(
         dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
     )  # fmt: skip
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
+    axes = tuple(range(operands.query.ndim))
+
+    def row(argument, x):
+        x, wide = checks.floating(name, argument, x), accumulator_dtype(operands.query.dtype)
+        checks.shape(name, argument, x, "[..., T, N]", expected[:-1])
+        if x.dtype != wide:
+            raise TypeError(
+                checks.message(name, argument, f"have dtype {wide}", f"dtype {x.dtype}")
+            )
+        return reshard_like(x, operands.query, axes[:-1])
+
+    dout, out = checks.floating(name, "dout", dout), checks.floating(name, "out", out)
     for argument, x in (("dout", dout), ("out", out)):
-        x = checks.floating(name, argument, x)
         checks.shape(name, argument, x, "[..., T, N, Hv]", expected)
-    for argument, row in (("lse", lse), ("dlse", dlse)):
-        if row is not None:
-            row = checks.floating(name, argument, row)
-            checks.shape(name, argument, row, "[..., T, N]", expected[:-1])
-            wide = accumulator_dtype(operands.query.dtype)
-            if row.dtype != wide:
-                got = f"dtype {row.dtype}"
-                raise TypeError(checks.message(name, argument, f"have dtype {wide}", got))
+    dout, out = (reshard_like(x, operands.query, axes) for x in (dout, out))
+    lse, dlse = row("lse", lse), None if dlse is None else row("dlse", dlse)
     checks.same_dtype(name, query=operands.query, dout=dout, out=out)
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
+# a difference of two positions must fit int32
+_POSITIONS = {"limit": 2**30 + 1, "range_name": "[-2**30, 2**30]"}
+
 
 def prepare(
     operator: str, query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
@@ -34,11 +37,11 @@ def prepare(
         checks.shape(operator, "sink", sink, "[N]", (N,))
         sink = sharding.reshard_like(sink, query, (-2,))
 
-    def tokens(argument, x, names, tail):
+    def tokens(argument, x, names, tail, **limits):
         if x is None:
             return None
         rank = len(batch) + len(tail)
-        x = _drop_leading_ones(checks.integers(operator, argument, x), rank)
+        x = _drop_leading_ones(checks.integers(operator, argument, x, **limits), rank)
         checks.broadcasts(operator, argument, x, names, (*batch, *tail))
         x = numerics.to_rank(x.astype(jnp.int32), rank)
         return sharding.reshard_like(x, query, (*range(len(batch)), *(None for _ in tail)))
@@ -51,10 +54,10 @@ def prepare(
         raise ValueError(checks.message(operator, missing, expected, None))
 
     options = Options(
-        scale=_scale(operator, scale, H),
+        scale=_scale(operator, scale, H, query.dtype),
         is_causal=checks.flag(operator, "is_causal", is_causal),
         window=masks.window(operator, local_window_size),
-        logits_soft_cap=_soft_cap(operator, logits_soft_cap),
+        logits_soft_cap=_soft_cap(operator, logits_soft_cap, query.dtype),
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         broadcast_dropout=checks.flag(operator, "broadcast_dropout", broadcast_dropout),
         precision=checks.precision(operator, precision),
@@ -75,8 +78,8 @@ def prepare(
         tokens("key_value_seq_lengths", key_value_seq_lengths, "[...]", ()),
         tokens("query_segment_ids", query_segment_ids, "[..., T]", (T,)),
         tokens("key_value_segment_ids", key_value_segment_ids, "[..., S]", (S,)),
-        tokens("query_positions", query_positions, "[..., T]", (T,)),
-        tokens("key_value_positions", key_value_positions, "[..., S]", (S,)),
+        tokens("query_positions", query_positions, "[..., T]", (T,), **_POSITIONS),
+        tokens("key_value_positions", key_value_positions, "[..., S]", (S,), **_POSITIONS),
         words, offset,
     )  # fmt: skip
 
@@ -130,18 +133,20 @@ def _check_explicit_sharding(operator: str, query, key, value) -> None:
             raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
 
 
-def _scale(operator: str, scale: Any, H: int) -> float:
+def _scale(operator: str, scale: Any, H: int, dtype: Any) -> float:
     if scale is None:
-        return H**-0.5 if H else 1.0
+        return checks.default_scale(operator, H)
     return checks.python_float(
-        operator, "scale", scale, "multiply query by a learned or traced temperature"
-    )
+        operator, "scale", scale, "multiply query by a learned or traced temperature",
+        numerics.accumulator_dtype(dtype),
+    )  # fmt: skip
 
 
-def _soft_cap(operator: str, cap: Any) -> float | None:
+def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
     if cap is None:
         return None
-    cap = checks.python_float(operator, "logits_soft_cap", cap)
+    wide = numerics.accumulator_dtype(dtype)
+    cap = checks.python_float(operator, "logits_soft_cap", cap, dtype=wide)
     if cap <= 0:
         raise ValueError(checks.message(operator, "logits_soft_cap", "be positive", cap))
     return cap

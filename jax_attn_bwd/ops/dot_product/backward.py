@@ -97,11 +97,10 @@ def _of_part(options, tiling, wanted, operands, result, dout, dlse):
     sink = -jnp.inf
     if operands.sink is not None:
         sink = to_rank(operands.sink.astype(dtype).reshape(K, G, 1), lse.ndim)
-    # A row that attends to nothing has lse = sink and out = 0, and its dout may be anything.
+    # Of a row that attends to nothing, which has out = 0, dout may be anything: the tiles zero it.
     empty = layout.merge_rows(lse == sink) & (out == 0).all(-1)
-    dout = jnp.where(empty[..., None], 0, dout)
     delta = jnp.einsum(
-        "...tnh,...tnh->...tn", dout, out,
+        "...tnh,...tnh->...tn", jnp.where(empty[..., None], 0, dout), out,
         precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
     )  # fmt: skip
     delta = layout.split_rows(delta, G)  # (7)

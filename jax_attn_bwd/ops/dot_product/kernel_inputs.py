@@ -173,15 +173,23 @@ def _zero_unseen(options: Options, operands: Operands) -> tuple[jax.Array, jax.A
             return k, v
         seen = jnp.asarray(seen)[..., :, None, None]
     else:
-        plane = Tiling(T, S, "float32")  # one tile; XLA fuses it into the reduction
-        origin = jnp.int32(0)
-        w = layout.working(options, operands, plane)
-        visible = tiles.visible(options, w, origin, origin, True, plane)
+        visible = _visible(options, operands)
         if visible is None:
             return k, v
         seen = jnp.swapaxes(visible.any((-3, -2)), -1, -2)[..., None]  # [..., S|1, K|1, 1]
     seen = to_rank(seen, k.ndim)
     return jnp.where(seen, k, 0), jnp.where(seen, v, 0)
+
+
+def _visible(options: Options, operands: Operands) -> jax.Array | None:
+    """What is seen of the whole plane, `[..., K|1, G|1, T|1, S|1]`; None = all.
+
+    One tile, for a reduction that XLA fuses it into.
+    """
+    plane = Tiling(operands.query.shape[-3], operands.key.shape[-3], "float32")
+    origin = jnp.int32(0)
+    w = layout.working(options, operands, plane)
+    return tiles.visible(options, w, origin, origin, True, plane)
 
 
 def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
@@ -250,8 +258,10 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
         floor = to_rank(operands.sink.astype(dtype), lse.ndim)
     empty = None
     if _rows_may_be_empty(options, operands):
-        # A row that attends to nothing has lse = sink and out = 0; q and dout may hold anything there.
-        empty = (lse == floor) & (out == 0).all(-1)
+        # Of a row that attends to nothing, q and dout may hold anything.
+        empty = lse == -jnp.inf
+        if operands.sink is not None:
+            empty = _sees_nothing(options, operands, lse)
         dout, query = (jnp.where(empty[..., None], 0, x) for x in (dout, query))
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)  # (7)
     if dlse is not None:
@@ -264,6 +274,16 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
         dsink = reduce_to(-p_sink * delta, operands.sink.shape)  # (9)
     lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
     return RowValues(query, dout, lse, low, delta, dsink)
+
+
+def _sees_nothing(options: Options, operands: Operands, lse: jax.Array) -> jax.Array:
+    """Which queries see no key, `[..., T, N]`; lse does not tell: with a large sink it is the sink anyway."""
+    visible = _visible(options, operands)
+    if visible is None:
+        return jnp.zeros_like(lse, bool)
+    groups = operands.query.shape[-2] // operands.key.shape[-2]
+    live = jnp.broadcast_to(visible.any(-1), layout.split_rows(lse, groups).shape)
+    return ~layout.merge_rows(live)
 
 
 def _rows_may_be_empty(options: Options, operands: Operands) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import to_rank
@@ -42,14 +43,27 @@ class Working(NamedTuple):
     counters: Counters | None  # with dropout
 
 
-def pad(x: jax.Array, axis: int, block: int, mode: str = "constant") -> jax.Array:
-    """Pads `axis` to a multiple of `block`; an axis of size 1 (broadcast) stays."""
+def pad(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Pads `axis` with zeros to a multiple of `block`; an axis of size 1 (broadcast) stays."""
     n = x.shape[axis]
     if n == 1 or (isinstance(n, int) and n % block == 0):
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, count(n, block) * block - n)
-    return jnp.pad(x, widths, mode=mode)
+    return jnp.pad(x, widths)
+
+
+def _extend(x: jax.Array, block: int) -> jax.Array:
+    """`x` with its last entry repeated up to a multiple of `block`; an axis of size 1 stays.
+
+    Not `jnp.pad(mode="edge")`, which slices every axis, the batch as well, and that may be sharded.
+    """
+    n = x.shape[-1]
+    if n == 1 or (isinstance(n, int) and n % block == 0):
+        return x
+    more = (*x.shape[:-1], count(n, block) * block - n)
+    last = lax.slice_in_dim(x, n - 1, n, axis=-1)
+    return jnp.concatenate([x, jnp.broadcast_to(last, more)], axis=-1)
 
 
 def split_heads(x: jax.Array, groups: int) -> jax.Array:
@@ -96,9 +110,7 @@ def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
     def tokens(length, block, position, segment, valid_length):
         if position is None and not isinstance(length, int):
             position = to_rank(jnp.arange(length, dtype=jnp.int32), len(batch) + 1)
-        position, segment = (
-            None if x is None else pad(x, -1, block, "edge") for x in (position, segment)
-        )
+        position, segment = (None if x is None else _extend(x, block) for x in (position, segment))
         return Tokens(length, position, segment, valid_length)
 
     return Working(

@@ -22,6 +22,8 @@ _OWN_AXES = {  # how many axes come after those of the batch
 def cut(operands: Operands) -> frozenset[str]:
     """The operands that have the first batch axis; all parts share the others."""
     batch_axes = operands.query.ndim - 3
+    if batch_axes == 0:
+        return frozenset()
     return frozenset(
         name for name, own in _OWN_AXES.items() for x in [getattr(operands, name)]
         if x is not None and x.ndim == batch_axes + own and x.shape[0] != 1

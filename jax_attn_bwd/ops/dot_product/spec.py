@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_attn_bwd._core import dropout, masks
+from jax_attn_bwd._core.serialization import exportable_tuple
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")
 
@@ -72,6 +73,7 @@ class Residuals(NamedTuple):
     wanted: Wanted
 
 
+@exportable_tuple
 class DotProductAttentionGrads(NamedTuple):
     """Gradients of `dot_product_attention`, each with its argument's shape and dtype; None = not asked."""
 

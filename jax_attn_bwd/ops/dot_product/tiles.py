@@ -109,7 +109,7 @@ def _block_bounds(tokens: Tokens, block: int, lay: tuple, rank: int):
     def bounds(x):
         if x.shape[-1] == 1:
             return x[lay], x[lay]
-        blocks = x.reshape(*x.shape[:-1], -1, block)
+        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
         return blocks.min(-1)[lay], blocks.max(-1)[lay]
 
     if tokens.position is None:

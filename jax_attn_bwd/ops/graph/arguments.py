@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_attn_bwd._core import checks, dropout
+from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.graph.spec import ACTIVATIONS, Operands, Options
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
@@ -54,9 +54,10 @@ def prepare_gat(
     mask, words, offset = _dropout(
         operator, options, graph, src.dtype, dropout_key, dropout_mask, dropout_offset
     )
-    return options, Operands(
-        graph, src, dst, None, attention_weights, edge, None, mask, words, offset
-    )
+    _check_explicit_sharding(operator, heads, src=src, dst=dst)
+    vector = None if kind == "gatv2" else "the vectors of several sides follow one another in it"
+    operands = Operands(graph, src, dst, None, attention_weights, edge, None, mask, words, offset)
+    return options, _placed(operator, operands, vector)
 
 
 def prepare_transformer(
@@ -77,7 +78,7 @@ def prepare_transformer(
         checks.broadcasts(operator, "score_bias", score_bias, "[nnz, H]", (graph.capacity, heads))
         score_bias = to_rank(score_bias, 2)
     if scale is None:
-        scale = (query.shape[1] // heads) ** -0.5 if query.shape[1] else 1.0
+        scale = checks.default_scale(operator, query.shape[1] // heads)
     options = Options(
         "transformer",
         heads,
@@ -91,7 +92,9 @@ def prepare_transformer(
     mask, words, offset = _dropout(
         operator, options, graph, query.dtype, dropout_key, dropout_mask, dropout_offset
     )
-    return options, Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
+    _check_explicit_sharding(operator, heads, query=query, key=key, value=value)
+    operands = Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
+    return options, _placed(operator, operands)
 
 
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
@@ -160,6 +163,42 @@ def _edge(operator: str, edge: Any, graph: BipartiteCSC, width: int | None) -> j
     size = (graph.capacity, edge.shape[1] if width is None else width)
     checks.shape(operator, "edge", edge, names, size)
     return edge
+
+
+def _check_explicit_sharding(operator: str, num_heads: int, **nodes: jax.Array) -> None:
+    """On an Explicit mesh: nodes are not sharded, heads may be, alike in all arrays."""
+    (first, like), *_ = nodes.items()
+    for argument, x in nodes.items():
+        spec = sharding.explicit_spec(x)
+        if spec[0] is not None:
+            expected = "not be sharded along its nodes"
+            remedy = "shard the heads; inside jax.shard_map each device may have a graph of its own"
+            raise ValueError(checks.message(operator, argument, expected, spec, remedy))
+        if spec != sharding.explicit_spec(like):
+            expected = f"be sharded like {first}, {sharding.explicit_spec(like)}"
+            raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
+    axis = sharding.explicit_spec(like)[1]
+    if axis is not None and num_heads % (n := sharding.axis_size(like, axis)):
+        expected = f"be a multiple of the size {n} of mesh axis {axis!r}"
+        raise ValueError(checks.message(operator, "num_heads", expected, num_heads, "reshard it"))
+
+
+def _placed(operator: str, operands: Operands, whole_vector: str | None = None) -> Operands:
+    """`operands` sharded over heads as `src`; `whole_vector` says why attention_weights cannot be."""
+    vector = operands.attention_weights
+    if whole_vector is not None and vector is not None and any(sharding.explicit_spec(vector)):
+        got, remedy = sharding.explicit_spec(vector), f"{whole_vector}; reshard it"
+        argument, expected = "attention_weights", "not be sharded"
+        raise ValueError(checks.message(operator, argument, expected, got, remedy))
+    axes: dict[str, tuple] = {"edge": (None, 1), "score_bias": (None, 1), "dropout_mask": (1, None)}
+    if whole_vector is None:
+        axes["attention_weights"] = (1,)
+    given = {name: getattr(operands, name) for name in axes}
+    placed: dict[str, Any] = {
+        name: sharding.reshard_like(x, operands.src, axes[name])
+        for name, x in given.items() if x is not None
+    }  # fmt: skip
+    return operands._replace(**placed)
 
 
 def _dropout(operator, options, graph, dtype, key, mask, offset):

@@ -97,6 +97,7 @@ def _saved(options: Options, residuals: Residuals, cotangents: Cotangents) -> Sa
         dout = heads(dout)
     else:
         dout = jnp.broadcast_to((dout.astype(dtype) / H)[:, None], out.shape)
+        dout = reshard_like(dout, out, (0, 1, 2))
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
     if cotangents.weights is not None:
         delta = delta + _sum_by_destination(operands.graph, weights, cotangents.weights, delta)
@@ -111,7 +112,8 @@ def _sum_by_destination(graph, x, y, like):
     """Sum of x y over the edges into each destination, `[num_dst, H]`."""
 
     def body(sums, chunk):
-        terms = take(x, chunk.edge).astype(sums.dtype) * take(y, chunk.edge).astype(sums.dtype)
+        x_e, y_e = (take(a, chunk.edge).astype(sums.dtype) for a in (x, y))
+        terms = x_e * jnp.where(x_e == 0, 0, y_e)  # the edge may be hidden, and y there anything
         return groups.add(sums, chunk.node, terms.sum(0))
 
     zeros = full_like_operands(like, like.shape, 0, like.dtype, (x, y, graph))

@@ -14,7 +14,13 @@ from jax import lax
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import full_like_operands, match_type, tie
+from jax_attn_bwd._core.sharding import (
+    explicit_spec,
+    full_like_operands,
+    match_type,
+    reshard_like,
+    tie,
+)
 from jax_attn_bwd.ops.graph import groups
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.forward import finite
@@ -100,7 +106,7 @@ def edge_softmax_bwd(
     name = f"{_NAME}_bwd"
     graph = check_graph(name, graph)
     weights = _by_edge(name, "weights", graph, weights)
-    dweights = _by_edge(name, "dweights", graph, dweights)
+    dweights = reshard_like(_by_edge(name, "dweights", graph, dweights), weights, (None, 1))
     checks.shape(name, "dweights", dweights, "the shape of weights", weights.shape)
     checks.same_dtype(name, weights=weights, dweights=dweights)
     chosen = backend.select(name, IMPLEMENTATIONS, implementation, None, (graph, weights))
@@ -113,6 +119,9 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, x: jax.Array) ->
     if x.ndim != 2 or x.shape != expected:
         names = f"[nnz, H] with nnz = {graph.capacity}"
         raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+    if (spec := explicit_spec(x))[0] is not None:
+        placed, remedy = "not be sharded along its edges", "shard the heads"
+        raise ValueError(checks.message(operator, argument, placed, spec, remedy))
     return x
 
 
@@ -180,12 +189,13 @@ def _softmax(implementation: str, graph: BipartiteCSC, scores: jax.Array) -> jax
 
 def _fwd(implementation, graph, scores):
     weights = backend.named(IMPLEMENTATIONS, implementation).forward(graph, scores)
-    return weights, (graph, weights)
+    return weights, (graph, weights, scores[:0])
 
 
 def _bwd(implementation, residuals, dweights):
-    dscores = backend.named(IMPLEMENTATIONS, implementation).backward(*residuals, dweights)
-    return None, dscores
+    graph, weights, like_scores = residuals
+    dscores = backend.named(IMPLEMENTATIONS, implementation).backward(graph, weights, dweights)
+    return None, match_type(dscores, like_scores)  # shards of the graph may share the scores
 
 
 _softmax.defvjp(_fwd, _bwd)

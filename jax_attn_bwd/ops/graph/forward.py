@@ -55,7 +55,7 @@ def _forward(options, operands):
     state = _initial(options, operands, t, dtype)
     if has_edges(graph):
         _, H, D = t.message.shape
-        elements = max(H, H * D // 4)  # few arrays are as large as edges x dim: measured
+        elements = H * -(-D // 4)  # few arrays are as large as edges x dim: measured
         body = partial(_fold, options, t)
         state = groups.scan(body, state, graph.by_destination, graph.capacity, elements)
 

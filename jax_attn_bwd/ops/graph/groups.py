@@ -12,6 +12,8 @@ from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.numerics import segment_sums
 from jax_attn_bwd.ops.graph.structure import Groups
 
+_SYMBOLIC_ELEMENTS = 64  # of an edge, where they are not known
+
 
 class Chunk(NamedTuple):
     """R groups of W edges; an index past the end stands for none."""
@@ -49,7 +51,7 @@ def add(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def scan(
-    body: Callable[[Any, Chunk], Any], carry: Any, groups: Groups, capacity: int, elements: int
+    body: Callable[[Any, Chunk], Any], carry: Any, groups: Groups, capacity: int, elements: Any
 ) -> Any:
     """`body(carry, chunk)` over all groups, in order.
 
@@ -58,11 +60,13 @@ def scan(
       carry: loop state.
       groups: of the graph.
       capacity: of the graph.
-      elements: of the largest array that the body makes of an edge.
+      elements: of the largest array that the body makes of an edge; may be symbolic.
     """
     total, width = groups.other.shape
     if total == 0:
         return carry
+    if not isinstance(elements, int):
+        elements = _SYMBOLIC_ELEMENTS
     size = max(8, chunk_elements() // max(width * elements, 1))
     count = -(-total // size)
     size = -(-total // count)

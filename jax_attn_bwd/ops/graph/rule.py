@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.graph import backward as portable_backward
 from jax_attn_bwd.ops.graph import forward as portable_forward
 from jax_attn_bwd.ops.graph.arguments import check_cotangents
@@ -52,9 +53,13 @@ def gradients(
         needed = dataclasses.replace(options, return_weights=dweights is not None)
         result = chosen.forward(needed, operands)
     else:
+        out, lse = (reshard_like(x, operands.src, (None, 1)) for x in (out, lse))
         result = Result(out, None, None, lse, None)
+    dout_axes = (None, 1 if options.concat_heads else None)
+    axes = ((dout, dout_axes), (dweights, (None, 1)), (dlse, (None, 1)))
+    cts = (None if x is None else reshard_like(x, operands.src, at) for x, at in axes)
     residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
-    return chosen.backward(options, residuals, Cotangents(dout, dweights, dlse))
+    return chosen.backward(options, residuals, Cotangents(*cts))
 
 
 def additive_gradients(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 ACTIVATIONS = ("linear", "relu", "sigmoid", "tanh", "elu", "scalar", "leaky_relu")
@@ -80,6 +81,7 @@ class Cotangents(NamedTuple):
     lse: jax.Array | None  # [num_dst, H]
 
 
+@exportable_tuple
 class GraphAttentionGrads(NamedTuple):
     """Gradients of `graph_attention` and `graph_attention_v2`; None = not asked."""
 
@@ -89,6 +91,7 @@ class GraphAttentionGrads(NamedTuple):
     edge: jax.Array | None = None
 
 
+@exportable_tuple
 class GraphTransformerAttentionGrads(NamedTuple):
     """Gradients of `graph_transformer_attention`; None = not asked."""
 

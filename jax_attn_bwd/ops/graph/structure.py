@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.serialization import exportable_dataclass, exportable_tuple
 
 _LIMIT = 2**31 - 1  # of anything that an int32 counts
 
 
+@exportable_tuple
 class Groups(NamedTuple):
     """Every edge once, in groups of W of one node, by increasing node; "none" is one past the end."""
 
@@ -25,6 +27,7 @@ class Groups(NamedTuple):
     edge: jax.Array  # int32 [V, W], their numbers in the caller's order
 
 
+@exportable_dataclass
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BipartiteCSC:
@@ -32,7 +35,7 @@ class BipartiteCSC:
 
     Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds). It is
     a pytree: hand it to a compiled function as an argument, or close over it. Two graphs with the same
-    node counts and the same capacity share one compiled program.
+    node counts share one compiled program if both were given the same `capacity`.
 
     Attributes:
       offsets: int32 `[num_dst + 1]`; the edges into destination i are `offsets[i]` to `offsets[i + 1]`.
@@ -186,7 +189,7 @@ class BipartiteCSC:
 
 
 def _integers(operator: str, argument: str, x: Any) -> np.ndarray:
-    """`x` as a NumPy array of one axis and of an integer dtype."""
+    """`x`, of one axis and of an integer dtype, as a NumPy array of int64."""
     if isinstance(x, jax.core.Tracer):
         remedy = "build the graph outside jit and hand it in as an argument"
         raise TypeError(
@@ -199,7 +202,10 @@ def _integers(operator: str, argument: str, x: Any) -> np.ndarray:
         raise TypeError(checks.message(operator, argument, "be integers", f"dtype {array.dtype}"))
     if array.ndim != 1:
         raise ValueError(checks.message(operator, argument, "have one axis", array.shape))
-    return array
+    info = np.iinfo(np.int64)
+    if array.size and array.dtype == np.uint64 and array.max() > info.max:
+        raise ValueError(checks.message(operator, argument, "fit int64", array.max()))
+    return array.astype(np.int64)
 
 
 def _count(operator: str, argument: str, x: Any) -> int:

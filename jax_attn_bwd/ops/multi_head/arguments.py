@@ -190,7 +190,7 @@ def _rank(operator: str, argument: str, x: jax.Array, letters: str) -> jax.Array
 
 def _scale(operator: str, scale: Any, H: int) -> float:
     if scale is None:
-        return H**-0.5 if H else 1.0
+        return checks.default_scale(operator, H)
     remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
     return checks.python_float(operator, "scale", scale, remedy)
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 
 SAVE = ("inputs", "qkv", "probs")
 Wanted = dot_product.Wanted
 
 
+@exportable_tuple
 class MultiHeadAttentionParams(NamedTuple):
     """The parameters of `multi_head_attention`; None = that piece is absent."""
 
@@ -90,6 +92,7 @@ class Heads(NamedTuple):
     value: jax.Array  # [..., S, K, Hv]
 
 
+@exportable_tuple
 class MultiHeadAttentionResidual(NamedTuple):
     """What a forward leaves for the backward, beside its inputs."""
 
@@ -116,6 +119,7 @@ class Residuals(NamedTuple):
     wanted: Wanted
 
 
+@exportable_tuple
 class MultiHeadAttentionGrads(NamedTuple):
     """Gradients of `multi_head_attention`, each with its argument's shape and dtype; None = not asked."""
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import backend, checks, masks
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
@@ -82,7 +83,7 @@ def scaled_masked_softmax(
 
     def plane(argument, array):
         checks.broadcasts(_NAME, argument, array, "the shape of x", x.shape)
-        return to_rank(array, x.ndim)
+        return reshard_like(to_rank(array, x.ndim), x, tuple(range(x.ndim)))
 
     if mask is not None:
         mask = plane("mask", checks.boolean_mask(_NAME, mask))
@@ -92,7 +93,7 @@ def scaled_masked_softmax(
         sink = checks.floating(_NAME, "sink", sink)
         rows = x.shape[: axis % x.ndim] + x.shape[axis % x.ndim :][1:]
         checks.broadcasts(_NAME, "sink", sink, "the shape of x without axis", rows)
-        sink = jnp.expand_dims(to_rank(sink, len(rows)), axis)
+        sink = plane("sink", jnp.expand_dims(to_rank(sink, len(rows)), axis))
     static_scale, scale_array = _scale(_NAME, scale, x)
     fully_masked = checks.choice(_NAME, "fully_masked", fully_masked, ("zero", "uniform", "nan"))
 
@@ -141,6 +142,7 @@ def scaled_masked_softmax_bwd(
     y, dy = _array(name, "y", y), _array(name, "dy", dy)
     checks.shape(name, "dy", dy, "the shape of y", y.shape)
     checks.same_dtype(name, y=y, dy=dy)
+    dy = reshard_like(dy, y, tuple(range(y.ndim)))
     axis = _axis(name, y, axis)
     static_scale, scale_array = _scale(name, scale, y)
     options = Options(scale=static_scale, axis=axis)
@@ -148,7 +150,7 @@ def scaled_masked_softmax_bwd(
     if mask is not None:
         mask = checks.boolean_mask(name, mask)
         checks.broadcasts(name, "mask", mask, "the shape of y", y.shape)
-        mask = to_rank(mask, y.ndim)
+        mask = reshard_like(to_rank(mask, y.ndim), y, tuple(range(y.ndim)))
         y = jnp.where(~mask & jnp.isnan(y), 0, y)  # a row filled with NaN
     residuals = Residuals(y, Wanted((("x", jax.typeof(y)),)), scale_array)
     dx = chosen.backward(options, residuals, dy)["x"]
@@ -177,10 +179,11 @@ def _axis(operator: str, x: jax.Array, axis: Any) -> int:
 def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.Array | None]:
     """(Python float, None) or (None, array of the rank of x)."""
     if not checks.is_array(scale):
-        return checks.python_float(operator, "scale", scale), None
+        wide = accumulator_dtype(x.dtype)
+        return checks.python_float(operator, "scale", scale, dtype=wide), None
     scale = checks.floating(operator, "scale", scale)
     checks.broadcasts(operator, "scale", scale, "the shape of x", x.shape)
-    return None, to_rank(scale, x.ndim)
+    return None, reshard_like(to_rank(scale, x.ndim), x, tuple(range(x.ndim)))
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)

@@ -14,6 +14,11 @@ With a cotangent dy of y, and since dy_k / dz_j = y_k ([k = j] - y_j):
     dx_j   = scale dz_j                                              from (1)           (7)
     dbias  = dz,   dscale = sum dz_j x_j,   over broadcast axes      from (1)           (8)
 
+The sum of dz over a row is y_0 dot. In dscale, an offset that all x_j share must not meet the rounding of
+that sum, so with c = sum y_j x_j, and a scale that the row shares,
+
+    dscale = sum dz_j (x_j - c) + c y_0 dot                          from (5), (8)      (9)
+
 y = 0 marks what was masked, so y alone is needed for (4) to (7). A row that saw nothing has a constant
 y, whatever `fully_masked` filled in, and gradient 0.
 
@@ -56,7 +61,14 @@ def _backward(options, block, residuals, dy):
         grads["bias"] = reduce_to(dz, types["bias"].shape)  # (8)
     if "scale" in types:
         seen = jnp.where(y == 0, 0, x.astype(dtype))
-        grads["scale"] = reduce_to(dz * seen, types["scale"].shape)  # (8)
+        shape = types["scale"].shape
+        if shape[options.axis] == 1:
+            center = (y.astype(dtype) * seen).sum(options.axis, keepdims=True)
+            grads["scale"] = reduce_to(dz * (seen - center), shape)  # (9)
+            if sink_prob is not None:
+                grads["scale"] += reduce_to(center * sink_prob * dot, shape)
+        else:
+            grads["scale"] = reduce_to(dz * seen, shape)  # (8)
     if "sink" in types:
         grads["sink"] = reduce_to(-sink_prob * dot, types["sink"].shape)  # (6)
     return {name: match_type(grad, types[name]) for name, grad in grads.items()}

@@ -2,7 +2,7 @@
 
     y = exp(z - top) / sum exp(z - top),   z = scale * x + bias,   top = max of z over what is visible
 
-Without bias and sink the scale is applied after the maximum of x is subtracted (the minimum, for a
+Without a bias the scale is applied after the maximum of x is subtracted (the minimum, for a
 negative scale): exp(scale * (x - max x)) is exact where scale * x alone has already been rounded.
 """
 
@@ -72,21 +72,29 @@ def _rows(options, index, x, scale, mask, bias, sink) -> Result:
 
     scale = jnp.asarray(options.scale, dtype) if scale is None else scale.astype(dtype)
     shared_scale = scale.ndim == 0 or scale.shape[axis] == 1
-    if bias is None and sink is None and shared_scale:
+    if bias is None and shared_scale:
         sign = jnp.where(scale < 0, -1, 1).astype(dtype)
         top, live = _top(sign * x, visible, axis)
-        z = 2 * scale * (x / 2 - sign * top / 2)  # halved: the difference cannot overflow
+        z = scale * (
+            x / 2 - sign * top / 2
+        )  # halved: the difference cannot overflow, nor 2 * scale
+        z = z + z
+        top = scale * sign * top
     else:
-        z = scale * x if bias is None else scale * x + bias.astype(dtype)
+        z = scale * x
+        # The select keeps the product from being contracted with the difference to top, its rounded twin.
+        z = jnp.where(jnp.isnan(x), jnp.nan, z) if bias is None else z + bias.astype(dtype)
         top, live = _top(z, visible, axis)
-        if sink is not None:
-            sink = sink.astype(dtype)
-            top = jnp.maximum(top, lax.stop_gradient(jnp.where(sink == -jnp.inf, top, sink)))
         z = z - top
+    if sink is not None:  # as seen from the maximum of z, which it may exceed
+        huge = jnp.finfo(dtype).max
+        sink = jnp.where(sink == -jnp.inf, -jnp.inf, jnp.minimum(sink.astype(dtype) - top, huge))
+        above = lax.stop_gradient(jnp.maximum(sink, 0))
+        z, sink = z - above, sink - above
     e = jnp.exp(z if visible is None else jnp.where(visible, z, -jnp.inf))
     total = e.sum(axis, keepdims=True)
     if sink is not None:
-        total = total + jnp.exp(sink - top)
+        total = total + jnp.exp(sink)
     empty = total == 0
     inverse = jnp.where(empty, 0, 1 / jnp.where(empty, 1, total))
     y = e * inverse
@@ -94,7 +102,7 @@ def _rows(options, index, x, scale, mask, bias, sink) -> Result:
         width = x.shape[axis]
         filler = 1 / max(width, 1) if options.fully_masked == "uniform" else jnp.nan
         y = jnp.where(live, y, filler)
-    sink_prob = None if sink is None else jnp.where(live, jnp.exp(sink - top) * inverse, 0)
+    sink_prob = None if sink is None else jnp.where(live, jnp.exp(sink) * inverse, 0)
     return Result(y, sink_prob, None if options.fully_masked == "zero" else live)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import masks, mosaic_gpu, pallas
-from jax_attn_bwd._core.sharding import reshard_like, tie
+from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.softmax import kernel_rules
 from jax_attn_bwd.ops.softmax import mosaic_gpu_rows as rows
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
@@ -40,12 +40,7 @@ def forward(options: Options, operands: Operands) -> Result:
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, interpret, operands):
     x, _, mask, bias, _ = operands
-    axes = tuple(range(x.ndim))
-    planes = {
-        name: reshard_like(plane, x, axes)
-        for name, plane in (("mask", mask), ("bias", bias))
-        if plane is not None
-    }
+    planes = {n: plane for n, plane in (("mask", mask), ("bias", bias)) if plane is not None}
 
     def kernel(x, planes):
         return _softmax(options, interpret, x, planes)

@@ -1,0 +1,27 @@
+"""Names under which `jax.export` writes the pytrees that an exported program may take and return."""
+
+import json
+from typing import TypeVar
+
+from jax import export
+
+T = TypeVar("T")
+
+
+def exportable_tuple(cls: type[T]) -> type[T]:
+    """Class decorator of a `NamedTuple`."""
+    return export.register_namedtuple_serialization(cls, serialized_name=_name(cls))
+
+
+def exportable_dataclass(cls: type[T]) -> type[T]:
+    """Class decorator of a registered dataclass whose static fields are integers."""
+    return export.register_pytree_node_serialization(
+        cls,
+        serialized_name=_name(cls),
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda text: tuple(json.loads(text.decode())),
+    )
+
+
+def _name(cls: type) -> str:
+    return f"jax_attn_bwd.{cls.__name__}"

@@ -1,0 +1,27 @@
+"""What the layers of several operators check and convert alike."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks
+
+
+def positive(kind: str, argument: str, x: Any) -> int:
+    """`x`, a positive int."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1:
+        raise ValueError(checks.message(kind, argument, "be a positive int", repr(x)))
+    return int(x)
+
+
+def as_array(x: Any) -> jax.Array:
+    """`x`, a NumPy array or a tensor of PyTorch, which may require a gradient or be of bfloat16."""
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        if (
+            str(x.dtype) == "torch.bfloat16"
+        ):  # NumPy has no such dtype; float32 holds all its numbers
+            return jnp.asarray(x.float().numpy(), jnp.bfloat16)
+    return jnp.asarray(np.asarray(x))
