@@ -12,7 +12,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_attn_bwd
-from jax_attn_bwd import compat, dot_product_attention, explain, scaled_masked_softmax
+from jax_attn_bwd import (
+    compat,
+    dot_product_attention,
+    explain,
+    multi_scale_deformable_attention,
+    scaled_masked_softmax,
+)
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.backend import Implementation, select, target_platform
 
@@ -318,3 +324,21 @@ def test_every_operator_runs_everywhere(operator):
     assert len(set(names)) == len(names)
     assert set(names) <= set(backend.NAMES)
     assert all(i.platform in ("tpu", "gpu") for i in kernels)
+
+
+def test_explain_leaves_known_integers_known():
+    value, points, weights = (
+        jnp.ones((1, 6, 1, 1)),
+        jnp.ones((1, 1, 1, 1, 1, 2)),
+        jnp.ones((1,) * 5),
+    )
+    shapes = jnp.asarray([[2, 3]])
+    assert explain(multi_scale_deformable_attention, value, shapes, points, weights) == {
+        "xla": "ok"
+    }
+
+
+def test_explain_refuses_an_unknown_name():
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="implementation must be None or one of"):
+        explain(dot_product_attention, x, x, x, implementation="fast")

@@ -310,6 +310,9 @@ def test_mha_simple(rng, edges, concat, edge, norm):
         ({"softmax_scores": jnp.ones((H, NNZ))}, ValueError, r"softmax_scores must .* \(2, 2, 15\)"),
         ({"softmax_scores": np.ones((2, H, NNZ), int)}, TypeError, "softmax_scores must be a floating"),
         ({"graph": None}, TypeError, "graph must be a BipartiteCSC"),
+        ({"params": None}, TypeError, "params must be mha_params, got NoneType"),
+        ({"params": cugraph.mha_params(H, True, ["ReLU"])}, ValueError, "activation must be one of"),
+        ({"grad_src_node_embedding": "no"}, TypeError, "grad_src_node_embedding must be None or False"),
         ({"grad_output_embedding": jnp.ones((N_DST, D))}, ValueError, "grad_output_embedding must have"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
@@ -320,3 +323,29 @@ def test_errors(rng, edges, changed, error, message):
     arguments |= {"softmax_scores": None, "graph": structure(edges), "params": params} | changed
     with pytest.raises(error, match=message):
         cugraph.mha_gat_n2n_bwd(**arguments)
+
+
+def test_errors_of_calls_with_more_arguments(rng, edges):
+    given, params = arrays(rng, "mha_gat_n2n_efeat"), cugraph.mha_params(H)
+    with pytest.raises(
+        TypeError, match=r"cugraph.mha_gat_n2n_efeat_fwd: edge_embedding must be a floating"
+    ):
+        cugraph.mha_gat_n2n_efeat_fwd(
+            **given | {"edge_embedding": None}, graph=structure(edges), params=params
+        )
+    key, query = jnp.ones((N_SRC, DIM)), jnp.ones((N_DST, DIM))
+    with pytest.raises(ValueError, match=r"cugraph.mha_simple_n2n: key must have shape"):
+        cugraph.mha_simple_n2n(key[:, 1:], query, key, structure(edges), H)
+    with pytest.raises(ValueError, match=r"cugraph.mha_simple_n2n_bwd: dout must have shape"):
+        cugraph.mha_simple_n2n_bwd(query[1:], key, query, key, structure(edges), H)
+
+
+def test_an_array_to_write_a_gradient_into_asks_for_it(rng, edges):
+    given, params = arrays(rng, "mha_gat_n2n"), cugraph.mha_params(H)
+    arguments = (cotangent(rng, params), *given.values(), None, structure(edges), params)
+    grads = cugraph.mha_gat_n2n_bwd(
+        *arguments, grad_src_node_embedding=jnp.zeros((N_SRC, DIM)), grad_attention_weights=None
+    )
+    expected = cugraph.mha_gat_n2n_bwd(*arguments)
+    assert_close(grads.grad_src_node_embedding, expected.grad_src_node_embedding, 0)
+    assert grads.grad_attention_weights is None

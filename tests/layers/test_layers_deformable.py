@@ -563,3 +563,46 @@ assert "jax_attn_bwd.layers.flax_nnx" not in sys.modules
     for package in ("equinox", "flax"):
         pytest.importorskip(package)
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+
+
+def test_nan_of_a_reference_box_reaches_no_gradient(rng):
+    """As NaN in a reference point: the samples of that query do not count."""
+    params, layer = from_torch(torch_state(rng)), build("flax_linen")
+    query, boxes, value = inputs(rng, (L, 4))[:3]
+
+    def run(query, boxes):
+        function = lambda *arrays: layer.call(*arrays, LEVELS)  # noqa: E731
+        return value_and_gradients(function, params, query, boxes, value)
+
+    for part in (slice(0, 2), slice(2, 4)):
+        _, grads = run(query, boxes.at[0, 1, :, part].set(jnp.nan))
+        assert jnp.isfinite(grads[0]["sampling_offsets"]["kernel"]).all()
+        assert jnp.isfinite(grads[1]).all()
+        assert (grads[0]["sampling_offsets"]["kernel"] != 0).any()
+
+
+def test_counts_may_be_numpy_integers(rng):
+    params = from_torch(torch_state(rng))
+    query, points, value = inputs(rng)[:3]
+    expected = build("flax_linen").call(params, query, points, value, LEVELS)
+    counts = {"num_heads": np.int64(M), "num_levels": np.int32(L), "num_points": np.array([2] * L)}
+    assert_close(
+        build("flax_linen", **counts).call(params, query, points, value, LEVELS), expected, 0
+    )
+
+
+def test_from_torch_takes_parameters_and_bfloat16(rng):
+    torch = pytest.importorskip("torch", reason="its tensors are the matter")
+    state = {name: torch.tensor(x) for name, x in torch_state(rng).items()}
+    expected = from_torch(state)
+    wanted = {name: torch.nn.Parameter(x) for name, x in state.items()}
+    narrow = {name: x.to(torch.bfloat16) for name, x in state.items()}
+    for name in NAMES:
+        assert_close(from_torch(wanted)[name]["kernel"], expected[name]["kernel"], 0)
+        got = from_torch(narrow)[name]["kernel"]
+        assert got.dtype == jnp.bfloat16
+        assert_close(
+            got.astype("float32"),
+            expected[name]["kernel"].astype(jnp.bfloat16).astype("float32"),
+            0,
+        )

@@ -55,6 +55,11 @@ class MhaGatEfeatGrads(NamedTuple):
     grad_attention_weights: jax.Array | None
 
 
+_GRADS = (
+    "grad_src_node_embedding", "grad_dst_node_embedding", "grad_edge_embedding", "grad_attention_weights",
+)  # fmt: skip
+
+
 def make_bipartite_csc(
     offsets: Any, indices: Any, n_src_nodes: int, map_csc_to_coo: Any = None
 ) -> BipartiteCSC:
@@ -62,19 +67,35 @@ def make_bipartite_csc(
     return BipartiteCSC.from_csc(offsets, indices, n_src_nodes, map_csc_to_coo=map_csc_to_coo)
 
 
-def _options(params: mha_params) -> dict[str, Any]:
+def _options(call: str, params: Any) -> dict[str, Any]:
+    if not isinstance(params, mha_params):
+        raise TypeError(checks.message(call, "params", "be mha_params", type(params).__name__))
+    name = params.activation
     return dict(
         num_heads=params.num_heads, concat_heads=params.concat_heads, alpha=params.alpha,
-        activation=_ACTIVATIONS.get(params.activation, params.activation),
+        activation=_ACTIVATIONS.get(name, name) if isinstance(name, str) else name,
     )  # fmt: skip
+
+
+def is_asked(call: str, argument: str, flag: Any) -> bool:
+    """Whether a gradient is: None or False refuses it; the source passes the array to write it into."""
+    if flag is None or isinstance(flag, bool):
+        return bool(flag)
+    if not checks.is_array(flag):
+        expected = "be None or False to refuse the gradient, or True"
+        raise TypeError(checks.message(call, argument, expected, type(flag).__name__))
+    return True
 
 
 def _prepare(name, embeddings, attention_weights, graph, params):
     """The operator's checked (options, operands)."""
     src, dst, edge = embeddings
+    call = f"cugraph.{name}"
+    if "_efeat_" in name:
+        edge = checks.floating(call, "edge_embedding", edge)
     return prepare_gat(
-        f"cugraph.{name}", "gatv2" if "_v2_" in name else "gat", graph, src, dst, attention_weights,
-        edge=edge, **_options(params), dropout_rate=0.0, dropout_key=None, dropout_mask=None,
+        call, "gatv2" if "_v2_" in name else "gat", graph, src, dst, attention_weights,
+        edge=edge, **_options(call, params), dropout_rate=0.0, dropout_key=None, dropout_mask=None,
         dropout_offset=None, return_attention_weights=False,
     )  # fmt: skip
 
@@ -84,7 +105,7 @@ def forward(name, embeddings, attention_weights, graph, params, return_softmax_s
     checked = _prepare(name, embeddings, attention_weights, graph, params)
     src, dst, edge = embeddings
     operator = operators.graph_attention_v2 if "_v2_" in name else operators.graph_attention
-    out = operator(graph, src, dst, attention_weights, edge=edge, **_options(params))
+    out = operator(graph, src, dst, attention_weights, edge=edge, **_options(name, params))
     if not checks.flag(f"cugraph.{name}", "return_softmax_scores", return_softmax_scores):
         return out
     before = _scores(*checked)
@@ -126,10 +147,11 @@ def backward(
     src, dst, edge = embeddings
     fields = ("src", "dst", "edge", "attention_weights")
     present = (True, dst is not None, True, True)
-    asked = zip(fields, wanted, present, strict=True)
+    flags = [is_asked(call, argument, flag) for argument, flag in zip(_GRADS, wanted, strict=True)]
+    asked = zip(fields, flags, present, strict=True)
     operator = operators.graph_attention_v2_bwd if "_v2_" in name else operators.graph_attention_bwd
     grads = operator(
-        g, graph, src, dst, attention_weights, edge=edge, **_options(params),
+        g, graph, src, dst, attention_weights, edge=edge, **_options(call, params),
         wrt=[field for field, flag, there in asked if flag and there],
     )  # fmt: skip
     return tuple(getattr(grads, field) for field in fields)

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd.compat.cugraph.call import is_asked
 from jax_attn_bwd.ops import graph as operators
 from jax_attn_bwd.ops.graph import BipartiteCSC
+from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_transformer
 
 
 class MhaSimpleGrads(NamedTuple):
@@ -47,10 +49,13 @@ def mha_simple_n2n(
     Raises:
       ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
     """
+    call = "cugraph.mha_simple_n2n"
+    scale = None if checks.flag(call, "norm_by_dim", norm_by_dim) else 1.0
+    options: dict[str, Any] = {"num_heads": num_heads, "concat_heads": concat_heads, "scale": scale}
+    _check(call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options)
     return operators.graph_transformer_attention(
-        graph, query_emb, key_emb, value_emb, num_heads=num_heads, concat_heads=concat_heads,
-        edge=edge_emb, score_bias=score_bias, scale=_scale("mha_simple_n2n", norm_by_dim),
-    )  # fmt: skip
+        graph, query_emb, key_emb, value_emb, edge=edge_emb, score_bias=score_bias, **options
+    )
 
 
 def mha_simple_n2n_bwd(
@@ -72,19 +77,32 @@ def mha_simple_n2n_bwd(
     grad_score_bias: bool | None = True,
 ) -> MhaSimpleGrads:
     """The gradients of `mha_simple_n2n`; each may be refused."""
-    name = "mha_simple_n2n_bwd"
+    call = "cugraph.mha_simple_n2n_bwd"
+    scale = None if checks.flag(call, "norm_by_dim", norm_by_dim) else 1.0
+    options: dict[str, Any] = {"num_heads": num_heads, "concat_heads": concat_heads, "scale": scale}
+    settings, operands = _check(
+        call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options
+    )
+    g = checks.floating(call, "grad_output_embedding", grad_output_embedding)
+    check_cotangents(call, settings, operands, g, None, None, None, None)
     given = {
         "key": grad_key_emb, "query": grad_query_emb, "value": grad_value_emb,
-        "edge": edge_emb is not None and grad_edge_emb,
-        "score_bias": score_bias is not None and grad_score_bias,
+        "edge": grad_edge_emb, "score_bias": grad_score_bias,
     }  # fmt: skip
+    flags = {n: is_asked(call, f"grad_{n}_emb", flag) for n, flag in given.items()}
+    flags["edge"] &= edge_emb is not None
+    flags["score_bias"] &= score_bias is not None
     grads = operators.graph_transformer_attention_bwd(
-        grad_output_embedding, graph, query_emb, key_emb, value_emb, num_heads=num_heads,
-        concat_heads=concat_heads, edge=edge_emb, score_bias=score_bias,
-        scale=_scale(name, norm_by_dim), wrt=[argument for argument, flag in given.items() if flag],
+        g, graph, query_emb, key_emb, value_emb, edge=edge_emb, score_bias=score_bias,
+        wrt=[argument for argument, flag in flags.items() if flag], **options,
     )  # fmt: skip
     return MhaSimpleGrads(*(getattr(grads, argument) for argument in given))
 
 
-def _scale(name: str, norm_by_dim: Any) -> float | None:
-    return None if checks.flag(f"cugraph.{name}", "norm_by_dim", norm_by_dim) else 1.0
+def _check(call, graph, query, key, value, edge, score_bias, **options):
+    """The operator's checked (options, operands); an error names `call`."""
+    return prepare_transformer(
+        call, graph, query, key, value, edge=edge, score_bias=score_bias, dropout_rate=0.0,
+        dropout_key=None, dropout_mask=None, dropout_offset=None, return_attention_weights=False,
+        **options,
+    )  # fmt: skip

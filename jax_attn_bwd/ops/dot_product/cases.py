@@ -207,6 +207,9 @@ CASES = (
         tags=("shard", "bounds"),
         extra=lambda rng, n: {"key_value_seq_lengths": np.array([3, 0, 10, 7], np.int32)},
     ),
+    _case(
+        "shard_segments", B=(4,), T=600, S=10, N=8, K=4, tags=("shard", "bounds"), extra=_segments
+    ),
 )
 
 
@@ -266,6 +269,8 @@ OPERATORS = (
             "mask": "BNTS",
             "sink": "N",
             "key_value_seq_lengths": "B",
+            "query_segment_ids": "BT",
+            "key_value_segment_ids": "BS",
             "out": "BTNH",
             "lse": "BTN",
         },

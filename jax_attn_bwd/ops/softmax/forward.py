@@ -75,10 +75,12 @@ def _rows(options, index, x, scale, mask, bias, sink) -> Result:
     if bias is None and shared_scale:
         sign = jnp.where(scale < 0, -1, 1).astype(dtype)
         top, live = _top(sign * x, visible, axis)
-        z = scale * (
-            x / 2 - sign * top / 2
-        )  # halved: the difference cannot overflow, nor 2 * scale
-        z = z + z
+        half = x / 2 - sign * top / 2  # the difference could overflow
+        if options.scale is not None and abs(options.scale) > 1:
+            z = scale * half
+            z = z + z  # as 2 * scale could
+        else:
+            z = 2 * scale * half
         top = scale * sign * top
     else:
         z = scale * x

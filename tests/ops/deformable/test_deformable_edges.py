@@ -7,6 +7,7 @@ import pytest
 from helpers import assert_close, assert_trees_close
 from test_deformable import evaluate, operator, program
 
+from jax_attn_bwd import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.cases import locations
 
 LEVELS = ((3, 4), (2, 1))
@@ -246,3 +247,21 @@ def test_nan_in_a_pixel_that_is_read_is_not_hidden():
     assert np.isnan(out[0, :, 1]).any()
     assert np.isfinite(out[1]).all()
     assert np.isfinite(out[0, :, [0, 2]]).all()
+
+
+@pytest.mark.parametrize("at", [-5.0, 5.0])
+def test_a_pixel_beside_a_clamped_point_is_not_read(at):
+    value = jnp.asarray([3.0, jnp.nan, 7.0]).reshape(1, 3, 1, 1)
+    point = jnp.asarray([at, 0.5]).reshape(1, 1, 1, 1, 1, 2)
+
+    def call(*arrays):
+        return multi_scale_deformable_attention(
+            arrays[0], ((1, 3),), *arrays[1:], padding_mode="border"
+        )
+
+    out, pullback = jax.vjp(call, value, point, jnp.full((1,) * 5, 2.0))
+    assert out.item() == (6.0 if at < 0 else 14.0)
+    dvalue, dpoint, dweight = pullback(jnp.ones_like(out))
+    np.testing.assert_array_equal(dvalue.ravel(), [2, 0, 0] if at < 0 else [0, 0, 2])
+    np.testing.assert_array_equal(dpoint, 0)
+    assert dweight.item() == (3.0 if at < 0 else 7.0)

@@ -210,3 +210,51 @@ def test_export_of_a_broadcast_bias_with_symbolic_length():
     exported = jax.export.export(jax.jit(gradient))(*types)
     q, bias = normal(1, 9, 2, 4), normal(2, 1, 9, seed=1)
     assert_close(exported.call(q, bias), gradient(q, bias), 1e-12)
+
+
+def test_lengths_without_batch_axes(rng):
+    q, k, v, ct = (jnp.asarray(rng.standard_normal((3, 5, 2, 4))) for _ in range(4))
+    lengths = jnp.asarray([5, 0, 3])
+    one = jax.grad(
+        lambda q, k, v, n, ct: jnp.vdot(
+            dot_product_attention(q, k, v, key_value_seq_lengths=n), ct
+        ),
+        (0, 1, 2),
+    )
+    together = jax.grad(
+        lambda q, k, v: jnp.vdot(dot_product_attention(q, k, v, key_value_seq_lengths=lengths), ct),
+        (0, 1, 2),
+    )
+    for got, expected in zip(jax.vmap(one)(q, k, v, lengths, ct), together(q, k, v), strict=True):
+        assert_close(got, expected, 1e-13)
+    for x, y in zip(one(q[2], k[2], v[2], 3, ct[2]), together(q, k, v), strict=True):
+        assert_close(x, y[2], 1e-13)
+
+
+def test_a_value_of_zero_has_a_gradient_under_a_dominant_sink():
+    """out = 0 and lse = sink, but the row sees keys."""
+    x = jnp.ones((1, 3, 1, 4), jnp.float32)
+    sink = jnp.full(1, 20.0, jnp.float32)
+    grad = jax.grad(lambda v: dot_product_attention(x, x, v, sink=sink).sum())
+    expected = 3 / (np.exp(20 - 2) + 3)  # each of three queries gives each of three keys a third
+    assert_close(grad(0 * x), np.full(x.shape, expected), 1e-6)
+
+
+def test_no_batch_entries_with_segments_and_positions():
+    x, index = jnp.ones((0, 8, 2, 4)), jnp.zeros((0, 8), jnp.int32)
+    tokens = {"query_segment_ids": index, "key_value_segment_ids": index}
+    tokens |= {"query_positions": index, "key_value_positions": index}
+    grad = jax.grad(lambda x: dot_product_attention(x, x, x, **tokens).sum())(x)
+    assert grad.shape == x.shape
+
+
+def test_plain_backward_takes_numpy_arrays_of_another_width(rng):
+    """With x64 off, NumPy's float64 is float32, in cotangents as in operands."""
+    q, k, v, dout = (rng.standard_normal((1, 5, 2, 4)) for _ in range(4))
+    with jax.enable_x64(False):
+        out, lse = dot_product_attention(q, k, v, return_residual=True)
+        grads = dot_product_attention_bwd(dout, q, k, v, out=np.asarray(out, float), lse=lse)
+        _, pullback = jax.vjp(dot_product_attention, *(jnp.asarray(x) for x in (q, k, v)))
+        assert_close(grads.key, pullback(jnp.asarray(dout))[1], 1e-6)
+        with pytest.raises(TypeError, match="lse must be a floating-point array, got NoneType"):
+            dot_product_attention_bwd(dout, q, k, v, out=out, lse=None)

@@ -160,7 +160,18 @@ def test_a_bad_graph_is_refused_when_it_is_built(name):
         BipartiteCSC.from_csc(**{"num_src": 3, **arguments})
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint64])
+def test_integers_of_any_width(dtype):
+    offsets, indices = np.array([0, 2, 2], dtype), np.array([0, 1], dtype)
+    graph = BipartiteCSC.from_csc(offsets, indices, 256, capacity=4)
+    np.testing.assert_array_equal(graph.indices, [0, 1, 256, 256])
+    with pytest.raises(ValueError, match="offsets must not decrease, got 2 then 1 at position 2"):
+        BipartiteCSC.from_csc(np.array([0, 2, 1, 2], dtype), indices, 2)
+
+
 def test_kinds_that_are_refused():
+    with pytest.raises(ValueError, match="offsets must fit int64, got 18446744073709551615"):
+        BipartiteCSC.from_csc(np.array([0, 2**64 - 1], np.uint64), [0], 3)
     with pytest.raises(TypeError, match="offsets must be integers, got dtype float64"):
         BipartiteCSC.from_csc(np.zeros(1), [], 3)
     with pytest.raises(TypeError, match="num_src must be an int, got float"):

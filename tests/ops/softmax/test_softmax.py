@@ -7,8 +7,11 @@ import pytest
 from helpers import OPERATORS, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import scaled_masked_softmax, scaled_masked_softmax_bwd
+from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.softmax import forward
 
 operator = next(o for o in OPERATORS if o.name == "scaled_masked_softmax")
@@ -149,3 +152,65 @@ def test_the_whole_range_of_float32(scale):
     x = jnp.asarray([3e38, -3e38], jnp.float32)
     exact = jax.nn.softmax(scale * x.astype(np.float64))
     assert_close(scaled_masked_softmax(x, scale=scale), exact, 1e-6)
+
+
+@pytest.mark.parametrize("fill", [1e10, 1.7e10, -1e30, 3e38])
+@pytest.mark.parametrize("extra", ["sink", "columns"])
+def test_tied_rows_of_huge_logits(fill, extra):
+    """A rounded product and the same product inside a fused difference are not alike."""
+    x = jnp.full((2, 5), fill, jnp.float32)
+    options = {"sink": {"scale": 0.3, "sink": jnp.float32(-jnp.inf)}}
+    options["columns"] = {"scale": jnp.full(5, 0.3, jnp.float32)}
+    y, pullback = jax.vjp(lambda x: scaled_masked_softmax(x, **options[extra]), x)
+    assert_close(y, np.full(x.shape, 0.2), 1e-6)
+    dy = jnp.arange(10, dtype=jnp.float32).reshape(2, 5)
+    assert_close(pullback(dy)[0], 0.3 * 0.2 * (dy - dy.mean(-1, keepdims=True)), 1e-6)
+
+
+@pytest.mark.parametrize(("top", "sink", "expected"), [(3e38, 0.0, 1.0), (-3e38, 0.0, 0.0)])
+def test_sink_beside_logits_that_overflow(top, sink, expected):
+    x = jnp.asarray([top, top / 2], jnp.float32)
+    y, grad = jax.value_and_grad(lambda sink: scaled_masked_softmax(x, scale=2.0, sink=sink).sum())(
+        jnp.float32(sink)
+    )
+    assert y == expected
+    assert grad == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+def test_gradient_of_scale_where_logits_share_an_offset(rng, dtype, with_sink):
+    """x = 1000 + N(0, 1): the rounding of y must not be multiplied by the 1000."""
+    x = jnp.asarray(1000 + rng.standard_normal((4, 64)), dtype)
+    dy = jnp.asarray(rng.standard_normal((4, 64)), dtype)
+    sink = 1503.0 if with_sink else -jnp.inf
+
+    def loss(scale, dtype):
+        y = scaled_masked_softmax(x.astype(dtype), scale=scale, sink=jnp.asarray(sink, scale.dtype))
+        return jnp.vdot(y.astype(scale.dtype), dy.astype(scale.dtype))
+
+    got = float(jax.grad(loss)(jnp.asarray(1.5, "float32"), dtype))
+    expected = float(jax.grad(loss)(jnp.asarray(1.5, "float64"), "float64"))
+    size = float(jnp.abs(dy.astype("float32")).max())
+    assert abs(got - expected) <= 4 * float(jnp.finfo(dtype).eps) * size * max(1, abs(expected))
+
+
+def test_operands_are_placed_like_x_on_an_explicit_mesh(rng):
+    x, bias, dy = (jnp.asarray(rng.standard_normal((4, 4, 6))) for _ in range(3))
+    mask, sink = jnp.asarray(rng.random((4, 4, 6)) < 0.7), jnp.asarray(rng.standard_normal((4, 4)))
+
+    def step(x, bias, mask, sink, dy):
+        y, pullback = jax.vjp(
+            lambda *a: scaled_masked_softmax(a[0], mask, bias=a[1], sink=a[2]), x, bias, sink
+        )
+        return y, *pullback(match_type(dy, y)), scaled_masked_softmax_bwd(dy, y, mask)
+
+    expected = jax.jit(step)(x, bias, mask, sink, dy)
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    specs = (P("b", "h"), P(None, None, "b"), P("h", "b"), P(), P("h"))
+    with jax.set_mesh(mesh):
+        arrays = zip((x, bias, mask, sink, dy), specs, strict=True)
+        placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in arrays]
+        got = jax.jit(lambda *a: step(*a))(*placed)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b, 1e-13)
