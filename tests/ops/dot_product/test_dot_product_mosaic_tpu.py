@@ -151,6 +151,26 @@ def test_a_forward_pairs_with_any_backward(forward, rng):
             assert_close(got, expected, 1e-5)
 
 
+def test_a_value_of_zero_has_a_gradient_under_a_dominant_sink(rng):
+    """out = 0 and lse = sink, as in a row that sees nothing; only what is visible tells them apart."""
+    q, k, dout = (jnp.asarray(rng.standard_normal((2, n, 2, 8)), np.float32) for n in (30, 40, 30))
+    mask = jnp.asarray(rng.random((2, 1, 30, 40)) < 0.5).at[:, :, 3:6].set(False)
+    options = {"mask": mask, "sink": jnp.full(2, 20.0, np.float32), "is_causal": True}
+
+    def gradient(implementation):
+        def loss(v, dout):
+            out, _ = OPERATOR.call(
+                query=q, key=k, value=v, **options, implementation=implementation
+            )
+            return jnp.vdot(out, dout)
+
+        return jax.jit(jax.grad(loss))(0 * k, dout.at[:, 3:6].set(np.nan))
+
+    expected = gradient("xla") * 2.0**20
+    assert (expected != 0).any()
+    assert_close(gradient(NAME) * 2.0**20, expected, 1e-5)
+
+
 def test_poison_is_as_good_as_zeros():
     T, S = 150, 140
     extra = {"key_value_seq_lengths": np.array([100, 0], np.int32),
