@@ -182,7 +182,7 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str
 
     Args:
       state: a state dict of NumPy arrays or CPU tensors, with `<prefix>sampling_offsets.weight` and so on.
-      prefix: what stands before the four names, up to the dot: "transformer.encoder.layers.0.self_attn."
+      prefix: what stands before the four names, with the dot: "transformer.encoder.layers.0.self_attn."
         or "transformer.decoder.layers.0.cross_attn." in Deformable-DETR and DINO,
         "decoder.decoder.layers.0.cross_attn." in RT-DETR.
 

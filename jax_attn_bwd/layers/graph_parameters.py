@@ -120,7 +120,7 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
     Args:
       state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
-      prefix: what stands before these names, up to the dot: "convs.0.".
+      prefix: what stands before these names, with the dot: "convs.0.".
 
     Returns:
       {"lin": {"kernel"}, "att_src": ..., "bias": ...} or the like: kernels `[in, out]`, vectors `[H, C]`.
@@ -129,7 +129,7 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
       shows how to put the tree in.
 
     Raises:
-      ValueError: no name starts with `prefix`.
+      ValueError: no name starts with `prefix`, or it does not end with a dot.
 
     Example:
       >>> import numpy as np
@@ -139,6 +139,11 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
       >>> params["lin"]["kernel"].shape, params["att_src"].shape
       ((5, 6), (2, 3))
     """
+    if prefix and not prefix.endswith("."):
+        remedy = f"{prefix!r} would also match the names of other layers that begin so"
+        raise ValueError(
+            checks.message("from_torch", "prefix", "end with a dot", repr(prefix), remedy)
+        )
     tree: dict[str, Any] = {}
     for name, value in state.items():
         if not name.startswith(prefix):

@@ -626,6 +626,10 @@ def test_one_array_for_more_destinations_than_sources_is_an_error():
 def test_from_torch_names_what_is_missing():
     with pytest.raises(ValueError, match=r"start with 'conv2.', got \['conv1.att_src'\]"):
         from_torch({"conv1.att_src": np.zeros((1, H, C))}, "conv2.")
+    with pytest.raises(
+        ValueError, match=r"prefix must end with a dot, got 'conv1'; 'conv1' would also"
+    ):
+        from_torch({"conv1.att_src": np.zeros((1, H, C))}, "conv1")
 
 
 def test_a_framework_is_imported_with_its_layers_only():

@@ -9,7 +9,7 @@ every gradient may be refused, is then not computed, and comes back as None; a d
 gives 0. Edge embeddings and scores are in the caller's edge order, that of `map_csc_to_coo`.
 
 Changed: `graph` is a `BipartiteCSC` (`make_bipartite_csc` builds one). What the source writes into arrays
-that it is given is returned; the argument of a gradient is a flag, and None or False refuses it. A
+that it is given is returned; of the argument of a gradient only this is read: None or False refuses it. A
 gradient has the dtype of its argument, where the source pairs type suffixes. `dst_node_embedding=None`
 means the first rows of the sources, whose gradient then holds both shares.
 

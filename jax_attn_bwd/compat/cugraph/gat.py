@@ -76,7 +76,8 @@ def mha_gat_n2n_bwd(
       grad_output_embedding: cotangent of `output_embedding`, its shape and dtype.
       softmax_scores: `(2, num_heads, nnz)` of the forward, or None.
       src_node_embedding, dst_node_embedding, attention_weights, graph, params: as in the forward.
-      grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights: which gradients to compute.
+      grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights: None or False refuses the
+        gradient; True, or the array that the source would write into, asks for it.
 
     Returns:
       MhaGatGrads(grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights), each with the

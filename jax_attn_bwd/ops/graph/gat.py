@@ -130,7 +130,8 @@ def graph_attention_bwd(
     Args:
       dout: cotangent of `out`, its shape and dtype; None = 0.
       out, lse: of the forward call, `out` per head, `[num_dst, dim]`, also without `concat_heads`. If
-        either is None, or `dweights` is given, the forward runs again.
+        either is None, or `dweights` is given, the forward runs again. Scores of
+        1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
       dweights, dlse: cotangents of the weights and of `lse`; None = 0.
       wrt: which of "src", "dst", "attention_weights", "edge" to compute;
         default: all that are given but "edge".

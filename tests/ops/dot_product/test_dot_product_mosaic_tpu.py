@@ -171,6 +171,14 @@ def test_a_value_of_zero_has_a_gradient_under_a_dominant_sink(rng):
     assert_close(gradient(NAME) * 2.0**20, expected, 1e-5)
 
 
+def test_nan_in_a_bias_is_no_mask(rng):
+    q, k = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), np.float32) for n in (30, 40))
+    bias = jnp.zeros((1, 1, 30, 40), np.float32).at[0, 0, 3, 5].set(np.nan)
+    out, _ = OPERATOR.call(query=q, key=k, value=k, bias=bias, implementation=NAME)
+    assert jnp.isnan(out[0, 3]).all()
+    assert jnp.isfinite(jnp.delete(out, 3, axis=1)).all()
+
+
 def test_poison_is_as_good_as_zeros():
     T, S = 150, 140
     extra = {"key_value_seq_lengths": np.array([100, 0], np.int32),

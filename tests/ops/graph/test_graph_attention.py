@@ -329,6 +329,15 @@ def test_nan_in_the_cotangent_of_a_hidden_weight_reaches_nothing():
         assert_close(getattr(dirty, name), getattr(clean, name), 0, name)
 
 
+def test_nan_in_a_bias_is_no_mask():
+    graph = BipartiteCSC.from_coo([0, 1, 2], [0, 0, 1], 3, 2)
+    bias = jnp.zeros((3, 1)).at[0].set(jnp.nan)
+    query, key = normal(2, 4), normal(3, 4, seed=1)
+    out = jab.graph_transformer_attention(graph, query, key, key, num_heads=2, score_bias=bias)
+    assert jnp.isnan(out[0]).all()
+    assert jnp.isfinite(out[1]).all()
+
+
 @every_kind
 def test_export_of_symbolic_widths(kind):
     """And of a graph as an argument, through bytes and back."""
