@@ -27,7 +27,7 @@ class Place(NamedTuple):
     """A sampling point on its level: x = column + right, y = row + below, all [B, Q, M]."""
 
     counts: jax.Array  # bool: the point contributes
-    cell: jax.Array  # int32: equal for points between the same pixels
+    cell: jax.Array  # int32: equal for points with the same pixels
     pixels: tuple[jax.Array, ...]  # int32, indices of the corners on the axis S; S = outside
     right: jax.Array  # in [0, 1)
     below: jax.Array
@@ -79,7 +79,10 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
         under = first + level.width
         corners += [(right & above, first + 1), (left & below, under), (right & below, under + 1)]
     pixels = tuple(jnp.where(seen, index, jnp.int32(outside)) for seen, index in corners)
-    cell = (row + 1) * (level.width + 1) + column + 1  # 0: above and left of pixel (0, 0)
+    # what is clamped onto the first row or column, and has no part in the next, counts as before it
+    cell_column = jnp.where(x_between | (column > 0), column, -1)
+    cell_row = jnp.where(y_between | (row > 0), row, -1)
+    cell = (cell_row + 1) * (level.width + 1) + cell_column + 1  # 0: above and left of pixel (0, 0)
     return Place(
         counts, jnp.where(counts, cell, -1), pixels, x - column.astype(x.dtype), y - row.astype(y.dtype),
         dx, dy,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.dot_product import kernel_inputs
+from jax_attn_bwd.ops.dot_product import kernel_inputs, kernel_rows
 from jax_attn_bwd.ops.dot_product import mosaic_gpu_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product import mosaic_gpu_query_gradients as by_query
 from jax_attn_bwd.ops.dot_product import mosaic_gpu_tiles as tiles
@@ -83,7 +83,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
 
 def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | None]:
     """The inputs of the kernels, and the gradient of the sink."""
-    values = kernel_inputs.row_values(options, residuals, dout, dlse)
+    values = kernel_rows.row_values(options, residuals, dout, dlse)
 
     def row(x, fill=0.0):
         x = jnp.swapaxes(kernel_inputs.merged(x, 2), -1, -2)

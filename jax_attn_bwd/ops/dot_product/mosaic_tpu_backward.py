@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.dot_product import kernel_inputs
+from jax_attn_bwd.ops.dot_product import kernel_inputs, kernel_rows
 from jax_attn_bwd.ops.dot_product import mosaic_tpu_bias_gradient as full_bias
 from jax_attn_bwd.ops.dot_product import mosaic_tpu_gradients as gradients
 from jax_attn_bwd.ops.dot_product import mosaic_tpu_tiles as tiles
@@ -47,7 +47,7 @@ def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dout, dlse, keys):
     operands, wanted = residuals.operands, residuals.wanted.names
-    values = kernel_inputs.row_values(options, residuals, dout, dlse)
+    values = kernel_rows.row_values(options, residuals, dout, dlse)
     operands = operands._replace(query=values.query)
     side = None if operands.bias is None else _bias_side(operands)
     made = wanted & {"query", "key", "value"}

@@ -52,7 +52,7 @@ class Saved(NamedTuple):
 
 
 def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tiling: Tiling):
-    """(`Saved`, the flags of its tiles, `PlaneSides`); `values` are the `kernel_inputs.row_values`."""
+    """(`Saved`, the flags of its tiles, `PlaneSides`); `values` are the `kernel_rows.row_values`."""
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
     sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
