@@ -19,7 +19,7 @@ def in_parts(monkeypatch):
     """Cuts every batch into the given number of parts."""
 
     def set_count(count):
-        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        monkeypatch.setattr(jax, "device_count", lambda platform: 1)
         monkeypatch.setattr(tiling, "_parts", lambda batch, logits: count)
 
     return set_count
@@ -99,7 +99,7 @@ def default_parts(batch, heads, T, S):
 
 def test_explicit_mesh_of_one_device(rng, monkeypatch):
     """Where the batch is sharded, if over one device, it stays whole; inside shard_map it is cut."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "device_count", lambda platform: 1)
     monkeypatch.setattr(tiling, "TILE_LOGITS", 1 << 8)
     x = jnp.asarray(rng.standard_normal((3, 4, 16, 2, 8)))
     expected = jax.jit(dot_product_attention)(*x)
@@ -120,7 +120,7 @@ def test_explicit_mesh_of_one_device(rng, monkeypatch):
 
 def test_how_many_parts(monkeypatch):
     assert default_parts((4,), 8, 512, 512) == 1  # a batch may be sharded over the devices here
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "device_count", lambda platform: 1)
     assert default_parts((4,), 8, 512, 512) == 4
     assert default_parts((16,), 8, 128, 128) == 2
     assert default_parts((6, 8), 1, 4096, 4096) == 6
