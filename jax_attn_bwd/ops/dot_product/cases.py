@@ -207,9 +207,7 @@ CASES = (
         tags=("shard", "bounds"),
         extra=lambda rng, n: {"key_value_seq_lengths": np.array([3, 0, 10, 7], np.int32)},
     ),
-    _case(
-        "shard_segments", B=(4,), T=600, S=10, N=8, K=4, tags=("shard", "bounds"), extra=_segments
-    ),
+    _case("shard_segments", B=(4,), T=6, S=10, N=8, K=4, tags=("shard", "bounds"), extra=_segments),
 )
 
 
