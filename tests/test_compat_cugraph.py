@@ -349,3 +349,8 @@ def test_an_array_to_write_a_gradient_into_asks_for_it(rng, edges):
     expected = cugraph.mha_gat_n2n_bwd(*arguments)
     assert_close(grads.grad_src_node_embedding, expected.grad_src_node_embedding, 0)
     assert grads.grad_attention_weights is None
+    key, query, graph = jnp.ones((N_SRC, DIM)), jnp.ones((N_DST, DIM)), structure(edges)
+    with pytest.raises(
+        TypeError, match="mha_simple_n2n_bwd: grad_score_bias must be None or False"
+    ):
+        cugraph.mha_simple_n2n_bwd(query, key, query, key, graph, H, grad_score_bias="no")

@@ -52,9 +52,9 @@ def boolean_mask(operator: str, mask: Any, meaning: str = "attend") -> jax.Array
 
 
 def integers(
-    operator: str, argument: str, x: Any, limit: int = 2**31, range_name: str = "int32"
+    operator: str, argument: str, x: Any, least: int = -(2**31), greatest: int = 2**31 - 1
 ) -> jax.Array:
-    """`x` (array, list or int) as an array of an integer dtype; known values must lie in [-limit, limit)."""
+    """`x` (array, list or int) as an array of an integer dtype; known values must lie in that range."""
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
     array = x if isinstance(x, jax.Array) else jnp.asarray(x) if traced else np.asarray(x)
     if array.size == 0 and not is_array(x):
@@ -62,11 +62,13 @@ def integers(
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}"))
     known = not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
-    if known and array.size and np.iinfo(array.dtype).max >= limit:
+    info = jnp.iinfo(array.dtype)
+    if known and array.size and (info.min < least or info.max > greatest):
         values = np.asarray(array)  # NumPy: under a trace, jnp would make a tracer of a constant
         low, high = int(values.min()), int(values.max())
-        if low < -limit or high >= limit:
-            raise ValueError(message(operator, argument, f"fit {range_name}", f"{low} to {high}"))
+        if low < least or high > greatest:
+            expected = f"lie in [{least}, {greatest}]"
+            raise ValueError(message(operator, argument, expected, f"{low} to {high}"))
     return jnp.asarray(array)
 
 
@@ -76,16 +78,6 @@ def default_scale(operator: str, size: Any) -> float:
         expected = "be given where the size of a head is symbolic"
         raise ValueError(message(operator, "scale", expected, f"None and the size {size}"))
     return size**-0.5 if size else 1.0
-
-
-def not_negative(operator: str, argument: str, x: Any) -> jax.Array:
-    """As `integers`; known values must not be below 0."""
-    array = integers(operator, argument, x)
-    if not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True):
-        least = int(np.asarray(x).min(initial=0))
-        if least < 0:
-            raise ValueError(message(operator, argument, "not be negative", least))
-    return array
 
 
 def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple) -> None:

@@ -77,7 +77,7 @@ def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
     parts = []
     sizes = {"batch": None, "head": None, "row": rows, "column": columns}
     for part, (name, size) in zip(value, sizes.items(), strict=True):
-        array = checks.not_negative(operator, f"dropout_offset {name}", part)
+        array = checks.integers(operator, f"dropout_offset {name}", part, least=0)
         if array.shape not in ((), (size,)):
             expected = "be a scalar" if size is None else f"be a scalar or of shape ({size},)"
             raise ValueError(

@@ -20,8 +20,7 @@ def as_array(x: Any) -> jax.Array:
     """`x`, a NumPy array or a tensor of PyTorch, which may require a gradient or be of bfloat16."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()
-        if (
-            str(x.dtype) == "torch.bfloat16"
-        ):  # NumPy has no such dtype; float32 holds all its numbers
+        # NumPy has no bfloat16; float32 holds all its numbers
+        if str(x.dtype) == "torch.bfloat16":
             return jnp.asarray(x.float().numpy(), jnp.bfloat16)
     return jnp.asarray(np.asarray(x))

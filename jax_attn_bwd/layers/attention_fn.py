@@ -187,12 +187,8 @@ def _seen(
     row, column = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)[None]
     window = masks.window(_NAME, band["local_window_size"])
     in_band = masks.in_band(row, column, band["is_causal"], window)
-    terms: list[Any] = [
-        None if x is None else to_rank(x, len(plane)) for x in (in_band, mask, bias)
-    ]
-    if bias is not None:
-        terms[2] = terms[2] != -jnp.inf
-    visible = masks.conjunction(*terms)
+    terms = (in_band, mask, None if bias is None else bias != -jnp.inf)
+    visible = masks.conjunction(*(x if x is None else to_rank(x, len(plane)) for x in terms))
     if visible is None:
         return query, key
     visible = jnp.broadcast_to(visible, plane)

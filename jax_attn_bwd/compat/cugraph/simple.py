@@ -50,8 +50,7 @@ def mha_simple_n2n(
       ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
     """
     call = "cugraph.mha_simple_n2n"
-    scale = None if checks.flag(call, "norm_by_dim", norm_by_dim) else 1.0
-    options: dict[str, Any] = {"num_heads": num_heads, "concat_heads": concat_heads, "scale": scale}
+    options = _options(call, num_heads, concat_heads, norm_by_dim)
     _check(call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options)
     return operators.graph_transformer_attention(
         graph, query_emb, key_emb, value_emb, edge=edge_emb, score_bias=score_bias, **options
@@ -78,25 +77,29 @@ def mha_simple_n2n_bwd(
 ) -> MhaSimpleGrads:
     """The gradients of `mha_simple_n2n`; each may be refused."""
     call = "cugraph.mha_simple_n2n_bwd"
-    scale = None if checks.flag(call, "norm_by_dim", norm_by_dim) else 1.0
-    options: dict[str, Any] = {"num_heads": num_heads, "concat_heads": concat_heads, "scale": scale}
+    options = _options(call, num_heads, concat_heads, norm_by_dim)
     settings, operands = _check(
         call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options
     )
     g = checks.floating(call, "grad_output_embedding", grad_output_embedding)
     check_cotangents(call, settings, operands, g, None, None, None, None)
-    given = {
-        "key": grad_key_emb, "query": grad_query_emb, "value": grad_value_emb,
-        "edge": grad_edge_emb, "score_bias": grad_score_bias,
-    }  # fmt: skip
-    flags = {n: is_asked(call, f"grad_{n}_emb", flag) for n, flag in given.items()}
-    flags["edge"] &= edge_emb is not None
-    flags["score_bias"] &= score_bias is not None
+    flags = {
+        "key": is_asked(call, "grad_key_emb", grad_key_emb),
+        "query": is_asked(call, "grad_query_emb", grad_query_emb),
+        "value": is_asked(call, "grad_value_emb", grad_value_emb),
+        "edge": is_asked(call, "grad_edge_emb", grad_edge_emb) and edge_emb is not None,
+        "score_bias": is_asked(call, "grad_score_bias", grad_score_bias) and score_bias is not None,
+    }
     grads = operators.graph_transformer_attention_bwd(
         g, graph, query_emb, key_emb, value_emb, edge=edge_emb, score_bias=score_bias,
         wrt=[argument for argument, flag in flags.items() if flag], **options,
     )  # fmt: skip
-    return MhaSimpleGrads(*(getattr(grads, argument) for argument in given))
+    return MhaSimpleGrads(*(getattr(grads, argument) for argument in flags))
+
+
+def _options(call: str, num_heads: Any, concat_heads: Any, norm_by_dim: Any) -> dict[str, Any]:
+    scale = None if checks.flag(call, "norm_by_dim", norm_by_dim) else 1.0
+    return {"num_heads": num_heads, "concat_heads": concat_heads, "scale": scale}
 
 
 def _check(call, graph, query, key, value, edge, score_bias, **options):

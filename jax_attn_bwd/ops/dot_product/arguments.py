@@ -9,7 +9,7 @@ from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 # a difference of two positions must fit int32
-_POSITIONS = {"limit": 2**30 + 1, "range_name": "[-2**30, 2**30]"}
+_POSITIONS = {"least": -(2**30), "greatest": 2**30}
 
 
 def prepare(

@@ -63,7 +63,8 @@ def over_parts(
         return jax.tree.map(jnp.add, sums, shares), results
 
     sums, results = lax.scan(body, sums, (parts, jax.tree.map(split, rows), first))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results), sums
+    join = lambda x: x.reshape(count * x.shape[1], *x.shape[2:])  # noqa: E731
+    return jax.tree.map(join, results), sums
 
 
 def _beginning_at(operands: Operands, first: jax.Array) -> Operands:

@@ -55,9 +55,12 @@ def prepare_gat(
         operator, options, graph, src.dtype, dropout_key, dropout_mask, dropout_offset
     )
     _check_explicit_sharding(operator, heads, src=src, dst=dst)
-    vector = None if kind == "gatv2" else "the vectors of several sides follow one another in it"
+    if kind == "gat" and any(spec := sharding.explicit_spec(attention_weights)):
+        remedy = "the vectors of several sides follow one another in it; reshard it"
+        expected = "not be sharded"
+        raise ValueError(checks.message(operator, "attention_weights", expected, spec, remedy))
     operands = Operands(graph, src, dst, None, attention_weights, edge, None, mask, words, offset)
-    return options, _placed(operator, operands, vector)
+    return options, _placed(options, operands)
 
 
 def prepare_transformer(
@@ -94,7 +97,7 @@ def prepare_transformer(
     )
     _check_explicit_sharding(operator, heads, query=query, key=key, value=value)
     operands = Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
-    return options, _placed(operator, operands)
+    return options, _placed(options, operands)
 
 
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
@@ -183,15 +186,10 @@ def _check_explicit_sharding(operator: str, num_heads: int, **nodes: jax.Array) 
         raise ValueError(checks.message(operator, "num_heads", expected, num_heads, "reshard it"))
 
 
-def _placed(operator: str, operands: Operands, whole_vector: str | None = None) -> Operands:
-    """`operands` sharded over heads as `src`; `whole_vector` says why attention_weights cannot be."""
-    vector = operands.attention_weights
-    if whole_vector is not None and vector is not None and any(sharding.explicit_spec(vector)):
-        got, remedy = sharding.explicit_spec(vector), f"{whole_vector}; reshard it"
-        argument, expected = "attention_weights", "not be sharded"
-        raise ValueError(checks.message(operator, argument, expected, got, remedy))
+def _placed(options: Options, operands: Operands) -> Operands:
+    """`operands` with heads sharded as those of `src`, where they come otherwise on an Explicit mesh."""
     axes: dict[str, tuple] = {"edge": (None, 1), "score_bias": (None, 1), "dropout_mask": (1, None)}
-    if whole_vector is None:
+    if options.kind == "gatv2":
         axes["attention_weights"] = (1,)
     given = {name: getattr(operands, name) for name in axes}
     placed: dict[str, Any] = {

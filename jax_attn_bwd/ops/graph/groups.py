@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.numerics import segment_sums
-from jax_attn_bwd.ops.graph.structure import Groups
+from jax_attn_bwd.ops.graph.grouping import Groups
 
 _SYMBOLIC_ELEMENTS = 64  # of an edge, where they are not known
 

@@ -1,30 +1,15 @@
-"""`BipartiteCSC`: a graph, and the order in which the loops walk over its edges.
-
-The loops handle edges in **groups**: up to W edges of one node, so that the sums over a group are dense
-and only one row a group is scattered. A hub is many groups, a node without edges is none. Groups of the
-destinations hold the edges that come in, groups of the sources those that go out.
-"""
+"""`BipartiteCSC`: a graph, and the order in which the loops walk over its edges."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd._core.serialization import exportable_dataclass, exportable_tuple
-
-_LIMIT = 2**31 - 1  # of anything that an int32 counts
-
-
-@exportable_tuple
-class Groups(NamedTuple):
-    """Every edge once, in groups of W of one node, by increasing node; "none" is one past the end."""
-
-    node: jax.Array  # int32 [V], whose edges these are
-    other: jax.Array  # int32 [V, W], the nodes at their other ends
-    edge: jax.Array  # int32 [V, W], their numbers in the caller's order
+from jax_attn_bwd._core.serialization import exportable_dataclass
+from jax_attn_bwd.ops.graph.grouping import LIMIT, Groups, grouped
 
 
 @exportable_dataclass
@@ -212,8 +197,8 @@ def _count(operator: str, argument: str, x: Any) -> int:
     """A number of nodes or edges that int32 can count."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(checks.message(operator, argument, "be an int", type(x).__name__))
-    if not 0 <= x < _LIMIT:
-        raise ValueError(checks.message(operator, argument, f"lie in [0, {_LIMIT})", x))
+    if not 0 <= x < LIMIT:
+        raise ValueError(checks.message(operator, argument, f"lie in [0, {LIMIT})", x))
     return int(x)
 
 
@@ -247,9 +232,9 @@ def _build(operator, offsets, indices, edge, num_src: int, capacity: int | None)
     destination = np.repeat(np.arange(num_dst), np.diff(offsets))
     by_source = _stable_order(indices)
     exact = capacity is None
-    incoming = _groups(operator, destination, indices, edge, num_dst, num_src, room, exact)
+    incoming = grouped(operator, destination, indices, edge, num_dst, num_src, room, exact)
     source, destination, edge_out = indices[by_source], destination[by_source], edge[by_source]
-    outgoing = _groups(operator, source, destination, edge_out, num_src, num_dst, room, exact)
+    outgoing = grouped(operator, source, destination, edge_out, num_src, num_dst, room, exact)
     pad = room - nnz
     return BipartiteCSC(
         offsets=_int32(offsets),
@@ -260,38 +245,6 @@ def _build(operator, offsets, indices, edge, num_src: int, capacity: int | None)
         num_src=num_src,
         num_dst=num_dst,
     )
-
-
-def _groups(operator, node, other, edge, nodes, others, room, exact) -> Groups:
-    """Groups of edges that are sorted by `node`; `exact`: as many as needed, else as may be needed."""
-    width = group_width(room, nodes)
-    degree = np.bincount(node, minlength=nodes)
-    count = -(-degree // width)
-    needed, bound = int(count.sum()), (room + (width - 1) * min(nodes, room)) // width
-    if bound * width > _LIMIT:
-        expected = f"need at most {_LIMIT} slots, which int32 can count"
-        remedy = "split the graph by destinations"
-        got = f"{bound * width} for {room} edges of {nodes} nodes"
-        raise ValueError(checks.message(operator, "the graph", expected, got, remedy))
-    total = needed if exact else bound
-    first, start = np.cumsum(count) - count, np.cumsum(degree) - degree
-    rank = np.arange(len(node)) - start[node]
-    slot = (first[node] + rank // width) * width + rank % width
-
-    def fill(values, none):
-        slots = np.full(total * width, none, np.int32)
-        slots[slot] = values
-        return jnp.asarray(slots.reshape(total, width))
-
-    owner = np.full(total, nodes, np.int32)
-    owner[:needed] = np.repeat(np.arange(nodes), count)
-    return Groups(jnp.asarray(owner), fill(other, others), fill(edge, room))
-
-
-def group_width(edges: int, nodes: int) -> int:
-    """Edges of a group, from the mean degree: wide ones are faster, and emptier where degrees are low."""
-    mean = edges / max(nodes, 1)
-    return 8 if mean >= 6 else 4 if mean >= 2 else 2
 
 
 def _stable_order(x: np.ndarray) -> np.ndarray:

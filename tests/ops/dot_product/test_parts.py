@@ -92,6 +92,13 @@ def test_second_order_and_vmap_in_parts(rng, in_parts):
     assert_trees_close(jax.jit(lambda i: second(i))(inputs), expected, 1e-11)
 
 
+def test_values_without_width_in_parts(in_parts):
+    in_parts(2)
+    q, v = jnp.ones((4, 8, 2, 3)), jnp.ones((4, 8, 2, 0))
+    grads = jax.grad(lambda *x: dot_product_attention(*x).sum(), (0, 1, 2))(q, q, v)
+    assert [g.shape for g in grads] == [q.shape, q.shape, v.shape]
+
+
 def default_parts(batch, heads, T, S):
     x = Operands(*(jnp.zeros((*batch, n, heads, 1), jnp.float32) for n in (T, S, S)))
     return tiling.Tiling.default_for(Options(scale=1.0), x).parts

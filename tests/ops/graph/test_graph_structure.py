@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import structure
+from jax_attn_bwd.ops.graph import grouping
 from jax_attn_bwd.ops.graph.reference import ends
 
 
@@ -187,5 +187,5 @@ def test_kinds_that_are_refused():
 
 
 def test_width_of_a_group_follows_the_mean_degree():
-    widths = [structure.group_width(edges, 100) for edges in (0, 150, 400, 5000)]
+    widths = [grouping.group_width(edges, 100) for edges in (0, 150, 400, 5000)]
     assert widths == sorted(widths)

@@ -1,0 +1,58 @@
+"""Edges in groups, the order in which the loops walk over them.
+
+The loops handle edges in **groups**: up to W edges of one node, so that the sums over a group are dense
+and only one row a group is scattered. A hub is many groups, a node without edges is none. Groups of the
+destinations hold the edges that come in, groups of the sources those that go out.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.serialization import exportable_tuple
+
+LIMIT = 2**31 - 1  # of anything that an int32 counts
+
+
+@exportable_tuple
+class Groups(NamedTuple):
+    """Every edge once, in groups of W of one node, by increasing node; "none" is one past the end."""
+
+    node: jax.Array  # int32 [V], whose edges these are
+    other: jax.Array  # int32 [V, W], the nodes at their other ends
+    edge: jax.Array  # int32 [V, W], their numbers in the caller's order
+
+
+def grouped(operator, node, other, edge, nodes, others, room, exact) -> Groups:
+    """Groups of edges that are sorted by `node`; `exact`: as many as needed, else as may be needed."""
+    width = group_width(room, nodes)
+    degree = np.bincount(node, minlength=nodes)
+    count = -(-degree // width)
+    needed, bound = int(count.sum()), (room + (width - 1) * min(nodes, room)) // width
+    if bound * width > LIMIT:
+        expected = f"need at most {LIMIT} slots, which int32 can count"
+        remedy = "split the graph by destinations"
+        got = f"{bound * width} for {room} edges of {nodes} nodes"
+        raise ValueError(checks.message(operator, "the graph", expected, got, remedy))
+    total = needed if exact else bound
+    first, start = np.cumsum(count) - count, np.cumsum(degree) - degree
+    rank = np.arange(len(node)) - start[node]
+    slot = (first[node] + rank // width) * width + rank % width
+
+    def fill(values, none):
+        slots = np.full(total * width, none, np.int32)
+        slots[slot] = values
+        return jnp.asarray(slots.reshape(total, width))
+
+    owner = np.full(total, nodes, np.int32)
+    owner[:needed] = np.repeat(np.arange(nodes), count)
+    return Groups(jnp.asarray(owner), fill(other, others), fill(edge, room))
+
+
+def group_width(edges: int, nodes: int) -> int:
+    """Edges of a group, from the mean degree: wide ones are faster, and emptier where degrees are low."""
+    mean = edges / max(nodes, 1)
+    return 8 if mean >= 6 else 4 if mean >= 2 else 2
