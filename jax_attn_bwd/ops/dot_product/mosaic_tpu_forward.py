@@ -1,16 +1,16 @@
 """TPU forward of dense attention (Pallas Mosaic TPU).
 
-A step holds a tile of queries of one head and a tile of keys, and runs over parts of it, so that the compiler
-overlaps the matrix products of one part with the exponentials of another. The softmax is the online one of
-`forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap the maximum is
-subtracted first, in natural units, so that huge tied logits stay exact. The row sums stay spread over the
-128 lanes until a tile of queries is finished, and `lse` is stored as one number a query.
+A step holds a tile of queries of one head and a tile of keys, and runs over parts of it in stages, so that
+the compiler overlaps the matrix products of some parts with the exponentials of others. Scores are held
+transposed, keys by queries, and so are the sums of weighted values: what belongs to a query is one number in
+a lane, which broadcasts for free, and a wide matrix unit adds up over 256 keys at once. The softmax is the
+online one of `forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap
+the maximum is subtracted first, in natural units, so that huge tied logits stay exact.
 
 References:
   Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
 """
 
-import functools
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
-from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product import kernel_inputs
 from jax_attn_bwd.ops.dot_product import mosaic_tpu_tiles as tiles
@@ -40,8 +40,8 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     if options.window is not None:
         limits = (limits[0], 1024)
     block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
-    parts = tiles.even_part(block_q, 256), tiles.even_part(block_k, 1024)
-    return Tiling(block_q, block_k, *parts, ahead=mosaic_tpu.has_wide_units())
+    part_q = tiles.even_part(block_q, 256 if mosaic_tpu.has_wide_units() else 128)
+    return Tiling(block_q, block_k, part_q, tiles.even_part(block_k, 256), apart=3)
 
 
 def forward(options: Options, operands: Operands) -> Result:
@@ -69,27 +69,32 @@ def _forward(options, tiling, interpret, operands, keys):
     visits = tiles.schedule(*flags)
     sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(refs)))
+    refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))
     names, values = tiles.flat(refs)
-    B, groups = refs.q.shape[0], N // K
+    (B, _, H_v, _), groups = refs.v.shape, N // K
 
     def locate(b, k, g, p, steps):
         return Step.at(steps, groups, b, k, g, p)
 
-    specs = tiles.input_specs(refs, sides, tiling, locate)
+    of_value = pl.BlockSpec(
+        (None, None, H_v, tiling.block_k),
+        lambda *where: (lambda s: (s.b, s.k, ZERO, s.column))(locate(*where)),
+    )
+    specs = tiles.input_specs(refs, sides, tiling, locate)._replace(v=of_value)
     of_rows = pl.BlockSpec(
         (None, None, 1, tiling.block_q),
         lambda *where: (lambda s: (s.b, s.n, ZERO, s.row))(locate(*where)),
     )
     of_out = pl.BlockSpec(
-        (None, None, tiling.block_q, refs.v.shape[-1]),
+        (None, None, tiling.block_q, H_v),
         lambda *where: (lambda s: (s.b, s.n, s.row, ZERO))(locate(*where)),
     )
     out_type = [
-        pallas.out_type((*refs.q.shape[:-1], refs.v.shape[-1]), refs.q.dtype, refs),
+        pallas.out_type((*refs.q.shape[:-1], H_v), refs.q.dtype, refs),
         *[pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs)]
         * (1 if refs.bias is None else 2),
     ]
-    state = [(tiling.block_q, n) for n in (LANES, LANES, refs.v.shape[-1])]
+    state = [(n, tiling.block_q) for n in (1, 1, H_v)]
     kernel = partial(_kernel, options, tiling, sides, visits, names, locate)
     out, *rows = mosaic_tpu.launch(
         kernel,
@@ -122,20 +127,12 @@ def _kernel(
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
     def visit(mixed):
-        parts = [Part(options, inputs, sides, tiling, step, slices) for slices in tiling.parts()]
-
-        def begin(part):
-            queries, keys = part.slices
-            return tiles.product(options, inputs.q[queries, :], inputs.k[keys, :], (1, 1))
-
-        products = begin(parts[0])
-        for i, part in enumerate(parts):
-            mine = products
-            if tiling.ahead and i + 1 < len(parts):
-                products = begin(parts[i + 1])
-            _fold(part, mine, mixed, m_ref, l_ref, acc_ref)
-            if not tiling.ahead and i + 1 < len(parts):
-                products = begin(parts[i + 1])
+        parts = [
+            Part(options, inputs, sides, tiling, step, slices, transposed=True)
+            for slices in tiling.parts()
+        ]
+        stages = _products, partial(_weights, mixed, m_ref, l_ref), partial(_add, acc_ref)
+        tiles.in_stages(parts, stages, tiling.apart)
 
     step.each_kind(visits, visit)
 
@@ -144,50 +141,56 @@ def _kernel(
         _finish(options, inputs, step, tiling, outputs, m_ref, l_ref, acc_ref)
 
 
-def _fold(part: Part, products, mixed: bool, m_ref, l_ref, acc_ref) -> None:
-    """Folds a part of the tile into the state of its queries; m is in units of the exponent if plain."""
+def _products(part: Part, _: Any) -> jax.Array:
+    """`[keys, queries]` of a part."""
+    queries, keys = part.slices
+    return tiles.product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
+
+
+def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
+    """(weights of the part's values, what its queries' earlier sums are multiplied by).
+
+    Folds the part into the maxima and sums of its queries; m is in units of the exponent if plain.
+    """
     options, refs = part.options, part.refs
-    rows, keys = part.slices
+    queries, _ = part.slices
     x, factor, _ = part.logits(products, mixed)
     plain = is_plain(options, refs)
-    blocks = mosaic_tpu.lane_blocks(x)
-    top = functools.reduce(jnp.maximum, blocks).max(axis=1, keepdims=True)
-    m_old = m_ref[rows, :]
+    top = x.max(axis=0, keepdims=True)
+    m_old = m_ref[:, queries]
     m = jnp.maximum(m_old, top * factor if plain else top)
     shift = m
     if mixed or refs.bias is not None or refs.mask is not None:  # else every query has seen a key
         shift = jnp.where(m == -jnp.inf, 0.0, m)
     if plain:
         decay = jnp.exp2(m_old - shift)
-        blocks = [jnp.exp2(block * factor - shift) for block in blocks]
+        p = jnp.exp2(x * factor - shift)
     else:
         decay = jnp.exp2((m_old - shift) * LOG2_E)
-        blocks = [jnp.exp2((block - shift) * LOG2_E) for block in blocks]
-    m_ref[rows, :] = m
-    l_ref[rows, :] = l_ref[rows, :] * decay + functools.reduce(jnp.add, blocks)
-    p = jnp.concatenate(blocks, axis=1)
+        p = jnp.exp2((x - shift) * LOG2_E)
+    m_ref[:, queries] = m
+    l_ref[:, queries] = l_ref[:, queries] * decay + p.sum(axis=0, keepdims=True)
     kept = part.keep()
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
-    pv = tiles.product(options, p.astype(refs.v.dtype), refs.v[keys, :])
-    acc_ref[rows, :] = acc_ref[rows, :] * _over(decay, pv.shape[1]) + pv
+    return p.astype(refs.v.dtype), decay
 
 
-def _over(lanes: jax.Array, width: int) -> jax.Array:
-    """`[n, 128]` with one value a row -> `[n, width]`."""
-    whole, rest = divmod(width, LANES)
-    blocks = [lanes] * whole + ([lanes[:, :rest]] if rest else [])
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
+def _add(acc_ref, part: Part, given: tuple) -> None:
+    """Adds a part's weighted values to the sums of its queries."""
+    p, decay = given
+    queries, keys = part.slices
+    weighted = tiles.product(part.options, part.refs.v[:, keys], p)
+    acc_ref[:, queries] = acc_ref[:, queries] * decay + weighted
 
 
 def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l_ref, acc_ref):
     """Writes out, lse, and what rounding took from lse."""
     out_ref, lse_ref, *low_ref = outputs
     unit = LN_2 if is_plain(options, refs) else 1.0  # of m
-    m = m_ref[:, :1] * unit
-    l = l_ref[...].sum(axis=1, keepdims=True)
+    m, l = m_ref[...] * unit, l_ref[...]
     if refs.rows_end is not None:
-        row = lax.broadcasted_iota(jnp.int32, l.shape, 0) + step.row * tiling.block_q
+        row = lax.broadcasted_iota(jnp.int32, l.shape, 1) + step.row * tiling.block_q
         end = refs.rows_end[kernel_inputs.at(refs.rows_end, 0, step.b)]
         l = jnp.where(row < end, l, 0.0)
     factor: Any = 1.0
@@ -202,9 +205,10 @@ def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l
     total = jnp.where(empty, 1.0, l)
     if options.dropout_rate:
         factor = factor * dropout.survivor_factor(options.dropout_rate)
-    out_ref[...] = jnp.where(empty, 0.0, acc_ref[...] * (factor / total)).astype(out_ref.dtype)
+    out = jnp.where(empty, 0.0, acc_ref[...] * (factor / total))
+    out_ref[...] = out.astype(out_ref.dtype).T
     log_l = jnp.log(total)
     lse = jnp.where(empty, floor, m + log_l)
-    lse_ref[...] = mosaic_tpu.lie(lse)
+    lse_ref[...] = lse
     for ref in low_ref:
-        ref[...] = mosaic_tpu.lie(jnp.where(empty, 0.0, (m - lse) + log_l))
+        ref[...] = jnp.where(empty, 0.0, (m - lse) + log_l)

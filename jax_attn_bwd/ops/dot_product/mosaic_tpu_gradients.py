@@ -34,13 +34,13 @@ RESIDENT = (
 def default_tiling(options: Options, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
-    limits = (1024, 2048) if tiles.is_light(options, operands) else (512, 512)
-    if options.window is not None:
-        limits = (limits[0], min(1024, limits[1]))
-    block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
+    light, wide = tiles.is_light(options, operands), mosaic_tpu.has_wide_units()
+    limit = (1024 if options.window is not None else 2048) if light else 512
+    block_q, block_k = tiles.even_block(T, limit), tiles.even_block(S, limit)
     # more values an element leave fewer registers
-    part_q, part_k = (block_q, 512) if limits[0] == 1024 else (tiles.even_part(block_q, 128), 128)
-    return Tiling(block_q, block_k, part_q, tiles.even_part(block_k, part_k), keys_first=False)
+    part_q, part_k = ((256, 256) if wide else (1024, 512)) if light else (128, 128)
+    parts = tiles.even_part(block_q, part_q), tiles.even_part(block_k, part_k)
+    return Tiling(block_q, block_k, *parts, apart=int(light and wide))
 
 
 class Saved(NamedTuple):
@@ -261,11 +261,18 @@ def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
         pl.when(step.first & (g == 0))(partial(clear, by_key))
 
     def visit(mixed):
-        for slices in tiling.parts():
-            part = Part(
+        parts = [
+            Part(
                 call.options, inputs, sides, tiling, step, slices, True, call.first * tiling.block_q
             )
-            _add(part, dout_ref, rows_ref, sums, step.row, g, mixed)
+            for slices in tiling.parts()
+        ]
+        stages = (
+            partial(_products, dout_ref, sums.keys() != {"value"}),
+            partial(_elements, rows_ref, mixed),
+            partial(_add, dout_ref, sums, step.row, g),
+        )
+        tiles.in_stages(parts, stages, tiling.apart)
 
     step.each_kind(call.visits, visit)
     scale = call.options.scale
@@ -291,26 +298,38 @@ def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
                 out[...] = total.astype(out.dtype)
 
 
-def _add(part: Part, dout_ref, rows_ref, sums, row, g, mixed: bool) -> None:
+def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
+    """(k q^T, v dout^T or None) of a part, `[keys, queries]`."""
+    options, refs = part.options, part.refs
+    queries, keys = part.slices
+    products = tiles.product(options, refs.k[keys, :], refs.q[queries, :], (1, 1))
+    if not with_dp:
+        return products, None
+    return products, tiles.product(options, refs.v[keys, :], dout_ref[queries, :], (1, 1))
+
+
+def _elements(rows_ref, mixed: bool, part: Part, given: tuple) -> tuple:
+    """(p, dlogits for a bias, dx): what is multiplied is in the type of the operands."""
+    products, dp = given
+    p, dlogits, dx = arithmetic(part, rows_ref, products, dp, mixed)
+    dtype = part.refs.q.dtype
+    dlogits = dlogits if part.refs.bias is not None else None
+    return p.astype(dtype), dlogits, None if dx is None else dx.astype(dtype)
+
+
+def _add(dout_ref, sums, row, g, part: Part, given: tuple) -> None:
     """Adds the share of a part of the tile to every sum."""
     options, refs = part.options, part.refs
     queries, keys = part.slices
-    q, k = refs.q[queries, :], refs.k[keys, :]
-    dout = dout_ref[queries, :]
-    products = tiles.product(options, k, q, (1, 1))  # [keys, queries]
-    dp = None
-    if sums.keys() != {"value"}:
-        dp = tiles.product(options, refs.v[keys, :], dout, (1, 1))
-    z_p, dlogits, dx = arithmetic(part, rows_ref, products, dp, mixed)
+    q, k, dout = refs.q[queries, :], refs.k[keys, :], dout_ref[queries, :]
+    p, dlogits, dx = given
     if "value" in sums:
-        sums["value"][keys, :] += tiles.product(options, z_p.astype(dout.dtype), dout)  # (5)
+        sums["value"][keys, :] += tiles.product(options, p, dout)  # (5)
     if "bias" in sums and part.sides.bias == 0:
         sums["bias"][g, row, :, queries] += dlogits.sum(axis=0, keepdims=True)
     elif "bias" in sums:
         blocks = mosaic_tpu.lane_blocks(dlogits)
         sums["bias"][g, keys, :] += functools.reduce(jnp.add, blocks)
-    if "key" in sums or "query" in sums:
-        dx = dx.astype(q.dtype)
     if "key" in sums:
         sums["key"][keys, :] += tiles.product(options, dx, q)  # (11)
     if "query" in sums:

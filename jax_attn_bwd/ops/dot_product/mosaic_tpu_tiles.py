@@ -5,6 +5,7 @@ each, in the order in which it visits them. The grid runs over the schedule, whi
 before a step begins, so the loads of what is skipped are skipped too.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,16 +40,14 @@ class Tiling:
     Attributes:
       block_q, block_k: queries and keys of one step.
       part_q, part_k: of one part of a tile: parts are what the compiler overlaps.
-      keys_first: parts run over the keys of a tile first, over its queries second.
-      ahead: the product q k^T of a part is begun before the softmax of the part before it.
+      apart: how many parts a stage of the work runs behind the one before it.
     """
 
     block_q: int
     block_k: int
     part_q: int
     part_k: int
-    keys_first: bool = True
-    ahead: bool = False
+    apart: int = 0
 
     @property
     def padding(self) -> kernel_inputs.Padding:
@@ -56,14 +55,28 @@ class Tiling:
         return kernel_inputs.Padding(self.block_q, self.block_k, HEAD)
 
     def parts(self) -> list[tuple[slice, slice]]:
-        """(queries, keys) of each part, in order."""
+        """(queries, keys) of each part: neighbours belong to different queries, and wait for nothing."""
         queries, keys = (
             [slice(i, i + part) for i in range(0, block, part)]
             for block, part in ((self.block_q, self.part_q), (self.block_k, self.part_k))
         )
-        if self.keys_first:
-            return [(q, k) for q in queries for k in keys]
         return [(q, k) for k in keys for q in queries]
+
+
+def in_stages(
+    parts: Sequence[Any], stages: Sequence[Callable[[Any, Any], Any]], apart: int
+) -> None:
+    """`value = stage(part, value)` for each part and stage, a stage `apart` parts behind the one before it.
+
+    The compiler overlaps what stands close together in the program: the products of one part with the
+    exponentials of another. A program that finishes part after part keeps it from that.
+    """
+    values: dict[int, Any] = {}
+    for step in range(len(parts) + apart * (len(stages) - 1)):
+        for n, stage in enumerate(stages):
+            i = step - apart * n
+            if 0 <= i < len(parts):
+                values[i] = stage(parts[i], values.pop(i, None))
 
 
 def even_block(length: int, limit: int) -> int:

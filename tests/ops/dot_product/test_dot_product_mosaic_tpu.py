@@ -28,7 +28,7 @@ NAME = "mosaic_tpu"
 BF16 = jnp.bfloat16
 (OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
 SMALL = tiles.Tiling(128, 128, 128, 128)
-PARTS = tiles.Tiling(128, 256, 128, 128, ahead=True)
+PARTS = tiles.Tiling(256, 512, 128, 128, apart=3)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_short_cases_against_definition(name):
 
 
 def test_parts_of_a_tile_and_chunks_of_queries(monkeypatch):
-    """Two parts a tile; dq is too much for the memory it is given, so queries are cut."""
+    """Eight parts a tile, in stages; dq is too much for the memory it is given, so queries are cut."""
     set_tiling(monkeypatch, PARTS)
     monkeypatch.setattr(mosaic_tpu_gradients, "RESIDENT", 1)
     measured(long_case("window", lambda rng: {}, T=200, S=257, local_window_size=(60, 20)))
