@@ -1,5 +1,6 @@
 """Graph attention layers as Equinox modules."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,10 @@ class _Conv(eqx.Module):
     def _build(
         self, config: Config, in_channels: Any, inference: bool, dtype: Any, key: jax.Array
     ) -> None:
+        for field in dataclasses.fields(self):
+            # Equinox flattens what the instance holds: a default of the class it takes for missing.
+            if field.default is None:
+                setattr(self, field.name, None)
         specs = linears(config, channels(config.kind, in_channels))
         shapes = arrays(config)
         keys = iter(jax.random.split(key, len(specs) + len(shapes)))
