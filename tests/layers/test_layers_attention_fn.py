@@ -337,6 +337,34 @@ def test_rotary_embedding_and_its_positions():
         attention_fn(query, key, value, input_positions=jnp.arange(T))
 
 
+@pytest.mark.parametrize("options", [{"normalize_qk": True}, {"decode": True}, {}], ids=str)
+def test_an_interceptor_of_linen_acts_once(options):
+    """Where Flax's projections run and where one rule does; one `__call__` is captured."""
+    (x,) = arrays((2, T, E))
+    layer = flax_linen.MultiHeadDotProductAttention(N, param_dtype="float64", **options)
+    with lenient():
+        variables = jitted(layer.init)(jax.random.key(0), x)
+    x, seen = x[:, :1], []
+
+    def plus_one(call, args, kwargs, context):
+        out = call(*args, **kwargs)
+        if context.module.path:
+            return out
+        seen.append(context.method_name)
+        return out + 1
+
+    with lenient():
+        plain, state = layer.apply(
+            variables, x, capture_intermediates=True, mutable=["cache", "intermediates"]
+        )
+        with nn.intercept_methods(plus_one):
+            changed, _ = layer.apply(variables, x, mutable=["cache"])
+    assert_close(changed, plain + 1, 1e-13)
+    assert seen == ["__call__"]
+    assert len(state["intermediates"]["__call__"]) == 1
+    assert layer.attention_fn is attention_fn
+
+
 def test_options_need_our_attention():
     x, y = arrays((2, T, E), (2, S, E))
     layer = flax_linen.MultiHeadAttention(

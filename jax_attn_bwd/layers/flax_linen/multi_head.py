@@ -1,5 +1,6 @@
 """Multi-head attention as a Flax linen module."""
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,8 @@ from jax_attn_bwd.layers.multi_head import attend, boolean_mask, within_window
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _own_attention = attention_fn
+# Flax wraps methods: called inside another, the wrapped one would be intercepted and captured once more.
+_flax_call = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
@@ -108,6 +111,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             save=self.save, implementation=self.implementation,
         )  # fmt: skip
 
+    @nn.nowrap
     def _is_whole(self) -> bool:
         """Whether nothing stands between the projections and the attention, or replaces a part."""
         custom = (
@@ -120,9 +124,11 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             and all(x is None for x in custom)
         )
 
+    @nn.nowrap
     def _einsums(self) -> bool:
         return bool(self.qk_attn_weights_einsum_cls or self.attn_weights_value_einsum_cls)
 
+    @nn.nowrap
     def _params(self, *inputs: jax.Array) -> MultiHeadAttentionParams:
         """The parameters, made where there are none yet."""
         features = self.out_features or inputs[0].shape[-1]
@@ -147,6 +153,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         )  # fmt: skip
         return MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
 
+    @nn.nowrap
     def _projected(self, inputs_q: jax.Array, *inputs: Any, mask: Any, **arguments: Any) -> Any:
         """Flax's own call, around the attention that the attributes ask for."""
         options: dict[str, Any] = {
@@ -172,21 +179,19 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             if self.decode and self.has_variable("cache", "cached_key"):
                 mask = self._window_of_step(mask, inputs_q.ndim - 2, options)
             attention = partial(_own_attention, **options)
-        # In the same scope, so that parameters, cache, rngs and sown weights are this module's.
-        flax = self.clone(
-            parent=self.scope, attention_fn=attention, is_causal=False, local_window_size=None,
-            implementation=None,
-        )  # fmt: skip
-        return super(MultiHeadDotProductAttention, flax).__call__(
-            inputs_q, *inputs, mask=mask, **arguments
-        )
+        given = self.attention_fn
+        object.__setattr__(self, "attention_fn", attention)  # for the call: modules are frozen
+        try:
+            return _flax_call(self, inputs_q, *inputs, mask=mask, **arguments)
+        finally:
+            object.__setattr__(self, "attention_fn", given)
 
+    @nn.nowrap
     def _window_of_step(self, mask: Any, batch: int, options: dict[str, Any]) -> Any:
         """`mask` with the window of the one query that the cache is about to take; empties `options` of it.
 
         Flax hides the keys that are still to come.
         """
-        options.pop("is_causal", None)
         row: Any = self.get_variable("cache", "cache_index")[None]
         length: Any = self.get_variable("cache", "cached_key").shape[-3]
         size = options.pop("local_window_size", None)
