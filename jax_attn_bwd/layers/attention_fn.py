@@ -47,7 +47,8 @@ def attention_fn(
         nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_attn_bwd.attention_fn)
         nnx.MultiHeadAttention(8, 64, attention_fn=jax_attn_bwd.attention_fn, decode=False, rngs=rngs)
 
-    What these layers do not pass on, bind: `functools.partial(attention_fn, bias=bias, is_causal=True)`.
+    What these layers do not pass on, bind: `functools.partial(attention_fn, bias=bias, is_causal=True)`. (NNX
+    passes on `is_causal`, True or not: there it is an argument of the layer's call.)
 
     Differs from the attention of Flax in that a query which sees nothing gives 0, not a mean over hidden
     keys, and that no T x S array is formed or kept, unless weights are sown.
@@ -60,8 +61,9 @@ def attention_fn(
       value: `[..., S, K, Hv]`.
       bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
       mask: broadcasts to `[..., N, T, S]`, **bool**, True = attend: `dtype=bool` in the mask helpers of
-        Flax. Only with T = 1, for which decoding in Flax makes float32 masks, may it be of zeros and ones;
-        other numbers then are an error, or, where they are traced, NaN in the output.
+        Flax. Only with T = 1, for which decoding in Flax makes float32 masks, may it be of zeros and ones:
+        that is a step of decoding. Other numbers then are an error, or, where they are traced, NaN in the
+        output.
       broadcast_dropout: one dropout mask for batch and heads, Flax's default.
       dropout_rng: random key, required with dropout.
       dropout_rate: probability of dropping an attention probability.
@@ -71,10 +73,13 @@ def attention_fn(
       module: the layer that sows the weights `[..., N, T, S]` before dropout: to "intermediates" from linen,
         to `nnx.Intermediate` from NNX. None = not sown.
       force_fp32_for_softmax: either way the softmax is computed in float32, or float64 for float64.
-      is_causal: a query sees keys up to its own index.
+      is_causal: a query sees keys up to its own index. In a step of decoding the mask says so already.
       input_positions: positions that are handed to `rope`.
-      rope: rotary embedding of queries and keys, `(x [..., L, H], input_positions) -> x`: an `nnx.RoPE`.
-      local_window_size, implementation: as in `dot_product_attention`.
+      rope: rotary embedding of queries and keys, `(x [..., L, H], input_positions) -> x`: an `nnx.RoPE`,
+        which does not know the index of the query in a step of decoding.
+      local_window_size: as in `dot_product_attention`; an error in a step of decoding, where the index of
+        the query is not known here: the layers of `jax_attn_bwd.layers` know it and take the same argument.
+      implementation: as in `dot_product_attention`.
       promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
 
@@ -86,7 +91,7 @@ def attention_fn(
 
     Raises:
       TypeError: a float mask, or another argument of the wrong kind.
-      ValueError: shapes disagree, dropout without a key, or positions without `rope`.
+      ValueError: shapes disagree, dropout without a key, positions without `rope`, or a window in decoding.
       NotImplementedError: an einsum of the caller's.
 
     Example:
@@ -125,6 +130,8 @@ def attention_fn(
     if drops:
         dropout.key_words(_NAME, dropout_rng, "dropout_rng")  # an error names this argument
     band: dict[str, Any] = dict(is_causal=is_causal, local_window_size=local_window_size)
+    if sound is not None:
+        band = _band_of_step(**band)
     out = dot_product_attention(
         query, key, value, bias, mask, **band, dropout_rate=dropout_rate if drops else 0.0,
         dropout_key=dropout_rng if drops else None, broadcast_dropout=broadcast_dropout,
@@ -156,6 +163,20 @@ def _attends(mask: Any, query: jax.Array) -> tuple[jax.Array | None, jax.Array |
     if not isinstance(sound, jax.core.Tracer) and not sound:
         boolean_mask(_NAME, mask)  # raises
     return jnp.asarray(mask != 0), sound
+
+
+def _band_of_step(is_causal: bool, local_window_size: Any) -> dict[str, Any]:
+    """The band of a step of decoding: none, for the mask hides the keys that are still to come."""
+    checks.flag(_NAME, "is_causal", is_causal)
+    if masks.window(_NAME, local_window_size) is not None:
+        expected = "be None in a step of decoding, where the index of the query is not known"
+        remedy = (
+            "give it to the layer of jax_attn_bwd.layers.flax_linen or flax_nnx in place of Flax's"
+        )
+        raise ValueError(
+            checks.message(_NAME, "local_window_size", expected, local_window_size, remedy)
+        )
+    return dict(is_causal=False, local_window_size=None)
 
 
 def _weights(

@@ -188,7 +188,11 @@ def test_sown_weights_of_nnx(layer):
 LINEN = {
     "theirs": nn.MultiHeadDotProductAttention,
     "flax": partial(nn.MultiHeadDotProductAttention, attention_fn=attention_fn),
+    "flax_causal": partial(
+        nn.MultiHeadDotProductAttention, attention_fn=partial(attention_fn, is_causal=True)
+    ),
     "own": flax_linen.MultiHeadDotProductAttention,
+    "own_causal": partial(flax_linen.MultiHeadDotProductAttention, is_causal=True),
     "window": partial(flax_linen.MultiHeadDotProductAttention, local_window_size=2),
 }
 
@@ -222,6 +226,21 @@ def test_decoding_in_linen(name):
     assert int(cache["cache_index"]) == T
 
 
+def test_weights_of_a_causal_step_of_decoding():
+    """What is sown are the weights that were used."""
+    (x,) = arrays((2, T, E))
+    layer = LINEN["flax_causal"](N, decode=True, param_dtype="float64")
+    variables = jitted(layer.init)(jax.random.key(0), x)
+    for t in range(3):
+        with lenient():
+            _, state = layer.apply(
+                variables, x[:, t : t + 1], sow_weights=True, mutable=["cache", "intermediates"]
+            )
+        variables = {**variables, "cache": state["cache"]}
+    (weights,) = state["intermediates"]["attention_weights"]
+    np.testing.assert_array_equal(weights > 0, np.broadcast_to(np.arange(T) < 3, weights.shape))
+
+
 @pytest.mark.parametrize("name", ["flax", "own", "window"])
 def test_decoding_in_nnx(name):
     """Grouped heads; `is_causal` at the call changes nothing, and `decode` is told to constructor or call."""
@@ -231,7 +250,7 @@ def test_decoding_in_nnx(name):
     window = {"local_window_size": 2} if name == "window" else {}
     layer = cls(N, E, num_kv_heads=2, param_dtype="float64", **window, rngs=nnx.Rngs(0))
     layer.init_cache(x.shape, "float64")
-    step = nnx.jit(lambda layer, x: layer(x, decode=True, is_causal=name == "own"))
+    step = nnx.jit(lambda layer, x: layer(x, decode=True, is_causal=name != "window"))
     with lenient():
         steps = [step(layer, x[:, t : t + 1]) for t in range(T)]
     expected = layer(x, decode=False, is_causal=True)
@@ -247,6 +266,8 @@ def test_a_float_mask_for_decoding_is_of_zeros_and_ones():
     call = lambda mask: attention_fn(query, key, value, mask=mask)  # noqa: E731
     np.testing.assert_array_equal(call(mask.astype("float32")), expected)
     np.testing.assert_array_equal(jax.jit(call)(mask.astype("float32")), expected)
+    with pytest.raises(ValueError, match=r"local_window_size must be None in a step .*flax_linen"):
+        attention_fn(query, key, value, mask=mask.astype("float32"), local_window_size=2)
     additive = jnp.where(mask, 0.0, -1e9)
     with pytest.raises(TypeError, match=r"mask must be boolean .*bias"):
         call(additive)
