@@ -1,7 +1,7 @@
 """Multi-head attention as a Flax NNX module."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask, within_window
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
@@ -67,7 +67,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         own = attention_fn is _own_attention
         if implementation is not None:
-            attention_fn = partial(attention_fn, implementation=implementation)
+            checks.choice(_NAME, "implementation", implementation, backend.NAMES)
+            attention_fn = _attention_by(implementation)
         super().__init__(*args, attention_fn=attention_fn, **kwargs)
         self._own_attention = attention_fn if own else None
         self.local_window_size = local_window_size
@@ -163,3 +164,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             length = (query if key is None else key).shape[-2]
         batch = query.ndim - 2
         return within_window(_NAME, mask, row, batch, length, self.local_window_size)
+
+
+@cache  # layers are of one graphdef, and `nnx.jit` traces them once, where their attributes are equal
+def _attention_by(implementation: str) -> Callable[..., jax.Array]:
+    return partial(attention_fn, implementation=implementation)
