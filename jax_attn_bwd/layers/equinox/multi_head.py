@@ -6,7 +6,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, masks
+from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask, promote
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
@@ -35,12 +36,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     """
 
     is_causal: bool = eqx.field(static=True)
-    local_window_size: int | tuple[int, int] | None = eqx.field(static=True)
+    local_window_size: tuple[int, int] | None = eqx.field(static=True)
     save: str = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
 
     def __init__(
         self,
+        num_heads: int,
         *args: Any,
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
@@ -58,9 +60,10 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             `jax_attn_bwd.multi_head_attention`, where that runs.
           implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
         """
-        super().__init__(*args, **kwargs)
+        super().__init__(positive(_NAME, "num_heads", num_heads), *args, **kwargs)
         self.is_causal = is_causal
-        self.local_window_size = local_window_size
+        # As a pair of Python ints: `filter_jit` compares it with those of other layers.
+        self.local_window_size = masks.window(_NAME, local_window_size)
         self.save = save
         self.implementation = implementation
 
@@ -101,13 +104,14 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
         inference = deterministic if deterministic is not None else inference
         inference = self.dropout.inference if inference is None else inference
-        drops = not inference and self.dropout.p != 0
+        drops = not inference and checks.rate(_NAME, "dropout.p", self.dropout.p) > 0
         if drops and key is None:
             expected = "be given while there is dropout"
             remedy = "pass inference=True or use equinox.nn.inference_mode"
             raise ValueError(checks.message(_NAME, "key", expected, None, remedy))
+        mask = None if mask is None else self._mask(mask, query.shape[0], key_.shape[0])
         options: dict[str, Any] = dict(
-            mask=boolean_mask(_NAME, mask), bias=bias, is_causal=self.is_causal,
+            mask=mask, bias=bias, is_causal=self.is_causal,
             local_window_size=self.local_window_size, implementation=self.implementation,
             dropout_rate=self.dropout.p if drops else 0.0, dropout_key=key if drops else None,
         )  # fmt: skip
@@ -126,6 +130,14 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 )
         out = dot_product_attention(*promote(None, *heads), **options)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
+
+    def _mask(self, mask: Any, T: int, S: int) -> Any:
+        """`mask`, checked."""
+        mask = boolean_mask(_NAME, mask)
+        if mask.shape not in ((T, S), (self.num_heads, T, S)):
+            expected = f"have shape [T, S] = {(T, S)} or [N, T, S] = {(self.num_heads, T, S)}"
+            raise ValueError(checks.message(_NAME, "mask", expected, mask.shape))
+        return mask
 
     def _params(self) -> MultiHeadAttentionParams:
         """Weights are `[out, in]` in Equinox, the rows of a head side by side."""

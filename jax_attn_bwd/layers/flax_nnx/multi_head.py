@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask, within_window
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
@@ -52,6 +53,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def __init__(
         self,
+        num_heads: int,
         *args: Any,
         attention_fn: Callable[..., jax.Array] = attention_fn,
         local_window_size: int | tuple[int, int] | None = None,
@@ -69,9 +71,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if implementation is not None:
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
             attention_fn = _attention_by(implementation)
-        super().__init__(*args, attention_fn=attention_fn, **kwargs)
+        num_heads = positive(_NAME, "num_heads", num_heads)
+        super().__init__(num_heads, *args, attention_fn=attention_fn, **kwargs)
         self._own_attention = attention_fn if own else None
-        self.local_window_size = local_window_size
+        # As a pair of Python ints: `nnx.jit` compares it with those of other layers.
+        self.local_window_size = masks.window(_NAME, local_window_size)
         self.save = save
         self.implementation = implementation
 
@@ -110,6 +114,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
         """
         mask = boolean_mask(_NAME, mask)
+        _check_rngs(rngs)
         options = {name: x for name, x in options.items() if x is not None}
         decode = self.decode if decode is None else decode
         deterministic = self.deterministic if deterministic is None else deterministic
@@ -164,6 +169,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             length = (query if key is None else key).shape[-2]
         batch = query.ndim - 2
         return within_window(_NAME, mask, row, batch, length, self.local_window_size)
+
+
+def _check_rngs(rngs: Any) -> None:
+    if rngs is not None and not callable(rngs):
+        expected = "be nnx.Rngs or an nnx.RngStream"
+        remedy = "write rngs=nnx.Rngs(dropout=key)"
+        raise TypeError(checks.message(_NAME, "rngs", expected, type(rngs).__name__, remedy))
 
 
 @cache  # layers are of one graphdef, and `nnx.jit` traces them once, where their attributes are equal

@@ -6,8 +6,12 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
+
+_NAME = "MultiHeadAttention"
 
 
 class MultiHeadAttention(hk.MultiHeadAttention):
@@ -60,8 +64,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         name: str | None = None,
     ):
         super().__init__(
-            num_heads, key_size, w_init_scale, w_init=w_init, with_bias=with_bias, b_init=b_init,
-            value_size=value_size, model_size=model_size, name=name,
+            positive(_NAME, "num_heads", num_heads), key_size, w_init_scale, w_init=w_init,
+            with_bias=with_bias, b_init=b_init, value_size=value_size, model_size=model_size, name=name,
         )  # fmt: skip
         self._options: dict[str, Any] = dict(
             is_causal=is_causal, local_window_size=local_window_size, save=save,
@@ -96,16 +100,17 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
         """
-        mask = boolean_mask("MultiHeadAttention", mask)
+        mask = boolean_mask(_NAME, mask)
+        dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
         N, H, Hv = self.num_heads, self.key_size, self.value_size
         sizes = {"query": (query, H), "key": (key, H), "value": (value, Hv)}
         params: list[Any] = []
         for name, (x, size) in sizes.items():
             w, b = self._projection(name)(x.shape[-1], N * size, x.dtype)
-            params += [w.reshape(-1, N, size), None if b is None else b.reshape(N, size)]
+            params += [w.reshape(x.shape[-1], N, size), None if b is None else b.reshape(N, size)]
         dtype = jnp.result_type(query, key, value)
         w, b = self._projection("linear")(N * Hv, self.model_size, dtype)
-        params += [w.reshape(N, Hv, -1), b]
+        params += [w.reshape(N, Hv, self.model_size), b]
         return attend(
             MultiHeadAttentionParams(*params),
             query, key, value, mask=mask, bias=bias, dropout_rate=dropout_rate,
