@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -167,12 +168,66 @@ def test_bench_writes_json_and_a_plot(operator, tmp_path, capsys):
     assert str(path) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["sorting"], [], ["softmax", "--repeats", "0"]])
-def test_bench_refuses_what_it_cannot_measure(argv, capsys, tmp_path):
+@pytest.fixture
+def measures_nothing(monkeypatch):
+    """Whatever would be measured fails instead, and so does the gate."""
+
+    def fail(*args):
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(bench, "measure", fail)
+    monkeypatch.setattr(bench.gate, "main", fail)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["sorting"], "invalid choice: 'sorting'"),
+        ([], "give an operator"),
+        (["softmax", "--gate", "cpu"], "give an operator, one of .*, or --gate"),
+        (["softmax", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
+        (["softmax", "--minutes", "3"], "--minutes is the deadline of --gate"),
+        (["--gate", "cpu", "--quick"], "--gate has its own sizes"),
+        (["--gate", "cpu", "--repeats", "3"], "--gate has its own sizes and rounds"),
+        (["--gate", "cpu", "--minutes", "nan"], "--minutes: must be positive and finite, got nan"),
+        (["--gate", "cpu", "--minutes", "-1"], "--minutes: must be positive and finite, got -1"),
+        (["--gate", "cpu", "--minutes", "0"], "--minutes: must be positive and finite, got 0"),
+        (["--gate", "cpu", "--minutes", "inf"], "--minutes: must be positive and finite, got inf"),
+    ],
+    ids=lambda x: "_".join(x).replace("-", "") or "nothing" if isinstance(x, list) else "",
+)
+def test_bench_refuses_what_it_cannot_measure(argv, words, capsys, tmp_path, measures_nothing):
     with pytest.raises(SystemExit) as caught:
-        bench.main([*argv, "--out", str(tmp_path)])
+        bench.main([*argv, "--out", str(tmp_path / "new")])
     assert caught.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argv", [["softmax", "--quick"], ["--gate", "cpu"]], ids=["quick", "gate"])
+def test_bench_tries_nothing_into_the_shipped_measurements(argv, capsys, measures_nothing):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(argv)
+    assert caught.value.code == 2
+    assert "give a folder with --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["softmax"], ["--gate", "gpu"]], ids=["operator", "gate"])
+def test_bench_refuses_a_folder_it_cannot_write_to_before_measuring(
+    argv, capsys, tmp_path, monkeypatch, measures_nothing
+):
+    file = tmp_path / "file"
+    file.write_text("here already")
+    for out in (file, file / "below"):
+        with pytest.raises(SystemExit) as caught:
+            bench.main([*argv, "--out", str(out)])
+        assert caught.value.code == 2
+        expected = f"--out must be a folder that can be written to, got {out}: "
+        assert expected in capsys.readouterr().err
+    monkeypatch.setattr(bench.os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SystemExit):
+        bench.main([*argv, "--out", str(tmp_path / "locked")])
+    assert "locked: no permission" in capsys.readouterr().err
 
 
 def contender(name, x, runs=None):

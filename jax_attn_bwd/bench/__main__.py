@@ -1,11 +1,13 @@
-"""Command line: `python -m jax_attn_bwd.bench <operator> [--out DIR] [--repeats N] [--quick]`,
-or `python -m jax_attn_bwd.bench --gate gpu [--out DIR] [--minutes M]`.
+"""Command line: `python -m jax_attn_bwd.bench <operator> [--out DIR] [--repeats N]`, `<operator> --quick
+--out DIR`, or `python -m jax_attn_bwd.bench --gate gpu [--out DIR] [--minutes M]`.
 """
 
 import argparse
 import datetime
 import importlib
 import json
+import math
+import os
 import pkgutil
 import platform
 import subprocess
@@ -23,6 +25,7 @@ from jax_attn_bwd.bench.gate import command as gate
 from jax_attn_bwd.bench.measure import Row, measure
 
 RESULTS = Path(bench.__file__).parent / "results"
+MINUTES, REPEATS = 7.5, 9
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,32 +39,29 @@ def main(argv: list[str] | None = None) -> int:
         choices=gate.PLATFORMS,
         help="prove and time every kernel on this platform; cpu tries the gate at tiny sizes",
     )
-    parser.add_argument("--minutes", type=float, default=7.5, help="deadline of the gate")
+    parser.add_argument("--minutes", type=_minutes, help=f"deadline of the gate; default {MINUTES}")
     parser.add_argument(
         "--out", type=Path, help=f"folder of what is written; default {RESULTS.name}"
     )
-    parser.add_argument("--repeats", type=int, default=9, help="rounds; the median is taken")
+    parser.add_argument(
+        "--repeats", type=_repeats, help=f"rounds; the median is taken; default {REPEATS}"
+    )
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the command")
     args = parser.parse_args(argv)
-    if (args.operator is None) == (args.gate is None):
-        parser.error(f"give an operator, one of {measured}, or --gate")
-    if args.gate == "cpu" and args.out is None:
-        parser.error("--gate cpu only tries the gate: give a folder with --out")
+    _refuse(parser, args, measured)
     out = args.out or RESULTS
+    _prepare(parser, out)
     if args.gate:
-        return gate.main(args.gate, out, args.minutes)
-    if args.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {args.repeats}")
+        return gate.main(args.gate, out, args.minutes or MINUTES)
 
     module = importlib.import_module(f"{bench.__name__}.{args.operator}")
     rows: list[Row] = []
     for case in console.progress(module.cases(args.quick), None, f"bench {args.operator}"):
-        rows += measure(case, args.repeats)
+        rows += measure(case, args.repeats or REPEATS)
     context = environment()
     title = f"{args.operator}: forward + backward, {context['device']}, JAX {context['jax']}"
     console.table(title, *_table(rows))
 
-    out.mkdir(parents=True, exist_ok=True)
     stem = f"{args.operator}_{context['platform']}_jax{context['jax']}"
     path = out / f"{stem}.json"
     path.write_text(json.dumps({**context, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
@@ -69,6 +69,48 @@ def main(argv: list[str] | None = None) -> int:
     if plotted := plot(rows, title, out / f"{stem}.png"):
         print(f"wrote {plotted}")
     return 0
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
+    return minutes
+
+
+def _repeats(text: str) -> int:
+    repeats = int(text)
+    if repeats < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return repeats
+
+
+def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace, measured: list[str]) -> None:
+    """Ends with an error for arguments that do not go together."""
+    if (args.operator is None) == (args.gate is None):
+        parser.error(f"give an operator, one of {measured}, or --gate")
+    if args.gate == "cpu" and args.out is None:
+        parser.error("--gate cpu only tries the gate: give a folder with --out")
+    if args.quick and args.out is None:
+        parser.error("--quick only tries the command: give a folder with --out")
+    if args.operator and args.minutes is not None:
+        parser.error(
+            "--minutes is the deadline of --gate; an operator is measured for --repeats rounds"
+        )
+    if args.gate and (args.quick or args.repeats is not None):
+        parser.error(
+            "--quick and --repeats are of an operator; --gate has its own sizes and rounds"
+        )
+
+
+def _prepare(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Makes the folder `out` before anything is measured, or ends with an error."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written to, got {out}: {error.strerror}")
+    if not os.access(out, os.W_OK | os.X_OK):
+        parser.error(f"--out must be a folder that can be written to, got {out}: no permission")
 
 
 def environment() -> dict[str, str]:
@@ -104,8 +146,6 @@ def _commit() -> str:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
