@@ -14,7 +14,7 @@ import pytest
 from jax_attn_bwd import check, ops
 from jax_attn_bwd._core import console
 from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import measure
+from jax_attn_bwd.bench import measure, multi_head
 from jax_attn_bwd.check import relative_error
 
 
@@ -285,3 +285,11 @@ def test_compiled_contender_tells_its_memory():
     assert made.notes == {"note": 3}
     (result,) = made.results()
     np.testing.assert_array_equal(result, np.full((256, 255), 256 * 255))
+
+
+@pytest.mark.parametrize(("save", "mebibytes"), [("inputs", "0.5"), ("qkv", "2.0")])
+def test_bench_counts_what_a_layer_keeps_beside_its_arguments(save, mebibytes):
+    """The heads' output is 0.5 MiB, and so is each of q, k and v; the parameters would be 4 MiB more."""
+    x, dout, params = multi_head._arrays(1, 256, 512, 8)
+    ours = multi_head._ours(x, dout, params, save)
+    assert ours.notes["saved beside the inputs"].startswith(f"{mebibytes} MiB (MegEngine ")
