@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -285,6 +286,38 @@ def test_compiled_contender_tells_its_memory():
     assert made.notes == {"note": 3}
     (result,) = made.results()
     np.testing.assert_array_equal(result, np.full((256, 255), 256 * 255))
+
+
+def test_bench_tells_the_commit_of_this_package_alone(monkeypatch, tmp_path):
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+
+    def git(*command):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *who, *command], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    package = tmp_path / "site" / "jax_attn_bwd"
+    results = package / "bench" / "results"
+    results.mkdir(parents=True)
+    init = package / "__init__.py"
+    init.write_text("")
+    (tmp_path / "other.py").write_text("")
+    monkeypatch.setattr(bench.jax_attn_bwd, "__file__", str(init))
+    assert bench._commit() == "unknown"  # no repository
+    git("init")
+    git("add", "other.py")
+    git("commit", "-m", "another project, in which this package is installed")
+    assert bench._commit() == "unknown"
+    git("add", "site")
+    git("commit", "-m", "this package")
+    commit = git("rev-parse", "--short", "HEAD")
+    (results / "softmax.json").write_text("{}")  # what an earlier benchmark wrote
+    assert bench._commit() == commit
+    init.write_text("changed = True")
+    assert bench._commit() == f"{commit}-dirty"
 
 
 @pytest.mark.parametrize(("save", "mebibytes"), [("inputs", "0.5"), ("qkv", "2.0")])

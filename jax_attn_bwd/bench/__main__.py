@@ -136,13 +136,21 @@ def environment() -> dict[str, str]:
 
 
 def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    folder = Path(__file__).parent
+    """The commit of this package, "-dirty" if its files differ; "unknown" if no repository holds it."""
+    package = Path(jax_attn_bwd.__file__)
+
+    def git(*command: str) -> str:
+        done = subprocess.run(
+            ["git", *command], cwd=package.parent, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except OSError:  # git is not installed
+        git("ls-files", "--error-unmatch", package.name)  # not merely a folder inside a repository
+        changed = git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # git is not installed, or does not know it
         return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def _cores() -> int:
