@@ -134,26 +134,36 @@ def _finish(linears: Linears, arrays: Arrays, out: jax.Array, x_dst: jax.Array) 
 
 
 def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.Array]:
-    """Features of sources and destinations."""
+    """Features of sources and destinations, of the widths that the layer was built for."""
+    widths = config.in_channels
+    source, destination = widths if isinstance(widths, tuple) else (widths, widths)
     if isinstance(x, tuple | list) and len(x) != 2:
         expected = "be an array or a pair (x_src, x_dst)"
         raise ValueError(checks.message(config.kind, "x", expected, f"{len(x)} of them"))
     if not isinstance(x, tuple | list):
-        x = _rows(config, "x", x, "num_src", graph.num_src)
+        shared = source if source == destination else None
+        x = _rows(config, "x", x, "num_src", graph.num_src, shared)
+        if source != destination:
+            expected = f"be a pair (x_src, x_dst) with in_channels = {widths}"
+            raise ValueError(checks.message(config.kind, "x", expected, "one array"))
         if graph.num_dst > graph.num_src:
             counts = f"num_src = {graph.num_src} < num_dst = {graph.num_dst}"
             expected = f"be a pair (x_src, x_dst) where {counts}"
             raise ValueError(checks.message(config.kind, "x", expected, "one array"))
         return x, x[: graph.num_dst]
-    x_src = _rows(config, "x_src", x[0], "num_src", graph.num_src)
-    return x_src, _rows(config, "x_dst", x[1], "num_dst", graph.num_dst)
+    x_src = _rows(config, "x_src", x[0], "num_src", graph.num_src, source)
+    return x_src, _rows(config, "x_dst", x[1], "num_dst", graph.num_dst, destination)
 
 
-def _rows(config: Config, argument: str, x: Any, name: str, rows: int) -> jax.Array:
+def _rows(
+    config: Config, argument: str, x: Any, name: str, rows: int, width: int | None
+) -> jax.Array:
     x = checks.floating(config.kind, argument, x)
     if x.ndim != 2 or x.shape[0] != rows:
         expected = f"have shape [{name}, channels] with {name} = {rows}"
         raise ValueError(checks.message(config.kind, argument, expected, x.shape))
+    if width is not None:
+        checks.shape(config.kind, argument, x, f"[{name}, in_channels]", (rows, width))
     return x
 
 

@@ -615,6 +615,20 @@ def test_every_layer_names_itself_in_errors(framework, kind):
         call_with(framework, kind, graph="graph")
 
 
+@pytest.mark.parametrize("framework", ["flax_nnx", "equinox"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_of_another_width_than_the_layer_was_built_for_are_an_error(framework, kind):
+    wide, narrow = jnp.zeros((N_SRC, 7)), jnp.zeros((N_DST, 5))
+    for in_channels, x, message in (
+        ((6, 6), wide, r"x must have shape \[num_src, in_channels\] = \(7, 6\), got \(7, 7\)"),
+        ((6, 5), (wide, narrow), r"x_src must have shape .* = \(7, 6\), got \(7, 7\)"),
+        ((7, 4), (wide, narrow), r"x_dst must have shape \[num_dst, .* = \(5, 4\), got \(5, 5\)"),
+        ((7, 4), wide, r"x must be a pair .* with in_channels = \(7, 4\), got one array"),
+    ):
+        with pytest.raises(ValueError, match=f"{kind}: {message}"):
+            call_with(framework, kind, in_channels, x=x)
+
+
 def test_one_array_for_more_destinations_than_sources_is_an_error():
     graph = BipartiteCSC.from_coo([0], [3], 2, 4)
     with pytest.raises(

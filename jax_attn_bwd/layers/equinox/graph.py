@@ -1,6 +1,6 @@
 """Graph attention layers as Equinox modules."""
 
-import dataclasses
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,12 @@ class _Conv(eqx.Module):
     def _build(
         self, config: Config, in_channels: Any, inference: bool, dtype: Any, key: jax.Array
     ) -> None:
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             # Equinox flattens what the instance holds: a default of the class it takes for missing.
             if field.default is None:
                 setattr(self, field.name, None)
-        specs = linears(config, channels(config.kind, in_channels))
+        config = replace(config, in_channels=channels(config.kind, in_channels))
+        specs = linears(config, config.in_channels)
         shapes = arrays(config)
         keys = iter(jax.random.split(key, len(specs) + len(shapes)))
         for name, (width, out, bias) in specs.items():

@@ -1,5 +1,6 @@
 """Graph attention layers as Flax NNX modules."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,7 +26,8 @@ class _Conv(nnx.Module):
         kernel_init: nnx.Initializer,
         rngs: nnx.Rngs,
     ) -> None:
-        specs = linears(config, channels(config.kind, in_channels))
+        config = replace(config, in_channels=channels(config.kind, in_channels))
+        specs = linears(config, config.in_channels)
         for name, (width, out, bias) in specs.items():
             assert width is not None
             linear = nnx.Linear(
