@@ -75,8 +75,9 @@ def dot_product_attention(
       mask: broadcasts to `[..., N, T, S]`, bool; True attends.
       scale: Python float; default `1 / sqrt(H)`. For a learned temperature multiply `query`.
       is_causal: a query sees keys up to its own position (top-left aligned, as in `jax.nn`).
-      query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`; positions at or beyond
-        the length see nothing, and are not seen. Always counted by index, not by position.
+      query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, T] and [0, S];
+        positions at or beyond the length see nothing, and are not seen. Always counted by index, not by
+        position.
       local_window_size: int or (left, right): a query at p sees keys from p - left to p + right.
       query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; give both.
       query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what
@@ -112,7 +113,8 @@ def dot_product_attention(
       and no gradient.
 
     Raises:
-      ValueError: shapes disagree, or an option is out of range.
+      ValueError: shapes disagree, an option is out of range, or a length or position is. A traced one is
+        not checked: a length beyond the sequence then hides nothing, a negative one hides all.
       TypeError: an argument is of the wrong kind (float mask, mixed dtypes, array for `scale`).
       NotImplementedError: the named implementation cannot run this call.
 

@@ -12,6 +12,11 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 _POSITIONS = {"least": -(2**30), "greatest": 2**30}
 
 
+def _lengths(size: Any) -> dict[str, int]:
+    """The range of a length of that many tokens; what is symbolic is not known."""
+    return {"least": 0} | ({"greatest": size} if isinstance(size, int) else {})
+
+
 def prepare(
     operator: str, query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
     key_value_seq_lengths, local_window_size, query_segment_ids, key_value_segment_ids,
@@ -74,8 +79,8 @@ def prepare(
         offset = dropout.offset(operator, dropout_offset, T, S)
     return options, Operands(
         query, key, value, bias, mask, sink,
-        tokens("query_seq_lengths", query_seq_lengths, "[...]", ()),
-        tokens("key_value_seq_lengths", key_value_seq_lengths, "[...]", ()),
+        tokens("query_seq_lengths", query_seq_lengths, "[...]", (), **_lengths(T)),
+        tokens("key_value_seq_lengths", key_value_seq_lengths, "[...]", (), **_lengths(S)),
         tokens("query_segment_ids", query_segment_ids, "[..., T]", (T,)),
         tokens("key_value_segment_ids", key_value_segment_ids, "[..., S]", (S,)),
         tokens("query_positions", query_positions, "[..., T]", (T,), **_POSITIONS),

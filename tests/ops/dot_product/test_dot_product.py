@@ -212,6 +212,15 @@ def test_export_of_a_broadcast_bias_with_symbolic_length():
     assert_close(exported.call(q, bias), gradient(q, bias), 1e-12)
 
 
+def test_traced_lengths_out_of_range_hide_nothing_or_all(rng):
+    """Known ones are an error (test_errors.py)."""
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 2, 4))) for n in (3, 5, 5))
+    attend = jax.jit(lambda n: dot_product_attention(q, k, v, key_value_seq_lengths=n))
+    got = attend(jnp.asarray([9, -2]))
+    assert_close(got[0], dot_product_attention(q, k, v)[0], 1e-14)
+    assert not got[1].any()
+
+
 def test_lengths_without_batch_axes(rng):
     q, k, v, ct = (jnp.asarray(rng.standard_normal((3, 5, 2, 4))) for _ in range(4))
     lengths = jnp.asarray([5, 0, 3])
