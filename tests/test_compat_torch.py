@@ -308,6 +308,7 @@ ERRORS = {
     "integers": (dict(attn_mask=np.zeros((4, 5), int)), TypeError, "attn_mask must be boolean"),
     "dtypes": (dict(key=np.zeros((5, 2, 6), np.float32)), TypeError, "must have one dtype"),
     "no_key": (dict(dropout_p=0.5), ValueError, "dropout_key must be given in training with dropout_p = 0.5"),
+    "seed_unused": (dict(training=False, dropout_key=17), TypeError, "dropout_key must be one JAX"),
     "seed": (dict(dropout_p=0.5, dropout_key=17), TypeError, "dropout_key must be one JAX"),
     "rate": (dict(dropout_p=1.5), ValueError, r"dropout_p must lie in \[0, 1\], got 1.5"),
     "flag": (dict(need_weights=1), TypeError, "need_weights must be a Python bool, got int"),

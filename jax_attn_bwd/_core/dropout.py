@@ -40,17 +40,23 @@ def threefry(key: Words, counter: Words, rounds: int = 20) -> Words:
     return x, y
 
 
-def key_words(operator: str, key: Any, argument: str = "dropout_key") -> jax.Array:
-    """The caller's key, of any JAX key type, as two uint32 words `[2]`."""
-    if checks.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
-        words = jax.random.key_data(key).ravel()
-    elif checks.is_array(key) and key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
-        words = jnp.asarray(key)
-    else:
+def check_key(operator: str, key: Any, argument: str = "dropout_key") -> None:
+    """`key` is one JAX random key, of any type, or None."""
+    if key is None:
+        return
+    typed = checks.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = checks.is_array(key) and key.dtype == jnp.uint32 and key.shape in ((2,), (4,))
+    if not raw and not (typed and key.ndim == 0):
         got = f"{key.dtype}{list(key.shape)}" if checks.is_array(key) else type(key).__name__
         raise TypeError(
             checks.message(operator, argument, "be one JAX random key", got, "jax.random.key(0)")
         )
+
+
+def key_words(key: jax.Array) -> jax.Array:
+    """A key that `check_key` passed, as two uint32 words `[2]`."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    words = jax.random.key_data(key).ravel() if typed else jnp.asarray(key)
     first, second = words[0], words[1]
     for i in range(2, words.size, 2):  # longer keys (rbg) are folded in, two words at a time
         first, second = threefry((first, second), (words[i], words[min(i + 1, words.size - 1)]))
@@ -85,6 +91,23 @@ def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
             )
         parts.append(array.astype(jnp.uint32))
     return Offset(*parts)
+
+
+def drawn(
+    operator: str, rates: dict[str, float], key: Any, at: Any, rows: int, columns: int
+) -> tuple[jax.Array | None, Offset | None]:
+    """(words of `dropout_key`, `dropout_offset`), checked; (None, None) where every rate is 0."""
+    check_key(operator, key)
+    place = offset(operator, at, rows, columns)
+    if not any(rates.values()):
+        return None, None
+    if key is None:
+        given = (f"{name} = {rate}{' > 0' if rate else ''}" for name, rate in rates.items())
+        expected = f"be given when {', '.join(given)}"
+        raise ValueError(
+            checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
+        )
+    return key_words(key), place
 
 
 def head_keys(words: jax.Array, batch: jax.Array, head: jax.Array) -> Words:

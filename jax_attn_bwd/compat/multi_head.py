@@ -73,6 +73,7 @@ def merged(*planes: jax.Array | None) -> dict[str, jax.Array | None]:
 
 def drops(operator: str, rates: dict[str, float], training: bool, dropout_key: Any) -> tuple:
     """The rates, 0 unless `training`; a key must be given for one above 0."""
+    dropout.check_key(operator, dropout_key)  # an error names this operator
     found = tuple(checks.rate(operator, name, rate) for name, rate in rates.items())
     if not checks.flag(operator, "training", training):
         return (0.0,) * len(found)
@@ -80,12 +81,10 @@ def drops(operator: str, rates: dict[str, float], training: bool, dropout_key: A
         given = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
         expected, remedy = f"be given in training with {given}", "pass jax.random.key(0)"
         raise ValueError(checks.message(operator, "dropout_key", expected, None, remedy))
-    if any(found):
-        dropout.key_words(operator, dropout_key)  # an error names this operator
     return found
 
 
-def after_dropout(operator: str, weights: jax.Array, rate: float, key: Any) -> jax.Array:
+def after_dropout(weights: jax.Array, rate: float, key: Any) -> jax.Array:
     """Weights `[..., N, T, S']` of a layer times the factors that its dropout of `rate` under `key` drew."""
     if rate == 0:
         return weights
@@ -95,7 +94,7 @@ def after_dropout(operator: str, weights: jax.Array, rate: float, key: Any) -> j
     head, row, column = (
         to_rank(x, weights.ndim) for x in (index(N)[:, None, None], index(T)[:, None], index(S))
     )
-    keys = dropout.head_keys(dropout.key_words(operator, key), entry, head)
+    keys = dropout.head_keys(dropout.key_words(key), entry, head)
     keep = dropout.keep(keys, row, column, rate)
     dtype = accumulator_dtype(weights.dtype)
     factors = jnp.where(keep, jnp.asarray(dropout.survivor_factor(rate), dtype), 0)

@@ -128,7 +128,7 @@ def attention_fn(
         expected = f"be given for dropout_rate = {dropout_rate} with deterministic=False"
         raise ValueError(checks.message(_NAME, "dropout_rng", expected, None))
     if drops:
-        dropout.key_words(_NAME, dropout_rng, "dropout_rng")  # an error names this argument
+        dropout.check_key(_NAME, dropout_rng, "dropout_rng")  # an error names this argument
     band: dict[str, Any] = dict(is_causal=is_causal, local_window_size=local_window_size)
     if sound is not None:
         band = _band_of_step(**band)

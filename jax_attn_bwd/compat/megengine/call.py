@@ -132,7 +132,7 @@ def multi_head_attention(
     )  # fmt: skip
     out, weights = result if need_weights else (result, None)
     if weights is not None:
-        weights = after_dropout(_NAME, weights, attn_rate, dropout_key)
+        weights = after_dropout(weights, attn_rate, dropout_key)
         N, H, L, S = weights.shape
         weights = weights.mean(1) if average_attn_weights else weights.reshape(N * H, L, S)
         weights = weights[0] if average_attn_weights and not batched else weights

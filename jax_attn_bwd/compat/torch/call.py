@@ -133,7 +133,7 @@ def multi_head_attention_forward(
         result = _layer(params, q, k, v, **options)
         out, weights = result if need_weights else (result, None)
     if weights is not None:
-        weights = after_dropout(NAME, weights, rate, dropout_key)
+        weights = after_dropout(weights, rate, dropout_key)
         weights = weights.reshape(sizes.N, sizes.H, *weights.shape[-2:])
         weights = weights.mean(1) if average_attn_weights else weights
     if sizes.batched:

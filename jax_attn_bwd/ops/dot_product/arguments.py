@@ -68,15 +68,8 @@ def prepare(
         precision=checks.precision(operator, precision),
         deterministic=checks.flag(operator, "deterministic", deterministic),
     )
-    words = offset = None
-    if options.dropout_rate > 0:
-        if dropout_key is None:
-            expected = f"be given when dropout_rate = {options.dropout_rate} > 0"
-            raise ValueError(
-                checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
-            )
-        words = dropout.key_words(operator, dropout_key)
-        offset = dropout.offset(operator, dropout_offset, T, S)
+    rates = {"dropout_rate": options.dropout_rate}
+    words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, S)
     return options, Operands(
         query, key, value, bias, mask, sink,
         tokens("query_seq_lengths", query_seq_lengths, "[...]", (), **_lengths(T)),

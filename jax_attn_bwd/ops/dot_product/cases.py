@@ -234,7 +234,7 @@ def _with_keep_mask(
     heads = jnp.arange(h, h + N, dtype=u32)
     if broadcast_dropout:
         batches, heads = jnp.zeros_like(batches), jnp.zeros_like(heads)
-    words = dropout.key_words("reference", dropout_key)
+    words = dropout.key_words(dropout_key)
     keys = tuple(x[..., None, None] for x in dropout.head_keys(words, batches, heads))
     rows, columns = jnp.arange(r, r + T, dtype=u32)[:, None], jnp.arange(c, c + S, dtype=u32)
     keep = dropout.keep(keys, rows, columns, dropout_rate)

@@ -209,13 +209,5 @@ def _dropout(operator, options, graph, dtype, key, mask, offset):
         mask = checks.floating(operator, "dropout_mask", mask)
         size = (options.num_heads, graph.capacity)
         checks.shape(operator, "dropout_mask", mask, "[H, nnz]", size)
-        return mask, None, None
-    if not options.dropout_rate:
-        return None, None, None
-    if key is None:
-        expected = f"be given when dropout_rate = {options.dropout_rate} > 0"
-        raise ValueError(
-            checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
-        )
-    words = dropout.key_words(operator, key)
-    return None, words, dropout.offset(operator, offset, graph.capacity, 1)
+    rates = {"dropout_rate": options.dropout_rate}
+    return mask, *dropout.drawn(operator, rates, key, offset, graph.capacity, 1)

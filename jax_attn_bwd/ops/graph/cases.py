@@ -166,7 +166,7 @@ def _reference(function):
         factor = None if dropout_mask is None else dropout_mask.T
         if dropout_key is not None:
             E, H = arguments["graph"].capacity, arguments["num_heads"]
-            words, u32 = dropout.key_words("reference", dropout_key), jnp.uint32
+            words, u32 = dropout.key_words(dropout_key), jnp.uint32
             keys = dropout.head_keys(words, u32(0), jnp.arange(H, dtype=u32)[None])
             rows = jnp.arange(E, dtype=u32)[:, None]
             keep = dropout.keep(keys, rows, u32(0), dropout_rate)

@@ -92,17 +92,12 @@ def prepare(
         flags["return_weights"], flags["average_weights"],
         checks.choice(operator, "save", save, SAVE), flags["return_residual"],
     )  # fmt: skip
-    words = offset = None
-    if attention.dropout_rate > 0 or options.out_dropout_rate > 0:
-        if dropout_key is None:
-            rates = f"dropout_rate = {attention.dropout_rate}, out_dropout_rate = {options.out_dropout_rate}"
-            expected = f"be given when {rates}"
-            raise ValueError(
-                checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
-            )
-        words = dropout.key_words(operator, dropout_key)
-        rows = (params.bias_k is not None) + options.add_zero_attn
-        offset = dropout.offset(operator, dropout_offset, T, S + rows)
+    rates = {
+        "dropout_rate": attention.dropout_rate,
+        "out_dropout_rate": options.out_dropout_rate,
+    }
+    columns = S + (params.bias_k is not None) + options.add_zero_attn
+    words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, columns)
     operands = operands._replace(bias=bias, mask=mask, dropout_words=words, dropout_offset=offset)
     _check_explicit_sharding(operator, operands)
     return options, operands

@@ -198,7 +198,7 @@ def _with_factors(
     N = arguments.get("num_heads") or arguments["query_kernel"].shape[1]
     batch, (T, S) = out[:-2], weights[-2:]
     b, h, r, c = dropout_offset or (0, 0, 0, 0)
-    words, u32 = dropout.key_words("reference", dropout_key), jnp.uint32
+    words, u32 = dropout.key_words(dropout_key), jnp.uint32
     batches = jnp.arange(b, b + int(np.prod(batch)), dtype=u32).reshape(*batch, 1, 1)
     rows = jnp.arange(r, r + T, dtype=u32)[:, None]
 

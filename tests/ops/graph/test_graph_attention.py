@@ -598,6 +598,16 @@ BAD = {
         lambda: gat(dropout_rate=0.5),
         "dropout_key must be given when dropout_rate",
     ),
+    "key without rate": (
+        TypeError,
+        lambda: gat(dropout_key=0),
+        "dropout_key must be one JAX random key, got int",
+    ),
+    "offset with mask": (
+        ValueError,
+        lambda: gat(dropout_mask=jnp.ones((2, 3)), dropout_offset=(0, -1, 0, 0)),
+        "dropout_offset head must lie in",
+    ),
     "rate": (ValueError, lambda: gat(dropout_rate=1.5), "dropout_rate must lie in [0, 1], got 1.5"),
     "bias": (
         ValueError,

@@ -353,6 +353,8 @@ ERRORS = [
     error("the output, with add_residual, must have the width 6 of query", add_residual=True),
     error("average_weights must be given together with return_weights=True", average_weights=True),
     error("dropout_key must be given when dropout_rate = 0.0, out_dropout_rate = 0.1", out_dropout_rate=0.1),
+    error("dropout_key must be one JAX random key, got int", TypeError, dropout_key=0),
+    error("dropout_offset must be (batch, head, row, column), got 3", dropout_offset=3),
     error("save must be one of ('inputs', 'qkv', 'probs'), got 'all'", save="all"),
     error("scale must be a Python float", TypeError, scale=jnp.ones(())),
     error("is_causal must be a Python bool", TypeError, is_causal=1),
