@@ -214,6 +214,7 @@ def load_file(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str,
         if not ok:
             raise ValueError(f"argument --graph: {path}: {what}")
 
+    require(path.is_file(), "there is no such file")
     require(zipfile.is_zipfile(path), "is not a NumPy .npz file")
     with np.load(path) as file:
         names = {"edges", "node_features", "node_labels"}

@@ -253,6 +253,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, (low, high) in limits.items():
         if not low <= getattr(args, name) <= high:
             parser.error(f"argument --{name}: {getattr(args, name)} is not from {low} to {high}")
+    if args.layer and args.attention != "jax_attn_bwd":
+        parser.error(f"argument --layer: it is a rule of jax_attn_bwd, not of {args.attention}")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -45,6 +45,25 @@ def test_language_model_trains_and_plots(layer, tmp_path):
     assert "nan" not in done.stdout.lower().split("continued by the model")[0]
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("train_language_model.py", ("--attention", "jax.nn", "--layer"), "--layer: it is a rule of jax"),
+        ("train_graph_attention.py", ("--graph", "missing.npz"), "missing.npz: there is no such file"),
+    ],
+    ids=["layer_of_another", "missing_graph"],
+)  # fmt: skip
+def test_examples_refuse_what_they_cannot_do(script, arguments, words, tmp_path):
+    for module in ("flax", "matplotlib", "optax", "rich", "scipy", "sklearn"):
+        pytest.importorskip(module)
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / script, *arguments, "--out", tmp_path],
+        capture_output=True, text=True, check=False, timeout=300, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
 def test_finetuning_of_a_flax_model_differs_in_one_line(tmp_path):
     for name in ("flax", "matplotlib", "optax", "rich"):
         pytest.importorskip(name)
