@@ -52,6 +52,16 @@ def cann_backward(**changes):
     return cann.scaled_masked_softmax_backward(**arguments)
 
 
+def graph_attention(**options):
+    graph = jax_attn_bwd.BipartiteCSC.from_coo([0, 2, 1], [1, 0, 1], 3, 2)
+    return jax_attn_bwd.graph_attention(graph, ones(3, 4), None, ones(8), **options)
+
+
+def multi_head_attention(**options):
+    params = jax_attn_bwd.MultiHeadAttentionParams()
+    return jax_attn_bwd.multi_head_attention(params, ones(B, T, H), **options)
+
+
 def check(call, operator, exception, words, arguments):
     """The message starts with the operator's name and holds `words` in their order.
 
@@ -75,6 +85,7 @@ def rows(*entries):
 
 
 PLANE = r"broadcast to \[\.\.\., N, T, S\] = \(2, 6, 5, 7\)"
+STATIC = "under jax.jit name it in static_argnames"
 FLOAT_MASK = r"mask must be boolean \(True = attend\), got dtype float32; pass additive .* as bias"
 INTEGER_MASK = r"mask must be boolean .*, got dtype int32; write mask != 0"
 int32 = np.int32
@@ -95,6 +106,11 @@ ATTENTION = rows(
      {"key": ones(B, S, K, H, dtype=np.complex64)}),
     ("value_none", TypeError, "value must be a floating-point array, got NoneType",
      {"value": None}),
+    ("float8", TypeError,
+     "query must be of dtype bfloat16, float16, float32 or float64, got float8_e4m3fn; cast it",
+     {"query": ones(B, T, N, H, dtype=jnp.float8_e4m3fn)}),
+    ("float4_bias", TypeError, "bias must be of dtype bfloat16, .*, got float4_e2m1fn",
+     {"bias": ones(T, S, dtype=jnp.float4_e2m1fn)}),
     ("mixed_dtypes", TypeError,
      "query, key, value must have one dtype, got query float32, key float16, value float32; cast",
      {"key": ones(B, S, K, H, dtype=np.float16)}),
@@ -120,7 +136,8 @@ ATTENTION = rows(
      r"value must have shape .* = \(2, 7, 3, 8\), got \(2, 7, 6, 8\)",
      {"value": ones(B, S, N, HV)}),
     ("heads_not_a_multiple", ValueError,
-     "query heads N must be a positive multiple of the key heads K, got 6; key and value have K = 4",
+     "query heads N must be a positive multiple of the key heads K, got 6; "
+     r"key and value have K = 4; the layout is \[\.\.\., T, N, H\]",
      {"key": ones(B, S, 4, H), "value": ones(B, S, 4, HV)}),
     ("fewer_query_heads", ValueError, "query heads N must be a positive multiple .*, got 6; .* K = 12",
      {"key": ones(B, S, 12, H), "value": ones(B, S, 12, HV)}),
@@ -283,7 +300,8 @@ ATTENTION = rows(
       "dropout_offset": (0, 0, 0, ones(T, dtype=int32))}),
     # implementations
     ("implementation_unknown", ValueError,
-     "implementation must be None or one of .*'xla'.*, got 'cudnn'", {"implementation": "cudnn"}),
+     r"implementation must be None or one of \('mosaic_tpu', 'mosaic_gpu', 'xla'\), got 'cudnn'",
+     {"implementation": "cudnn"}),
     ("implementation_elsewhere", NotImplementedError,
      "implementation='mosaic_tpu' cannot run this call: .*; implementation=None picks",
      {"implementation": "mosaic_tpu"}),
@@ -314,9 +332,18 @@ def test_dot_product_attention_traced_options():
         ("dropout_rate", "dropout_rate must be a Python float, .*; a traced rate"),
         ("scale", "scale must be a Python float, .*; multiply query"),
         ("is_causal", "is_causal must be a Python bool"),
+        ("local_window_size", "local_window_size must be a non-negative int"),
     ):
         traced = jax.jit(lambda x, argument=argument: attention(**{argument: x}))
+        words = f"{words}.*{STATIC}"
         check(lambda f=traced: f(jnp.float32(0.5)), "dot_product_attention", TypeError, words, {})
+    for name, exception, call in (
+        ("scaled_masked_softmax", TypeError, lambda n: softmax(axis=n)),
+        ("graph_attention", TypeError, lambda n: graph_attention(num_heads=n)),
+        ("multi_head_attention", ValueError, lambda n: multi_head_attention(num_heads=n)),
+    ):
+        traced = jax.jit(call)
+        check(lambda f=traced: f(2), name, exception, STATIC, {})
 
 
 BACKWARD = rows(
@@ -361,11 +388,11 @@ SOFTMAX = rows(
     ("axis_float", TypeError, "axis must be an int, got float", {"axis": 1.0}),
     ("axis_boolean", TypeError, "axis must be an int, got bool", {"axis": True}),
     ("axis_tuple", TypeError, "axis must be an int, got tuple", {"axis": (2, 3)}),
-    ("causal_axis_0", ValueError, "axis must be -1, .* with is_causal .*, got -4 for rank 4",
+    ("causal_axis_0", ValueError, "axis must be -1, .* with is_causal .*, got 0 for rank 4",
      {"axis": 0, "is_causal": True}),
     ("causal_rank_1", ValueError, "axis must be -1, and x have rows on axis -2.* for rank 1",
      {"x": ones(7), "is_causal": True}),
-    ("window_axis_1", ValueError, "axis must be -1, .*local_window_size, got -3 for rank 4",
+    ("window_axis_1", ValueError, "axis must be -1, .*local_window_size, got 1 for rank 4",
      {"axis": 1, "local_window_size": 2}),
     ("window_rank_1", ValueError, "axis must be -1, .* for rank 1",
      {"x": ones(7), "local_window_size": (1, 0)}),
@@ -437,7 +464,7 @@ def test_scaled_masked_softmax_bwd(exception, words, arguments):
 
 # The masked = True polarity of the source must not be contradicted by the message.
 CANN = rows(
-    ("mask_float", TypeError, "mask must be boolean .*, got dtype float32",
+    ("mask_float", TypeError, "got dtype float32; write mask != 0 if non-zero means masked; nothing is",
      {"mask": ones(5, 7)}),
     ("mask_integer", TypeError, "mask must be boolean .*, got dtype int32",
      {"mask": ones(5, 7, dtype=int32)}),
@@ -466,6 +493,7 @@ def test_cann_does_not_state_the_opposite_polarity():
             with pytest.raises(TypeError) as caught:
                 call(mask=mask)
             assert "attend" not in str(caught.value)
+            assert "bias" not in str(caught.value)  # it has none
 
 
 def test_cann_arrays():

@@ -120,8 +120,9 @@ def select(
       NotImplementedError: the one asked for cannot run this call; the message says why.
     """
     if requested is not None and requested not in NAMES:
+        known = tuple(i.name for i in implementations)
         raise ValueError(
-            f"{operator}: implementation must be None or one of {NAMES}, got {requested!r}"
+            f"{operator}: implementation must be None or one of {known}, got {requested!r}"
         )
     reasons = {i.name: _refusal(i, options, operands) for i in implementations}
     if _explaining.get():

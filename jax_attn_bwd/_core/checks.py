@@ -15,6 +15,13 @@ def message(operator: str, argument: str, expected: str, got: Any, remedy: str =
     return f"{operator}: {argument} must {expected}, got {got}" + (f"; {remedy}" if remedy else "")
 
 
+def static(x: Any, remedy: str = "") -> str:
+    """`remedy`, and for an option that is traced how to keep it static."""
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+        return remedy
+    return f"{remedy}{', or ' if remedy else ''}under jax.jit name it in static_argnames"
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is an array or tracer (not a Python or NumPy scalar)."""
     return isinstance(x, jax.Array | np.ndarray)
@@ -26,6 +33,9 @@ def floating(operator: str, argument: str, x: Any) -> jax.Array:
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         got = f"dtype {x.dtype}" if is_array(x) else type(x).__name__
         raise TypeError(message(operator, argument, "be a floating-point array", got))
+    if x.dtype.itemsize < 2:
+        expected = "be of dtype bfloat16, float16, float32 or float64"
+        raise TypeError(message(operator, argument, expected, x.dtype, "cast it"))
     return jnp.asarray(x)
 
 
@@ -39,13 +49,18 @@ def same_dtype(operator: str, **arrays: jax.Array) -> None:
         )
 
 
-def boolean_mask(operator: str, mask: Any, meaning: str = "attend") -> jax.Array:
-    """`mask` as a boolean array; `meaning` says what True is."""
+def boolean_mask(
+    operator: str,
+    mask: Any,
+    meaning: str = "attend",
+    additive: str = "pass additive values as bias",
+) -> jax.Array:
+    """`mask` as a boolean array; `meaning` says what True is, `additive` where numbers may go."""
     mask = np.asarray(mask) if isinstance(mask, np.generic) else mask
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
     got = f"dtype {mask.dtype}" if is_array(mask) else f"{type(mask).__name__}, not an array"
-    remedy = "pass additive values as bias"
+    remedy = additive
     if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
         remedy = f"write mask != 0 if non-zero means {meaning}"
     raise TypeError(message(operator, "mask", f"be boolean (True = {meaning})", got, remedy))
@@ -101,7 +116,8 @@ def python_float(
     """`x`, a Python or NumPy scalar, as a float that is finite in `dtype`; no array or tracer."""
     x = x.item() if isinstance(x, np.floating | np.integer) else x
     if is_array(x) or isinstance(x, bool) or not isinstance(x, int | float):
-        raise TypeError(message(operator, argument, "be a Python float", type(x).__name__, remedy))
+        got = type(x).__name__
+        raise TypeError(message(operator, argument, "be a Python float", got, static(x, remedy)))
     if not abs(x) <= float(jnp.finfo(dtype).max):
         expected = "be finite" if x in (math.inf, -math.inf) or x != x else f"be finite in {dtype}"
         got = x if isinstance(x, float) else f"an int of {x.bit_length()} bits"
@@ -120,7 +136,8 @@ def rate(operator: str, argument: str, x: Any) -> float:
 def flag(operator: str, argument: str, x: Any) -> bool:
     """A Python bool: options change the compiled program and cannot be traced."""
     if not isinstance(x, bool | np.bool_):
-        raise TypeError(message(operator, argument, "be a Python bool", type(x).__name__))
+        got = type(x).__name__
+        raise TypeError(message(operator, argument, "be a Python bool", got, static(x)))
     return bool(x)
 
 

@@ -21,7 +21,10 @@ def window(operator: str, value: Any) -> Window | None:
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
     expected = "be a non-negative int or a pair (left, right) of them"
     if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in pair):
-        raise TypeError(checks.message(operator, "local_window_size", expected, repr(value)))
+        remedy = checks.static(value)
+        raise TypeError(
+            checks.message(operator, "local_window_size", expected, repr(value), remedy)
+        )
     if len(pair) != 2 or min(pair) < 0:
         raise ValueError(checks.message(operator, "local_window_size", expected, repr(value)))
     left, right = (min(int(n), _FARTHEST) for n in pair)

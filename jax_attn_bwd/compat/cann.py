@@ -122,7 +122,8 @@ def scaled_masked_softmax_backward(
 def _masked(operator: str, mask: Any, x: jax.Array, fix_triu_mask: bool) -> jax.Array | None:
     """Where `x` is masked, of the rank of `x`; None if nowhere."""
     if mask is not None:
-        mask = checks.boolean_mask(operator, mask, "masked")
+        numbers = "write mask != 0 if non-zero means masked; nothing is added to the logits here"
+        mask = checks.boolean_mask(operator, mask, "masked", numbers)
         checks.broadcasts(operator, "mask", mask, "the shape of x", x.shape)
         mask = to_rank(mask, x.ndim)
     if checks.flag(operator, "fix_triu_mask", fix_triu_mask):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, dropout, masks
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.layers.multi_head import boolean_mask, promote
+from jax_attn_bwd.layers.multi_head import FLAX_NUMBERS, boolean_mask, promote
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax
 
@@ -158,10 +158,10 @@ def _attends(mask: Any, query: jax.Array) -> tuple[jax.Array | None, jax.Array |
     """(the mask as booleans, whether its numbers were zeros and ones; None if it is boolean)."""
     numbers = checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.floating)
     if not numbers or query.ndim < 3 or query.shape[-3] != 1:
-        return boolean_mask(_NAME, mask), None
+        return boolean_mask(_NAME, mask, FLAX_NUMBERS), None
     sound = ((mask == 0) | (mask == 1)).all()
     if not isinstance(sound, jax.core.Tracer) and not sound:
-        boolean_mask(_NAME, mask)  # raises
+        boolean_mask(_NAME, mask, FLAX_NUMBERS)  # raises
     return jnp.asarray(mask != 0), sound
 
 

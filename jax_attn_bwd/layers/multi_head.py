@@ -48,15 +48,18 @@ def promote(dtype: Any, *arrays: Any) -> list[Any]:
     return [None if x is None else jnp.asarray(x, dtype) for x in arrays]
 
 
-def boolean_mask(layer: str, mask: Any) -> jax.Array | None:
-    """`mask`, which must be boolean or None."""
+_NUMBERS = "write mask != 0 of zeros and ones; pass additive values as bias"
+FLAX_NUMBERS = (
+    "write mask != 0 of zeros and ones (dtype=bool in the mask helpers of Flax); additive "
+    "values are a bias: in Flax functools.partial(jax_attn_bwd.attention_fn, bias=bias)"
+)
+
+
+def boolean_mask(layer: str, mask: Any, remedy: str = _NUMBERS) -> jax.Array | None:
+    """`mask`, which must be boolean or None; `remedy` says where numbers go."""
     if mask is None or (checks.is_array(mask) and mask.dtype == bool):
         return mask
     got = f"dtype {mask.dtype}" if checks.is_array(mask) else f"{type(mask).__name__}, not an array"
-    remedy = (
-        "write mask != 0 of zeros and ones (dtype=bool in the mask helpers of Flax); additive "
-        "values are a bias: in Flax functools.partial(jax_attn_bwd.attention_fn, bias=bias)"
-    )
     expected = "be boolean (True = attend)"
     raise TypeError(checks.message(layer, "mask", expected, got, remedy))
 

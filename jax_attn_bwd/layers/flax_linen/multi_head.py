@@ -13,7 +13,7 @@ from flax.core import meta
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import attend, boolean_mask, within_window
+from jax_attn_bwd.layers.multi_head import FLAX_NUMBERS, attend, boolean_mask, within_window
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _own_attention = attention_fn
@@ -90,7 +90,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
         """
         positive(type(self).__name__, "num_heads", self.num_heads)
-        mask = boolean_mask(type(self).__name__, mask)
+        mask = boolean_mask(type(self).__name__, mask, FLAX_NUMBERS)
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
             return self._projected(

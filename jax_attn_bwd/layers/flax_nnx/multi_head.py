@@ -12,7 +12,7 @@ from flax.nnx.nn import dtypes
 from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import attend, boolean_mask, within_window
+from jax_attn_bwd.layers.multi_head import FLAX_NUMBERS, attend, boolean_mask, within_window
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
@@ -113,7 +113,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
         """
-        mask = boolean_mask(_NAME, mask)
+        mask = boolean_mask(_NAME, mask, FLAX_NUMBERS)
         _check_rngs(rngs)
         options = {name: x for name, x in options.items() if x is not None}
         decode = self.decode if decode is None else decode

@@ -105,7 +105,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
     checks.shape(operator, "key", key, "[..., S, K, H]", (*batch, S, K, H))
     checks.shape(operator, "value", value, "[..., S, K, Hv]", (*batch, S, K, Hv))
     if K == 0 or N == 0 or N % K:
-        remedy = f"key and value have K = {K}"
+        remedy = f"key and value have K = {K}; the layout is [..., T, N, H]"
         expected = "be a positive multiple of the key heads K"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
     _check_explicit_sharding(operator, query, key, value)

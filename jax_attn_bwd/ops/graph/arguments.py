@@ -150,7 +150,8 @@ def _nodes(
 def _num_heads(operator: str, num_heads: Any, argument: str, x: jax.Array) -> int:
     if isinstance(num_heads, bool) or not isinstance(num_heads, int | np.integer):
         got = type(num_heads).__name__
-        raise TypeError(checks.message(operator, "num_heads", "be an int", got))
+        remedy = checks.static(num_heads)
+        raise TypeError(checks.message(operator, "num_heads", "be an int", got, remedy))
     if num_heads < 1 or x.shape[1] % num_heads:
         expected = f"be positive and divide the width of {argument}, {x.shape[1]}"
         raise ValueError(checks.message(operator, "num_heads", expected, num_heads))

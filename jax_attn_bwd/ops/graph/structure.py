@@ -149,9 +149,13 @@ class BipartiteCSC:
           The graph, with as many destinations as sources.
 
         Raises:
-          As `from_coo`.
+          As `from_coo`. TypeError: `graph` is something else.
         """
-        nodes = int(_integers("BipartiteCSC.from_jraph", "n_node", graph.n_node).sum())
+        operator = "BipartiteCSC.from_jraph"
+        if not all(hasattr(graph, name) for name in ("senders", "receivers", "n_node")):
+            expected = "be a jraph.GraphsTuple, or have its senders, receivers and n_node"
+            raise TypeError(checks.message(operator, "graph", expected, type(graph).__name__))
+        nodes = int(_integers(operator, "n_node", graph.n_node).sum())
         return cls.from_coo(graph.senders, graph.receivers, nodes, nodes, capacity=capacity)
 
     @classmethod
@@ -167,8 +171,14 @@ class BipartiteCSC:
           The graph.
 
         Raises:
-          As `from_csc`.
+          As `from_csc`. TypeError: `matrix` is not sparse.
         """
+        if not hasattr(matrix, "tocsr"):
+            expected, remedy = "be a SciPy sparse matrix", "scipy.sparse.csr_array(matrix)"
+            got = type(matrix).__name__
+            raise TypeError(
+                checks.message("BipartiteCSC.from_scipy", "matrix", expected, got, remedy)
+            )
         rows = matrix.tocsr()
         return cls.from_csc(rows.indptr, rows.indices, rows.shape[1], capacity=capacity)
 

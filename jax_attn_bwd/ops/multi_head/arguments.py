@@ -151,7 +151,8 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
     if num_heads is not None:
         is_int = isinstance(num_heads, int | np.integer) and not isinstance(num_heads, bool)
         if not is_int or num_heads < 1:
-            raise ValueError(checks.message(operator, "num_heads", "be a positive int", num_heads))
+            expected, remedy = "be a positive int", checks.static(num_heads)
+            raise ValueError(checks.message(operator, "num_heads", expected, num_heads, remedy))
         settle("N", int(num_heads), "num_heads")
     # A missing kernel hands the input to every head: its width is the head size.
     if params.query_kernel is None:

@@ -74,12 +74,12 @@ def scaled_masked_softmax(
       Bridle, Probabilistic interpretation of feedforward classification network outputs, 1990.
     """
     x = _array(_NAME, "x", x)
-    axis = _axis(_NAME, x, axis)
+    given, axis = axis, _axis(_NAME, x, axis)
     window = masks.window(_NAME, local_window_size)
     is_causal = checks.flag(_NAME, "is_causal", is_causal)
     if (is_causal or window is not None) and (axis != -1 or x.ndim < 2):
         expected = "be -1, and x have rows on axis -2, with is_causal or local_window_size"
-        raise ValueError(checks.message(_NAME, "axis", expected, f"{axis} for rank {x.ndim}"))
+        raise ValueError(checks.message(_NAME, "axis", expected, f"{given} for rank {x.ndim}"))
 
     def plane(argument, array):
         checks.broadcasts(_NAME, argument, array, "the shape of x", x.shape)
@@ -169,7 +169,8 @@ def _array(operator: str, argument: str, x: Any) -> jax.Array:
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:
     """`axis` counted from the end."""
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
-        raise TypeError(checks.message(operator, "axis", "be an int", type(axis).__name__))
+        got = type(axis).__name__
+        raise TypeError(checks.message(operator, "axis", "be an int", got, checks.static(axis)))
     if not -x.ndim <= axis < x.ndim:
         expected = f"lie in [{-x.ndim}, {x.ndim})"
         raise ValueError(checks.message(operator, "axis", expected, axis))

@@ -64,6 +64,17 @@ def test_csc_and_coo_build_the_same_graph(dtype):
     np.testing.assert_array_equal(one.indices, src[order])
 
 
+def test_from_jraph_and_from_scipy_name_what_they_take():
+    with pytest.raises(
+        TypeError, match=r"from_scipy: matrix must be .* sparse .*, got ndarray; scipy"
+    ):
+        BipartiteCSC.from_scipy(np.eye(3))
+    with pytest.raises(
+        TypeError, match=r"from_jraph: graph must be a jraph.GraphsTuple.* NoneType"
+    ):
+        BipartiteCSC.from_jraph(None)
+
+
 def test_from_jraph_and_from_scipy():
     src, dst = np.array([0, 2, 1, 2]), np.array([1, 0, 1, 3])
     batch = SimpleNamespace(senders=jnp.asarray(src), receivers=jnp.asarray(dst), n_node=[3, 1])
