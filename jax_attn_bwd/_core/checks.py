@@ -116,8 +116,8 @@ def python_float(
     """`x`, a Python or NumPy scalar, as a float that is finite in `dtype`; no array or tracer."""
     x = x.item() if isinstance(x, np.floating | np.integer) else x
     if is_array(x) or isinstance(x, bool) or not isinstance(x, int | float):
-        got = type(x).__name__
-        raise TypeError(message(operator, argument, "be a Python float", got, static(x, remedy)))
+        kind = type(x).__name__
+        raise TypeError(message(operator, argument, "be a Python float", kind, static(x, remedy)))
     if not abs(x) <= float(jnp.finfo(dtype).max):
         expected = "be finite" if x in (math.inf, -math.inf) or x != x else f"be finite in {dtype}"
         got = x if isinstance(x, float) else f"an int of {x.bit_length()} bits"
