@@ -36,9 +36,8 @@ supports = tiles.unsupported
 def default_tiling(options: Options, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
-    limits = (1024, 2048) if tiles.is_light(options, operands) else (512, 1024)
-    if options.window is not None:
-        limits = (limits[0], 1024)
+    light = tiles.is_light(options, operands)
+    limits = (1024, tiles.longest_side(options, operands)) if light else (512, 1024)
     block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
     part_q = tiles.even_part(block_q, 256 if mosaic_tpu.has_wide_units() else 128)
     return Tiling(block_q, block_k, part_q, tiles.even_part(block_k, 256), apart=3)

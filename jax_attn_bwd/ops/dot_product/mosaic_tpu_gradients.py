@@ -35,7 +35,7 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     light, wide = tiles.is_light(options, operands), mosaic_tpu.has_wide_units()
-    limit = (1024 if options.window is not None else 2048) if light else 512
+    limit = tiles.longest_side(options, operands) if light else 512
     block_q, block_k = tiles.even_block(T, limit), tiles.even_block(S, limit)
     # more values an element leave fewer registers
     part_q, part_k = ((256, 256) if wide else (1024, 512)) if light else (128, 128)

@@ -102,6 +102,12 @@ def is_light(options: Options, operands: Operands) -> bool:
     )
 
 
+def longest_side(options: Options, operands: Operands) -> int:
+    """Of a tile of a light call: a longer one takes fewer bundles a score, but more of it is masked."""
+    most_is_masked = options.is_causal and operands.key.shape[-3] <= 8192
+    return 1024 if most_is_masked or options.window is not None else 2048
+
+
 def unsupported(options: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     q, v = operands.query, operands.value
