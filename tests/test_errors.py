@@ -568,3 +568,34 @@ def test_explicit_mesh_whose_head_axis_does_not_divide_the_key_heads(explicit_me
     arrays = on_mesh(alike(P("b")) | {"query": P("b", None, "h")}, K=2)
     words = "key heads K must be a multiple of the size 4 of mesh axis 'h', got 2; .*repeat key"
     check(attention, "dot_product_attention", ValueError, words, arrays)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"query_kernel": P(None, "b")}, r"params\.query_kernel .* along N over 'b', which shards the batch"),
+        ({"value_bias": P(("h", "b"))}, r"params\.value_bias .* along K over 'b', which shards the batch"),
+        ({"out_kernel": P(None, None, "b")}, r"params\.out_kernel .* along Eo over 'b', which shards the"),
+        (
+            {n: P(None, "h") for n in ("query_kernel", "key_kernel", "value_kernel")} | {"out_bias": P("h")},
+            r"params\.out_bias .* along Eo over 'h', which shards heads",
+        ),
+    ],
+    ids=["heads", "pair", "width", "heads_and_width"],
+)  # fmt: skip
+def test_explicit_mesh_with_one_axis_for_two_things(explicit_mesh, place, words):
+    """Once it is resharded the layer runs, forward and backward."""
+    kernels = dict.fromkeys(("query_kernel", "key_kernel", "value_kernel"), ones(8, 8, 4))
+    rest = {"value_bias": ones(8, 4), "out_kernel": ones(8, 4, 16), "out_bias": ones(16)}
+    query = jax.device_put(ones(4, 6, 8), P("b"))
+
+    def gradients(specs):
+        arrays = {n: jax.device_put(x, specs.get(n, P())) for n, x in (kernels | rest).items()}
+        params = jax_attn_bwd.MultiHeadAttentionParams(**arrays)
+        loss = lambda params: jnp.sin(jax_attn_bwd.multi_head_attention(params, query)).sum()  # noqa: E731
+        return jax.grad(loss)(params)
+
+    with pytest.raises(ValueError, match=rf"{words}.*, got .*; reshard it .*two axes of the mesh"):
+        gradients(place)
+    *_, last = place
+    assert getattr(gradients(place | {last: P()}), last).sharding.is_fully_replicated

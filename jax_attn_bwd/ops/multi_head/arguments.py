@@ -213,3 +213,27 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
                     raise ValueError(
                         checks.message(operator, f"params.{name}", expected, got, "reshard it")
                     )
+    _check_mesh_axes(operator, operands)
+
+
+def _check_mesh_axes(operator: str, operands: Operands) -> None:
+    """A mesh axis shards one of batch, heads and Eo. Other arrays than these are resharded."""
+    batch = sharding.explicit_spec(operands.query)[:-2]
+    taken = {m: "the batch of query" for axis in batch for m in _mesh_axes(axis)}
+    projections = [n for n in PARAMS if n.endswith(("_kernel", "_bias"))]
+    for name, x in ((n, getattr(operands, n)) for n in projections):
+        spec = () if x is None else sharding.explicit_spec(x)
+        for letter, axis in zip(_SHAPES[name], spec, strict=x is not None):
+            role = "heads" if letter in ("N", "K") else letter
+            for m in _mesh_axes(axis):
+                if (other := taken.setdefault(m, role)) != role:
+                    expected = f"not be sharded along {letter} over {m!r}, which shards {other}"
+                    remedy = "reshard it (jax.sharding.reshard), or use two axes of the mesh"
+                    raise ValueError(
+                        checks.message(operator, f"params.{name}", expected, spec, remedy)
+                    )
+
+
+def _mesh_axes(axis: Any) -> tuple:
+    """The mesh axes of an entry of a `PartitionSpec`."""
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
