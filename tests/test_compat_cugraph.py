@@ -148,7 +148,7 @@ def test_a_refused_gradient_is_none_and_the_others_stay(rng, edges, family):
     operands, g = arrays(rng, family), cotangent(rng, params)
     graph, backward = structure(edges), getattr(cugraph, f"{family}_bwd")
     *_, full = call(family, graph, params, g, operands)
-    for refused, flag in zip(full._fields, (None, False, None, False), strict=False):
+    for refused, flag in zip(full._fields, (None, False, np.False_, False), strict=False):
         grads = backward(g, *operands.values(), None, graph, params, **{refused: flag})
         assert getattr(grads, refused) is None
         for name in set(full._fields) - {refused}:
@@ -304,13 +304,14 @@ def test_mha_simple(rng, edges, concat, edge, norm):
     [
         ({"params": cugraph.mha_params(4)}, ValueError, r"cugraph.mha_gat_n2n_bwd: num_heads must .* got 4"),
         ({"params": cugraph.mha_params(H, 1)}, TypeError, "concat_heads must be a Python bool"),
-        ({"params": cugraph.mha_params(H, True, "Softplus")}, ValueError, "activation must be one of"),
+        ({"params": cugraph.mha_params(H, True, "Softplus")}, ValueError, r"one of \('ELU', 'LeakyReLU'"),
         ({"params": cugraph.mha_params(H, True, "ReLU", jnp.ones(()))}, TypeError, "alpha must be a Python"),
         ({"attention_weights": jnp.ones(DIM)}, ValueError, r"attention_weights must .* \(12,\), got \(6,\)"),
         ({"softmax_scores": jnp.ones((H, NNZ))}, ValueError, r"softmax_scores must .* \(2, 2, 15\)"),
         ({"softmax_scores": np.ones((2, H, NNZ), int)}, TypeError, "softmax_scores must be a floating"),
         ({"graph": None}, TypeError, "graph must be a BipartiteCSC"),
         ({"params": None}, TypeError, "params must be mha_params, got NoneType"),
+        ({"params": cugraph.mha_params(H, True, "relu")}, ValueError, "'ReLU',.* got 'relu'"),
         ({"params": cugraph.mha_params(H, True, ["ReLU"])}, ValueError, "activation must be one of"),
         ({"grad_src_node_embedding": "no"}, TypeError, "grad_src_node_embedding must be None or False"),
         ({"grad_output_embedding": jnp.ones((N_DST, D))}, ValueError, "grad_output_embedding must have"),
@@ -349,6 +350,8 @@ def test_an_array_to_write_a_gradient_into_asks_for_it(rng, edges):
     expected = cugraph.mha_gat_n2n_bwd(*arguments)
     assert_close(grads.grad_src_node_embedding, expected.grad_src_node_embedding, 0)
     assert grads.grad_attention_weights is None
+    asked = cugraph.mha_gat_n2n_bwd(*arguments, grad_attention_weights=np.True_)
+    assert_close(asked.grad_attention_weights, expected.grad_attention_weights, 0)
     key, query, graph = jnp.ones((N_SRC, DIM)), jnp.ones((N_DST, DIM)), structure(edges)
     with pytest.raises(
         TypeError, match="mha_simple_n2n_bwd: grad_score_bias must be None or False"

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
@@ -70,16 +71,16 @@ def make_bipartite_csc(
 def _options(call: str, params: Any) -> dict[str, Any]:
     if not isinstance(params, mha_params):
         raise TypeError(checks.message(call, "params", "be mha_params", type(params).__name__))
-    name = params.activation
+    name = checks.choice(call, "params.activation", params.activation, tuple(_ACTIVATIONS))
     return dict(
         num_heads=params.num_heads, concat_heads=params.concat_heads, alpha=params.alpha,
-        activation=_ACTIVATIONS.get(name, name) if isinstance(name, str) else name,
+        activation=_ACTIVATIONS[name],
     )  # fmt: skip
 
 
 def is_asked(call: str, argument: str, flag: Any) -> bool:
     """Whether a gradient is: None or False refuses it; the source passes the array to write it into."""
-    if flag is None or isinstance(flag, bool):
+    if flag is None or isinstance(flag, bool | np.bool_):
         return bool(flag)
     if not checks.is_array(flag):
         expected = "be None or False to refuse the gradient, or True"
