@@ -577,7 +577,8 @@ def test_explicit_mesh_whose_head_axis_does_not_divide_the_key_heads(explicit_me
         ({"value_bias": P(("h", "b"))}, r"params\.value_bias .* along K over 'b', which shards the batch"),
         ({"out_kernel": P(None, None, "b")}, r"params\.out_kernel .* along Eo over 'b', which shards the"),
         (
-            {n: P(None, "h") for n in ("query_kernel", "key_kernel", "value_kernel")} | {"out_bias": P("h")},
+            {n: P(None, "h") for n in ("query_kernel", "key_kernel", "value_kernel")}
+            | {"out_kernel": P("h"), "out_bias": P("h")},
             r"params\.out_bias .* along Eo over 'h', which shards heads",
         ),
     ],
