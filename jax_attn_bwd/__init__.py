@@ -1,6 +1,7 @@
 """Attention-family operators for JAX with hand-written backward rules."""
 
 from jax_attn_bwd import compat as compat
+from jax_attn_bwd import layers as layers
 from jax_attn_bwd._core.backend import explain as explain
 from jax_attn_bwd.layers.attention_fn import attention_fn as attention_fn
 from jax_attn_bwd.ops.deformable import (
@@ -34,5 +35,35 @@ from jax_attn_bwd.ops.multi_head import multi_head_attention as multi_head_atten
 from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as multi_head_attention_bwd
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax as scaled_masked_softmax
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax_bwd as scaled_masked_softmax_bwd
+
+__all__ = [
+    "BipartiteCSC",
+    "DotProductAttentionGrads",
+    "GraphAttentionGrads",
+    "GraphTransformerAttentionGrads",
+    "MultiHeadAttentionGrads",
+    "MultiHeadAttentionParams",
+    "MultiScaleDeformableAttentionGrads",
+    "attention_fn",
+    "compat",
+    "dot_product_attention",
+    "dot_product_attention_bwd",
+    "edge_softmax",
+    "edge_softmax_bwd",
+    "explain",
+    "graph_attention",
+    "graph_attention_bwd",
+    "graph_attention_v2",
+    "graph_attention_v2_bwd",
+    "graph_transformer_attention",
+    "graph_transformer_attention_bwd",
+    "layers",
+    "multi_head_attention",
+    "multi_head_attention_bwd",
+    "multi_scale_deformable_attention",
+    "multi_scale_deformable_attention_bwd",
+    "scaled_masked_softmax",
+    "scaled_masked_softmax_bwd",
+]
 
 __version__ = "0.1.0"

@@ -126,3 +126,12 @@ def test_top_level_holds_what_it_should():
     assert names <= {
         "pyproject.toml", "jax_attn_bwd", "tests", "examples", "notebooks", "README.md",
     }  # fmt: skip
+
+
+def test_the_public_names_are_listed():
+    """`__all__` is what `__init__` imports under its own name, no more and no less."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    imported = [a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert sorted(imported) == sorted(jax_attn_bwd.__all__)
+    assert all(hasattr(jax_attn_bwd, name) for name in jax_attn_bwd.__all__)
+    assert {"compat", "layers"} <= set(jax_attn_bwd.__all__)
