@@ -6,13 +6,16 @@ XLA computes delta (7) and the gradient of the sink (9); the rest are kernels:
     mosaic_gpu_key_gradients.py     dk and dv; column sums of dlogits; the fused kernel
 
 The pair dq; dk, dv needs seven products a tile and no workspace beyond two row values, adds in one order,
-and gives the same bits every time. With `deterministic=False` the fused kernel needs five. A bias gradient is
-summed in the kernels over what the bias broadcasts: never more than the gradient itself is stored.
+and gives the same bits every time. With `deterministic=False` the fused kernel needs five; under `jax.vmap`
+the pair runs all the same. A bias gradient is summed in the kernels over what the bias broadcasts: never more
+than the gradient itself is stored.
 
 References:
   Shah et al., FlashAttention-3, 2024, arXiv:2407.08608.
 """
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,9 +42,28 @@ def backward(
     options: Options, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
-    run = partial(_backward, options, pallas.is_interpreted(mosaic_gpu.NAME))
+    interpret = pallas.is_interpreted(mosaic_gpu.NAME)
     keys = tiles.dropout_keys(options, residuals.operands)
-    return pallas.on_local_shards(run, _out_specs, (residuals, dout, dlse, keys))
+
+    def call(options, *given):
+        return pallas.on_local_shards(partial(_backward, options, interpret), _out_specs, given)
+
+    pair = partial(call, dataclasses.replace(options, deterministic=True))
+    run = pair if options.deterministic else _batched_as(pair, partial(call, options))
+    return run(residuals, dout, dlse, keys)
+
+
+def _batched_as(batched: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`; under `jax.vmap` it is `batched`: references, which the fused kernel adds to, have no batching rule."""
+    call = jax.custom_batching.custom_vmap(f)
+
+    @call.def_vmap
+    def rule(size, in_batched, *given):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(in_batched))
+        results = jax.vmap(batched, axes, axis_size=size)(*given)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
 
 
 def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:

@@ -32,8 +32,12 @@ supports = tiles.unsupported
 
 
 def default_tiling(options: Options, operands: Operands) -> Tiling:
-    """Tiles that fit registers without spills; see bench/results/nvidia_static.md."""
-    head = tiles.whole(max(operands.query.shape[-1], operands.value.shape[-1]), tiles.HEAD)
+    """Tiles that fit registers without spills, and shared memory; see bench/results/nvidia_static.md."""
+    H, Hv = (tiles.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
+    head = max(H, Hv)
+    # an output that is not of the query's shape takes shared memory of its own
+    if H != Hv and H + Hv > 384:
+        return Tiling(block_q=64, block_k=32, stages=3)
     if head > 128 or options.dropout_rate or operands.bias is not None:
         return Tiling(block_q=64, block_k=64, stages=2)
     return Tiling(block_q=64, block_k=128, stages=2 if head > 64 else 4)
@@ -98,10 +102,11 @@ def _scratch(tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
         (tiling.block_q, tiling.block_k, tiling.stages),
     )
     ring = partial(plgpu.Barrier, num_barriers=stages)
+    tile = partial(mosaic_gpu.tile, swizzle=tiling.swizzle)
     scratch = dict(
-        q_tile=mosaic_gpu.tile((wgs, bq, H), dtype),
-        k_tiles=mosaic_gpu.tile((stages, bk, H), dtype),
-        v_tiles=mosaic_gpu.tile((stages, bk, Hv), dtype),
+        q_tile=tile((wgs, bq, H), dtype),
+        k_tiles=tile((stages, bk, H), dtype),
+        v_tiles=tile((stages, bk, Hv), dtype),
         row_values=plgpu.SMEM((wgs, 1 if refs.bias is None else 2, bq), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=wgs),
         k_loaded=ring(), v_loaded=ring(),
@@ -109,9 +114,9 @@ def _scratch(tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
         turn=plgpu.Barrier(num_arrivals=wgs),
     )  # fmt: skip
     if Hv != H:  # else out takes the place of q
-        scratch["out_tile"] = mosaic_gpu.tile((wgs, bq, Hv), dtype)
+        scratch["out_tile"] = tile((wgs, bq, Hv), dtype)
     if interpret:
-        scratch["spare"] = mosaic_gpu.tile((wgs, bq, bk), dtype)
+        scratch["spare"] = tile((wgs, bq, bk), dtype)
     return scratch
 
 
@@ -126,6 +131,7 @@ def _kernel(
     if options.is_causal:  # the longest first
         i = jnp.int32(refs.q.shape[1] // (tiles.COMPUTE_WARPGROUPS * tiling.block_q) - 1) - i
     groups = refs.q.shape[2] // refs.k.shape[2]
+    wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     bounds = Bounds.load(refs, b, i, refs.k.shape[1] // bk)
 
@@ -152,10 +158,11 @@ def _kernel(
 
         def step(t, carry):
             j, slot = bounds.first + t, lax.rem(t, jnp.int32(stages))
+            mine = wg + bounds.opaque_zero() if wide else wg
             plgpu.barrier_wait(k_loaded.at[slot])
 
             def product(acc):
-                plgpu.wgmma(acc, q_tile.at[wg], k_tiles.at[slot].T)
+                plgpu.wgmma(acc, q_tile.at[mine], k_tiles.at[slot].T)
                 mosaic_gpu.meet(turn)
                 return acc[...]
 

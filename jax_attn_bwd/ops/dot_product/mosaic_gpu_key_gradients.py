@@ -35,8 +35,10 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
     if saved.head > 64 and options.dropout_rate:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
     # segments and a soft cap take registers that a second product in flight needs at H = 128
-    busy = saved.refs.row_segment is not None or options.logits_soft_cap is not None
-    overlap = saved.head <= 64 or not busy
+    busy = (saved.refs.row_segment is not None, options.logits_soft_cap is not None)
+    if saved.head > 64 and all(busy):
+        return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
+    overlap = saved.head <= 64 or not any(busy)
     return Tiling(block_q=64, block_k=64, stages=2, overlap=overlap)
 
 

@@ -124,7 +124,7 @@ def test_float16_against_definition(name):
     measured(OPERATOR, NAME, NAMED[name], "float16")
 
 
-def tiled(head, name, T=300, S=270):
+def tiled(head, name, T=300, S=270, Hv=None):
     """A case of several tiles of queries and of keys."""
     extra, options = {
         "full": ({}, {}),
@@ -141,7 +141,8 @@ def tiled(head, name, T=300, S=270):
 
     def build(rng):
         q, k, v = (
-            rng.standard_normal((batch, n, heads, head)) for n, heads in ((T, N), (S, K), (S, K))
+            rng.standard_normal((batch, n, heads, size))
+            for n, heads, size in ((T, N, head), (S, K, head), (S, K, Hv or head))
         )
         return {"query": q, "key": k, "value": v} | extra
 
@@ -168,9 +169,9 @@ def test_fused_backward_has_no_races_within_a_block(head):
 
 
 @interpreted
-@pytest.mark.parametrize("head", [72, 160, 256])
-def test_wide_heads_against_definition(head):
-    measured(OPERATOR, NAME, tiled(head, "causal", T=100, S=140))
+@pytest.mark.parametrize(("head", "Hv"), [(72, 72), (160, 160), (256, 256), (150, 250), (256, 192)])
+def test_wide_heads_against_definition(head, Hv):
+    measured(OPERATOR, NAME, tiled(head, "causal", T=100, S=140, Hv=Hv))
 
 
 # ---------------------------------------------------------------------- which kernels run
@@ -207,6 +208,21 @@ def test_the_fused_kernel_runs(head):
         case = tiled(head, name)
         arrays, options = case.arrays(BF16), {**case.options, "deterministic": False}
         assert backward_kernels("query key value", arrays, **options) == FUSED
+
+
+@pytest.mark.parametrize("batched", [("query", "key", "value"), ("key",)], ids=str)
+def test_under_vmap_the_pair_runs(batched):
+    def loss(arrays):
+        out = dot_product_attention(**arrays, deterministic=False, implementation=NAME)
+        return out.astype(np.float32).sum()
+
+    axes = {n: 0 if n in batched else None for n in shapes()}
+    arrays = {
+        n: jax.ShapeDtypeStruct((3, *x.shape), x.dtype) if n in batched else x
+        for n, x in shapes().items()
+    }
+    for gradients in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        assert kernels(jax.vmap(gradients, (axes,)), arrays) == ["dkey_dvalue", "dq", "forward"]
 
 
 @pytest.mark.parametrize(
@@ -500,20 +516,30 @@ def test_poison_is_as_good_as_zeros(case, deterministic):
 
 @interpreted
 @pytest.mark.parametrize(
-    "batched", [("query",), ("bias",), ("query", "key", "value", "bias", "sink")]
+    ("batched", "deterministic"),
+    [
+        (("query",), True),
+        (("bias",), True),
+        (("query", "key", "value", "bias", "sink"), True),
+        (("query",), False),
+        (("query", "key", "value"), False),
+    ],
+    ids=str,
 )
-def test_vmap_and_nested_vmap(batched):
+def test_vmap_and_nested_vmap(batched, deterministic):
+    """In any order the fused kernel is compared with the pair, which runs under vmap."""
     case = NAMED["second_causal"]
-    arrays = case.arrays(BF16)
+    arrays, options = case.arrays(BF16), {**case.options, "implementation": NAME}
+    if not deterministic:  # what the fused kernel takes
+        del arrays["bias"]
+        options |= {"logits_soft_cap": None, "deterministic": False}
     rng = np.random.default_rng(3)
     for n in batched:
         noise = rng.standard_normal((2, 2, *arrays[n].shape))
         arrays[n] = (arrays[n][None, None] + noise.astype(BF16)).astype(BF16)
 
     def step(inputs):
-        (out, lse), pullback = jax.vjp(
-            lambda i: OPERATOR.call(**i, **case.options, implementation=NAME), inputs
-        )
+        (out, lse), pullback = jax.vjp(lambda i: OPERATOR.call(**i, **options), inputs)
         return {"out": out, "lse": lse} | pullback((jnp.cos(out), jnp.sin(lse)))[0]
 
     axes = ({n: 0 if n in batched else None for n in arrays},)
