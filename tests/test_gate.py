@@ -1,17 +1,16 @@
-"""The GPU gate on a CPU at tiny size: it finds what is wrong, outlives what crashes, and keeps the time."""
+"""The GPU gate on a CPU at tiny size: what its steps find and time, its plan, its report."""
 
 import dataclasses
 import json
-import os
 import re
-import time
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jax_attn_bwd import ops
 from jax_attn_bwd.bench import __main__ as bench
@@ -22,11 +21,10 @@ from jax_attn_bwd.bench.gate import (
     peers,
     plan,
     report,
-    run,
     timing,
     worker,
 )  # fmt: skip
-from jax_attn_bwd.bench.gate.steps import FAILED, NOT_REACHED, OK, REFUSED, Row, Step
+from jax_attn_bwd.bench.gate.steps import FAILED, NOT_REACHED, OK, REFUSED, SKIPPED, Row, Step
 
 SOFTMAX = next(o for o in ops.discover() if o.name == "scaled_masked_softmax")
 ATTENTION = next(o for o in ops.discover() if o.name == "dot_product_attention")
@@ -71,8 +69,36 @@ def test_a_right_operator_is_right_within_the_limit_of_check(operator, name, dty
 def test_a_wrong_gradient_is_found_and_named(operator, name):
     wrong = with_gradient_off_by(operator, 1.1)
     rows = list(correctness.compare(wrong, "xla", case(operator, name), "bfloat16"))
-    failed = {row.case.split()[-1] for row in rows if row.status == FAILED}
-    assert failed == {f"d{operator.differentiable[0]}"}
+    (failed,) = (row for row in rows if row.status == FAILED)
+    assert failed.case.split()[-1] == f"d{operator.differentiable[0]}"
+    assert 0 < failed.figures["wrong share"] <= 1
+    assert failed.figures["NaN"] == 0
+    assert failed.note.startswith("worst at (")
+
+
+def test_a_row_of_wrong_results_says_where_they_are():
+    expected = np.arange(24.0).reshape(2, 3, 4) + 1
+    got = expected.copy()
+    got[1, 2, 3], got[1, 0, 3], got[1, 0, 1] = 30, np.nan, 14.1
+    figures, note = correctness.wrong_entries(got, expected, 0.05)
+    assert figures == {"wrong share": 2 / 24, "NaN": 1.0}
+    assert note == (
+        "worst at (1, 0, 3): nan, expected 16; "
+        "wrong along the axes of (2, 3, 4): 1..1 (1), 0..2 (2), 3..3 (1)"
+    )
+    got[1, 0, 3] = -np.inf
+    assert "(1, 0, 3): -inf" in correctness.wrong_entries(got, expected, 0.05)[1]
+    assert correctness.wrong_entries(got, np.full_like(got, np.nan), 0.05)[0]["wrong share"] == 1
+
+
+def test_some_gradients_alone():
+    """As the probes ask for them: each launches one kernel more than the forward."""
+    for wanted in ((), ("key", "value")):
+        rows = [*correctness.compare(ATTENTION, "xla", case(ATTENTION, "plain"), "bfloat16",
+                                     "probe", wanted, " alone")]  # fmt: skip
+        names = {"out", "lse", *(f"d{name}" for name in wanted)}
+        assert {row.case for row in rows} == {f"plain bfloat16 alone {name}" for name in names}
+        assert {(row.kind, row.status) for row in rows} == {("probe", OK)}
 
 
 def test_a_nan_is_found():
@@ -81,6 +107,7 @@ def test_a_nan_is_found():
     assert {row.case: row.status for row in rows} == {
         "plain float32 y": OK, "plain float32 dx": FAILED,
     }  # fmt: skip
+    assert rows[1].figures["NaN"] > 0
 
 
 def test_what_an_implementation_cannot_run_is_refused_with_its_reason():
@@ -205,6 +232,25 @@ def test_a_peer_that_is_absent_or_fails_is_no_fault(monkeypatch):
     assert row.status == FAILED
 
 
+@pytest.mark.parametrize(
+    ("free", "fits"), [(6 * 2**20, True), (5 * 2**20, False), (None, True), (2**40, True)]
+)
+def test_a_peer_needs_memory_that_is_free(free, fits, monkeypatch):
+    """4 MiB of what the process holds are in use, and 1 MiB of it is not."""
+    stats = {"bytes_limit": 2**30, "bytes_in_use": 4 * 2**20, "pool_bytes": 5 * 2**20}
+    device = SimpleNamespace(memory_stats=lambda: stats, local_hardware_id=0)
+    monkeypatch.setattr(peers.jax, "devices", lambda: [device])
+    monkeypatch.setattr(peers, "_free_bytes", lambda gpu: free)
+    needed = SimpleNamespace(temp_size_in_bytes=4 * 2**20, output_size_in_bytes=3 * 2**20)
+    program = SimpleNamespace(memory_analysis=lambda: needed)
+    monkeypatch.setattr(peers.progress, "compiled", lambda function, *args: program)
+    if fits:
+        assert peers._fitting(None) is program
+        stats["bytes_limit"] = 10 * 2**20
+    with pytest.raises(peers.Absent, match=r"it needs 0\.0 GiB of 0\.0 GiB free"):
+        peers._fitting(None)
+
+
 def test_softmax_is_timed_beside_a_copy():
     contenders = timing.softmax_contenders(("xla", "triton"))
     rows = list(timing.softmax(64, "float32", contenders, 4096))
@@ -235,8 +281,8 @@ def test_the_plan_names_every_kernel_case_once():
     for operator in (SOFTMAX, ATTENTION):
         for c in operator.tagged("ci", "check", "edge", "second"):
             assert f"correctness {operator.name}[xla] {c.name} bfloat16" in {s.name for s in steps}
-        kinds = {s.kind for s in steps if s.subject == f"{operator.name}[xla]" and s.phase == 0}
-        assert kinds == {"correctness", "poison", "repeat"}
+        kinds = {s.kind for s in steps if s.subject == f"{operator.name}[xla]" and s.phase < 2}
+        assert kinds == {"probe", "correctness", "poison", "repeat"}
     assert any(s.library == "torch" for s in steps)
     with pytest.raises(ValueError, match="different names"):
         worker.load_plan("test_gate:same_twice", {})
@@ -244,6 +290,48 @@ def test_the_plan_names_every_kernel_case_once():
 
 def same_twice():
     return [Step("time", "a", "b", list), Step("time", "a", "b", list)]
+
+
+def test_each_kernel_is_probed_before_anything_else():
+    steps = worker.load_plan(command.PLAN, {"platform": "gpu", "tiny": False})
+    probes = [s for s in steps if s.kind == "probe"]
+    assert steps[: len(probes)] == probes
+    assert {s.phase for s in probes} == {0}
+    assert not any(s.phase == 0 for s in steps[len(probes) :])
+    kernels = {s.needs[-1] for s in steps if s.needs}
+    assert {s.needs[-1] for s in probes} == kernels
+    assert kernels == {
+        "attention forward", "attention backward", "attention bias", "attention any order",
+        "softmax forward", "softmax backward",
+    }  # fmt: skip
+    ran = [s for s in steps if "[mosaic_gpu]" in s.subject]
+    assert all(s.needs for s in ran)
+    assert all(s.instead for s in ran if s.kind == "correctness")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the fused kernel needs JAX 0.11")
+def test_cases_in_any_order_are_in_the_first_phase_and_run_the_fused_kernel():
+    steps = worker.load_plan(command.PLAN, {"platform": "gpu", "tiny": False})
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    types = (AxisType.Explicit,)
+    mesh = AbstractMesh((1,), ("x",), axis_types=types, abstract_device=device)
+    operator, made = plan._any_order(ATTENTION), cases.any_order(tiny=False)
+    for c in made:
+        (step,) = (s for s in steps if s.case == f"{c.name} bfloat16")
+        assert step.phase == plan.FIRST
+        arrays, options = c.arrays("bfloat16"), {**c.options, "implementation": "mosaic_gpu"}
+        shape = arrays["query"].shape
+        cts = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape[:-1], jnp.float32)
+        function = correctness.run(operator, operator.call, arrays, options)
+        with jax.sharding.use_abstract_mesh(mesh):
+            program = str(jax.make_jaxpr(function)(arrays, cts))
+        assert "attention_dkey_dquery_dvalue" in program, c.name
+
+
+@pytest.mark.parametrize("c", cases.any_order(tiny=True), ids=lambda c: c.name)
+def test_cases_in_any_order_against_the_definition(c):
+    rows = list(correctness.compare(plan._any_order(ATTENTION), "xla", c, "bfloat16"))
+    assert {row.status for row in rows} == {OK}
 
 
 def test_kernels_of_a_gpu_are_those_of_its_platform():
@@ -254,139 +342,6 @@ def test_kernels_of_a_gpu_are_those_of_its_platform():
     }  # fmt: skip
     assert found == expected
     assert {name for _, name in plan.kernels("cpu")} == {"xla"}
-
-
-# ---------------------------------------------------------------------- child processes and the clock
-
-
-def good(name):
-    return [Row("correctness", "f[xla]", name, figures={"error": 0.0, "limit": 1.0})]
-
-
-def eventful(platform, tiny):
-    """Steps of which some hang, crash or raise; `platform` and `tiny` are as for the real plan."""
-
-    def step(name, action, seconds=60.0, **more):
-        return Step("correctness", "f[xla]", name, action, seconds, **more)
-
-    def fail():
-        raise FloatingPointError("wrong result")
-
-    return [
-        step("first", partial(good, "first")),
-        step("raises", fail),
-        step("crashes", os.abort),
-        step("after a crash", partial(good, "after a crash")),
-        step("hangs", partial(time.sleep, 600), 1.0),
-        step("prints", lambda: print("noise") or good("prints"), alone=True, phase=1),
-        step("empty", list, phase=2),
-    ]
-
-
-@pytest.fixture
-def as_plan(monkeypatch):
-    """Children can import the plans of this file."""
-    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    monkeypatch.setattr(plan, "kernels", lambda platform: [(SOFTMAX, "xla")])
-
-
-def test_a_crash_a_hang_and_an_error_cost_one_step_each(as_plan, tmp_path, capsys):
-    status = command.main("cpu", tmp_path, 5, "test_gate:eventful")
-    assert status == 1
-    document = json.loads((tmp_path / "cpu.json").read_text())
-    rows = {row["case"]: row for row in document["rows"]}
-    assert not document["passed"]
-    assert [name for name, row in rows.items() if row["status"] == "ok"] == [
-        "first", "after a crash", "prints",
-    ]  # fmt: skip
-    assert "FloatingPointError" in rows["raises"]["note"]
-    assert "wrong result" in rows["raises"]["note"]
-    assert "ended with status -6" in rows["crashes"]["note"]
-    assert rows["hangs"]["note"] == "no answer in 1 s"
-    assert rows["empty"]["note"] == "it gave no result"
-    assert document["jax"] == jax.__version__
-    assert {"commit", "date", "device"} <= document.keys()
-    printed = capsys.readouterr().out
-    assert "7 steps, 7 rows" in printed
-    assert "FAULT correctness of f[xla], hangs: no answer in 1 s" in printed
-    page = (tmp_path / "cpu.md").read_text()
-    assert "not passed" in page
-    assert "wrong result" in page
-
-
-class Fake:
-    """A child that runs steps at once; one of the name `broken` breaks its device."""
-
-    made: list
-
-    def __init__(self, library):
-        self.broken, self.ended = False, False
-        self.made.append(self)
-
-    def greeting(self, seconds):
-        return {}
-
-    def ask(self, step, seconds):
-        if step.case == "lost":
-            raise run.Lost("it died")
-        if step.case == "slow":
-            time.sleep(seconds)
-            raise run.Lost("no answer")
-        self.broken = step.case == "broken"
-        return step.run()
-
-    def end(self):
-        self.ended = True
-
-
-@pytest.fixture
-def fake():
-    Fake.made = []
-    return Fake
-
-
-def sequence(*names, **more):
-    return [Step("correctness", "f", name, partial(good, name), **more) for name in names]
-
-
-def test_a_broken_device_gets_a_new_child(fake):
-    rows: list = []
-    run.run(sequence("a", "broken", "b", "lost", "c"), fake, run.Clock(60), 1, rows.extend)
-    assert [(row.case, row.status) for row in rows] == [
-        ("a", OK), ("broken", OK), ("b", OK), ("lost", FAILED), ("c", OK),
-    ]  # fmt: skip
-    assert len(fake.made) == 3
-    assert all(child.ended for child in fake.made)
-
-
-def test_steps_after_the_deadline_are_listed_as_not_reached(fake):
-    rows: list = []
-    steps = [*sequence("a", "slow", "b"), *sequence("c", phase=1, alone=True)]
-    run.run(steps, fake, run.Clock(0.5), 1, rows.extend)
-    assert [(row.case, row.status) for row in rows] == [
-        ("a", OK), ("slow", NOT_REACHED), ("b", NOT_REACHED), ("c", NOT_REACHED),
-    ]  # fmt: skip
-    assert all(child.ended for child in fake.made)
-
-
-def test_a_phase_makes_room_for_the_next_and_is_taken_up_again(fake):
-    wait = Step("correctness", "f", "wait", lambda: time.sleep(0.6) or good("wait"))
-    steps = [wait, *sequence("later"), *sequence("timed", phase=1, alone=True)]
-    rows: list = []
-    run.run(steps, fake, run.Clock(1.2), 1, rows.extend)
-    assert [row.case for row in rows] == ["wait", "timed", "later"]
-
-
-def test_parallel_children_share_the_steps(fake):
-    steps = [
-        Step("correctness", "f", str(i), lambda i=i: time.sleep(0.05) or good(str(i)))
-        for i in range(8)
-    ]  # fmt: skip
-    rows: list = []
-    run.run(steps, fake, run.Clock(60), 4, rows.extend)
-    assert {row.case for row in rows} == {str(i) for i in range(8)}
-    assert len(fake.made) == 4
 
 
 # ---------------------------------------------------------------------- the report
@@ -410,9 +365,24 @@ def test_a_passed_gate_has_no_faults_and_says_so(tmp_path):
     assert document["passed"]
     assert document["rows"][1]["figures"] == {"ms": 1.25, "TFLOP/s": 500.0}
     page = path.with_suffix(".md").read_text()
-    assert "| f[mosaic_gpu] | correctness | 1 | 0 | 0 | 0 | 0.50 |" in page
+    assert "| f[mosaic_gpu] | correctness | 1 | 0 | 0 | 0 | 0 | 0.50 |" in page
     assert "| forward | f[mosaic_gpu] | 1.250 | 500 |" in page
     assert "NVIDIA H200: passed" in page
+
+
+def test_a_run_with_steps_to_come_is_not_finished(tmp_path):
+    steps = [Step("correctness", "f[mosaic_gpu]", name, list) for name in ("a", "b")]
+    rows = [dataclasses.replace(ROWS[0], step=steps[0].name)]
+    write = partial(report.write, tmp_path, environment())
+    path = write(rows, ["f[mosaic_gpu]"], steps)
+    document = json.loads(path.read_text())
+    assert (document["passed"], document["finished"]) == (False, False)
+    assert document["rows"][1]["status"] == NOT_REACHED
+    page = path.with_suffix(".md").read_text()
+    assert "NVIDIA H200: not finished" in page
+    assert "* correctness of f[mosaic_gpu], b" in page
+    document = json.loads(write(rows, ["f[mosaic_gpu]"], steps[:1]).read_text())
+    assert (document["passed"], document["finished"]) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -420,6 +390,7 @@ def test_a_passed_gate_has_no_faults_and_says_so(tmp_path):
     [
         ([Row("time", "f[mosaic_gpu]", "w", FAILED, note="bad")], ["f[mosaic_gpu]"], "bad"),
         ([Row("repeat", "f[mosaic_gpu]", "w", NOT_REACHED)], ["f[mosaic_gpu]"], "not reached"),
+        ([Row("repeat", "f", "w", SKIPPED)], ["f[mosaic_gpu]"], "f: 1 proofs skipped: hung"),
         ([], ["f[mosaic_gpu]", "g[mosaic_gpu]"], "g[mosaic_gpu]: nothing of it was shown"),
         ([Row("correctness", "g", "c", REFUSED)], ["g"], "g: nothing of it was shown"),
         ([], [], "no kernel is registered"),
@@ -433,7 +404,7 @@ def test_faults(rows, proven, said):
 def test_peers_that_were_not_reached_are_listed_but_no_fault():
     row = Row("time", "tokamax", "w", NOT_REACHED)
     assert report.faults([*ROWS, row], ["f[mosaic_gpu]"]) == []
-    assert "## Not reached" in report.markdown(environment(), [*ROWS, row], [])
+    assert "## Not reached" in report.markdown(environment(), [*ROWS, row], [], "passed")
 
 
 def test_infinite_errors_are_valid_json(tmp_path):

@@ -89,6 +89,67 @@ def attention(tiny: bool) -> tuple[Case, ...]:
     )  # fmt: skip
 
 
+def any_order(tiny: bool) -> tuple[Case, ...]:
+    """Dense attention for the fused backward, which `deterministic=False` allows."""
+    return (
+        _attention("any order H=64", (), tiny, H=64, is_causal=True),
+        _attention("any order H=128", (), tiny, N=8, is_causal=True),
+        _attention("any order segments", (), tiny, H=64, extra=_segments, is_causal=True),
+        _attention("any order lengths", (), tiny, extra=_lengths, is_causal=True),
+        _attention("any order grouped heads", (), tiny, H=64, N=16, K=2),
+        _attention("any order odd T", (), tiny, T=797, S=1021, K=4, local_window_size=(150, 90)),
+    )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One kernel on one small case: the gradients `wanted` launch it, after the forward."""
+
+    name: str
+    case: Case
+    wanted: tuple[str, ...]
+    needs: tuple[str, ...]
+    any_order: bool = False
+
+
+def probes(operator: Operator, tiny: bool) -> tuple[Probe, ...]:
+    """A probe of each kernel of an operator, small, of a few tiles."""
+    size: dict[str, Any] = dict(B=1, T=333, S=461, N=2, K=1, is_causal=True)
+    heads = [_attention(f"H={H}", (), tiny, **size, H=H) for H in (64, 128)]
+    bias = _attention("H=64 bias", (), tiny, **size, H=64, extra=_bias)
+    if operator.name == "dot_product_attention":
+        qkv = ("query", "key", "value")
+        return (
+            *(Probe("forward", case, (), needs(operator, "forward")) for case in heads),
+            *(Probe("dq", case, qkv[:1], needs(operator)) for case in heads),
+            *(Probe("dk dv", case, qkv[1:], needs(operator)) for case in heads),
+            Probe("dbias", bias, ("bias",), needs(operator, "bias")),
+            *(Probe("fused", case, qkv, needs(operator, "any order"), True) for case in heads),
+        )
+    if operator.name == "scaled_masked_softmax":
+        case = _softmax("13 x 1000", (), (13, 40 if tiny else 1000), scale=0.5)
+        return (
+            Probe("forward", case, (), needs(operator, "forward")),
+            Probe("backward", case, ("x",), needs(operator)),
+        )
+    return ()
+
+
+_NEEDS = {
+    "forward": ("forward",),
+    "backward": ("forward", "backward"),
+    "bias": ("forward", "backward", "bias"),
+    "any order": ("forward", "any order"),
+}
+
+
+def needs(operator: Operator, direction: str = "backward") -> tuple[str, ...]:
+    """Names of the kernels that a call launches; the layers of attention launch those of attention."""
+    if operator.name == "scaled_masked_softmax":  # XLA sums the gradient of its bias
+        return tuple(f"softmax {name}" for name in _NEEDS[direction] if name != "bias")
+    return tuple(f"attention {name}" for name in _NEEDS[direction])
+
+
 def _softmax(name, tags, shape, extra=None, **options):
     def build(rng):
         return {"x": 3 * rng.standard_normal(shape)} | (extra(rng) if extra else {})
@@ -179,5 +240,7 @@ def bench(operator: Operator, tiny: bool) -> Case:
     if operator.name == "scaled_masked_softmax":
         return _softmax("8192 x 8192", (), (40, 40) if tiny else (8192, 8192), scale=0.5)
     tagged = [*operator.tagged("bench")] or [*operator.tagged("check")]
+    if len(tagged) == 1:
+        return tagged[0]
     rng = np.random.default_rng(0)
     return max(tagged, key=lambda case: sum(np.size(x) for x in case.build(rng).values()))

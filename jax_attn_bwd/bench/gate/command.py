@@ -2,10 +2,13 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jax_attn_bwd.bench.gate import correctness, plan, report
 from jax_attn_bwd.bench.gate.run import START_SECONDS, Child, Clock, Lost, run
@@ -26,9 +29,14 @@ def main(platform: str, out: Path, minutes: float, steps_of: str = PLAN) -> int:
       minutes: the deadline.
       steps_of: `module:function` that gives the steps.
     """
-    clock = Clock(60 * minutes)
+    jax.config.update("jax_platforms", "cpu")  # the GPU and its memory are the children's
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        return _main(platform, out, Clock(60 * minutes), steps_of, cache)
+
+
+def _main(platform: str, out: Path, clock: Clock, steps_of: str, cache: str) -> int:
     settings = {"platform": platform, "tiny": platform == "cpu"}
-    start = partial(_start, steps_of, settings)
+    start = partial(_start, steps_of, settings, cache)
     try:
         environment = _greet(start)
     except Lost as lost:
@@ -45,11 +53,11 @@ def main(platform: str, out: Path, minutes: float, steps_of: str = PLAN) -> int:
 
     def record(found: list[Row]) -> None:
         rows.extend(found)
-        report.write(out, environment, rows, proven)
+        report.write(out, environment, rows, proven, steps)
 
     record([])
     run(steps, start, clock, PARALLEL[platform], record)
-    path = report.write(out, environment, rows, proven)
+    path = report.write(out, environment, rows, proven, steps)
     wrong = report.faults(rows, proven)
     report.show(rows, wrong)
     print(f"wrote {path} and {path.with_suffix('.md').name}")
@@ -59,11 +67,19 @@ def main(platform: str, out: Path, minutes: float, steps_of: str = PLAN) -> int:
     return int(bool(wrong))
 
 
-def _start(steps_of: str, settings: dict[str, Any], library: str) -> Child:
-    """A child on the platform; children share the GPU, so none takes all of its memory."""
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+def _start(steps_of: str, settings: dict[str, Any], cache: str, library: str) -> Child:
+    """A child on the platform; children share the GPU, so none takes all of its memory.
+
+    They share the folder `cache` of compiled programs too: a case is compared, then repeated.
+    """
+    environment = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     chosen = os.environ.get("JAX_PLATFORMS", "")
-    if settings["platform"] == "cpu":
+    if settings["platform"] == "cpu" or library != "jax":
         environment["JAX_PLATFORMS"] = "cpu"
     elif chosen and "cpu" not in chosen.split(","):
         environment["JAX_PLATFORMS"] = f"{chosen},cpu"  # float64 is computed there

@@ -9,11 +9,13 @@ import numpy as np
 
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.cases import Arrays, Case, Operator, cast, cotangents, value_and_gradients
+from jax_attn_bwd.bench.gate import progress
 from jax_attn_bwd.bench.gate.cases import Poisoned
 from jax_attn_bwd.bench.gate.steps import CORRECTNESS, FAILED, OK, POISON, REFUSED, REPEAT, Row
 from jax_attn_bwd.check import evaluate, relative_error
 
 REPEATS = 20
+Wanted = tuple[str, ...] | None
 
 
 def subject(operator: Operator, implementation: str) -> str:
@@ -30,12 +32,14 @@ def refusal(
     return None if reason == "ok" else reason
 
 
-def run(operator: Operator, function: Callable, arrays: Arrays, options: Mapping) -> Any:
-    """`(arrays, cts) -> {output or d<argument>: array}` of `function`, compiled for the default device.
+def run(
+    operator: Operator, function: Callable, arrays: Arrays, options: Mapping, wanted: Wanted = None
+) -> Any:
+    """`(arrays, cts) -> {output or d<argument>: array}` of `function`, jitted.
 
-    `arrays` tell what is differentiated.
+    What of `arrays` is differentiable is differentiated, or `wanted` alone.
     """
-    names = operator.differentiated(arrays)
+    names = operator.differentiated(arrays) if wanted is None else wanted
 
     def named(arrays, cts):
         outputs, gradients = value_and_gradients(function, names, arrays, options)(cts)
@@ -68,24 +72,60 @@ def definition(operator: Operator, case: Case, dtype: str) -> tuple[dict, dict, 
     return expected, plain, tuple(np.asarray(ct) for ct in cts)
 
 
-def compare(operator: Operator, implementation: str, case: Case, dtype: str) -> Iterator[Row]:
-    """A row per output and gradient: its error against float64, beside the limit of `jax_attn_bwd.check`."""
-    who, what = subject(operator, implementation), f"{case.name} {dtype}"
+def compare(
+    operator: Operator,
+    implementation: str,
+    case: Case,
+    dtype: str,
+    kind: str = CORRECTNESS,
+    wanted: Wanted = None,
+    suffix: str = "",
+) -> Iterator[Row]:
+    """A row per output and gradient: its error against float64, beside the limit of `jax_attn_bwd.check`.
+
+    `wanted`: the gradients that are computed, where not all; `suffix` then tells so in the rows.
+    """
+    who, what = subject(operator, implementation), f"{case.name} {dtype}{suffix}"
     arrays = case.arrays(dtype)
     if reason := refusal(operator, implementation, arrays, case.options):
-        yield Row(CORRECTNESS, who, what, REFUSED, note=reason)
+        yield Row(kind, who, what, REFUSED, note=reason)
         return
     expected, plain, cts = definition(operator, case, dtype)
     options = {**case.options, "implementation": implementation}
-    program = run(operator, operator.call, arrays, options)
-    got = program(arrays, tuple(cast(ct, dtype) for ct in cts))
+    low = tuple(cast(ct, dtype) for ct in cts)
+    function = run(operator, operator.call, arrays, options, wanted)
+    got = progress.compiled(function, arrays, low)(arrays, low)
     rounding = float(jnp.finfo(dtype).eps)
-    for name in expected:
+    for name in [name for name in expected if name in got]:
         result = np.asarray(got[name]).astype(np.float64)
         error = relative_error(result, expected[name])
         limit = 2 * relative_error(plain[name], expected[name]) + 2 * rounding
-        status = OK if error <= limit else FAILED
-        yield Row(CORRECTNESS, who, f"{what} {name}", status, {"error": error, "limit": limit})
+        figures, note, status = {"error": error, "limit": limit}, "", OK
+        if not error <= limit:
+            status, (more, note) = FAILED, wrong_entries(result, expected[name], limit)
+            figures |= more
+        yield Row(kind, who, f"{what} {name}", status, figures, note)
+
+
+def wrong_entries(
+    got: np.ndarray, expected: np.ndarray, limit: float
+) -> tuple[dict[str, float], str]:
+    """What is wrong, in figures and in a sentence: the pattern of wrong entries tells of the cause."""
+    if got.shape != expected.shape:
+        return {}, f"shape {got.shape}, expected {expected.shape}"
+    size = np.abs(np.where(np.isfinite(expected), expected, 0)).max(initial=0)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(got - expected) / max(size, 1e-2)
+    off = np.where((got == expected) | (np.isnan(got) & np.isnan(expected)), 0, off)
+    off = np.where(np.isnan(off), np.inf, off)
+    worst = np.unravel_index(off.argmax(), off.shape)
+    wrong = off > limit
+    rows = [np.flatnonzero(wrong.any(tuple(a for a in range(off.ndim) if a != axis)))
+            for axis in range(off.ndim)]  # fmt: skip
+    spans = ", ".join(f"{r[0]}..{r[-1]} ({r.size})" if r.size else "none" for r in rows)
+    where = f"worst at {tuple(map(int, worst))}: {got[worst]:.6g}, expected {expected[worst]:.6g}"
+    figures = {"wrong share": float(wrong.mean()), "NaN": float(np.isnan(got).sum())}
+    return figures, f"{where}; wrong along the axes of {got.shape}: {spans}"
 
 
 def _bits(results: Mapping[str, Any]) -> dict[str, bytes]:
@@ -100,11 +140,12 @@ def repeat(operator: Operator, implementation: str, case: Case, dtype: str) -> I
         yield Row(REPEAT, who, what, REFUSED, note=reason)
         return
     options = {**case.options, "implementation": implementation}
-    program = run(operator, operator.call, arrays, options)
     outputs = jax.eval_shape(lambda: operator.call(**arrays, **case.options))
     cts = cotangents(operator, outputs)
+    program = progress.compiled(run(operator, operator.call, arrays, options), arrays, cts)
     first, moved = _bits(program(arrays, cts)), set()
     for _ in range(REPEATS):
+        progress.tell(progress.LAUNCHING)
         again = _bits(program(arrays, cts))
         moved |= {name for name in first if again[name] != first[name]}
     note = f"not the same bits in {REPEATS} runs: {sorted(moved)}" if moved else ""
@@ -131,7 +172,9 @@ def poison(
         yield Row(POISON, who, what, FAILED, note="the case hides nothing")
         return
 
-    program = run(operator, operator.call, arrays, options)
+    program = progress.compiled(
+        run(operator, operator.call, arrays, options), arrays, (cts[0], *rest)
+    )
 
     def results(fill):
         filled = {name: _fill(arrays[name], where, fill) for name, where in hidden.items()}

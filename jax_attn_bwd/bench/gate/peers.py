@@ -3,11 +3,14 @@
 import importlib
 import importlib.util
 import statistics
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
+
+from jax_attn_bwd.bench.gate import progress
 
 JAX_PEERS = ("jax.nn[cudnn]", "jax.nn[xla]", "tokamax")
 
@@ -42,15 +45,40 @@ def _function(work: Any, peer: str) -> Callable[..., Any]:
 
 def _fitting(function: Any, *args: Any) -> Any:
     """`function` compiled, if the device has the memory for it."""
-    compiled = function.lower(*args).compile()
-    device = jax.devices()[0]
-    limits, needed = device.memory_stats() or {}, compiled.memory_analysis()
-    limit = limits.get("bytes_limit")
-    if limit is not None and needed is not None:
-        total = needed.temp_size_in_bytes + needed.output_size_in_bytes + limits["bytes_in_use"]
-        if total > limit:
-            raise Absent(f"it needs {total / 2**30:.0f} GiB of {limit / 2**30:.0f} GiB")
+    compiled = progress.compiled(function, *args)
+    needed, available = compiled.memory_analysis(), _available_bytes(jax.devices()[0])
+    if needed is not None and available is not None:
+        total = needed.temp_size_in_bytes + needed.output_size_in_bytes
+        if total > available:
+            raise Absent(f"it needs {total / 2**30:.1f} GiB of {available / 2**30:.1f} GiB free")
     return compiled
+
+
+def _available_bytes(device: Any) -> int | None:
+    """What this process can still allocate: of its own limit, and of what the GPU has free."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    own, free = stats["bytes_limit"] - stats["bytes_in_use"], _free_bytes(device.local_hardware_id)
+    if free is None:
+        return own
+    held = max(
+        stats.get("pool_bytes", 0), stats["bytes_in_use"]
+    )  # from the driver, by this process
+    return min(own, free + held - stats["bytes_in_use"])
+
+
+def _free_bytes(gpu: int | None) -> int | None:
+    """What the driver says is free, whoever took the rest; None where it cannot be asked."""
+    command = ["nvidia-smi", f"--id={gpu or 0}", "--query-gpu=memory.free"]
+    try:
+        said = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, check=True, timeout=20,
+        ).stdout  # fmt: skip
+        return int(said.split()[0]) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
 
 
 def torch_seconds(work: Any, rounds: int) -> float:

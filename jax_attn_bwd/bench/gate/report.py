@@ -19,11 +19,13 @@ from jax_attn_bwd.bench.gate.steps import (
     PORTABLE,
     PROOFS,
     REFUSED,
+    SKIPPED,
     TIME,
     Row,
+    Step,
 )  # fmt: skip
 
-_STATUSES = (OK, FAILED, REFUSED, NOT_REACHED)
+_STATUSES = (OK, FAILED, REFUSED, NOT_REACHED, SKIPPED)
 
 
 def stem(environment: dict[str, Any]) -> str:
@@ -38,12 +40,14 @@ def faults(rows: Sequence[Row], proven: Sequence[str]) -> list[str]:
     `proven`: the subjects that must have been right somewhere.
     """
     found = [
-        f"{r.kind} of {r.subject}, {r.case}: {r.note or r.figures}"
+        f"{r.kind} of {r.subject}, {r.case}: {' '.join(str(x) for x in (r.note, r.figures) if x)}"
         for r in rows
         if r.status == FAILED
     ]
     found += [f"{r.kind} of {r.subject}, {r.case}: not reached" for r in rows
               if r.status == NOT_REACHED and r.kind in PROOFS]  # fmt: skip
+    skipped = Counter(r.subject for r in rows if r.status == SKIPPED and r.kind in PROOFS)
+    found += [f"{subject}: {n} proofs {SKIPPED}" for subject, n in skipped.items()]
     right = {row.subject for row in rows if row.kind == CORRECTNESS and row.status == OK}
     found += [
         f"{subject}: nothing of it was shown to be right"
@@ -91,16 +95,28 @@ TIME_COLUMNS = ("workload", "contender", "ms", "TFLOP/s", "GB/s", "of the copy",
 
 
 def write(
-    folder: Path, environment: dict[str, Any], rows: Sequence[Row], proven: Sequence[str]
+    folder: Path,
+    environment: dict[str, Any],
+    rows: Sequence[Row],
+    proven: Sequence[str],
+    steps: Sequence[Step] = (),
 ) -> Path:
-    """Writes both files, whole, and returns the path of the JSON."""
+    """Writes both files, whole, and returns the path of the JSON.
+
+    While one of the planned `steps` has no row, the run is not finished: it may stop here.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem(environment)}.json"
+    done = {row.step for row in rows}
+    rest = [step.row(NOT_REACHED, "the run stopped") for step in steps if step.name not in done]
+    rows = [*rows, *rest]
     wrong = faults(rows, proven)
-    document = {**environment, "passed": not wrong, "rows": [_finite(asdict(row)) for row in rows]}
+    state = "not finished" if rest else "not passed" if wrong else "passed"
+    document = {**environment, "finished": not rest, "passed": state == "passed"}
+    document["rows"] = [_finite(asdict(row)) for row in rows]
     for target, text in (
         (path, json.dumps(document, indent=1, allow_nan=False) + "\n"),
-        (path.with_suffix(".md"), markdown(environment, rows, wrong)),
+        (path.with_suffix(".md"), markdown(environment, rows, wrong, state)),
     ):
         partial_ = target.with_suffix(target.suffix + ".part")
         partial_.write_text(text)
@@ -114,12 +130,14 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "figures": figures}
 
 
-def markdown(environment: dict[str, Any], rows: Sequence[Row], wrong: Sequence[str]) -> str:
-    """The page."""
+def markdown(
+    environment: dict[str, Any], rows: Sequence[Row], wrong: Sequence[str], state: str
+) -> str:
+    """The page; `state`: "passed", "not passed" or "not finished"."""
     versions = ", ".join(f"{name} {value}" for name, value in environment.items())
     cell = lambda line: ["" if x is None else str(x).replace("\n", " ") for x in line]  # noqa: E731
     pieces = [
-        f"# Gate on {environment['device']}: {'passed' if not wrong else 'not passed'}",
+        f"# Gate on {environment['device']}: {state}",
         f"{versions}. Rewritten by `python -m jax_attn_bwd.bench --gate`.",
         "## Proofs",
         grid(COUNT_COLUMNS, [cell(line) for line in counts(rows)]),

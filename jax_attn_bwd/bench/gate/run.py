@@ -11,12 +11,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from jax_attn_bwd.bench.gate.steps import FAILED, NOT_REACHED, Row, Step
+from jax_attn_bwd.bench.errors import sentence
+from jax_attn_bwd.bench.gate import progress
+from jax_attn_bwd.bench.gate.steps import FAILED, NOT_REACHED, PROBE, SKIPPED, Row, Step
 
-PHASES = (0.45, 0.88, 1.0)  # the share of the time after which each phase makes room for the next
+# the share of the time after which each phase makes room for the next
+PHASES = (0.2, 0.5, 0.88, 1.0)
 START_SECONDS = 90.0
+LAUNCH_SECONDS = (
+    15.0  # a kernel that takes longer hangs; compilation may take as long as the step says
+)
+LOSSES = 2  # of children, after which a kernel is not tried again
+TAIL = 800  # characters of what a child wrote
 
 
 class Lost(Exception):
@@ -46,25 +55,29 @@ class Child:
 
     def greeting(self, seconds: float) -> dict[str, Any]:
         """What it says of the device, once it is ready."""
-        return self._receive(seconds)
+        return self._receive(seconds, "starting")
 
     def ask(self, step: Step, seconds: float) -> list[Row]:
-        """The rows of a step."""
+        """The rows of a step, for which there are `seconds` left at most."""
         if self._process.stdin is not None:
             try:
                 self._process.stdin.write(step.name + "\n")
                 self._process.stdin.flush()
             except BrokenPipeError:
                 raise Lost(self._last_words()) from None
-        reply = self._receive(seconds)
+        limits = {progress.COMPILING: step.seconds, progress.LAUNCHING: LAUNCH_SECONDS}
+        clock, limit, doing = Clock(seconds), step.seconds, "running"
+        while "rows" not in (reply := self._receive(min(limit, clock.left()), doing)):
+            doing = reply["doing"]
+            limit = limits[doing]
         self.broken = reply["broken"]
         return [Row(**row) for row in reply["rows"]]
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _receive(self, seconds: float, doing: str) -> dict[str, Any]:
         try:
             line = self._lines.get(timeout=max(seconds, 0.01))
         except queue.Empty:
-            raise Lost(f"no answer in {seconds:.0f} s") from None
+            raise Lost(f"no answer in {seconds:.0f} s of {doing}{self._said()}") from None
         if not line:
             raise Lost(self._last_words())
         return json.loads(line)
@@ -74,13 +87,20 @@ class Child:
             status: Any = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             status = "unknown, its output is closed"
-        self._errors.seek(0)
-        return f"the process ended with status {status}: {self._errors.read().strip()[-800:]}"
+        return f"the process ended with status {status}{self._said()}"
+
+    def _said(self) -> str:
+        """The end of what it wrote to stderr, whose position it shares: read without moving that."""
+        file = self._errors.fileno()
+        start = max(0, os.fstat(file).st_size - TAIL)
+        text = os.pread(file, TAIL, start).decode(errors="replace").strip()
+        return f": {text}" if text else ""
 
     def end(self) -> None:
-        """Kills the process, whatever it does."""
+        """Kills the process, whatever it does; one that a driver holds is left to the system."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
         self._reader.join(5)
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             with contextlib.suppress(OSError):  # what was not delivered to a dead process
@@ -99,6 +119,22 @@ class Clock:
         return self._start + share * self.seconds - time.monotonic()
 
 
+class Losses:
+    """Which kernels cost children: what needs one that cost `LOSSES` of them is not run again."""
+
+    def __init__(self) -> None:
+        self._lost: collections.Counter[str] = collections.Counter()
+
+    def add(self, step: Step) -> None:
+        """The child was lost in this step."""
+        if step.needs:
+            self._lost[step.needs[-1]] += 1
+
+    def hung(self, step: Step) -> str | None:
+        """A kernel that the step needs and that is given up; None if there is none."""
+        return next((name for name in step.needs if self._lost[name] >= LOSSES), None)
+
+
 def run(
     steps: Sequence[Step],
     start: Callable[[str], Any],
@@ -115,6 +151,7 @@ def run(
       parallel: processes at a time for steps that are not timed.
       record: is handed the rows of each step as they come.
     """
+    losses = Losses()
     undone: list[Step] = []
     for phase, share in enumerate(PHASES):
         chosen = [step for step in steps if step.phase == phase]
@@ -122,7 +159,8 @@ def run(
             chosen, undone = [*undone, *chosen], []
         for alone, library in dict.fromkeys((step.alone, step.library) for step in chosen):
             group = [step for step in chosen if (step.alone, step.library) == (alone, library)]
-            undone += _serve(group, library, start, clock, share, 1 if alone else parallel, record)
+            workers = 1 if alone else parallel
+            undone += _serve(group, library, start, clock, share, workers, record, losses)
     for step in undone:
         record([step.row(NOT_REACHED, "the time was up")])
 
@@ -135,40 +173,63 @@ def _serve(
     share: float,
     processes: int,
     record: Callable[[list[Row]], None],
+    losses: Losses,
 ) -> list[Step]:
     """Runs `steps` in `processes` children until `share` of the time is used; returns those undone."""
     waiting, undone, lock = collections.deque(steps), [], threading.Lock()
+    children: set[Any] = set()
 
-    def work():
+    def take() -> Step | None:
+        """The next step; of one that needs a kernel that hangs, what is run instead."""
+        with lock:
+            while waiting and clock.left(share) > 0:
+                step: Step | None = waiting.popleft()
+                while step is not None and step.kind != PROBE and (kernel := losses.hung(step)):
+                    record([step.row(SKIPPED, f"{kernel} was lost {LOSSES} times")])
+                    step = step.instead
+                if step is not None:
+                    return step
+        return None
+
+    def work() -> None:
         child = None
-        while True:
-            with lock:
-                if not waiting or clock.left(share) <= 0:
-                    break
-                step = waiting.popleft()
-            usable = False
+        while (step := take()) is not None:
+            rows, usable, lost = [], False, False
             try:
                 if child is None:
                     child = start(library)
+                    children.add(child)
                     child.greeting(min(START_SECONDS, clock.left()))
-                rows = child.ask(step, min(step.seconds, clock.left()))
+                rows = [replace(row, step=step.name) for row in child.ask(step, clock.left())]
                 usable = not child.broken
-            except Lost as lost:
-                rows = [step.row(FAILED, str(lost))]
+            except Lost as error:
+                rows, lost = [step.row(FAILED, str(error))], True
+            except Exception as error:  # of the gate itself, or an answer that is none
+                rows = [step.row(FAILED, sentence(error))]
             with lock:
                 if usable or clock.left() > 0:
                     record(rows)
+                    if lost:
+                        losses.add(step)
                 else:  # cut off by the end, not by a fault of its own
                     undone.append(step)
             if child is not None and not usable:
+                children.discard(child)
                 child.end()
                 child = None
         if child is not None:
+            children.discard(child)
             child.end()
 
-    threads = [threading.Thread(target=work) for _ in range(min(processes, len(steps)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [
+        threading.Thread(target=work, daemon=True) for _ in range(min(processes, len(steps)))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:  # an interrupt: no child outlives the parent
+        for child in list(children):
+            child.end()
     return [*undone, *waiting]

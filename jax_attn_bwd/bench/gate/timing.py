@@ -15,7 +15,7 @@ from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, scale
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.cases import Case, Operator, cast, cotangents, value_and_gradients
 from jax_attn_bwd.bench.errors import sentence
-from jax_attn_bwd.bench.gate import peers
+from jax_attn_bwd.bench.gate import peers, progress
 from jax_attn_bwd.bench.gate.steps import FAILED, OK, PORTABLE, REFUSED, TIME, Row
 from jax_attn_bwd.check import relative_error
 
@@ -39,6 +39,7 @@ def clock(call: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_
     rounds = ROUNDS if once < 0.3 else 3
     times = []
     for _ in range(rounds):
+        progress.tell(progress.LAUNCHING)
         start = time.perf_counter()
         for _ in range(calls):
             result = call()
@@ -116,12 +117,16 @@ def ours(work: Attention, implementation: str) -> Callable[[], Any]:
         "deterministic": work.deterministic,
         "implementation": implementation,
     }
-    forward = jax.jit(partial(dot_product_attention, return_residual=True, **options))
+    forward = progress.compiled(
+        jax.jit(partial(dot_product_attention, return_residual=True, **options)), q, k, v
+    )
     if work.direction == "forward":
         return lambda: forward(q, k, v)[0]
     out, lse = forward(q, k, v)
-    backward = jax.jit(partial(dot_product_attention_bwd, **options))
-    return lambda: backward(dout, q, k, v, out=out, lse=lse)[:3]
+    saved = {"out": out, "lse": lse}
+    function = jax.jit(partial(dot_product_attention_bwd, **options))
+    backward = progress.compiled(function, dout, q, k, v, **saved)
+    return lambda: backward(dout, q, k, v, **saved)[:3]
 
 
 @cache
@@ -191,7 +196,7 @@ def softmax(width: int, dtype: str, contenders: Mapping[str, Callable], size: in
         jax.random.normal(jax.random.key(seed), (max(1, size // width), width), dtype)
         for seed in (0, 1)
     )
-    copy = jax.jit(lambda x: x + jnp.ones((), x.dtype))
+    copy = progress.compiled(jax.jit(lambda x: x + jnp.ones((), x.dtype)), x)
     ceiling = 2 * x.nbytes / clock(lambda: copy(x)) / 1e9
     yield Row(TIME, "copy", f"softmax {width} {dtype}", OK, {"GB/s": ceiling})
     for who, function in contenders.items():
@@ -216,10 +221,10 @@ def _direction(
 ) -> Callable[[], Any]:
     """The call that is timed; the backward is the compiled pullback on saved residuals."""
     if direction == "forward":
-        compiled = jax.jit(function)
-        return lambda: compiled(x)
-    _, pullback = jax.jit(partial(jax.vjp, function))(x)
-    backward = jax.jit(lambda pullback, dy: pullback(dy))
+        forward = progress.compiled(jax.jit(function), x)
+        return lambda: forward(x)
+    _, pullback = progress.compiled(jax.jit(partial(jax.vjp, function)), x)(x)
+    backward = progress.compiled(jax.jit(lambda pullback, dy: pullback(dy)), pullback, dy)
     return lambda: backward(pullback, dy)
 
 
@@ -232,7 +237,7 @@ def portable(operator: Operator, case: Case, dtype: str) -> Iterator[Row]:
 
     def row(who, function, options):
         step = jax.jit(_step(function, names, options))
-        compiled = step.lower(arrays, cts).compile()
+        compiled = progress.compiled(step, arrays, cts)
         memory = compiled.memory_analysis()
         seconds = clock(partial(compiled, arrays, cts))
         figures = {"ms": seconds * 1e3, "temp MiB": memory.temp_size_in_bytes / 2**20}

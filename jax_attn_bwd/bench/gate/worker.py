@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from jax_attn_bwd.bench.errors import sentence
+from jax_attn_bwd.bench.gate import progress
 from jax_attn_bwd.bench.gate.steps import FAILED, Row, Step
 
 
@@ -16,10 +17,15 @@ def load_plan(reference: str, settings: dict[str, Any]) -> list[Step]:
     """The steps that `module:function` gives for `settings`."""
     module, function = reference.split(":")
     steps = getattr(importlib.import_module(module), function)(**settings)
-    names = [step.name for step in steps]
+    names = [step.name for step in every(steps)]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"the gate's steps need different names, got twice: {sorted(repeated)}")
     return steps
+
+
+def every(steps: Sequence[Step]) -> list[Step]:
+    """The steps, and what may be run in their place."""
+    return [x for step in steps for x in (step, step.instead) if x is not None]
 
 
 def execute(step: Step) -> list[Row]:
@@ -54,7 +60,7 @@ def serve(
     steps: Sequence[Step], lines: TextIO, answer: Callable[[dict[str, Any]], None], library: str
 ) -> None:
     """Runs the step that each line names; ends when the device is broken."""
-    named = {step.name: step for step in steps}
+    named = {step.name: step for step in every(steps)}
     for line in lines:
         rows = execute(named[line.rstrip("\n")])
         failed = any(row.status == FAILED for row in rows)
@@ -75,6 +81,7 @@ def main() -> None:
 
     steps = load_plan(plan, json.loads(settings))
     answer(describe(library))
+    progress.listen(lambda doing: answer({"doing": doing}))
     serve(steps, sys.stdin, answer, library)
     channel.flush()
     os._exit(0)  # no destructor of a broken device may hold the gate up

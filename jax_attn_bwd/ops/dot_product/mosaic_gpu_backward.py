@@ -54,7 +54,7 @@ def backward(
 
 
 def _batched_as(batched: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`; under `jax.vmap` it is `batched`: references, which the fused kernel adds to, have no batching rule."""
+    """`f`; under `jax.vmap` it is `batched`: JAX cannot batch references, which the fused kernel adds to."""
     call = jax.custom_batching.custom_vmap(f)
 
     @call.def_vmap

@@ -36,7 +36,7 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     H, Hv = (tiles.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
     head = max(H, Hv)
     # an output that is not of the query's shape takes shared memory of its own
-    if H != Hv and H + Hv > 384:
+    if Hv != H and H + Hv > 384:
         return Tiling(block_q=64, block_k=32, stages=3)
     if head > 128 or options.dropout_rate or operands.bias is not None:
         return Tiling(block_q=64, block_k=64, stages=2)

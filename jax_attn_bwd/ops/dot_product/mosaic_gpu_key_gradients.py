@@ -32,13 +32,13 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
     """Of the dk, dv kernel and the fused one: block_k keys a warpgroup, steps of block_q rows."""
     if saved.head > 128:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
-    if saved.head > 64 and options.dropout_rate:
+    # what a row of scores takes registers for, beside them
+    planes = saved.refs.bias is not None and saved.refs.mask is not None
+    heavy = options.dropout_rate or options.logits_soft_cap is not None or planes
+    if saved.head > 64 and heavy:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
-    # segments and a soft cap take registers that a second product in flight needs at H = 128
-    busy = (saved.refs.row_segment is not None, options.logits_soft_cap is not None)
-    if saved.head > 64 and all(busy):
-        return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
-    overlap = saved.head <= 64 or not any(busy)
+    # segments take those that a second product in flight needs at H = 128
+    overlap = saved.head <= 64 or saved.refs.row_segment is None
     return Tiling(block_q=64, block_k=64, stages=2, overlap=overlap)
 
 

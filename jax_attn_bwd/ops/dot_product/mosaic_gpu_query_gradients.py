@@ -32,7 +32,9 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
     if options.dropout_rate and saved.head > 64:
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
-    busy = options.dropout_rate or options.logits_soft_cap is not None or saved.refs.bias is not None
+    busy = (
+        options.dropout_rate or options.logits_soft_cap is not None or saved.refs.bias is not None
+    )
     wide = saved.head <= 64 and not busy
     return Tiling(block_q=64, block_k=128 if wide else 64, stages=2)
 

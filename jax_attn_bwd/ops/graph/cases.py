@@ -1,5 +1,7 @@
 """Named inputs of the graph operators. The graph is an option: tests batch and shard arrays, not graphs."""
 
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,14 +31,37 @@ def _hub() -> BipartiteCSC:
     return BipartiteCSC.from_coo(src, dst, 40, 30)
 
 
-def _case(build, name, *, H=2, D=3, tags=("ci",), graph=None, extra=(), **options) -> Case:
-    """`extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key"."""
-    graph = _graph() if graph is None else graph
+class _Options(Mapping):
+    """Options of a case; its graph, arrays on a device, is built when first asked for, not at import."""
+
+    def __init__(self, graph: Callable[[], BipartiteCSC], rest: dict[str, Any]):
+        self._graph, self._rest = graph, rest
+
+    def __getitem__(self, name: str) -> Any:
+        return self._graph() if name == "graph" else self._rest[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("graph", *self._rest))
+
+    def __len__(self) -> int:
+        return 1 + len(self._rest)
+
+
+def _case(build, name, *, H=2, D=3, tags=("ci",), graph=_graph, extra=(), **options) -> Case:
+    """`graph` builds the graph.
+
+    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key".
+    """
+
+    @cache
+    def built() -> BipartiteCSC:
+        with jax.ensure_compile_time_eval():  # whoever asks first may be tracing
+            return graph()
 
     def arrays(rng):
-        return build(rng, graph, H, D, extra)
+        return build(rng, built(), H, D, extra)
 
-    return Case(name, arrays, {"graph": graph, "head_size": D, **options}, frozenset(tags))
+    return Case(name, arrays, _Options(built, {"head_size": D, **options}), frozenset(tags))
 
 
 def _extra(rng, graph, H, widths, names) -> dict[str, Any]:
@@ -95,22 +120,24 @@ def _scores(name, *, spread=1.0, **arguments) -> Case:
     return _case(build, name, **arguments)
 
 
-_PADDED = _graph(capacity=32)
+_PADDED = partial(_graph, capacity=32)
 _EMPTY = {
-    "no_edges": _graph(nnz=0),
-    "only_padding": _graph(nnz=0, capacity=4),
-    "no_destination": BipartiteCSC.from_coo([], [], 3, 0, capacity=2),
-    "no_source": BipartiteCSC.from_coo([], [], 0, 3),
-    "one_edge": _graph(1, 1, 1),
+    "no_edges": partial(_graph, nnz=0),
+    "only_padding": partial(_graph, nnz=0, capacity=4),
+    "no_destination": partial(BipartiteCSC.from_coo, [], [], 3, 0, capacity=2),
+    "no_source": partial(BipartiteCSC.from_coo, [], [], 0, 3),
+    "one_edge": partial(_graph, 1, 1, 1),
 }
-_SMALL = {"graph": _graph(3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
+_SMALL = {"graph": partial(_graph, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
 _SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
 
 GAT_CASES = (
     _gat("plain", tags=("ci", "check")),
     _gat("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4, tags=("ci", "check")),
     _gat("mean_elu_padded", graph=_PADDED, concat_heads=False, activation="elu", extra=("edge",)),
-    _gat("hub", graph=_hub(), extra=("dropout_mask",), activation="relu", tags=("ci", "check")),
+    _gat(
+        "hub", graph=_hub, extra=("dropout_mask",), activation="relu", tags=("ci", "check", "bench")
+    ),
     *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in _EMPTY.items()),
     _gat("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gat("second_dropout", **_SMALL, extra=("dropout_mask",), concat_heads=False),
@@ -119,7 +146,7 @@ GATV2_CASES = (
     _gatv2("plain", tags=("ci", "check")),
     _gatv2("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4),
     _gatv2("mean_sigmoid_padded", graph=_PADDED, concat_heads=False, activation="sigmoid",
-           extra=("edge",), tags=("ci", "check")),
+           extra=("edge",), tags=("ci", "check", "bench")),
     *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in _EMPTY.items()),
     _gatv2("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gatv2("shard", **_SHARD),
@@ -129,7 +156,7 @@ TRANSFORMER_CASES = (
     _transformer("edge_bias", extra=("edge", "score_bias", "dropout_key"), dropout_rate=0.4,
                  tags=("ci", "check")),
     _transformer("mean_padded", graph=_PADDED, concat_heads=False, scale=0.3, extra=("edge",)),
-    _transformer("hub", graph=_hub()),
+    _transformer("hub", graph=_hub, tags=("ci", "bench")),
     *(_transformer(name, graph=graph, extra=("score_bias",), tags=("edge",))
       for name, graph in _EMPTY.items()),
     _transformer("second_edge_bias", **_SMALL, extra=("edge", "score_bias")),
@@ -138,7 +165,7 @@ TRANSFORMER_CASES = (
 SOFTMAX_CASES = (
     _scores("plain", tags=("ci", "check")),
     _scores("large_padded", graph=_PADDED, spread=1e3),
-    _scores("hub", graph=_hub()),
+    _scores("hub", graph=_hub, tags=("ci", "bench")),
     *(_scores(name, graph=graph, tags=("edge",)) for name, graph in _EMPTY.items()),
     _scores("second", **_SMALL),
     _scores("shard", **_SHARD),

@@ -326,7 +326,9 @@ def gradients_of_twin(options, residuals, cts):
     head = kernel_tiles.whole(max(operands.query.shape[-1], operands.value.shape[-1]), 64)
     saved = SimpleNamespace(
         head=head,
-        refs=SimpleNamespace(bias=operands.bias, row_segment=operands.query_segment_ids),
+        refs=SimpleNamespace(
+            bias=operands.bias, mask=operands.mask, row_segment=operands.query_segment_ids
+        ),
     )
     made = {}
     for names, file in ((wanted & {"query"}, by_query), (wanted - {"query"}, by_key)):
