@@ -107,7 +107,7 @@ def test_a_nan_is_found():
     assert {row.case: row.status for row in rows} == {
         "plain float32 y": OK, "plain float32 dx": FAILED,
     }  # fmt: skip
-    assert rows[1].figures["NaN"] > 0
+    assert max(row.figures.get("NaN", 0) for row in rows) > 0
 
 
 def test_what_an_implementation_cannot_run_is_refused_with_its_reason():

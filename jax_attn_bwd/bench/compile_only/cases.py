@@ -82,6 +82,34 @@ def _attention_cases() -> Iterator[StaticCase]:
     yield _attention("dropout", extra=key, dropout_rate=0.1)
     yield _attention("soft cap", logits_soft_cap=30.0, is_causal=True)
     yield _attention("sink", extra={"sink": ((16,), "float32")}, is_causal=True)
+    yield from _crowded_cases()
+
+
+def _crowded_cases() -> Iterator[StaticCase]:
+    """What takes most registers and shared memory, in lengths that do not divide the tiles."""
+    small = partial(_attention, T=300, S=500, N=4, K=2)
+    cap: dict[str, Any] = {"is_causal": True, "logits_soft_cap": 30.0}
+    window: dict[str, Any] = {**cap, "local_window_size": (100, 0)}
+    lengths = (("query", 300), ("key_value", 500))
+    tokens: dict[str, Any] = {
+        f"{side}_{what}": ((2, n), "int32")
+        for side, n in lengths
+        for what in ("segment_ids", "positions")
+    }
+    planes: dict[str, Any] = {
+        "bias": ((1, 4, 300, 500), "float32"),
+        "mask": ((2, 1, 300, 500), "bool"),
+    }
+    rest: dict[str, Any] = {f"{side}_seq_lengths": ((2,), "int32") for side, _ in lengths}
+    rest["dropout_key"] = ((2,), "uint32")
+    yield small("H=64 window, soft cap", H=64, **window)
+    yield small("odd lengths, soft cap", **cap)
+    yield small("tokens, window, soft cap", extra=tokens, **window)
+    yield small("bias and mask", extra=planes)
+    everything = tokens | planes | rest
+    yield small("H=256 everything", H=256, extra=everything, **cap, dropout_rate=0.1)
+    yield small("Hv=256, H=192", H=192, Hv=256, is_causal=True)
+    yield small("Hv=192, H=256", H=256, Hv=192, is_causal=True)
 
 
 def _tpu_cases() -> Iterator[StaticCase]:
