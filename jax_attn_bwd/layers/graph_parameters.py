@@ -37,9 +37,7 @@ class Config:
     share_weights: bool = False  # GATv2Conv
     root_weight: bool = True  # TransformerConv
     beta: bool = False  # TransformerConv
-    in_channels: int | tuple[int, int] | None = (
-        None  # as of `channels`; None where it is read off the input
-    )
+    in_channels: int | tuple[int, int] | None = None  # None where it is read off the input
 
     def __post_init__(self) -> None:
         """Checks everything that the operator does not."""

@@ -21,9 +21,8 @@ from jax_attn_bwd.bench.gate.steps import FAILED, NOT_REACHED, PROBE, SKIPPED, R
 # the share of the time after which each phase makes room for the next
 PHASES = (0.2, 0.5, 0.88, 1.0)
 START_SECONDS = 90.0
-LAUNCH_SECONDS = (
-    15.0  # a kernel that takes longer hangs; compilation may take as long as the step says
-)
+# a launch that takes longer hangs; compilation may take as long as the step says
+LAUNCH_SECONDS = 15.0
 LOSSES = 2  # of children, after which a kernel is not tried again
 TAIL = 800  # characters of what a child wrote
 

@@ -68,15 +68,15 @@ def _forward(options, tiling, interpret, operands, keys):
     visits = tiles.schedule(*flags)
     sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(refs)))
-    refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))
+    refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
     names, values = tiles.flat(refs)
-    (B, _, H_v, _), groups = refs.v.shape, N // K
+    (B, _, width, _), groups = refs.v.shape, N // K
 
     def locate(b, k, g, p, steps):
         return Step.at(steps, groups, b, k, g, p)
 
     of_value = pl.BlockSpec(
-        (None, None, H_v, tiling.block_k),
+        (None, None, width, tiling.block_k),
         lambda *where: (lambda s: (s.b, s.k, ZERO, s.column))(locate(*where)),
     )
     specs = tiles.input_specs(refs, sides, tiling, locate)._replace(v=of_value)
@@ -85,15 +85,15 @@ def _forward(options, tiling, interpret, operands, keys):
         lambda *where: (lambda s: (s.b, s.n, ZERO, s.row))(locate(*where)),
     )
     of_out = pl.BlockSpec(
-        (None, None, tiling.block_q, H_v),
+        (None, None, tiling.block_q, width),
         lambda *where: (lambda s: (s.b, s.n, s.row, ZERO))(locate(*where)),
     )
     out_type = [
-        pallas.out_type((*refs.q.shape[:-1], H_v), refs.q.dtype, refs),
+        pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs),
         *[pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs)]
         * (1 if refs.bias is None else 2),
     ]
-    state = [(n, tiling.block_q) for n in (1, 1, H_v)]
+    state = [(n, tiling.block_q) for n in (1, 1, width)]
     kernel = partial(_kernel, options, tiling, sides, visits, names, locate)
     out, *rows = mosaic_tpu.launch(
         kernel,
