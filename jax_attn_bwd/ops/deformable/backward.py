@@ -34,49 +34,41 @@ from jax import lax
 
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.deformable import sampling, scatter
+from jax_attn_bwd.ops.deformable import cpu, pairs, sampling, scatter
 from jax_attn_bwd.ops.deformable.spec import (
     MultiScaleDeformableAttentionGrads,
     Options,
     Residuals,
 )
 
-CHANNEL_ROWS = 1 << 13
-
 
 def backward(
     options: Options, residuals: Residuals, dout: jax.Array
 ) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
-    platform = backend.target_platform()
     # elsewhere than on a GPU, a scatter-add adds in one order
-    sort = options.deterministic and platform == "gpu"
-    by_channel = platform == "cpu" and _is_large(residuals.operands)
-    return _backward(options, sort, by_channel, residuals, dout)
-
-
-def _is_large(operands):
-    """Whether a loop over channels pays: 43,520 rows were 1.3 to 3 times faster, 2,400 up to 3 slower."""
-    B, Q, M, _ = operands.attention_weights.shape
-    known = all(isinstance(n, int) for n in (B, Q, M, operands.value.shape[3]))
-    return known and B * Q * M >= CHANNEL_ROWS
+    sort = options.deterministic and backend.target_platform() == "gpu"
+    loops = cpu.loops(options, residuals.operands)
+    return _backward(options, sort, loops, residuals, dout)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward(options, sort, by_channel, residuals, dout):
+def _backward(options, sort, loops, residuals, dout):
     operands, wanted = residuals.operands, residuals.wanted.names
     dtype = sampling.compute_dtype(operands)
     B, Q, M, _ = operands.attention_weights.shape
     dout = dout.reshape(B, Q, M, operands.value.shape[3]).astype(dtype)
     grads = {}
     if "value" in wanted:
-        grads["value"] = _value_gradient(options, sort, operands, dout)
+        if loops.paired_queries:
+            grads["value"] = pairs.value_gradient(options, loops.paired_queries, operands, dout)
+        else:
+            grads["value"] = _value_gradient(options, sort, operands, dout)
     if wanted & {"sampling_locations", "attention_weights"}:
-        dx, dy, da = _point_gradients(options, wanted, by_channel, operands, dout)
+        dx, dy, da = _point_gradients(options, wanted, loops.by_channel, operands, dout)
         if "sampling_locations" in wanted:
-            grads["sampling_locations"] = jnp.stack((dx, dy), -1).transpose(1, 3, 2, 0, 4)
+            grads["sampling_locations"] = jnp.stack((dx, dy), -1)
         if "attention_weights" in wanted:
-            da = da.transpose(1, 3, 2, 0)
             if options.normalize == "softmax":
                 a = sampling.probabilities(operands.attention_weights.astype(dtype))
                 da = a * (da - (a * da).sum(-1, keepdims=True))  # (9)
@@ -103,21 +95,20 @@ def _value_gradient(options, sort, operands, dout):
 
 
 def _point_gradients(options, wanted, by_channel, operands, dout):
-    """dloc_x, dloc_y, da, [K, B, M, Q] each; None where not asked. Heads are in front of queries: the loop
-    over channels then reads from tables of S numbers, which the fastest cache holds.
-    """
-    axes = (3, 0, 2, 1) if by_channel else (0, 2, 1, 3)
-    value, dout = operands.value.transpose(axes), dout.transpose(axes)
+    """dloc_x, dloc_y, da, [B, Q, M, K] each; None where not asked."""
+    value, rows = operands.value, dout
+    if by_channel:
+        value, rows = cpu.tables(value), cpu.by_channel(dout)
 
     def gradients(_, point):
         level, (x, y, weight) = point
-        at = sampling.place(options, level, x, y)
+        at = sampling.place(options, cpu.on_all_cores(level) if by_channel else level, x, y)
         weight = jnp.where(at.counts, weight, 0)
         if by_channel:
-            zero = full_like_operands(weight, weight.shape, 0, dout.dtype, (value, dout, weight))
-            d = _products_by_channel(value, lax.optimization_barrier(at.pixels), dout, zero)  # (4)
+            zeros = full_like_operands(weight, weight.shape, 0, dout.dtype, (value, rows, weight))
+            d = cpu.products(value, rows, at.pixels, zeros)  # (4)
         else:
-            d = [_products(value, pixel, dout) for pixel in at.pixels]  # (4)
+            d = [_products(value, pixel, rows) for pixel in at.pixels]  # (4)
         da = dx = dy = None
         if "attention_weights" in wanted:
             da = jnp.where(at.counts, sampling.weighted_sum(d, sampling.shares(at)), 0)  # (5)
@@ -130,22 +121,13 @@ def _point_gradients(options, wanted, by_channel, operands, dout):
                 dx, dy = jnp.where(at.counts, dx, 0), jnp.where(at.counts, dy, 0)
         return None, (dx, dy, da)
 
-    points = (options.levels(), sampling.samples(options, operands, heads_first=True))
-    return lax.scan(jax.checkpoint(gradients, prevent_cse=False), None, points)[1]
+    points = (options.levels(), sampling.samples(options, operands, heads_first=by_channel))
+    gradients = jax.checkpoint(gradients, prevent_cse=False)
+    axes = (1, 3, 2, 0) if by_channel else (1, 2, 3, 0)
+    return jax.tree.map(lambda x: x.transpose(axes), lax.scan(gradients, None, points)[1])
 
 
 def _products(value, pixel, dout):
-    """<dout, value> at each pixel [B, M, Q]; value [B, M, S, D], dout [B, M, Q, D]."""
-    rows = sampling.read(value, pixel, 2).astype(dout.dtype)
-    return jnp.einsum("bmqd,bmqd->bmq", dout, rows, precision=lax.Precision.HIGHEST)
-
-
-def _products_by_channel(value, pixels, dout, zero):
-    """The same for value [D, B, M, S], dout [D, B, M, Q], one channel after the other."""
-
-    def add_channel(sums, channel):
-        table, row = channel
-        read = [sampling.read(table, pixel, 2).astype(row.dtype) for pixel in pixels]
-        return [total + row * x for total, x in zip(sums, read, strict=True)], None
-
-    return lax.scan(add_channel, [zero] * len(pixels), (value, dout), unroll=8)[0]
+    """<dout, value> at each pixel [B, Q, M]; value [B, S, M, D], dout [B, Q, M, D]."""
+    rows = sampling.read(value, pixel).astype(dout.dtype)
+    return jnp.einsum("bqmd,bqmd->bqm", dout, rows, precision=lax.Precision.HIGHEST)

@@ -11,23 +11,28 @@ import jax
 from jax import lax
 
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.deformable import sampling
+from jax_attn_bwd.ops.deformable import cpu, sampling
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
-@partial(jax.jit, static_argnums=0)
 def forward(options: Options, operands: Operands) -> jax.Array:
     """`out [B, Q, M * D]`, in the dtype of the value."""
+    return _forward(options, cpu.loops(options, operands), operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(options, loops, operands):
     value, dtype = operands.value, sampling.compute_dtype(operands)
     (B, Q, M, _), D = operands.attention_weights.shape, value.shape[3]
 
     def add_point(out, point):
         level, (x, y, weight) = point
+        level = cpu.on_all_cores(level) if loops.on_all_cores else level
         at = sampling.place(options, level, x, y)
         # once for a point, not once for each of its D channels in the loop that XLA fuses
         pixels, scales = lax.optimization_barrier((at.pixels, sampling.scales(at, weight)))
         for pixel, scale in zip(pixels, scales, strict=True):
-            out += scale[..., None] * sampling.read(value, pixel, axis=1).astype(dtype)
+            out += scale[..., None] * sampling.read(value, pixel).astype(dtype)
         return out, None
 
     zeros = full_like_operands(operands.attention_weights, (B, Q, M, D), 0, dtype, operands)

@@ -23,15 +23,29 @@ class Samples(NamedTuple):
     weight: jax.Array
 
 
-class Place(NamedTuple):
-    """A sampling point on its level: x = column + right, y = row + below, all [B, Q, M]."""
+class Location(NamedTuple):
+    """A sampling point on its level: x = column + right, y = row + below, all of the shape of x."""
 
     counts: jax.Array  # bool: the point contributes
-    cell: jax.Array  # int32: equal for points with the same pixels
-    pixels: tuple[jax.Array, ...]  # int32, indices of the corners on the axis S; S = outside
+    column: jax.Array  # int32, from -1; 0 where the point does not count
+    row: jax.Array
     right: jax.Array  # in [0, 1)
     below: jax.Array
+    x_between: Any  # bool: the next column has a part in it
+    y_between: Any
     dx: jax.Array  # derivatives of x and y by the location: W and H, 0 where the point is clamped
+    dy: jax.Array
+
+
+class Place(NamedTuple):
+    """The pixels around a sampling point, all of the shape of x; fields as in `Location`."""
+
+    counts: jax.Array
+    cell: jax.Array  # int32: equal for points with the same pixels
+    pixels: tuple[jax.Array, ...]  # int32, indices of the corners on the axis S; S = outside
+    right: jax.Array
+    below: jax.Array
+    dx: jax.Array
     dy: jax.Array
 
 
@@ -63,15 +77,25 @@ def samples(options: Options, operands: Operands, heads_first: bool = False) -> 
     return Samples(*(x.transpose(axes) for x in (locations[..., 0], locations[..., 1], weights)))
 
 
-def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
+def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Location:
     """Where the point (x, y), 0 to 1, lies on `level`. NaN fails every comparison and does not count."""
     x, dx, x_counts, x_between = _coordinate(options, x, level.width)
     y, dy, y_counts, y_between = _coordinate(options, y, level.height)
     counts = x_counts & y_counts
     x, y = jnp.where(counts, x, 0), jnp.where(counts, y, 0)
     column, row = _floor(x), _floor(y)
-    left, right = counts & (column >= 0), counts & x_between & (column + 1 < level.width)
-    above, below = row >= 0, y_between & (row + 1 < level.height)
+    return Location(
+        counts, column, row, x - column.astype(x.dtype), y - row.astype(y.dtype), x_between, y_between,
+        dx, dy,
+    )  # fmt: skip
+
+
+def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
+    """The pixels around the point (x, y), 0 to 1, on `level`, and how it lies between them."""
+    at = locate(options, level, x, y)
+    counts, column, row = at.counts, at.column, at.row
+    left, right = counts & (column >= 0), counts & at.x_between & (column + 1 < level.width)
+    above, below = row >= 0, at.y_between & (row + 1 < level.height)
     first = level.start + row * level.width + column
     outside = sum(height * width for height, width in options.spatial_shapes)
     corners = [(left & above, first)]
@@ -80,13 +104,10 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
         corners += [(right & above, first + 1), (left & below, under), (right & below, under + 1)]
     pixels = tuple(jnp.where(seen, index, jnp.int32(outside)) for seen, index in corners)
     # what is clamped onto the first row or column, and has no part in the next, counts as before it
-    cell_column = jnp.where(x_between | (column > 0), column, -1)
-    cell_row = jnp.where(y_between | (row > 0), row, -1)
+    cell_column = jnp.where(at.x_between | (column > 0), column, -1)
+    cell_row = jnp.where(at.y_between | (row > 0), row, -1)
     cell = (cell_row + 1) * (level.width + 1) + cell_column + 1  # 0: above and left of pixel (0, 0)
-    return Place(
-        counts, jnp.where(counts, cell, -1), pixels, x - column.astype(x.dtype), y - row.astype(y.dtype),
-        dx, dy,
-    )  # fmt: skip
+    return Place(counts, jnp.where(counts, cell, -1), pixels, at.right, at.below, at.dx, at.dy)
 
 
 def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
@@ -126,18 +147,13 @@ def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(share * weight for share in shares(at))
 
 
-def read(value: jax.Array, pixel: jax.Array, axis: int) -> jax.Array:
-    """The pixels of `value`, 0 outside.
-
-    `[B, S, M, ...]` at `[B, Q, M]` gives `[B, Q, M, ...]` (`axis=1`); `[B, M, S, ...]` at `[B, M, Q]`
-    gives `[B, M, Q, ...]` (`axis=2`).
-    """
-    batch, channels = (0, 3 - axis), value.shape[3:]
+def read(value: jax.Array, pixel: jax.Array) -> jax.Array:
+    """The pixels of `value [B, S, M, D]` at `[B, Q, M]`, 0 outside: `[B, Q, M, D]`."""
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(3, value.ndim)), collapsed_slice_dims=(axis,), start_index_map=(axis,),
-        operand_batching_dims=batch, start_indices_batching_dims=batch,
+        offset_dims=(3,), collapsed_slice_dims=(1,), start_index_map=(1,),
+        operand_batching_dims=(0, 2), start_indices_batching_dims=(0, 2),
     )  # fmt: skip
-    sizes = (1, 1, 1, *channels)
+    sizes = (1, 1, 1, value.shape[3])
     return lax.gather(value, pixel[..., None], numbers, sizes, mode="fill", fill_value=0)
 
 

@@ -36,9 +36,9 @@ class Options:
 class Level(NamedTuple):
     """A feature map: its pixel (y, x) has index start + y * width + x on the axis S."""
 
-    height: np.ndarray  # int32
-    width: np.ndarray
-    start: np.ndarray
+    height: np.ndarray | jax.Array  # int32
+    width: np.ndarray | jax.Array
+    start: np.ndarray | jax.Array
 
 
 class Operands(NamedTuple):

@@ -7,13 +7,9 @@ import pytest
 from helpers import (
     OPERATORS,
     assert_close,
-    assert_trees_close,
-    differentiated,
-    finite_loss,
 )
 
 from jax_attn_bwd import multi_scale_deformable_attention_bwd
-from jax_attn_bwd.ops.deformable import backward
 
 operator = next(o for o in OPERATORS if o.name == "multi_scale_deformable_attention")
 
@@ -113,21 +109,3 @@ def test_products_are_not_rounded_to_a_narrower_format(monkeypatch, platform):
 
     program = str(jax.make_jaxpr(backward)(dout))
     assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST, ")
-
-
-@pytest.mark.parametrize("case", [*operator.tagged("second")], ids=lambda c: c.name)
-def test_products_channel_by_channel_and_their_derivatives(monkeypatch, case):
-    """What a CPU does for many queries, at any size: gradients, and the gradient of their norm."""
-    monkeypatch.setattr(backward, "CHANNEL_ROWS", 0)
-    arrays = case.arrays()
-    inputs = differentiated(operator, arrays)
-
-    def norm(function, inputs):
-        gradients = jax.grad(finite_loss(function, operator, arrays, case.options))(inputs)
-        return sum((x**2).sum() for x in gradients.values()), gradients
-
-    compute = jax.jit(jax.grad(norm, argnums=1, has_aux=True), static_argnums=0)
-    second, first = compute(operator.call, inputs)
-    expected_second, expected = compute(operator.reference, inputs)
-    assert_trees_close(first, expected, 1e-10)
-    assert_trees_close(second, expected_second, 1e-10)
