@@ -29,6 +29,9 @@ class Loops(NamedTuple):
     """The loops that differ from the portable ones."""
 
     on_all_cores: bool = False
+    heads_first: bool = (
+        False  # in `forward`, as the two below have the points: transposed once for all
+    )
     by_channel: bool = False  # `products`
     paired_queries: int = 0  # in a block of `pairs.value_gradient`; 0 = portable
 
@@ -50,6 +53,7 @@ def loops(options: Options, operands: Operands) -> Loops:
     pair_bytes = 2 * D * sampling.compute_dtype(operands).itemsize
     return Loops(
         on_all_cores=many,
+        heads_first=many,
         by_channel=many and 4 * Q >= S,  # with fewer, transposing the pixels costs more
         paired_queries=min(Q, max(1, _BLOCK_BYTES // pair_bytes)) if paired else 0,
     )

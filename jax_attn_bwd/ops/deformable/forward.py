@@ -22,7 +22,7 @@ def forward(options: Options, operands: Operands) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, loops, operands):
-    value, dtype = operands.value, sampling.compute_dtype(operands)
+    value, dtype, heads_first = operands.value, sampling.compute_dtype(operands), loops.heads_first
     (B, Q, M, _), D = operands.attention_weights.shape, value.shape[3]
 
     def add_point(out, point):
@@ -32,10 +32,14 @@ def _forward(options, loops, operands):
         # once for a point, not once for each of its D channels in the loop that XLA fuses
         pixels, scales = lax.optimization_barrier((at.pixels, sampling.scales(at, weight)))
         for pixel, scale in zip(pixels, scales, strict=True):
-            out += scale[..., None] * sampling.read(value, pixel).astype(dtype)
+            out += scale[..., None] * sampling.read(value, pixel, heads_first).astype(dtype)
         return out, None
 
-    zeros = full_like_operands(operands.attention_weights, (B, Q, M, D), 0, dtype, operands)
-    points = (options.levels(), sampling.samples(options, operands))
+    like, shape = operands.attention_weights, (B, Q, M, D)
+    if heads_first:
+        like, shape = like.transpose(0, 2, 1, 3), (B, M, Q, D)
+    zeros = full_like_operands(like, shape, 0, dtype, operands)
+    points = (options.levels(), sampling.samples(options, operands, heads_first))
     out, _ = lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)
+    out = out.transpose(0, 2, 1, 3) if heads_first else out
     return tie(out.reshape(B, Q, M * D).astype(value.dtype), operands)

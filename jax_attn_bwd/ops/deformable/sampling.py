@@ -147,11 +147,14 @@ def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(share * weight for share in shares(at))
 
 
-def read(value: jax.Array, pixel: jax.Array) -> jax.Array:
-    """The pixels of `value [B, S, M, D]` at `[B, Q, M]`, 0 outside: `[B, Q, M, D]`."""
+def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False) -> jax.Array:
+    """The pixels of `value [B, S, M, D]` at `[B, Q, M]`, 0 outside: `[B, Q, M, D]`.
+
+    With `heads_first`, M is in front of Q.
+    """
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(3,), collapsed_slice_dims=(1,), start_index_map=(1,),
-        operand_batching_dims=(0, 2), start_indices_batching_dims=(0, 2),
+        operand_batching_dims=(0, 2), start_indices_batching_dims=(0, 1 if heads_first else 2),
     )  # fmt: skip
     sizes = (1, 1, 1, value.shape[3])
     return lax.gather(value, pixel[..., None], numbers, sizes, mode="fill", fill_value=0)

@@ -32,7 +32,7 @@ def forced(monkeypatch):
     def loops(options, operands):
         queries = operands.attention_weights.shape[1]
         paired = min(queries, QUERIES) if options.method == "bilinear" else 0
-        return cpu.Loops(on_all_cores=True, by_channel=True, paired_queries=paired)
+        return cpu.Loops(True, True, True, paired)
 
     monkeypatch.setattr(cpu, "loops", loops)
 
@@ -126,13 +126,13 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((1, 5440, 8, 32, 5440), cpu.Loops(True, True, 512)),
-        ((1, 5440, 8, 256, 5440), cpu.Loops(True, True, 64)),
-        ((8, 300, 8, 32, 5440), cpu.Loops(True, False, 300)),
-        ((1, 300, 8, 32, 5440), cpu.Loops(False, False, 300)),
+        ((1, 5440, 8, 32, 5440), cpu.Loops(True, True, True, 512)),
+        ((1, 5440, 8, 256, 5440), cpu.Loops(True, True, True, 64)),
+        ((8, 300, 8, 32, 5440), cpu.Loops(True, True, False, 300)),
+        ((1, 300, 8, 32, 5440), cpu.Loops(paired_queries=300)),
         ((1, 100, 8, 32, 5440), cpu.Loops()),
         ((0, 5440, 8, 32, 5440), cpu.Loops()),
-        ((1, 5440, 8, 0, 5440), cpu.Loops(True, True, 0)),
+        ((1, 5440, 8, 0, 5440), cpu.Loops(True, True, True)),
         ((1, 4096, 1 << 10, 32, 1 << 15), cpu.Loops(on_all_cores=True)),  # 2^30 numbers
     ],
 )
