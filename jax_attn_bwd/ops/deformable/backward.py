@@ -98,7 +98,7 @@ def _point_gradients(options, wanted, by_channel, operands, dout):
     """dloc_x, dloc_y, da, [B, Q, M, K] each; None where not asked."""
     value, rows = operands.value, dout
     if by_channel:
-        value, rows = cpu.tables(value), cpu.by_channel(dout)
+        value, rows = cpu.by_channel(value), cpu.by_channel(dout)
 
     def gradients(_, point):
         level, (x, y, weight) = point

@@ -86,29 +86,25 @@ def by_channel(x: jax.Array) -> jax.Array:
     return x.transpose(3, 0, 2, 1).reshape(parts, channels, B, M, n)
 
 
-def tables(value: jax.Array) -> jax.Array:
-    """The value `by_channel`, with a 0 behind each table of S numbers: what lies outside is read there."""
-    return jnp.pad(by_channel(value), ((0, 0), (0, 0), (0, 0), (0, 0), (0, 1)))
-
-
 def products(
-    tables: jax.Array, dout: jax.Array, pixels: tuple[jax.Array, ...], zeros: jax.Array
+    value: jax.Array, dout: jax.Array, pixels: tuple[jax.Array, ...], zeros: jax.Array
 ) -> list[jax.Array]:
-    """<dout, value> at each of the pixels [B, M, Q]; the value as `tables`, dout `by_channel`.
+    """<dout, value> at each of the pixels [B, M, Q], 0 outside; value and dout are `by_channel`.
 
-    The fastest cache holds the table of a channel and head, and nothing is summed across lanes.
+    The fastest cache holds the S numbers of a channel and head, and nothing is summed across lanes.
     """
-    parts, channels, B, M, length = tables.shape
-    first = length * np.arange(B * M, dtype=np.int32).reshape(B, M, 1)
-    places = lax.optimization_barrier([first + pixel for pixel in pixels])
+    parts, channels, B, M, S = value.shape
+    first = S * np.arange(B * M, dtype=np.int32).reshape(B, M, 1)
+    places = lax.optimization_barrier([first + jnp.minimum(pixel, S - 1) for pixel in pixels])
 
     def add_channels(sums, part):
-        numbers, i = part
+        tables, i = part
         rows = lax.dynamic_index_in_dim(dout, _sorted(i), keepdims=False)
-        for table, row in zip(numbers, rows, strict=True):
+        for table, row in zip(tables, rows, strict=True):
             read = [table.at[place].get(mode="promise_in_bounds") for place in places]
             sums = [s + row * x.astype(row.dtype) for s, x in zip(sums, read, strict=True)]
         return sums, None
 
-    xs = (tables.reshape(parts, channels, -1), np.arange(parts, dtype=np.int32))
-    return lax.scan(add_channels, [zeros] * len(pixels), xs)[0]
+    xs = (value.reshape(parts, channels, -1), np.arange(parts, dtype=np.int32))
+    sums, _ = lax.scan(add_channels, [zeros] * len(pixels), xs)
+    return [jnp.where(pixel < S, s, 0) for pixel, s in zip(pixels, sums, strict=True)]
