@@ -18,20 +18,16 @@ from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
 _MANY_ROWS = 1 << 13  # of a query and head: from here on, a second core helps
 _MANY_QUERIES = 256  # from here on, pairs of pixels are faster
-_BLOCK_BYTES = (
-    1 << 17
-)  # of pairs: a core's cache holds them, and XLA does not share them between cores
+_BLOCK_BYTES = 1 << 17  # of pairs: a core's cache holds them, and XLA leaves them to one core
 _CHANNELS = 8  # for which an index is read once; 4 and 16 are slower
-_INDICES = 1 << 30  # in 32 bits, with room for padding
+_INDICES = 1 << 29  # of int32: with padding there are up to three times as many
 
 
 class Loops(NamedTuple):
     """The loops that differ from the portable ones."""
 
     on_all_cores: bool = False
-    heads_first: bool = (
-        False  # in `forward`, as the two below have the points: transposed once for all
-    )
+    heads_first: bool = False  # in `forward` too, so that the points are transposed once
     by_channel: bool = False  # `products`
     paired_queries: int = 0  # in a block of `pairs.value_gradient`; 0 = portable
 

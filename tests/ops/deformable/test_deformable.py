@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_attn_bwd import multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
+from jax_attn_bwd.ops.deformable import cpu
 from jax_attn_bwd.ops.deformable.cases import locations
 
 operator = next(o for o in OPERATORS if o.name == "multi_scale_deformable_attention")
@@ -277,11 +278,14 @@ def is_program(x):
     return hasattr(x, "jaxpr") or hasattr(x, "eqns")
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("loops", ["portable", "sorted", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"normalize": "softmax"}], ids=["weights", "logits"])
-def test_nothing_has_the_extent_of_samples_and_channels(monkeypatch, options, platform):
+def test_nothing_has_the_extent_of_samples_and_channels(monkeypatch, options, loops):
     """No array of Q x L x P x D is formed; the largest is a small multiple of the inputs and outputs."""
+    platform = "gpu" if loops == "sorted" else "cpu"
     monkeypatch.setattr("jax_attn_bwd._core.backend.target_platform", lambda: platform)
+    if loops == "cpu":
+        monkeypatch.setattr(cpu, "loops", lambda *_: cpu.Loops(True, True, True, 16))
     Q, D, P = 60, 32, 12
     arrays = sample(Q=Q, M=1, D=D, P=P)
 
