@@ -6,18 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    OPERATORS,
-    assert_close,
-    assert_trees_close,
-    differentiated,
-    finite_loss,
-)
+from helpers import OPERATORS, assert_close, assert_trees_close, differentiated, finite_loss
 
-from jax_attn_bwd import (
-    multi_scale_deformable_attention,
-    multi_scale_deformable_attention_bwd,
-)
+from jax_attn_bwd import multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
 from jax_attn_bwd.ops.deformable import cpu
 from jax_attn_bwd.ops.deformable.cases import locations
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
@@ -113,6 +104,28 @@ def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeyp
     expected = dvalue()
     assert 0 < np.isnan(expected).sum() < expected.size
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_in_low_precision(forced, monkeypatch, dtype):
+    """As near to float64 as the portable loops: sums are float32, results are rounded once."""
+    arrays, levels = problem(Q=40, D=30)
+    narrow = [x.astype(jnp.float32) for x in arrays]
+    narrow = [narrow[0].astype(dtype), narrow[1].astype(dtype), *narrow[2:]]
+
+    def results(dout, *operands):
+        out, pullback = jax.vjp(
+            lambda *x: multi_scale_deformable_attention(x[0], levels, *x[1:]), *operands
+        )
+        return [np.asarray(x, np.float64) for x in (out, *pullback(dout))]
+
+    got = results(*narrow)
+    monkeypatch.setattr(cpu, "loops", lambda *_: cpu.Loops())
+    portable = results(*narrow)
+    exact = results(*(x.astype(jnp.float64) for x in narrow))
+    for x, y, z in zip(got, portable, exact, strict=True):
+        eps = float(jnp.finfo(dtype).eps) * np.abs(z).max()
+        assert np.abs(x - z).max() <= 2 * np.abs(y - z).max() + 2 * eps
 
 
 def shapes(B, Q, M, D, S, dtype=jnp.float32):

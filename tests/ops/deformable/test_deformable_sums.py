@@ -4,10 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    OPERATORS,
-    assert_close,
-)
+from helpers import OPERATORS, assert_close
 
 from jax_attn_bwd import multi_scale_deformable_attention_bwd
 
