@@ -40,9 +40,7 @@ from jax_attn_bwd.layers import flax_linen
 # What makes the attention layer of a block; the parameters have the same names in all of them.
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Flax's own": nn.MultiHeadDotProductAttention,
-    "attention_fn=": partial(
-        nn.MultiHeadDotProductAttention, attention_fn=jax_attn_bwd.attention_fn
-    ),
+    "attention_fn=": partial(nn.MultiHeadDotProductAttention, attention_fn=jax_attn_bwd.attention_fn),
     "our layer": flax_linen.MultiHeadDotProductAttention,
 }
 OWN = "Flax's own"
@@ -120,9 +118,7 @@ def pretrain(args: argparse.Namespace, console: Console) -> Any:
     step, state = training_step(LAYERS[OWN], rate), optax.adamw(rate).init(params)
     for windows in track(text, "training on documentation", console=console):
         params, state, loss = step(params, state, windows)
-    console.print(
-        f"after {args.steps} steps on documentation: loss {float(loss):.2f} bits per byte"
-    )
+    console.print(f"after {args.steps} steps on documentation: loss {float(loss):.2f} bits per byte")
     return params
 
 
@@ -160,15 +156,10 @@ def differences(losses: dict[str, list[float]]) -> dict[str, np.ndarray]:
 
 
 def tables(
-    args: argparse.Namespace,
-    losses: dict[str, list[float]],
-    seconds: dict[str, float],
-    mib: dict[str, float],
+    args: argparse.Namespace, losses: dict[str, list[float]], seconds: dict[str, float], mib: dict[str, float]
 ) -> list[Table]:
     """The loss curves, and what a step costs."""
-    curves = Table(
-        title="Finetuning: loss in bits per byte, from the same start on the same batches"
-    )
+    curves = Table(title="Finetuning: loss in bits per byte, from the same start on the same batches")
     cost = Table(title=f"One training step, context {args.context}")
     curves.add_column("step", justify="right")
     for name in LAYERS:
@@ -190,10 +181,7 @@ def plot(path: Path, losses: dict[str, list[float]]) -> None:
     steps = range(1, len(losses[OWN]) + 1)
     for (name, loss), style in zip(losses.items(), ("-", "--", ":"), strict=True):
         curves.plot(steps, loss, style, lw=4 if style == "-" else 2, label=name)
-    curves.set(
-        ylabel="loss (bits per byte)",
-        title="Finetuning on source code, one start, one line changed",
-    )
+    curves.set(ylabel="loss (bits per byte)", title="Finetuning on source code, one start, one line changed")
     curves.legend()
     for i, (name, gap) in enumerate(differences(losses).items()):
         difference.plot(steps, gap, ".-", lw=0.8, color=f"C{i + 1}", label=name)

@@ -270,9 +270,7 @@ def train(
     every = -(-args.steps // 20)
     curves: list[dict[int, float]] = []
     results = []
-    bar = Progress(
-        *Progress.get_default_columns(), TextColumn("{task.fields[state]}"), console=console
-    )
+    bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[state]}"), console=console)
     with bar as progress:
         task = progress.add_task("training", total=args.steps * len(data.splits), state="")
         for number, split in enumerate(data.splits):
@@ -307,9 +305,7 @@ def accuracy_table(accuracies: dict[str, list[float]]) -> Table:
     table.add_column("mean", justify="right")
     table.add_column("lowest to highest", justify="right")
     for name, values in accuracies.items():
-        table.add_row(
-            name, f"{statistics.mean(values):.1%}", f"{min(values):.1%} to {max(values):.1%}"
-        )
+        table.add_row(name, f"{statistics.mean(values):.1%}", f"{min(values):.1%} to {max(values):.1%}")
     return table
 
 
@@ -329,8 +325,7 @@ def compare(data: Data, repeats: int = 8) -> Table:
     states = {name: (params, OPTIMIZER.init(params)) for name in ATTENTION}
     fixed = (x, similarity, labels, labelled, None)
     steps = {
-        name: train_step.lower(name, graphs[name], *states[name], *fixed).compile()
-        for name in ATTENTION
+        name: train_step.lower(name, graphs[name], *states[name], *fixed).compile() for name in ATTENTION
     }
     seconds: dict[str, list[float]] = {name: [] for name in ATTENTION}
     losses: dict[str, float] = {}
@@ -501,9 +496,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, data = parse_arguments(argv)
     console = Console(highlight=False)
     graph = connect(data)
-    console.print(
-        f"{graph.num_dst:,} nodes, {graph.capacity:,} edges with a self-loop at each node"
-    )
+    console.print(f"{graph.num_dst:,} nodes, {graph.capacity:,} edges with a self-loop at each node")
     params, curves, results = train(args, data, graph, console)
     accuracies = baselines(data) | {"graph attention network": results}
     console.print(accuracy_table(accuracies))

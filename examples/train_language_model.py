@@ -74,9 +74,11 @@ class Block(nnx.Module):
         """Projections and attention of `[B, T, WIDTH]`."""
         if self.layer and self.attention is dot_product_attention:
             params = MultiHeadAttentionParams(
-                query_kernel=self.query.kernel[...], key_kernel=self.key.kernel[...],
-                value_kernel=self.value.kernel[...], out_kernel=self.out.kernel[...],
-            )  # fmt: skip
+                query_kernel=self.query.kernel[...],
+                key_kernel=self.key.kernel[...],
+                value_kernel=self.value.kernel[...],
+                out_kernel=self.out.kernel[...],
+            )
             return multi_head_attention(params, h, is_causal=True)
         query, key, value = self.query(h), self.key(h), self.value(h)
         if not self.layer:
@@ -226,9 +228,7 @@ def compare(args: argparse.Namespace, text: np.ndarray, repeats: int = 8) -> Tab
     mib = {name: m.temp_size_in_bytes / 2**20 if m else math.nan for name, m in memory.items()}
     for name in ATTENTION:
         table.add_row(name, f"{ms[name]:.0f}", f"{mib[name]:.1f}", f"{loss[name]:.4f}")
-    table.add_row(
-        "jax.nn / jax_attn_bwd", *(f"{x['jax.nn'] / x['jax_attn_bwd']:.2f}" for x in (ms, mib))
-    )
+    table.add_row("jax.nn / jax_attn_bwd", *(f"{x['jax.nn'] / x['jax_attn_bwd']:.2f}" for x in (ms, mib)))
     return table
 
 
@@ -240,12 +240,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=500, help="training steps")
     parser.add_argument("--context", type=int, default=1024, help="length in bytes")
-    parser.add_argument(
-        "--attention", choices=ATTENTION, default="jax_attn_bwd", help="trains with it"
-    )
-    parser.add_argument(
-        "--layer", action="store_true", help="one rule for projections and attention"
-    )
+    parser.add_argument("--attention", choices=ATTENTION, default="jax_attn_bwd", help="trains with it")
+    parser.add_argument("--layer", action="store_true", help="one rule for projections and attention")
     parser.add_argument("--out", type=Path, default="out", help="directory for loss.png")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sample")
     args = parser.parse_args(argv)

@@ -7,9 +7,7 @@ from jax_attn_bwd.layers.attention_fn import attention_fn as attention_fn
 from jax_attn_bwd.ops.deformable import (
     MultiScaleDeformableAttentionGrads as MultiScaleDeformableAttentionGrads,
 )
-from jax_attn_bwd.ops.deformable import (
-    multi_scale_deformable_attention as multi_scale_deformable_attention,
-)
+from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention as multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable import (
     multi_scale_deformable_attention_bwd as multi_scale_deformable_attention_bwd,
 )
@@ -26,9 +24,7 @@ from jax_attn_bwd.ops.graph import graph_attention_bwd as graph_attention_bwd
 from jax_attn_bwd.ops.graph import graph_attention_v2 as graph_attention_v2
 from jax_attn_bwd.ops.graph import graph_attention_v2_bwd as graph_attention_v2_bwd
 from jax_attn_bwd.ops.graph import graph_transformer_attention as graph_transformer_attention
-from jax_attn_bwd.ops.graph import (
-    graph_transformer_attention_bwd as graph_transformer_attention_bwd,
-)
+from jax_attn_bwd.ops.graph import graph_transformer_attention_bwd as graph_transformer_attention_bwd
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionGrads as MultiHeadAttentionGrads
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams as MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as multi_head_attention

@@ -6,13 +6,14 @@ two units of rounding; in float64 at most 1e-10. Exit code 1 on a miss.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +83,10 @@ def _by_name(operator: Operator, outputs: tuple, gradients: dict) -> dict[str, n
     return {name: np.asarray(x.astype(accumulator_dtype(x.dtype))) for name, x in named.items()}
 
 
-def _finite_cotangents(operator: Operator, outputs: dict[str, np.ndarray]) -> tuple:
+def _finite_cotangents(operator: Operator, outputs: tuple) -> tuple:
     """Random cotangents, 0 where the output is not finite (the lse of a row that sees nothing)."""
-    cts = cotangents(operator, tuple(outputs[name] for name in operator.outputs))
-    return tuple(
-        jnp.where(np.isfinite(outputs[name]), ct, 0)
-        for name, ct in zip(operator.outputs, cts, strict=True)
-    )
+    cts = cotangents(operator, outputs)
+    return tuple(jnp.where(jnp.isfinite(x), ct, 0) for x, ct in zip(outputs, cts, strict=True))
 
 
 @cache
@@ -97,32 +95,65 @@ def _definition(operator: Operator, case: Case) -> Any:
     return jax.jit(_run(operator.reference, operator, case.options))
 
 
-def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> list[Measurement]:
-    """The errors of one case in one dtype, beside their limits."""
+def _on_cpu() -> contextlib.AbstractContextManager:
+    """float64 is exact there; where JAX has no CPU, whatever it has."""
+    try:
+        return jax.default_device(jax.devices("cpu")[0])
+    except RuntimeError:
+        return contextlib.nullcontext()
+
+
+class Target(NamedTuple):
+    """One case in one dtype: what it is called with, and what its outputs and gradients are measured by."""
+
+    operator: Operator
+    case: Case
+    dtype: str
+    arrays: Arrays
+    cotangents: tuple
+    expected: dict[str, np.ndarray]
+    limits: dict[str, float]
+
+    def measure(self, implementation: str, outputs: tuple, gradients: dict) -> list[Measurement]:
+        """The errors of an implementation, beside their limits."""
+        got = _by_name(self.operator, outputs, gradients)
+        about = self.operator.name, implementation, self.dtype
+        return [
+            Measurement(*about, name, self.case.name, relative_error(got[name], x), self.limits[name])
+            for name, x in self.expected.items()
+        ]
+
+
+def target(operator: Operator, case: Case, dtype: str) -> Target:
+    """By the definition in float64, and for the limits that in `dtype`, both computed on the CPU."""
+    with _on_cpu():
+        return _target(operator, case, dtype)
+
+
+def _target(operator: Operator, case: Case, dtype: str) -> Target:
     arrays, options = case.arrays(dtype), dict(case.options)
     with jax.enable_x64(True):
         exact = {name: cast(x, "float64") for name, x in arrays.items()}
         define = _definition(operator, case)
         zeros = jax.eval_shape(lambda: operator.reference(**exact, **options))
-        zeros = tuple(jnp.zeros(x.shape) for x in zeros)
-        outputs = _by_name(operator, *define(exact, zeros))
+        outputs, _ = define(exact, tuple(jnp.zeros(x.shape) for x in zeros))
         cts = _finite_cotangents(operator, outputs)
         cts = tuple(cast(cast(ct, dtype), "float64") for ct in cts)  # representable in dtype
         expected = _by_name(operator, *define(exact, cts))
     cts = tuple(cast(np.asarray(ct), dtype) for ct in cts)
-    plain = (
-        {} if dtype == "float64" else evaluate(operator.reference, operator, arrays, options, cts)
-    )
-    call = _run(operator.call, operator, {**options, "implementation": implementation})
-    got = _by_name(operator, *jax.jit(call)(arrays, cts))
-    rounding = float(jnp.finfo(dtype).eps)
-    return [
-        Measurement(
-            operator.name, implementation, dtype, name, case.name, relative_error(got[name], expected[name]),
-            2 * relative_error(plain[name], expected[name]) + 2 * rounding if plain else FLOAT64_LIMIT,
-        )
-        for name in expected
-    ]  # fmt: skip
+    limits = dict.fromkeys(expected, FLOAT64_LIMIT)
+    if dtype != "float64":
+        plain = evaluate(operator.reference, operator, arrays, options, cts)
+        rounding = float(jnp.finfo(dtype).eps)
+        limits = {n: 2 * relative_error(plain[n], x) + 2 * rounding for n, x in expected.items()}
+    return Target(operator, case, dtype, arrays, cts, expected, limits)
+
+
+def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> list[Measurement]:
+    """The errors of one case in one dtype, beside their limits."""
+    aim = target(operator, case, dtype)
+    call = _run(operator.call, operator, {**case.options, "implementation": implementation})
+    return aim.measure(implementation, *jax.jit(call)(aim.arrays, aim.cotangents))
 
 
 def unavailable(operator: Operator) -> dict[str, str]:
@@ -162,9 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument(
-        "--json", action="store_true", help="print every measurement as JSON instead"
-    )
+    parser.add_argument("--json", action="store_true", help="print every measurement as JSON instead")
     args = parser.parse_args(argv)
     if unknown := set(args.operators) - set(known):
         parser.error(f"unknown operator {sorted(unknown)}, known are {sorted(known)}")
@@ -179,29 +208,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         device = jax.devices()[0].device_kind
         measured = [{**asdict(row), "ok": row.ok} for row in rows]
-        unavailable_ = [
-            dict(zip(("operator", "implementation", "reason"), a, strict=True)) for a in absent
-        ]
-        print(json.dumps(
-            {"device": device, "jax": jax.__version__, "measurements": measured, "unavailable": unavailable_}
-        ))  # fmt: skip
+        unavailable_ = [dict(zip(("operator", "implementation", "reason"), a, strict=True)) for a in absent]
+        print(
+            json.dumps(
+                {
+                    "device": device,
+                    "jax": jax.__version__,
+                    "measurements": measured,
+                    "unavailable": unavailable_,
+                }
+            )
+        )
         return int(bool(misses))
 
     console.table(
         "Worst relative error of each quantity, beside its limit",
         ["operator", "implementation", "dtype", "quantity", "error", "limit", "case", "verdict"],
         [
-            (r.operator, r.implementation, r.dtype, r.quantity, f"{r.error:.1e}", f"{r.limit:.1e}",
-             r.case, "ok" if r.ok else "MISS")
+            (
+                r.operator,
+                r.implementation,
+                r.dtype,
+                r.quantity,
+                f"{r.error:.1e}",
+                f"{r.limit:.1e}",
+                r.case,
+                "ok" if r.ok else "MISS",
+            )
             for r in worst(rows)
         ],
-    )  # fmt: skip
+    )
     for name, implementation, reason in absent:
         print(f"not available: {name} [{implementation}]: {reason}")
     calls, platform = len(jobs), jax.devices()[0].device_kind
-    print(
-        f"{calls} calls, {len(rows)} quantities on {platform}, JAX {jax.__version__}: {len(misses)} misses"
-    )
+    print(f"{calls} calls, {len(rows)} quantities on {platform}, JAX {jax.__version__}: {len(misses)} misses")
     return int(bool(misses))
 
 

@@ -17,6 +17,21 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 finished_tests = itertools.count(1)
+meant: pytest.StashKey = pytest.StashKey()  # {(operator, implementation)} whose gradients this run compares
+missing: pytest.StashKey = pytest.StashKey()  # those of them of which it compared none
+
+
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    """The tests marked thorough are left out unless they are asked for."""
+    if config.getoption("thorough") or "thorough" in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_configure(config):
@@ -32,6 +47,51 @@ def pytest_configure(config):
     ):
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+def pytest_collection_finish(session):
+    """Tests marked gradients have a parameter `implementation`; see `pytest_sessionfinish`."""
+    compared = {
+        (item.callspec.params["operator"].name, item.callspec.params["implementation"])
+        for item in session.items
+        if item.get_closest_marker("gradients") and _can_run(item)
+    }
+    session.config.stash[meant] = compared
+
+
+def _can_run(item):
+    return not any(mark.args[0] for mark in item.iter_markers("skipif"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """A run fails whose contract was to compare gradients of an implementation, and compared none."""
+    from helpers import gradients_executed
+
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["meant"] = sorted(config.stash.get(meant, ()))
+        config.workeroutput["executed"] = sorted(gradients_executed)
+        return
+    without = config.stash.get(meant, set()) - set(gradients_executed)
+    if without and not (config.getoption("collectonly") or session.shouldstop or session.shouldfail):
+        config.stash[missing] = without
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Gathers what the workers of pytest-xdist found."""
+    from helpers import gradients_executed
+
+    output = getattr(node, "workeroutput", {})
+    node.config.stash.setdefault(meant, set()).update(map(tuple, output.get("meant", ())))
+    gradients_executed.update(map(tuple, output.get("executed", ())))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for operator, implementation in sorted(config.stash.get(missing, ())):
+        terminalreporter.line(f"no gradient of {operator}[{implementation}] was compared", red=True)
 
 
 def pytest_runtest_teardown():

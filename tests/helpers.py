@@ -1,5 +1,8 @@
 """What several test files need."""
 
+import collections
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,26 +13,55 @@ from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case, Operator, cotangents, value_and_gradients
 
 OPERATORS = ops.discover()
+thorough = pytest.mark.thorough
 interpreted = pytest.mark.skipif(
-    not mosaic_gpu.can_interpret(),
-    reason="the Mosaic GPU interpreter of this JAX cannot run the kernels",
+    not mosaic_gpu.can_interpret(), reason="the Mosaic GPU interpreter of this JAX cannot run the kernels"
 )
+QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):  # newer ones have no such option
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+gradients_executed: collections.Counter[tuple[str, str]] = collections.Counter()
 
 
-def case_params(*tags: str) -> list:
-    """(operator, portable implementation, case) of every case with one of `tags`, discovered.
+def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str] | None = None) -> list:
+    """(operator, implementation, case) of every case with one of `tags`, discovered.
 
-    Kernels do not run on a CPU: `ops/<operator>/test_<operator>_mosaic_gpu.py` interprets them on the
-    same cases.
+    Those with a tag of `thorough` alone are left to the thorough tier. With `kernels`, the Pallas kernels are
+    implementations beside the portable ones, interpreted: cases with a tag of `kernels` in the default tier,
+    those tagged "check" beside them in the thorough one.
     """
-    return [
-        pytest.param(operator, implementation.name, case,
-                     id=f"{operator.name}[{implementation.name}]-{case.name}")
-        for operator in OPERATORS
-        for implementation in operator.implementations
-        if implementation.platform is None
-        for case in operator.tagged(*tags)
-    ]  # fmt: skip
+    found = []
+    for operator in OPERATORS:
+        for implementation in operator.implementations:
+            is_kernel = implementation.platform is not None
+            if is_kernel and kernels is None:
+                continue
+            default, rest = (kernels, ("check",)) if is_kernel else (tags, thorough)
+            for case in operator.tagged(*default, *rest):
+                borrowed = is_kernel and operator.name == "multi_head_attention"  # dense attention's
+                marks = [] if case.tags & set(default) and not borrowed else [pytest.mark.thorough]
+                marks += [pytest.mark.kernel] if is_kernel else []
+                marks += [interpreted] if implementation.name == mosaic_gpu.NAME else []
+                name = f"{operator.name}[{implementation.name}]-{case.name}"
+                found.append(pytest.param(operator, implementation.name, case, id=name, marks=marks))
+    return found
+
+
+def firsts(params: list) -> list:
+    """Of each operator and implementation the first case."""
+    return list({param.values[:2]: param for param in reversed(params)}.values())[::-1]
+
+
+def first_of_each(params: list) -> list:
+    """All of them, the `firsts` in the default tier, the others in the thorough one."""
+    first = {param.id for param in firsts(params)}
+    rest = {param.id: [] if param.id in first else [pytest.mark.thorough] for param in params}
+    return [pytest.param(*p.values, id=p.id, marks=[*p.marks, *rest[p.id]]) for p in params]
+
+
+def count_gradients(operator: Operator, implementation: str) -> None:
+    """Says that gradients of an implementation were compared; a run that compared none of one fails."""
+    gradients_executed[operator.name, implementation] += 1
 
 
 def assert_close(got, expected, rtol: float, name: str = "") -> None:
@@ -71,6 +103,21 @@ def differentiated(operator: Operator, arrays: dict) -> dict:
 
 
 __all__ = [
-    "OPERATORS", "Case", "Operator", "assert_close", "assert_trees_close", "case_params",
-    "cotangents", "differentiated", "finite_loss", "interpreted", "value_and_gradients",
-]  # fmt: skip
+    "OPERATORS",
+    "QUICK",
+    "Case",
+    "Operator",
+    "assert_close",
+    "assert_trees_close",
+    "case_params",
+    "cotangents",
+    "count_gradients",
+    "differentiated",
+    "finite_loss",
+    "first_of_each",
+    "firsts",
+    "gradients_executed",
+    "interpreted",
+    "thorough",
+    "value_and_gradients",
+]

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core import pallas, targets
 
-NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "triton")
+NAMES = ("xla", "mosaic_tpu", "mosaic_gpu")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Implementation:
       forward, backward: see the operator's `api.py`.
       platform: "tpu" or "gpu" for a kernel, None for the portable path.
       supports: `(options, operands) -> None | reason`; None means that the kernel can run the call.
+      waits: `() -> None | reason` why it runs only where it is asked for by name; None = it does not wait.
     """
 
     name: str
@@ -32,48 +33,44 @@ class Implementation:
     backward: Callable[..., Any]
     platform: str | None = None
     supports: Callable[[Any, Any], str | None] = lambda options, operands: None
+    waits: Callable[[], str | None] = lambda: None
 
 
-def kernel(name: str, platform: str, package: str, portable: Implementation) -> Implementation:
+def kernel(name: str, package: str, portable: Implementation, generations: tuple[str, ...]) -> Implementation:
     """The Pallas implementation `name` of the operator in `package`.
 
-    Its files `<name>_forward.py` (`forward`, `supports`) and `<name>_backward.py` (`backward`) are imported
-    when it is first asked for on its platform. `portable` gives the derivatives of its results.
+    Each of `generations` has its files in `package.kernels`: `<generation>_forward.py` (`forward`,
+    `supports`) and `<generation>_backward.py` (`backward`), imported when such a device is first aimed at.
+    `portable` gives the derivatives of the kernels' results.
     """
 
-    def load(file, function):
-        return lambda *args: getattr(importlib.import_module(f"{package}.{file}"), function)(*args)
+    def found():
+        if pallas.is_interpreted(name):
+            return next(g for g in targets.GENERATIONS[name] if g.files == generations[0])
+        return targets.generation(name, generations)
 
-    forward, backward = (f"{name}_{direction}" for direction in ("forward", "backward"))
+    def load(direction, function):
+        def call(*args):
+            file = f"{package}.kernels.{found().files}_{direction}"
+            return getattr(importlib.import_module(file), function)(*args)
+
+        return call
+
+    def supports(options, operands):
+        device = found()
+        return device if isinstance(device, str) else load("forward", "supports")(options, operands)
+
+    def waits():
+        return None if pallas.is_interpreted(name) else targets.not_picked(found())
+
     return Implementation(
         name,
-        pallas.with_portable_jvp(load(forward, "forward"), portable.forward),
-        pallas.with_portable_jvp(load(backward, "backward"), portable.backward),
-        platform,
-        load(forward, "supports"),
+        pallas.with_portable_jvp(load("forward", "forward"), portable.forward),
+        pallas.with_portable_jvp(load("backward", "backward"), portable.backward),
+        platform={"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}[name],
+        supports=supports,
+        waits=waits,
     )
-
-
-def target_platform() -> str:
-    """The platform that is aimed at: of the ambient mesh, else the default device, else JAX's default."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.abstract_device is not None:
-        return mesh.abstract_device.platform
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
-
-
-def target_device_kind() -> str:
-    """The kind of device that is aimed at, as its maker calls it: "NVIDIA H200"."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.abstract_device is not None:
-        return mesh.abstract_device.device_kind
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if device is None or isinstance(device, str):
-        device = jax.devices(device)[0]
-    return device.device_kind
 
 
 def _meshes(operands: Any) -> Iterator[jax.sharding.AbstractMesh]:
@@ -88,7 +85,7 @@ def _refusal(implementation: Implementation, options: Any, operands: Any) -> str
         return implementation.supports(options, operands)
     if pallas.is_interpreted(implementation.name):
         return implementation.supports(options, operands)
-    if implementation.platform != (target := target_platform()):
+    if implementation.platform != (target := targets.platform()):
         return f"it is a {implementation.platform} kernel and the target platform is {target}"
     if any(AxisType.Auto in mesh.axis_types for mesh in _meshes(operands)):
         return (
@@ -121,14 +118,16 @@ def select(
     """
     if requested is not None and requested not in NAMES:
         known = tuple(i.name for i in implementations)
+        remedy = "; that one belongs to jax.nn.dot_product_attention" if requested == "cudnn" else ""
         raise ValueError(
-            f"{operator}: implementation must be None or one of {known}, got {requested!r}"
+            f"{operator}: implementation must be None or one of {known}, got {requested!r}{remedy}"
         )
     reasons = {i.name: _refusal(i, options, operands) for i in implementations}
+    waiting = {i.name: reasons[i.name] or i.waits() for i in implementations}
     if _explaining.get():
-        raise _Explained({name: reason or "ok" for name, reason in reasons.items()})
+        raise _Explained({name: reason or "ok" for name, reason in waiting.items()})
     if requested is None:
-        return next(i for i in implementations if reasons[i.name] is None)
+        return next(i for i in implementations if waiting[i.name] is None)
     for i in implementations:
         if i.name == requested and reasons[i.name] is None:
             return i
@@ -150,7 +149,7 @@ def perturbed(operands: Any, names: Sequence[str]) -> tuple[tuple[str, ...], Any
     For the forward rule of a `custom_vjp` with `symbolic_zeros=True`, which is handed wrapped leaves.
     """
     found = tuple(n for n in names if getattr(getattr(operands, n), "perturbed", False))
-    is_wrapped = lambda x: hasattr(x, "perturbed")  # noqa: E731
+    is_wrapped = lambda x: hasattr(x, "perturbed")
     return found, jax.tree.map(lambda x: x.value, operands, is_leaf=is_wrapped)
 
 

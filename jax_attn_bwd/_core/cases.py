@@ -3,6 +3,7 @@
 `ops/<operator>/cases.py` holds `OPERATORS`, a tuple of `Operator`; `ops.discover()` finds them.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,23 +22,60 @@ class Case:
     """One named call.
 
     Attributes:
-      name: unique within the operator.
+      name: unique among the operator's cases of a tag.
       build: `rng -> {argument: array}`; floating arrays are float64.
       options: the static arguments.
       tags: "ci" for every test; "check" also for `jax_attn_bwd.check`; "edge" degenerate shapes; "second"
-        small enough for hessians; "shard" divisible by 4 in batch and heads, "bounds" too if its tile bounds
-        differ from shard to shard.
+        small enough for hessians; "rounded" where the outputs are too coarse for a plain backward; "shard"
+        divisible by 4 in batch and heads, "bounds" too if its tile bounds differ from shard to shard. Where a
+        GPU is at hand, "large" has many tiles, none of them whole, "any_order" those of the backward that
+        `deterministic=False` allows, "repeat" and "poison" are run again for their bits, and with NaN where
+        no one looks. "bench" is measured on a CPU, "quick" small enough to try that, "bench_gpu" on a GPU.
+        "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
+        the name of a TPU, by that one.
+      dtype: of the floating arrays where a case is measured or compiled.
+      dtypes: of arguments that have one of their own, whatever the others have.
     """
 
     name: str
     build: Callable[[np.random.Generator], Arrays]
     options: Mapping[str, Any] = field(default_factory=dict)
     tags: frozenset[str] = frozenset({"ci"})
+    dtype: str = "bfloat16"
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def arrays(self, dtype: Any = np.float64, seed: int = 0) -> Arrays:
         """The arrays, floating ones rounded to `dtype`."""
         arrays = self.build(np.random.default_rng(seed))
-        return {name: cast(x, dtype) for name, x in arrays.items()}
+        return {name: cast(x, self.dtypes.get(name, dtype)) for name, x in arrays.items()}
+
+    def shapes(self, dtype: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of the arrays, which are not made; floating ones are of `dtype`, else the case's."""
+        found = {}
+        for name, x in self.build(_Zeros()).items():
+            own = self.dtypes.get(name, dtype or self.dtype) if is_floating(x) else np.asarray(x).dtype
+            found[name] = jax.ShapeDtypeStruct(np.shape(x), own)
+        return found
+
+
+class _Zeros(np.random.Generator):
+    """What a case is built from where its shapes are asked for: zeros, which take memory only where few."""
+
+    def __init__(self) -> None:
+        super().__init__(np.random.PCG64(0))
+
+    def standard_normal(self, size=None, *args, **kwargs):
+        """Zeros of that shape."""
+        shape = () if size is None else tuple(np.atleast_1d(size))
+        return np.zeros(shape) if math.prod(shape) < 2**16 else np.broadcast_to(0.0, shape)
+
+    def normal(self, loc=0.0, scale=1.0, size=None):
+        """Zeros of that shape."""
+        return self.standard_normal(size)
+
+    def random(self, size=None, *args, **kwargs):
+        """Zeros of that shape."""
+        return self.standard_normal(size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +94,9 @@ class Operator:
       axes: `{argument or output: letters of its axes}`, right-aligned; B and N are batch and heads.
       backward_wrt: the gradients that `backward` offers.
       sums_over_heads: outputs that are sums over heads: shards of heads hold shares of them.
+      hidden: `(arrays, options) -> {argument or output: where}`: entries of arguments, and of the cotangents
+        of outputs, that no one reads: boolean NumPy arrays that broadcast to them from the left. Whatever
+        stands there changes no output and no gradient.
     """
 
     name: str
@@ -69,6 +110,7 @@ class Operator:
     axes: Mapping[str, str]
     backward_wrt: tuple[str, ...]
     sums_over_heads: tuple[str, ...] = ()
+    hidden: Callable[[Arrays, Mapping[str, Any]], dict[str, np.ndarray]] = lambda arrays, options: {}
 
     def tagged(self, *tags: str) -> Iterator[Case]:
         """The cases that have any of `tags`."""
@@ -96,10 +138,7 @@ def cotangents(operator: Operator, outputs: tuple, seed: int = 1) -> tuple:
 
 
 def value_and_gradients(
-    function: Callable[..., tuple],
-    differentiated: tuple[str, ...],
-    arrays: Arrays,
-    options: Mapping,
+    function: Callable[..., tuple], differentiated: tuple[str, ...], arrays: Arrays, options: Mapping
 ) -> Callable[[tuple], tuple[tuple, dict]]:
     """`cts -> (outputs, {name: gradient})` of `function`, by JAX."""
 

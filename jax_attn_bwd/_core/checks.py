@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core.numerics import accumulator_dtype
+
 
 def message(operator: str, argument: str, expected: str, got: Any, remedy: str = "") -> str:
     """`operator: argument must expected, got got; remedy`."""
@@ -20,6 +22,10 @@ def static(x: Any, remedy: str = "") -> str:
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
         return remedy
     return f"{remedy}{', or ' if remedy else ''}under jax.jit name it in static_argnames"
+
+
+def _kind(x: Any) -> str:
+    return "a traced array" if isinstance(x, jax.core.Tracer) else type(x).__name__
 
 
 def is_array(x: Any) -> bool:
@@ -44,16 +50,11 @@ def same_dtype(operator: str, **arrays: jax.Array) -> None:
     if len({x.dtype for x in arrays.values()}) > 1:
         got = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
         names = ", ".join(arrays)
-        raise TypeError(
-            message(operator, names, "have one dtype", got, "cast them to the dtype you want")
-        )
+        raise TypeError(message(operator, names, "have one dtype", got, "cast them to the dtype you want"))
 
 
 def boolean_mask(
-    operator: str,
-    mask: Any,
-    meaning: str = "attend",
-    additive: str = "pass additive values as bias",
+    operator: str, mask: Any, meaning: str = "attend", additive: str = "pass additive values as bias"
 ) -> jax.Array:
     """`mask` as a boolean array; `meaning` says what True is, `additive` where numbers may go."""
     mask = np.asarray(mask) if isinstance(mask, np.generic) else mask
@@ -87,8 +88,25 @@ def integers(
     return jnp.asarray(array)
 
 
-def default_scale(operator: str, size: Any) -> float:
-    """1 / sqrt(size) for heads of that size."""
+def integer(operator: str, argument: str, x: Any, least: int | None = None) -> int:
+    """`x`, a Python or NumPy int, `least` or more; no bool, array or tracer."""
+    expected = {None: "be an int", 1: "be a positive int"}.get(least, f"be an int, {least} or more")
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(message(operator, argument, expected, _kind(x), static(x)))
+    if least is not None and x < least:
+        raise ValueError(message(operator, argument, expected, x))
+    return int(x)
+
+
+def scale(operator: str, x: Any, dtype: Any, remedy: str = "") -> float:
+    """The factor of logits that are computed from arrays of `dtype`, finite where they are accumulated."""
+    return python_float(operator, "scale", x, remedy, accumulator_dtype(dtype))
+
+
+def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> float:
+    """`scale`; None is 1 / sqrt(size) for heads of that size."""
+    if x is not None:
+        return scale(operator, x, dtype, remedy)
     if not isinstance(size, int):
         expected = "be given where the size of a head is symbolic"
         raise ValueError(message(operator, "scale", expected, f"None and the size {size}"))
@@ -105,19 +123,14 @@ def broadcasts(operator: str, argument: str, x: jax.Array, names: str, target: t
     """`x` broadcasts to `target` (never the other way round)."""
     sizes = zip(reversed(x.shape), reversed(target), strict=False)
     if x.ndim > len(target) or any(a != b and a != 1 for a, b in sizes):
-        raise ValueError(
-            message(operator, argument, f"broadcast to {names} = {tuple(target)}", x.shape)
-        )
+        raise ValueError(message(operator, argument, f"broadcast to {names} = {tuple(target)}", x.shape))
 
 
-def python_float(
-    operator: str, argument: str, x: Any, remedy: str = "", dtype: Any = np.float64
-) -> float:
+def python_float(operator: str, argument: str, x: Any, remedy: str = "", dtype: Any = np.float64) -> float:
     """`x`, a Python or NumPy scalar, as a float that is finite in `dtype`; no array or tracer."""
     x = x.item() if isinstance(x, np.floating | np.integer) else x
     if is_array(x) or isinstance(x, bool) or not isinstance(x, int | float):
-        kind = type(x).__name__
-        raise TypeError(message(operator, argument, "be a Python float", kind, static(x, remedy)))
+        raise TypeError(message(operator, argument, "be a Python float", _kind(x), static(x, remedy)))
     if not abs(x) <= float(jnp.finfo(dtype).max):
         expected = "be finite" if x in (math.inf, -math.inf) or x != x else f"be finite in {dtype}"
         got = x if isinstance(x, float) else f"an int of {x.bit_length()} bits"
@@ -127,7 +140,8 @@ def python_float(
 
 def rate(operator: str, argument: str, x: Any) -> float:
     """A probability, as a Python float."""
-    x = python_float(operator, argument, x, "a traced rate is not supported")
+    known = is_array(x) and not isinstance(x, jax.core.Tracer)
+    x = python_float(operator, argument, x, f"pass float({argument})" if known else "")
     if not 0.0 <= x <= 1.0:
         raise ValueError(message(operator, argument, "lie in [0, 1]", x))
     return x
@@ -136,8 +150,7 @@ def rate(operator: str, argument: str, x: Any) -> float:
 def flag(operator: str, argument: str, x: Any) -> bool:
     """A Python bool: options change the compiled program and cannot be traced."""
     if not isinstance(x, bool | np.bool_):
-        got = type(x).__name__
-        raise TypeError(message(operator, argument, "be a Python bool", got, static(x)))
+        raise TypeError(message(operator, argument, "be a Python bool", _kind(x), static(x)))
     return bool(x)
 
 
@@ -158,9 +171,7 @@ def wanted(operator: str, wrt: Any, fields: Sequence[str], present: Sequence[str
             raise ValueError(message(operator, "wrt", f"name some of {tuple(fields)}", repr(name)))
         if name not in present:
             raise ValueError(
-                message(
-                    operator, "wrt", "name arguments that were given", f"{name!r}, which is None"
-                )
+                message(operator, "wrt", "name arguments that were given", f"{name!r}, which is None")
             )
     return names
 

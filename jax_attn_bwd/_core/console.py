@@ -44,7 +44,4 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def _is_number(cell: str) -> bool:
-    return (
-        not cell
-        or cell.replace(".", "").replace("-", "").replace("e", "").replace("+", "").isdigit()
-    )
+    return not cell or cell.replace(".", "").replace("-", "").replace("e", "").replace("+", "").isdigit()

@@ -48,9 +48,9 @@ def check_key(operator: str, key: Any, argument: str = "dropout_key") -> None:
     raw = checks.is_array(key) and key.dtype == jnp.uint32 and key.shape in ((2,), (4,))
     if not raw and not (typed and key.ndim == 0):
         got = f"{key.dtype}{list(key.shape)}" if checks.is_array(key) else type(key).__name__
-        raise TypeError(
-            checks.message(operator, argument, "be one JAX random key", got, "jax.random.key(0)")
-        )
+        several = checks.is_array(key) and key.ndim > (not typed)
+        remedy = "pass one of them, or call under jax.vmap" if several else "pass jax.random.key(0)"
+        raise TypeError(checks.message(operator, argument, "be one JAX random key", got, remedy))
 
 
 def key_words(key: jax.Array) -> jax.Array:
@@ -86,9 +86,7 @@ def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
         array = checks.integers(operator, f"dropout_offset {name}", part, least=0)
         if array.shape not in ((), (size,)):
             expected = "be a scalar" if size is None else f"be a scalar or of shape ({size},)"
-            raise ValueError(
-                checks.message(operator, f"dropout_offset {name}", expected, array.shape)
-            )
+            raise ValueError(checks.message(operator, f"dropout_offset {name}", expected, array.shape))
         parts.append(array.astype(jnp.uint32))
     return Offset(*parts)
 
@@ -104,9 +102,7 @@ def drawn(
     if key is None:
         given = (f"{name} = {rate}{' > 0' if rate else ''}" for name, rate in rates.items())
         expected = f"be given when {', '.join(given)}"
-        raise ValueError(
-            checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)")
-        )
+        raise ValueError(checks.message(operator, "dropout_key", expected, None, "pass jax.random.key(0)"))
     return key_words(key), place
 
 
@@ -119,6 +115,12 @@ def keep(keys: Words, row: jax.Array, column: jax.Array, rate: float) -> jax.Arr
     """Whether each element survives; `keys`, `row` and `column` are uint32 and broadcast."""
     bits, _ = threefry(keys, (row, column), _ELEMENT_ROUNDS)
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def factors(keys: Words, row: jax.Array, column: jax.Array, rate: float, dtype: Any) -> jax.Array:
+    """What each element is multiplied by: 0, or for those that `keep` passes 1 / (1 - rate)."""
+    survivor = jnp.asarray(survivor_factor(rate), dtype)
+    return jnp.where(keep(keys, row, column, rate), survivor, 0)
 
 
 def survivor_factor(rate: float) -> float:

@@ -22,9 +22,7 @@ def window(operator: str, value: Any) -> Window | None:
     expected = "be a non-negative int or a pair (left, right) of them"
     if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in pair):
         remedy = checks.static(value)
-        raise TypeError(
-            checks.message(operator, "local_window_size", expected, repr(value), remedy)
-        )
+        raise TypeError(checks.message(operator, "local_window_size", expected, repr(value), remedy))
     if len(pair) != 2 or min(pair) < 0:
         raise ValueError(checks.message(operator, "local_window_size", expected, repr(value)))
     left, right = (min(int(n), _FARTHEST) for n in pair)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_attn_bwd._core import backend, pallas
+from jax_attn_bwd._core import pallas, targets
 
 NAME = "mosaic_tpu"
 LANES = 128  # of a vector register
@@ -20,21 +20,9 @@ DTYPES = ("bfloat16", "float32")  # that the matrix unit multiplies; it refuses 
 ZERO = np.int32(0)  # of index maps, which must return int32 in x64 mode too
 
 
-def unsupported_device() -> str | None:
-    """Why the targeted TPU cannot run these kernels; None if it can."""
-    if pallas.is_interpreted(NAME):
-        return None
-    kind = backend.target_device_kind()
-    if re.match(r"TPU ?v?([5-9]|\d\d)", kind):
-        return None
-    return f"it needs a TPU v5e, v5p, v6e or TPU7x, not {kind}"
-
-
 def has_wide_units() -> bool:
     """Whether the targeted TPU multiplies 256 x 256 matrices (v6e and later), faster than it adds up rows."""
-    return not pallas.is_interpreted(NAME) and bool(
-        re.match(r"TPU ?v?([6-9]|\d\d)", backend.target_device_kind())
-    )
+    return not pallas.is_interpreted(NAME) and bool(re.match(r"TPU ?v?([6-9]|\d\d)", targets.device_kind()))
 
 
 def launch(
@@ -66,9 +54,7 @@ def launch(
             out_specs=list(out_specs),
             scratch_shapes=list(scratch),
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=tuple(semantics), vmem_limit_bytes=VMEM
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=VMEM),
         interpret=_interpreter() if interpret else False,
         name=name,
     )
@@ -81,9 +67,7 @@ def in_turn(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _interpreter() -> Any:
     """Two virtual cores, race detection, and memory that holds NaN until it is written."""
-    return pltpu.InterpretParams(
-        detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan"
-    )
+    return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
 
 
 def scalars() -> Any:

@@ -12,6 +12,11 @@ def accumulator_dtype(dtype: Any) -> jnp.dtype:
     return jnp.dtype("float64" if dtype == "float64" else "float32")
 
 
+def finite(m: jax.Array) -> jax.Array:
+    """`m`, with 0 for the -inf of a row that has seen nothing, so that exp(-inf - m) is 0, not NaN."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
+
+
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
     """`x` with axes of size 1 in front: ranks are promoted in the open, never implicitly."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)

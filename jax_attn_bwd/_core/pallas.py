@@ -41,9 +41,7 @@ def is_interpreted(name: str) -> bool:
     return name in _interpreted.get()
 
 
-def with_portable_jvp(
-    kernel: Callable[..., Any], portable: Callable[..., Any]
-) -> Callable[..., Any]:
+def with_portable_jvp(kernel: Callable[..., Any], portable: Callable[..., Any]) -> Callable[..., Any]:
     """`kernel(options, *operands)`, differentiated as `portable(options, *operands)`.
 
     Where the kernel leaves a None in its result, what the portable path has there is dropped.
@@ -63,9 +61,7 @@ def with_portable_jvp(
     return call
 
 
-def on_local_shards(
-    f: Callable[..., Any], out_specs: Callable[..., Any], operands: tuple[Any, ...]
-) -> Any:
+def on_local_shards(f: Callable[..., Any], out_specs: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     """`f(*operands)`; where they live on an Explicit mesh, on each device's shards.
 
     `out_specs` maps the PartitionSpecs of the operands to those of the outputs. Inside `jax.shard_map` the

@@ -43,11 +43,10 @@ def tie(outputs: Any, operands: Any) -> Any:
     `custom_vjp` then mixes up its cotangents (silently in JAX 0.10, an error in 0.12). XLA folds the
     select away.
     """
-    never = jnp.zeros((), bool)
+    never, total = jnp.zeros((), bool), jnp.zeros((), jnp.float32)
     for operand in jax.tree.leaves(operands):
-        total = operand.sum()
-        outputs = jax.tree.map(lambda x, t=total: jnp.where(never, t.astype(x.dtype), x), outputs)
-    return outputs
+        total = total + operand.sum().astype(jnp.float32)
+    return jax.tree.map(lambda x: jnp.where(never, total.astype(x.dtype), x), outputs)
 
 
 def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
@@ -78,9 +77,7 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
 
     `axes` is right-aligned with `x`; None, and axes of size 1, are not split.
     """
-    mesh = jax.typeof(
-        other
-    ).sharding.mesh  # that of `x` is empty where `x` was made before the mesh was set
+    mesh = jax.typeof(other).sharding.mesh  # that of `x` is empty where `x` was made before the mesh was set
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return x
     spec = explicit_spec(other)

@@ -1,114 +1,133 @@
-"""What is measured of dense attention: forward and backward, float32, one batch entry, 8 heads of 64."""
+"""Dense attention: forward and backward, in float32 on a CPU and in bfloat16 on a GPU."""
 
-import importlib.util
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd.bench.measure import Case, Contender, compiled_contender
-from jax_attn_bwd.ops.dot_product import tiles
+from jax_attn_bwd._core.cases import Case
+from jax_attn_bwd.bench import peers
+from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
+from jax_attn_bwd.ops.dot_product import cases, traversal
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
-HEADS, SIZE = 8, 64
+
+def workloads(quick: bool) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small."""
+    (operator,) = cases.OPERATORS
+    for case in operator.tagged(tag(quick)):
+        arrays, dout = inputs(operator, case)
+        args = (dout, arrays["query"], arrays["key"], arrays["value"])
+        if jax.default_backend() != "cpu":
+            yield _on_gpu(case, "forward", args)
+            yield _on_gpu(case, "forward + backward", args)
+        elif "memory only" in case.name:
+            yield Workload(case.name, _ours(case, args), timed=False)
+        elif "local_window_size" in case.options:
+            yield _window(case, args)
+        else:
+            found, refused = peers.gather(case.name, _peers(case, step, args))
+            yield Workload(case.name, [*_ours(case, args), *found], refused=refused)
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """The cases, built one at a time; `quick` keeps them small."""
-    lengths = (256,) if quick else (2048, 4096)
-    for T in lengths:
-        for is_causal in (False, True):
-            yield _against_peers(T, is_causal)
-    for T in (512,) if quick else (4096, 8192):
-        yield _window(T, 64 if quick else 256)
-    if not quick:
-        yield _memory(32768)
-
-
-def _arrays(T: int) -> list[jax.Array]:
-    """query, key, value, dout."""
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal((1, T, HEADS, SIZE)), jnp.float32) for _ in range(4)]
-
-
-def _step(function: Any, **options: Any) -> Any:
-    """`(q, k, v, dout) -> (out, dq, dk, dv)`."""
-
-    def step(q, k, v, dout):
-        out, pullback = jax.vjp(partial(function, **options), q, k, v)
-        return (out, *pullback(dout))
-
-    return step
-
-
-def visited(T: int, **options: Any) -> str:
+def visited(case: Case) -> str:
     """Tiles visited, of all, by the portable path."""
     defaults = dict.fromkeys(
         ("scale", "query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "logits_soft_cap",
          "key_value_segment_ids", "query_positions", "key_value_positions", "sink", "dropout_key",
          "dropout_offset", "precision", "local_window_size")
     )  # fmt: skip
-    flags = {
-        "dropout_rate": 0.0,
-        "broadcast_dropout": False,
-        "deterministic": True,
-        "is_causal": False,
-    }
-    x = jnp.zeros((1, T, HEADS, SIZE), jnp.float32)
-    static, operands = prepare("bench", x, x, x, None, None, **{**defaults, **flags, **options})
-    tiling = Tiling.default_for(static, operands)
-    full, mixed = tiles.static_pairs(static, T, T, False, tiling)
+    flags = {"dropout_rate": 0.0, "broadcast_dropout": False, "deterministic": True, "is_causal": False}
+    x = jax.numpy.zeros(case.shapes()["query"].shape, case.dtype)
+    static, operands = prepare("bench", x, x, x, None, None, **{**defaults, **flags, **case.options})
+    tiling, T = Tiling.default_for(static, operands), x.shape[1]
+    if tiling.is_whole:
+        return f"{tiling.batch_slices} batch slices of whole planes"
+    full, mixed = traversal.static_pairs(static, T, T, False, tiling)
     total = count(T, tiling.block_q) * count(T, tiling.block_k)
     return f"{len(full) + len(mixed)} of {total} tiles of {tiling.block_q} x {tiling.block_k}"
 
 
-def _ours(T: int, compare: bool = True, name: str = "jax_attn_bwd", **options: Any) -> Contender:
-    step = _step(dot_product_attention, **options)
-    return compiled_contender(name, step, *_arrays(T), compare=compare, tiles=visited(T, **options))
+def _ours(case: Case, args: tuple) -> list[Contender]:
+    return peers.ours(partial(dot_product_attention, **case.options), step, *args, tiles=visited(case))
 
 
-def _against_peers(T: int, is_causal: bool) -> Case:
-    contenders = [_ours(T, is_causal=is_causal)]
-    step = _step(jax.nn.dot_product_attention, is_causal=is_causal)
-    contenders.append(compiled_contender("jax.nn", step, *_arrays(T)))
-    if importlib.util.find_spec("torch"):
-        contenders.append(_torch(T, is_causal))
-    return Case(f"T=S={T} {'causal' if is_causal else 'full'}", contenders)
+def _window(case: Case, args: tuple) -> Workload:
+    """Beside itself without the window, and beside jax.nn for its results."""
+    window, causal = case.options["local_window_size"], {"is_causal": True}
+    windowed, full = (
+        compiled_contender(name, step(partial(dot_product_attention, **options)), *args, compare=compare)
+        for name, options, compare in (
+            (f"causal, window {window[0]}", case.options, True),
+            ("causal", causal, False),
+        )
+    )
+    windowed.notes["tiles"] = visited(case)
+    contenders = [windowed, full]
+    if args[1].shape[1] <= 4096:  # it holds several arrays of T x S
+        peer = step(partial(jax.nn.dot_product_attention, **case.options))
+        name = f"jax.nn, window {window[0]}"
+        contenders.append(compiled_contender(name, peer, *args, timed=False))
+    return Workload(case.name, contenders)
 
 
-def _torch(T: int, is_causal: bool) -> Contender:
+def _on_gpu(case: Case, direction: str, args: tuple) -> Workload:
+    """Ours by kernel and by XLA, beside jax.nn by XLA and cuDNN, tokamax and torch."""
+    make = {"forward": _forward, "forward + backward": step}[direction]
+    name = f"{case.name}, {direction}"
+    found, refused = peers.gather(name, _peers(case, make, args))
+    contenders = [*peers.ours(partial(dot_product_attention, **case.options), make, *args), *found]
+    rates = {"TFLOP/s": operations(case) * (3.5 if make is step else 1) / 1e12}
+    return Workload(name, contenders, tolerance=TOLERANCES["bfloat16"], rates=rates, refused=refused)
+
+
+def operations(case: Case) -> float:
+    """Floating-point operations of a forward, as one counts: causal is half; a backward is 2.5 forwards."""
+    B, T, N, H = case.shapes()["query"].shape
+    pairs = T * T / (2 if case.options.get("is_causal") else 1)
+    if (window := case.options.get("local_window_size")) is not None:
+        pairs = sum(min(t, window[0]) + 1 for t in range(T))
+    return 4.0 * B * N * H * pairs
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda dout, *arrays: function(*arrays)
+
+
+def _peers(case: Case, make: Callable, args: tuple) -> dict[str, Callable[[], Contender]]:
+    """{peer: what makes the contender}; `make` turns its attention into what is measured."""
+    options = {name: x for name, x in case.options.items() if name != "deterministic"}
+
+    def jax_peer(name, load, **more):
+        return lambda: compiled_contender(name, make(partial(load(), **options, **more)), *args)
+
+    found = {"jax.nn": jax_peer("jax.nn", lambda: jax.nn.dot_product_attention, implementation="xla")}
+    if jax.default_backend() == "gpu":
+        name = "jax.nn[cudnn]"
+        found[name] = jax_peer(name, lambda: jax.nn.dot_product_attention, implementation="cudnn")
+    if jax.default_backend() != "cpu" and peers.installed("tokamax"):
+        load = lambda: importlib.import_module("tokamax").dot_product_attention
+        found["tokamax"] = jax_peer("tokamax", load)
+    if peers.torch_device() and "local_window_size" not in options:  # it takes a window as a mask alone
+        found["torch"] = partial(_torch, bool(options.get("is_causal")), make is step, args)
+    return found
+
+
+def _torch(is_causal: bool, with_backward: bool, args: tuple) -> Contender:
     import torch
 
-    q, k, v, dout = (
-        torch.tensor(np.asarray(x)).transpose(1, 2).contiguous() for x in _arrays(T)
+    dout, *inputs_ = (
+        peers.tensor(x).transpose(1, 2).contiguous() for x in args
     )  # its own layout, [B, N, T, H]: the transposes are ours alone to pay
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    tensors = [x.requires_grad_() for x in inputs_]
 
     def run():
-        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=is_causal)
-        return (out, *torch.autograd.grad(out, inputs, dout))
+        with torch.set_grad_enabled(with_backward):
+            out = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+        return (out, *torch.autograd.grad(out, tensors, dout)) if with_backward else (out,)
 
-    def results():
-        return [x.detach().transpose(1, 2).numpy() for x in run()]
-
-    return Contender(f"torch {torch.__version__.split('+')[0]} SDPA", run, results)
-
-
-def _window(T: int, window: int) -> Case:
-    options: dict[str, Any] = {"is_causal": True, "local_window_size": (window, 0)}
-    contenders = [_ours(T, name=f"causal, window {window}", **options)]
-    contenders.append(_ours(T, compare=False, name="causal", is_causal=True))
-    if T <= 4096:  # it holds several arrays of T x S
-        step = _step(jax.nn.dot_product_attention, **options)
-        peer = compiled_contender(f"jax.nn, window {window}", step, *_arrays(T), timed=False)
-        contenders.append(peer)
-    return Case(f"T=S={T} window {window}", contenders)
-
-
-def _memory(T: int) -> Case:
-    return Case(f"T=S={T} causal, memory only", [_ours(T, is_causal=True)], timed=False)
+    return peers.torch_contender("SDPA", run, lambda *found: [x.transpose(1, 2) for x in found])

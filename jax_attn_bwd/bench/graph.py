@@ -1,38 +1,36 @@
-"""What is measured of graph attention: forward and backward, float32, the graph built beforehand.
+"""Graph attention: forward and backward, float32, the graph built beforehand.
 
 A random graph of 40,000 nodes and 500,000 edges, 8 heads of 16; and, if the environment variable
 JAX_ATTN_BWD_TOLOKERS names the file `tolokers.npz` of yandex-research/heterophilous-graphs, that graph with
 each edge in both directions (11,758 nodes, 1,038,000 edges, the highest degree 2,138), 4 heads of 16.
 """
 
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd import (
-    BipartiteCSC,
-    graph_attention,
-    graph_attention_v2,
-    graph_transformer_attention,
-)
-from jax_attn_bwd.bench.measure import Case, Contender, compiled_contender
+from jax_attn_bwd import BipartiteCSC, graph_attention, graph_attention_v2, graph_transformer_attention
+from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd.bench import peers
+from jax_attn_bwd.bench.measure import Contender, Workload, compiled_contender, inputs, step, tag
+from jax_attn_bwd.ops.graph import cases
 
-_TOLOKERS = "JAX_ATTN_BWD_TOLOKERS"
+OPERATORS: dict[str, tuple[str, Callable]] = {
+    "graph_attention": ("gat", graph_attention),
+    "graph_attention_v2": ("gatv2", graph_attention_v2),
+    "graph_transformer_attention": ("transformer", graph_transformer_attention),
+}
 
 
-@dataclass(frozen=True)
-class Edges:
-    """A square graph, as two lists of nodes."""
+class Edges(NamedTuple):
+    """A square graph, as two lists of nodes sorted by destination; heads of `width` columns."""
 
-    name: str
     src: np.ndarray
     dst: np.ndarray
     nodes: int
@@ -40,76 +38,65 @@ class Edges:
     width: int
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """The cases, built one at a time; `quick` keeps them small."""
-    graphs = [_random(400, 3000) if quick else _random(40_000, 500_000)]
-    if not quick and os.environ.get(_TOLOKERS):
-        graphs.append(_tolokers(os.environ[_TOLOKERS]))
-    for edges in graphs:
-        for kind in _OPERATORS:
-            yield _case(edges, kind)
+def workloads(quick: bool) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small."""
+    path = os.environ.get("JAX_ATTN_BWD_TOLOKERS")
+    for operator in cases.OPERATORS:
+        if operator.name in OPERATORS:
+            for case in operator.tagged(tag(quick)):
+                yield _workload(operator, case)
+            if path and not quick:
+                yield _workload(operator, _tolokers(path, operator.name))
 
 
-def _random(nodes: int, edges: int) -> Edges:
-    rng = np.random.default_rng(0)
-    src, dst = rng.integers(0, nodes, edges), rng.integers(0, nodes, edges)
-    return Edges(f"random {nodes} nodes, {edges} edges", src, dst, nodes, 8, 16)
-
-
-def _tolokers(path: str) -> Edges:
+def _tolokers(path: str, operator: str) -> Case:
     with np.load(path) as file:
         pairs, nodes = file["edges"], len(file["node_features"])
     src, dst = np.concatenate([pairs, pairs[:, ::-1]]).T
-    return Edges(f"tolokers, {len(src)} edges", src, dst, nodes, 4, 16)
+    graph = partial(BipartiteCSC.from_coo, src, dst, nodes, nodes)
+    make, name = cases.MAKERS[operator], f"tolokers, {len(src)} edges, 4 x 16"
+    return make(name, graph=graph, H=4, D=16, dtype="float32")
 
 
-_OPERATORS: dict[str, Callable] = {
-    "gat": graph_attention,
-    "gatv2": graph_attention_v2,
-    "transformer": graph_transformer_attention,
-}
+def _edges(graph: BipartiteCSC, columns: int, width: int) -> Edges:
+    """The edges of a graph, sorted: the sums of its peers are as fast as they get."""
+    dst = np.repeat(np.arange(graph.num_dst), np.diff(graph.offsets))
+    src = np.asarray(graph.indices).astype(dst.dtype)
+    return Edges(src, dst, graph.num_src, columns // width, width)
 
 
-def _arrays(edges: Edges, kind: str) -> list[jax.Array]:
-    """The cotangent, then the arguments."""
-    rng, dim = np.random.default_rng(1), edges.heads * edges.width
-    last = {"gat": (2 * dim,), "gatv2": (dim,), "transformer": (edges.nodes, dim)}[kind]
-    shapes = [*[(edges.nodes, dim)] * 3, last]
-    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
-    return arrays if kind == "transformer" else [*arrays[:3], arrays[3] / 4]
-
-
-def _step(function: Callable, ct: jax.Array, *args: jax.Array) -> tuple:
-    out, pullback = jax.vjp(function, *args)
-    return (out, *pullback(ct))
-
-
-def _case(edges: Edges, kind: str) -> Case:
-    arrays = _arrays(edges, kind)
+def _workload(operator: Operator, case: Case) -> Workload:
+    arrays, dout = inputs(operator, case)
+    args = (dout, *arrays.values())
+    kind, function = OPERATORS[operator.name]
+    name, edges = (
+        f"{kind}, {case.name}",
+        _edges(case.options["graph"], dout.shape[1], case.options["head_size"]),
+    )
     start = time.perf_counter()
     graph = BipartiteCSC.from_coo(edges.src, edges.dst, edges.nodes, edges.nodes)
     notes: dict[str, Any] = {"graph built in": f"{time.perf_counter() - start:.2f} s"}
-    ours = partial(_OPERATORS[kind], graph, num_heads=edges.heads)
-    contenders = [
-        compiled_contender("jax_attn_bwd", partial(_step, ours), *arrays, **notes),
-        compiled_contender("JAX segment ops", partial(_step, _segments(edges, kind)), *arrays),
-    ]
-    installed = all(importlib.util.find_spec(name) for name in ("torch", "torch_geometric"))
-    if kind == "gat" and installed:
-        contenders.append(_geometric(edges, arrays))
-    return Case(f"{kind}, {edges.name}, {edges.heads} x {edges.width}", contenders)
+    call = partial(function, graph, num_heads=edges.heads)
+    plain = step(segments(edges, operator.name))
+    makers = {"JAX segment ops": partial(compiled_contender, "JAX segment ops", plain, *args)}
+    if kind == "gat" and peers.torch_device() and peers.installed("torch_geometric"):
+        makers["PyTorch Geometric"] = partial(_geometric, edges, args)
+    found, refused = peers.gather(name, makers)
+    return Workload(name, [*peers.ours(call, step, *args, **notes), *found], refused=refused)
 
 
-def _segments(edges: Edges, kind: str) -> Callable[..., jax.Array]:
+def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
     """The operator as one writes it with `jax.ops`, for JAX to differentiate."""
     src, dst = jnp.asarray(edges.src, jnp.int32), jnp.asarray(edges.dst, jnp.int32)
-    heads = lambda x: x.reshape(-1, edges.heads, edges.width)  # noqa: E731
+    heads = lambda x: x.reshape(-1, edges.heads, edges.width)
+
+    over = partial(jax.ops.segment_sum, segment_ids=dst, num_segments=edges.nodes, indices_are_sorted=True)
 
     def attend(scores, message):
-        top = jax.ops.segment_max(scores, dst, edges.nodes)
+        top = jax.ops.segment_max(scores, dst, edges.nodes, indices_are_sorted=True)
         p = jnp.exp(scores - top[dst])
-        p = p / jax.ops.segment_sum(p, dst, edges.nodes)[dst]
-        out = jax.ops.segment_sum(p[..., None] * message, dst, edges.nodes)
+        p = p / over(p)[dst]
+        out = over(p[..., None] * message)
         return out.reshape(edges.nodes, edges.heads * edges.width)
 
     def gat(x, y, a):
@@ -125,10 +112,10 @@ def _segments(edges: Edges, kind: str) -> Callable[..., jax.Array]:
         scores = (heads(q)[dst] * heads(k)[src]).sum(-1) * edges.width**-0.5
         return attend(scores, heads(v)[src])
 
-    return {"gat": gat, "gatv2": gatv2, "transformer": transformer}[kind]
+    return dict(zip(OPERATORS, (gat, gatv2, transformer), strict=True))[operator]
 
 
-def _geometric(edges: Edges, arrays: list[jax.Array]) -> Contender:
+def _geometric(edges: Edges, args: tuple) -> Contender:
     """GATConv of PyTorch Geometric from where the projection is done: its edge update and propagation."""
     import torch
     import torch_geometric
@@ -136,9 +123,9 @@ def _geometric(edges: Edges, arrays: list[jax.Array]) -> Contender:
 
     H, D = edges.heads, edges.width
     layer = GATConv((H * D, H * D), D, heads=H, add_self_loops=False, bias=False)
-    index = torch.tensor(np.stack([edges.src, edges.dst]))
-    ct, *inputs = (torch.tensor(np.asarray(x)) for x in arrays)
+    ct, *inputs = (peers.tensor(x) for x in args)
     inputs = [x.requires_grad_() for x in inputs]
+    index = torch.tensor(np.stack([edges.src, edges.dst])).to(ct.device)
 
     def run() -> Any:
         x, y, a = inputs
@@ -149,7 +136,4 @@ def _geometric(edges: Edges, arrays: list[jax.Array]) -> Contender:
         out = layer.propagate(index, x=(x, y), alpha=alpha, size=size).reshape(edges.nodes, H * D)
         return (out, *torch.autograd.grad(out, inputs, ct))
 
-    def results():
-        return [x.detach().numpy() for x in run()]
-
-    return Contender(f"PyTorch Geometric {torch_geometric.__version__} GATConv", run, results)
+    return peers.torch_contender(f"PyTorch Geometric {torch_geometric.__version__} GATConv", run)

@@ -2,23 +2,29 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from jax_attn_bwd._core.cases import Case, Operator, cast, cotangents
+from jax_attn_bwd.bench.report import Row
 from jax_attn_bwd.check import relative_error
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}  # of results that agree, relative to the largest entry
+ROUND = 0.03  # seconds of one round on a GPU: starting it and waiting for it do not count
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute a case.
+    """One way to compute a workload.
 
     Attributes:
       name: of the library or variant.
-      run: computes once and waits for the result, which it returns as NumPy arrays on request.
+      run: starts the computation and returns its arrays.
+      wait: waits for what `run` returned.
       results: the arrays to compare with the other contenders'; None = computes something else.
       temporary_bytes: peak temporary memory of the compiled program, where the compiler tells.
       timed: False for one that is there to compare results with, and would disturb the others' caches.
@@ -27,6 +33,7 @@ class Contender:
 
     name: str
     run: Callable[[], Any]
+    wait: Callable[[Any], Any] = jax.block_until_ready
     results: Callable[[], Sequence[np.ndarray]] | None = None
     temporary_bytes: int | None = None
     timed: bool = True
@@ -34,26 +41,39 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A named workload; the first contender is ours, and ratios are to it."""
+class Workload:
+    """What is measured under one name; the first contender is ours, and ratios are to it."""
 
     name: str
     contenders: Sequence[Contender]
     timed: bool = True
-    tolerance: float = 1e-4  # of the contenders' results, relative to the largest entry
+    tolerance: float = TOLERANCES["float32"]
+    rates: Mapping[str, float] = field(
+        default_factory=dict
+    )  # {unit: its amount in one call, for "TFLOP/s" in TFLOP}
+    refused: Sequence[Row] = ()  # of contenders that cannot run it
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was measured of one contender in one case."""
+def tag(quick: bool) -> str:
+    """Of the cases that are measured here."""
+    return "quick" if quick else "bench" if jax.default_backend() == "cpu" else "bench_gpu"
 
-    case: str
-    contender: str
-    milliseconds: float | None
-    ratio: float | None  # time over ours: above 1, ours is faster
-    temporary_mib: float | None
-    memory_ratio: float | None
-    notes: dict[str, Any]
+
+def inputs(operator: Operator, case: Case) -> tuple[dict[str, Any], jax.Array]:
+    """The arrays of a case in its own dtype, and a random cotangent of its first output."""
+    arrays = case.arrays(case.dtype)
+    outputs = jax.eval_shape(lambda: operator.call(**arrays, **case.options))
+    return arrays, cast(cotangents(operator, outputs[:1])[0], case.dtype)
+
+
+def step(function: Callable[..., Any]) -> Callable[..., tuple]:
+    """`(dout, *arrays) -> (out, *gradients)` of `function(*arrays)`."""
+
+    def run(dout, *arrays):
+        out, pullback = jax.vjp(function, *arrays)
+        return (out, *pullback(dout))
+
+    return run
 
 
 def compiled_contender(
@@ -62,10 +82,19 @@ def compiled_contender(
     *args: Any,
     compare: bool = True,
     timed: bool = True,
+    costs: bool = False,
     **notes: Any,
 ) -> Contender:
-    """A contender made of a function to jit, with its memory as the compiler tells it."""
-    compiled = jax.jit(function).lower(*args).compile()
+    """A contender made of a function to jit, with its memory as the compiler tells it.
+
+    With `costs` the notes say what compiling took, and how long the program is.
+    """
+    start = time.perf_counter()
+    lowered = jax.jit(function).lower(*args)
+    compiled = lowered.compile()
+    if costs:
+        seconds, lines = time.perf_counter() - start, lowered.as_text().count("\n")
+        notes |= {"compiled in": f"{seconds:.2f} s", "StableHLO": f"{lines} lines"}
     memory = compiled.memory_analysis()
 
     def results():
@@ -73,7 +102,7 @@ def compiled_contender(
 
     return Contender(
         name,
-        run=lambda: jax.block_until_ready(compiled(*args)),
+        run=lambda: compiled(*args),
         results=results if compare else None,
         temporary_bytes=None if memory is None else memory.temp_size_in_bytes,
         timed=timed,
@@ -81,9 +110,9 @@ def compiled_contender(
     )
 
 
-def check_agreement(case: Case) -> None:
+def check_agreement(workload: Workload) -> None:
     """Refuses to measure contenders that disagree."""
-    comparable = [c for c in case.contenders if c.results is not None]
+    comparable = [c for c in workload.contenders if c.results is not None]
     if len(comparable) < 2:
         return
     ours, *others = comparable
@@ -91,43 +120,59 @@ def check_agreement(case: Case) -> None:
     for other in others:
         pairs = zip(results[other.name], results[ours.name], strict=True)
         errors = [relative_error(a, b) for a, b in pairs]
-        if max(errors) > case.tolerance:
+        if not max(errors) <= workload.tolerance:
             raise RuntimeError(
-                f"bench: {other.name} and {ours.name} disagree in {case.name!r}: relative errors "
-                f"{errors}, tolerance {case.tolerance}; nothing is timed"
+                f"bench: {other.name} and {ours.name} disagree in {workload.name!r}: relative errors "
+                f"{errors}, tolerance {workload.tolerance}; nothing is timed"
             )
 
 
-def measure(case: Case, repeats: int) -> list[Row]:
+def measure(workload: Workload, repeats: int) -> list[Row]:
     """Medians over `repeats` rounds in which the contenders take turns.
 
-    Each timed call follows an untimed one of the same contender, as in a training loop: what another
+    What is timed follows an untimed call of the same contender, as in a training loop: what another
     contender left in the caches and the allocator is not measured.
     """
-    times: dict[str, list[float]] = {c.name: [] for c in case.contenders}
-    if case.timed:
-        check_agreement(case)
-        runners = [c for c in case.contenders if c.timed]
+    many = jax.default_backend() != "cpu"  # there a call is over before it is waited for
+    times: dict[str, list[float]] = {c.name: [] for c in workload.contenders}
+    if workload.timed:
+        check_agreement(workload)
         for _ in range(repeats):
-            for contender in runners:
-                contender.run()
-                start = time.perf_counter()
-                contender.run()
-                times[contender.name].append(time.perf_counter() - start)
+            for contender in workload.contenders:
+                if contender.timed:
+                    times[contender.name].append(_seconds(contender, many))
     medians = {name: statistics.median(t) * 1e3 for name, t in times.items() if t}
-    first = case.contenders[0]
-    rows = []
-    for c in case.contenders:
+    return [*_rows(workload, medians), *workload.refused]
+
+
+def _seconds(contender: Contender, many: bool) -> float:
+    """Seconds of one call, after an untimed one."""
+    contender.wait(contender.run())
+    calls = 1
+    if many:
+        calls = max(1, min(200, round(ROUND / _clock(contender, 1))))
+    return _clock(contender, calls)
+
+
+def _clock(contender: Contender, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = contender.run()
+    contender.wait(result)
+    return (time.perf_counter() - start) / calls
+
+
+def _rows(workload: Workload, medians: dict[str, float]) -> Iterable[Row]:
+    first = workload.contenders[0]
+    for c in workload.contenders:
         ms, memory = medians.get(c.name), c.temporary_bytes
-        rows.append(
-            Row(
-                case.name,
-                c.name,
-                ms,
-                None if ms is None else ms / medians[first.name],
-                None if memory is None else memory / 2**20,
-                None if not memory or not first.temporary_bytes else memory / first.temporary_bytes,
-                c.notes,
-            )
+        rates = {unit: f"{amount / ms * 1e3:.3g}" for unit, amount in workload.rates.items() if ms}
+        yield Row(
+            workload.name,
+            c.name,
+            ms,
+            None if ms is None else ms / medians[first.name],
+            None if memory is None else memory / 2**20,
+            None if not memory or not first.temporary_bytes else memory / first.temporary_bytes,
+            {**c.notes, **rates},
         )
-    return rows

@@ -1,52 +1,43 @@
-"""What is measured of the multi-head attention layer: self-attention, all gradients, float32."""
+"""The multi-head attention layer: self-attention, all gradients, in float32 on a CPU."""
 
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
-from jax_attn_bwd.bench.measure import Case, Contender, compiled_contender
+from jax_attn_bwd.bench import peers
+from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, tag
+from jax_attn_bwd.ops.multi_head import cases
 
 _PIECES = ("query", "key", "value", "out")
 _COMPARED = tuple(  # the gradient of key_bias is 0 but for rounding: no softmax sees a shift of its row
-    f"{piece}_{part}" for piece in _PIECES for part in ("kernel", "bias")
-    if (piece, part) != ("key", "bias")
-)  # fmt: skip
+    f"{piece}_{part}" for piece in _PIECES for part in ("kernel", "bias") if (piece, part) != ("key", "bias")
+)
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """The cases, built one at a time; `quick` keeps them small."""
-    shapes = ((2, 32, 32, 4),) if quick else ((4, 512, 512, 8), (1, 2048, 512, 8))
-    for B, T, E, N in shapes:
-        x, dout, params = _arrays(B, T, E, N)
-        contenders = [_ours(x, dout, params), _ours(x, dout, params, save="qkv")]
-        contenders += [
-            peer(x, dout, params)
-            for module, peer in (("torch", _torch), ("flax", _nnx), ("equinox", _equinox))
-            if importlib.util.find_spec(module)
-        ]
-        yield Case(f"B={B} T={T} E={E} N={N}", contenders)
-
-
-def _arrays(
-    B: int, T: int, E: int, N: int
-) -> tuple[jax.Array, jax.Array, MultiHeadAttentionParams]:
-    rng = np.random.default_rng(0)
-
-    def draw(*shape, scale=1.0):
-        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
-
-    kernels = {f"{piece}_kernel": draw(E, N, E // N, scale=E**-0.5) for piece in _PIECES[:3]}
-    biases = {f"{piece}_bias": draw(N, E // N) for piece in _PIECES[:3]}
-    out = {"out_kernel": draw(N, E // N, E, scale=E**-0.5), "out_bias": draw(E)}
-    return draw(B, T, E), draw(B, T, E), MultiHeadAttentionParams(**kernels, **biases, **out)
+def workloads(quick: bool) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small."""
+    (operator,) = cases.OPERATORS
+    for case in operator.tagged(tag(quick)):
+        arrays, dout = inputs(operator, case)
+        x = arrays.pop("query")
+        args = (x, dout, MultiHeadAttentionParams(**arrays))
+        found, refused = peers.gather(
+            case.name,
+            {
+                module: partial(peer, *args)
+                for module, peer in (("torch", _torch), ("flax", _nnx), ("equinox", _equinox))
+                if peers.installed(module) and (module != "torch" or peers.torch_device())
+            },
+        )
+        contenders = [*_ours(*args), *_ours(*args, save="qkv"), *found]
+        tolerance = TOLERANCES[str(x.dtype)]
+        yield Workload(case.name, contenders, tolerance=tolerance, refused=refused)
 
 
 def _step(layer: Callable, params: Any, x: jax.Array, dout: jax.Array) -> tuple:
@@ -56,19 +47,18 @@ def _step(layer: Callable, params: Any, x: jax.Array, dout: jax.Array) -> tuple:
     return out, dx, gradients
 
 
-def _ours(x, dout, params, save: str = "inputs") -> Contender:
+def _ours(x, dout, params, save: str = "inputs") -> list[Contender]:
     layer = partial(multi_head_attention, save=save)
     saved = _saved_bytes(layer, params, x)
     B, T, E = x.shape
     N = params.query_bias.shape[0]
-    planes = 4 * (
-        4 * B * T * E + 2 * B * N * T * T
-    )  # q, k, v, z; probabilities, also after dropout
+    planes = 4 * (4 * B * T * E + 2 * B * N * T * T)  # q, k, v, z; probabilities, also after dropout
     beside = f"{saved / 2**20:.1f} MiB (MegEngine {planes / 2**20:.0f})"
     notes: dict[str, Any] = {"saved beside the inputs": beside}
-    name = "jax_attn_bwd" + (f", save={save!r}" if save != "inputs" else "")
-    step = lambda params, x, dout: _flat(*_step(layer, params, x, dout))  # noqa: E731
-    return compiled_contender(name, step, params, x, dout, **notes)
+    make = lambda layer: lambda params, x, dout: _flat(*_step(layer, params, x, dout))
+    suffix = f", save={save!r}" if save != "inputs" else ""
+    made = peers.ours(layer, make, params, x, dout, **notes)
+    return [replace(contender, name=contender.name + suffix) for contender in made]
 
 
 def _saved_bytes(layer: Callable, params: Any, x: jax.Array) -> int:
@@ -91,7 +81,8 @@ def _torch(x, dout, params) -> Contender:
 
     E, N = x.shape[-1], params.query_bias.shape[0]
     layer = torch.nn.MultiheadAttention(E, N, batch_first=True)
-    tensor = lambda a: torch.tensor(np.asarray(a))  # noqa: E731
+    tensor = peers.tensor
+    layer = layer.to(tensor(x))
     kernels = [tensor(getattr(params, f"{p}_kernel")).reshape(E, E).T for p in _PIECES[:3]]
     biases = [tensor(getattr(params, f"{p}_bias")).ravel() for p in _PIECES[:3]]
     with torch.no_grad():
@@ -106,15 +97,14 @@ def _torch(x, dout, params) -> Contender:
         out, _ = layer(x, x, x, need_weights=False)
         return (out, *torch.autograd.grad(out, inputs, dout))
 
-    def results():
-        out, dx, weight, bias, out_weight, out_bias = (a.detach().numpy() for a in run())
+    def read(out, dx, weight, bias, out_weight, out_bias):
         found = {"out_kernel": out_weight.T.reshape(N, -1, E), "out_bias": out_bias}
-        for piece, *parts in zip(_PIECES, np.split(weight, 3), np.split(bias, 3), strict=False):
+        for piece, *parts in zip(_PIECES, weight.chunk(3), bias.chunk(3), strict=False):
             found[f"{piece}_kernel"] = parts[0].T.reshape(E, N, -1)
             found[f"{piece}_bias"] = parts[1].reshape(N, -1)
         return [out, dx, *(found[name] for name in _COMPARED)]
 
-    return Contender(f"torch {torch.__version__.split('+')[0]} MultiheadAttention", run, results)
+    return peers.torch_contender("MultiheadAttention", run, read)
 
 
 def _nnx(x, dout, params) -> Contender:
@@ -147,7 +137,7 @@ def _equinox(x, dout, params) -> Contender:
         for piece in _PIECES:
             name = f"{'output' if piece == 'out' else piece}_proj"
             kernel, bias = (getattr(params, f"{piece}_{part}") for part in ("kernel", "bias"))
-            at = lambda m, name=name: (getattr(m, name).weight, getattr(m, name).bias)  # noqa: E731
+            at = lambda m, name=name: (getattr(m, name).weight, getattr(m, name).bias)
             layer = eqx.tree_at(at, layer, (kernel.reshape(E, E).T, bias.ravel()))
         return layer
 

@@ -74,7 +74,7 @@ def scaled_masked_softmax(
     name = "cann.scaled_masked_softmax"
     x = checks.floating(name, "x", x)
     masked = _masked(name, mask, x, fix_triu_mask)
-    z = checks.python_float(name, "scale", scale) * x.astype(accumulator_dtype(x.dtype))
+    z = checks.scale(name, scale, x.dtype) * x.astype(accumulator_dtype(x.dtype))
     if masked is not None:
         z = jnp.where(masked, _FILL, z)
     return _softmax(z).astype(x.dtype)
@@ -108,14 +108,11 @@ def scaled_masked_softmax_backward(
       [[0.375, -0.375]]
     """
     name = "cann.scaled_masked_softmax_backward"
-    y, grad_output = (
-        checks.floating(name, "y", y),
-        checks.floating(name, "grad_output", grad_output),
-    )
+    y, grad_output = (checks.floating(name, "y", y), checks.floating(name, "grad_output", grad_output))
     checks.shape(name, "grad_output", grad_output, "the shape of y", y.shape)
     checks.same_dtype(name, y=y, grad_output=grad_output)
     masked = _masked(name, mask, y, fix_triu_mask)
-    scale = checks.python_float(name, "scale", scale)
+    scale = checks.scale(name, scale, y.dtype)
     return _softmax_bwd(grad_output, y, None if masked is None else ~masked, scale=scale)
 
 
@@ -136,11 +133,7 @@ def _masked(operator: str, mask: Any, x: jax.Array, fix_triu_mask: bool) -> jax.
 
 
 def multi_scale_deformable_attention(
-    value: jax.Array,
-    spatial_shape: Any,
-    level_start_index: Any,
-    location: jax.Array,
-    attn_weight: jax.Array,
+    value: jax.Array, spatial_shape: Any, level_start_index: Any, location: jax.Array, attn_weight: jax.Array
 ) -> jax.Array:
     """Weighted sum of feature maps at sampling points, for each query and head.
 
@@ -171,9 +164,7 @@ def multi_scale_deformable_attention(
       [[[2.5]]]
     """
     name = "cann.multi_scale_deformable_attention"
-    return _deformable(
-        *_sampling(name, value, spatial_shape, level_start_index, location, attn_weight)
-    )
+    return _deformable(*_sampling(name, value, spatial_shape, level_start_index, location, attn_weight))
 
 
 def multi_scale_deformable_attention_grad(
@@ -223,12 +214,7 @@ def multi_scale_deformable_attention_grad(
 
 
 def _sampling(
-    operator: str,
-    value: Any,
-    spatial_shape: Any,
-    level_start_index: Any,
-    location: Any,
-    attn_weight: Any,
+    operator: str, value: Any, spatial_shape: Any, level_start_index: Any, location: Any, attn_weight: Any
 ) -> tuple[jax.Array, tuple[tuple[int, int], ...], jax.Array, jax.Array]:
     """(value, ((H, W), ...), location, attn_weight), checked under the names that the source gives them."""
     shapes = arguments.level_shapes(operator, "spatial_shape", spatial_shape)

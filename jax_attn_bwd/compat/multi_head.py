@@ -25,9 +25,7 @@ def arrays(operator: str, needed: tuple[str, ...], **given: Any) -> dict[str, An
 
 def integer(operator: str, argument: str, n: Any, least: int = 0) -> int:
     """A Python int, `least` or more."""
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < least:
-        raise ValueError(checks.message(operator, argument, f"be an int, {least} or more", repr(n)))
-    return int(n)
+    return checks.integer(operator, argument, n, least)
 
 
 def heads(operator: str, num_heads: Any, **widths: Any) -> int:
@@ -95,7 +93,6 @@ def after_dropout(weights: jax.Array, rate: float, key: Any) -> jax.Array:
         to_rank(x, weights.ndim) for x in (index(N)[:, None, None], index(T)[:, None], index(S))
     )
     keys = dropout.head_keys(dropout.key_words(key), entry, head)
-    keep = dropout.keep(keys, row, column, rate)
     dtype = accumulator_dtype(weights.dtype)
-    factors = jnp.where(keep, jnp.asarray(dropout.survivor_factor(rate), dtype), 0)
+    factors = dropout.factors(keys, row, column, rate, dtype)
     return (weights.astype(dtype) * factors).astype(weights.dtype)

@@ -1,4 +1,32 @@
 """Layers for Flax (linen and NNX), Haiku and Equinox: `from jax_attn_bwd.layers.<framework> import ...`.
 
-A framework is imported with its own folder only.
+A framework is imported with its own folder only, where that is first named.
 """
+
+import importlib
+from types import ModuleType
+
+# framework folder: (what it imports, what to install)
+_FRAMEWORKS = {
+    "equinox": ("equinox", "equinox"),
+    "flax_linen": ("flax", "flax"),
+    "flax_nnx": ("flax", "flax"),
+    "haiku": ("haiku", "dm-haiku"),
+}
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _FRAMEWORKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package, distribution = _FRAMEWORKS[name]
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        remedy = f"install it with: pip install {distribution}"
+        raise ImportError(f"{__name__}.{name} needs the package {package}; {remedy}", name=package) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FRAMEWORKS})

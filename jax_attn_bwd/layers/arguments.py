@@ -11,9 +11,7 @@ from jax_attn_bwd._core import checks
 
 def positive(kind: str, argument: str, x: Any) -> int:
     """`x`, a positive int."""
-    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1:
-        raise ValueError(checks.message(kind, argument, "be a positive int", repr(x)))
-    return int(x)
+    return checks.integer(kind, argument, x, least=1)
 
 
 def as_array(x: Any) -> jax.Array:

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, dropout, masks
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.layers.multi_head import FLAX_NUMBERS, boolean_mask, promote
-from jax_attn_bwd.ops.dot_product import dot_product_attention
-from jax_attn_bwd.ops.softmax import scaled_masked_softmax
+from jax_attn_bwd.layers.multi_head import flax_mask, promote
+from jax_attn_bwd.ops.dot_product import arguments, block, dot_product_attention
 
 _NAME = "attention_fn"
 
@@ -36,6 +34,14 @@ def attention_fn(
     input_positions: jax.Array | None = None,
     rope: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    deterministic_sums: bool = True,
     implementation: str | None = None,
     promote_dtype: Callable[..., Any] | None = None,
     einsum_dot_general: Any = None,
@@ -60,25 +66,32 @@ def attention_fn(
       key: `[..., S, K, H]`.
       value: `[..., S, K, Hv]`.
       bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
-      mask: broadcasts to `[..., N, T, S]`, **bool**, True = attend: `dtype=bool` in the mask helpers of
-        Flax. Only with T = 1, for which decoding in Flax makes float32 masks, may it be of zeros and ones:
-        that is a step of decoding. Other numbers then are an error, or, where they are traced, NaN in the
-        output.
+      mask: broadcasts to `[..., N, T, S]`, True = attend; numbers are taken as Flax takes them, not 0 =
+        attend, so that what its mask helpers make will do. Floating values other than 0 and 1, which are
+        meant to be added to the logits, are an error that names `bias`. Where they are traced they cannot be
+        told from the others: as in Flax, -1e9 attends then and 0 does not.
       broadcast_dropout: one dropout mask for batch and heads, Flax's default.
       dropout_rng: random key, required with dropout.
       dropout_rate: probability of dropping an attention probability.
-      deterministic: True = no dropout.
+      deterministic: True = no dropout. That sums repeat is `deterministic_sums`.
       dtype: of the computation and the output; None = what query, key and value promote to.
       precision: of the matrix products.
       module: the layer that sows the weights `[..., N, T, S]` before dropout: to "intermediates" from linen,
         to `nnx.Intermediate` from NNX. None = not sown.
       force_fp32_for_softmax: either way the softmax is computed in float32, or float64 for float64.
-      is_causal: a query sees keys up to its own index. In a step of decoding the mask says so already.
+      is_causal: a query sees keys up to its own index. In a step of decoding of linen the mask says so
+        already; NNX leaves it out there (that of Flax 0.12.8 does not, with its own attention either).
       input_positions: positions that are handed to `rope`.
       rope: rotary embedding of queries and keys, `(x [..., L, H], input_positions) -> x`: an `nnx.RoPE`,
         which does not know the index of the query in a step of decoding.
-      local_window_size: as in `dot_product_attention`; an error in a step of decoding, where the index of
-        the query is not known here: the layers of `jax_attn_bwd.layers` know it and take the same argument.
+      local_window_size: as in `dot_product_attention`; without `query_positions` an error with one query,
+        more keys and a mask of numbers, for that may be a step of decoding, where the index of the query is
+        not known here: the layers of `jax_attn_bwd.layers` know it and take the same argument.
+      query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions,
+        key_value_positions, logits_soft_cap: as in `dot_product_attention`; in a step of decoding the keys
+        are those of the cache. Positions are what causality and windows compare; `rope` is handed
+        `input_positions` alone.
+      deterministic_sums: `deterministic` of `dot_product_attention`.
       implementation: as in `dot_product_attention`.
       promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
@@ -90,7 +103,7 @@ def attention_fn(
       query, key, value, bias: as in `dot_product_attention`. Sown weights are differentiable.
 
     Raises:
-      TypeError: a float mask, or another argument of the wrong kind.
+      TypeError: a mask of additive values, or another argument of the wrong kind.
       ValueError: shapes disagree, dropout without a key, positions without `rope`, or a window in decoding.
       NotImplementedError: an einsum of the caller's.
 
@@ -100,7 +113,7 @@ def attention_fn(
       >>> from jax_attn_bwd import attention_fn
       >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn)
       >>> x = jax.random.normal(jax.random.key(0), (1, 5, 8), "float32")
-      >>> mask = nn.make_causal_mask(x[..., 0], dtype=bool)
+      >>> mask = nn.make_causal_mask(x[..., 0])
       >>> out, variables = layer.init_with_output(jax.random.key(1), x, mask=mask)
       >>> out.shape
       (1, 5, 8)
@@ -120,7 +133,7 @@ def attention_fn(
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
     query, key = _rotated(rope, input_positions, query, key)
-    mask, sound = _attends(mask, query)
+    numbers, mask = mask, flax_mask(_NAME, mask)
     checks.flag(_NAME, "force_fp32_for_softmax", force_fp32_for_softmax)
     drops = not checks.flag(_NAME, "deterministic", deterministic)
     drops = checks.rate(_NAME, "dropout_rate", dropout_rate) > 0 and drops
@@ -130,16 +143,36 @@ def attention_fn(
     if drops:
         dropout.check_key(_NAME, dropout_rng, "dropout_rng")  # an error names this argument
     band: dict[str, Any] = dict(is_causal=is_causal, local_window_size=local_window_size)
-    if sound is not None:
+    one_query = query.ndim > 2 and query.shape[-3] == 1 < key.shape[-3]
+    if mask is not numbers and one_query and query_positions is None:
         band = _band_of_step(**band)
+    options = dict(
+        **band,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
+        logits_soft_cap=logits_soft_cap,
+        precision=precision,
+        deterministic=checks.flag(_NAME, "deterministic_sums", deterministic_sums),
+        broadcast_dropout=broadcast_dropout,
+    )
     out = dot_product_attention(
-        query, key, value, bias, mask, **band, dropout_rate=dropout_rate if drops else 0.0,
-        dropout_key=dropout_rng if drops else None, broadcast_dropout=broadcast_dropout,
-        precision=precision, implementation=implementation,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        **options,
+        dropout_rate=dropout_rate if drops else 0.0,
+        dropout_key=dropout_rng if drops else None,
+        implementation=implementation,
+    )
     if module is not None:
-        _sow(module, _weights(query, key, bias, mask, precision, **band))
-    return out if sound is None else jnp.where(sound, out, jnp.nan)
+        _sow(module, _weights(query, key, value, bias, mask, **options))
+    return out
 
 
 def _rotated(rope: Any, positions: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -154,70 +187,34 @@ def _rotated(rope: Any, positions: Any, *arrays: jax.Array) -> tuple[jax.Array, 
     return tuple(rotate(x).astype(x.dtype) for x in arrays)
 
 
-def _attends(mask: Any, query: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """(the mask as booleans, whether its numbers were zeros and ones; None if it is boolean)."""
-    numbers = checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.floating)
-    if not numbers or query.ndim < 3 or query.shape[-3] != 1:
-        return boolean_mask(_NAME, mask, FLAX_NUMBERS), None
-    sound = ((mask == 0) | (mask == 1)).all()
-    if not isinstance(sound, jax.core.Tracer) and not sound:
-        boolean_mask(_NAME, mask, FLAX_NUMBERS)  # raises
-    return jnp.asarray(mask != 0), sound
-
-
 def _band_of_step(is_causal: bool, local_window_size: Any) -> dict[str, Any]:
-    """The band of a step of decoding: none, for the mask hides the keys that are still to come."""
-    checks.flag(_NAME, "is_causal", is_causal)
+    """The band of one query with a mask of numbers, as decoding in Flax makes them."""
     if masks.window(_NAME, local_window_size) is not None:
-        expected = "be None in a step of decoding, where the index of the query is not known"
+        expected = "be None in what may be a step of decoding, where the index of the query is not known"
         remedy = (
-            "give it to the layer of jax_attn_bwd.layers.flax_linen or flax_nnx in place of Flax's"
+            "give it to the layer of jax_attn_bwd.layers.flax_linen or flax_nnx in place of Flax's; "
+            "elsewhere write mask != 0"
         )
-        raise ValueError(
-            checks.message(_NAME, "local_window_size", expected, local_window_size, remedy)
-        )
-    return dict(is_causal=False, local_window_size=None)
+        raise ValueError(checks.message(_NAME, "local_window_size", expected, local_window_size, remedy))
+    is_causal = checks.flag(_NAME, "is_causal", is_causal) and not _linen_decodes()
+    return dict(is_causal=is_causal, local_window_size=None)
+
+
+def _linen_decodes() -> bool:
+    """Whether the caller is a layer of linen that decodes: its mask hides the keys that are still to come."""
+    linen = sys.modules.get("flax.linen")
+    stack = [None] if linen is None else linen.module._context.module_stack
+    return bool(getattr(stack[-1], "decode", False))
 
 
 def _weights(
-    query: jax.Array, key: jax.Array, bias: Any, mask: Any, precision: Any, **band: Any
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, **given: Any
 ) -> jax.Array:
     """`[..., N, T, S]`, dtype of `query`."""
-    *batch, T, N, H = query.shape
-    S, K = key.shape[-3:-1]
-    wide = accumulator_dtype(query.dtype)
-    plane = (*batch, N, T, S)
-    bias, mask = (
-        # Flax gives inputs without a batch axis masks with one.
-        None if x is None else x.reshape(x.shape[max(0, x.ndim - len(plane)) :])
-        for x in (bias, mask)
-    )
-    query, key = _seen(plane, query, key, bias, mask, **band)
-    grouped = query.astype(wide).reshape(*batch, T, K, N // K, H)
-    logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key.astype(wide), precision=precision)
-    logits = logits.reshape(plane)
-    weights = scaled_masked_softmax(logits, mask, scale=H**-0.5, bias=bias, **band)
-    return weights.astype(query.dtype)
-
-
-def _seen(
-    plane: tuple, query: jax.Array, key: jax.Array, bias: Any, mask: Any, **band: Any
-) -> tuple[jax.Array, jax.Array]:
-    """`query` and `key`, 0 where they see, or are seen by, nothing: NaN there reaches no gradient."""
-    *batch, N, T, S = plane
-    row, column = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)[None]
-    window = masks.window(_NAME, band["local_window_size"])
-    in_band = masks.in_band(row, column, band["is_causal"], window)
-    terms = (in_band, mask, None if bias is None else bias != -jnp.inf)
-    visible = masks.conjunction(*(x if x is None else to_rank(x, len(plane)) for x in terms))
-    if visible is None:
-        return query, key
-    visible = jnp.broadcast_to(visible, plane)
-    live, seen = visible.any(-1), visible.any(-2)
-    K = key.shape[-2]
-    seen = seen.reshape(*batch, K, N // K, S).any(-2)
-    live, seen = (jnp.swapaxes(x, -1, -2)[..., None] for x in (live, seen))
-    return jnp.where(live, query, 0), jnp.where(seen, key, 0)
+    given |= dict(scale=None, sink=None, dropout_rate=0.0, dropout_key=None, dropout_offset=None)
+    options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
+    p = block.probabilities(options, operands, None)  # [..., K, G, T, S]
+    return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:]).astype(query.dtype)
 
 
 def _sow(module: Any, weights: jax.Array) -> None:

@@ -7,16 +7,7 @@
 with offset = sampling_offsets(query), in pixels of its level for reference points, and
 logits = attention_weights(query).
 
-The four linear layers have the names of the published PyTorch modules (MSDeformAttn of Deformable-DETR
-and DINO, MSDeformableAttention of RT-DETR and RT-DETRv2, MultiScaleDeformableAttention of mmcv and Hugging
-Face), and the same order of heads, levels, points and (x, y) inside. With `name` one of sampling_offsets,
-attention_weights, value_proj and output_proj:
-
-    framework         matrix                      vector
-    PyTorch           name.weight  [out, in]      name.bias
-    linen and NNX     name.kernel  [in, out]      name.bias
-    Haiku             ~/name/w     [in, out]      ~/name/b
-    Equinox           name.weight  [out, in]      name.bias
+Parameters: see `jax_attn_bwd.layers.deformable_parameters`.
 
 Shapes: ... batch, Q queries, S pixels of all levels, C width, M heads, L levels, P_l points of a head on
 level l, K = sum of P_l.
@@ -26,9 +17,8 @@ References:
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,85 +26,17 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd.layers.arguments import as_array, positive
+from jax_attn_bwd.layers.deformable_parameters import Config as Config
+from jax_attn_bwd.layers.deformable_parameters import Linears as Linears
+from jax_attn_bwd.layers.deformable_parameters import Options as Options
+from jax_attn_bwd.layers.deformable_parameters import configure as configure
+from jax_attn_bwd.layers.deformable_parameters import from_torch as from_torch
+from jax_attn_bwd.layers.deformable_parameters import offsets_bias as offsets_bias
+from jax_attn_bwd.layers.deformable_parameters import offsets_dtype as offsets_dtype
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the operator."""
-
-    padding_mode: str = "zeros"
-    method: str = "bilinear"
-    deterministic: bool = True
-    implementation: str | None = None
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a layer is built from."""
-
-    width: int  # C
-    num_heads: int  # M
-    num_points: tuple[int, ...]  # P_l
-    options: Options
-
-    @property
-    def samples(self) -> int:
-        """Sampling points of a query, M * K."""
-        return self.num_heads * sum(self.num_points)
-
-
-class Linears(NamedTuple):
-    """The four linear layers, each over the last axis."""
-
-    sampling_offsets: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., M * K * 2]
-    attention_weights: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., M * K]
-    value_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
-    output_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
-
-
-def configure(
-    num_heads: int,
-    num_levels: int,
-    num_points: int | Sequence[int],
-    options: Options,
-    **widths: int,
-) -> Config:
-    """The checked configuration of a layer.
-
-    `num_points` is P, or (P_1, ..., P_L); `widths` is the width C, by the name it has in the framework.
-    """
-    ((argument, width),) = widths.items()
-    num_heads = positive(_NAME, "num_heads", num_heads)
-    num_levels = positive(_NAME, "num_levels", num_levels)
-    width = positive(_NAME, argument, width)
-    if width % num_heads:
-        expected = f"be a multiple of the {num_heads} heads"
-        raise ValueError(checks.message(_NAME, argument, expected, width))
-    given: Any = num_points if np.ndim(num_points) else (num_points,) * num_levels
-    if len(given) != num_levels:
-        expected = f"be a positive int, or one for each of the {num_levels} levels"
-        raise ValueError(checks.message(_NAME, "num_points", expected, repr(num_points)))
-    points = tuple(positive(_NAME, "num_points", P) for P in given)
-    return Config(width, num_heads, points, options)
-
-
-def offsets_bias(config: Config) -> np.ndarray:
-    """`[M * K * 2]`: point p of head m begins p + 1 pixels from the reference, in the direction of m."""
-    angle = 2 * np.pi / config.num_heads * np.arange(config.num_heads)
-    direction = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    direction /= np.abs(direction).max(axis=-1, keepdims=True)  # onto a square: 8 heads, 8 pixels
-    steps = np.concatenate([np.arange(1, P + 1) for P in config.num_points])  # [K]
-    return (direction[:, None] * steps[:, None]).ravel()
-
-
-def offsets_dtype(dtype: Any) -> jnp.dtype | None:
-    """In which a layer that computes in `dtype` computes offsets and logits: float32 or wider."""
-    return None if dtype is None else accumulator_dtype(jnp.dtype(dtype))
 
 
 def attend(
@@ -138,19 +60,19 @@ def attend(
     value = _keep(mask, linears.value_proj(_keep(mask, value)))
     B = math.prod(batch)
     out = multi_scale_deformable_attention(
-        value.reshape(B, S, M, config.width // M), spatial_shapes,
-        locations.reshape(B, Q, M, K, 2), logits.reshape(B, Q, M, K),
-        num_points=config.num_points, normalize="softmax", **asdict(config.options),
-    )  # fmt: skip
+        value.reshape(B, S, M, config.width // M),
+        spatial_shapes,
+        locations.reshape(B, Q, M, K, 2),
+        logits.reshape(B, Q, M, K),
+        num_points=config.num_points,
+        normalize="softmax",
+        **asdict(config.options),
+    )
     return linears.output_proj(out.reshape(*batch, Q, config.width))
 
 
 def sampling_locations(
-    config: Config,
-    linears: Linears,
-    query: jax.Array,
-    reference_points: jax.Array,
-    spatial_shapes: Any,
+    config: Config, linears: Linears, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
 ) -> jax.Array:
     """`[..., Q, M, K, 2]`, (x, y), float32 or wider: where each head looks for each query."""
     levels = _levels(config, spatial_shapes)
@@ -177,43 +99,45 @@ def sampling_locations(
     return points[..., :2] + offsets
 
 
-def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, jax.Array]]:
-    """The parameters of one PyTorch module, in the tree of Flax: kernels are `[in, out]`.
+class Calls:
+    """What a layer for whole batches can be called with; it holds its config and the four linear layers."""
 
-    Args:
-      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>sampling_offsets.weight` and so on.
-      prefix: what stands before the four names, with the dot: "transformer.encoder.layers.0.self_attn."
-        or "transformer.decoder.layers.0.cross_attn." in Deformable-DETR and DINO,
-        "decoder.decoder.layers.0.cross_attn." in RT-DETR.
+    def __call__(
+        self: Any,
+        query: jax.Array,
+        reference_points: jax.Array,
+        value: jax.Array,
+        spatial_shapes: Any,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends.
 
-    Returns:
-      {"sampling_offsets": {"kernel", "bias"}, ...} of the four linear layers. The docstring of each
-      framework's layer shows how to put it in.
+        Args:
+          query: `[..., Q, C]`, with its position embedding.
+          reference_points: `[..., Q, L, 2]`, (x, y) from 0 to 1 across the padded picture, or boxes
+            `[..., Q, L, 4]`, (x, y of the centre, width, height). `[..., Q, 1, 2 or 4]` or
+            `[..., Q, 2 or 4]` where all levels share them. Keep them float32 also where `dtype`
+            or the query is narrower.
+          value: `[..., S, C]`, the levels one after the other, each row by row.
+          spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time.
+          mask: `[..., S]`, bool, **True = keep**, False = padding, whose values are zeroed. The
+            `input_padding_mask` of Deformable-DETR is its opposite, the `value_mask` of RT-DETR the same.
 
-    Raises:
-      ValueError: an entry is missing.
+        Returns:
+          `[..., Q, C]`.
 
-    Example:
-      >>> import numpy as np
-      >>> from jax_attn_bwd.layers.deformable import from_torch
-      >>> names = ("sampling_offsets", "attention_weights", "value_proj", "output_proj")
-      >>> state = {f"attn.{name}.weight": np.zeros((3, 2), np.float32) for name in names}
-      >>> state |= {f"attn.{name}.bias": np.zeros(3, np.float32) for name in names}
-      >>> from_torch(state, "attn.")["value_proj"]["kernel"].shape
-      (2, 3)
-    """
+        Raises:
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
+        """
+        linears = Linears(*(getattr(self, name) for name in Linears._fields))
+        return attend(self.config, linears, query, reference_points, value, spatial_shapes, mask)
 
-    def entry(name: str) -> jax.Array:
-        key = prefix + name
-        if key not in state:
-            near = [other for other in state if other.startswith(prefix)][:8] or "no such prefix"
-            raise ValueError(checks.message("from_torch", "state", f"hold {key!r}", near))
-        return as_array(state[key])
-
-    return {
-        name: {"kernel": entry(f"{name}.weight").T, "bias": entry(f"{name}.bias")}
-        for name in Linears._fields
-    }
+    def sampling_locations(
+        self: Any, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
+    ) -> jax.Array:
+        """`[..., Q, M, sum P, 2]`, (x, y) from 0 to 1: where each head looks for each query."""
+        linears = Linears(*(getattr(self, name) for name in Linears._fields))
+        return sampling_locations(self.config, linears, query, reference_points, spatial_shapes)
 
 
 def _precise(query: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.layers.graph_parameters import Config
-from jax_attn_bwd.layers.graph_parameters import from_torch as from_torch
+from jax_attn_bwd.layers.published_weights import from_torch as from_torch
 from jax_attn_bwd.ops.graph import (
     BipartiteCSC,
     graph_attention,
@@ -60,12 +60,15 @@ def attend(
     x_src, x_dst = _nodes(config, x, graph)
     edge_attr = _edges(config, edge_attr, graph)
     options: dict[str, Any] = dict(
-        num_heads=config.heads, concat_heads=config.concat, implementation=config.implementation,
-        dropout_rate=0.0 if dropout_key is None else config.dropout, dropout_key=dropout_key,
+        num_heads=config.heads,
+        concat_heads=config.concat,
+        implementation=config.implementation,
+        dropout_rate=0.0 if dropout_key is None else config.dropout,
+        dropout_key=dropout_key,
         return_attention_weights=checks.flag(
             config.kind, "return_attention_weights", return_attention_weights
         ),
-    )  # fmt: skip
+    )
     if config.kind != "TransformerConv":
         options |= dict(activation="leaky_relu", alpha=config.negative_slope)
     same = not isinstance(x, tuple | list)  # one array holds both sides
@@ -105,10 +108,11 @@ def _gatv2(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, 
 
 def _transformer(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, Any]:
     return dict(
-        query=linears["lin_query"](x_dst), key=linears["lin_key"](x_src),
+        query=linears["lin_query"](x_dst),
+        key=linears["lin_key"](x_src),
         value=linears["lin_value"](x_src),
         edge=None if edge_attr is None else linears["lin_edge"](edge_attr),
-    )  # fmt: skip
+    )
 
 
 _OPERANDS = {"GATConv": _gat, "GATv2Conv": _gatv2, "TransformerConv": _transformer}
@@ -140,6 +144,10 @@ def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.
     if isinstance(x, tuple | list) and len(x) != 2:
         expected = "be an array or a pair (x_src, x_dst)"
         raise ValueError(checks.message(config.kind, "x", expected, f"{len(x)} of them"))
+    if isinstance(x, tuple | list) and x[1] is None:
+        expected = "be an array, not None as in PyTorch Geometric"
+        remedy = "pass the features of the destinations, or one array x whose first num_dst rows they are"
+        raise TypeError(checks.message(config.kind, "x_dst", expected, None, remedy))
     if not isinstance(x, tuple | list):
         shared = source if source == destination else None
         x = _rows(config, "x", x, "num_src", graph.num_src, shared)
@@ -155,9 +163,7 @@ def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.
     return x_src, _rows(config, "x_dst", x[1], "num_dst", graph.num_dst, destination)
 
 
-def _rows(
-    config: Config, argument: str, x: Any, name: str, rows: int, width: int | None
-) -> jax.Array:
+def _rows(config: Config, argument: str, x: Any, name: str, rows: int, width: int | None) -> jax.Array:
     x = checks.floating(config.kind, argument, x)
     if x.ndim != 2 or x.shape[0] != rows:
         expected = f"have shape [{name}, channels] with {name} = {rows}"
@@ -170,9 +176,7 @@ def _rows(
 def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | None:
     """Edge features `[nnz, edge_dim]`, 0 in the padding, that lin_edge would read."""
     if (edge_attr is None) != (config.edge_dim is None):
-        expected = (
-            f"be {'None' if config.edge_dim is None else 'given'} with edge_dim = {config.edge_dim}"
-        )
+        expected = f"be {'None' if config.edge_dim is None else 'given'} with edge_dim = {config.edge_dim}"
         got = None if edge_attr is None else "an array"
         raise ValueError(checks.message(config.kind, "edge_attr", expected, got))
     if edge_attr is None:

@@ -13,11 +13,11 @@ lin_skip, lin_beta (TransformerConv); lin_edge, res. H heads, C channels of a he
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.layers.arguments import as_array, positive
+from jax_attn_bwd.layers.arguments import positive
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ class Config:
             checks.flag(self.kind, name, getattr(self, name))
         checks.rate(self.kind, "dropout", self.dropout)
 
+    @classmethod
+    def of(cls, kind: str, arguments: Mapping[str, Any]) -> "Config":
+        """From the arguments of a constructor by name, among them those of the framework alone."""
+        names = {field.name for field in fields(cls)} - {"kind"}
+        given = {name: x for name, x in arguments.items() if name in names}
+        if "in_channels" in given:
+            given["in_channels"] = channels(kind, given["in_channels"])
+        return cls(kind, **given)
+
     @property
     def width(self) -> int:
         """Of projected nodes, H * C."""
@@ -61,7 +70,7 @@ class Config:
 class Linear(NamedTuple):
     """A linear layer that a layer is made of."""
 
-    in_channels: int | None  # None where the framework reads it off the input
+    in_channels: Any  # an int; None where the framework reads it off the input
     out_channels: int
     bias: bool = False
 
@@ -114,50 +123,3 @@ def arrays(config: Config) -> dict[str, tuple[int, ...]]:
     if config.bias and config.kind != "TransformerConv":
         found["bias"] = (config.out_width,)
     return found
-
-
-def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The parameters of one layer of PyTorch Geometric, in the tree of linen and NNX.
-
-    Args:
-      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
-      prefix: what stands before these names, with the dot: "convs.0.".
-
-    Returns:
-      {"lin": {"kernel"}, "att_src": ..., "bias": ...} or the like: kernels `[in, out]`, vectors `[H, C]`.
-      PyTorch Geometric keeps what it does not use: leave out `lin_r` of a GATv2Conv with `share_weights` and
-      `lin_skip` of a TransformerConv without `root_weight`. The docstring of each framework's layers
-      shows how to put the tree in.
-
-    Raises:
-      ValueError: no name starts with `prefix`, or it does not end with a dot.
-
-    Example:
-      >>> import numpy as np
-      >>> from jax_attn_bwd.layers.graph import from_torch
-      >>> state = {"conv.lin.weight": np.zeros((6, 5)), "conv.att_src": np.zeros((1, 2, 3))}
-      >>> params = from_torch(state, "conv.")
-      >>> params["lin"]["kernel"].shape, params["att_src"].shape
-      ((5, 6), (2, 3))
-    """
-    if prefix and not prefix.endswith("."):
-        remedy = f"{prefix!r} would also match the names of other layers that begin so"
-        raise ValueError(
-            checks.message("from_torch", "prefix", "end with a dot", repr(prefix), remedy)
-        )
-    tree: dict[str, Any] = {}
-    for name, value in state.items():
-        if not name.startswith(prefix):
-            continue
-        x = as_array(value)
-        owner, _, part = name[len(prefix) :].rpartition(".")
-        if part == "weight":
-            tree.setdefault(owner, {})["kernel"] = x.T
-        elif owner:
-            tree.setdefault(owner, {})[part] = x
-        else:
-            tree[part] = x[0] if part.startswith("att") else x
-    if not tree:
-        expected = f"hold names that start with {prefix!r}"
-        raise ValueError(checks.message("from_torch", "state", expected, list(state)[:8]))
-    return tree

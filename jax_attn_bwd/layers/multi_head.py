@@ -9,15 +9,22 @@ attention (a norm of queries and keys, rotary embeddings, a decoding cache) or r
 One difference: a query that sees nothing gives the output bias, where the frameworks give a mean over keys
 that the mask hides.
 
+What is told of the tokens (lengths, segments, positions) is told at the call, the rest at construction. In
+layers `deterministic` is the frameworks' word for "without dropout", so the flag of the operators that allows
+sums in any order is `deterministic_sums` here.
+
 Shapes: ... batch, T queries, S keys, N heads, K key heads, H and Hv their sizes, Eq Ek Ev Eo widths.
 """
 
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, masks
+from jax_attn_bwd._core import checks
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, multi_head_attention
 
 
@@ -48,27 +55,43 @@ def promote(dtype: Any, *arrays: Any) -> list[Any]:
     return [None if x is None else jnp.asarray(x, dtype) for x in arrays]
 
 
-_NUMBERS = "write mask != 0 of zeros and ones; pass additive values as bias"
-FLAX_NUMBERS = (
-    "write mask != 0 of zeros and ones (dtype=bool in the mask helpers of Flax); additive "
-    "values are a bias: in Flax functools.partial(jax_attn_bwd.attention_fn, bias=bias)"
-)
-
-
-def boolean_mask(layer: str, mask: Any, remedy: str = _NUMBERS) -> jax.Array | None:
-    """`mask`, which must be boolean or None; `remedy` says where numbers go."""
+def boolean_mask(layer: str, mask: Any) -> jax.Array | None:
+    """`mask`, which must be boolean or None."""
     if mask is None or (checks.is_array(mask) and mask.dtype == bool):
         return mask
     got = f"dtype {mask.dtype}" if checks.is_array(mask) else f"{type(mask).__name__}, not an array"
-    expected = "be boolean (True = attend)"
-    raise TypeError(checks.message(layer, "mask", expected, got, remedy))
+    remedy = "write mask != 0 of zeros and ones; pass additive values as bias"
+    raise TypeError(checks.message(layer, "mask", "be boolean (True = attend)", got, remedy))
 
 
-def within_window(
-    layer: str, mask: Any, row: Any, batch: int, length: int, local_window_size: Any
-) -> Any:
-    """`mask`, and keys within the window of the queries at `row [T]`, with `batch + 3` axes."""
-    window = masks.window(layer, local_window_size)
-    column = jnp.arange(length, dtype=jnp.int32)
-    band = masks.in_band(row[:, None], column[None], False, window)
-    return masks.conjunction(mask, None if band is None else band[(None,) * (batch + 1)])
+def flax_mask(layer: str, mask: Any) -> jax.Array | None:
+    """`mask` as Flax takes it: what is not 0 attends.
+
+    Known floating values other than 0 and 1 are an error: they are meant to be added.
+    """
+    if not (checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.number)):
+        return boolean_mask(layer, mask)
+    if jnp.issubdtype(mask.dtype, jnp.floating) and not isinstance(mask, jax.core.Tracer):
+        with jax.ensure_compile_time_eval():  # a mask that is known is known under jit, too
+            other = (mask != 0) & (mask != 1)
+            found = mask.ravel()[other.argmax()] if other.any() else None
+        if found is not None:
+            expected = "be boolean, or of zeros and ones (what is not 0 attends)"
+            remedy = "additive values are a bias: functools.partial(jax_attn_bwd.attention_fn, bias=bias)"
+            raise TypeError(checks.message(layer, "mask", expected, f"{float(found):g} in it", remedy))
+    return jnp.asarray(mask != 0)
+
+
+def told(layer: str, attention: Callable[..., Any], tokens: Mapping[str, Any]) -> Callable[..., Any]:
+    """`attention`, handed those of `tokens` that are not None by their names."""
+    tokens = {name: x for name, x in tokens.items() if x is not None}
+    if not tokens:
+        return attention
+    parameters = inspect.signature(attention).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name, x in tokens.items():
+        if not (takes_all or name in parameters):
+            expected = "be left out with an attention_fn that has no argument of this name"
+            got = f"shape {jnp.shape(x)}"
+            raise TypeError(checks.message(layer, name, expected, got, "use jax_attn_bwd.attention_fn"))
+    return partial(attention, **tokens)

@@ -8,18 +8,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jax_attn_bwd import bench, ops
+from jax_attn_bwd import ops
 from jax_attn_bwd._core import backend, console
+from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only import __doc__ as description
-from jax_attn_bwd.bench.compile_only import compiling, devices, table, tpu_table
-from jax_attn_bwd.bench.compile_only.cases import registered
+from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, tpu
+from jax_attn_bwd.bench.compile_only.programs import Program, registered
 
-RESULTS = Path(bench.__file__).parent / "results"
 TABLES = {
-    "nvidia": {
-        "mosaic_gpu": ("H200",),
-        "xla": ("H100", "H200", "B200"),
-    },  # an H100 runs the H200's code
+    "nvidia": {"mosaic_gpu": ("H200",), "xla": ("H100", "H200", "B200")},  # an H100 runs the H200's code
     "tpu": {"mosaic_tpu": tuple(devices.TPU)},
 }
 
@@ -34,19 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", choices=devices.TARGETS)
     what.add_argument(
-        "--table", nargs="?", const="nvidia", choices=tuple(TABLES),
-        help="compile for all chips of that maker and write results/<maker>_static.md",
-    )  # fmt: skip
-    parser.add_argument(
-        "--peers", action="store_true", help="JAX's own TPU kernels instead of ours"
+        "--table",
+        nargs="?",
+        const="nvidia",
+        choices=tuple(TABLES),
+        help="compile for all chips of that maker and write out/<maker>_static.md",
     )
+    parser.add_argument("--peers", action="store_true", help="JAX's own TPU kernels instead of ours")
     parser.add_argument("--implementation", choices=backend.NAMES, default="xla")
     parser.add_argument("--operator", nargs="+", choices=known, default=(), metavar="NAME")
     parser.add_argument("--case", help="only the case of this name")
     parser.add_argument("--out", type=Path, help="JSON; with --table the Markdown file")
     args = parser.parse_args(argv)
     if args.table:
-        path = args.out or RESULTS / f"{args.table}_static.md"
+        path = args.out or report.OUT / f"{args.table}_static.md"
+        report.prepare(parser, path.parent)
         return _table(path, args.table, tuple(args.operator))
 
     operators = registered(args.implementation, tuple(args.operator))
@@ -59,59 +58,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 2
     if args.peers:
-        rows = compiling.compile_peers(args.target)
+        programs = compiling.compile_peers(args.target)
     else:
-        rows = compiling.compile_all(args.target, args.implementation, operators, args.case)
+        programs = compiling.compile_all(args.target, args.implementation, operators, args.case)
     if args.out:
-        args.out.write_text(json.dumps(compiling.document(rows), indent=1) + "\n")
-    wrong = [sentence for row in rows for sentence in compiling.violations(row)]
-    _show(rows, args.target)
-    print(f"{len(rows)} programs compiled for {args.target}: {len(wrong)} violations")
-    for sentence in wrong:
-        print(sentence)
-    return int(bool(wrong) or not rows)
+        args.out.write_text(json.dumps(compiling.document(programs), indent=1) + "\n")
+    _show(programs, args.target)
+    wrong = _tell(f"{len(programs)} programs compiled for {args.target}", programs)
+    return int(bool(wrong) or not programs)
 
 
-def _show(rows: Sequence[compiling.Row], target: str) -> None:
-    """The rows on the terminal."""
-    columns = ["operator", "case", "direction", "temp MiB", "kernels", *table.figures(target)]
+def _show(programs: Sequence[Program], target: str) -> None:
+    """The programs on the terminal."""
+    figures = tuple(dict.fromkeys(name for p in programs for k in p.kernels for name in k.shown()))
+    columns = ["operator", "case", "direction", "temp MiB", "kernels", *figures]
     cells = []
-    for row in rows:
-        memory, shown = row.temporary_bytes, [table.figures(target, k) for k in row.kernels]
-        cells.append([
-            row.operator, row.case, row.direction, None if memory is None else f"{memory / 2**20:.1f}",
-            len(row.kernels), *(" ".join(str(f[name]) for f in shown) for name in table.figures(target)),
-        ])  # fmt: skip
+    for p in programs:
+        memory, shown = p.temporary_bytes, [k.shown() for k in p.kernels]
+        temporary = None if memory is None else f"{memory / 2**20:.1f}"
+        joined = (" ".join(str(f[name]) for f in shown) for name in figures)
+        cells.append([p.operator, p.case, p.direction, temporary, len(p.kernels), *joined])
     console.table(f"Static figures for {target}", columns, cells)
+
+
+def _tell(what: str, programs: Sequence[Program]) -> int:
+    """Prints what was done and what is wrong, and returns how much is."""
+    wrong = [sentence for program in programs for sentence in compiling.violations(program)]
+    print(f"{what}: {len(wrong)} violations", *wrong, sep="\n")
+    return len(wrong)
 
 
 def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
     """Compiles for every chip of the table, each in a process of its own, and writes the page."""
-    rows: list[compiling.Row] = []
+    programs: list[Program] = []
     versions: dict = {}
     with tempfile.TemporaryDirectory() as folder:
         for implementation, target, more in _combinations(maker, names):
             out = Path(folder, f"{implementation}_{target}{'_'.join(more)}.json")
-            command = [sys.executable, "-m", bench.__name__ + ".compile_only", "--target", target]
+            command = [sys.executable, "-m", __package__, "--target", target]
             command += ["--implementation", implementation, "--out", str(out), *more]
             done = subprocess.run(
                 [*command, *(["--operator", *names] if names else [])],
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if not out.exists():
-                print(
-                    done.stderr[-2000:] or f"{target} ended with {done.returncode}", file=sys.stderr
-                )
+                print(done.stderr[-2000:] or f"{target} ended with {done.returncode}", file=sys.stderr)
                 return done.returncode or 1
             versions = json.loads(out.read_text())
-            rows += compiling.read(versions)
-    markdown = {"nvidia": table.markdown, "tpu": tpu_table.markdown}[maker]
-    path.write_text(markdown(rows, versions))
-    wrong = [sentence for row in rows for sentence in compiling.violations(row)]
-    print(f"wrote {path}: {len(rows)} programs, {len(wrong)} violations")
-    for sentence in wrong:
-        print(sentence)
-    return int(bool(wrong))
+            programs += compiling.read(versions)
+    page = {"nvidia": gpu.markdown, "tpu": tpu.markdown}[maker](programs, versions)
+    path.write_text(page)
+    return int(bool(_tell(f"wrote {path}: {len(programs)} programs", programs)))
 
 
 def _combinations(maker: str, names: tuple[str, ...]) -> Iterator[tuple[str, str, tuple[str, ...]]]:

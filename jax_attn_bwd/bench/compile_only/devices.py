@@ -49,9 +49,7 @@ def missing(target: str, sass: bool = False) -> str | None:
     try:
         plugin = metadata.version("jax-cuda13-plugin")
     except metadata.PackageNotFoundError:
-        return (
-            f"compiling for {target} needs jax-cuda13-plugin and jax-cuda13-pjrt {jax.__version__}"
-        )
+        return f"compiling for {target} needs jax-cuda13-plugin and jax-cuda13-pjrt {jax.__version__}"
     if plugin != jax.__version__:
         return f"jax-cuda13-plugin {plugin} does not fit JAX {jax.__version__}: the versions must be equal"
     for name, package in (("ptxas", "nvidia-cuda-nvcc"), ("nvdisasm", "nvidia-cuda-nvdisasm")):

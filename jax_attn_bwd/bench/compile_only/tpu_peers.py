@@ -25,10 +25,18 @@ def _flash(block: int) -> Callable[..., Any]:
 
     compute = block // 2
     blocks = BlockSizes(
-        block_q=block, block_k_major=block, block_k=compute, block_b=1,
-        block_q_major_dkv=block, block_k_major_dkv=block, block_k_dkv=compute, block_q_dkv=compute,
-        block_k_major_dq=block, block_k_dq=compute, block_q_dq=block,
-    )  # fmt: skip
+        block_q=block,
+        block_k_major=block,
+        block_k=compute,
+        block_b=1,
+        block_q_major_dkv=block,
+        block_k_major_dkv=block,
+        block_k_dkv=compute,
+        block_q_dkv=compute,
+        block_k_major_dq=block,
+        block_k_dq=compute,
+        block_q_dq=block,
+    )
     return _gradients(lambda q, k, v: flash_attention(q, k, v, block_sizes=blocks))
 
 
@@ -39,9 +47,14 @@ def _splash(case: str, tile: tuple[int, int]) -> Callable[..., Any]:
     (_, N, T, _), (block_q, block_kv) = _SHAPE, tile
     mask = {"full": masks.FullMask, "causal": masks.CausalMask}[case]((T, T))
     blocks = kernel.BlockSizes(
-        block_q=block_q, block_kv=block_kv, block_kv_compute=512,
-        block_q_dkv=1024, block_kv_dkv=1024, block_kv_dkv_compute=512, use_fused_bwd_kernel=True,
-    )  # fmt: skip
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=512,
+        block_q_dkv=1024,
+        block_kv_dkv=1024,
+        block_kv_dkv_compute=512,
+        use_fused_bwd_kernel=True,
+    )
     attention = kernel.make_splash_mha(
         masks.MultiHeadMask([mask] * N), head_shards=1, q_seq_shards=1, block_sizes=blocks
     )

@@ -35,18 +35,12 @@ References:
   Apple Accelerate, BNNS, BNNSApplyMultiheadAttention, BNNSApplyMultiheadAttentionBackward.
 """
 
-from jax_attn_bwd.compat.bnns.call import (
-    apply_multihead_attention as apply_multihead_attention,
-)
+from jax_attn_bwd.compat.bnns.call import apply_multihead_attention as apply_multihead_attention
 from jax_attn_bwd.compat.bnns.call import (
     apply_multihead_attention_backward as apply_multihead_attention_backward,
 )
 from jax_attn_bwd.compat.bnns.layer import (
     BNNSLayerParametersMultiheadAttention as BNNSLayerParametersMultiheadAttention,
 )
-from jax_attn_bwd.compat.bnns.layer import (
-    BNNSMHAProjectionParameters as BNNSMHAProjectionParameters,
-)
-from jax_attn_bwd.compat.bnns.layer import (
-    BNNSMultiheadAttentionDeltas as BNNSMultiheadAttentionDeltas,
-)
+from jax_attn_bwd.compat.bnns.layer import BNNSMHAProjectionParameters as BNNSMHAProjectionParameters
+from jax_attn_bwd.compat.bnns.layer import BNNSMultiheadAttentionDeltas as BNNSMultiheadAttentionDeltas

@@ -129,13 +129,13 @@ def apply_multihead_attention_backward(
     name = "bnns.apply_multihead_attention_backward"
     call = checked_call(name, F, batch_size, query, key, key_mask, value, add_to_attention)
     triples = {
-        "query": query_param_delta, "key": key_param_delta, "value": value_param_delta,
+        "query": query_param_delta,
+        "key": key_param_delta,
+        "value": value_param_delta,
         "out": output_param_delta,
-    }  # fmt: skip
+    }
     for part, triple in triples.items():
-        if not isinstance(triple, BNNSMHAProjectionParameters) and (
-            part == "out" or triple is not None
-        ):
+        if not isinstance(triple, BNNSMHAProjectionParameters) and (part == "out" or triple is not None):
             argument = f"{'output' if part == 'out' else part}_param_delta"
             expected = "be a BNNSMHAProjectionParameters"
             raise TypeError(checks.message(name, argument, expected, type(triple).__name__))
@@ -146,9 +146,7 @@ def apply_multihead_attention_backward(
     checks.shape(name, "output_param_delta.target_desc", dout, letters, expected_shape)
     checks.same_dtype(name, query=call.inputs[0], **{"output_param_delta.target_desc": dout})
     if output is not None:
-        checks.shape(
-            name, "output", checks.floating(name, "output", output), letters, expected_shape
-        )
+        checks.shape(name, "output", checks.floating(name, "output", output), letters, expected_shape)
     if backprop_cache is not None and not isinstance(backprop_cache, MultiHeadAttentionResidual):
         expect = "be None or the cache that the forward returned"
         got = type(backprop_cache).__name__
@@ -156,9 +154,14 @@ def apply_multihead_attention_backward(
     wanted = _wanted(name, triples, key_attn_bias_delta, value_attn_bias_delta)
     present = {*INPUTS, *(n for n, x in call.params._asdict().items() if x is not None)}
     grads = _layer_bwd(
-        dout, call.params, *call.inputs, residual=backprop_cache, save=_SAVE,
-        wrt=sorted(wanted & present), **call.options,
-    )  # fmt: skip
+        dout,
+        call.params,
+        *call.inputs,
+        residual=backprop_cache,
+        save=_SAVE,
+        wrt=sorted(wanted & present),
+        **call.options,
+    )
     return deltas(_with_shared(grads, {"query": query, "key": key, "value": value}))
 
 

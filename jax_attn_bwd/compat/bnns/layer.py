@@ -14,12 +14,8 @@ from jax_attn_bwd.ops.multi_head import MultiHeadAttentionGrads, MultiHeadAttent
 class BNNSMHAProjectionParameters(NamedTuple):
     """A projection; or its deltas; or in a backward, for each member, whether its delta is asked for."""
 
-    target_desc: Any = (
-        None  # of a layer: the input's (length, width) or None; a delta: that of the input
-    )
-    weights: Any = (
-        None  # d_model x d_key x num_heads; of the output (num_heads * d_value) x d_model
-    )
+    target_desc: Any = None  # of a layer: the input's (length, width) or None; a delta: that of the input
+    weights: Any = None  # d_model x d_key x num_heads; of the output (num_heads * d_value) x d_model
     bias: Any = None  # d_key x num_heads, or None; of the output d_model
 
 
@@ -87,9 +83,15 @@ class Call(NamedTuple):
 
 
 def checked_call(
-    operator: str, F: Any, batch_size: Any, query: Any, key: Any, key_mask: Any, value: Any,
+    operator: str,
+    F: Any,
+    batch_size: Any,
+    query: Any,
+    key: Any,
+    key_mask: Any,
+    value: Any,
     add_to_attention: Any,
-) -> Call:  # fmt: skip
+) -> Call:
     """The arguments that forward and backward share, checked."""
     if not isinstance(F, BNNSLayerParametersMultiheadAttention):
         expected = "be a BNNSLayerParametersMultiheadAttention"
@@ -162,9 +164,7 @@ def _params(operator: str, given: dict[str, Any]) -> MultiHeadAttentionParams:
 
     def rank(name: str, letters: str, n: int) -> tuple[int, ...]:
         if given[name].ndim != n:
-            raise ValueError(
-                checks.message(operator, name, f"have shape {letters}", given[name].shape)
-            )
+            raise ValueError(checks.message(operator, name, f"have shape {letters}", given[name].shape))
         return given[name].shape
 
     def checked(name: str, letters: str, *expected: int) -> Any:
@@ -176,11 +176,7 @@ def _params(operator: str, given: dict[str, Any]) -> MultiHeadAttentionParams:
     _, d_value, _ = rank("F.value.weights", "(d_model, d_value, num_heads)", 3)
     *_, d_out = rank("F.output.weights", "(num_heads * d_value, d_model)", 2)
     found: dict[str, Any] = {}
-    for name, head, size in (
-        ("query", "key", d_key),
-        ("key", "key", d_key),
-        ("value", "value", d_value),
-    ):
+    for name, head, size in (("query", "key", d_key), ("key", "key", d_key), ("value", "value", d_value)):
         width, letters = given[name].shape[-1], f"(d_model, d_{head}, num_heads)"
         kernel = checked(f"F.{name}.weights", letters, width, size, H)
         bias = checked(f"F.{name}.bias", f"(d_{head}, num_heads)", size, H)
@@ -199,20 +195,15 @@ def _params(operator: str, given: dict[str, Any]) -> MultiHeadAttentionParams:
 
 
 def _masks(
-    operator: str, batch: tuple[int, ...], sizes: tuple[int, int, int], key_mask: Any,
-    add_to_attention: Any,
-) -> dict[str, Any]:  # fmt: skip
+    operator: str, batch: tuple[int, ...], sizes: tuple[int, int, int], key_mask: Any, add_to_attention: Any
+) -> dict[str, Any]:
     """The layer's `mask` and `bias`, of rank 3 or 4."""
     (H, L, S), ones = sizes, (1,) * len(batch)
     ignored = added = None
     if key_mask is not None:
         if not checks.is_array(key_mask) or key_mask.dtype != np.bool_:
-            got = (
-                f"dtype {key_mask.dtype}" if checks.is_array(key_mask) else type(key_mask).__name__
-            )
-            raise TypeError(
-                checks.message(operator, "key_mask", "be boolean (True = ignored)", got)
-            )
+            got = f"dtype {key_mask.dtype}" if checks.is_array(key_mask) else type(key_mask).__name__
+            raise TypeError(checks.message(operator, "key_mask", "be boolean (True = ignored)", got))
         ignored, batched = jnp.asarray(key_mask), key_mask.ndim == 1 + len(batch)
         letters = "(batch_size, S)" if batch and batched else "(S,)"
         checks.shape(operator, "key_mask", ignored, letters, (*(batch if batched else ()), S))
@@ -224,9 +215,7 @@ def _masks(
             forms[4] = "(batch_size, num_heads, L, S)", (*batch, H, L, S)
         if added.ndim not in forms:
             names = " or ".join(letters for letters, _ in forms.values())
-            raise ValueError(
-                checks.message(operator, "add_to_attention", f"have shape {names}", added.shape)
-            )
+            raise ValueError(checks.message(operator, "add_to_attention", f"have shape {names}", added.shape))
         checks.shape(operator, "add_to_attention", added, *forms[added.ndim])
         rank = 3 + len(batch)
         added = added.reshape((1,) * (rank - added.ndim) + added.shape)

@@ -1,6 +1,7 @@
 """From a GAT call of cugraph-ops to the operators: options, results, and what the eight calls share."""
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops import graph as operators
-from jax_attn_bwd.ops.graph import BipartiteCSC, groups, scores
-from jax_attn_bwd.ops.graph.arguments import prepare_gat
-from jax_attn_bwd.ops.graph.forward import has_edges
-from jax_attn_bwd.ops.graph.groups import take
+from jax_attn_bwd.ops.graph import BipartiteCSC, groups, kinds
+from jax_attn_bwd.ops.graph.arguments import prepare_additive
+from jax_attn_bwd.ops.graph.forward import scores
+from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
+from jax_attn_bwd.ops.graph.spec import Operands, Options
+from jax_attn_bwd.ops.graph.tables import tables, walked
 
 _ACTIVATIONS = {
     "ELU": "elu",
@@ -56,9 +59,14 @@ class MhaGatEfeatGrads(NamedTuple):
     grad_attention_weights: jax.Array | None
 
 
-_GRADS = (
-    "grad_src_node_embedding", "grad_dst_node_embedding", "grad_edge_embedding", "grad_attention_weights",
-)  # fmt: skip
+G = TypeVar("G", MhaGatGrads, MhaGatEfeatGrads)
+
+_FIELDS = {
+    "grad_src_node_embedding": "src",
+    "grad_dst_node_embedding": "dst",
+    "grad_edge_embedding": "edge",
+    "grad_attention_weights": "attention_weights",
+}
 
 
 def make_bipartite_csc(
@@ -73,9 +81,11 @@ def _options(call: str, params: Any) -> dict[str, Any]:
         raise TypeError(checks.message(call, "params", "be mha_params", type(params).__name__))
     name = checks.choice(call, "params.activation", params.activation, tuple(_ACTIVATIONS))
     return dict(
-        num_heads=params.num_heads, concat_heads=params.concat_heads, alpha=params.alpha,
+        num_heads=params.num_heads,
+        concat_heads=params.concat_heads,
+        alpha=params.alpha,
         activation=_ACTIVATIONS[name],
-    )  # fmt: skip
+    )
 
 
 def is_asked(call: str, argument: str, flag: Any) -> bool:
@@ -88,71 +98,73 @@ def is_asked(call: str, argument: str, flag: Any) -> bool:
     return True
 
 
-def _prepare(name, embeddings, attention_weights, graph, params):
-    """The operator's checked (options, operands)."""
-    src, dst, edge = embeddings
-    call = f"cugraph.{name}"
-    if "_efeat_" in name:
-        edge = checks.floating(call, "edge_embedding", edge)
-    return prepare_gat(
-        call, "gatv2" if "_v2_" in name else "gat", graph, src, dst, attention_weights,
-        edge=edge, **_options(call, params), dropout_rate=0.0, dropout_key=None, dropout_mask=None,
-        dropout_offset=None, return_attention_weights=False,
-    )  # fmt: skip
+class Call(NamedTuple):
+    """What the eight calls share: the operator, its arguments, and the name that errors give."""
+
+    name: str
+    kind: type[GAT] | type[GATv2]
+    graph: BipartiteCSC
+    params: mha_params
+    src: Any
+    dst: Any
+    attention_weights: Any
+    edge: Any = None  # must be given where the name has "efeat"
+
+    def forward(self, return_softmax_scores: Any) -> Any:
+        """The output, or (output, softmax_scores)."""
+        checked = self._checked()
+        operator = operators.graph_attention if self.kind is GAT else operators.graph_attention_v2
+        out = operator(*self._arrays(), edge=self.edge, **_options(f"cugraph.{self.name}", self.params))
+        if not checks.flag(f"cugraph.{self.name}", "return_softmax_scores", return_softmax_scores):
+            return out
+        before = _scores(*checked)
+        planes = jnp.stack([before, operators.edge_softmax(self.graph, before)])
+        return out, planes.transpose(0, 2, 1)
+
+    def backward(self, grads_type: type[G], dout: Any, softmax_scores: Any, asked: tuple) -> G:
+        """The gradients, as a `grads_type`; `asked` holds the argument that asks for each, or refuses it."""
+        options, operands = self._checked()
+        call, heads, (n_dst_nodes, dim) = f"cugraph.{self.name}", options.num_heads, operands.dst.shape
+        dout = checks.floating(call, "grad_output_embedding", dout)
+        dim_out = dim if options.concat_heads else dim // heads
+        expected = (n_dst_nodes, dim_out)
+        checks.shape(call, "grad_output_embedding", dout, "(n_dst_nodes, dim_out)", expected)
+        if softmax_scores is not None:
+            planes = checks.floating(call, "softmax_scores", softmax_scores)
+            shape = (2, heads, self.graph.capacity)
+            checks.shape(call, "softmax_scores", planes, "(2, num_heads, nnz)", shape)
+        named = zip(grads_type._fields, asked, strict=True)
+        flags = {_FIELDS[name]: is_asked(call, name, flag) for name, flag in named}
+        flags["dst"] = flags["dst"] and self.dst is not None
+        wrt = [field for field, flag in flags.items() if flag]
+        operator = operators.graph_attention_bwd if self.kind is GAT else operators.graph_attention_v2_bwd
+        grads = operator(dout, *self._arrays(), edge=self.edge, **_options(call, self.params), wrt=wrt)
+        return grads_type(*(getattr(grads, field) for field in flags))
+
+    def _arrays(self) -> tuple:
+        return self.graph, self.src, self.dst, self.attention_weights
+
+    def _checked(self) -> tuple[Options, Operands]:
+        """The operator's options and operands."""
+        call = f"cugraph.{self.name}"
+        if "_efeat_" in self.name:
+            checks.floating(call, "edge_embedding", self.edge)
+        return prepare_additive(
+            call, self.kind, *self._arrays(), edge=self.edge, **_options(call, self.params),
+            dropout_rate=0.0, dropout_key=None, dropout_mask=None, dropout_offset=None,
+            return_attention_weights=False,
+        )  # fmt: skip
 
 
-def forward(name, embeddings, attention_weights, graph, params, return_softmax_scores) -> Any:
-    """The output of a forward call, or (output, softmax_scores)."""
-    checked = _prepare(name, embeddings, attention_weights, graph, params)
-    src, dst, edge = embeddings
-    operator = operators.graph_attention_v2 if "_v2_" in name else operators.graph_attention
-    out = operator(graph, src, dst, attention_weights, edge=edge, **_options(name, params))
-    if not checks.flag(f"cugraph.{name}", "return_softmax_scores", return_softmax_scores):
-        return out
-    before = _scores(*checked)
-    planes = jnp.stack([before, operators.edge_softmax(graph, before)])
-    return out, planes.transpose(0, 2, 1)
-
-
-def _scores(options: Any, operands: Any) -> jax.Array:
+def _scores(options: Options, operands: Operands) -> jax.Array:
     """`[nnz, num_heads]`, the scores before the softmax; 0 in the padding."""
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
-    tables = scores.tables(options, operands)
-
-    def body(plane, chunk):
-        edge = None if tables.edge is None else take(tables.edge, chunk.edge).astype(dtype)
-        ends = (take(tables.src, chunk.other), take(tables.dst, chunk.node))
-        rows = scores.Rows(*(x.astype(dtype) for x in ends), edge)
-        return groups.put(plane, chunk.edge, scores.score(options, rows, tables))
-
+    kind = kinds.of(options)
+    t = walked(tables(kind, operands), graph)
     shape = (graph.capacity, options.num_heads)
     plane = full_like_operands(operands.src, shape, 0, dtype, operands)
-    if not has_edges(graph):
+    if not groups.has_edges(graph):
         return plane
-    return groups.scan(body, plane, graph.by_destination, graph.capacity, operands.src.shape[1])
-
-
-def backward(
-    name, grad_output_embedding, embeddings, attention_weights, softmax_scores, graph, params, wanted
-) -> tuple:  # fmt: skip
-    """Gradients of (src, dst, edge, attention_weights), None where not `wanted`."""
-    options, operands = _prepare(name, embeddings, attention_weights, graph, params)
-    call, heads, (n_dst_nodes, dim) = f"cugraph.{name}", options.num_heads, operands.dst.shape
-    g = checks.floating(call, "grad_output_embedding", grad_output_embedding)
-    dim_out = dim if options.concat_heads else dim // heads
-    checks.shape(call, "grad_output_embedding", g, "(n_dst_nodes, dim_out)", (n_dst_nodes, dim_out))
-    if softmax_scores is not None:
-        planes = checks.floating(call, "softmax_scores", softmax_scores)
-        shape = (2, heads, graph.capacity)
-        checks.shape(call, "softmax_scores", planes, "(2, num_heads, nnz)", shape)
-    src, dst, edge = embeddings
-    fields = ("src", "dst", "edge", "attention_weights")
-    present = (True, dst is not None, True, True)
-    flags = [is_asked(call, argument, flag) for argument, flag in zip(_GRADS, wanted, strict=True)]
-    asked = zip(fields, flags, present, strict=True)
-    operator = operators.graph_attention_v2_bwd if "_v2_" in name else operators.graph_attention_bwd
-    grads = operator(
-        g, graph, src, dst, attention_weights, edge=edge, **_options(call, params),
-        wrt=[field for field, flag, there in asked if flag and there],
-    )  # fmt: skip
-    return tuple(getattr(grads, field) for field in fields)
+    walk = (graph.by_destination, graph.capacity)
+    found = groups.each(partial(scores, kind, t), *walk, kind.score_elements(t))
+    return groups.put(plane, groups.whole(*walk).number, found)

@@ -4,14 +4,9 @@ from typing import Any
 
 import jax
 
-from jax_attn_bwd.compat.cugraph.call import (
-    MhaGatEfeatGrads,
-    MhaGatGrads,
-    backward,
-    forward,
-    mha_params,
-)
+from jax_attn_bwd.compat.cugraph.call import Call, MhaGatEfeatGrads, MhaGatGrads, mha_params
 from jax_attn_bwd.ops.graph import BipartiteCSC
+from jax_attn_bwd.ops.graph.kinds import GAT
 
 
 def mha_gat_n2n_fwd(
@@ -51,10 +46,10 @@ def mha_gat_n2n_fwd(
       >>> out.shape, scores[:, 0].tolist()
       ((2, 8), [[8.0, 8.0, 8.0], [1.0, 0.5, 0.5]])
     """
-    embeddings = (src_node_embedding, dst_node_embedding, None)
-    return forward(
-        "mha_gat_n2n_fwd", embeddings, attention_weights, graph, params, return_softmax_scores
+    call = Call(
+        "mha_gat_n2n_fwd", GAT, graph, params, src_node_embedding, dst_node_embedding, attention_weights
     )
+    return call.forward(return_softmax_scores)
 
 
 def mha_gat_n2n_bwd(
@@ -96,13 +91,11 @@ def mha_gat_n2n_bwd(
       >>> grads.grad_src_node_embedding[:, 0].tolist(), grads.grad_dst_node_embedding is None
       ([0.5, 0.5, 1.0], True)
     """
-    wanted = (grad_src_node_embedding, grad_dst_node_embedding, False, grad_attention_weights)
-    embeddings = (src_node_embedding, dst_node_embedding, None)
-    src, dst, _, weights = backward(
-        "mha_gat_n2n_bwd", grad_output_embedding, embeddings, attention_weights, softmax_scores,
-        graph, params, wanted,
-    )  # fmt: skip
-    return MhaGatGrads(src, dst, weights)
+    call = Call(
+        "mha_gat_n2n_bwd", GAT, graph, params, src_node_embedding, dst_node_embedding, attention_weights
+    )
+    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights)
+    return call.backward(MhaGatGrads, grad_output_embedding, softmax_scores, asked)
 
 
 def mha_gat_n2n_efeat_fwd(
@@ -120,10 +113,17 @@ def mha_gat_n2n_efeat_fwd(
     `edge_embedding (nnz, dim_edge)`, whose width the heads divide;
     `attention_weights (2 * dim_node + dim_edge,)`.
     """
-    embeddings = (src_node_embedding, dst_node_embedding, edge_embedding)
-    return forward(
-        "mha_gat_n2n_efeat_fwd", embeddings, attention_weights, graph, params, return_softmax_scores
+    call = Call(
+        "mha_gat_n2n_efeat_fwd",
+        GAT,
+        graph,
+        params,
+        src_node_embedding,
+        dst_node_embedding,
+        attention_weights,
+        edge_embedding,
     )
+    return call.forward(return_softmax_scores)
 
 
 def mha_gat_n2n_efeat_bwd(
@@ -142,12 +142,15 @@ def mha_gat_n2n_efeat_bwd(
     grad_attention_weights: bool | None = True,
 ) -> MhaGatEfeatGrads:
     """The gradients of `mha_gat_n2n_efeat_fwd`; see `mha_gat_n2n_bwd`."""
-    wanted = (
-        grad_src_node_embedding, grad_dst_node_embedding, grad_edge_embedding,
-        grad_attention_weights,
-    )  # fmt: skip
-    embeddings = (src_node_embedding, dst_node_embedding, edge_embedding)
-    return MhaGatEfeatGrads(*backward(
-        "mha_gat_n2n_efeat_bwd", grad_output_embedding, embeddings, attention_weights,
-        softmax_scores, graph, params, wanted,
-    ))  # fmt: skip
+    call = Call(
+        "mha_gat_n2n_efeat_bwd",
+        GAT,
+        graph,
+        params,
+        src_node_embedding,
+        dst_node_embedding,
+        attention_weights,
+        edge_embedding,
+    )
+    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_edge_embedding, grad_attention_weights)
+    return call.backward(MhaGatEfeatGrads, grad_output_embedding, softmax_scores, asked)

@@ -4,14 +4,9 @@ from typing import Any
 
 import jax
 
-from jax_attn_bwd.compat.cugraph.call import (
-    MhaGatEfeatGrads,
-    MhaGatGrads,
-    backward,
-    forward,
-    mha_params,
-)
+from jax_attn_bwd.compat.cugraph.call import Call, MhaGatEfeatGrads, MhaGatGrads, mha_params
 from jax_attn_bwd.ops.graph import BipartiteCSC
+from jax_attn_bwd.ops.graph.kinds import GATv2
 
 
 def mha_gat_v2_n2n_fwd(
@@ -24,10 +19,10 @@ def mha_gat_v2_n2n_fwd(
     return_softmax_scores: bool = False,
 ) -> Any:
     """`mha_gat_n2n_fwd` with `s = <a, act(h_src + h_dst)>`; `attention_weights (dim_node,)`."""
-    embeddings = (src_node_embedding, dst_node_embedding, None)
-    return forward(
-        "mha_gat_v2_n2n_fwd", embeddings, attention_weights, graph, params, return_softmax_scores
+    call = Call(
+        "mha_gat_v2_n2n_fwd", GATv2, graph, params, src_node_embedding, dst_node_embedding, attention_weights
     )
+    return call.forward(return_softmax_scores)
 
 
 def mha_gat_v2_n2n_bwd(
@@ -44,13 +39,11 @@ def mha_gat_v2_n2n_bwd(
     grad_attention_weights: bool | None = True,
 ) -> MhaGatGrads:
     """The gradients of `mha_gat_v2_n2n_fwd`; see `mha_gat_n2n_bwd`."""
-    wanted = (grad_src_node_embedding, grad_dst_node_embedding, False, grad_attention_weights)
-    embeddings = (src_node_embedding, dst_node_embedding, None)
-    src, dst, _, weights = backward(
-        "mha_gat_v2_n2n_bwd", grad_output_embedding, embeddings, attention_weights, softmax_scores,
-        graph, params, wanted,
-    )  # fmt: skip
-    return MhaGatGrads(src, dst, weights)
+    call = Call(
+        "mha_gat_v2_n2n_bwd", GATv2, graph, params, src_node_embedding, dst_node_embedding, attention_weights
+    )
+    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights)
+    return call.backward(MhaGatGrads, grad_output_embedding, softmax_scores, asked)
 
 
 def mha_gat_v2_n2n_efeat_fwd(
@@ -64,11 +57,17 @@ def mha_gat_v2_n2n_efeat_fwd(
     return_softmax_scores: bool = False,
 ) -> Any:
     """`mha_gat_v2_n2n_fwd` with `s = <a, act(h_src + h_dst + e)>`; `edge_embedding (nnz, dim_node)`."""
-    embeddings = (src_node_embedding, dst_node_embedding, edge_embedding)
-    return forward(
-        "mha_gat_v2_n2n_efeat_fwd", embeddings, attention_weights, graph, params,
-        return_softmax_scores,
-    )  # fmt: skip
+    call = Call(
+        "mha_gat_v2_n2n_efeat_fwd",
+        GATv2,
+        graph,
+        params,
+        src_node_embedding,
+        dst_node_embedding,
+        attention_weights,
+        edge_embedding,
+    )
+    return call.forward(return_softmax_scores)
 
 
 def mha_gat_v2_n2n_efeat_bwd(
@@ -87,12 +86,15 @@ def mha_gat_v2_n2n_efeat_bwd(
     grad_attention_weights: bool | None = True,
 ) -> MhaGatEfeatGrads:
     """The gradients of `mha_gat_v2_n2n_efeat_fwd`; see `mha_gat_n2n_bwd`."""
-    wanted = (
-        grad_src_node_embedding, grad_dst_node_embedding, grad_edge_embedding,
-        grad_attention_weights,
-    )  # fmt: skip
-    embeddings = (src_node_embedding, dst_node_embedding, edge_embedding)
-    return MhaGatEfeatGrads(*backward(
-        "mha_gat_v2_n2n_efeat_bwd", grad_output_embedding, embeddings, attention_weights,
-        softmax_scores, graph, params, wanted,
-    ))  # fmt: skip
+    call = Call(
+        "mha_gat_v2_n2n_efeat_bwd",
+        GATv2,
+        graph,
+        params,
+        src_node_embedding,
+        dst_node_embedding,
+        attention_weights,
+        edge_embedding,
+    )
+    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_edge_embedding, grad_attention_weights)
+    return call.backward(MhaGatEfeatGrads, grad_output_embedding, softmax_scores, asked)

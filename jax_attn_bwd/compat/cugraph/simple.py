@@ -78,9 +78,7 @@ def mha_simple_n2n_bwd(
     """The gradients of `mha_simple_n2n`; each may be refused."""
     call = "cugraph.mha_simple_n2n_bwd"
     options = _options(call, num_heads, concat_heads, norm_by_dim)
-    settings, operands = _check(
-        call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options
-    )
+    settings, operands = _check(call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options)
     g = checks.floating(call, "grad_output_embedding", grad_output_embedding)
     check_cotangents(call, settings, operands, g, None, None, None, None)
     flags = {
@@ -91,9 +89,16 @@ def mha_simple_n2n_bwd(
         "score_bias": is_asked(call, "grad_score_bias", grad_score_bias) and score_bias is not None,
     }
     grads = operators.graph_transformer_attention_bwd(
-        g, graph, query_emb, key_emb, value_emb, edge=edge_emb, score_bias=score_bias,
-        wrt=[argument for argument, flag in flags.items() if flag], **options,
-    )  # fmt: skip
+        g,
+        graph,
+        query_emb,
+        key_emb,
+        value_emb,
+        edge=edge_emb,
+        score_bias=score_bias,
+        wrt=[argument for argument, flag in flags.items() if flag],
+        **options,
+    )
     return MhaSimpleGrads(*(getattr(grads, argument) for argument in flags))
 
 

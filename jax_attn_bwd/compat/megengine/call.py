@@ -99,15 +99,23 @@ def multi_head_attention(
       ((2, 5, 8), (8, 5, 5))
     """
     flags = {
-        "add_zero_attn": add_zero_attn, "need_weights": need_weights,
-        "average_attn_weights": average_attn_weights, "reslink": reslink,
-    }  # fmt: skip
+        "add_zero_attn": add_zero_attn,
+        "need_weights": need_weights,
+        "average_attn_weights": average_attn_weights,
+        "reslink": reslink,
+    }
     for argument, flag in flags.items():
         checks.flag(_NAME, argument, flag)
     given = arrays(
-        _NAME, ("query", "key", "value"), query=query, key=key, value=value,
-        io_weight_bias=io_weight_bias, bias_k=bias_k, bias_v=bias_v,
-    )  # fmt: skip
+        _NAME,
+        ("query", "key", "value"),
+        query=query,
+        key=key,
+        value=value,
+        io_weight_bias=io_weight_bias,
+        bias_k=bias_k,
+        bias_v=bias_v,
+    )
     batched = given["query"].ndim == 3
     _check_inputs(given, embed_dim)
     widths = (given["key"].shape[-1], given["value"].shape[-1])
@@ -120,9 +128,14 @@ def multi_head_attention(
     attn_rate, out_rate = drops(_NAME, rates, training, dropout_key)
     q, k, v = (given[x] if batched else given[x][None] for x in ("query", "key", "value"))
     options = mask_options(
-        _NAME, batched, (*q.shape[:2], k.shape[1], sizes.num_heads), key_padding_mask, attn_mask,
-        is_causal, maybe_cudnn_style_mask,
-    )  # fmt: skip
+        _NAME,
+        batched,
+        (*q.shape[:2], k.shape[1], sizes.num_heads),
+        key_padding_mask,
+        attn_mask,
+        is_causal,
+        maybe_cudnn_style_mask,
+    )
     # one array for two inputs is projected, and differentiated, as one
     k, v = None if key is query else k, None if value is key else v
     result = _layer(

@@ -12,9 +12,14 @@ _STYLE = "maybe_cudnn_style_mask=True"
 
 
 def mask_options(
-    operator: str, batched: bool, shape: tuple[int, int, int, int], key_padding_mask: Any,
-    attn_mask: Any, is_causal: Any, maybe_cudnn_style_mask: Any,
-) -> dict[str, Any]:  # fmt: skip
+    operator: str,
+    batched: bool,
+    shape: tuple[int, int, int, int],
+    key_padding_mask: Any,
+    attn_mask: Any,
+    is_causal: Any,
+    maybe_cudnn_style_mask: Any,
+) -> dict[str, Any]:
     """The layer's `mask`, `bias` and `is_causal`; `shape` is (N, L, S, num_heads)."""
     is_causal = checks.flag(operator, "is_causal", is_causal)
     if checks.flag(operator, "maybe_cudnn_style_mask", maybe_cudnn_style_mask):
@@ -54,9 +59,7 @@ def _cudnn_style(
     N, L, S, _ = shape
     given = {"attn_mask": ("(2, L)", (2, L)), "key_padding_mask": ("(2, N)", (2, N))}
     tables = []
-    for (argument, (letters, expected)), x in zip(
-        given.items(), (attn_mask, key_padding_mask), strict=True
-    ):
+    for (argument, (letters, expected)), x in zip(given.items(), (attn_mask, key_padding_mask), strict=True):
         if x is None:
             raise ValueError(checks.message(operator, argument, f"be given with {_STYLE}", None))
         x = checks.integers(operator, argument, x)

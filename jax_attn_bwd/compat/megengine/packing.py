@@ -59,14 +59,7 @@ def pack_io_weight_bias(
     """
     name = "megengine.pack_io_weight_bias"
     parts: Any = IOWeightBias(
-        query_weight,
-        key_weight,
-        value_weight,
-        out_weight,
-        query_bias,
-        key_bias,
-        value_bias,
-        out_bias,
+        query_weight, key_weight, value_weight, out_weight, query_bias, key_bias, value_bias, out_bias
     )
     given = {k: x for k, x in arrays(name, (), **parts._asdict()).items() if x is not None}
     if not given:
@@ -122,21 +115,16 @@ def unpack_io_weight_bias(
     """
     name = "megengine.unpack_io_weight_bias"
     widths = (embed_dim if k_size is None else k_size, embed_dim if v_size is None else v_size)
-    sizes = layer_sizes(
-        name, embed_dim, num_heads, widths, (qproj_size, kproj_size, vproj_size, oproj_size)
-    )
+    sizes = layer_sizes(name, embed_dim, num_heads, widths, (qproj_size, kproj_size, vproj_size, oproj_size))
     return unpack(name, io_weight_bias, sizes, (qbias, kbias, vbias, obias))
 
 
-def layer_sizes(
-    operator: str, embed_dim: Any, num_heads: Any, widths: tuple, projected: tuple
-) -> Sizes:
+def layer_sizes(operator: str, embed_dim: Any, num_heads: Any, widths: tuple, projected: tuple) -> Sizes:
     """The sizes of a call, of which `widths` are those of key and value; raises where they do not fit."""
     E = integer(operator, "embed_dim", embed_dim, 1)
     names = ("qproj_size", "kproj_size", "vproj_size", "oproj_size")
     found = {
-        name: E if n is None else integer(operator, name, n)
-        for name, n in zip(names, projected, strict=True)
+        name: E if n is None else integer(operator, name, n) for name, n in zip(names, projected, strict=True)
     }
     split = {name: found[name] for name in names[:3]}
     H = heads(operator, num_heads, **split)

@@ -37,9 +37,7 @@ def all_sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> Sizes:
         x = given[name]
         letter = "E" if "in_proj_weight" in given else width
         if x.ndim != rank:
-            raise ValueError(
-                checks.message(NAME, name, f"have shape {columns.format(letter)}", x.shape)
-            )
+            raise ValueError(checks.message(NAME, name, f"have shape {columns.format(letter)}", x.shape))
         last = E if letter == "E" else x.shape[-1]
         checks.shape(NAME, name, x, columns.format(letter), (key.shape[0], *batch, last))
     if static_k is not None and static_k.ndim != 3:

@@ -1,6 +1,5 @@
 """`multi_head_attention_forward`."""
 
-from functools import reduce
 from typing import Any
 
 import jax
@@ -9,6 +8,8 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.compat.multi_head import after_dropout, arrays, drops, merged
 from jax_attn_bwd.compat.torch.arguments import NAME, all_masks, all_params, all_sizes, all_static
+from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.visibility import Given, live_and_seen
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head.projections import matmul
@@ -91,24 +92,36 @@ def multi_head_attention_forward(
       ((5, 2, 8), (2, 5, 5))
     """
     flags = {
-        "add_zero_attn": add_zero_attn, "need_weights": need_weights, "is_causal": is_causal,
+        "add_zero_attn": add_zero_attn,
+        "need_weights": need_weights,
+        "is_causal": is_causal,
         "average_attn_weights": average_attn_weights,
         "use_separate_proj_weight": use_separate_proj_weight,
-    }  # fmt: skip
+    }
     for argument, flag in flags.items():
         checks.flag(NAME, argument, flag)
     weights_in: dict[str, Any] = {"in_proj_weight": in_proj_weight}
     if use_separate_proj_weight:
         weights_in = {
-            "q_proj_weight": q_proj_weight, "k_proj_weight": k_proj_weight,
+            "q_proj_weight": q_proj_weight,
+            "k_proj_weight": k_proj_weight,
             "v_proj_weight": v_proj_weight,
-        }  # fmt: skip
+        }
     given = arrays(
-        NAME, ("query", "key", "value", *weights_in, "out_proj_weight"), query=query, key=key,
-        value=value, **weights_in, in_proj_bias=in_proj_bias, out_proj_weight=out_proj_weight,
-        out_proj_bias=out_proj_bias, bias_k=bias_k, bias_v=bias_v, static_k=static_k,
+        NAME,
+        ("query", "key", "value", *weights_in, "out_proj_weight"),
+        query=query,
+        key=key,
+        value=value,
+        **weights_in,
+        in_proj_bias=in_proj_bias,
+        out_proj_weight=out_proj_weight,
+        out_proj_bias=out_proj_bias,
+        bias_k=bias_k,
+        bias_v=bias_v,
+        static_k=static_k,
         static_v=static_v,
-    )  # fmt: skip
+    )
     sizes = all_sizes(given, embed_dim_to_check, num_heads)
     params, static = all_params(sizes, given), all_static(sizes, given)
     padding, allowed = all_masks(sizes, key_padding_mask, attn_mask)
@@ -118,9 +131,13 @@ def multi_head_attention_forward(
     causal = is_causal and padding is None and not need_weights
     (rate,) = drops(NAME, {"dropout_p": dropout_p}, training, dropout_key)
     options = {
-        **merged(padding, None if causal else allowed), "is_causal": causal, "dropout_rate": rate,
-        "dropout_key": dropout_key, "return_weights": need_weights, "add_zero_attn": add_zero_attn,
-    }  # fmt: skip
+        **merged(padding, None if causal else allowed),
+        "is_causal": causal,
+        "dropout_rate": rate,
+        "dropout_key": dropout_key,
+        "return_weights": need_weights,
+        "add_zero_attn": add_zero_attn,
+    }
     q, k, v = (
         jnp.swapaxes(given[name], 0, 1) if sizes.batched else given[name][None]
         for name in ("query", "key", "value")
@@ -151,16 +168,11 @@ def _over_heads(params, inputs, static, options) -> tuple[jax.Array, jax.Array |
         rows += [(jnp.zeros(k.shape[1::2], k.dtype),) * 2] if options["add_zero_attn"] else []
         for row_k, row_v in rows:
             k, v = (
-                jnp.concatenate(
-                    [x, jnp.broadcast_to(row[:, None], (*x.shape[:2], 1, x.shape[3]))], 2
-                )
+                jnp.concatenate([x, jnp.broadcast_to(row[:, None], (*x.shape[:2], 1, x.shape[3]))], 2)
                 for x, row in ((k, row_k), (v, row_v))
             )
         options = {**options, "add_zero_attn": False}
-    planes = {
-        name: None if options[name] is None else options[name][:, :, None]
-        for name in ("mask", "bias")
-    }
+    planes = {name: None if options[name] is None else options[name][:, :, None] for name in ("mask", "bias")}
     result = _layer(MultiHeadAttentionParams(), q, k, v, num_heads=1, **{**options, **planes})
     out, weights = result if options["return_weights"] else (result, None)
     out = matmul("nhtd,hdo->nto", out, params.out_kernel)
@@ -171,16 +183,12 @@ def _over_heads(params, inputs, static, options) -> tuple[jax.Array, jax.Array |
 
 def _without_poison(inputs, static, options) -> list[jax.Array]:
     """The inputs, 0 where a query sees nothing or nothing sees a key: NaN there must not reach a kernel."""
-    planes = [options["mask"], None if options["bias"] is None else options["bias"] != -jnp.inf]
-    if options["is_causal"]:
-        L, S = inputs[0].shape[1], (inputs[1].shape[1] if static[0] is None else static[0].shape[2])
-        planes.append(jnp.tri(L, S, dtype=bool)[None, None])
-    planes = [x for x in planes if x is not None]
-    if not planes:
-        return list(inputs)
-    sees = reduce(jnp.logical_and, planes)  # broadcasts to (N, H, L, S)
-    live, seen = sees.any((1, 3)), sees.any((1, 2))
-    rows = (None if options["add_zero_attn"] else live, seen, seen)
+    T, S = inputs[0].shape[1], (inputs[1].shape[1] if static[0] is None else static[0].shape[2])
+    attention = Options(scale=1.0, is_causal=options["is_causal"])
+    live, seen = live_and_seen(attention, Given(options["mask"], options["bias"]), T, S, 1, 1)
+    live = None if live is None or options["add_zero_attn"] else live.any((1, 2))
+    seen = None if seen is None else seen.any(1)
+    rows = (live, seen, seen)
     return [
         x if row is None or given is not None else jnp.where(row[..., None], x, 0)
         for x, row, given in zip(inputs, rows, (None, *static), strict=True)

@@ -24,11 +24,8 @@ class MultiScaleDeformableAttention(eqx.Module):
     head and one pixel more for each point; equal weights; `value_proj` and `output_proj` Xavier-uniform.
 
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each an
-    `equinox.nn.Linear`. Those of a published checkpoint (see `jax_attn_bwd.layers.deformable`):
-
-        for name, x in from_torch(state, prefix).items():
-            where = lambda layer: (getattr(layer, name).weight, getattr(layer, name).bias)
-            layer = equinox.tree_at(where, layer, (x["kernel"].T, x["bias"]))
+    `equinox.nn.Linear`. `load_torch` takes those of a published checkpoint, see
+    `jax_attn_bwd.layers.deformable`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -74,16 +71,12 @@ class MultiScaleDeformableAttention(eqx.Module):
           key: a PRNG key for `value_proj` and `output_proj`.
         """
         options = deformable.Options(padding_mode, method, deterministic, implementation)
-        config = deformable.configure(
-            num_heads, num_levels, num_points, options, query_size=query_size
-        )
+        config = deformable.configure(num_heads, num_levels, num_points, options, query_size=query_size)
         keys = jax.random.split(key)
         linear = partial(_linear, query_size, dtype=dtype)
         xavier = jax.nn.initializers.xavier_uniform()
         self.config = config
-        self.sampling_offsets = linear(
-            2 * config.samples, key=key, bias=deformable.offsets_bias(config)
-        )
+        self.sampling_offsets = linear(2 * config.samples, key=key, bias=deformable.offsets_bias(config))
         self.attention_weights = linear(config.samples, key=key)
         self.value_proj, self.output_proj = (linear(query_size, key=k, init=xavier) for k in keys)
 
@@ -160,7 +153,10 @@ def _check_unbatched(query: jax.Array) -> None:
     if jnp.ndim(query) != 2:
         raise ValueError(
             checks.message(
-                "MultiScaleDeformableAttention", "query", "have shape [Q, C]", jnp.shape(query),
+                "MultiScaleDeformableAttention",
+                "query",
+                "have shape [Q, C]",
+                jnp.shape(query),
                 "for a batch use jax.vmap",
             )
-        )  # fmt: skip
+        )

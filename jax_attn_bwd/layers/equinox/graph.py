@@ -1,8 +1,8 @@
 """Graph attention layers as Equinox modules."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.layers import graph as shared
-from jax_attn_bwd.layers.graph_parameters import Config, arrays, channels, linears
+from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 _XAVIER = jax.nn.initializers.xavier_uniform()
@@ -21,25 +21,25 @@ class _Conv(eqx.Module):
     config: Config = eqx.field(static=True)
     linears: tuple[str, ...] = eqx.field(static=True)
 
-    def _build(
-        self, config: Config, in_channels: Any, inference: bool, dtype: Any, key: jax.Array
-    ) -> None:
+    kind: ClassVar[str]
+
+    def _build(self, arguments: dict[str, Any]) -> None:
+        """Makes the layer of the arguments of its constructor."""
         for field in fields(self):
             # Equinox flattens what the instance holds: a default of the class it takes for missing.
             if field.default is None:
                 setattr(self, field.name, None)
-        config = replace(config, in_channels=channels(config.kind, in_channels))
+        config, dtype = Config.of(self.kind, arguments), arguments["dtype"]
         specs = linears(config, config.in_channels)
         shapes = arrays(config)
-        keys = iter(jax.random.split(key, len(specs) + len(shapes)))
+        keys = iter(jax.random.split(arguments["key"], len(specs) + len(shapes)))
         for name, (width, out, bias) in specs.items():
-            assert width is not None
             setattr(self, name, _linear(width, out, bias, dtype, next(keys)))
         for name, shape in shapes.items():
             init = jax.nn.initializers.zeros if name == "bias" else _XAVIER
             kind = jnp.result_type(float) if dtype is None else dtype
             setattr(self, name, init(next(keys), shape, kind))
-        self.config, self.linears, self.inference = config, tuple(specs), inference
+        self.config, self.linears, self.inference = config, tuple(specs), arguments["inference"]
 
     def __call__(
         self,
@@ -76,9 +76,15 @@ class _Conv(eqx.Module):
             remedy = "pass inference=True or use equinox.nn.inference_mode"
             raise ValueError(checks.message(self.config.kind, "key", expected, None, remedy))
         return shared.attend(
-            self.config, layers, vectors, x, graph, edge_attr, key if training else None,
+            self.config,
+            layers,
+            vectors,
+            x,
+            graph,
+            edge_attr,
+            key if training else None,
             return_attention_weights,
-        )  # fmt: skip
+        )
 
 
 def _linear(width: int, out: int, bias: bool, dtype: Any, key: jax.Array) -> eqx.nn.Linear:
@@ -99,15 +105,8 @@ class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
     Parameters: `lin` (or for a pair of widths `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`;
-    `lin_edge` and `att_edge` with `edge_dim`; `res` with `residual`; None where there is none. Those of
-    PyTorch Geometric (for differences see `jax_attn_bwd.layers.graph`):
-
-        for name, x in from_torch(state, prefix).items():
-            if isinstance(x, dict):  # its entries: kernel and perhaps bias
-                where = lambda layer: [getattr(getattr(layer, name), p) for p in ("weight", "bias")[: len(x)]]
-                layer = equinox.tree_at(where, layer, [x["kernel"].T, x.get("bias")][: len(x)])
-            else:
-                layer = equinox.tree_at(lambda layer: getattr(layer, name), layer, x)
+    `lin_edge` and `att_edge` with `edge_dim`; `res` with `residual`; None where there is none. `load_torch`
+    takes those of PyTorch Geometric; for differences see `jax_attn_bwd.layers.graph`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -128,6 +127,8 @@ class GATConv(_Conv):
     att_dst: jax.Array | None = None
     att_edge: jax.Array | None = None
     bias: jax.Array | None = None
+
+    kind: ClassVar[str] = "GATConv"
 
     def __init__(
         self,
@@ -163,18 +164,14 @@ class GATConv(_Conv):
           dtype: of the parameters.
           key: a PRNG key for the parameters.
         """
-        config = Config(
-            "GATConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            negative_slope=negative_slope, residual=residual,
-        )  # fmt: skip
-        self._build(config, in_channels, inference, dtype, key)
+        self._build(locals())
 
 
 class GATv2Conv(_Conv):
     """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
 
     Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
-    `res` with `residual`; None where there is none. Those of PyTorch Geometric: as for `GATConv`.
+    `res` with `residual`; None where there is none. `load_torch` takes those of PyTorch Geometric.
     """
 
     lin_l: eqx.nn.Linear
@@ -183,6 +180,8 @@ class GATv2Conv(_Conv):
     lin_edge: eqx.nn.Linear | None = None
     res: eqx.nn.Linear | None = None
     bias: jax.Array | None = None
+
+    kind: ClassVar[str] = "GATv2Conv"
 
     def __init__(
         self,
@@ -209,19 +208,15 @@ class GATv2Conv(_Conv):
         Args:
           share_weights: whether destinations use the linear layer of sources, `lin_l`.
         """
-        config = Config(
-            "GATv2Conv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            negative_slope=negative_slope, residual=residual, share_weights=share_weights,
-        )  # fmt: skip
-        self._build(config, in_channels, inference, dtype, key)
+        self._build(locals())
 
 
 class TransformerConv(_Conv):
     """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
 
     Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
-    `beta`), `lin_edge` (with `edge_dim`); None where there is none. Those of PyTorch Geometric: as for
-    `GATConv`.
+    `beta`), `lin_edge` (with `edge_dim`); None where there is none. `load_torch` takes those of PyTorch
+    Geometric.
     """
 
     lin_key: eqx.nn.Linear
@@ -230,6 +225,8 @@ class TransformerConv(_Conv):
     lin_skip: eqx.nn.Linear | None = None
     lin_beta: eqx.nn.Linear | None = None
     lin_edge: eqx.nn.Linear | None = None
+
+    kind: ClassVar[str] = "TransformerConv"
 
     def __init__(
         self,
@@ -256,8 +253,4 @@ class TransformerConv(_Conv):
           beta: whether a learned gate mixes attention and skip connection, in place of their sum.
           root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
         """
-        config = Config(
-            "TransformerConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            root_weight=root_weight, beta=beta,
-        )  # fmt: skip
-        self._build(config, in_channels, inference, dtype, key)
+        self._build(locals())

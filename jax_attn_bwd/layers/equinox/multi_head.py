@@ -37,6 +37,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
     is_causal: bool = eqx.field(static=True)
     local_window_size: tuple[int, int] | None = eqx.field(static=True)
+    logits_soft_cap: float | None = eqx.field(static=True)
+    precision: Any = eqx.field(static=True)
+    deterministic_sums: bool = eqx.field(static=True)
     save: str = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
 
@@ -46,6 +49,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         *args: Any,
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
+        logits_soft_cap: float | None = None,
+        precision: Any = None,
+        deterministic_sums: bool = True,
         save: str = "inputs",
         implementation: str | None = None,
         **kwargs: Any,
@@ -56,6 +62,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           num_heads, query_size, ...: all of `equinox.nn.MultiheadAttention`, by position or by name.
           is_causal: a query sees keys up to its own index; no mask is formed.
           local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
+          logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+          precision: of all matrix products; None follows `jax_default_matmul_precision`. Projections other
+            than `equinox.nn.Linear`, or around `process_heads`, have their own.
+          deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
+            Equinox's older name for `inference`: no dropout.)
           save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
             `jax_attn_bwd.multi_head_attention`, where that runs.
           implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
@@ -64,6 +75,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         self.is_causal = is_causal
         # As a pair of Python ints: `filter_jit` compares it with those of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
+        self.logits_soft_cap = logits_soft_cap
+        self.precision = checks.precision(_NAME, precision)
+        self.deterministic_sums = deterministic_sums
         self.save = save
         self.implementation = implementation
 
@@ -79,8 +93,14 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic: bool | None = None,
         process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
         bias: jax.Array | None = None,
+        query_seq_lengths: jax.Array | None = None,
+        key_value_seq_lengths: jax.Array | None = None,
+        query_segment_ids: jax.Array | None = None,
+        key_value_segment_ids: jax.Array | None = None,
+        query_positions: jax.Array | None = None,
+        key_value_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """As Equinox's, with a bias.
+        """As Equinox's, with a bias and what tells sequences apart.
 
         Args:
           query: `[T, query_size]`.
@@ -92,6 +112,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           deterministic: Equinox's older name for `inference`.
           process_heads: from query, key and value heads, `[T or S, N, size]`, to others of the same shapes.
           bias: broadcasts to `[N, T, S]`, floating; added to the logits.
+          query_seq_lengths, key_value_seq_lengths: ints; query_segment_ids, key_value_segment_ids,
+            query_positions, key_value_positions: `[T]`, `[S]`: as in `jax_attn_bwd.dot_product_attention`.
 
         Returns:
           `[T, output_size]`.
@@ -111,10 +133,23 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             raise ValueError(checks.message(_NAME, "key", expected, None, remedy))
         mask = None if mask is None else self._mask(mask, query.shape[0], key_.shape[0])
         options: dict[str, Any] = dict(
-            mask=mask, bias=bias, is_causal=self.is_causal,
-            local_window_size=self.local_window_size, implementation=self.implementation,
-            dropout_rate=self.dropout.p if drops else 0.0, dropout_key=key if drops else None,
-        )  # fmt: skip
+            mask=mask,
+            bias=bias,
+            is_causal=self.is_causal,
+            local_window_size=self.local_window_size,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            query_positions=query_positions,
+            key_value_positions=key_value_positions,
+            logits_soft_cap=self.logits_soft_cap,
+            precision=self.precision,
+            deterministic=self.deterministic_sums,
+            implementation=self.implementation,
+            dropout_rate=self.dropout.p if drops else 0.0,
+            dropout_key=key if drops else None,
+        )
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if process_heads is None and all(type(x) is eqx.nn.Linear for x in linears):
             return attend(self._params(), query, key_, value, save=self.save, **options)
@@ -125,9 +160,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             heads = process_heads(*heads)
             if [x.shape for x in heads] != shapes:
                 got = [x.shape for x in heads]
-                raise ValueError(
-                    checks.message(_NAME, "process_heads", f"keep the shapes {shapes}", got)
-                )
+                raise ValueError(checks.message(_NAME, "process_heads", f"keep the shapes {shapes}", got))
         out = dot_product_attention(*promote(None, *heads), **options)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
 

@@ -10,3 +10,4 @@ from jax_attn_bwd.layers.flax_linen.multi_head import MultiHeadAttention as Mult
 from jax_attn_bwd.layers.flax_linen.multi_head import (
     MultiHeadDotProductAttention as MultiHeadDotProductAttention,
 )
+from jax_attn_bwd.layers.flax_linen.published_weights import load_torch as load_torch

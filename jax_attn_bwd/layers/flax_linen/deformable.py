@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -18,8 +17,7 @@ class MultiScaleDeformableAttention(nn.Module):
     head and one pixel more for each point; equal weights; `value_proj` and `output_proj` Xavier-uniform.
 
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each with `kernel` and
-    `bias`. Those of a published checkpoint: `{"params": from_torch(state, prefix)}`, see
-    `jax_attn_bwd.layers.deformable`.
+    `bias`. `load_torch` takes those of a published checkpoint, see `jax_attn_bwd.layers.deformable`.
 
     Attributes:
       num_heads: M.
@@ -61,17 +59,13 @@ class MultiScaleDeformableAttention(nn.Module):
 
     def setup(self) -> None:
         """Makes the four linear layers."""
-        options = deformable.Options(
-            self.padding_mode, self.method, self.deterministic, self.implementation
-        )
+        options = deformable.Options(self.padding_mode, self.method, self.deterministic, self.implementation)
         config = deformable.configure(
             self.num_heads, self.num_levels, self.num_points, options, features=self.features
         )
         bias = deformable.offsets_bias(config)
         dense = partial(nn.Dense, param_dtype=self.param_dtype, precision=self.precision)
-        zeros = partial(
-            dense, dtype=deformable.offsets_dtype(self.dtype), kernel_init=nn.initializers.zeros
-        )
+        zeros = partial(dense, dtype=deformable.offsets_dtype(self.dtype), kernel_init=nn.initializers.zeros)
         self.config = config
         self.sampling_offsets = zeros(
             2 * config.samples, bias_init=lambda key, shape, dtype: jnp.asarray(bias, dtype)
@@ -81,43 +75,6 @@ class MultiScaleDeformableAttention(nn.Module):
             dense(self.features, dtype=self.dtype, kernel_init=self.kernel_init) for _ in range(2)
         )
 
-    def __call__(
-        self,
-        query: jax.Array,
-        reference_points: jax.Array,
-        value: jax.Array,
-        spatial_shapes: Any,
-        mask: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attends.
-
-        Args:
-          query: `[..., Q, C]`, with its position embedding.
-          reference_points: `[..., Q, L, 2]`, (x, y) from 0 to 1 across the padded picture, or boxes
-            `[..., Q, L, 4]`, (x, y of the centre, width, height). `[..., Q, 1, 2 or 4]` or
-            `[..., Q, 2 or 4]` where all levels share them. Keep them float32 also with a narrower `dtype`.
-          value: `[..., S, C]`, the levels one after the other, each row by row.
-          spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time.
-          mask: `[..., S]`, bool, **True = keep**, False = padding, whose values are zeroed. The
-            `input_padding_mask` of Deformable-DETR is its opposite, the `value_mask` of RT-DETR the same.
-
-        Returns:
-          `[..., Q, C]`.
-
-        Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
-        """
-        return deformable.attend(
-            self.config, self._linears(), query, reference_points, value, spatial_shapes, mask
-        )
-
-    def sampling_locations(
-        self, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
-    ) -> jax.Array:
-        """`[..., Q, M, sum P, 2]`, (x, y) from 0 to 1: where each head looks for each query."""
-        return deformable.sampling_locations(
-            self.config, self._linears(), query, reference_points, spatial_shapes
-        )
-
-    def _linears(self) -> deformable.Linears:
-        return deformable.Linears(*(getattr(self, name) for name in deformable.Linears._fields))
+    # In the class itself: the frameworks wrap what they find there.
+    __call__ = deformable.Calls.__call__
+    sampling_locations = deformable.Calls.sampling_locations

@@ -1,6 +1,5 @@
 """Graph attention layers as Flax linen modules."""
 
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import jax
@@ -56,40 +55,38 @@ class _Conv(nn.Module):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
-        names = [field.name for field in fields(Config) if hasattr(self, field.name)]
-        config = Config(**{name: getattr(self, name) for name in names})
+        config = Config.of(self.kind, vars(self))
         pair = (None, None) if isinstance(x, tuple | list) else None
         layers = {
             name: nn.Dense(
-                linear.out_channels, use_bias=linear.bias, dtype=self.dtype,
-                param_dtype=self.param_dtype, precision=self.precision,
-                kernel_init=self.kernel_init, name=name,
+                linear.out_channels,
+                use_bias=linear.bias,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                precision=self.precision,
+                kernel_init=self.kernel_init,
+                name=name,
             )
             for name, linear in linears(config, pair).items()
-        }  # fmt: skip
+        }
         vectors = {
             name: self.param(
-                name, nn.initializers.zeros if name == "bias" else self.kernel_init, shape,
-                self.param_dtype,
+                name, nn.initializers.zeros if name == "bias" else self.kernel_init, shape, self.param_dtype
             )
             for name, shape in arrays(config).items()
-        }  # fmt: skip
+        }
         key = None
-        if config.dropout and not nn.merge_param(
-            "deterministic", self.deterministic, deterministic
-        ):
+        if config.dropout and not nn.merge_param("deterministic", self.deterministic, deterministic):
             key = self.make_rng("dropout")
-        return shared.attend(
-            config, layers, vectors, x, graph, edge_attr, key, return_attention_weights
-        )
+        return shared.attend(config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
 
 
 class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
     Parameters: `lin` (or for a pair `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`; `lin_edge` and
-    `att_edge` with `edge_dim`; `res` with `residual`. Those of PyTorch Geometric:
-    `{"params": from_torch(state, prefix)}`; for differences see `jax_attn_bwd.layers.graph`.
+    `att_edge` with `edge_dim`; `res` with `residual`. `load_torch` takes those of PyTorch Geometric; for
+    differences see `jax_attn_bwd.layers.graph`.
 
     Attributes:
       out_channels: width of a head.
@@ -128,7 +125,7 @@ class GATv2Conv(_Conv):
     """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
 
     Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
-    `res` with `residual`. Those of PyTorch Geometric: `{"params": from_torch(state, prefix)}`.
+    `res` with `residual`. `load_torch` takes those of PyTorch Geometric.
 
     Attributes:
       out_channels, heads, concat, dropout, edge_dim, bias, deterministic, dtype, param_dtype, precision,
@@ -147,8 +144,7 @@ class TransformerConv(_Conv):
     """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
 
     Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
-    `beta`), `lin_edge` (with `edge_dim`). Those of PyTorch Geometric:
-    `{"params": from_torch(state, prefix)}`.
+    `beta`), `lin_edge` (with `edge_dim`). `load_torch` takes those of PyTorch Geometric.
 
     Attributes:
       out_channels, heads, concat, dropout, edge_dim, deterministic, dtype, param_dtype, precision,

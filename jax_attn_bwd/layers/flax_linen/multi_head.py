@@ -13,7 +13,7 @@ from flax.core import meta
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import FLAX_NUMBERS, attend, boolean_mask, within_window
+from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _own_attention = attention_fn
@@ -26,19 +26,21 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     Every attribute and call argument of Flax's, the same parameters, initial values, rng streams and cache:
     change the import, and a checkpoint loads. It runs `jax_attn_bwd.multi_head_attention`, one rule over the
-    whole layer. With `decode`, `normalize_qk`, `sow_weights`, `precision`, a dot_general or an `attention_fn`
-    of the caller's it runs Flax's projections around `jax_attn_bwd.attention_fn`, or around theirs; with an
-    einsum of the caller's Flax's own attention.
+    whole layer. With `decode`, `normalize_qk`, `sow_weights`, a dot_general or an `attention_fn` of the
+    caller's it runs Flax's projections around `jax_attn_bwd.attention_fn`, or around theirs; with an einsum
+    of the caller's Flax's own attention.
 
-    Differs from Flax's in that masks must be boolean (`dtype=bool` in `nn.make_causal_mask` and the like),
-    and that a query which sees nothing gives the output bias, not a mean over hidden keys. Dropout draws
-    other masks than Flax's for the same key. Where one rule runs, the projections are no `nn.DenseGeneral`:
-    `nn.intercept_methods` and `capture_intermediates` do not see what they return.
+    Differs from Flax's in that a query which sees nothing gives the output bias, not a mean over hidden keys.
+    Dropout draws other masks than Flax's for the same key. Where one rule runs, the projections are no
+    `nn.DenseGeneral`: `nn.intercept_methods` and `capture_intermediates` do not see what they return.
 
     Attributes:
       is_causal: a query sees keys up to its own index; no mask is formed.
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
         t is the index in the cache.
+      logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
+        Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`, where that runs.
       implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
@@ -55,6 +57,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     attention_fn: Callable[..., jax.Array] = attention_fn
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
+    logits_soft_cap: float | None = None
+    deterministic_sums: bool = True
     save: str = "inputs"
     implementation: str | None = None
 
@@ -70,6 +74,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
+        query_seq_lengths: jax.Array | None = None,
+        key_value_seq_lengths: jax.Array | None = None,
+        query_segment_ids: jax.Array | None = None,
+        key_value_segment_ids: jax.Array | None = None,
+        query_positions: jax.Array | None = None,
+        key_value_positions: jax.Array | None = None,
     ) -> jax.Array:
         """As Flax's.
 
@@ -78,25 +88,46 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           inputs_k: `[..., S, Ek]`; None = `inputs_q`.
           inputs_v: `[..., S, Ev]`; None = `inputs_k`.
           inputs_kv: Flax's older name for both.
-          mask: broadcasts to `[..., N, T, S]`, **bool**, True = attend.
+          mask: broadcasts to `[..., N, T, S]`, True = attend; of numbers, what is not 0 attends. Floating
+            values other than 0 and 1 are an error where they are known, not where they are traced.
           deterministic: True = no dropout; None takes the attribute.
           dropout_rng: random key for dropout; None takes the rng "dropout".
           sow_weights: store the weights `[..., N, T, S]` before dropout in "intermediates".
+          query_seq_lengths, key_value_seq_lengths: `[...]`; query_segment_ids, key_value_segment_ids,
+            query_positions, key_value_positions: `[..., T]`, `[..., S]`: as in
+            `jax_attn_bwd.dot_product_attention`. In decoding the keys are those of the cache, and a query's
+            position is its index there, unless it is given. An `attention_fn` of the caller's is handed
+            those that are given.
 
         Returns:
           `[..., T, out_features]`.
 
         Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as an additive mask.
         """
         positive(type(self).__name__, "num_heads", self.num_heads)
-        mask = boolean_mask(type(self).__name__, mask, FLAX_NUMBERS)
+        mask = flax_mask(type(self).__name__, mask)
+        tokens = dict(
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            query_positions=query_positions,
+            key_value_positions=key_value_positions,
+        )
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
             return self._projected(
-                inputs_q, inputs_k, inputs_v, inputs_kv=inputs_kv, mask=mask,
-                deterministic=deterministic, dropout_rng=dropout_rng, sow_weights=sow_weights,
-            )  # fmt: skip
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                inputs_kv=inputs_kv,
+                mask=mask,
+                deterministic=deterministic,
+                dropout_rng=dropout_rng,
+                sow_weights=sow_weights,
+                tokens=tokens,
+            )
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         params = self._params(inputs_q, inputs_k, inputs_v)
@@ -106,20 +137,34 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         return attend(
-            params, inputs_q, inputs_k, inputs_v, dtype=self.dtype, mask=mask,
-            is_causal=self.is_causal, local_window_size=self.local_window_size,
+            params,
+            inputs_q,
+            inputs_k,
+            inputs_v,
+            dtype=self.dtype,
+            mask=mask,
+            is_causal=self.is_causal,
+            local_window_size=self.local_window_size,
+            **tokens,
+            logits_soft_cap=self.logits_soft_cap,
+            precision=self.precision,
+            deterministic=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
-            dropout_key=dropout_rng if drops else None, broadcast_dropout=self.broadcast_dropout,
-            save=self.save, implementation=self.implementation,
-        )  # fmt: skip
+            dropout_key=dropout_rng if drops else None,
+            broadcast_dropout=self.broadcast_dropout,
+            save=self.save,
+            implementation=self.implementation,
+        )
 
     @nn.nowrap
     def _is_whole(self) -> bool:
         """Whether nothing stands between the projections and the attention, or replaces a part."""
         custom = (
-            self.qkv_dot_general, self.out_dot_general, self.qkv_dot_general_cls,
-            self.out_dot_general_cls, self.precision,
-        )  # fmt: skip
+            self.qkv_dot_general,
+            self.out_dot_general,
+            self.qkv_dot_general_cls,
+            self.out_dot_general_cls,
+        )
         return (
             self.attention_fn is _own_attention
             and not (self.decode or self.normalize_qk or self._einsums())
@@ -137,9 +182,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         heads, qkv_features = self.num_heads, self.qkv_features or inputs[0].shape[-1]
         if qkv_features % heads:
             expected = f"be a multiple of the {heads} heads"
-            raise ValueError(
-                checks.message(type(self).__name__, "qkv_features", expected, qkv_features)
-            )
+            raise ValueError(checks.message(type(self).__name__, "qkv_features", expected, qkv_features))
         size = (heads, qkv_features // heads)
         projection = partial(_Projection, use_bias=self.use_bias, param_dtype=self.param_dtype)
         inner = partial(projection, kernel_init=self.kernel_init, bias_init=self.bias_init)
@@ -149,55 +192,43 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         ]
         pairs.append(
             projection(
-                size, (features,), kernel_init=self.out_kernel_init or self.kernel_init,
-                bias_init=self.out_bias_init or self.bias_init, name="out",
+                size,
+                (features,),
+                kernel_init=self.out_kernel_init or self.kernel_init,
+                bias_init=self.out_bias_init or self.bias_init,
+                name="out",
             )()
-        )  # fmt: skip
+        )
         return MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
 
     @nn.nowrap
-    def _projected(self, inputs_q: jax.Array, *inputs: Any, mask: Any, **arguments: Any) -> Any:
+    def _projected(self, *inputs: Any, tokens: dict[str, Any], **arguments: Any) -> Any:
         """Flax's own call, around the attention that the attributes ask for."""
         options: dict[str, Any] = {
             "is_causal": self.is_causal or None,
             "local_window_size": self.local_window_size,
+            "logits_soft_cap": self.logits_soft_cap,
+            "deterministic_sums": None if self.deterministic_sums is True else self.deterministic_sums,
             "implementation": self.implementation,
         }
         options = {name: x for name, x in options.items() if x is not None}
         if self.attention_fn is not _own_attention or self._einsums():
             if options:
-                expected = (
-                    f"be left out with an attention_fn or an einsum other than {__package__}'s"
-                )
-                raise ValueError(
-                    checks.message(type(self).__name__, ", ".join(options), expected, options)
-                )
-            attention = (
-                nn.dot_product_attention
-                if self.attention_fn is _own_attention
-                else self.attention_fn
-            )
+                expected = f"be left out with an attention_fn or an einsum other than {__package__}'s"
+                raise ValueError(checks.message(type(self).__name__, ", ".join(options), expected, options))
+            attention = nn.dot_product_attention if self.attention_fn is _own_attention else self.attention_fn
         else:
             if self.decode and self.has_variable("cache", "cached_key"):
-                mask = self._window_of_step(mask, inputs_q.ndim - 2, options)
+                options.pop("is_causal", None)  # Flax hides the keys that are still to come
+                if "local_window_size" in options and tokens["query_positions"] is None:
+                    index: Any = self.get_variable("cache", "cache_index")
+                    tokens = tokens | {"query_positions": index[None]}
             attention = partial(_own_attention, **options)
-        given = self.attention_fn
-        object.__setattr__(self, "attention_fn", attention)  # for the call: modules are frozen
-        try:
-            return _flax_call(self, inputs_q, *inputs, mask=mask, **arguments)
-        finally:
-            object.__setattr__(self, "attention_fn", given)
-
-    @nn.nowrap
-    def _window_of_step(self, mask: Any, batch: int, options: dict[str, Any]) -> Any:
-        """`mask` with the window of the one query that the cache is about to take; empties `options` of it.
-
-        Flax hides the keys that are still to come.
-        """
-        row: Any = self.get_variable("cache", "cache_index")[None]
-        length: Any = self.get_variable("cache", "cached_key").shape[-3]
-        size = options.pop("local_window_size", None)
-        return within_window(type(self).__name__, mask, row, batch, length, size)
+        # Modules are frozen: another one, in the same scope and state, has the other attention.
+        module = object.__new__(type(self))
+        attention = told(type(self).__name__, attention, tokens)
+        vars(module).update(vars(self), attention_fn=attention)
+        return _flax_call(module, *inputs, **arguments)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

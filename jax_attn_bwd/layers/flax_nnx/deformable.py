@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -20,8 +19,7 @@ class MultiScaleDeformableAttention(nnx.Module):
     head and one pixel more for each point; equal weights; `value_proj` and `output_proj` Xavier-uniform.
 
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each an `nnx.Linear`.
-    Those of a published checkpoint: `nnx.update(layer, from_torch(state, prefix))`, see
-    `jax_attn_bwd.layers.deformable`.
+    `load_torch` takes those of a published checkpoint, see `jax_attn_bwd.layers.deformable`.
 
     Args:
       num_heads: M.
@@ -66,16 +64,10 @@ class MultiScaleDeformableAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         options = deformable.Options(padding_mode, method, deterministic, implementation)
-        config = deformable.configure(
-            num_heads, num_levels, num_points, options, in_features=in_features
-        )
+        config = deformable.configure(num_heads, num_levels, num_points, options, in_features=in_features)
         bias = deformable.offsets_bias(config)
-        linear = partial(
-            nnx.Linear, in_features, param_dtype=param_dtype, precision=precision, rngs=rngs
-        )
-        zeros = partial(
-            linear, dtype=deformable.offsets_dtype(dtype), kernel_init=nnx.initializers.zeros
-        )
+        linear = partial(nnx.Linear, in_features, param_dtype=param_dtype, precision=precision, rngs=rngs)
+        zeros = partial(linear, dtype=deformable.offsets_dtype(dtype), kernel_init=nnx.initializers.zeros)
         self.config = config
         self.sampling_offsets = zeros(
             2 * config.samples, bias_init=lambda key, shape, dtype: jnp.asarray(bias, dtype)
@@ -85,43 +77,6 @@ class MultiScaleDeformableAttention(nnx.Module):
             linear(in_features, dtype=dtype, kernel_init=kernel_init) for _ in range(2)
         )
 
-    def __call__(
-        self,
-        query: jax.Array,
-        reference_points: jax.Array,
-        value: jax.Array,
-        spatial_shapes: Any,
-        mask: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attends.
-
-        Args:
-          query: `[..., Q, C]`, with its position embedding.
-          reference_points: `[..., Q, L, 2]`, (x, y) from 0 to 1 across the padded picture, or boxes
-            `[..., Q, L, 4]`, (x, y of the centre, width, height). `[..., Q, 1, 2 or 4]` or
-            `[..., Q, 2 or 4]` where all levels share them. Keep them float32 also with a narrower `dtype`.
-          value: `[..., S, C]`, the levels one after the other, each row by row.
-          spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time.
-          mask: `[..., S]`, bool, **True = keep**, False = padding, whose values are zeroed. The
-            `input_padding_mask` of Deformable-DETR is its opposite, the `value_mask` of RT-DETR the same.
-
-        Returns:
-          `[..., Q, C]`.
-
-        Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
-        """
-        return deformable.attend(
-            self.config, self._linears(), query, reference_points, value, spatial_shapes, mask
-        )
-
-    def sampling_locations(
-        self, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
-    ) -> jax.Array:
-        """`[..., Q, M, sum P, 2]`, (x, y) from 0 to 1: where each head looks for each query."""
-        return deformable.sampling_locations(
-            self.config, self._linears(), query, reference_points, spatial_shapes
-        )
-
-    def _linears(self) -> deformable.Linears:
-        return deformable.Linears(*(getattr(self, name) for name in deformable.Linears._fields))
+    # In the class itself: the frameworks wrap what they find there.
+    __call__ = deformable.Calls.__call__
+    sampling_locations = deformable.Calls.sampling_locations

@@ -1,40 +1,38 @@
 """Graph attention layers as Flax NNX modules."""
 
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_attn_bwd.layers import graph as shared
-from jax_attn_bwd.layers.graph_parameters import Config, arrays, channels, linears
+from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 _XAVIER = nnx.initializers.xavier_uniform()
 
 
 class _Conv(nnx.Module):
-    def _build(
-        self,
-        config: Config,
-        in_channels: Any,
-        deterministic: bool,
-        dtype: Any,
-        param_dtype: Any,
-        precision: Any,
-        kernel_init: nnx.Initializer,
-        rngs: nnx.Rngs,
-    ) -> None:
-        config = replace(config, in_channels=channels(config.kind, in_channels))
+    kind: ClassVar[str]
+
+    def _build(self, arguments: dict[str, Any]) -> None:
+        """Makes the layer of the arguments of its constructor."""
+        config = Config.of(self.kind, arguments)
+        names = ("dtype", "param_dtype", "precision", "kernel_init", "rngs")
+        dtype, param_dtype, precision, kernel_init, rngs = (arguments[name] for name in names)
+        linear = partial(
+            nnx.Linear,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
         specs = linears(config, config.in_channels)
         for name, (width, out, bias) in specs.items():
-            assert width is not None
-            linear = nnx.Linear(
-                width, out, use_bias=bias, dtype=dtype, param_dtype=param_dtype,
-                precision=precision, kernel_init=kernel_init, rngs=rngs,
-            )  # fmt: skip
-            setattr(self, name, linear)
+            setattr(self, name, linear(width, out, use_bias=bias))
         for name, shape in arrays(config).items():
             init = nnx.initializers.zeros if name == "bias" else kernel_init
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
@@ -42,7 +40,7 @@ class _Conv(nnx.Module):
         self.linears = tuple(specs)
         # A layer without dropout holds no random state.
         streams = rngs if config.dropout else None
-        self.dropout = nnx.Dropout(config.dropout, deterministic=deterministic, rngs=streams)
+        self.dropout = nnx.Dropout(config.dropout, deterministic=arguments["deterministic"], rngs=streams)
 
     def __call__(
         self,
@@ -77,17 +75,15 @@ class _Conv(nnx.Module):
         key = None
         if self.config.dropout and not deterministic:
             key = self.dropout.rngs() if rngs is None else rngs.dropout()
-        return shared.attend(
-            self.config, layers, vectors, x, graph, edge_attr, key, return_attention_weights
-        )
+        return shared.attend(self.config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
 
 
 class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
     Parameters: `lin` (or for a pair of widths `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`;
-    `lin_edge` and `att_edge` with `edge_dim`; `res` with `residual`. Those of PyTorch Geometric:
-    `nnx.update(layer, from_torch(state, prefix))`; for differences see `jax_attn_bwd.layers.graph`.
+    `lin_edge` and `att_edge` with `edge_dim`; `res` with `residual`. `load_torch` takes those of PyTorch
+    Geometric; for differences see `jax_attn_bwd.layers.graph`.
 
     Args:
       in_channels: width of the nodes, or (of sources, of destinations).
@@ -118,6 +114,8 @@ class GATConv(_Conv):
       (3, 8)
     """
 
+    kind: ClassVar[str] = "GATConv"
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -138,26 +136,22 @@ class GATConv(_Conv):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        config = Config(
-            "GATConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            negative_slope=negative_slope, residual=residual,
-        )  # fmt: skip
-        self._build(
-            config, in_channels, deterministic, dtype, param_dtype, precision, kernel_init, rngs
-        )
+        self._build(locals())
 
 
 class GATv2Conv(_Conv):
     """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
 
     Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
-    `res` with `residual`. Those of PyTorch Geometric: `nnx.update(layer, from_torch(state, prefix))`.
+    `res` with `residual`. `load_torch` takes those of PyTorch Geometric.
 
     Args:
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
       in_channels, out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual,
         deterministic, dtype, param_dtype, precision, kernel_init, implementation, rngs: as in `GATConv`.
     """
+
+    kind: ClassVar[str] = "GATv2Conv"
 
     def __init__(
         self,
@@ -180,21 +174,14 @@ class GATv2Conv(_Conv):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        config = Config(
-            "GATv2Conv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            negative_slope=negative_slope, residual=residual, share_weights=share_weights,
-        )  # fmt: skip
-        self._build(
-            config, in_channels, deterministic, dtype, param_dtype, precision, kernel_init, rngs
-        )
+        self._build(locals())
 
 
 class TransformerConv(_Conv):
     """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
 
     Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
-    `beta`), `lin_edge` (with `edge_dim`). Those of PyTorch Geometric:
-    `nnx.update(layer, from_torch(state, prefix))`.
+    `beta`), `lin_edge` (with `edge_dim`). `load_torch` takes those of PyTorch Geometric.
 
     Args:
       bias: whether the linear layers of nodes have one.
@@ -203,6 +190,8 @@ class TransformerConv(_Conv):
       in_channels, out_channels, heads, concat, dropout, edge_dim, deterministic, dtype, param_dtype,
         precision, kernel_init, implementation, rngs: as in `GATConv`.
     """
+
+    kind: ClassVar[str] = "TransformerConv"
 
     def __init__(
         self,
@@ -224,10 +213,4 @@ class TransformerConv(_Conv):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        config = Config(
-            "TransformerConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            root_weight=root_weight, beta=beta,
-        )  # fmt: skip
-        self._build(
-            config, in_channels, deterministic, dtype, param_dtype, precision, kernel_init, rngs
-        )
+        self._build(locals())

@@ -1,6 +1,6 @@
 """Graph attention layers as Haiku modules."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import haiku as hk
 import jax
@@ -13,12 +13,13 @@ from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
 class _Conv(hk.Module):
-    def __init__(
-        self, config: Config, w_init: hk.initializers.Initializer | None, name: str | None
-    ):
-        super().__init__(name=name)
-        self._config = config
-        self._w_init = w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+    kind: ClassVar[str]
+
+    def __init__(self, arguments: dict[str, Any]):
+        """Makes the layer of the arguments of its constructor."""
+        super().__init__(name=arguments["name"])
+        self._config = Config.of(self.kind, arguments)
+        self._w_init = arguments["w_init"] or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
 
     def __call__(
         self,
@@ -49,16 +50,12 @@ class _Conv(hk.Module):
         config = self._config
         pair = isinstance(x, tuple | list)
         layers = {
-            name: hk.Linear(
-                linear.out_channels, with_bias=linear.bias, w_init=self._w_init, name=name
-            )
+            name: hk.Linear(linear.out_channels, with_bias=linear.bias, w_init=self._w_init, name=name)
             for name, linear in linears(config, (None, None) if pair else None).items()
         }
         dtype = jnp.result_type(x[0] if pair else x)
         vectors = {
-            name: hk.get_parameter(
-                name, shape, dtype, jnp.zeros if name == "bias" else self._w_init
-            )
+            name: hk.get_parameter(name, shape, dtype, jnp.zeros if name == "bias" else self._w_init)
             for name, shape in arrays(config).items()
         }
         key = None
@@ -67,25 +64,15 @@ class _Conv(hk.Module):
                 expected = f"be given to a layer with dropout = {config.dropout}"
                 raise ValueError(checks.message(config.kind, "is_training", expected, None))
             key = hk.next_rng_key() if is_training else None
-        return shared.attend(
-            config, layers, vectors, x, graph, edge_attr, key, return_attention_weights
-        )
+        return shared.attend(config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
 
 
 class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
     Parameters: `lin` (or for a pair `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`; `lin_edge` and
-    `att_edge` with `edge_dim`; `res` with `residual`. Those of PyTorch Geometric (for differences see
-    `jax_attn_bwd.layers.graph`), for `tree = from_torch(state, prefix)`:
-
-        params = {"gat_conv": {}}
-        for name, x in tree.items():
-            if isinstance(x, dict):  # kernel and perhaps bias
-                short = {"kernel": "w", "bias": "b"}
-                params[f"gat_conv/{name}"] = {short[part]: x[part] for part in x}
-            else:
-                params["gat_conv"][name] = x
+    `att_edge` with `edge_dim`; `res` with `residual`. `load_torch` takes those of PyTorch Geometric; for
+    differences see `jax_attn_bwd.layers.graph`.
 
     Args:
       out_channels: width of a head.
@@ -112,6 +99,8 @@ class GATConv(_Conv):
       (3, 8)
     """
 
+    kind: ClassVar[str] = "GATConv"
+
     def __init__(
         self,
         out_channels: int,
@@ -127,24 +116,22 @@ class GATConv(_Conv):
         implementation: str | None = None,
         name: str | None = None,
     ):
-        config = Config(
-            "GATConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            negative_slope=negative_slope, residual=residual,
-        )  # fmt: skip
-        super().__init__(config, w_init, name)
+        super().__init__(locals())
 
 
 class GATv2Conv(_Conv):
     """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
 
     Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
-    `res` with `residual`. Those of PyTorch Geometric: as for `GATConv`, under "gatv2_conv".
+    `res` with `residual`. `load_torch` takes those of PyTorch Geometric.
 
     Args:
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
       out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual, w_init, implementation,
         name: as in `GATConv`.
     """
+
+    kind: ClassVar[str] = "GATv2Conv"
 
     def __init__(
         self,
@@ -162,19 +149,14 @@ class GATv2Conv(_Conv):
         implementation: str | None = None,
         name: str | None = None,
     ):
-        config = Config(
-            "GATv2Conv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            negative_slope=negative_slope, residual=residual, share_weights=share_weights,
-        )  # fmt: skip
-        super().__init__(config, w_init, name or "gatv2_conv")  # by itself: ga_tv2_conv
+        super().__init__(locals() | {"name": name or "gatv2_conv"})  # by itself: ga_tv2_conv
 
 
 class TransformerConv(_Conv):
     """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
 
     Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
-    `beta`), `lin_edge` (with `edge_dim`). Those of PyTorch Geometric: as for `GATConv`, under
-    "transformer_conv".
+    `beta`), `lin_edge` (with `edge_dim`). `load_torch` takes those of PyTorch Geometric.
 
     Args:
       bias: whether the linear layers of nodes have one.
@@ -182,6 +164,8 @@ class TransformerConv(_Conv):
       root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
       out_channels, heads, concat, dropout, edge_dim, w_init, implementation, name: as in `GATConv`.
     """
+
+    kind: ClassVar[str] = "TransformerConv"
 
     def __init__(
         self,
@@ -198,8 +182,4 @@ class TransformerConv(_Conv):
         implementation: str | None = None,
         name: str | None = None,
     ):
-        config = Config(
-            "TransformerConv", out_channels, heads, concat, dropout, edge_dim, bias, implementation,
-            root_weight=root_weight, beta=beta,
-        )  # fmt: skip
-        super().__init__(config, w_init, name)
+        super().__init__(locals())

@@ -29,6 +29,9 @@ class MultiHeadAttention(hk.MultiHeadAttention):
       num_heads, key_size, w_init_scale, w_init, with_bias, b_init, value_size, model_size, name: as Haiku's.
       is_causal: a query sees keys up to its own index; no mask is formed.
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
+      logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      precision: of all matrix products; None follows `jax_default_matmul_precision`.
+      deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`.
       implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
@@ -59,18 +62,33 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         model_size: int | None = None,
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
+        logits_soft_cap: float | None = None,
+        precision: Any = None,
+        deterministic_sums: bool = True,
         save: str = "inputs",
         implementation: str | None = None,
         name: str | None = None,
     ):
         super().__init__(
-            positive(_NAME, "num_heads", num_heads), key_size, w_init_scale, w_init=w_init,
-            with_bias=with_bias, b_init=b_init, value_size=value_size, model_size=model_size, name=name,
-        )  # fmt: skip
+            positive(_NAME, "num_heads", num_heads),
+            key_size,
+            w_init_scale,
+            w_init=w_init,
+            with_bias=with_bias,
+            b_init=b_init,
+            value_size=value_size,
+            model_size=model_size,
+            name=name,
+        )
         self._options: dict[str, Any] = dict(
-            is_causal=is_causal, local_window_size=local_window_size, save=save,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            precision=precision,
+            deterministic=deterministic_sums,
+            save=save,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     def __call__(
         self,
@@ -82,8 +100,14 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         bias: jax.Array | None = None,
         dropout_rate: float = 0.0,
         broadcast_dropout: bool = False,
+        query_seq_lengths: jax.Array | None = None,
+        key_value_seq_lengths: jax.Array | None = None,
+        query_segment_ids: jax.Array | None = None,
+        key_value_segment_ids: jax.Array | None = None,
+        query_positions: jax.Array | None = None,
+        key_value_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """As Haiku's, with a bias and dropout.
+        """As Haiku's, with a bias, dropout and what tells sequences apart.
 
         Args:
           query: `[..., T, Eq]`.
@@ -93,6 +117,9 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
           dropout_rate: probability of dropping an attention probability, with `hk.next_rng_key()`.
           broadcast_dropout: one dropout mask for batch and heads.
+          query_seq_lengths, key_value_seq_lengths: `[...]`; query_segment_ids, key_value_segment_ids,
+            query_positions, key_value_positions: `[..., T]`, `[..., S]`: as in
+            `jax_attn_bwd.dot_product_attention`.
 
         Returns:
           `[..., T, model_size]`.
@@ -101,6 +128,14 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
         """
         mask = boolean_mask(_NAME, mask)
+        tokens = dict(
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            query_positions=query_positions,
+            key_value_positions=key_value_positions,
+        )
         dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
         N, H, Hv = self.num_heads, self.key_size, self.value_size
         sizes = {"query": (query, H), "key": (key, H), "value": (value, Hv)}
@@ -113,10 +148,17 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         params += [w.reshape(N, Hv, self.model_size), b]
         return attend(
             MultiHeadAttentionParams(*params),
-            query, key, value, mask=mask, bias=bias, dropout_rate=dropout_rate,
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            dropout_rate=dropout_rate,
             dropout_key=hk.next_rng_key() if dropout_rate else None,
-            broadcast_dropout=broadcast_dropout, **self._options,
-        )  # fmt: skip
+            broadcast_dropout=broadcast_dropout,
+            **tokens,
+            **self._options,
+        )
 
     @hk.transparent
     def _projection(self, name: str) -> "_Projection":

@@ -93,10 +93,18 @@ def multi_scale_deformable_attention(
       Zhu et al., Deformable DETR, arXiv:2010.04159, 2021. Lv et al., RT-DETRv2, arXiv:2407.17140, 2024.
     """
     options, operands = prepare(
-        _NAME, value, spatial_shapes, sampling_locations, attention_weights,
-        level_start_index=level_start_index, num_points=num_points, padding_mode=padding_mode,
-        method=method, normalize=normalize, deterministic=deterministic,
-    )  # fmt: skip
+        _NAME,
+        value,
+        spatial_shapes,
+        sampling_locations,
+        attention_weights,
+        level_start_index=level_start_index,
+        num_points=num_points,
+        padding_mode=padding_mode,
+        method=method,
+        normalize=normalize,
+        deterministic=deterministic,
+    )
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
     return _attention((options, chosen.name), operands)
 
@@ -146,10 +154,18 @@ def multi_scale_deformable_attention_bwd(
     """
     name = f"{_NAME}_bwd"
     options, operands = prepare(
-        name, value, spatial_shapes, sampling_locations, attention_weights,
-        level_start_index=level_start_index, num_points=num_points, padding_mode=padding_mode,
-        method=method, normalize=normalize, deterministic=deterministic,
-    )  # fmt: skip
+        name,
+        value,
+        spatial_shapes,
+        sampling_locations,
+        attention_weights,
+        level_start_index=level_start_index,
+        num_points=num_points,
+        padding_mode=padding_mode,
+        method=method,
+        normalize=normalize,
+        deterministic=deterministic,
+    )
     dout = checks.floating(name, "dout", dout)
     B, Q, M, _ = operands.attention_weights.shape
     checks.shape(name, "dout", dout, "[B, Q, M * D]", (B, Q, M * operands.value.shape[3]))
@@ -163,17 +179,11 @@ def multi_scale_deformable_attention_bwd(
         grads = grads._replace(value=per_level(options.spatial_shapes, grads.value))
     given = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
     return grads._replace(
-        **{
-            name: getattr(grads, name).reshape(x.shape)
-            for name, x in given.items()
-            if name in wanted
-        }
+        **{name: getattr(grads, name).reshape(x.shape) for name, x in given.items() if name in wanted}
     )
 
 
-IMPLEMENTATIONS = (
-    backend.Implementation("xla", portable_forward.forward, portable_backward.backward),
-)
+IMPLEMENTATIONS = (backend.Implementation("xla", portable_forward.forward, portable_backward.backward),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

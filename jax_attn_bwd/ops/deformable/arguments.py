@@ -36,9 +36,7 @@ def prepare(
     letters = "[B, Q, M, sum of num_points" if num_points is not None else "[B, Q, M, L, P"
     B, _, M, _ = value.shape
     if weights.ndim != 3 + len(layout):
-        raise ValueError(
-            checks.message(name, "attention_weights", f"have shape {letters}]", weights.shape)
-        )
+        raise ValueError(checks.message(name, "attention_weights", f"have shape {letters}]", weights.shape))
     Q = weights.shape[1]
     expected = (B, Q, M, *layout)
     checks.shape(name, "attention_weights", weights, f"{letters}]", expected)
@@ -48,12 +46,13 @@ def prepare(
     if normalize not in (None, "softmax"):
         raise ValueError(checks.message(name, "normalize", "be None or 'softmax'", repr(normalize)))
     options = Options(
-        shapes, points,
+        shapes,
+        points,
         checks.choice(name, "padding_mode", padding_mode, ("zeros", "border")),
         checks.choice(name, "method", method, ("bilinear", "discrete")),
         normalize,
         checks.flag(name, "deterministic", deterministic),
-    )  # fmt: skip
+    )
     K = sum(points)
     operands = Operands(value, locations.reshape(B, Q, M, K, 2), weights.reshape(B, Q, M, K))
     return options, operands
@@ -64,8 +63,7 @@ def per_level(shapes: Sequence[tuple[int, int]], x: jax.Array) -> tuple[jax.Arra
     ends = np.cumsum([height * width for height, width in shapes])
     parts = jnp.split(x, ends[:-1], axis=1)
     return tuple(
-        part.reshape(x.shape[0], *shape, *x.shape[2:])
-        for part, shape in zip(parts, shapes, strict=True)
+        part.reshape(x.shape[0], *shape, *x.shape[2:]) for part, shape in zip(parts, shapes, strict=True)
     )
 
 
@@ -104,9 +102,7 @@ def _concrete(name: str, argument: str, x: Any, remedy: str) -> np.ndarray:
     try:
         table = np.asarray(x)
     except ValueError:  # rows of different lengths
-        raise ValueError(
-            checks.message(name, argument, "be a rectangular table", repr(x), remedy)
-        ) from None
+        raise ValueError(checks.message(name, argument, "be a rectangular table", repr(x), remedy)) from None
     if not np.issubdtype(table.dtype, np.integer) and table.size:
         raise TypeError(checks.message(name, argument, "be integers", f"dtype {table.dtype}"))
     return table
@@ -131,9 +127,7 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
     arrays = {f"value[{level}]": x for level, x in enumerate(maps)}
     checks.same_dtype(name, **arrays)
     _check_explicit_sharding(name, arrays, heads=3)
-    return jnp.concatenate(
-        [x.reshape(B, H * W, M, D) for x, (H, W) in zip(maps, shapes, strict=True)], 1
-    )
+    return jnp.concatenate([x.reshape(B, H * W, M, D) for x, (H, W) in zip(maps, shapes, strict=True)], 1)
 
 
 def _num_points(name: str, num_points: Any, weights: jax.Array, levels: int) -> tuple[int, ...]:
@@ -142,9 +136,7 @@ def _num_points(name: str, num_points: Any, weights: jax.Array, levels: int) -> 
         if weights.ndim != 5 or weights.shape[3] != levels:
             expected = f"have shape [B, Q, M, L, P] with L = {levels}"
             remedy = "for a ragged [B, Q, M, sum P] give num_points=(P_1, ..., P_L)"
-            raise ValueError(
-                checks.message(name, "attention_weights", expected, weights.shape, remedy)
-            )
+            raise ValueError(checks.message(name, "attention_weights", expected, weights.shape, remedy))
         return (weights.shape[4],) * levels
     points = _concrete(name, "num_points", num_points, "pass (P_1, ..., P_L)")
     if points.shape != (levels,) or points.min() < 0:
@@ -161,9 +153,7 @@ def _check_explicit_sharding(name: str, arrays: dict[str, jax.Array], heads: int
         spec = sharding.explicit_spec(x)
         if any(axis is not None for i, axis in enumerate(spec) if i not in (0, heads)):
             expected = "be sharded along batch and heads alone"
-            remedy = (
-                "reshard it, or wrap the call in jax.shard_map (the queries may be split there)"
-            )
+            remedy = "reshard it, or wrap the call in jax.shard_map (the queries may be split there)"
             raise ValueError(checks.message(name, argument, expected, spec, remedy))
         alike = alike or (spec[0], spec[heads])
         if (spec[0], spec[heads]) != alike:

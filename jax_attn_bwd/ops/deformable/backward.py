@@ -32,22 +32,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import backend
+from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.deformable import cpu, pairs, sampling, scatter
-from jax_attn_bwd.ops.deformable.spec import (
-    MultiScaleDeformableAttentionGrads,
-    Options,
-    Residuals,
-)
+from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Options, Residuals
 
 
-def backward(
-    options: Options, residuals: Residuals, dout: jax.Array
-) -> MultiScaleDeformableAttentionGrads:
+def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
     # elsewhere than on a GPU, a scatter-add adds in one order
-    sort = options.deterministic and backend.target_platform() == "gpu"
+    sort = options.deterministic and targets.platform() == "gpu"
     loops = cpu.loops(options, residuals.operands)
     return _backward(options, sort, loops, residuals, dout)
 

@@ -22,7 +22,18 @@ def locations(rng, shape, levels, points, spread=1.5, method="bilinear"):
 
 
 def _case(
-    name, *, B=2, Q=7, M=3, D=5, levels=LEVELS, points=2, tags=("ci",), extra=None, **options
+    name,
+    *,
+    B=2,
+    Q=7,
+    M=3,
+    D=5,
+    levels=LEVELS,
+    points=2,
+    tags=("ci",),
+    dtype="bfloat16",
+    extra=None,
+    **options,
 ) -> Case:
     """`points` is P, or (P_1, ..., P_L); `extra(rng, arrays) -> {argument: array}` replaces arrays."""
     counts = (points,) * len(levels) if isinstance(points, int) else points
@@ -40,7 +51,7 @@ def _case(
         }
         return arrays | (extra(rng, arrays) if extra else {})
 
-    return Case(name, build, options, frozenset(tags))
+    return Case(name, build, options, frozenset(tags), dtype)
 
 
 def _far(rng, arrays):
@@ -62,12 +73,46 @@ def _one_pixel(rng, arrays):
     return {"sampling_locations": at + rng.uniform(0.01, 0.04, at.shape)}
 
 
+def _around(levels, everywhere):
+    """Points about 2 pixels from a query for each pixel, or from queries anywhere; weights add up to 1."""
+
+    def replaced(rng, arrays):
+        B, Q, M, *points, _ = arrays["sampling_locations"].shape
+        centres = [(np.argwhere(np.ones(x))[:, ::-1] + 0.5) / x[::-1] for x in levels]
+        centres = np.concatenate(centres) if everywhere else rng.random((Q, 2))
+        sizes = np.array(levels)[:, None, ::-1]  # [L, 1, (W, H)]
+        weights = 0.1 + rng.random((B, Q, M, *points))
+        return {
+            "sampling_locations": centres[:, None, None, None]
+            + 2 * rng.standard_normal((B, Q, M, *points, 2)) / sizes,
+            "attention_weights": weights / weights.sum((-2, -1), keepdims=True),
+        }
+
+    return replaced
+
+
+def _measured():
+    """The encoder of a detector asks once for every pixel, around its own place; the decoder 300 times."""
+    square, coco = ((64, 64), (32, 32), (16, 16), (8, 8)), ((100, 134), (50, 67), (25, 34), (13, 17))
+    bench = ("bench", "bench_gpu")
+    for name, B, Q, levels, tags in (
+        ("encoder, B1, Q=60", 1, None, ((8, 6), (4, 3)), ("quick",)),
+        ("decoder, B1, Q=30", 1, 30, ((8, 6), (4, 3)), ("quick",)),
+        ("encoder, B1, Q=5440", 1, None, square, bench),
+        ("decoder, B1, Q=300", 1, 300, square, bench),
+        ("encoder, B2, 100x134 to 13x17", 2, None, coco, bench),
+    ):
+        queries = Q or sum(h * w for h, w in levels)
+        sizes = {"B": B, "Q": queries, "M": 8, "D": 32, "levels": levels, "points": 4}
+        yield _case(name, **sizes, tags=tags, dtype="float32", extra=_around(levels, Q is None))
+
+
 _SMALL = dict(B=1, Q=2, M=2, D=3, levels=((3, 2), (1, 2)), points=1)
 
 CASES = (
-    _case("plain", tags=("ci", "check")),
+    _case("plain", tags=("ci", "check", "compile")),
     _case("upstream", B=1, Q=2, M=2, D=2, levels=((6, 4), (3, 2))),
-    _case("border", padding_mode="border", tags=("ci", "check")),
+    _case("border", padding_mode="border", tags=("ci", "check", "compile")),
     _case("discrete", method="discrete", tags=("ci", "check")),
     _case("softmax", normalize="softmax", extra=_masked_logits, tags=("ci", "check")),
     _case("ragged", points=(3, 0, 4), padding_mode="border", normalize="softmax"),
@@ -86,6 +131,7 @@ CASES = (
     _case("second_border", tags=("second",), padding_mode="border", **_SMALL),
     _case("shard", B=4, Q=6, M=8, D=5, tags=("shard",)),
     _case("shard_softmax", B=4, Q=6, M=8, D=5, tags=("shard",), normalize="softmax"),
+    *_measured(),
 )
 
 
@@ -96,6 +142,40 @@ def _call(*, spatial_shapes, value, **arguments):
 def _reference(deterministic=True, **arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return (reference.multi_scale_deformable_attention(**arguments),)
+
+
+def _hidden(arrays, options):
+    """Pixels that no sample reads, samples outside or behind a logit of -inf, rows without samples."""
+    value, levels = arrays["value"], options["spatial_shapes"]
+    (B, _, M, D), (Q, P) = value.shape, (arrays["sampling_locations"].shape[1], options.get("num_points"))
+    P = P or (arrays["sampling_locations"].shape[-2],) * len(levels)
+    location = np.asarray(arrays["sampling_locations"]).reshape(B, Q, M, sum(P), 2)
+    weight = np.asarray(arrays["attention_weights"]).reshape(B, Q, M, sum(P))
+    is_softmax = options.get("normalize") == "softmax"
+    finite = np.isfinite(location).all(-1) & ((weight != -np.inf) | (not is_softmax))
+    counts, unread = np.array(finite), np.ones(value.shape[:3], bool)
+    size = np.repeat(np.array(levels)[:, ::-1], P, axis=0)  # [K, 2], (W, H)
+    start = np.repeat(np.cumsum([0, *(h * w for h, w in levels[:-1])]), P)
+    place = np.where(finite[..., None], location, 0) * size - 0.5
+    if options.get("method") == "discrete":
+        place = np.clip(np.floor(place + 1), 0, size - 1)
+    elif options.get("padding_mode") == "border":
+        place = np.clip(place, 0, size - 1)
+    else:
+        counts &= ((place > -1) & (place < size)).all(-1)
+    place = np.where(counts[..., None], place, 0)
+    b, m = np.arange(B)[:, None, None, None], np.arange(M)[:, None]
+    for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        pixel = np.floor(place).astype(int) + step
+        read = counts & ((pixel >= 0) & (pixel < size)).all(-1)
+        read &= ((place != np.floor(place)) | (np.array(step) == 0)).all(-1)
+        index = np.where(read, start + pixel[..., 1] * size[:, 0] + pixel[..., 0], 0)
+        where = np.broadcast_arrays(b, index, m)
+        unread[tuple(x[read] for x in where)] = False
+    found = {"value": unread, "sampling_locations": ~counts.reshape(arrays["sampling_locations"].shape[:-1])}
+    if not is_softmax:
+        found["attention_weights"] = ~counts.reshape(arrays["attention_weights"].shape)
+    return found | {"out": np.repeat(~counts.any(-1), D, axis=-1)}
 
 
 def _backward(cotangents, outputs, arrays, options, wrt):
@@ -113,12 +193,8 @@ OPERATORS = (
         reference=_reference,
         backward=_backward,
         cases=CASES,
-        axes={
-            "value": "BSND",
-            "sampling_locations": "BQNLPX",
-            "attention_weights": "BQNLP",
-            "out": "BQN",
-        },
+        axes={"value": "BSND", "sampling_locations": "BQNLPX", "attention_weights": "BQNLP", "out": "BQN"},
         backward_wrt=api.DIFFERENTIABLE,
+        hidden=_hidden,
     ),
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import backend
+from jax_attn_bwd._core import targets
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
@@ -40,7 +40,7 @@ def loops(options: Options, operands: Operands) -> Loops:
     """
     B, Q, M, _ = operands.attention_weights.shape
     _, S, _, D = operands.value.shape
-    if backend.target_platform() != "cpu" or not all(isinstance(n, int) for n in (B, Q, M, S, D)):
+    if targets.platform() != "cpu" or not all(isinstance(n, int) for n in (B, Q, M, S, D)):
         return Loops()
     many = B * Q * M >= _MANY_ROWS
     if _has_several_devices() or operands.value.size >= _INDICES:

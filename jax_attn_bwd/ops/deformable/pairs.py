@@ -73,9 +73,12 @@ def _pairs(options: Options, pixels: int, x: jax.Array, y: jax.Array, weight: ja
     is_below = at.counts & at.y_between & (at.row + 1 < level.height)
     outside = jnp.int32(pixels)
     return Pairs(
-        jnp.where(is_above, upper, outside), jnp.where(is_below, upper + level.width + 1, outside),
-        jnp.where(at.counts, weight, 0), right, at.below,
-    )  # fmt: skip
+        jnp.where(is_above, upper, outside),
+        jnp.where(is_below, upper + level.width + 1, outside),
+        jnp.where(at.counts, weight, 0),
+        right,
+        at.below,
+    )
 
 
 def _add(dvalue: jax.Array, pairs: Pairs, rows: jax.Array) -> jax.Array:

@@ -9,9 +9,16 @@ import jax.numpy as jnp
 
 
 def multi_scale_deformable_attention(
-    value, sampling_locations, attention_weights, *, spatial_shapes, num_points=None,
-    padding_mode="zeros", method="bilinear", normalize=None,
-):  # fmt: skip
+    value,
+    sampling_locations,
+    attention_weights,
+    *,
+    spatial_shapes,
+    num_points=None,
+    padding_mode="zeros",
+    method="bilinear",
+    normalize=None,
+):
     """`out [B, Q, M * D]` of `jax_attn_bwd.multi_scale_deformable_attention`."""
     (B, _, M, D), Q, out = value.shape, sampling_locations.shape[1], 0
     points = num_points or (sampling_locations.shape[-2],) * len(spatial_shapes)
@@ -37,8 +44,10 @@ def multi_scale_deformable_attention(
             x, y = x - 0.5, y - 0.5
             if padding_mode == "border":
                 between = [(z >= 0) & (z < n - 1) for z, n in ((x, W), (y, H))]
-                x, y = (jnp.where(free, z, jax.lax.stop_gradient(jnp.clip(z, 0, n - 1)))
-                        for z, n, free in ((x, W, between[0]), (y, H, between[1])))  # fmt: skip
+                x, y = (
+                    jnp.where(free, z, jax.lax.stop_gradient(jnp.clip(z, 0, n - 1)))
+                    for z, n, free in ((x, W, between[0]), (y, H, between[1]))
+                )
             counts &= (x > -1) & (x < W) & (y > -1) & (y < H)
         x, y = jnp.where(counts, x, -2), jnp.where(counts, y, -2)
         x0, y0 = jnp.floor(x), jnp.floor(y)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
 
@@ -60,7 +60,7 @@ def compute_dtype(operands: Operands) -> jnp.dtype:
 def probabilities(logits: jax.Array) -> jax.Array:
     """Softmax over the last axis; zeros where every logit is -inf."""
     top = lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
-    terms = jnp.exp(logits - jnp.where(top == -jnp.inf, 0, top))
+    terms = jnp.exp(logits - finite(top))
     total = terms.sum(-1, keepdims=True)
     return terms / jnp.where(total == 0, 1, total)
 
@@ -85,9 +85,8 @@ def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Locati
     x, y = jnp.where(counts, x, 0), jnp.where(counts, y, 0)
     column, row = _floor(x), _floor(y)
     return Location(
-        counts, column, row, x - column.astype(x.dtype), y - row.astype(y.dtype), x_between, y_between,
-        dx, dy,
-    )  # fmt: skip
+        counts, column, row, x - column.astype(x.dtype), y - row.astype(y.dtype), x_between, y_between, dx, dy
+    )
 
 
 def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
@@ -153,9 +152,12 @@ def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False) -> jax.A
     With `heads_first`, M is in front of Q.
     """
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=(3,), collapsed_slice_dims=(1,), start_index_map=(1,),
-        operand_batching_dims=(0, 2), start_indices_batching_dims=(0, 1 if heads_first else 2),
-    )  # fmt: skip
+        offset_dims=(3,),
+        collapsed_slice_dims=(1,),
+        start_index_map=(1,),
+        operand_batching_dims=(0, 2),
+        start_indices_batching_dims=(0, 1 if heads_first else 2),
+    )
     sizes = (1, 1, 1, value.shape[3])
     return lax.gather(value, pixel[..., None], numbers, sizes, mode="fill", fill_value=0)
 

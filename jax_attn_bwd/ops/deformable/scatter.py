@@ -20,9 +20,7 @@ def add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Arr
     return dvalue
 
 
-def add_sorted(
-    dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array
-) -> jax.Array:
+def add_sorted(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
     """As `add`, bit for bit the same in every run: rows that meet in a pixel are summed in one order.
 
     Queries are sorted by the cell their point lies in; a segmented scan sums the rows of a cell, and its
@@ -47,7 +45,10 @@ def add_sorted(
 
 def _add_rows(dvalue: jax.Array, pixel: jax.Array, rows: jax.Array) -> jax.Array:
     numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(3,), inserted_window_dims=(1,), scatter_dims_to_operand_dims=(1,),
-        operand_batching_dims=(0, 2), scatter_indices_batching_dims=(0, 2),
-    )  # fmt: skip
+        update_window_dims=(3,),
+        inserted_window_dims=(1,),
+        scatter_dims_to_operand_dims=(1,),
+        operand_batching_dims=(0, 2),
+        scatter_indices_batching_dims=(0, 2),
+    )
     return lax.scatter_add(dvalue, pixel[..., None], rows, numbers, mode="drop")

@@ -11,9 +11,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.dot_product import backward as portable_backward
-from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product.arguments import prepare
+from jax_attn_bwd.ops.dot_product.block import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionGrads,
@@ -96,6 +96,7 @@ def dot_product_attention(
       deterministic: False lets a kernel add in any order where that is faster.
       return_residual: return `(out, lse)`.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. Sums are accumulated in float32 (float64 for float64).
@@ -140,8 +141,8 @@ def dot_product_attention(
         dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
-    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    out, lse = _attention((options, chosen.name), operands)
+    chosen = block.choose(_NAME, implementation, options, operands)
+    out, lse = _attention((options, chosen), operands)
     return (out, lse) if return_residual else out
 
 
@@ -223,9 +224,7 @@ def dot_product_attention_bwd(
         x, wide = checks.floating(name, argument, x), accumulator_dtype(operands.query.dtype)
         checks.shape(name, argument, x, "[..., T, N]", expected[:-1])
         if x.dtype != wide:
-            raise TypeError(
-                checks.message(name, argument, f"have dtype {wide}", f"dtype {x.dtype}")
-            )
+            raise TypeError(checks.message(name, argument, f"have dtype {wide}", f"dtype {x.dtype}"))
         return reshard_like(x, operands.query, axes[:-1])
 
     dout, out = checks.floating(name, "dout", dout), checks.floating(name, "out", out)
@@ -236,30 +235,21 @@ def dot_product_attention_bwd(
     checks.same_dtype(name, query=operands.query, dout=dout, out=out)
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
-    residuals = Residuals(operands, Result(out, lse, None), Wanted(frozenset(wanted)))
-    chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
-    return chosen.backward(options, residuals, dout, dlse)
-
-
-_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
-IMPLEMENTATIONS = (
-    backend.kernel("mosaic_tpu", "tpu", __package__, _PORTABLE),
-    backend.kernel("mosaic_gpu", "gpu", __package__, _PORTABLE),
-    _PORTABLE,
-)
+    chosen = block.choose(name, implementation, options, operands)
+    return block.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse, alone=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: tuple[Options, str], operands: Operands) -> tuple[jax.Array, jax.Array]:
     options, implementation = static
-    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    result = block.forward(implementation, options, operands)
     return result.out, result.lse
 
 
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, *rows = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    out, *rows = block.forward(implementation, options, operands)
     named = Result(
         checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
     )
@@ -269,8 +259,8 @@ def _fwd(static, operands):
 def _bwd(static, residuals, cotangents):
     options, implementation = static
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    implementation = backend.named(IMPLEMENTATIONS, implementation)
-    grads = implementation.backward(options, residuals, dout, dlse)
+    operands, result, wanted = residuals
+    grads = block.backward(implementation, options, operands, result, wanted.names, dout, dlse, alone=True)
     return (Operands(None, None, None)._replace(**grads._asdict()),)
 
 

@@ -59,7 +59,9 @@ def prepare(
         raise ValueError(checks.message(operator, missing, expected, None))
 
     options = Options(
-        scale=_scale(operator, scale, H, query.dtype),
+        scale=checks.head_scale(
+            operator, scale, H, query.dtype, "multiply query by a learned or traced temperature"
+        ),
         is_causal=checks.flag(operator, "is_causal", is_causal),
         window=masks.window(operator, local_window_size),
         logits_soft_cap=_soft_cap(operator, logits_soft_cap, query.dtype),
@@ -71,15 +73,21 @@ def prepare(
     rates = {"dropout_rate": options.dropout_rate}
     words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, S)
     return options, Operands(
-        query, key, value, bias, mask, sink,
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        sink,
         tokens("query_seq_lengths", query_seq_lengths, "[...]", (), **_lengths(T)),
         tokens("key_value_seq_lengths", key_value_seq_lengths, "[...]", (), **_lengths(S)),
         tokens("query_segment_ids", query_segment_ids, "[..., T]", (T,)),
         tokens("key_value_segment_ids", key_value_segment_ids, "[..., S]", (S,)),
         tokens("query_positions", query_positions, "[..., T]", (T,), **_POSITIONS),
         tokens("key_value_positions", key_value_positions, "[..., S]", (S,), **_POSITIONS),
-        words, offset,
-    )  # fmt: skip
+        words,
+        offset,
+    )
 
 
 def _drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:
@@ -129,15 +137,6 @@ def _check_explicit_sharding(operator: str, query, key, value) -> None:
         if (spec[:-3], spec[-2]) != (specs["query"][:-3], specs["query"][-2]):
             expected = f"be sharded like query, {specs['query']}, in batch and heads"
             raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
-
-
-def _scale(operator: str, scale: Any, H: int, dtype: Any) -> float:
-    if scale is None:
-        return checks.default_scale(operator, H)
-    return checks.python_float(
-        operator, "scale", scale, "multiply query by a learned or traced temperature",
-        numerics.accumulator_dtype(dtype),
-    )  # fmt: skip
 
 
 def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:

@@ -38,19 +38,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.blocks import put_at, take_at
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.dot_product import layout, parts, tiles
-from jax_attn_bwd.ops.dot_product.forward import (
-    keep_factors,
-    row_live,
-    scaled_product,
-    soft_capped,
-    unpoisoned_tile,
-)
-from jax_attn_bwd.ops.dot_product.layout import Working
+from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, traversal, visibility, whole
+from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Options, Residuals
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, tile, working
 
 
 def backward(
@@ -63,13 +57,13 @@ def backward(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, tiling, residuals, dout, dlse):
-    operands, wanted = residuals.operands, residuals.wanted.names
+    operands, wanted = residuals.operands, residuals.wanted
     dtype = accumulator_dtype(operands.query.dtype)
-    shared = wanted - parts.cut(operands)
+    shared = wanted.names - batch_slices.sliced(operands)
 
-    def of_part(operands, rows):
-        grads = _of_part(options, tiling, wanted, operands, *rows)
-        return [{n: grads[n] for n in names} for names in (wanted - shared, shared)]
+    def of_slice(operands, rows):
+        grads = _of_slice(options, tiling, wanted, operands, *rows)
+        return [{n: grads[n] for n in names} for names in (wanted.names - shared, shared)]
 
     rows = (residuals.result, dout, dlse)
     zeros = {
@@ -77,51 +71,69 @@ def _backward(options, tiling, residuals, dout, dlse):
         for n in shared
         for x in [getattr(operands, n)]
     }
-    grads, sums = parts.over_parts(of_part, tiling.parts, operands, rows, zeros)
+    grads, sums = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, rows, zeros)
     return DotProductAttentionGrads(
         **{name: match_type(grad, getattr(operands, name)) for name, grad in (grads | sums).items()}
     )
 
 
-def _of_part(options, tiling, wanted, operands, result, dout, dlse):
+def _of_slice(options, tiling, wanted, operands, result, dout, dlse):
     """The gradients named in `wanted`, in the accumulator's dtype."""
-    dtype = accumulator_dtype(operands.query.dtype)
-    w = layout.working(options, operands, tiling)
-    *_, K, G, _, H = w.q.shape
-    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    N, K = operands.query.shape[-2], operands.key.shape[-2]
+    dout = jnp.zeros_like(result.out) if dout is None else dout
+    heads, groups = layout.split_heads(dout, N // K), N // K
+    names = wanted.names - {"sink"}
+    if dlse is not None and not visibility.every_query_sees(options, operands):
+        dlse = jnp.where(result.lse == -jnp.inf, 0, dlse)
+    if tiling.is_whole and wanted.alone:
+        dlse = None if dlse is None else layout.split_rows(dlse, groups)
+        grads, delta = whole.backward_alone(options, wanted.names, operands, heads, dlse)
+    else:
+        delta = layout.split_rows(_delta(options, operands, result, dout, dlse), groups)
+        form = whole.backward if tiling.is_whole else partial(_tile_by_tile, tiling)
+        grads = form(options, names, operands, result, heads, delta) if names else {}
+    if "sink" in wanted.names:
+        grads["sink"] = _gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
+    return grads
 
-    out, lse, low = result
-    dout = jnp.zeros_like(out) if dout is None else dout
+
+def _delta(options, operands, result, dout, dlse):
+    """(7), `[..., T, N]`."""
+    out, lse, _ = result
+    dout = dout.astype(lse.dtype)
+    if not visibility.every_query_sees(options, operands):
+        # Of a row that attends to nothing, which has out = 0, dout may be anything.
+        nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
+        dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
+    delta = (dout * out.astype(lse.dtype)).sum(-1)
+    return delta if dlse is None else delta - dlse
+
+
+def _gradient_of_sink(sink, result, delta):
+    """(9), `[N]`, for delta `[..., T, N]`."""
+    lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
+    low = 0 if result.lse_low is None else result.lse_low
+    p = jnp.exp((to_rank(sink.astype(delta.dtype), delta.ndim) - lse) - low)
+    return reduce_to(-(p * delta), sink.shape)
+
+
+def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
+    """As `whole.backward`."""
+    w = working(options, operands, tiling)
+    G = w.q.shape[-3]
+    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    lse, low = finite(result.lse), result.lse_low
     low = jnp.zeros_like(lse) if low is None else low
-    lse, low = (layout.split_rows(x, G) for x in (lse, low))  # [..., K, G, T]
-    sink = -jnp.inf
-    if operands.sink is not None:
-        sink = to_rank(operands.sink.astype(dtype).reshape(K, G, 1), lse.ndim)
-    # Of a row that attends to nothing, which has out = 0, dout may be anything: the tiles zero it.
-    empty = layout.merge_rows(lse == sink) & (out == 0).all(-1)
-    delta = jnp.einsum(
-        "...tnh,...tnh->...tn", jnp.where(empty[..., None], 0, dout), out,
-        precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
-    )  # fmt: skip
-    delta = layout.split_rows(delta, G)  # (7)
-    if dlse is not None:
-        delta = delta - jnp.where(lse == -jnp.inf, 0, layout.split_rows(dlse, G))
+    rows = (*(layout.split_rows(x, G) for x in (lse, low)), delta)
+    if w.live is not None:
+        dout, delta = jnp.where(w.live[..., None], dout, 0), jnp.where(w.live, delta, 0)
+    dout = layout.pad(dout, -2, tiling.block_q)
+    saved = (w, dout, *(layout.pad(x, -1, tiling.block_q) for x in rows))
+    step = partial(_step, options, tiling, saved)
+    sums = _zeros(wanted, saved, accumulator_dtype(operands.query.dtype))
+    sums = traversal.scan_tiles(step, sums, options, w.conditions, tiling)
 
     grads = {}
-    if "sink" in wanted:
-        p_sink = jnp.exp((sink - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - low)
-        dsink = -(p_sink * delta).sum(-1)  # (9)
-        grads["sink"] = reduce_to(dsink.reshape(*dsink.shape[:-2], K * G), (K * G,))
-
-    lse = jnp.where(lse == -jnp.inf, 0, lse)  # exp(-inf - lse) is then 0, not NaN
-    lse, low, delta = (layout.pad(x, -1, tiling.block_q) for x in (lse, low, delta))
-    dout = layout.pad(layout.split_heads(dout, G), -2, tiling.block_q)
-    saved = (w, dout, lse, low, delta)
-    sums = _zeros(wanted, saved, dtype)
-    if sums:
-        step = partial(_step, options, tiling, saved)
-        sums = tiles.scan_tiles(step, sums, options, w, tiling)
-
     if "query" in sums:
         dq = options.scale * jnp.moveaxis(sums["query"], -3, -1)  # [..., K, G, T, H]
         grads["query"] = layout.merge_heads(dq)[..., :T, :, :]
@@ -177,16 +189,13 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     """What tile (i, j) gives to each of the sums named in `old`."""
     w, dout, lse, low, delta = saved
     matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
-    q, k, v, visible = unpoisoned_tile(options, tiling, w, i, j, mixed)
-    dout = tiles.take(dout, i, tiling.block_q, -2).astype(tiling.product_dtype)
-    lse, low, delta = (tiles.take(x, i, tiling.block_q, -1) for x in (lse, low, delta))
-    if visible is not None:
-        live = row_live(visible)
-        dout, delta = jnp.where(live[..., None], dout, 0), jnp.where(live, delta, 0)
+    q, k, v, visible = tile(options, tiling, w, i, j, mixed)
+    dout = take_at(dout, {-2: (i, tiling.block_q)}).astype(tiling.product_dtype)
+    lse, low, delta = (take_at(x, {-1: (i, tiling.block_q)}) for x in (lse, low, delta))
 
     logits = scaled_product(options, q, k, lse.dtype, transposed=True)  # (1)
     logits, tanh = soft_capped(options, logits)
-    bias = tiles.take_plane(w.bias, i, j, tiling)
+    bias = bias_tile(w, i, j, tiling)
     if bias is not None:
         logits = logits + _transposed(bias).astype(logits.dtype)
     if visible is not None:
@@ -195,7 +204,7 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
 
     z = 1
     if w.counters is not None:
-        z = _transposed(keep_factors(options, tiling, w.counters, i, j, p.dtype))
+        z = _transposed(dropping.of_tile(options, tiling, w.counters, i, j, p.dtype))
     share = {}
     if "value" in old:
         share["value"] = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)

@@ -1,6 +1,7 @@
 """Named inputs of dense attention."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,10 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.dot_product import api, reference
+from jax_attn_bwd.ops.dot_product import api, reference, workloads
 
 
-def _case(
-    name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options
-) -> Case:
+def _case(name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options) -> Case:
     """`extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
 
     def build(rng):
@@ -60,18 +59,14 @@ def _lengths(rng, n):
 def _segments(rng, n):
     return {
         "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
-        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(
-            np.int32
-        ),
+        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
     }
 
 
 def _positions(rng, n):
     return {
         "query_positions": rng.permutation(n["S"])[: n["T"]].astype(np.int32),
-        "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(
-            np.int32
-        ),
+        "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(np.int32),
     }
 
 
@@ -93,6 +88,57 @@ def _edges():
             yield _case(f"T{T}_S{S}", T=T, S=S, tags=("edge",), extra=_sink if S == 3 else None)
 
 
+def _hide_from_groups(rng, n):
+    """Columns hidden from the heads of one group are seen by those of the other."""
+    mask = rng.random((2, 4, 9, 13)) < 0.7
+    mask[:, :2, :, ::3] = False
+    mask[:, 2:, :, 1::3] = False
+    return {"mask": mask}
+
+
+def _hide_by_two(rng, n):
+    """Neither the mask nor causality hides column 3 alone: rows that the mask lets see it come before it."""
+    mask = rng.random((2, 1, 9, 13)) < 0.8
+    mask[:, :, 3:, 3] = False
+    return {"mask": mask}
+
+
+def _hide_beyond_lengths(rng, n):
+    """Column 1 is seen by rows beyond the query length only."""
+    mask = np.ones((2, 1, 9, 13), bool)
+    mask[:, :, :7, 1] = False
+    return {"mask": mask, "query_seq_lengths": np.array([7, 6], np.int32)}
+
+
+def _hide_by_bias(rng, n):
+    """Column 2 is within the window of rows 1 to 4, to all of which the bias hides it."""
+    bias = rng.standard_normal((1, 1, 9, 13))
+    bias[:, :, 1:5, 2] = -np.inf
+    return {"bias": bias}
+
+
+def _far_positions(rng, n):
+    """Queries far to the right of most keys, some beyond the reach of every key."""
+    return {"query_positions": (np.arange(n["T"]) + n["S"] - 3).astype(np.int32)}
+
+
+def _late_keys(rng, n):
+    """The first queries precede every key; the last keys follow every query."""
+    at = {"query_positions": np.arange(9, dtype=np.int32)}
+    return at | {"key_value_positions": np.arange(13, dtype=np.int32) + 4}
+
+
+_HIDING: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+    ("hidden_groups", _both(_hide_from_groups, _bias(2, 4, 9, 13)), {}),
+    ("hidden_rows", _both(_mask(1, 4, 9, 1, keep=0.5), _bias(1, 4, 9, 1)), {}),
+    ("hidden_everything", lambda rng, n: {"mask": np.zeros((1, 1), bool)}, {}),
+    ("hidden_by_two", _hide_by_two, {"is_causal": True}),
+    ("hidden_lengths", _hide_beyond_lengths, {}),
+    ("hidden_by_bias", _hide_by_bias, {"local_window_size": (2, 1)}),
+    ("hidden_positions", _far_positions, {"local_window_size": (2, 0), "is_causal": True}),
+    ("hidden_late_keys", _late_keys, {"is_causal": True}),
+    ("hidden_dropout", _both(_lengths, _sink, _dropout), {"dropout_rate": 0.4, "is_causal": True}),
+)
 _SECOND = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
 
 CASES = (
@@ -113,7 +159,7 @@ CASES = (
     _case("bias_query", extra=_bias(9, 1)),
     _case("bias_batch", extra=_bias(2, 1, 1, 1), logits_soft_cap=2.0),
     _case("bias_low_rank", extra=_bias(13), is_causal=True),
-    _case("bias_lowest", extra=_lowest_bias, tags=("edge",)),  # lse alone rounds it away
+    _case("bias_lowest", extra=_lowest_bias, tags=("edge", "rounded")),
     _case("bias_minus_inf", extra=_infinite_bias),
     _case("mask_heads", extra=_mask(1, 4, 9, 13), tags=("ci", "check")),
     _case("mask_key", extra=_mask(2, 1, 1, 13, keep=0.3)),
@@ -132,9 +178,7 @@ CASES = (
     _case("one_key_head", N=3, K=1),
     _case("large_logits", scale=1e4, tags=("ci", "check")),
     # several tiles of the default tiling, none of them whole
-    _case(
-        "tiles", B=(1,), T=531, S=1049, N=2, K=1, is_causal=True, extra=_sink, tags=("ci", "check")
-    ),
+    _case("tiles", B=(1,), T=531, S=1049, N=2, K=1, is_causal=True, extra=_sink, tags=("ci", "check")),
     _case(
         "tiles_dynamic",
         B=(2,),
@@ -146,6 +190,7 @@ CASES = (
         is_causal=True,
         extra=_both(_lengths, lambda rng, n: {"query_positions": np.arange(n["T"]) + 500}),
     ),
+    *(_case(name, tags=("hidden",), extra=extra, **options) for name, extra, options in _HIDING),
     *_edges(),
     _case(
         "second_causal",
@@ -176,27 +221,8 @@ CASES = (
         extra=_both(_sink, _bias(4, 8, 6, 10)),
     ),
     _case("shard_window", B=(4,), T=6, S=10, N=8, K=8, local_window_size=3, tags=("shard",)),
-    _case(
-        "shard_dropout",
-        B=(4,),
-        T=6,
-        S=10,
-        N=8,
-        K=4,
-        tags=("shard",),
-        extra=_dropout,
-        dropout_rate=0.3,
-    ),
-    _case(
-        "shard_broadcast_bias",
-        B=(4,),
-        T=6,
-        S=10,
-        N=8,
-        K=4,
-        tags=("shard",),
-        extra=_bias(1, 8, 1, 10),
-    ),
+    _case("shard_dropout", B=(4,), T=6, S=10, N=8, K=4, tags=("shard",), extra=_dropout, dropout_rate=0.3),
+    _case("shard_broadcast_bias", B=(4,), T=6, S=10, N=8, K=4, tags=("shard",), extra=_bias(1, 8, 1, 10)),
     _case(
         "shard_lengths",
         B=(4,),
@@ -208,6 +234,7 @@ CASES = (
         extra=lambda rng, n: {"key_value_seq_lengths": np.array([3, 0, 10, 7], np.int32)},
     ),
     _case("shard_segments", B=(4,), T=6, S=10, N=8, K=4, tags=("shard", "bounds"), extra=_segments),
+    *workloads.CASES,
 )
 
 
@@ -241,11 +268,59 @@ def _with_keep_mask(
     return arguments | {"keep": keep, "keep_factor": dropout.survivor_factor(dropout_rate)}
 
 
+def seen(arrays, options, shape) -> np.ndarray:
+    """Who sees whom `[..., N, T, S]`, of that shape, but for the bias; by NumPy, for tests."""
+    *_, T, S = shape
+    whole = np.ones(shape, bool)
+
+    def rows(name, default):  # [...], [..., T] -> broadcasts as rows of [..., N, T, S]
+        return np.asarray(arrays.get(name, default))[..., None, :, None]
+
+    def columns(name, default):
+        return rows(name, default).swapaxes(-1, -2)
+
+    if "mask" in arrays:
+        whole &= np.asarray(arrays["mask"])
+    for name, place in (
+        ("query_seq_lengths", np.arange(T)[:, None]),
+        ("key_value_seq_lengths", np.arange(S)),
+    ):
+        if name in arrays:
+            whole &= place < np.asarray(arrays[name])[..., None, None, None]
+    if "query_segment_ids" in arrays:
+        whole &= rows("query_segment_ids", 0) == columns("key_value_segment_ids", 0)
+    row, column = rows("query_positions", np.arange(T)), columns("key_value_positions", np.arange(S))
+    if options.get("is_causal"):
+        whole &= column <= row
+    if options.get("local_window_size") is not None:
+        left, right = np.broadcast_to(options["local_window_size"], 2)
+        whole &= (row - column <= left) & (column - row <= right)
+    return whole
+
+
+def with_bias(whole, arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(`whole` where the bias hides nothing, {"bias": its entries that stand at hidden places alone})."""
+    if "bias" not in arrays:
+        return whole, {}
+    bias = np.asarray(arrays["bias"])
+    lead = whole.ndim - bias.ndim
+    repeated = tuple(i for i, n in enumerate(bias.shape, lead) if n == 1 and whole.shape[i] != 1)
+    read = whole.any((*range(lead), *repeated), keepdims=True)
+    return whole & (bias != -np.inf), {"bias": ~read.reshape(read.shape[lead:])}
+
+
+def _hidden(arrays, options):
+    (*batch, T, N, _), (S, K) = arrays["query"].shape, arrays["key"].shape[-3:-1]
+    whole, bias = with_bias(seen(arrays, options, (*batch, N, T, S)), arrays)
+    blind = ~whole.any(-1).swapaxes(-1, -2)  # [..., T, N]
+    unseen = ~whole.reshape(*batch, K, N // K * T, S).any(-2).swapaxes(-1, -2)  # [..., S, K]
+    rows = {"query": blind, "out": blind} | ({} if "sink" in arrays else {"lse": blind})
+    return {**bias, **rows, "key": unseen, "value": unseen}
+
+
 def _backward(cotangents, outputs, arrays, options, wrt):
     (dout, dlse), (out, lse) = cotangents, outputs
-    grads = api.dot_product_attention_bwd(
-        dout, **arrays, **options, out=out, lse=lse, dlse=dlse, wrt=wrt
-    )
+    grads = api.dot_product_attention_bwd(dout, **arrays, **options, out=out, lse=lse, dlse=dlse, wrt=wrt)
     return {name: x for name, x in grads._asdict().items() if x is not None}
 
 
@@ -273,5 +348,6 @@ OPERATORS = (
             "lse": "BTN",
         },
         backward_wrt=api.DIFFERENTIABLE,
+        hidden=_hidden,
     ),
 )

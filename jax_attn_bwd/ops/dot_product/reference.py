@@ -22,9 +22,7 @@ def dot_product_attention(
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
 
-    def tokens(
-        x, n
-    ):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
+    def tokens(x, n):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
         return (jnp.arange(n) if x is None else jnp.asarray(x))[..., None, :, None]
 
     row, column = tokens(None, T), tokens(None, S).swapaxes(-1, -2)

@@ -52,9 +52,15 @@ class Operands(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Wanted:
-    """The differentiable operands whose gradients are asked for."""
+    """The differentiable operands whose gradients are asked for, and of what.
+
+    Attributes:
+      names: of the operands.
+      alone: the row values are those of these keys (and the sink) alone: they may be formed again.
+    """
 
     names: frozenset[str]
+    alone: bool = False
 
 
 class Result(NamedTuple):

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 
-from jax_attn_bwd._core import backend
+from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
+WHOLE_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there whole planes are as fast, and compile faster
 
 
 @dataclass(frozen=True)
@@ -22,30 +23,37 @@ class Tiling:
     block_q: int
     block_k: int
     product_dtype: str  # of the factors of matrix products
-    parts: int = 1  # of the first batch axis, one after the other
+    batch_slices: int = 1  # of the first batch axis, one after the other
+    is_whole: bool = False  # the plane is one tile: no walk, see `whole.py`
 
     @classmethod
     def default_for(cls, options: Options, operands: Operands) -> "Tiling":
         """Measured tiles for the target platform; see bench/results."""
         (*batch, T, N, _), S = operands.query.shape, operands.key.shape[-3]
-        dtype, on_cpu = operands.query.dtype, backend.target_platform() == "cpu"
+        dtype, on_cpu = operands.query.dtype, targets.platform() == "cpu"
         block_q, block_k = (256, 512) if on_cpu else (1024, 1024)  # not measured but on a CPU
-        parts = 1
+        slices = 1
         if on_cpu:
             heads = math.prod(batch) * N
             if not _may_be_sharded(operands.query):
                 plane = _even_block(T, block_q) * _even_block(S, block_k)
-                parts = _parts(batch, N * plane)
-            if isinstance(heads, int) and heads >= 64 * parts:
+                slices = _batch_slices(batch, N * plane)
+            if isinstance(heads, int) and heads >= 64 * slices:
                 block_q, block_k = 128, 128
         if options.window is not None:
             left, right = options.window
             if left + (0 if options.is_causal else right) < block_k:
                 block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
-        # XLA:CPU computes bfloat16 products in float32 anyway, and refuses some of them.
-        product_dtype = accumulator_dtype(dtype) if on_cpu else dtype
+        sizes = (*batch, N, T, S)
+        if all(isinstance(n, int) for n in sizes) and 0 < math.prod(sizes) <= WHOLE_LOGITS * slices:
+            return cls(T, S, str(product_dtype(dtype)), slices, is_whole=True)
         blocks = _even_block(T, block_q), _even_block(S, block_k)
-        return cls(*blocks, str(product_dtype), parts)
+        return cls(*blocks, str(product_dtype(dtype)), slices)
+
+
+def product_dtype(dtype: Any) -> Any:
+    """Of the factors of products. XLA:CPU computes those of bfloat16 in float32 anyway, and refuses some."""
+    return accumulator_dtype(dtype) if targets.platform() == "cpu" else dtype
 
 
 def _may_be_sharded(query: jax.Array) -> bool:
@@ -57,8 +65,8 @@ def _may_be_sharded(query: jax.Array) -> bool:
     return devices > 1 or any(explicit_spec(query)[:-3])
 
 
-def _parts(batch: Sequence[Any], logits: Any) -> int:
-    """Into how many parts the first batch axis is cut, so that a part's tile has about TILE_LOGITS logits.
+def _batch_slices(batch: Sequence[Any], logits: Any) -> int:
+    """Into how many slices the first batch axis is cut, so that a slice's tile has about TILE_LOGITS logits.
 
     Args:
       batch: the batch axes.

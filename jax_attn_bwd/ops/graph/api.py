@@ -1,19 +1,341 @@
-"""The graph operators: `gat`, `gatv2` and `transformer` check a call and hand it to the `rule` they share."""
+"""The graph attentions: the public functions and their custom_vjp; `gradients.py` has each one's `_bwd`."""
 
-from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax as edge_softmax
-from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax_bwd as edge_softmax_bwd
-from jax_attn_bwd.ops.graph.gat import graph_attention as graph_attention
-from jax_attn_bwd.ops.graph.gat import graph_attention_bwd as graph_attention_bwd
-from jax_attn_bwd.ops.graph.gatv2 import graph_attention_v2 as graph_attention_v2
-from jax_attn_bwd.ops.graph.gatv2 import graph_attention_v2_bwd as graph_attention_v2_bwd
-from jax_attn_bwd.ops.graph.spec import GraphAttentionGrads as GraphAttentionGrads
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd.ops.graph import backward as portable_backward
+from jax_attn_bwd.ops.graph import forward as portable_forward
+from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
+from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.spec import (
-    GraphTransformerAttentionGrads as GraphTransformerAttentionGrads,
+    DIFFERENTIABLE,
+    Cotangents,
+    Operands,
+    Options,
+    Residuals,
+    Result,
+    Wanted,
 )
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC as BipartiteCSC
-from jax_attn_bwd.ops.graph.transformer import (
-    graph_transformer_attention as graph_transformer_attention,
-)
-from jax_attn_bwd.ops.graph.transformer import (
-    graph_transformer_attention_bwd as graph_transformer_attention_bwd,
-)
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+
+def graph_attention(
+    graph: BipartiteCSC,
+    src: jax.Array,
+    dst: jax.Array | None,
+    attention_weights: jax.Array,
+    *,
+    num_heads: int,
+    edge: jax.Array | None = None,
+    concat_heads: bool = True,
+    activation: str = "leaky_relu",
+    alpha: float = 0.2,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    return_attention_weights: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Attends every destination to the sources of its edges, with additive scores (GAT).
+
+        z   = <h_src, a_src> + <h_dst, a_dst> (+ <e, a_edge>)     for every edge and head
+        p   = softmax over the edges into a destination of activation(z)
+        out = sum of dropout(p) h_src over them
+
+    Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a node, head h the columns from
+    h * D to (h + 1) * D. Only the source carries the message; no self-loop is ever added.
+
+    Args:
+      graph: the edges; see `BipartiteCSC`.
+      src: `[num_src, dim]`, floating, already projected.
+      dst: `[num_dst, dim]`, dtype of `src`; None means `src[:num_dst]`.
+      attention_weights: `[2 * dim]`, `[source | destination]`, each head by head; with `edge`
+        `[2 * dim + dim_edge]`, the share of the edges last.
+      num_heads: H; divides dim.
+      edge: `[nnz, dim_edge]`, floating, heads side by side as in `src`; they enter the score alone.
+      concat_heads: False takes the mean over heads instead of setting them side by side.
+      activation: one of linear, relu, sigmoid, tanh, elu, scalar, leaky_relu.
+      alpha: slope of leaky_relu below 0, factor of scalar; a Python float.
+      dropout_rate: probability in [0, 1] of dropping an edge's weight; 1 gives zeros.
+      dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
+        of (key, head, number of the edge in the caller's order) alone.
+      dropout_mask: `[H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
+      dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
+        be an index array `[nnz]`.
+      return_attention_weights: also return the weights.
+      return_residual: also return lse.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `src`, accumulated in
+        float32 (float64 for float64). 0 for a destination without edges.
+      weights: `[nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
+      lse: `[num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
+        for float64); -inf for a destination without edges.
+
+    Gradients:
+      src, dst, attention_weights, edge: exact, in the dtype and shape of the argument; only what is
+      differentiated is computed. All outputs are differentiable, to second order and beyond.
+      Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
+      returned), under the checkpoint names "attention_out" and "attention_lse". No array of edges x dim
+      above 16 MiB (on a CPU) is formed, but for the gradient of edge features of that width. NaN in a
+      node that no edge refers to reaches no output and no gradient. The same bits in every run.
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range.
+      TypeError: an argument is of the wrong kind (a graph that is no `BipartiteCSC`, mixed dtypes).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, graph_attention
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> x, a = jnp.ones((3, 8)), jnp.ones(16)
+      >>> graph_attention(graph, x, None, a, num_heads=2).shape
+      (2, 8)
+
+    References:
+      Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903, section 2.1.
+    """
+    name = "graph_attention"
+    options, operands = prepare_additive(
+        name, GAT, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
+        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=return_attention_weights,
+    )  # fmt: skip
+    return _attend(name, options, operands, return_residual, implementation)
+
+
+def graph_attention_v2(
+    graph: BipartiteCSC,
+    src: jax.Array,
+    dst: jax.Array | None,
+    attention_weights: jax.Array,
+    *,
+    num_heads: int,
+    edge: jax.Array | None = None,
+    concat_heads: bool = True,
+    activation: str = "leaky_relu",
+    alpha: float = 0.2,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    return_attention_weights: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Attends every destination to the sources of its edges, with dynamic scores (GATv2).
+
+        u   = h_src + h_dst (+ e)                                 for every edge
+        p   = softmax over the edges into a destination of <a, activation(u)>, per head
+        out = sum of dropout(p) h_src over them
+
+    Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a node, head h the columns from
+    h * D to (h + 1) * D. Only the source carries the message; no self-loop is ever added.
+
+    Args:
+      graph: the edges; see `BipartiteCSC`.
+      src: `[num_src, dim]`, floating, already projected.
+      dst: `[num_dst, dim]`, dtype of `src`; None means `src[:num_dst]`.
+      attention_weights: `[dim]`, head by head.
+      num_heads: H; divides dim.
+      edge: `[nnz, dim]`, floating; they enter the score alone.
+      concat_heads: False takes the mean over heads instead of setting them side by side.
+      activation: one of linear, relu, sigmoid, tanh, elu, scalar, leaky_relu.
+      alpha: slope of leaky_relu below 0, factor of scalar; a Python float.
+      dropout_rate: probability in [0, 1] of dropping an edge's weight; 1 gives zeros.
+      dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
+        of (key, head, number of the edge in the caller's order) alone.
+      dropout_mask: `[H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
+      dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
+        be an index array `[nnz]`.
+      return_attention_weights: also return the weights.
+      return_residual: also return lse.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `src`, accumulated in
+        float32 (float64 for float64). 0 for a destination without edges.
+      weights: `[nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
+      lse: `[num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
+        for float64); -inf for a destination without edges.
+
+    Gradients:
+      src, dst, attention_weights, edge: exact, in the dtype and shape of the argument; only what is
+      differentiated is computed. All outputs are differentiable, to second order and beyond.
+      Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
+      returned), under the checkpoint names "attention_out" and "attention_lse". No array of edges x dim
+      above 16 MiB (on a CPU) is formed, but for the gradient of edge features of that width. NaN in a
+      node that no edge refers to reaches no output and no gradient. The same bits in every run.
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range.
+      TypeError: an argument is of the wrong kind (a graph that is no `BipartiteCSC`, mixed dtypes).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, graph_attention_v2
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> x, a = jnp.ones((3, 8)), jnp.ones(8)
+      >>> graph_attention_v2(graph, x, None, a, num_heads=2).shape
+      (2, 8)
+
+    References:
+      Brody et al., How attentive are graph attention networks?, 2022, arXiv:2105.14491, section 3.
+    """
+    name = "graph_attention_v2"
+    options, operands = prepare_additive(
+        name, GATv2, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
+        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=return_attention_weights,
+    )  # fmt: skip
+    return _attend(name, options, operands, return_residual, implementation)
+
+
+def graph_transformer_attention(
+    graph: BipartiteCSC,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    num_heads: int,
+    edge: jax.Array | None = None,
+    score_bias: jax.Array | None = None,
+    scale: float | None = None,
+    concat_heads: bool = True,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    return_attention_weights: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Attends every destination to the sources of its edges, with scaled dot products.
+
+        s   = scale <q_dst, k_src (+ e)> (+ score_bias)           for every edge and head
+        p   = softmax over the edges into a destination of s
+        out = sum of dropout(p) (v_src (+ e)) over them
+
+    Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a node, head h the columns from
+    h * D to (h + 1) * D. No self-loop is ever added.
+
+    Args:
+      graph: the edges; see `BipartiteCSC`.
+      query: `[num_dst, dim]`, floating, already projected.
+      key, value: `[num_src, dim]`, dtype of `query`.
+      num_heads: H; divides dim.
+      edge: `[nnz, dim]`, floating; added to the key and to the value.
+      score_bias: broadcasts to `[nnz, H]`, floating; added to the scores. -inf hides the edge.
+      scale: Python float; default `1 / sqrt(D)`. For a learned temperature multiply `query`.
+      concat_heads: False takes the mean over heads instead of setting them side by side.
+      dropout_rate: probability in [0, 1] of dropping an edge's weight; 1 gives zeros.
+      dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
+        of (key, head, number of the edge in the caller's order) alone.
+      dropout_mask: `[H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
+      dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
+        be an index array `[nnz]`.
+      return_attention_weights: also return the weights.
+      return_residual: also return lse.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `query`, accumulated in
+        float32 (float64 for float64). 0 for a destination without edges.
+      weights: `[nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
+      lse: `[num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
+        for float64); -inf for a destination without edges.
+
+    Gradients:
+      query, key, value, edge, score_bias: exact, in the dtype and shape of the argument; only what is
+      differentiated is computed. All outputs are differentiable, to second order and beyond.
+      Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
+      returned), under the checkpoint names "attention_out" and "attention_lse". No array of edges x dim
+      above 16 MiB (on a CPU) is formed, but for the gradient of edge features of that width. NaN in a
+      node that no edge refers to reaches no output and no gradient. The same bits in every run.
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range.
+      TypeError: an argument is of the wrong kind (a graph that is no `BipartiteCSC`, mixed dtypes).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, graph_transformer_attention
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> q, k = jnp.ones((2, 8)), jnp.ones((3, 8))
+      >>> graph_transformer_attention(graph, q, k, k, num_heads=2).shape
+      (2, 8)
+
+    References:
+      Shi et al., Masked label prediction, 2021, arXiv:2009.03509, section 3.1.
+    """
+    name = "graph_transformer_attention"
+    options, operands = prepare_transformer(
+        name, graph, query, key, value, num_heads=num_heads, edge=edge, score_bias=score_bias,
+        scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=return_attention_weights,
+    )  # fmt: skip
+    return _attend(name, options, operands, return_residual, implementation)
+
+
+IMPLEMENTATIONS = (backend.Implementation("xla", portable_forward.forward, portable_backward.backward),)
+
+
+def _attend(
+    operator: str, options: Options, operands: Operands, return_residual: Any, implementation: Any
+) -> Any:
+    """out, and the weights and lse if they are asked for."""
+    return_residual = checks.flag(operator, "return_residual", return_residual)
+    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
+    out, weights, lse = _attention((options, chosen.name), operands)
+    outputs = (out,) + ((weights,) if options.return_weights else ())
+    outputs += (lse,) if return_residual else ()
+    return outputs if len(outputs) > 1 else out
+
+
+def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
+    return (result.out if options.concat_heads else result.mean), result.weights, result.lse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: tuple[Options, str], operands: Operands):
+    options, implementation = static
+    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    return _outputs(options, result)
+
+
+def _fwd(static, operands):
+    options, implementation = static
+    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    result = result._replace(
+        out=checkpoint_name(result.out, "attention_out"),
+        m=checkpoint_name(result.m, "attention_lse"),
+        l=checkpoint_name(result.l, "attention_lse"),
+    )
+    saved = result._replace(mean=None, lse=None)
+    return _outputs(options, result), Residuals(operands, saved, Wanted(frozenset(wanted)))
+
+
+def _bwd(static, residuals, cotangents):
+    options, implementation = static
+    given = Cotangents(*(None if isinstance(x, SymbolicZero) else x for x in cotangents))
+    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, given)
+    return (Operands(None, None, None)._replace(**grads),)
+
+
+_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -3,27 +3,27 @@
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd.ops.graph import kinds
+from jax_attn_bwd.ops.graph.kinds import GAT, GATv2, Transformer
 from jax_attn_bwd.ops.graph.spec import ACTIVATIONS, Operands, Options
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
-def prepare_gat(
-    operator: str, kind: str, graph, src, dst, attention_weights, *, num_heads, edge, concat_heads,
-    activation, alpha, dropout_rate, dropout_key, dropout_mask, dropout_offset,
+def prepare_additive(
+    operator: str, kind: type[GAT] | type[GATv2], graph, src, dst, attention_weights, *, num_heads,
+    edge, concat_heads, activation, alpha, dropout_rate, dropout_key, dropout_mask, dropout_offset,
     return_attention_weights,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of `graph_attention` ("gat") or `graph_attention_v2` ("gatv2")."""
+    """Checks every argument of `graph_attention` or `graph_attention_v2`."""
     graph = check_graph(operator, graph)
     src = _nodes(operator, "src", src, "num_src", graph.num_src)
     if dst is None:
         if graph.num_dst > graph.num_src:
-            expected = (
-                f"be given, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
-            )
+            expected = f"be given, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
             raise ValueError(checks.message(operator, "dst", expected, None))
         dst = src[: graph.num_dst]
     dst = _nodes(operator, "dst", dst, "num_dst", graph.num_dst, src.shape[1])
@@ -31,23 +31,19 @@ def prepare_gat(
     heads = _num_heads(operator, num_heads, "src", src)
     width = src.shape[1]
     if edge is not None:
-        edge = _edge(operator, edge, graph, width if kind == "gatv2" else None)
+        edge = _edge(operator, edge, graph, kind.edge_width(width))
         if edge.shape[1] % heads:
             expected = f"have a width that num_heads = {heads} divides"
             raise ValueError(checks.message(operator, "edge", expected, edge.shape))
     attention_weights = checks.floating(operator, "attention_weights", attention_weights)
-    names, size = "[dim]", width
-    if kind == "gat":
-        names, size = "[2 * dim]", 2 * width
-        if edge is not None:
-            names, size = "[2 * dim + dim_edge]", size + edge.shape[1]
+    names, size = kind.weights_shape(width, None if edge is None else edge.shape[1])
     checks.shape(operator, "attention_weights", attention_weights, names, (size,))
     options = Options(
-        kind,
+        kind.name,
         heads,
         checks.flag(operator, "concat_heads", concat_heads),
         checks.choice(operator, "activation", activation, ACTIVATIONS),
-        checks.python_float(operator, "alpha", alpha),
+        checks.python_float(operator, "alpha", alpha, dtype=accumulator_dtype(src.dtype)),
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
     )
@@ -55,7 +51,7 @@ def prepare_gat(
         operator, options, graph, src.dtype, dropout_key, dropout_mask, dropout_offset
     )
     _check_explicit_sharding(operator, heads, src=src, dst=dst)
-    if kind == "gat" and any(spec := sharding.explicit_spec(attention_weights)):
+    if "attention_weights" not in kind.placement and any(spec := sharding.explicit_spec(attention_weights)):
         remedy = "the vectors of several sides follow one another in it; reshard it"
         expected = "not be sharded"
         raise ValueError(checks.message(operator, "attention_weights", expected, spec, remedy))
@@ -80,14 +76,16 @@ def prepare_transformer(
         score_bias = checks.floating(operator, "score_bias", score_bias)
         checks.broadcasts(operator, "score_bias", score_bias, "[nnz, H]", (graph.capacity, heads))
         score_bias = to_rank(score_bias, 2)
-    if scale is None:
-        scale = checks.default_scale(operator, query.shape[1] // heads)
     options = Options(
-        "transformer",
+        Transformer.name,
         heads,
         checks.flag(operator, "concat_heads", concat_heads),
-        scale=checks.python_float(
-            operator, "scale", scale, "multiply query by a learned or traced temperature"
+        scale=checks.head_scale(
+            operator,
+            scale,
+            query.shape[1] // heads,
+            query.dtype,
+            "multiply query by a learned or traced temperature",
         ),
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
@@ -101,11 +99,16 @@ def prepare_transformer(
 
 
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
-    """`graph` is a `BipartiteCSC`."""
+    """`graph` is one `BipartiteCSC`, not a stack of them."""
     if not isinstance(graph, BipartiteCSC):
         remedy = "build one with BipartiteCSC.from_coo or from_csc"
         got = type(graph).__name__
         raise TypeError(checks.message(operator, "graph", "be a BipartiteCSC", got, remedy))
+    if (stack := jnp.shape(graph.offsets)[:-1]) != ():
+        remedy = "map over it by jax.vmap of the call"
+        raise ValueError(
+            checks.message(operator, "graph", "be one graph", f"a stack of {stack} graphs", remedy)
+        )
     return graph
 
 
@@ -148,14 +151,11 @@ def _nodes(
 
 
 def _num_heads(operator: str, num_heads: Any, argument: str, x: jax.Array) -> int:
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int | np.integer):
-        got = type(num_heads).__name__
-        remedy = checks.static(num_heads)
-        raise TypeError(checks.message(operator, "num_heads", "be an int", got, remedy))
+    num_heads = checks.integer(operator, "num_heads", num_heads)
     if num_heads < 1 or x.shape[1] % num_heads:
         expected = f"be positive and divide the width of {argument}, {x.shape[1]}"
         raise ValueError(checks.message(operator, "num_heads", expected, num_heads))
-    return int(num_heads)
+    return num_heads
 
 
 def _edge(operator: str, edge: Any, graph: BipartiteCSC, width: int | None) -> jax.Array:
@@ -189,14 +189,11 @@ def _check_explicit_sharding(operator: str, num_heads: int, **nodes: jax.Array) 
 
 def _placed(options: Options, operands: Operands) -> Operands:
     """`operands` with heads sharded as those of `src`, where they come otherwise on an Explicit mesh."""
-    axes: dict[str, tuple] = {"edge": (None, 1), "score_bias": (None, 1), "dropout_mask": (1, None)}
-    if options.kind == "gatv2":
-        axes["attention_weights"] = (1,)
+    axes = kinds.of(options).placement
     given = {name: getattr(operands, name) for name in axes}
     placed: dict[str, Any] = {
-        name: sharding.reshard_like(x, operands.src, axes[name])
-        for name, x in given.items() if x is not None
-    }  # fmt: skip
+        name: sharding.reshard_like(x, operands.src, axes[name]) for name, x in given.items() if x is not None
+    }
     return operands._replace(**placed)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, reference, rule
+from jax_attn_bwd.ops.graph import api, gradients, reference
 from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS as SOFTMAX_IMPLEMENTATIONS
+from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax, edge_softmax_bwd
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
@@ -47,7 +48,9 @@ class _Options(Mapping):
         return 1 + len(self._rest)
 
 
-def _case(build, name, *, H=2, D=3, tags=("ci",), graph=_graph, extra=(), **options) -> Case:
+def _case(
+    build, name, *, H=2, D=3, tags=("ci",), dtype="bfloat16", graph=_graph, extra=(), **options
+) -> Case:
     """`graph` builds the graph.
 
     `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key".
@@ -61,7 +64,8 @@ def _case(build, name, *, H=2, D=3, tags=("ci",), graph=_graph, extra=(), **opti
     def arrays(rng):
         return build(rng, built(), H, D, extra)
 
-    return Case(name, arrays, _Options(built, {"head_size": D, **options}), frozenset(tags))
+    with_graph = _Options(built, {"head_size": D, **options})
+    return Case(name, arrays, with_graph, frozenset(tags), dtype)
 
 
 def _extra(rng, graph, H, widths, names) -> dict[str, Any]:
@@ -130,46 +134,64 @@ _EMPTY = {
 }
 _SMALL = {"graph": partial(_graph, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
 _SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
+_COMPILED = ("ci", "check", "compile")
+
+
+def _measured(make: Callable[..., Case]) -> Iterator[Case]:
+    for nodes, edges, tags in ((400, 3000, ("quick",)), (40_000, 500_000, ("bench", "bench_gpu"))):
+        name = f"random {nodes} nodes, {edges} edges, 8 x 16"
+        graph = partial(_graph, nodes, nodes, edges)
+        yield make(name, graph=graph, H=8, D=16, tags=tags, dtype="float32")
+
 
 GAT_CASES = (
-    _gat("plain", tags=("ci", "check")),
-    _gat("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4, tags=("ci", "check")),
+    _gat("plain", tags=_COMPILED),
+    _gat("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4, tags=_COMPILED),
     _gat("mean_elu_padded", graph=_PADDED, concat_heads=False, activation="elu", extra=("edge",)),
-    _gat(
-        "hub", graph=_hub, extra=("dropout_mask",), activation="relu", tags=("ci", "check", "bench")
-    ),
+    _gat("hub", graph=_hub, extra=("dropout_mask",), activation="relu", tags=("ci", "check")),
     *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in _EMPTY.items()),
     _gat("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gat("second_dropout", **_SMALL, extra=("dropout_mask",), concat_heads=False),
+    *_measured(_gat),
 )
 GATV2_CASES = (
-    _gatv2("plain", tags=("ci", "check")),
+    _gatv2("plain", tags=_COMPILED),
     _gatv2("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4),
-    _gatv2("mean_sigmoid_padded", graph=_PADDED, concat_heads=False, activation="sigmoid",
-           extra=("edge",), tags=("ci", "check", "bench")),
+    _gatv2(
+        "mean_sigmoid_padded",
+        graph=_PADDED,
+        concat_heads=False,
+        activation="sigmoid",
+        extra=("edge",),
+        tags=_COMPILED,
+    ),
     *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in _EMPTY.items()),
     _gatv2("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gatv2("shard", **_SHARD),
-)  # fmt: skip
+    *_measured(_gatv2),
+)
 TRANSFORMER_CASES = (
-    _transformer("plain", tags=("ci", "check")),
-    _transformer("edge_bias", extra=("edge", "score_bias", "dropout_key"), dropout_rate=0.4,
-                 tags=("ci", "check")),
+    _transformer("plain", tags=_COMPILED),
+    _transformer("edge_bias", extra=("edge", "score_bias", "dropout_key"), dropout_rate=0.4, tags=_COMPILED),
     _transformer("mean_padded", graph=_PADDED, concat_heads=False, scale=0.3, extra=("edge",)),
-    _transformer("hub", graph=_hub, tags=("ci", "bench")),
-    *(_transformer(name, graph=graph, extra=("score_bias",), tags=("edge",))
-      for name, graph in _EMPTY.items()),
+    _transformer("hub", graph=_hub),
+    *(
+        _transformer(name, graph=graph, extra=("score_bias",), tags=("edge",))
+        for name, graph in _EMPTY.items()
+    ),
     _transformer("second_edge_bias", **_SMALL, extra=("edge", "score_bias")),
     _transformer("shard", **_SHARD),
-)  # fmt: skip
+    *_measured(_transformer),
+)
 SOFTMAX_CASES = (
-    _scores("plain", tags=("ci", "check")),
+    _scores("plain", tags=_COMPILED),
     _scores("large_padded", graph=_PADDED, spread=1e3),
-    _scores("hub", graph=_hub, tags=("ci", "bench")),
+    _scores("hub", graph=_hub),
     *(_scores(name, graph=graph, tags=("edge",)) for name, graph in _EMPTY.items()),
     _scores("second", **_SMALL),
     _scores("shard", **_SHARD),
 )
+MAKERS = {"graph_attention": _gat, "graph_attention_v2": _gatv2, "graph_transformer_attention": _transformer}
 
 
 def _with_heads(arguments):
@@ -212,12 +234,36 @@ def _backward(function):
         out, _, lse = outputs
         out = out if options.get("concat_heads", True) else None
         grads = function(
-            dout, **_with_heads({**arrays, **options}), out=out, lse=lse, dweights=dweights,
-            dlse=dlse, wrt=wrt,
-        )  # fmt: skip
+            dout,
+            **_with_heads({**arrays, **options}),
+            out=out,
+            lse=lse,
+            dweights=dweights,
+            dlse=dlse,
+            wrt=wrt,
+        )
         return {name: x for name, x in grads._asdict().items() if x is not None}
 
     return call
+
+
+def _hidden(arrays, options):
+    """Nodes that no live edge touches, and edges of the padding or behind a bias of -inf."""
+    graph = options["graph"]
+    source, destination = (np.asarray(x) for x in reference.ends(graph))
+    real = (destination < graph.num_dst)[:, None]  # [E, 1], or [E, H] with a bias
+    live = real & (np.asarray(arrays["score_bias"]) != -np.inf) if "score_bias" in arrays else real
+    used = live.any(-1)
+    sources, destinations = np.ones(graph.num_src, bool), np.ones((graph.num_dst, live.shape[1]), bool)
+    sources[source[used]] = False
+    for head in range(live.shape[1]):
+        destinations[destination[live[:, head]], head] = False
+    lonely = destinations.all(-1)
+    of_nodes = {"src": sources, "key": sources, "value": sources, "dst": lonely, "query": lonely}
+    of_edges = {"edge": ~used, "score_bias": ~real[:, 0], "scores": ~real[:, 0]}
+    of_outputs = {"out": lonely, "lse": lonely, "weights": ~used}
+    given = {name: x for name, x in {**of_nodes, **of_edges}.items() if name in arrays}
+    return given | of_outputs
 
 
 def _attention(name, function, backward, definition, differentiable, cases, axes) -> Operator:
@@ -225,18 +271,19 @@ def _attention(name, function, backward, definition, differentiable, cases, axes
         name=name,
         outputs=("out", "weights", "lse"),
         differentiable=differentiable,
-        implementations=rule.IMPLEMENTATIONS,
+        implementations=api.IMPLEMENTATIONS,
         call=_call(function),
         reference=_reference(definition),
         backward=_backward(backward),
         cases=cases,
         axes={"out": "TN", "weights": "SN", "lse": "TN", **axes},
         backward_wrt=differentiable,
+        hidden=_hidden,
     )
 
 
 def _softmax_call(head_size, **arguments):
-    return (api.edge_softmax(**arguments),)
+    return (edge_softmax(**arguments),)
 
 
 def _softmax_reference(head_size, graph, scores):
@@ -245,7 +292,7 @@ def _softmax_reference(head_size, graph, scores):
 
 
 def _softmax_backward(cotangents, outputs, arrays, options, wrt):
-    return {"scores": api.edge_softmax_bwd(cotangents[0], options["graph"], outputs[0])}
+    return {"scores": edge_softmax_bwd(cotangents[0], options["graph"], outputs[0])}
 
 
 _NODES = {"src": "SN", "dst": "TN", "edge": "SN"}  # columns are heads, one after the other
@@ -254,7 +301,7 @@ OPERATORS = (
     _attention(
         "graph_attention",
         api.graph_attention,
-        api.graph_attention_bwd,
+        gradients.graph_attention_bwd,
         reference.graph_attention,
         ("src", "dst", "attention_weights", "edge"),
         GAT_CASES,
@@ -263,7 +310,7 @@ OPERATORS = (
     _attention(
         "graph_attention_v2",
         api.graph_attention_v2,
-        api.graph_attention_v2_bwd,
+        gradients.graph_attention_v2_bwd,
         reference.graph_attention_v2,
         ("src", "dst", "attention_weights", "edge"),
         GATV2_CASES,
@@ -272,7 +319,7 @@ OPERATORS = (
     _attention(
         "graph_transformer_attention",
         api.graph_transformer_attention,
-        api.graph_transformer_attention_bwd,
+        gradients.graph_transformer_attention_bwd,
         reference.graph_transformer_attention,
         ("query", "key", "value", "edge", "score_bias"),
         TRANSFORMER_CASES,
@@ -289,5 +336,6 @@ OPERATORS = (
         cases=SOFTMAX_CASES,
         axes={"scores": "SN", "weights": "SN"},
         backward_wrt=("scores",),
+        hidden=_hidden,
     ),
 )

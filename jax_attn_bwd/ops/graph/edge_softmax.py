@@ -10,29 +10,20 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import (
-    explicit_spec,
-    full_like_operands,
-    match_type,
-    reshard_like,
-    tie,
-)
+from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
 from jax_attn_bwd.ops.graph import groups
 from jax_attn_bwd.ops.graph.arguments import check_graph
-from jax_attn_bwd.ops.graph.forward import finite
-from jax_attn_bwd.ops.graph.groups import take
+from jax_attn_bwd.ops.graph.groups import by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 _NAME = "edge_softmax"
 
 
-def edge_softmax(
-    graph: BipartiteCSC, scores: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+def edge_softmax(graph: BipartiteCSC, scores: jax.Array, *, implementation: str | None = None) -> jax.Array:
     """Softmax over the edges into each destination, per head.
 
         w[e] = exp(scores[e]) / sum of exp(scores[f]) over the edges f into the same destination
@@ -71,11 +62,7 @@ def edge_softmax(
 
 
 def edge_softmax_bwd(
-    dweights: jax.Array,
-    graph: BipartiteCSC,
-    weights: jax.Array,
-    *,
-    implementation: str | None = None,
+    dweights: jax.Array, graph: BipartiteCSC, weights: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
     """The gradient of `edge_softmax` with respect to `scores`, as a plain function.
 
@@ -128,54 +115,29 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, x: jax.Array) ->
 @jax.jit
 def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
     """The weights (1)."""
-    dtype, H = accumulator_dtype(scores.dtype), scores.shape[1]
-    like = (graph, scores)
-    zeros = full_like_operands(scores, (graph.num_dst, H), 0, dtype, like)
-    walk = partial(groups.scan, groups=graph.by_destination, capacity=graph.capacity, elements=H)
-
-    def values(chunk):
-        return jnp.where(chunk.exists[..., None], take(scores, chunk.edge).astype(dtype), -jnp.inf)
-
-    def top(m, chunk):
-        return m.at[chunk.node].max(lax.stop_gradient(values(chunk)).max(0), mode="drop")
-
-    m = finite(walk(top, zeros - jnp.inf))
-
-    def terms(chunk):
-        return jnp.exp(values(chunk) - take(m, chunk.node)[None])
-
-    l = walk(lambda l, chunk: groups.add(l, chunk.node, terms(chunk).sum(0)), zeros)
-    inverse = jnp.where(l == 0, 0, 1 / jnp.where(l == 0, 1, l))
-
-    def weigh(weights, chunk):
-        return groups.put(weights, chunk.edge, terms(chunk) * take(inverse, chunk.node)[None])
-
-    weights = walk(weigh, full_like_operands(scores, scores.shape, 0, scores.dtype, like))
+    dtype, like = accumulator_dtype(scores.dtype), (graph, scores)
+    edges = groups.whole(graph.by_destination, graph.capacity)
+    weights = full_like_operands(scores, scores.shape, 0, scores.dtype, like)
+    if has_edges(graph):
+        zeros = full_like_operands(scores, (graph.num_dst, scores.shape[1]), 0, dtype, like)
+        s = present(take(scores, edges.number).astype(dtype), edges)
+        weights = groups.put(weights, edges.number, softmax(s, graph, zeros).p)
     return tie(weights, like)
 
 
 @jax.jit
 def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> jax.Array:
     """The gradient of the scores (2)."""
-    dtype, H = accumulator_dtype(weights.dtype), weights.shape[1]
-    like = (graph, weights, dweights)
-    walk = partial(groups.scan, groups=graph.by_destination, capacity=graph.capacity, elements=H)
-
-    def pair(chunk):
-        w = take(weights, chunk.edge).astype(dtype)
-        return w, jnp.where(w == 0, 0, take(dweights, chunk.edge).astype(dtype))
-
-    def add(sums, chunk):
-        w, dw = pair(chunk)
-        return groups.add(sums, chunk.node, (w * dw).sum(0))
-
-    sums = walk(add, full_like_operands(weights, (graph.num_dst, H), 0, dtype, like))
-
-    def spread(dscores, chunk):
-        w, dw = pair(chunk)
-        return groups.put(dscores, chunk.edge, w * (dw - take(sums, chunk.node)[None]))  # (2)
-
-    dscores = walk(spread, full_like_operands(weights, weights.shape, 0, dtype, like))
+    dtype, like = accumulator_dtype(weights.dtype), (graph, weights, dweights)
+    edges = groups.whole(graph.by_destination, graph.capacity)
+    dscores = full_like_operands(weights, weights.shape, 0, dtype, like)
+    if has_edges(graph):
+        w = take(weights, edges.number).astype(dtype)
+        dw = jnp.where(w == 0, 0, take(dweights, edges.number).astype(dtype))
+        zeros = full_like_operands(weights, (graph.num_dst, weights.shape[1]), 0, dtype, like)
+        sums = groups.add(zeros, edges.node, sum_of_group(w * dw, edges))
+        ds = w * (dw - by_edge(rows(sums, edges.node), edges))  # (2)
+        dscores = groups.put(dscores, edges.number, ds)
     return match_type(dscores, weights)
 
 

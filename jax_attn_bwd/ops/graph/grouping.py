@@ -1,8 +1,10 @@
-"""Edges in groups, the order in which the loops walk over them.
+"""Edges in groups, the order in which the passes walk over them.
 
-The loops handle edges in **groups**: up to W edges of one node, so that the sums over a group are dense
-and only one row a group is scattered. A hub is many groups, a node without edges is none. Groups of the
+Edges are handled in **groups**: up to W edges of one node, so that the sums over a group are dense and
+only one row a group is scattered. A hub is many groups, a node without edges is none. Groups of the
 destinations hold the edges that come in, groups of the sources those that go out.
+
+On a CPU each edge is a group of its own: there a scatter takes less time than a group's empty places.
 """
 
 from typing import NamedTuple
@@ -11,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, targets
 from jax_attn_bwd._core.serialization import exportable_tuple
 
 LIMIT = 2**31 - 1  # of anything that an int32 counts
+RUN = 256  # edges that are summed one after the other: the error of a sum grows with their number
 
 
 @exportable_tuple
@@ -23,10 +26,10 @@ class Groups(NamedTuple):
 
     node: jax.Array  # int32 [V], whose edges these are
     other: jax.Array  # int32 [V, W], the nodes at their other ends
-    edge: jax.Array  # int32 [V, W], their numbers in the caller's order
+    number: jax.Array  # int32 [V, W], of these edges in the caller's order
 
 
-def grouped(operator, node, other, edge, nodes, others, room, exact) -> Groups:
+def grouped(operator, node, other, number, nodes, others, room, exact) -> Groups:
     """Groups of edges that are sorted by `node`; `exact`: as many as needed, else as may be needed."""
     width = group_width(room, nodes)
     degree = np.bincount(node, minlength=nodes)
@@ -49,10 +52,28 @@ def grouped(operator, node, other, edge, nodes, others, room, exact) -> Groups:
 
     owner = np.full(total, nodes, np.int32)
     owner[:needed] = np.repeat(np.arange(nodes), count)
-    return Groups(jnp.asarray(owner), fill(other, others), fill(edge, room))
+    return Groups(jnp.asarray(owner), fill(other, others), fill(number, room))
 
 
 def group_width(edges: int, nodes: int) -> int:
     """Edges of a group, from the mean degree: wide ones are faster, and emptier where degrees are low."""
+    if targets.platform() == "cpu":
+        return 1
     mean = edges / max(nodes, 1)
     return 8 if mean >= 6 else 4 if mean >= 2 else 2
+
+
+def run_owners(node, nodes, room, exact) -> jax.Array | None:
+    """The node of each run of single edges sorted by `node`: edge k is in run node + k // RUN.
+
+    None if the groups are wider, or if no node has several runs (of a capacity: many).
+    """
+    short = bool((np.bincount(node) <= RUN).all()) if exact else room <= 16 * RUN
+    if short or group_width(room, nodes) > 1:
+        return None
+    owner = np.zeros(nodes + room // RUN + 1, np.int32)
+    run = node + np.arange(len(node)) // RUN
+    owner[run] = node
+    owner = np.maximum.accumulate(owner)
+    owner[run[-1] + 1 if len(run) else 0 :] = nodes
+    return jnp.asarray(owner)

@@ -1,4 +1,10 @@
-"""Walking over the groups of a graph, a chunk of them at a time."""
+"""Walking over the groups of a graph: all of them at once, or a chunk at a time.
+
+What takes a number of each edge and head is done at once (`each`, `whole`). What takes all the features of
+each edge is done at once too where that is no more than a cache holds: without a loop XLA compiles it
+sooner, runs it on all cores and fuses it with what is around it. Above `whole_elements` a loop handles
+`chunk_elements` at a time, by the same functions.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,25 +14,50 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import backend
+from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import segment_sums
-from jax_attn_bwd.ops.graph.grouping import Groups
+from jax_attn_bwd.ops.graph.grouping import RUN, Groups
 
 _SYMBOLIC_ELEMENTS = 64  # of an edge, where they are not known
+_NONE = np.int32(2**31 - 1)  # a node past every end
 
 
 class Chunk(NamedTuple):
-    """R groups of W edges; an index past the end stands for none."""
+    """R groups of W edges; an index past the end stands for none. Single edges, W = 1, have no axis W."""
 
     node: jax.Array  # [R]
-    other: jax.Array  # [W, R]
-    edge: jax.Array  # [W, R]
-    exists: jax.Array  # bool [W, R]
+    other: jax.Array  # [(W,) R]
+    number: jax.Array  # [(W,) R], of the edge in the caller's order
+    exists: jax.Array | None  # bool [W, R]; None for single edges: what is none is a row past the end
+
+    def slots(self) -> "list[Chunk]":
+        """The k-th edges of all groups, for each k: chunks of single edges."""
+        if self.exists is None:
+            return [self]
+        parts = zip(self.other, self.number, strict=True)
+        return [Chunk(self.node, other, number, None) for other, number in parts]
 
 
-def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The rows of `x` at `index`; 0, whatever lies in `x`, for an index past the end."""
-    return x.at[index].get(mode="fill", fill_value=0)
+def extended(x: Any, graph: Any, elements: Any, fill: float = 0) -> Any:
+    """`x` with a row of `fill` at its end for `rows` to find, if an index may lie past the end."""
+    walks = (graph.by_destination, graph.by_source)
+    if graph.exact and all(_grid(walk, elements)[0] == 1 for walk in walks):
+        return x
+    return jnp.pad(x, ((0, 1), *((0, 0) for _ in x.shape[1:])), constant_values=fill)
+
+
+def rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """The rows of `x` at `index`, of nodes; an index past the end finds the last row of what is `extended`.
+
+    To compare each index with the end, as `take` does, is slower: XLA:CPU then computes an `exp` that
+    follows one number at a time, and a sum of products in one more pass.
+    """
+    return x.at[index].get(mode="clip")
+
+
+def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
+    """The rows of `x` at `index`; `fill`, whatever lies in `x`, for an index past the end."""
+    return x.at[index].get(mode="fill", fill_value=fill)
 
 
 def put(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
@@ -34,14 +65,29 @@ def put(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     return x.at[index].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
 
 
+def by_edge(x: jax.Array, chunk: Chunk) -> jax.Array:
+    """What is by group, `[R, ...]`, for each of its edges: it broadcasts to `[(W,) R, ...]`."""
+    return x if chunk.exists is None else x[None]
+
+
+def sum_of_group(x: jax.Array, chunk: Chunk) -> jax.Array:
+    """`[(W,) R, ...]` -> `[R, ...]`."""
+    return x if chunk.exists is None else x.sum(0)
+
+
+def adds_in_order() -> bool:
+    """Whether a scatter adds one row after the other: a CPU does; elsewhere rows come in any order."""
+    return targets.platform() == "cpu"
+
+
 def add(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """`x` plus `rows` at `index`, which does not decrease; those past the end are dropped.
 
-    The order of the sum is fixed: a CPU adds one row after the other; elsewhere, where a scatter adds in
-    any order, the rows of one index are summed first and then written once.
+    The order of the sum is fixed: where a scatter has none, the rows of one index are summed first and then
+    written once.
     """
     rows = rows.astype(x.dtype)
-    if backend.target_platform() == "cpu":
+    if adds_in_order():
         return x.at[index].add(rows, mode="drop", indices_are_sorted=True)
     start = jnp.concatenate([jnp.ones(1, bool), index[1:] != index[:-1]])
     sums = segment_sums(rows, jnp.expand_dims(start, tuple(range(1, rows.ndim))), axis=0)
@@ -50,40 +96,125 @@ def add(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     return x.at[jnp.where(last, index, past)].add(sums, mode="drop", unique_indices=True)
 
 
+def has_edges(graph: Any) -> bool:
+    """Whether there can be any edge, by the shapes."""
+    return bool(graph.capacity and graph.num_src and graph.num_dst)
+
+
+def in_runs(graph: Any) -> tuple[Groups, int]:
+    """The groups by destination whose `node` is a run, in which one sums first; and the number of runs."""
+    found = graph.by_destination
+    if graph.run_owners is None:
+        return found, graph.num_dst
+    position = jnp.arange(found.node.shape[0], dtype=jnp.int32)
+    return found._replace(node=found.node + position // RUN), graph.run_owners.shape[0]
+
+
+def destination(graph: Any, chunk: Chunk) -> jax.Array:
+    """The nodes of a chunk of `in_runs`."""
+    return chunk.node if graph.run_owners is None else rows(graph.run_owners, chunk.node)
+
+
+def add_runs(x: jax.Array, graph: Any, sums: jax.Array) -> jax.Array:
+    """`x`, by destination, plus the sums of the runs."""
+    return sums if graph.run_owners is None else add(x, graph.run_owners, sums)
+
+
+def whole(groups: Groups, capacity: int) -> Chunk:
+    """All groups of a graph, of that capacity, as one chunk."""
+    return _chunk(groups.node, groups.other, groups.number, capacity)
+
+
+def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, elements: Any) -> jax.Array:
+    """`function(chunk)`, `[(W,) R, ...]`, for all groups; the arguments are those of `scan`."""
+    count, size = _grid(groups, elements)
+    if count == 1:
+        return function(whole(groups, capacity))
+    axis = int(groups.other.shape[1] > 1)  # of the groups
+    found = lax.map(lambda x: function(_chunk(x[0], x[1], x[2], capacity)), _chunks(groups, count, size))
+    return _joined(found, axis)[(slice(None),) * axis + (slice(groups.node.shape[0]),)]
+
+
 def scan(
-    body: Callable[[Any, Chunk], Any], carry: Any, groups: Groups, capacity: int, elements: Any
+    share: Callable[..., Any],
+    fold: Callable[[Any, Any, Chunk], Any],
+    carry: Any,
+    groups: Groups,
+    capacity: int,
+    elements: Any,
+    *by_edge: jax.Array,
 ) -> Any:
-    """`body(carry, chunk)` over all groups, in order.
+    """`carry = fold(carry, share(chunk, ...), chunk)` over all groups, in order.
 
     Args:
-      body: returns the new carry.
-      carry: loop state.
+      share: what a chunk gives; of a loop, it is computed again when the loop is differentiated.
+      fold: adds that to the carry.
+      carry: the sums so far.
       groups: of the graph.
       capacity: of the graph.
-      elements: of the largest array that the body makes of an edge; may be symbolic.
+      elements: of the largest array that `share` makes of an edge; may be symbolic.
+      by_edge: arrays `[(W,) R, ...]` of all groups, of which `share` is given the chunk's part.
     """
-    total, width = groups.other.shape
-    if total == 0:
+    if groups.node.shape[0] == 0:
         return carry
-    if not isinstance(elements, int):
-        elements = _SYMBOLIC_ELEMENTS
-    size = max(8, chunk_elements() // max(width * elements, 1))
+    count, size = _grid(groups, elements)
+    if count == 1:
+        chunk = whole(groups, capacity)
+        return fold(carry, share(chunk, *by_edge), chunk)
+    share = jax.checkpoint(share, prevent_cse=False)
+    axis = int(groups.other.shape[1] > 1)  # of the groups
+
+    def step(carry, xs):
+        (node, other, number), rest = xs
+        chunk = _chunk(node, other, number, capacity)
+        return fold(carry, share(chunk, *(jnp.moveaxis(x, 0, axis) for x in rest)), chunk), None
+
+    parts = [_grouped(jnp.moveaxis(x, axis, 0), count, size, 0) for x in by_edge]
+    return lax.scan(step, carry, (_chunks(groups, count, size), parts))[0]
+
+
+def _chunk(node: jax.Array, other: jax.Array, number: jax.Array, capacity: int) -> Chunk:
+    """From rows of `Groups`."""
+    if other.shape[1] == 1:
+        return Chunk(node, other[:, 0], number[:, 0], None)
+    number = number.T
+    return Chunk(node, other.T, number, number < capacity)
+
+
+def _chunks(groups: Groups, count: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`Groups` of each chunk."""
+    node, other, number = (_grouped(x, count, size, _NONE) for x in groups)
+    return node, other, number
+
+
+def _joined(x: jax.Array, axis: int) -> jax.Array:
+    """`[count, ..., size, ...]` -> `[..., count * size, ...]`, size at `axis` of a chunk."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def _grouped(x: jax.Array, count: int, size: int, none: Any) -> jax.Array:
+    """`[total, ...]` -> `[count, size, ...]`, `none` in the padding."""
+    pad = ((0, count * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
+    return jnp.pad(x, pad, constant_values=none).reshape(count, size, *x.shape[1:])
+
+
+def _grid(groups: Groups, elements: Any) -> tuple[int, int]:
+    """(number of chunks, groups in each)."""
+    total, width = groups.other.shape
+    of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
+    if total * of_group <= whole_elements():
+        return 1, total
+    size = max(8, chunk_elements() // max(of_group, 1))
     count = -(-total // size)
-    size = -(-total // count)
+    return count, -(-total // count)
 
-    def chunks(x, none):
-        pad = ((0, count * size - total), *((0, 0) for _ in x.shape[1:]))
-        return jnp.pad(x, pad, constant_values=none).reshape(count, size, *x.shape[1:])
 
-    none = np.int32(2**31 - 1)
-
-    def step(carry, chunk):
-        node, other, edge = chunk[0], chunk[1].T, chunk[2].T
-        return body(carry, Chunk(node, other, edge, edge < capacity)), None
-
-    return lax.scan(step, carry, Groups(*(chunks(x, none) for x in groups)))[0]
+def whole_elements() -> int:
+    """Elements of the largest array that is formed without a loop."""
+    return 1 << 22 if targets.platform() == "cpu" else 1 << 24
 
 
 def chunk_elements() -> int:
     """Elements of the largest array of a chunk: what the cache of a CPU holds, or what occupies a GPU."""
-    return 1 << 18 if backend.target_platform() == "cpu" else 1 << 24
+    return 1 << 18 if targets.platform() == "cpu" else 1 << 24

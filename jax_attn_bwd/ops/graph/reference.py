@@ -59,13 +59,22 @@ def _at(x, index):
 
 
 def graph_attention(
-    graph, src, dst, attention_weights, *, num_heads, edge=None, concat_heads=True,
-    activation="leaky_relu", alpha=0.2, factor=None,
-):  # fmt: skip
+    graph,
+    src,
+    dst,
+    attention_weights,
+    *,
+    num_heads,
+    edge=None,
+    concat_heads=True,
+    activation="leaky_relu",
+    alpha=0.2,
+    factor=None,
+):
     """(out, weights, lse) of `jax_attn_bwd.graph_attention`; `factor` is the dropout mask `[E, H]`."""
     source, destination = ends(graph)
     a_src, a_dst, a_edge = jnp.split(attention_weights, (src.shape[1], 2 * src.shape[1]))
-    score = lambda x, a: _heads(x * a, num_heads).sum(-1)  # noqa: E731
+    score = lambda x, a: _heads(x * a, num_heads).sum(-1)
     z = _at(score(src, a_src), source) + _at(score(dst, a_dst), destination)
     z = z if edge is None else z + score(edge, a_edge)
     message = _at(_heads(src, num_heads), source)
@@ -73,9 +82,18 @@ def graph_attention(
 
 
 def graph_attention_v2(
-    graph, src, dst, attention_weights, *, num_heads, edge=None, concat_heads=True,
-    activation="leaky_relu", alpha=0.2, factor=None,
-):  # fmt: skip
+    graph,
+    src,
+    dst,
+    attention_weights,
+    *,
+    num_heads,
+    edge=None,
+    concat_heads=True,
+    activation="leaky_relu",
+    alpha=0.2,
+    factor=None,
+):
     """(out, weights, lse) of `jax_attn_bwd.graph_attention_v2`."""
     source, destination = ends(graph)
     z = _at(src, source) + _at(dst, destination)
@@ -85,9 +103,18 @@ def graph_attention_v2(
 
 
 def graph_transformer_attention(
-    graph, query, key, value, *, num_heads, edge=None, score_bias=None, scale=None,
-    concat_heads=True, factor=None,
-):  # fmt: skip
+    graph,
+    query,
+    key,
+    value,
+    *,
+    num_heads,
+    edge=None,
+    score_bias=None,
+    scale=None,
+    concat_heads=True,
+    factor=None,
+):
     """(out, weights, lse) of `jax_attn_bwd.graph_transformer_attention`."""
     source, destination = ends(graph)
     k, v = _at(key, source), _at(value, source)

@@ -53,8 +53,9 @@ class Result(NamedTuple):
     out: jax.Array  # [num_dst, H * D], per head, dtype of src
     mean: jax.Array | None  # [num_dst, D], the mean over heads, without concat_heads
     weights: jax.Array | None  # [E, H], with return_weights
-    lse: jax.Array  # [num_dst, H], natural log, float32 or wider
-    lse_low: jax.Array | None  # [num_dst, H], what rounding took from lse; None = 0
+    lse: jax.Array | None  # [num_dst, H], natural log, float32 or wider: m + log l, but for its rounding
+    m: jax.Array | None  # [num_dst, H], the highest score; None: lse stands for it, and l is 1
+    l: jax.Array | None  # [num_dst, H], sum of exp(score - m); 0 without edges
 
 
 @jax.tree_util.register_static
@@ -66,7 +67,7 @@ class Wanted:
 
 
 class Residuals(NamedTuple):
-    """What the forward leaves for the backward: its inputs, out, lse (and the weights it returned)."""
+    """What the forward leaves for the backward: its inputs, out, m, l (and the weights it returned)."""
 
     operands: Operands
     result: Result

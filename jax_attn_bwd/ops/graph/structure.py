@@ -9,31 +9,39 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
-from jax_attn_bwd.ops.graph.grouping import LIMIT, Groups, grouped
+from jax_attn_bwd.ops.graph.grouping import LIMIT, Groups, grouped, run_owners
 
 
 @exportable_dataclass
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class BipartiteCSC:
     """A directed graph from `num_src` source nodes to `num_dst` destination nodes, for the graph operators.
 
     Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds). It is
     a pytree: hand it to a compiled function as an argument, or close over it. Two graphs with the same
-    node counts share one compiled program if both were given the same `capacity`.
+    node counts share one compiled program if both were given the same `capacity`; such graphs may be
+    stacked, for `jax.vmap` of a call over them.
+
+    Two graphs are equal if all their arrays hold the same numbers; where these cannot be read (traced
+    arrays, those of other processes) an array equals itself alone. `hash` is of the node counts.
 
     Attributes:
       offsets: int32 `[num_dst + 1]`; the edges into destination i are `offsets[i]` to `offsets[i + 1]`.
       indices: int32 `[capacity]`, the source of each edge, by destination; `num_src` in the padding.
       map_csc_to_coo: int32 `[capacity]`, the number of each of these edges in the caller's order.
       by_destination, by_source: the same edges in groups.
+      run_owners: int32, the destination of each run of edges that is summed apart; None if all are short.
       num_src, num_dst: node counts.
+      exact: whether every place of the groups holds an edge.
 
     Example:
       >>> from jax_attn_bwd import BipartiteCSC
       >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
       >>> graph.offsets.tolist(), graph.indices.tolist(), graph.map_csc_to_coo.tolist()
       ([0, 1, 3], [2, 0, 1], [1, 0, 2])
+      >>> graph
+      BipartiteCSC(num_src=3, num_dst=2, num_edges=3, capacity=3, dtype=int32)
     """
 
     offsets: jax.Array
@@ -41,13 +49,40 @@ class BipartiteCSC:
     map_csc_to_coo: jax.Array
     by_destination: Groups
     by_source: Groups
+    run_owners: jax.Array | None
     num_src: int = field(metadata={"static": True})
     num_dst: int = field(metadata={"static": True})
+    exact: bool = field(metadata={"static": True})
 
     @property
     def capacity(self) -> int:
         """Edges that there is room for: rows of edge data and of returned weights."""
         return self.indices.shape[-1]
+
+    @property
+    def num_edges(self) -> Any:
+        """Edges that there are, without the padding: an int; an array if the graph is traced or stacked."""
+        if isinstance(self.offsets, jax.core.Tracer):
+            return self.offsets[..., -1]
+        last = np.asarray(self.offsets)[..., -1]
+        return last if last.ndim else int(last)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BipartiteCSC):
+            return NotImplemented
+        structure: Any = jax.tree.structure(self)
+        alike = structure == jax.tree.structure(other)
+        return alike and all(map(_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
+
+    def __hash__(self) -> int:
+        return hash((self.num_src, self.num_dst))
+
+    def __repr__(self) -> str:
+        edges = f"capacity={getattr(self.indices, 'shape', (None,))[-1]}"
+        if checks.is_array(self.offsets) and not isinstance(self.offsets, jax.core.Tracer):
+            edges = f"num_edges={self.num_edges}, {edges}"
+        dtype = getattr(self.indices, "dtype", None)
+        return f"BipartiteCSC(num_src={self.num_src}, num_dst={self.num_dst}, {edges}, dtype={dtype})"
 
     @classmethod
     def from_csc(
@@ -86,9 +121,7 @@ class BipartiteCSC:
         num_src = _count(operator, "num_src", num_src)
         nnz = len(indices)
         if len(offsets) == 0:
-            raise ValueError(
-                checks.message(operator, "offsets", "have shape [num_dst + 1]", "(0,)")
-            )
+            raise ValueError(checks.message(operator, "offsets", "have shape [num_dst + 1]", "(0,)"))
         if offsets[0] != 0:
             raise ValueError(checks.message(operator, "offsets", "start at 0", offsets[0]))
         if (falls := np.flatnonzero(np.diff(offsets) < 0)).size:
@@ -99,12 +132,10 @@ class BipartiteCSC:
             expected = f"end at the number of indices, {nnz}"
             raise ValueError(checks.message(operator, "offsets", expected, offsets[-1]))
         _within(operator, "indices", indices, num_src, "num_src")
-        edge = np.arange(nnz)
+        number = np.arange(nnz)
         if map_csc_to_coo is not None:
-            edge = _permutation(
-                operator, _integers(operator, "map_csc_to_coo", map_csc_to_coo), nnz
-            )
-        return _build(operator, offsets, indices, edge, num_src, capacity)
+            number = _permutation(operator, _integers(operator, "map_csc_to_coo", map_csc_to_coo), nnz)
+        return _build(operator, offsets, indices, number, num_src, capacity)
 
     @classmethod
     def from_coo(
@@ -176,20 +207,27 @@ class BipartiteCSC:
         if not hasattr(matrix, "tocsr"):
             expected, remedy = "be a SciPy sparse matrix", "scipy.sparse.csr_array(matrix)"
             got = type(matrix).__name__
-            raise TypeError(
-                checks.message("BipartiteCSC.from_scipy", "matrix", expected, got, remedy)
-            )
+            raise TypeError(checks.message("BipartiteCSC.from_scipy", "matrix", expected, got, remedy))
         rows = matrix.tocsr()
         return cls.from_csc(rows.indptr, rows.indices, rows.shape[1], capacity=capacity)
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Whether two leaves hold the same; those that cannot be read do if they are one."""
+    if one is two:
+        return True
+    if not (checks.is_array(one) and checks.is_array(two)):
+        return bool(one == two)
+    readable = not any(isinstance(x, jax.core.Tracer) for x in (one, two))
+    readable = readable and all(getattr(x, "is_fully_addressable", True) for x in (one, two))
+    return readable and np.array_equal(one, two)
 
 
 def _integers(operator: str, argument: str, x: Any) -> np.ndarray:
     """`x`, of one axis and of an integer dtype, as a NumPy array of int64."""
     if isinstance(x, jax.core.Tracer):
         remedy = "build the graph outside jit and hand it in as an argument"
-        raise TypeError(
-            checks.message(operator, argument, "be a concrete array", "a tracer", remedy)
-        )
+        raise TypeError(checks.message(operator, argument, "be a concrete array", "a tracer", remedy))
     array = np.asarray(x)
     if array.size == 0 and array.dtype == np.float64 and not hasattr(x, "dtype"):
         array = array.astype(np.int32)  # an empty list
@@ -205,11 +243,10 @@ def _integers(operator: str, argument: str, x: Any) -> np.ndarray:
 
 def _count(operator: str, argument: str, x: Any) -> int:
     """A number of nodes or edges that int32 can count."""
-    if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(checks.message(operator, argument, "be an int", type(x).__name__))
+    x = checks.integer(operator, argument, x)
     if not 0 <= x < LIMIT:
         raise ValueError(checks.message(operator, argument, f"lie in [0, {LIMIT})", x))
-    return int(x)
+    return x
 
 
 def _within(operator: str, argument: str, x: np.ndarray, size: int, name: str) -> None:
@@ -233,8 +270,8 @@ def _permutation(operator: str, x: np.ndarray, n: int) -> np.ndarray:
     return x
 
 
-def _build(operator, offsets, indices, edge, num_src: int, capacity: int | None) -> BipartiteCSC:
-    """The graph of checked NumPy arrays: `edge` holds the caller's number of each edge."""
+def _build(operator, offsets, indices, number, num_src: int, capacity: int | None) -> BipartiteCSC:
+    """The graph of checked NumPy arrays: `number` is that of each edge for the caller."""
     nnz, num_dst = len(indices), _count(operator, "num_dst", len(offsets) - 1)
     room = nnz if capacity is None else _count(operator, "capacity", capacity)
     if nnz > room:
@@ -242,18 +279,21 @@ def _build(operator, offsets, indices, edge, num_src: int, capacity: int | None)
     destination = np.repeat(np.arange(num_dst), np.diff(offsets))
     by_source = _stable_order(indices)
     exact = capacity is None
-    incoming = grouped(operator, destination, indices, edge, num_dst, num_src, room, exact)
-    source, destination, edge_out = indices[by_source], destination[by_source], edge[by_source]
-    outgoing = grouped(operator, source, destination, edge_out, num_src, num_dst, room, exact)
+    owners = run_owners(destination, num_dst, room, exact)
+    incoming = grouped(operator, destination, indices, number, num_dst, num_src, room, exact)
+    source, destination, number_out = indices[by_source], destination[by_source], number[by_source]
+    outgoing = grouped(operator, source, destination, number_out, num_src, num_dst, room, exact)
     pad = room - nnz
     return BipartiteCSC(
         offsets=_int32(offsets),
         indices=_int32(np.pad(indices, (0, pad), constant_values=num_src)),
-        map_csc_to_coo=_int32(np.concatenate([edge, np.arange(nnz, room)])),
+        map_csc_to_coo=_int32(np.concatenate([number, np.arange(nnz, room)])),
         by_destination=incoming,
         by_source=outgoing,
+        run_owners=owners,
         num_src=num_src,
         num_dst=num_dst,
+        exact=exact and incoming.number.shape[1] == 1,
     )
 
 

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks
-from jax_attn_bwd.ops.dot_product import api as dot_product
+from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.arguments import prepare
@@ -42,6 +42,13 @@ def multi_head_attention(
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
     out_dropout_rate: float = 0.0,
@@ -51,18 +58,22 @@ def multi_head_attention(
     add_residual: bool = False,
     return_weights: bool = False,
     average_weights: bool = False,
-    return_residual: bool = False,
+    precision: Any = None,
+    deterministic: bool = True,
     save: str = "inputs",
+    return_residual: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """The whole layer under one rule: projections, attention, output projection, both dropouts.
 
         q = query W_q + b_q,   k = [key W_k + b_k; bias_k; 0],   v = [value W_v + b_v; bias_v; 0]
-        weights = softmax(scale * q k^T + bias, where visible)
+        weights = softmax(soft_cap(scale * q k^T) + bias, where visible)
         out     = out_dropout(dropout(weights) v W_o + b_o) (+ query)
 
-    The appended rows, `bias_k`/`bias_v` and then zeros (`add_zero_attn`), are always attended. A kernel that
-    is None hands the input itself to every head.
+    A query t sees a key s under the conditions of `dot_product_attention`: mask and bias, lengths, segments,
+    causality and window. The appended rows, `bias_k`/`bias_v` and then zeros (`add_zero_attn`), are seen by
+    every query, whatever is hidden; the soft cap holds for them, too. A kernel that is None hands the input
+    itself to every head.
 
     Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value heads
     (N a multiple of K), H head size, Hv value head size, Eq Ek Ev Eo widths, R appended rows, S' = S + R.
@@ -80,8 +91,15 @@ def multi_head_attention(
       bias: broadcasts to `[..., N, T, S]`, floating; added to the logits. -inf counts as masked.
       mask: broadcasts to `[..., N, T, S]`, bool; True attends.
       scale: Python float; default `1 / sqrt(H)`.
-      is_causal: a query sees keys up to its own index.
-      local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
+      is_causal: a query sees keys up to its own position.
+      local_window_size: int or (left, right): a query at p sees keys from p - left to p + right.
+      query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, T] and [0, S]: what
+        lies at or beyond them sees none of the S keys, and is not seen.
+      query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; a query sees
+        the keys of its own segment. Give both, in self-attention the same twice.
+      query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what causality
+        and windows compare, between -2**30 and 2**30; default the index.
+      logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       add_zero_attn: append a key and a value of zeros.
       dropout_rate: probability in [0, 1] of dropping an attention probability.
       out_dropout_rate: probability of dropping an element of the output, after its bias, before `query`
@@ -94,11 +112,13 @@ def multi_head_attention(
       add_residual: add `query` to the output; Eo = Eq.
       return_weights: return `(out, weights)`.
       average_weights: with `return_weights`, their mean over the heads.
-      return_residual: append what `multi_head_attention_bwd` can be handed to spare the forward; no
-        gradient flows through it.
+      precision: of all matrix products, projections included; None follows `jax_default_matmul_precision`.
+      deterministic: False lets a kernel add in any order where that is faster; it is not about dropout.
       save: what is kept for the backward beside the inputs, the heads' output `[..., T, N, Hv]` and its
         `lse`: "inputs" nothing (the projections are computed again), "qkv" the projected heads, "probs"
         those and the T x S probabilities. The gradients are the same.
+      return_residual: append what `multi_head_attention_bwd` can be handed to spare the forward; no
+        gradient flows through it.
       implementation: of the attention inside, as in `dot_product_attention`.
 
     Returns:
@@ -116,7 +136,8 @@ def multi_head_attention(
       other row's output.
 
     Raises:
-      ValueError: shapes disagree, a bias stands without its kernel, or an option is out of range.
+      ValueError: shapes disagree, a bias stands without its kernel, or an option is out of range, or a length
+        or position is. A traced one is not checked.
       TypeError: an argument is of the wrong kind (float mask, mixed dtypes).
       NotImplementedError: the named implementation cannot run this call.
 
@@ -136,7 +157,11 @@ def multi_head_attention(
     """
     options, operands = prepare(
         _NAME, params, query, key, value, num_heads=num_heads, bias=bias, mask=mask, scale=scale,
-        is_causal=is_causal, local_window_size=local_window_size, add_zero_attn=add_zero_attn,
+        is_causal=is_causal, local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap,
+        precision=precision, deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
         dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
@@ -164,6 +189,13 @@ def multi_head_attention_bwd(
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
     out_dropout_rate: float = 0.0,
@@ -172,6 +204,8 @@ def multi_head_attention_bwd(
     broadcast_dropout: bool = False,
     add_residual: bool = False,
     average_weights: bool = False,
+    precision: Any = None,
+    deterministic: bool = True,
     save: str = "inputs",
     implementation: str | None = None,
 ) -> MultiHeadAttentionGrads:
@@ -210,7 +244,11 @@ def multi_head_attention_bwd(
     name = f"{_NAME}_bwd"
     options, operands = prepare(
         name, params, query, key, value, num_heads=num_heads, bias=bias, mask=mask, scale=scale,
-        is_causal=is_causal, local_window_size=local_window_size, add_zero_attn=add_zero_attn,
+        is_causal=is_causal, local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap,
+        precision=precision, deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
         dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
         return_weights=dweights is not None or average_weights, average_weights=average_weights,
@@ -265,14 +303,15 @@ def _around(attention: backend.Implementation) -> backend.Implementation:
 
     return backend.Implementation(
         attention.name,
-        partial(layer_forward.forward, attention),
-        partial(layer_backward.backward, attention),
+        partial(layer_forward.forward, attention.name),
+        partial(layer_backward.backward, attention.name),
         attention.platform,
         supports,
+        attention.waits,
     )
 
 
-IMPLEMENTATIONS = tuple(_around(attention) for attention in dot_product.IMPLEMENTATIONS)
+IMPLEMENTATIONS = tuple(_around(attention) for attention in block.IMPLEMENTATIONS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -297,15 +336,13 @@ def _fwd(static, operands):
 
 def _bwd(static, residuals, cotangents):
     options, implementation = static
-    zero = lambda x: x is None or isinstance(x, SymbolicZero)  # noqa: E731
+    zero = lambda x: x is None or isinstance(x, SymbolicZero)
     if not all(zero(x) for x in jax.tree.leaves(cotangents[2], is_leaf=zero)):
         raise NotImplementedError(
             f"{_NAME}: the residual of return_residual has no gradient; differentiate out and weights"
         )
     dout, dweights = (None if zero(x) else x for x in cotangents[:2])
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(
-        options, residuals, dout, dweights
-    )
+    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dweights)
     return (Operands(None)._replace(**grads),)
 
 

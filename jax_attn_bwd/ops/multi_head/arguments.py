@@ -1,27 +1,28 @@
 """From the arguments of a call to checked `Options` and `Operands`."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+from jax import lax
 
-from jax_attn_bwd._core import checks, dropout, masks, sharding
-from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.multi_head.spec import (
-    PARAMS,
-    SAVE,
-    MultiHeadAttentionParams,
-    Operands,
-    Options,
-)
+from jax_attn_bwd._core import checks, dropout, sharding
+from jax_attn_bwd.ops.dot_product import arguments as dot_product
+from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, TOKENS, MultiHeadAttentionParams, Operands, Options
 
 _SHAPES = {
-    "query_kernel": ("Eq", "N", "H"), "query_bias": ("N", "H"),
-    "key_kernel": ("Ek", "K", "H"), "key_bias": ("K", "H"),
-    "value_kernel": ("Ev", "K", "Hv"), "value_bias": ("K", "Hv"),
-    "out_kernel": ("N", "Hv", "Eo"), "out_bias": ("Eo",),
-    "bias_k": ("K", "H"), "bias_v": ("K", "Hv"), "sink": ("N",),
-}  # fmt: skip
+    "query_kernel": ("Eq", "N", "H"),
+    "query_bias": ("N", "H"),
+    "key_kernel": ("Ek", "K", "H"),
+    "key_bias": ("K", "H"),
+    "value_kernel": ("Ev", "K", "Hv"),
+    "value_bias": ("K", "Hv"),
+    "out_kernel": ("N", "Hv", "Eo"),
+    "out_bias": ("Eo",),
+    "bias_k": ("K", "H"),
+    "bias_v": ("K", "Hv"),
+    "sink": ("N",),
+}
 _WIDTHS = {"query_kernel": "query", "key_kernel": "key", "value_kernel": "value"}
 
 
@@ -33,11 +34,14 @@ class _Size(NamedTuple):
 
 
 def prepare(
-    operator: str, params, query, key, value, *, num_heads, bias, mask, scale, is_causal,
-    local_window_size, add_zero_attn, dropout_rate, out_dropout_rate, dropout_key, dropout_offset,
-    broadcast_dropout, add_residual, return_weights, average_weights, return_residual, save,
+    operator: str, params, query, key, value, *, num_heads, bias, mask, scale, add_zero_attn, dropout_rate,
+    out_dropout_rate, dropout_key, dropout_offset, add_residual, return_weights, average_weights,
+    return_residual, save, **attention,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of `multi_head_attention`; raises as its docstring says."""
+    """Checks every argument of `multi_head_attention`; raises as its docstring says.
+
+    `attention` holds those that dense attention has, too, and checks.
+    """
     params = _params(operator, params)
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
@@ -53,9 +57,7 @@ def prepare(
     N = sizes["N"].value
 
     def plane(argument, x):
-        extra = (
-            x.ndim - len(batch) - 3
-        )  # `jax.nn` wants axes of size 1 here where there is no batch
+        extra = x.ndim - len(batch) - 3  # `jax.nn` wants axes of size 1 here where there is no batch
         x = x.reshape(x.shape[extra:]) if extra > 0 and x.shape[:extra] == (1,) * extra else x
         checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S))
         return x
@@ -65,42 +67,54 @@ def prepare(
     if mask is not None:
         mask = plane("mask", checks.boolean_mask(operator, mask))
     flags = {
-        "is_causal": is_causal, "add_zero_attn": add_zero_attn, "add_residual": add_residual,
-        "return_weights": return_weights, "average_weights": average_weights,
-        "return_residual": return_residual, "broadcast_dropout": broadcast_dropout,
-    }  # fmt: skip
+        "add_zero_attn": add_zero_attn,
+        "add_residual": add_residual,
+        "return_weights": return_weights,
+        "average_weights": average_weights,
+        "return_residual": return_residual,
+    }
     flags = {name: checks.flag(operator, name, x) for name, x in flags.items()}
     if flags["average_weights"] and not flags["return_weights"]:
         expected = "be given together with return_weights=True"
-        raise ValueError(
-            checks.message(operator, "average_weights", expected, "return_weights=False")
-        )
+        raise ValueError(checks.message(operator, "average_weights", expected, "return_weights=False"))
     H, Eo = sizes["H"].value, sizes["Eo"].value
     if flags["add_residual"] and Eo != query.shape[-1]:
         expected = f"have the width {query.shape[-1]} of query, to which it is added"
         raise ValueError(checks.message(operator, "the output, with add_residual,", expected, Eo))
-    attention = dot_product.Options(
-        scale=_scale(operator, scale, H),
-        is_causal=flags["is_causal"],
-        window=masks.window(operator, local_window_size),
-        dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
-        broadcast_dropout=flags["broadcast_dropout"],
-    )
+    _check_explicit_sharding(operator, operands)
+    remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
+    scale = checks.head_scale(operator, scale, H, query.dtype, remedy)
+    dense, tokens = _attention(operator, operands, scale=scale, **attention)
     options = Options(
-        attention, N, flags["add_zero_attn"],
-        checks.rate(operator, "out_dropout_rate", out_dropout_rate), flags["add_residual"],
-        flags["return_weights"], flags["average_weights"],
-        checks.choice(operator, "save", save, SAVE), flags["return_residual"],
-    )  # fmt: skip
-    rates = {
-        "dropout_rate": attention.dropout_rate,
-        "out_dropout_rate": options.out_dropout_rate,
-    }
+        dataclasses.replace(dense, dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate)),
+        N,
+        flags["add_zero_attn"],
+        checks.rate(operator, "out_dropout_rate", out_dropout_rate),
+        flags["add_residual"],
+        flags["return_weights"],
+        flags["average_weights"],
+        checks.choice(operator, "save", save, SAVE),
+        flags["return_residual"],
+    )
+    rates = {"dropout_rate": options.attention.dropout_rate, "out_dropout_rate": options.out_dropout_rate}
     columns = S + (params.bias_k is not None) + options.add_zero_attn
     words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, columns)
-    operands = operands._replace(bias=bias, mask=mask, dropout_words=words, dropout_offset=offset)
-    _check_explicit_sharding(operator, operands)
-    return options, operands
+    given = {"bias": bias, "mask": mask, **tokens}
+    return options, operands._replace(**given, dropout_words=words, dropout_offset=offset)
+
+
+def _attention(operator: str, operands: Operands, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    """(dense attention's options, lengths, segments and positions by name), as dense attention checks them.
+
+    It is handed heads of size 0: those of the layer are made under its rule, where nothing is known any more.
+    """
+    widthless = (lax.slice_in_dim(x, 0, 0, axis=-1) for x in operands.inputs[:2])
+    query, key = (lax.expand_dims(x, (-2,)) for x in widthless)  # [..., T, 1, 0], [..., S, 1, 0]
+    options, checked = dot_product.prepare(
+        operator, query, key, key, None, None, sink=None, dropout_rate=0.0, dropout_key=None,
+        dropout_offset=None, **arguments,
+    )  # fmt: skip
+    return options, {name: getattr(checked, name) for name in TOKENS}
 
 
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
@@ -122,9 +136,7 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
             raise ValueError(checks.message(operator, f"params.{piece}_bias", expected, got))
     for one, other in (("bias_k", "bias_v"), ("bias_v", "bias_k")):
         if one in checked and other not in checked:
-            expected = (
-                f"be given together with params.{one}: together they are one key and its value"
-            )
+            expected = f"be given together with params.{one}: together they are one key and its value"
             raise ValueError(checks.message(operator, f"params.{other}", expected, None))
     return MultiHeadAttentionParams(**checked)
 
@@ -149,11 +161,7 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
         if getattr(params, name) is not None:
             settle(_SHAPES[name][0], inputs[source].shape[-1], source)
     if num_heads is not None:
-        is_int = isinstance(num_heads, int | np.integer) and not isinstance(num_heads, bool)
-        if not is_int or num_heads < 1:
-            expected, remedy = "be a positive int", checks.static(num_heads)
-            raise ValueError(checks.message(operator, "num_heads", expected, num_heads, remedy))
-        settle("N", int(num_heads), "num_heads")
+        settle("N", checks.integer(operator, "num_heads", num_heads, least=1), "num_heads")
     # A missing kernel hands the input to every head: its width is the head size.
     if params.query_kernel is None:
         settle("H", inputs["query"].shape[-1], "query, which has no kernel,")
@@ -184,13 +192,6 @@ def _rank(operator: str, argument: str, x: jax.Array, letters: str) -> jax.Array
     return x
 
 
-def _scale(operator: str, scale: Any, H: int) -> float:
-    if scale is None:
-        return checks.default_scale(operator, H)
-    remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
-    return checks.python_float(operator, "scale", scale, remedy)
-
-
 def _check_explicit_sharding(operator: str, operands: Operands) -> None:
     """On an Explicit mesh: batch, heads and Eo may be sharded; sequences and contracted widths may not."""
     for name, x in zip(("query", "key", "value"), operands.inputs, strict=True):
@@ -210,9 +211,7 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
                 if axis is not None and letter not in ("N", "K", "Eo"):
                     expected = "not be sharded along its widths; heads may be"
                     got = sharding.explicit_spec(x)
-                    raise ValueError(
-                        checks.message(operator, f"params.{name}", expected, got, "reshard it")
-                    )
+                    raise ValueError(checks.message(operator, f"params.{name}", expected, got, "reshard it"))
     _check_mesh_axes(operator, operands)
 
 
@@ -229,9 +228,7 @@ def _check_mesh_axes(operator: str, operands: Operands) -> None:
                 if (other := taken.setdefault(m, role)) != role:
                     expected = f"not be sharded along {letter} over {m!r}, which shards {other}"
                     remedy = "reshard it (jax.sharding.reshard), or use two axes of the mesh"
-                    raise ValueError(
-                        checks.message(operator, f"params.{name}", expected, spec, remedy)
-                    )
+                    raise ValueError(checks.message(operator, f"params.{name}", expected, spec, remedy))
 
 
 def _mesh_axes(axis: Any) -> tuple:

@@ -3,7 +3,7 @@
 The forward, z_o and z the factors of the two dropouts, P the weights over S' keys (with the appended rows):
 
     q = x_q W_q + b_q,   k = [x_k W_k + b_k; bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]        (1)
-    P = softmax(scale q k^T + bias, where visible; with the sink)                               (2)
+    P = softmax(soft_cap(scale q k^T) + bias, where visible; with the sink)                     (2)
     a = (z * P) v                                                                               (3)
     out = z_o * (a W_o + b_o) + x_q                                                             (4)
 
@@ -14,6 +14,7 @@ Given cotangents dout of (4) and dP of (2):
     dp_ts = z_ts <da_t, v_s> + dP_ts                                        from (3), (2)       (7)
     delta_t = sum_s P_ts dp_ts = <da_t, a_t> + sum_s P_ts dP_ts                                 (8)
     dlogits = P (dp - delta)                                                from (2)            (9)
+    and that of scale q k^T is dlogits (1 - tanh^2) under a soft cap
 
 Dense attention's backward does (7) to (9) and the products with q, k, v tile by tile: it knows P from lse
 over all S' keys. Here are done
@@ -31,19 +32,18 @@ References:
   Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.2: (1) to (4).
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.backend import Implementation
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.multi_head import appended, dropping, whole
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
+from jax_attn_bwd.ops.multi_head import appended, dropping
 from jax_attn_bwd.ops.multi_head.projections import (
     attention_operands,
     matmul,
@@ -56,8 +56,15 @@ from jax_attn_bwd.ops.multi_head.spec import Operands, Options, Residuals, Wante
 _INPUTS = ("query", "key", "value")
 
 
+class _Columns(NamedTuple):
+    """Something of the S keys, and of the rows appended after them; None = not formed, or there are none."""
+
+    keys: Any  # [..., K, G, T, S]
+    rows: Any  # [..., K, G, T, R]
+
+
 def backward(
-    attention: Implementation, options: Options, residuals: Residuals, dout: Any, dweights: Any
+    implementation: str, options: Options, residuals: Residuals, dout: Any, dweights: Any
 ) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name; a cotangent that is None is zero."""
     operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
@@ -67,23 +74,27 @@ def backward(
         grads = {}
         if dout is not None:
             grads, _ = _undo_output_projection(options, False, residuals, live, dout)
-        return _undo_projections(options, residuals, clean, grads, {})
+        return _undo_projections(options, residuals, clean, grads, Shares())
     heads = project(options, clean) if saved.heads is None else saved.heads
     inner = attention_operands(clean, heads)
-    result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
 
-    grads, da, parts = _undo_output(
-        options, Wanted(through), residuals, inner, live, dout, dweights
-    )
-    if through and not _on_planes(options, dweights):
-        rest = dot_product.Residuals(inner, result, Wanted(through))
-        found = attention.backward(options.attention, rest, da, None)._asdict()
-        parts = _sum(parts, {name: x for name, x in found.items() if x is not None})
-    return _undo_projections(options, residuals, clean, grads, parts)
+    grads, da, shares = _undo_output(options, Wanted(through), residuals, inner, live, dout, dweights)
+    rest = through if shares.sink is None else through - {"sink"}
+    if rest and not _on_planes(options, dweights):
+        alone = not (options.add_zero_attn or operands.bias_k is not None)
+        attended = block.backward(
+            implementation, options.attention, inner, _result(saved), rest, da, alone=alone
+        )
+        shares = _sum(shares, attended)
+    return _undo_projections(options, residuals, clean, grads, shares)
 
 
 def _on_planes(options: Options, dweights: Any) -> bool:
     return dweights is not None or options.save == "probs"
+
+
+def _result(saved: Any) -> dot_product.Result:
+    return dot_product.Result(saved.out, saved.lse, saved.lse_low)
 
 
 def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[str]:
@@ -101,85 +112,103 @@ def _sources(operands: Operands) -> tuple[str, str, str]:
     return "query", key, key if operands.value is None else "value"
 
 
-def _sum(parts: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    total = dict(parts)
-    for name, x in more.items():
-        total[name] = total[name] + x.astype(total[name].dtype) if name in total else x
-    return total
+def _add(x: jax.Array | None, y: jax.Array | None) -> jax.Array | None:
+    """Their sum in the dtype of `x`; None is 0."""
+    return y if x is None else x if y is None else x + y.astype(x.dtype)
+
+
+def _sum(shares: Shares, more: Shares) -> Shares:
+    return Shares(*map(_add, shares, more))
 
 
 @partial(jax.jit, static_argnums=(0,))
 def _undo_output(options, through, residuals, inner, live, dout, dweights):
-    """(5) to (8), (10), (11): (gradients, da, parts of the gradients of dense attention's operands)."""
-    saved = residuals.residual
+    """(5) to (8), (10), (11).
+
+    Returns:
+      the layer's gradients that are whole here, by name; da; and shares of the gradients of dense attention's
+      operands, to which its backward over the tiles adds the rest.
+    """
+    operands, result = residuals.operands, _result(residuals.residual)
     grads: dict[str, jax.Array] = {}
-    da = jnp.zeros_like(saved.out)
+    da = jnp.zeros_like(result.out)
     if dout is not None:
         grads, da = _undo_output_projection(options, True, residuals, live, dout)
-    rows = appended.rows(options, residuals.operands, inner)
-    planes = _on_planes(options, dweights)
+    rows, planes = appended.rows(options, operands, inner), _on_planes(options, dweights)
     if rows is None and not planes:
-        return grads, da, {}
+        return grads, da, Shares()
 
-    result = dot_product.Result(saved.out, saved.lse, saved.lse_low)
-    groups = inner.query.shape[-2] // inner.key.shape[-2]
-    dtype = accumulator_dtype(da.dtype)
-    dz, a = (layout.split_heads(x, groups).astype(dtype) for x in (da, saved.out))
-    given = _Parts(0, 0)
+    groups, dtype = inner.query.shape[-2] // inner.key.shape[-2], accumulator_dtype(da.dtype)
+    dz, a = (block.split_heads(x, groups).astype(dtype) for x in (da, result.out))
+    p = _probabilities(options, residuals, inner, rows, planes)
+    dp = _through_values(options, operands, inner, rows, planes, dz)
     if dweights is not None:
-        given = _cotangents_of_weights(options, inner, dweights.astype(dtype))
-    p: dict[str, jax.Array] = {}
-    dp: dict[str, jax.Array] = {}
-    if planes:
-        known = saved.probs
-        known = whole.probabilities(options, inner, result) if known is None else known
-        p["keys"] = known.astype(dtype)
-        dp["keys"] = whole.through_values(options, inner, dz) + given.keys  # (7)
-    if rows is not None:
-        p["rows"] = appended.probabilities(options, inner, rows, result)
-        dp["rows"] = (
-            appended.through_values(options, residuals.operands, inner, rows, dz)
-            + given.rows  # (7)
-        )
-    if planes:
-        delta = sum((p[part] * dp[part]).sum(-1, keepdims=True) for part in p)  # (8)
-    else:
-        delta = (dz * a).sum(-1, keepdims=True)  # (8)
-    parts: dict[str, jax.Array] = {}
+        dp = _Columns(*map(_add, dp, _cotangents_of_weights(options, inner, rows, dweights.astype(dtype))))
+    delta = _row_sums(p, dp) if planes else (dz * a).sum(-1, keepdims=True)  # (8)
+
+    shares = Shares()
     if rows is not None:  # (11)
-        of_rows = (through.names & {"query"}) | (residuals.wanted.names & {"bias_k", "bias_v"})
-        found = appended.gradients(
-            options, residuals.operands, inner, rows, of_rows, p["rows"], dz, dp["rows"], delta
-        )
-        if "query" in found:
-            parts["query"] = found.pop("query")
-        grads |= found
+        wanted = (through.names & {"query"}) | (residuals.wanted.names & {"bias_k", "bias_v"})
+        found = appended.gradients(options, operands, inner, rows, wanted, p.rows, dz, dp.rows, delta)
+        grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
+        shares = Shares(query=found.query)
     if planes:  # (10)
-        if "sink" in through.names:
-            parts["sink"] = _gradient_of_sink(inner, result, delta[..., 0])
-        found = whole.gradients(options, inner, through.names, p["keys"], dz, dp["keys"], delta)
-        parts = _sum(parts, found)
-    # Dense attention sums these over the shards that share them, so the parts that join them must be summed.
-    shared = {n: match_type(parts[n], getattr(inner, n)) for n in ("bias", "sink") if n in parts}
-    return grads, da, parts | shared
+        found = block.gradients(options.attention, inner, through.names, p.keys, dz, dp.keys, delta)
+        shares = _sum(shares, found)
+    if "sink" in through.names:  # kernels pass over queries that see appended rows alone
+        shares = shares._replace(sink=_gradient_of_sink(inner, result, delta[..., 0]))
+    # Dense attention sums these over the shards that share them, so what joins them must be summed.
+    bias, sink = (
+        None if x is None else match_type(x, like)
+        for x, like in ((shares.bias, inner.bias), (shares.sink, inner.sink))
+    )
+    return grads, da, shares._replace(bias=bias, sink=sink)
 
 
-def _gradient_of_sink(
-    inner: dot_product.Operands, result: dot_product.Result, delta: jax.Array
-) -> jax.Array:
+def _probabilities(options, residuals, inner, rows, planes) -> _Columns:
+    """(2), before dropout."""
+    result, keys = _result(residuals.residual), None
+    if planes:
+        keys = residuals.residual.probs
+        keys = block.probabilities(options.attention, inner, result) if keys is None else keys
+        keys = keys.astype(accumulator_dtype(inner.query.dtype))
+    return _Columns(keys, None if rows is None else appended.probabilities(options, inner, rows, result))
+
+
+def _through_values(options, operands, inner, rows, planes, dz) -> _Columns:
+    """(7) without the cotangent of the weights."""
+    return _Columns(
+        block.through_values(options.attention, inner, dz) if planes else None,
+        None if rows is None else appended.through_values(options, operands, inner, rows, dz),
+    )
+
+
+def _cotangents_of_weights(options, inner, rows, dweights) -> _Columns:
+    """dP, from that of the returned weights `[..., N, T, S']`, or averaged `[..., T, S']`."""
+    *batch, T, N, _ = inner.query.shape
+    S, K, _ = inner.key.shape[-3:]
+    if options.average_weights:
+        dweights = dweights[..., None, None, :, :] / N
+        dweights = jnp.broadcast_to(dweights, (*batch, K, N // K, *dweights.shape[-2:]))
+    else:
+        dweights = dweights.reshape(*batch, K, N // K, *dweights.shape[-2:])
+    keys = block.where_seen(options.attention, inner, dweights[..., :S])
+    return _Columns(keys, None if rows is None else dweights[..., S:])
+
+
+def _row_sums(p: _Columns, dp: _Columns) -> jax.Array:
+    """sum_s P_ts dP_ts over keys and appended rows, `[..., K, G, T, 1]`."""
+    total = (p.keys * dp.keys).sum(-1, keepdims=True)
+    return total if p.rows is None else total + (p.rows * dp.rows).sum(-1, keepdims=True)
+
+
+def _gradient_of_sink(inner: dot_product.Operands, result: dot_product.Result, delta: jax.Array) -> jax.Array:
     """(10): the gradient of the sink `[N]`; delta `[..., K, G, T]`."""
     assert inner.sink is not None
-    delta, low = layout.merge_rows(delta), 0 if result.lse_low is None else result.lse_low
+    delta, low = block.merge_rows(delta), 0 if result.lse_low is None else result.lse_low
     lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
     p = jnp.exp((to_rank(inner.sink.astype(delta.dtype), delta.ndim) - lse) - low)
     return reduce_to(-(p * delta), inner.sink.shape)
-
-
-class _Parts(NamedTuple):
-    """Something of the S keys, and of the rows appended after them."""
-
-    keys: Any  # [..., K, G, T, S]
-    rows: Any  # [..., K, G, T, R]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -199,42 +228,35 @@ def _undo_output_projection(options, through, residuals, live, dout):
     if operands.out_kernel is None:
         return grads, dy.reshape(a.shape)
     if "out_kernel" in wanted:
-        grads["out_kernel"] = matmul_over_rows("tnh", "to", "nho", a, dy)  # (6)
-    da = matmul("...to,nho->...tnh", dy, operands.out_kernel).astype(a.dtype) if through else None
-    return grads, da  # (6)
-
-
-def _cotangents_of_weights(options, inner, dweights):
-    """That of the returned weights, `[..., N, T, S']` or averaged `[..., T, S']`, by keys and rows."""
-    *batch, T, N, _ = inner.query.shape
-    S, K, _ = inner.key.shape[-3:]
-    if options.average_weights:
-        dweights = dweights[..., None, None, :, :] / N
-        dweights = jnp.broadcast_to(dweights, (*batch, K, N // K, *dweights.shape[-2:]))
-    else:
-        dweights = dweights.reshape(*batch, K, N // K, *dweights.shape[-2:])
-    return _Parts(whole.where_seen(options, inner, dweights[..., :S]), dweights[..., S:])
+        grads["out_kernel"] = matmul_over_rows("tnh", "to", "nho", a, dy, options.precision)  # (6)
+    if not through:
+        return grads, None
+    da = matmul("...to,nho->...tnh", dy, operands.out_kernel, options.precision)
+    return grads, da.astype(a.dtype)  # (6)
 
 
 @partial(jax.jit, static_argnums=(0,))
-def _undo_projections(options, residuals, clean, grads, parts):
+def _undo_projections(options, residuals, clean, grads, shares):
     """(12), and every gradient in the type of its argument."""
     operands, wanted = residuals.operands, residuals.wanted.names
     grads = dict(grads)
     for name, source, x in zip(_INPUTS, _sources(operands), clean.inputs, strict=True):
-        if name not in parts:
+        dy, kernel = getattr(shares, name), getattr(operands, f"{name}_kernel")
+        if dy is None:
             continue
-        dy, kernel = parts[name].astype(x.dtype), getattr(operands, f"{name}_kernel")
+        dy = dy.astype(x.dtype)
         dtype = accumulator_dtype(x.dtype)
         if f"{name}_bias" in wanted:
             grads[f"{name}_bias"] = reduce_to(dy.astype(dtype), dy.shape[-2:])
         if f"{name}_kernel" in wanted:
-            grads[f"{name}_kernel"] = matmul_over_rows("te", "tnh", "enh", x, dy)
+            grads[f"{name}_kernel"] = matmul_over_rows("te", "tnh", "enh", x, dy, options.precision)
         if source in wanted:
-            lone = kernel is None  # then x itself was every head
-            dx = dy.astype(dtype).sum(-2) if lone else matmul("...tnh,enh->...te", dy, kernel)
-            grads = _sum(grads, {source: dx})
-    grads |= {name: parts[name] for name in ("bias", "sink") if name in parts}
+            if kernel is None:  # then x itself was every head
+                dx = dy.astype(dtype).sum(-2)
+            else:
+                dx = matmul("...tnh,enh->...te", dy, kernel, options.precision)
+            grads[source] = _add(grads.get(source), dx)
+    grads |= {"bias": shares.bias, "sink": shares.sink}
     return {
         name: match_type(_like(grads.get(name), getattr(operands, name)), getattr(operands, name))
         for name in wanted

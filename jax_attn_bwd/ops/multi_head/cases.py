@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, dropping, reference
 from jax_attn_bwd.ops.multi_head.spec import ARRAYS, PARAMS, MultiHeadAttentionParams
 
@@ -27,9 +28,15 @@ _BIG = {"sink": 10.0}  # near 0 it would hide errors
 
 
 def _case(
-    name: str, given: tuple[str, ...] = (*_INPUTS, *_KERNELS, *_BIASES), *, tags: tuple[str, ...] = ("ci",),
-    extra: Callable | None = None, sizes: Mapping[str, Any] | None = None, **options: Any,
-) -> Case:  # fmt: skip
+    name: str,
+    given: tuple[str, ...] = (*_INPUTS, *_KERNELS, *_BIASES),
+    *,
+    tags: tuple[str, ...] = ("ci",),
+    extra: Callable | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Case:
     """`given` names the arrays; `extra(rng, sizes) -> {argument: array}` adds others."""
     n = {**_SIZES, **(sizes or {})}
 
@@ -42,10 +49,10 @@ def _case(
                 shape += size if isinstance(size, tuple) else [size]
             # Kernels as at initialisation: heads near 1, so that the softmax is not saturated.
             spread = shape[0] ** -0.5 if argument in _KERNELS[:3] else _BIG.get(argument, 1.0)
-            arrays[argument] = spread * rng.standard_normal(shape)
+            arrays[argument] = rng.normal(0, spread, shape)
         return arrays | (extra(rng, n) if extra else {})
 
-    return Case(name, build, options, frozenset(tags))
+    return Case(name, build, options, frozenset(tags), dtype)
 
 
 def _mask(*shape, keep=0.6):
@@ -67,6 +74,33 @@ def _key(rng, n):
     return {"dropout_key": np.array([3, 5], np.uint32)}
 
 
+def _lengths(rng, n):
+    return {
+        "query_seq_lengths": np.array([n["T"], n["T"] - 2], np.int32),
+        "key_value_seq_lengths": np.array([n["S"] - 3, 0], np.int32),
+    }
+
+
+def _segments(rng, n):
+    """Some queries and keys are of segments that the others have none of."""
+    return {
+        "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
+        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
+    }
+
+
+def _shared_segments(rng, n):
+    ids = np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32)
+    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+
+
+def _positions(rng, n):
+    return {
+        "query_positions": rng.permutation(n["S"])[: n["T"]].astype(np.int32),
+        "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(np.int32),
+    }
+
+
 def _both(*extras):
     return lambda rng, n: {k: v for extra in extras for k, v in extra(rng, n).items()}
 
@@ -80,18 +114,32 @@ _DROPS: dict[str, Any] = dict(dropout_rate=0.4, out_dropout_rate=0.3)
 
 _EDGE: dict[str, Any] = dict(tags=("edge",))
 
+
+def _measured():
+    """Self-attention; B, T, width, heads."""
+    for B, T, E, N, tag, dtype in (
+        (2, 32, 32, 4, "quick", "float32"),
+        (4, 512, 512, 8, "bench", "float32"),
+        (1, 2048, 512, 8, "bench", "float32"),
+        (4, 4096, 2048, 16, "bench_gpu", "bfloat16"),
+    ):
+        widths = dict.fromkeys(("Eq", "Ek", "Ev", "Eo"), E) | {"H": E // N, "Hv": E // N}
+        sizes = {"B": (B,), "T": T, "S": T, "N": N, "K": N, **widths}
+        yield _case(f"B={B} T={T} E={E} N={N}", _SELF, sizes=sizes, tags=(tag,), dtype=dtype)
+
+
 CASES = (
     _case("plain"),
     _case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
     _case("weights", return_weights=True),
     _case(
         "tiles", (*_INPUTS, *_KERNELS, *_ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),
-        is_causal=True, tags=("ci", "check"),
+        is_causal=True, tags=("ci", "check", "compile"),
     ),
     _case("key_is_value", ("query", "key", *_KERNELS), sizes=dict(Ev=7), local_window_size=2, **_EDGE),
     _case(
         "everything_but_weights", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key),
-        add_zero_attn=True, tags=("ci", "check"), **_DROPS,
+        add_zero_attn=True, tags=("edge", "check", "compile"), **_DROPS,
     ),
     _case(
         "everything", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key), is_causal=True,
@@ -126,6 +174,20 @@ CASES = (
         **_EDGE, **_DROPS,
     ),
     _case("dropout_all", extra=_key, dropout_rate=1.0, **_EDGE),
+    _case(
+        "packed", _ALL, extra=_both(_segments, _lengths, _bias(4, 5, 7), _key), add_zero_attn=True,
+        logits_soft_cap=5.0, tags=("ci", "check"), **_DROPS,
+    ),
+    _case("packed_alone", extra=_both(_segments, _lengths), is_causal=True, **_EDGE),
+    _case("positions", extra=_positions, is_causal=True, local_window_size=3, **_EDGE),
+    _case(
+        "packed_probs", _ALL, extra=_both(_segments, _lengths), return_weights=True, save="probs",
+        logits_soft_cap=1.5, **_EDGE,
+    ),
+    _case(
+        "capped_weights", _ALL, extra=_both(_segments, _bias(4, 5, 7)), add_zero_attn=True,
+        return_weights=True, logits_soft_cap=1.5, **_EDGE,
+    ),
     _case("no_query_kernel", (*_INPUTS, *_KERNELS[1:]), sizes=dict(Eq=3), **_EDGE),
     _case("no_key_kernel", (*_INPUTS, "query_kernel", "value_kernel"), sizes=dict(Ek=3), **_EDGE),
     _case(
@@ -158,6 +220,10 @@ CASES = (
         tags=("second",), **_DROPS,
     ),
     _case(
+        "second_packed", (*_INPUTS, "query_kernel", *_ROWS), logits_soft_cap=5.0,
+        sizes=_SECOND | dict(Ev=1, S=2), extra=_shared_segments, tags=("second",),
+    ),
+    _case(
         "shard", (*_INPUTS, *_KERNELS, *_BIASES), sizes=_SHARD, is_causal=True, extra=_key,
         tags=("shard",), **_DROPS,
     ),
@@ -165,6 +231,11 @@ CASES = (
         "shard_rows", (*_INPUTS, *_KERNELS, *_ROWS, "sink"), sizes=_SHARD, add_zero_attn=True,
         return_weights=True, extra=_both(_mask(4, 1, 5, 7), _bias(1, 8, 1, 7)), tags=("shard",),
     ),
+    _case(
+        "shard_packed", ("query", *_KERNELS, *_ROWS), sizes={**_SHARD, **_SELF_SIZES}, logits_soft_cap=1.5,
+        extra=_shared_segments, is_causal=True, tags=("shard", "bounds"),
+    ),
+    *_measured(),
 )  # fmt: skip
 
 
@@ -181,15 +252,20 @@ def _call(**arguments):
 def _reference(**arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return_weights = arguments.pop("return_weights", False)
-        arguments.pop("save", None)
+        for name in ("save", "precision", "deterministic"):
+            arguments.pop(name, None)
         out, weights = reference.multi_head_attention(**_with_params(_with_factors(**arguments)))
         return (out, weights) if return_weights else (out, jnp.zeros(0, out.dtype))
 
 
 def _with_factors(
-    dropout_key=None, dropout_rate=0.0, out_dropout_rate=0.0, broadcast_dropout=False,
-    dropout_offset=None, **arguments,
-):  # fmt: skip
+    dropout_key=None,
+    dropout_rate=0.0,
+    out_dropout_rate=0.0,
+    broadcast_dropout=False,
+    dropout_offset=None,
+    **arguments,
+):
     """The arguments of the definition, which is handed the dropout factors of the whole planes."""
     if dropout_key is None:
         return arguments
@@ -220,6 +296,21 @@ def _with_factors(
     return arguments | found
 
 
+def _hidden(arrays, options):
+    """Tokens that no head reads; rows appended to the keys are read by every query."""
+    sizes = jax.eval_shape(
+        lambda: _call(**arrays, **{**options, "return_weights": True, "average_weights": False})
+    )
+    weights = sizes[1].shape
+    S = arrays.get("key", arrays["query"]).shape[-2]
+    whole, found = dense.with_bias(dense.seen(arrays, options, (*weights[:-1], S)), arrays)
+    unseen = ~whole.any((-3, -2))  # [..., S]
+    blind = ~whole.any((-3, -1)) & (weights[-1] == S) & (not options.get("add_residual"))  # [..., T]
+    if "key" in arrays:
+        return found | {"query": blind, "key": unseen} | ({"value": unseen} if "value" in arrays else {})
+    return found | {"query": blind & unseen}
+
+
 def _backward(cotangents, outputs, arrays, options, wrt):
     options = dict(options)
     dweights = cotangents[1] if options.pop("return_weights", False) else None
@@ -244,9 +335,12 @@ OPERATORS = (
             "query_kernel": "ENH", "key_kernel": "ENH", "value_kernel": "ENH", "out_kernel": "NHE",
             "query_bias": "NH", "key_bias": "NH", "value_bias": "NH", "out_bias": "E",
             "bias_k": "NH", "bias_v": "NH", "sink": "N",
-            "bias": "BNTS", "mask": "BNTS", "out": "BTE", "weights": "BNTS",
+            "bias": "BNTS", "mask": "BNTS", "query_seq_lengths": "B", "key_value_seq_lengths": "B",
+            "query_segment_ids": "BT", "key_value_segment_ids": "BS",
+            "query_positions": "BT", "key_value_positions": "BS", "out": "BTE", "weights": "BNTS",
         },
         backward_wrt=api.DIFFERENTIABLE,
         sums_over_heads=("out",),
+        hidden=_hidden,
     ),
 )  # fmt: skip

@@ -7,41 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
 
 OUT = (0x6F757470, 0x75740000)  # tells the output's draws from those of the probabilities
 
 
-def of_keys(options: Options, inner: dot_product.Operands) -> jax.Array | None:
-    """Factors of the probabilities of the S keys, `[..., K, G, T, S]`."""
-    if options.attention.dropout_rate == 0:
-        return None
-    drawn = layout.counters(options.attention, inner, 1, 1)
-    return _of_columns(options, inner, drawn, drawn.columns)
-
-
-def of_rows(
-    options: Options, operands: Operands, inner: dot_product.Operands, R: int
-) -> jax.Array | None:
-    """Factors of the probabilities of the R columns appended after them, `[..., K, G, T, R]`."""
-    if options.attention.dropout_rate == 0:
-        return None
+def of_rows(options: Options, operands: Operands, inner: dot_product.Operands, R: int) -> jax.Array | None:
+    """Factors of the probabilities of the R columns appended after the keys, `[..., K, G, T, R]`."""
     S, offset = inner.key.shape[-3], operands.dropout_offset
     column = jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(S, jnp.uint32)
     if offset is not None:
         column = offset.column[S:] if offset.column.ndim else offset.column + column
-    return _of_columns(options, inner, layout.counters(options.attention, inner, 1, 1), column)
-
-
-def _of_columns(options, inner, drawn: layout.Counters, column: jax.Array) -> jax.Array:
-    first, second = (x[..., None, None] for x in drawn.keys)
-    row, column = to_rank(drawn.rows[:, None], first.ndim), to_rank(column, first.ndim)
-    rate, dtype = options.attention.dropout_rate, accumulator_dtype(inner.query.dtype)
-    keep = dropout.keep((first, second), row, column, rate)
-    return jnp.where(keep, jnp.asarray(dropout.survivor_factor(rate), dtype), 0)
+    return block.dropout_factors(options.attention, inner, column)
 
 
 def of_output(options: Options, operands: Operands, out: jax.Array) -> jax.Array | None:
@@ -60,5 +40,4 @@ def of_output(options: Options, operands: Operands, out: jax.Array) -> jax.Array
     entry = index(math.prod(batch)).reshape(*batch, 1, 1) + offset.batch
     row = offset.row if offset.row.ndim else offset.row + index(T)
     row, column = to_rank(row[:, None], out.ndim), to_rank(index(Eo), out.ndim)
-    keep = dropout.keep(dropout.head_keys(words, entry, zero), row, column, rate)
-    return jnp.where(keep, jnp.asarray(dropout.survivor_factor(rate), out.dtype), 0)
+    return dropout.factors(dropout.head_keys(words, entry, zero), row, column, rate, out.dtype)

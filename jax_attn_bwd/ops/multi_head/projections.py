@@ -5,30 +5,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_attn_bwd._core import backend, masks
+from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import einsum, reshard_like
 from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.multi_head import dropping
-from jax_attn_bwd.ops.multi_head.spec import Heads, Operands, Options
+from jax_attn_bwd.ops.multi_head.spec import TOKENS, Heads, Operands, Options
 
 
-def matmul(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def matmul(subscripts: str, x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """`einsum` accumulated in float32 or wider, in which it is returned."""
     dtype = accumulator_dtype(x.dtype)
-    if (
-        backend.target_platform() == "cpu"
-    ):  # which computes narrow products in float32 anyway, or refuses
+    if targets.platform() == "cpu":  # which computes narrow products in float32 anyway, or refuses
         x, y = x.astype(dtype), y.astype(dtype)
-    return einsum(subscripts, x, y, preferred_element_type=dtype)
+    return einsum(subscripts, x, y, precision=precision, preferred_element_type=dtype)
 
 
-def matmul_over_rows(left: str, right: str, out: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def matmul_over_rows(
+    left: str, right: str, out: str, x: jax.Array, y: jax.Array, precision: Any
+) -> jax.Array:
     """`matmul` of axes `left` and `right`, contracted over the batch axes in front of them too."""
     batch = "uvwxyzabcd"[: x.ndim - len(left)]
-    return matmul(f"{batch}{left},{batch}{right}->{out}", x, y)
+    return matmul(f"{batch}{left},{batch}{right}->{out}", x, y, precision)
 
 
 @partial(jax.jit, static_argnums=(0,))
@@ -37,11 +37,11 @@ def project(options: Options, operands: Operands) -> Heads:
     heads = []
     names = ("query", "key", "value")
     for name, x in zip(names, operands.inputs, strict=True):
-        kernel, bias = (getattr(operands, f"{name}_{part}") for part in ("kernel", "bias"))
+        kernel, bias = (getattr(operands, f"{name}_{piece}") for piece in ("kernel", "bias"))
         if kernel is None:
             y = x[..., None, :]
         else:
-            y = matmul("...te,enh->...tnh", x, kernel)
+            y = matmul("...te,enh->...tnh", x, kernel, options.precision)
             y = y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
         heads.append(y.astype(x.dtype))
     query, key, value = heads
@@ -64,10 +64,16 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
     sink = None if operands.sink is None else reshard_like(operands.sink, q, (-2,))
     if offset is not None and offset.column.ndim:
         offset = offset._replace(column=offset.column[: heads.key.shape[-3]])
+    tokens = {name: getattr(operands, name) for name in TOKENS}
     return dot_product.Operands(
-        *heads, bias=bias, mask=mask, sink=sink,
-        dropout_words=operands.dropout_words, dropout_offset=offset,
-    )  # fmt: skip
+        *heads,
+        bias=bias,
+        mask=mask,
+        sink=sink,
+        **tokens,
+        dropout_words=operands.dropout_words,
+        dropout_offset=offset,
+    )
 
 
 def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
@@ -76,7 +82,7 @@ def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
         out = z.reshape(*z.shape[:-2], z.shape[-2] * z.shape[-1])
         out = out.astype(accumulator_dtype(z.dtype))
     else:
-        out = matmul("...tnh,nho->...to", z, operands.out_kernel)
+        out = matmul("...tnh,nho->...to", z, operands.out_kernel, options.precision)
         bias = operands.out_bias
         out = out if bias is None else out + to_rank(bias.astype(out.dtype), out.ndim)
     factors = dropping.of_output(options, operands, out)
@@ -86,21 +92,6 @@ def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
     return out.astype(z.dtype)
 
 
-def visible(options: Options, operands: Any, T: Any, S: Any) -> jax.Array | np.ndarray | None:
-    """Which keys each query sees, broadcasts to `[..., N, T, S]`; None if all are seen.
-
-    `operands` has `mask` and `bias`. NumPy where shapes alone tell.
-    """
-    index: Any = np.arange if isinstance(T, int) and isinstance(S, int) else jnp.arange
-    row, column = index(T, dtype=np.int32)[:, None], index(S, dtype=np.int32)[None]
-    band = masks.in_band(row, column, options.attention.is_causal, options.attention.window)
-    bias = None if operands.bias is None else operands.bias != -jnp.inf
-    nothing = np.zeros((1, 0), bool) if isinstance(S, int) and S == 0 else None
-    terms = [x for x in (operands.mask, bias, band, nothing) if x is not None]
-    rank = max((3, *(x.ndim for x in terms)))
-    return masks.conjunction(*(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in terms))
-
-
 @partial(jax.jit, static_argnums=(0,))
 def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]:
     """(operands, live): rows of query, key and value that see nothing, or that nothing sees, are 0.
@@ -108,20 +99,15 @@ def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]
     live `[..., T]` tells the queries that see something, None if all do. A row of zeros in a cotangent does
     not make up for NaN in the row of the input that it is multiplied with.
     """
-    T, S = operands.query.shape[-2], operands.inputs[1].shape[-2]
-    sees = visible(options, operands, T, S)
-    if sees is None:
-        return operands, None
-    appended = options.add_zero_attn or operands.bias_k is not None
-    live = None if appended else _known(sees.any((-3, -1)))  # [..., T]
-    seen = _known(sees.any((-3, -2)))  # [..., S]
+    (*batch, T, _), S = operands.query.shape, operands.inputs[1].shape[-2]
+    of_heads = visibility.live_and_seen(options.attention, operands, T, S, len(batch), 1)
+    live, seen = (
+        None if x is None else x.any(axes) for x, axes in zip(of_heads, ((-3, -2), -2), strict=True)
+    )
+    if options.add_zero_attn or operands.bias_k is not None:  # rows that every query sees
+        live = None
     query, key, value = (
         x if rows is None else jnp.where(to_rank(rows, x.ndim - 1)[..., None], x, 0)
         for x, rows in zip(operands.inputs, (live, seen, seen), strict=True)
     )
     return operands._replace(query=query, key=key, value=value), live
-
-
-def _known(rows: Any) -> jax.Array | None:
-    """None if shapes alone tell that all rows are seen."""
-    return None if isinstance(rows, np.ndarray) and rows.all() else jnp.asarray(rows)

@@ -1,7 +1,7 @@
 """THE DEFINITION of the multi-head attention layer: whole matrices, plain jnp, any dtype.
 
 q = x_q W_q + b_q,   k = [x_k W_k + b_k; bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]
-logits = scale * q k^T (+ bias, where visible, on the S columns that are not appended)
+logits = soft_cap(scale * q k^T) (+ bias, where visible, on the S columns that are not appended)
 weights = exp(logits) / (sum exp(logits) + exp(sink))                         [..., N, T, S']
 out = dropout(dropout(weights) v W_o + b_o) + x_q
 """
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 def multi_head_attention(
     params, query, key=None, value=None, *, num_heads=None, bias=None, mask=None, scale=None,
-    is_causal=False, local_window_size=None, add_zero_attn=False, add_residual=False,
-    average_weights=False, factors=1.0, out_factors=1.0,
+    is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None,
+    query_segment_ids=None, key_value_segment_ids=None, query_positions=None, key_value_positions=None,
+    logits_soft_cap=None, add_zero_attn=False, add_residual=False, average_weights=False, factors=1.0,
+    out_factors=1.0,
 ):  # fmt: skip
     """(out, weights) of the layer; dropout: `factors` [..., N, T, S'] and `out_factors` [..., T, Eo]."""
     p = params
@@ -44,8 +46,14 @@ def multi_head_attention(
     if add_zero_attn:
         k, v = append(k, jnp.zeros((), k.dtype)), append(v, jnp.zeros((), v.dtype))
     logits = (H**-0.5 if scale is None else scale) * jnp.einsum("...tnh,...snh->...nts", q, k)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
 
-    row, column = jnp.arange(T)[:, None], jnp.arange(S)
+    def tokens(x, n):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
+        return (jnp.arange(n) if x is None else jnp.asarray(x))[..., None, :, None]
+
+    row, column = tokens(None, T), tokens(None, S).swapaxes(-1, -2)
+    q_at, k_at = tokens(query_positions, T), tokens(key_value_positions, S).swapaxes(-1, -2)
     visible = jnp.ones((*logits.shape[:-1], S), bool)
     if mask is not None:
         visible &= mask
@@ -53,10 +61,16 @@ def multi_head_attention(
         visible &= bias != -jnp.inf
         logits = logits.at[..., :S].add(jnp.where(bias != -jnp.inf, bias, 0).astype(logits.dtype))
     if is_causal:
-        visible &= column <= row
+        visible &= k_at <= q_at
     if local_window_size is not None:
         left, right = jnp.broadcast_to(jnp.asarray(local_window_size), (2,))
-        visible &= (row - column <= left) & (column - row <= right)
+        visible &= (q_at - k_at <= left) & (k_at - q_at <= right)
+    if query_seq_lengths is not None:
+        visible &= row < jnp.asarray(query_seq_lengths)[..., None, None, None]
+    if key_value_seq_lengths is not None:
+        visible &= column < jnp.asarray(key_value_seq_lengths)[..., None, None, None]
+    if query_segment_ids is not None:
+        visible &= tokens(query_segment_ids, T) == tokens(key_value_segment_ids, S).swapaxes(-1, -2)
     appended = jnp.ones((*visible.shape[:-1], k.shape[-3] - S), bool)
     terms = jnp.where(jnp.concatenate([visible, appended], -1), logits, -jnp.inf)
     if p.sink is not None:

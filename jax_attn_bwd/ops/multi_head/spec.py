@@ -38,6 +38,14 @@ class MultiHeadAttentionParams(NamedTuple):
 PARAMS = MultiHeadAttentionParams._fields
 ARRAYS = ("query", "key", "value", "bias")
 DIFFERENTIABLE = (*PARAMS, *ARRAYS)
+TOKENS = (  # what is told of each query and key; dense attention has them under the same names
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "query_positions",
+    "key_value_positions",
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,11 @@ class Options:
     average_weights: bool = False
     save: str = "inputs"
     return_residual: bool = False
+
+    @property
+    def precision(self) -> Any:
+        """Of all matrix products."""
+        return self.attention.precision
 
 
 class Operands(NamedTuple):
@@ -74,6 +87,12 @@ class Operands(NamedTuple):
     bias_k: Any = None
     bias_v: Any = None
     sink: Any = None
+    query_seq_lengths: Any = None  # int32, broadcasts to [...]
+    key_value_seq_lengths: Any = None  # of the S keys; appended rows are no part of them
+    query_segment_ids: Any = None  # int32, broadcasts to [..., T]
+    key_value_segment_ids: Any = None  # int32, broadcasts to [..., S]
+    query_positions: Any = None
+    key_value_positions: Any = None
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None  # column is [] or [S']
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_attn_bwd._core import backend, checks, masks
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
@@ -48,9 +47,11 @@ def scaled_masked_softmax(
       local_window_size: int or (left, right): row t sees columns t - left to t + right. Needs `axis=-1`.
       fully_masked: what a row that sees nothing gives: "zero", "uniform" (1 / row length), or "nan".
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
-      y: shape and dtype of `x`, computed in float32 or wider. Exact at any magnitude of `x`.
+      y: shape and dtype of `x`, computed in float32 or wider. Exact at any magnitude of `x`; with a bias,
+        where float32 holds scale * x + bias for |scale| <= 1 or an array, or |scale| < 2^79.
 
     Gradients:
       x, bias, sink, and scale if it is an array: exact, in the dtype and shape of the argument, reduced
@@ -168,20 +169,17 @@ def _array(operator: str, argument: str, x: Any) -> jax.Array:
 
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:
     """`axis` counted from the end."""
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
-        got = type(axis).__name__
-        raise TypeError(checks.message(operator, "axis", "be an int", got, checks.static(axis)))
+    axis = checks.integer(operator, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         expected = f"lie in [{-x.ndim}, {x.ndim})"
         raise ValueError(checks.message(operator, "axis", expected, axis))
-    return int(axis) % x.ndim - x.ndim
+    return axis % x.ndim - x.ndim
 
 
 def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.Array | None]:
     """(Python float, None) or (None, array of the rank of x)."""
     if not checks.is_array(scale):
-        wide = accumulator_dtype(x.dtype)
-        return checks.python_float(operator, "scale", scale, dtype=wide), None
+        return checks.scale(operator, scale, x.dtype), None
     scale = checks.floating(operator, "scale", scale)
     checks.broadcasts(operator, "scale", scale, "the shape of x", x.shape)
     return None, reshard_like(to_rank(scale, x.ndim), x, tuple(range(x.ndim)))
@@ -189,8 +187,8 @@ def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.A
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
-    backend.kernel("mosaic_tpu", "tpu", "jax_attn_bwd.ops.softmax", PORTABLE),
-    backend.kernel("mosaic_gpu", "gpu", "jax_attn_bwd.ops.softmax", PORTABLE),
+    backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",)),
+    backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",)),
     PORTABLE,
 )
 
@@ -204,7 +202,8 @@ def _softmax(static: tuple[Options, str], operands: Operands) -> jax.Array:
 def _fwd(static, operands):
     options, implementation = static
     perturbed, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    wanted = Wanted(tuple((name, jax.typeof(getattr(operands, name))) for name in perturbed))
+    types = tuple((name, jax.typeof(getattr(operands, name))) for name in perturbed)
+    wanted = Wanted(types, hidden=options.hides or not (operands.mask is None is operands.bias))
     y, sink_prob, live = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
     x = operands.x if "scale" in perturbed else None
     return y, Residuals(y, wanted, operands.scale, x, sink_prob, live)

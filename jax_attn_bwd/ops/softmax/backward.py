@@ -27,39 +27,32 @@ References:
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.blocks import map_rows
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.softmax.forward import row_block
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 
 
+@partial(jax.jit, static_argnums=0)
 def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(options, row_block(options, residuals.y), residuals, dy)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, block, residuals, dy):
     y, wanted, scale, x, sink_prob, live = residuals
     types, dtype = dict(wanted.types), accumulator_dtype(y.dtype)
-    scale = options.scale if scale is None else scale.astype(dtype)
+    factor: Any = options.scale if scale is None else scale.astype(dtype)
     if live is not None:
         y = jnp.where(live, y, 0)
-    if types.keys() == {"x"} and block is not None and jnp.ndim(scale) == 0:
-        dx = map_rows(lambda _, y, dy: scale * _dz(y, dy, -1)[0], (y, dy), y, block)
-        return {"x": match_type(dx, types["x"])}
-    dz, dot = _dz(y, dy, options.axis)
+    dz, dot = _dz(y, dy, options.axis, wanted.hidden)
     grads = {}
     if "x" in types:
-        grads["x"] = scale * dz  # (7)
+        grads["x"] = factor * dz  # (7)
     if "bias" in types:
         grads["bias"] = reduce_to(dz, types["bias"].shape)  # (8)
     if "scale" in types:
+        assert x is not None  # saved where its gradient is wanted
         seen = jnp.where(y == 0, 0, x.astype(dtype))
         shape = types["scale"].shape
         if shape[options.axis] == 1:
@@ -70,14 +63,16 @@ def _backward(options, block, residuals, dy):
         else:
             grads["scale"] = reduce_to(dz * seen, shape)  # (8)
     if "sink" in types:
+        assert sink_prob is not None  # saved with a sink
         grads["sink"] = reduce_to(-sink_prob * dot, types["sink"].shape)  # (6)
     return {name: match_type(grad, types[name]) for name, grad in grads.items()}
 
 
-def _dz(y: jax.Array, dy: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """(dz, dot); what dy holds where y is 0 (masked) is not read."""
+def _dz(y: jax.Array, dy: jax.Array, axis: int, hidden: bool) -> tuple[jax.Array, jax.Array]:
+    """(dz, dot); where entries may be hidden, what dy holds at y = 0 is not read."""
     dtype = accumulator_dtype(y.dtype)
-    dy = jnp.where(y == 0, 0, dy.astype(dtype))
-    y = y.astype(dtype)
+    y, dy = y.astype(dtype), dy.astype(dtype)
+    if hidden:
+        dy = jnp.where(y == 0, 0, dy)
     dot = (y * dy).sum(axis, keepdims=True)  # (4)
     return y * (dy - dot), dot  # (5)

@@ -7,13 +7,15 @@ from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.ops.softmax import api, reference
 
 
-def _case(name, shape=(2, 3, 9, 13), *, spread=1.0, tags=("ci",), extra=None, **options) -> Case:
+def _case(
+    name, shape=(2, 3, 9, 13), *, spread=1.0, tags=("ci",), dtype="bfloat16", extra=None, **options
+) -> Case:
     """`extra(rng) -> {argument: array}` adds to x."""
 
     def build(rng):
-        return {"x": spread * rng.standard_normal(shape)} | (extra(rng) if extra else {})
+        return {"x": rng.normal(0, spread, shape)} | (extra(rng) if extra else {})
 
-    return Case(name, build, options, frozenset(tags))
+    return Case(name, build, options, frozenset(tags), dtype)
 
 
 def _normal(**shapes):
@@ -45,6 +47,53 @@ def _both(*extras):
     return lambda rng: {k: v for extra in extras for k, v in extra(rng).items()}
 
 
+def _large():
+    """Rows of odd width, from one block's worth to many: what only a GPU runs soon enough."""
+    both, one = ("large", "repeat"), ("large",)
+    for width in (1000, 4099, 16385):
+        yield _case(f"large {width}", (1031, width), spread=3.0, tags=both, scale=0.5)
+    yield _case("large 131073", (2, 3, 131073), spread=3.0, tags=one)
+    plane = (2, 4, 343, 1000)
+    yield _case("large masked", plane, tags=(*both, "poison"), extra=_mask(2, 1, 1, 1000), scale=0.125)
+    yield _case("large causal", plane, tags=(*one, "poison"), is_causal=True, scale=0.125)
+
+
+def _measured():
+    for shape, tags in (((2, 2, 64, 64), ("quick",)), ((4, 8, 1024, 1024), ("bench",))):
+        for dtype in ("float32", "bfloat16"):
+            mask = _mask(shape[0], 1, 1, shape[-1], keep=0.8)
+            yield _case(f"{list(shape)} {dtype}", shape, tags=tags, dtype=dtype, extra=mask, scale=0.125)
+    for width in (1024, 8192, 131072):
+        for dtype in ("float32", "bfloat16"):
+            shape = (2**27 // width, width)
+            yield _case(f"{list(shape)} {dtype}", shape, tags=("bench_gpu",), dtype=dtype)
+
+
+def _compiled():
+    """The shapes that training uses, for chips that are not there."""
+    tags = {
+        "width 1000 float32": ("v5e",),
+        "width 4096 float32": ("xla",),
+        "width 131072 bfloat16": ("xla", "v5e", "v5p", "v6e", "tpu7x"),
+        "masked float32": ("v5e",),
+        "masked bfloat16": ("xla",),
+        "causal float32": ("xla",),
+        "causal bfloat16": ("v5e",),
+    }
+
+    def case(name, shape, dtype, **arguments):
+        name = f"{name} {dtype}"
+        return _case(name, shape, tags=("mosaic_gpu", *tags.get(name, ())), dtype=dtype, **arguments)
+
+    for width, rows in ((1000, 16384), (4096, 4096), (131072, 128)):
+        for dtype in ("float32", "bfloat16", "float16"):
+            yield case(f"width {width}", (rows, width), dtype)
+    for dtype in ("float32", "bfloat16"):
+        mask = _mask(4, 1, 1, 1024)
+        yield case("masked", (4, 8, 1024, 1024), dtype, extra=mask, scale=0.125)
+        yield case("causal", (4, 8, 1024, 1024), dtype, is_causal=True, scale=0.125)
+
+
 CASES = (
     _case("plain"),
     _case("scale", scale=0.25),
@@ -56,22 +105,12 @@ CASES = (
     _case("mask_low_rank", extra=_mask(9, 1)),
     _case("uniform", extra=_some_rows_masked, fully_masked="uniform", scale=2.0),
     _case("bias_key", extra=_normal(bias=(2, 1, 1, 13)), scale=2.0),
-    _case(
-        "bias_heads",
-        extra=_both(_normal(bias=(1, 3, 9, 13)), _some_rows_masked),
-        tags=("ci", "check"),
-    ),
+    _case("bias_heads", extra=_both(_normal(bias=(1, 3, 9, 13)), _some_rows_masked), tags=("ci", "check")),
     _case("bias_minus_inf", extra=_infinite_bias),
-    _case(
-        "scale_array",
-        extra=_both(_normal(scale=(3, 1, 1)), _some_rows_masked),
-        tags=("ci", "check"),
-    ),
+    _case("scale_array", extra=_both(_normal(scale=(3, 1, 1)), _some_rows_masked), tags=("ci", "check")),
     _case("scale_scalar", extra=_both(_normal(scale=()), _normal(bias=(13,)))),
     _case("scale_columns", extra=_both(_normal(scale=(13,)), _some_rows_masked)),
-    _case(
-        "sink_heads", extra=_both(_sink(3, 1), _some_rows_masked), scale=4.0, tags=("ci", "check")
-    ),
+    _case("sink_heads", extra=_both(_sink(3, 1), _some_rows_masked), scale=4.0, tags=("ci", "check")),
     _case("sink_rows", extra=_both(_sink(2, 1, 9), _normal(scale=(1,)))),
     _case("sink_uniform", extra=_both(_sink(), _some_rows_masked), fully_masked="uniform"),
     _case("causal", is_causal=True),
@@ -82,10 +121,30 @@ CASES = (
     _case("rank_1", (13,), scale=0.5),
     _case("rank_2", (9, 13), is_causal=True),
     _case("rank_5", (2, 1, 3, 5, 4), extra=_mask(3, 1, 4)),
-    _case("large", spread=1e4, scale=0.125, tags=("ci", "check")),
     _case(
-        "row_blocks", (2, 2, 517, 1031), extra=_mask(2, 1, 1, 1031), scale=0.5, tags=("ci", "check")
+        "hidden_scale",
+        tags=("hidden",),
+        fully_masked="nan",
+        extra=_both(_some_rows_masked, _normal(scale=(9, 1))),
     ),
+    _case(
+        "hidden_bias_scale",
+        tags=("hidden",),
+        extra=_both(_infinite_bias, _some_rows_masked, _normal(scale=(3, 1, 1))),
+    ),
+    _case(
+        "hidden_uniform",
+        tags=("hidden",),
+        fully_masked="uniform",
+        extra=_both(_some_rows_masked, _normal(scale=(13,)), _sink(9)),
+    ),
+    _case(
+        "hidden_axis_1",
+        tags=("hidden",),
+        axis=1,
+        extra=_both(_mask(2, 3, 9, 13, keep=0.5), _sink(9, 13), _normal(scale=(3, 1, 1))),
+    ),
+    _case("large", spread=1e4, scale=0.125, tags=("ci", "check")),
     _case("no_rows", (2, 0, 13), tags=("edge",)),
     _case("no_columns", (2, 9, 0), tags=("edge",), extra=_sink(9)),
     _case("one_column", (2, 9, 1), tags=("edge",), extra=_mask(9, 1)),
@@ -98,20 +157,12 @@ CASES = (
     _case("second_mask", (2, 3, 4), tags=("second",), extra=_mask(2, 3, 4, keep=0.5), scale=0.5),
     _case("second_causal", (2, 3, 4), tags=("second",), is_causal=True, fully_masked="uniform"),
     _case("shard", (4, 8, 6, 10), tags=("shard",), scale=0.5, extra=_mask(4, 8, 6, 10)),
-    _case(
-        "shard_causal",
-        (4, 8, 6, 10),
-        tags=("shard",),
-        is_causal=True,
-        extra=_normal(bias=(4, 8, 6, 10)),
-    ),
-    _case(
-        "shard_broadcast_bias",
-        (4, 8, 6, 10),
-        tags=("shard",),
-        extra=_normal(bias=(1, 8, 6, 10)),
-    ),
+    _case("shard_causal", (4, 8, 6, 10), tags=("shard",), is_causal=True, extra=_normal(bias=(4, 8, 6, 10))),
+    _case("shard_broadcast_bias", (4, 8, 6, 10), tags=("shard",), extra=_normal(bias=(1, 8, 6, 10))),
     _case("shard_sink", (4, 8, 6, 10), tags=("shard",), extra=_sink(8, 1)),
+    *_large(),
+    *_measured(),
+    *_compiled(),
 )
 
 
@@ -122,6 +173,26 @@ def _call(**arguments):
 def _reference(**arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return (reference.scaled_masked_softmax(**arguments),)
+
+
+def _hidden(arrays, options):
+    shape = arrays["x"].shape
+    row, column = np.arange(shape[-2])[:, None] if len(shape) > 1 else 0, np.arange(shape[-1])
+    seen = np.ones(shape, bool) & np.asarray(arrays.get("mask", True))
+    if options.get("is_causal"):
+        seen &= column <= row
+    if options.get("local_window_size") is not None:
+        left, right = np.broadcast_to(options["local_window_size"], 2)
+        seen &= (row - column <= left) & (column - row <= right)
+    found = {}
+    if "bias" in arrays:
+        bias = np.asarray(arrays["bias"])
+        lead = seen.ndim - bias.ndim
+        repeated = tuple(i for i, n in enumerate(bias.shape, lead) if n == 1 and shape[i] != 1)
+        read = seen.any((*range(lead), *repeated), keepdims=True)
+        found["bias"] = ~read.reshape(read.shape[lead:])
+        seen = seen & (bias != -np.inf)
+    return {**found, "x": ~seen, "y": ~seen}
 
 
 def _backward(cotangents, outputs, arrays, options, wrt):
@@ -141,14 +212,8 @@ OPERATORS = (
         reference=_reference,
         backward=_backward,
         cases=CASES,
-        axes={
-            "x": "BNTS",
-            "mask": "BNTS",
-            "bias": "BNTS",
-            "sink": "BNT",
-            "scale": "BNTS",
-            "y": "BNTS",
-        },
+        axes={"x": "BNTS", "mask": "BNTS", "bias": "BNTS", "sink": "BNT", "scale": "BNTS", "y": "BNTS"},
         backward_wrt=("x",),
+        hidden=_hidden,
     ),
 )

@@ -4,9 +4,17 @@ import jax.numpy as jnp
 
 
 def scaled_masked_softmax(
-    x, mask=None, *, scale=1.0, bias=None, sink=None, axis=-1, is_causal=False,
-    local_window_size=None, fully_masked="zero",
-):  # fmt: skip
+    x,
+    mask=None,
+    *,
+    scale=1.0,
+    bias=None,
+    sink=None,
+    axis=-1,
+    is_causal=False,
+    local_window_size=None,
+    fully_masked="zero",
+):
     """softmax(scale * x + bias) over `axis` where visible, 0 elsewhere."""
     logits, visible = scale * x, jnp.ones(x.shape, bool)
     if mask is not None:

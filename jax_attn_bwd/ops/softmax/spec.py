@@ -4,6 +4,7 @@ Shapes: x and y have any shape; "a row" is what the softmax runs over, along `ax
 shape of x with 1 at `axis`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,22 @@ class Options:
     is_causal: bool = False
     window: masks.Window | None = None
     fully_masked: str = "zero"
+
+    @property
+    def unit(self) -> float:
+        """A power of two: in this unit scale * x + bias does not overflow, up to a scale of 2^79.
+
+        1 where no product can overflow. (XLA would pull the factor of both terms out of the sum at a scale of
+        1.) In larger units than 2^80 a bias of common size would become 0.
+        """
+        if self.scale is None or abs(self.scale) <= 1:
+            return 1.0
+        return 2.0 ** min(math.frexp(self.scale)[1] + 1, 80)
+
+    @property
+    def hides(self) -> bool:
+        """Whether causality or a window hide entries."""
+        return self.is_causal or self.window is not None
 
 
 class Operands(NamedTuple):
@@ -46,9 +63,10 @@ class Result(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Wanted:
-    """The types of the differentiable operands whose gradients are asked for, by name."""
+    """What the gradients that are asked for depend on, beyond arrays."""
 
-    types: tuple[tuple[str, Any], ...]
+    types: tuple[tuple[str, Any], ...]  # of the differentiable operands that are wanted, by name
+    hidden: bool = True  # entries may have been hidden: dy is not read where y is 0
 
 
 class Residuals(NamedTuple):

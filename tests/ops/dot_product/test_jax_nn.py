@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_trees_close
+from helpers import assert_close, assert_trees_close, thorough
 
 from jax_attn_bwd import dot_product_attention
 
@@ -45,10 +45,15 @@ CALLS = {
     "window_pair": {"local_window_size": (3, 1)},
     "window_causal": {"local_window_size": (2, 4), "is_causal": True},
     "everything": {
-        "bias": normal(B, 1, T, S), "mask": mask(B, N, 1, S), "scale": 0.2, "is_causal": True,
-        "key_value_seq_lengths": np.array([9, 5], np.int32), "local_window_size": (6, 0),
+        "bias": normal(B, 1, T, S),
+        "mask": mask(B, N, 1, S),
+        "scale": 0.2,
+        "is_causal": True,
+        "key_value_seq_lengths": np.array([9, 5], np.int32),
+        "local_window_size": (6, 0),
     },
-}  # fmt: skip
+}
+OTHERS = [call for call in CALLS if call not in ("plain", "scale_negative", "everything")]
 GROUPS = {"as_many": (N, N), "grouped": (N, K), "one": (N, 1)}
 
 
@@ -90,19 +95,23 @@ def assert_same(arrays, options, dout=None):
     assert_trees_close(got, expected, 2e-6)
 
 
-@pytest.mark.parametrize("heads", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("call", ["plain", "everything"])
+@pytest.mark.parametrize(
+    "heads",
+    [pytest.param(heads, marks=[thorough] * (name != "one"), id=name) for name, heads in GROUPS.items()],
+)
+@pytest.mark.parametrize("call", [pytest.param("plain", marks=thorough), "everything"])
 def test_same_numbers_with_grouped_heads(call, heads):
     arrays, options = split(CALLS[call])
     assert_same(operands(heads) | arrays, options)
 
 
-@pytest.mark.parametrize("call", [c for c in CALLS if c not in ("plain", "everything")])
+@pytest.mark.parametrize("call", ["scale_negative", *(pytest.param(c, marks=thorough) for c in OTHERS)])
 def test_same_numbers(call):
     arrays, options = split(CALLS[call])
     assert_same(operands() | arrays, options)
 
 
+@thorough
 def test_same_numbers_where_queries_are_padded():
     """jax.nn gives padded queries a mean; both agree on the rest, which alone has a cotangent."""
     valid = np.arange(T)[None] < LENGTHS["query_seq_lengths"][:, None]
@@ -115,25 +124,29 @@ def test_same_numbers_where_queries_are_padded():
     assert_trees_close(got, expected, 2e-6)
 
 
+@thorough
 def test_positional_bias_and_mask():
     arrays = operands()
     call = (*arrays.values(), normal(B, N, T, S), mask(B, 1, T, S))
     assert_close(dot_product_attention(*call), jax.nn.dot_product_attention(*call), 2e-6)
 
 
+@thorough
 @pytest.mark.parametrize("call", ["plain", "causal", "window_pair"])
 def test_three_axes(call):
     arrays, options = split(CALLS[call])
     assert_same(operands(batch=()) | arrays, options)
 
 
-@pytest.mark.parametrize("argument", ["bias", "mask"])
+@pytest.mark.parametrize("argument", ["bias", pytest.param("mask", marks=thorough)])
 def test_three_axes_with_a_full_bias_or_mask(argument):
     extra = {"bias": normal(N, T, S), "mask": mask(N, T, S)}[argument]
     assert_same(operands(batch=()) | {argument: extra}, {})
 
 
-@pytest.mark.parametrize("argument", ["bias", "mask", "key_value_seq_lengths"])
+@pytest.mark.parametrize(
+    "argument", [*(pytest.param(n, marks=thorough) for n in ("bias", "mask")), "key_value_seq_lengths"]
+)
 def test_three_axes_with_the_batch_axis_of_one_that_jax_nn_asks_for(argument):
     """Its documentation: bias and mask "must be 4D", lengths `(B)`, also for `TNH` inputs."""
     extra = {
@@ -144,7 +157,7 @@ def test_three_axes_with_the_batch_axis_of_one_that_jax_nn_asks_for(argument):
     assert_same(operands(batch=()) | {argument: extra}, {})
 
 
-@pytest.mark.parametrize("call", ["plain", "everything"])
+@pytest.mark.parametrize("call", ["plain", pytest.param("everything", marks=thorough)])
 def test_log_sum_exp(call):
     arrays, options = split(CALLS[call])
     arrays = operands() | arrays
@@ -179,6 +192,7 @@ def test_row_that_sees_nothing_gives_zero_not_a_mean():
     assert np.abs(expected["value"]).max() > 0.01
 
 
+@thorough
 def test_a_numpy_float_scales():
     """`scale=1 / np.sqrt(H)` is what jax.nn computes itself; np.float64 is a Python float."""
     assert_same(operands(), {"scale": 1 / np.sqrt(np.float64(H))})

@@ -2,10 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
+from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd.ops.dot_product import layout, tiles
+from jax_attn_bwd.ops.dot_product import tiling as tiling_module
+from jax_attn_bwd.ops.dot_product import traversal, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -25,12 +27,18 @@ def band(T, S, options):
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths, lengths, blocks, blocks, st.booleans(),
-       st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)))  # fmt: skip
+@given(
+    lengths,
+    lengths,
+    blocks,
+    blocks,
+    st.booleans(),
+    st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
     options = Options(scale=1.0, is_causal=is_causal, window=window)
     tiling = Tiling(block_q, block_k, "float32")
-    full, mixed = tiles.static_pairs(options, T, S, False, tiling)
+    full, mixed = traversal.static_pairs(options, T, S, False, tiling)
     seen = band(T, S, options)
     kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
     kind[tuple(full.T)] = "full"
@@ -47,10 +55,11 @@ def live(T, S, tiling, options=None, **given_tokens):
     options = options or Options(scale=1.0)
     q, k = jnp.zeros((2, T, 1, 2)), jnp.zeros((2, S, 1, 2))
     operands = Operands(q, k, k)._replace(**given_tokens)
-    w = layout.working(options, operands, tiling)
-    return np.asarray(tiles.live_tiles(options, w, tiling))
+    given = visibility.conditions(operands, T, S, 1, 1, tiling.block_q, tiling.block_k)
+    return np.asarray(traversal.live_tiles(options, given, tiling))
 
 
+@thorough
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 2**32 - 1))
 def test_run_time_flags_miss_nothing(T, S, seed):
@@ -63,18 +72,21 @@ def test_run_time_flags_miss_nothing(T, S, seed):
     k_segment = np.sort(rng.integers(0, 4, (2, S)), -1).astype(np.int32)
     q_length, k_length = rng.integers(0, T + 1, 2), rng.integers(0, S + 1, 2)
     flags = live(
-        T, S, tiling, options,
-        query_positions=jnp.asarray(q_at), key_value_positions=jnp.asarray(k_at),
-        query_segment_ids=jnp.asarray(q_segment), key_value_segment_ids=jnp.asarray(k_segment),
+        T,
+        S,
+        tiling,
+        options,
+        query_positions=jnp.asarray(q_at),
+        key_value_positions=jnp.asarray(k_at),
+        query_segment_ids=jnp.asarray(q_segment),
+        key_value_segment_ids=jnp.asarray(k_segment),
         query_seq_lengths=jnp.asarray(q_length, jnp.int32),
         key_value_seq_lengths=jnp.asarray(k_length, jnp.int32),
-    )  # fmt: skip
+    )
     distance = q_at[..., :, None] - k_at[..., None, :]
     seen = (distance >= 0) & (distance <= 9)
     seen &= q_segment[..., :, None] == k_segment[..., None, :]
-    seen &= (np.arange(T)[:, None] < q_length[:, None, None]) & (
-        np.arange(S) < k_length[:, None, None]
-    )
+    seen &= (np.arange(T)[:, None] < q_length[:, None, None]) & (np.arange(S) < k_length[:, None, None])
     for (i, j), alive in np.ndenumerate(flags):
         assert alive or not seen[:, i * 8 : i * 8 + 8, j * 16 : j * 16 + 16].any(), (i, j)
 
@@ -94,7 +106,8 @@ def test_run_time_flags_drop_dead_tiles():
     np.testing.assert_array_equal(flags, np.asarray(expected, bool))
 
 
-def test_default_tiles_cover_any_length():
+def test_default_tiles_cover_any_length(monkeypatch):
+    monkeypatch.setattr(tiling_module, "WHOLE_LOGITS", 0)
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
         operands = Operands(*(jnp.zeros((1, T, 1, 1)),) * 3)
         tiling = Tiling.default_for(Options(scale=1.0), operands)
@@ -103,3 +116,12 @@ def test_default_tiles_cover_any_length():
             padding = count(T, block) * block - T
             assert 0 <= padding <= max(8 * count(T, block), 0)
             assert T <= 1 or block % 8 == 0
+
+
+def test_planes_are_whole_up_to_a_size():
+    def is_whole(shape):
+        operands = Operands(*(jnp.zeros(shape),) * 3)
+        return Tiling.default_for(Options(scale=1.0), operands).is_whole
+
+    assert all(map(is_whole, [(1, 512, 8, 1), (4, 197, 6, 1), (1, 1, 1, 1)]))
+    assert not any(map(is_whole, [(1, 1024, 4, 1), (1, 0, 1, 1), (0, 8, 1, 1)]))

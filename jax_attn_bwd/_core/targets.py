@@ -1,0 +1,71 @@
+"""What is compiled for: the platform, the kind of device, and the generation whose kernels it runs."""
+
+import os
+import re
+from typing import NamedTuple
+
+import jax
+
+
+class Generation(NamedTuple):
+    """Devices that run the same kernel files."""
+
+    files: str  # what the names of its kernel files begin with
+    kinds: str  # regular expression of the kinds of device, as their makers call them
+    words: str
+    ran: str  # when and where its kernels passed on such a device; "" = not yet
+
+
+# By implementation, the newest last. The Mosaic GPU interpreter does not model asynchronous wgmma,
+# reduce-adds and setmaxnreg, so a GPU generation whose `ran` is empty is not picked by itself: to turn it on
+# for everyone, `ran="<date>, <commit whose tests/gpu passed there>"`. For TPUs compiler and interpreter
+# leave no such gap.
+GENERATIONS = {
+    "mosaic_tpu": (
+        Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", "interpreted and compiled"),
+    ),
+    "mosaic_gpu": (Generation("hopper", r"\b(GH|H)\d+", "a Hopper GPU (compute capability 9.0)", ""),),
+}
+GPU_KERNELS = "JAX_ATTN_BWD_GPU_KERNELS"  # environment variable: 1 picks those that have not run yet, too
+
+
+def platform() -> str:
+    """The platform that is aimed at: of the ambient mesh, else the default device, else JAX's default."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.abstract_device is not None:
+        return mesh.abstract_device.platform
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
+def device_kind() -> str:
+    """The kind of device that is aimed at, as its maker calls it: "NVIDIA H200"."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.abstract_device is not None:
+        return mesh.abstract_device.device_kind
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return device.device_kind
+
+
+def generation(implementation: str, generations: tuple[str, ...]) -> Generation | str:
+    """The one of `generations` (by their files) that the targeted device is of, or why it is of none."""
+    known = [g for g in GENERATIONS[implementation] if g.files in generations]
+    kind = device_kind()
+    for found in known:
+        if re.search(found.kinds, kind):
+            return found
+    return f"it needs {' or '.join(g.words for g in known)}, not {kind}"
+
+
+def not_picked(found: Generation) -> str | None:
+    """Why `implementation=None` passes over the kernels of a generation; None if it does not."""
+    if found.ran or os.environ.get(GPU_KERNELS) == "1":
+        return None
+    return (
+        f"its kernels have not run on {found.words} yet, so they are not picked by themselves; "
+        f"ask for them by name, or set {GPU_KERNELS}=1"
+    )

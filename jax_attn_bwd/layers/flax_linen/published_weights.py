@@ -1,0 +1,40 @@
+"""Weights of PyTorch modules for the layers of Flax linen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_attn_bwd.layers.published_weights import loaded
+
+
+def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`params` of one layer with the values of a PyTorch module.
+
+    Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
+    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face.
+
+    Args:
+      params: those of the layer, `variables["params"]` of its `init` or the part of a model's that has its
+        name; `jax.eval_shape` of them will do.
+      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
+      prefix: what stands before these names, with the dot: "convs.0.".
+
+    Returns:
+      A tree like `params`, in its dtypes.
+
+    Raises:
+      ValueError: names or shapes in `state` are not those of the layer, or `prefix` does not end with a dot.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> from jax_attn_bwd.layers.flax_linen import GATConv, load_torch
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> layer, x = GATConv(3, heads=2, bias=False), jnp.ones((3, 5), "float32")
+      >>> params = jax.eval_shape(layer.init, jax.random.key(0), x, graph)["params"]
+      >>> vectors = {name: np.ones((1, 2, 3), "float32") for name in ("conv.att_src", "conv.att_dst")}
+      >>> state = {"conv.lin.weight": np.ones((6, 5), "float32"), **vectors}
+      >>> params = load_torch(params, state, "conv.")
+      >>> layer.apply({"params": params}, x, graph)[0].tolist()
+      [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+    """
+    return loaded(params, state, prefix)

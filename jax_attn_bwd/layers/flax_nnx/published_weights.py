@@ -1,0 +1,36 @@
+"""Weights of PyTorch modules for the layers of Flax NNX."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from jax_attn_bwd.layers.published_weights import loaded
+
+
+def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Sets the parameters of `layer` to the values of a PyTorch module, in their dtypes.
+
+    Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
+    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face.
+
+    Args:
+      layer: built with the options of the PyTorch module.
+      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
+      prefix: what stands before these names, with the dot: "convs.0.".
+
+    Raises:
+      ValueError: names or shapes in `state` are not those of the layer, or `prefix` does not end with a dot.
+
+    Example:
+      >>> import numpy as np
+      >>> from flax import nnx
+      >>> from jax_attn_bwd.layers.flax_nnx import GATConv, load_torch
+      >>> layer = GATConv(5, 3, heads=2, bias=False, rngs=nnx.Rngs(0))
+      >>> vectors = {name: np.ones((1, 2, 3), "float32") for name in ("conv.att_src", "conv.att_dst")}
+      >>> load_torch(layer, {"conv.lin.weight": np.ones((6, 5), "float32"), **vectors}, "conv.")
+      >>> float(layer.lin.kernel[0, 0])
+      1.0
+    """
+    params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    nnx.update(layer, loaded(params, state, prefix))

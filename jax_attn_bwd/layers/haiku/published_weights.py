@@ -1,0 +1,60 @@
+"""Weights of PyTorch modules for the layers of Haiku."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers.published_weights import loaded
+
+_NAMES = {"w": "kernel", "b": "bias"}
+
+
+def load_torch(
+    params: Mapping[str, Mapping[str, Any]], module: str, state: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """`params` of a model with the values of a PyTorch module in one of its layers.
+
+    Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
+    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face.
+
+    Args:
+      params: those of the whole model, as its `init` gives them; `jax.eval_shape` of them will do.
+      module: the name of the layer in them, such as "gat_conv" or "encoder/~/gat_conv_1".
+      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
+      prefix: what stands before these names, with the dot: "convs.0.".
+
+    Returns:
+      A dict like `params`, in its dtypes, whose other layers are as they were.
+
+    Raises:
+      ValueError: no such module, names or shapes in `state` are not those of the layer, or `prefix` does not
+        end with a dot.
+
+    Example:
+      >>> import haiku as hk
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> from jax_attn_bwd.layers.haiku import GATConv, load_torch
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> model = hk.without_apply_rng(hk.transform(lambda x: GATConv(3, heads=2, bias=False)(x, graph)))
+      >>> x = jnp.ones((3, 5), "float32")
+      >>> vectors = {name: np.ones((1, 2, 3), "float32") for name in ("conv.att_src", "conv.att_dst")}
+      >>> state = {"conv.lin.weight": np.ones((6, 5), "float32"), **vectors}
+      >>> params = load_torch(model.init(jax.random.key(0), x), "gat_conv", state, "conv.")
+      >>> model.apply(params, x)[0].tolist()
+      [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+    """
+    own = {path: x for path, x in params.items() if path == module or path.startswith(f"{module}/")}
+    if not own:
+        raise ValueError(
+            checks.message("load_torch", "module", "be in params", repr(module), str(list(params)))
+        )
+    tree: dict[str, Any] = dict(own.get(module, {}))
+    linears = {path: path.rpartition("/")[2] for path in own if path != module}
+    for path, name in linears.items():
+        tree[name] = {_NAMES[part]: x for part, x in own[path].items()}
+    tree = loaded(tree, state, prefix)
+    made = {path: {part: tree[name][_NAMES[part]] for part in own[path]} for path, name in linears.items()}
+    if module in own:
+        made[module] = {name: tree[name] for name in own[module]}
+    return {**params, **made}

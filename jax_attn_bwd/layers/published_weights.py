@@ -1,0 +1,77 @@
+"""Weights of PyTorch modules for the layers of this package, by the names and shapes in their state dicts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd.layers.arguments import as_array
+
+# PyTorch Geometric keeps two that it does not use (`share_weights`, no `root_weight`), RT-DETRv2 a constant.
+_UNUSED = {"lin_r", "lin_skip", "num_points_scale"}
+
+
+def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The parameters of one PyTorch module, in the tree of linen and NNX.
+
+    What puts them into a layer, checked and without what the layer does not use, is `load_torch` of its
+    framework: `jax_attn_bwd.layers.equinox.load_torch` and so on.
+
+    Args:
+      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
+      prefix: what stands before these names, with the dot: "convs.0.".
+
+    Returns:
+      {"lin": {"kernel"}, "att_src": ..., "bias": ...} or the like: kernels `[in, out]`, vectors `[H, C]`.
+
+    Raises:
+      ValueError: no name starts with `prefix`, or it does not end with a dot.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_attn_bwd.layers.graph import from_torch
+      >>> state = {"conv.lin.weight": np.zeros((6, 5)), "conv.att_src": np.zeros((1, 2, 3))}
+      >>> params = from_torch(state, "conv.")
+      >>> params["lin"]["kernel"].shape, params["att_src"].shape
+      ((5, 6), (2, 3))
+    """
+    if prefix and not prefix.endswith("."):
+        remedy = f"{prefix!r} would also match the names of other layers that begin so"
+        raise ValueError(checks.message("from_torch", "prefix", "end with a dot", repr(prefix), remedy))
+    tree: dict[str, Any] = {}
+    for name, value in state.items():
+        if not name.startswith(prefix):
+            continue
+        x = as_array(value)
+        owner, _, part = name[len(prefix) :].rpartition(".")
+        if part == "weight":
+            tree.setdefault(owner, {})["kernel"] = x.T
+        elif owner:
+            tree.setdefault(owner, {})[part] = x
+        else:
+            tree[part] = x[0] if part.startswith("att") else x
+    if not tree:
+        expected = f"hold names that start with {prefix!r}"
+        raise ValueError(checks.message("from_torch", "state", expected, list(state)[:8]))
+    return tree
+
+
+def loaded(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """`params`, the tree of one layer as in linen, with the values of `state` in the dtypes of `params`."""
+    found = from_torch(state, prefix)
+    found = {name: x for name, x in found.items() if name in params or name not in _UNUSED}
+    wanted, given = (_shapes(tree) for tree in (dict(params), found))
+    differing = [name for name in wanted | given if wanted.get(name) != given.get(name)]
+    if differing:
+        needs, got = ({name: shapes.get(name) for name in differing} for shapes in (wanted, given))
+        expected = f"hold the parameters of the layer (kernels [in, out]): {needs}"
+        remedy = "build the layer with the options of the PyTorch module"
+        raise ValueError(checks.message("load_torch", "state", expected, got, remedy))
+    return jax.tree.map(lambda x, y: y.astype(x.dtype), dict(params), found)
+
+
+def _shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """By dotted name."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}

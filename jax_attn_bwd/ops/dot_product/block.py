@@ -1,0 +1,109 @@
+"""The one door into dense attention for what is built on it: the multi-head layer, attention over shards.
+
+A block is the attention of T queries to S keys, which may be some of the keys that the queries attend to.
+What follows holds for every implementation, and for each pair of a forward with a backward:
+
+* `forward` gives `Result(out, lse, lse_low)` over the keys of the block alone, lse with its rounding. A query
+  that sees none of them has out = 0 and lse = -inf. So blocks 1 and 2 of disjoint keys make up
+
+      lse = log(exp(lse_1) + exp(lse_2)),   out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+
+* `backward` takes the row values of **all** keys that a query attends to, be they in the block or not, and
+  gives what this block adds to each gradient: blocks of disjoint queries or keys add up to the whole. `out`
+  and dout enter it through delta alone (equation (7) of `backward.py`), lse through the probabilities.
+* A block sees what `visibility.py` says of its operands. Where it lies in the whole is told by positions
+  (causality, windows), segment ids, its own mask and bias, and `dropout_offset` (which probabilities are
+  dropped); lengths count from the beginning of the block.
+* A sink belongs to a row, not to a block: hand it to one block of a row, in the forward and in the backward.
+  There its gradient is that of the whole row.
+* Gradients have the dtype of their operands: sums over many blocks in a narrow dtype round once a block.
+* Memory is linear in T and S but for `probabilities`, `through_values`, `where_seen` and `gradients`, which
+  are the same equations on whole planes, for those who ask for the probabilities themselves.
+* All are differentiable, to any order and in either mode: a kernel's derivatives are the portable path's.
+* The operands are checked, int32 where they are integers, and sharded alike: `arguments.prepare` does it.
+
+Heads in working layout are `[..., K, G, T, H]`: `split_heads` and `merge_heads` go there and back.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jax_attn_bwd._core import backend, pallas
+from jax_attn_bwd.ops.dot_product import backward as portable_backward
+from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product.dropping import of_columns as dropout_factors
+from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
+from jax_attn_bwd.ops.dot_product.spec import (
+    DotProductAttentionGrads,
+    Operands,
+    Options,
+    Residuals,
+    Result,
+    Wanted,
+)
+from jax_attn_bwd.ops.dot_product.whole import gradients, probabilities, through_values, where_seen
+
+# Opaque as a kernel's: a checkpoint policy that saves products would save those of every tile, T x S numbers.
+_forward = pallas.with_portable_jvp(portable_forward.forward, portable_forward.forward)
+_PORTABLE = backend.Implementation("xla", _forward, portable_backward.backward)
+IMPLEMENTATIONS = (
+    backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
+    backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("hopper",)),
+    _PORTABLE,
+)
+
+
+def choose(operator: str, implementation: str | None, options: Options, operands: Operands) -> str:
+    """The name of the implementation that runs this block: that asked for, or with None the best that can.
+
+    Raises:
+      ValueError: there is no such implementation.
+      NotImplementedError: it cannot run this block; the message begins with `operator` and says why.
+    """
+    return backend.select(operator, IMPLEMENTATIONS, implementation, options, operands).name
+
+
+def forward(implementation: str, options: Options, operands: Operands) -> Result:
+    """Attention to the keys of the block, with its row values."""
+    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+
+
+def backward(
+    implementation: str,
+    options: Options,
+    operands: Operands,
+    result: Result,
+    wanted: Iterable[str],
+    dout: jax.Array | None,
+    dlse: Any = None,
+    *,
+    alone: bool = False,
+) -> DotProductAttentionGrads:
+    """What the block adds to the gradients of those operands that are `wanted`.
+
+    Args:
+      result: of all keys that the queries attend to.
+      dout, dlse: cotangents of `result.out` and `result.lse`; None = 0.
+      alone: these are all the keys that the queries attend to. Small planes are faster for knowing it.
+    """
+    residuals = Residuals(operands, result, Wanted(frozenset(wanted), alone))
+    return backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dlse)
+
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "backward",
+    "choose",
+    "dropout_factors",
+    "forward",
+    "gradients",
+    "merge_heads",
+    "merge_rows",
+    "probabilities",
+    "split_heads",
+    "split_rows",
+    "through_values",
+    "where_seen",
+]

@@ -1,0 +1,129 @@
+"""Hopper backward of dense attention (Pallas Mosaic GPU); the equations are those of `backward.py`.
+
+XLA computes delta (7) and the gradient of the sink (9); the rest are kernels:
+
+    hopper_query_gradients.py   dq; row sums of dlogits; the gradient of a full bias
+    hopper_key_gradients.py     dk and dv; column sums of dlogits; the fused kernel
+
+The pair dq; dk, dv needs seven products a tile and no workspace beyond two row values, adds in one order,
+and gives the same bits every time. With `deterministic=False` the fused kernel needs five; under `jax.vmap`
+the pair runs all the same. A bias gradient is summed in the kernels over what the bias broadcasts: never more
+than the gradient itself is stored.
+
+References:
+  Shah et al., FlashAttention-3, 2024, arXiv:2407.08608.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
+from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
+from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
+from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LOG2_E
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
+
+
+def backward(
+    options: Options, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+) -> DotProductAttentionGrads:
+    """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    interpret = pallas.is_interpreted(mosaic_gpu.NAME)
+    keys = tiles.dropout_keys(options, residuals.operands)
+
+    def call(options, *given):
+        return pallas.on_local_shards(partial(_backward, options, interpret), _out_specs, given)
+
+    pair = partial(call, dataclasses.replace(options, deterministic=True))
+    run = pair if options.deterministic else _batched_as(pair, partial(call, options))
+    return run(residuals, dout, dlse, keys)
+
+
+def _batched_as(batched: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`; under `jax.vmap` it is `batched`: JAX cannot batch references, which the fused kernel adds to."""
+    call = jax.custom_batching.custom_vmap(f)
+
+    @call.def_vmap
+    def rule(size, in_batched, *given):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(in_batched))
+        results = jax.vmap(batched, axes, axis_size=size)(*given)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
+
+
+def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:
+    specs = residuals.operands._asdict()
+    return DotProductAttentionGrads(**{name: specs[name] for name in residuals.wanted.names})
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options, interpret, residuals, dout, dlse, keys):
+    operands, wanted = residuals.operands, residuals.wanted.names
+    (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
+    Hv = operands.value.shape[-1]
+    saved, dsink = _prepare(options, residuals, dout, dlse, keys)
+    made = {}
+    qkv = wanted & {"query", "key", "value"}
+    if not options.deterministic and len(qkv) == 3 and by_key.can_fuse(options, saved):
+        made = by_key.key_gradients(options, interpret, saved, qkv)
+    else:
+        if "query" in qkv:
+            made["query"] = by_query.query_gradients(options, interpret, saved)["query"]
+        rest = qkv - {"query"}
+        # the accumulators of dk and dv fit the registers together up to H = 128
+        for names in [rest] if saved.head <= 128 else [frozenset({name}) for name in sorted(rest)]:
+            made |= by_key.key_gradients(options, interpret, saved, names) if names else {}
+
+    grads = {}
+    shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
+    for name, x in made.items():
+        n, heads, h = shapes[name]
+        grads[name] = x[:, :n, :, :h].reshape(*batch, n, heads, h)
+    if "bias" in wanted:
+        grads["bias"] = _bias_gradient(options, interpret, saved, operands)
+    if "sink" in wanted:
+        grads["sink"] = dsink
+    return DotProductAttentionGrads(
+        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+    )
+
+
+def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | None]:
+    """The inputs of the kernels, and the gradient of the sink."""
+    values = kernel_rows.row_values(options, residuals, dout, dlse)
+
+    def row(x, fill=0.0):
+        x = jnp.swapaxes(kernel_inputs.merged(x, 2), -1, -2)
+        return tiles.pad(x, {-1: tiles.LENGTH}, constant_values=fill)
+
+    refs = tiles.inputs(options, residuals.operands._replace(query=values.query), keys)
+    lse = values.lse * LOG2_E if tiles.is_plain(options, refs) else values.lse
+    rows = [row(lse, jnp.inf), row(values.delta)]
+    rows += [] if refs.bias is None else [row(values.low)]
+    dout = tiles.pad_heads(kernel_inputs.merged(values.dout, 3))
+    return Saved(refs, dout, jnp.stack(rows, -2)), values.dsink
+
+
+def _bias_gradient(options, interpret, saved: Saved, operands: Operands) -> jax.Array:
+    """float32, of the shape of the bias: never more than that is stored."""
+    assert operands.bias is not None  # its gradient is asked for
+    (*batch, T, _, _), S = operands.query.shape, operands.key.shape[-3]
+    shape = (1,) * (len(batch) + 3 - operands.bias.ndim) + operands.bias.shape
+    if shape[-2] != 1 and shape[-1] != 1:
+        dbias = by_query.full_bias_gradient(options, interpret, saved)[..., :T, :S]
+    elif shape[-1] != 1:
+        dbias = by_key.key_gradients(options, interpret, saved, frozenset({"bias"}))["bias"][..., None, :S]
+    else:
+        dbias = by_query.query_gradients(options, interpret, saved, bias=True)["bias"][..., :T, None]
+    return kernel_inputs.bias_gradient(dbias, operands)

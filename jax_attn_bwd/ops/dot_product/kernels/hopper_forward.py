@@ -1,0 +1,232 @@
+"""Hopper forward of dense attention (Pallas Mosaic GPU).
+
+A block computes 2 x block_q query rows of one head with three warpgroups. One loads keys and values into a
+ring of shared-memory stages (TMA). The other two hold block_q rows each, and take turns: while one has the
+tensor cores for its products (wgmma), the other computes exponentials. The softmax is the online one of
+`forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap the maximum is
+subtracted first, in natural units, so that huge tied logits stay exact.
+
+References:
+  Shah et al., FlashAttention-3, 2024, arXiv:2407.08608, section 3.1 (ping-pong scheduling).
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec
+
+from jax_attn_bwd._core import dropout, hopper, mosaic_gpu, pallas
+from jax_attn_bwd._core.hopper import ROWS, WGMMA
+from jax_attn_bwd._core.numerics import finite, to_rank
+from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LN_2, LOG2_E, Bounds, Inputs, Tile, Tiling
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+
+supports = tiles.unsupported
+
+
+def default_tiling(options: Options, operands: Operands) -> Tiling:
+    """Tiles that fit registers without spills, and shared memory; see bench/results/nvidia_static.md."""
+    H, Hv = (tiles.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
+    head = max(H, Hv)
+    # an output that is not of the query's shape takes shared memory of its own
+    if Hv != H and H + Hv > 384:
+        return Tiling(block_q=64, block_k=32, stages=3)
+    segments = operands.query_segment_ids is not None
+    crowded = head > 64 and options.logits_soft_cap is not None and segments
+    if head > 128 or crowded or options.dropout_rate or operands.bias is not None:
+        return Tiling(block_q=64, block_k=64, stages=2)
+    return Tiling(block_q=64, block_k=128, stages=2 if head > 64 else 4)
+
+
+def forward(options: Options, operands: Operands) -> Result:
+    """The output and its row values."""
+    tiling = default_tiling(options, operands)
+    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME))
+    keys = tiles.dropout_keys(options, operands)
+    return tie(pallas.on_local_shards(run, _out_specs, (operands, keys)), operands)
+
+
+def _out_specs(operands: Any, keys: Any) -> Any:
+    """Of the result, from those of the operands."""
+    spec = operands.query
+    row: Any = PartitionSpec(*spec[:-1])
+    return Result(spec, row, None if operands.bias is None else row)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _forward(options, tiling, interpret, operands, keys):
+    *batch, T, N, _ = operands.query.shape
+    Hv = operands.value.shape[-1]
+    rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
+    refs = tiles.inputs(options, operands, keys)
+    refs = refs._replace(bounds=tiles.bounds(options, refs, rows, tiling.block_k))
+    refs = pallas.vary_alike(refs)
+    kernel = partial(_kernel, options, tiling)
+    out, *row_values = mosaic_gpu.launch(
+        kernel,
+        "attention_forward",
+        interpret=interpret,
+        out_type=_out_types(refs),
+        scratch=_scratch(tiling, refs, interpret),
+        grid={"q_tile": refs.q.shape[1] // rows, "head": N, "batch": refs.q.shape[0]},
+        warpgroups=tiles.COMPUTE_WARPGROUPS + 1,
+    )(refs)
+
+    out = out[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
+    lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in row_values)
+    if (lengths := operands.query_seq_lengths) is not None:
+        lengths = lengths[..., None, None]
+        beyond = to_rank(jnp.arange(T, dtype=jnp.int32)[:, None], lengths.ndim) >= lengths
+        empty = -jnp.inf if operands.sink is None else operands.sink.astype(lse.dtype)
+        out = jnp.where(beyond[..., None], 0, out)
+        lse = jnp.where(beyond, empty, lse)
+    return Result(out, lse, low[0] if low else None)
+
+
+def _out_types(refs: Inputs) -> list[Any]:
+    (B, T, N, _), Hv = refs.q.shape, refs.v.shape[-1]
+    row = pallas.out_type((B, N, T), jnp.float32, refs)
+    out = pallas.out_type((B, T, N, Hv), refs.q.dtype, refs)
+    return [out, row] if refs.bias is None else [out, row, row]
+
+
+def _scratch(tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
+    dtype, H, Hv = refs.q.dtype, refs.q.shape[-1], refs.v.shape[-1]
+    wgs, (bq, bk, stages) = (tiles.COMPUTE_WARPGROUPS, (tiling.block_q, tiling.block_k, tiling.stages))
+    ring = partial(plgpu.Barrier, num_barriers=stages)
+    tile = partial(hopper.tile, swizzle=tiling.swizzle)
+    scratch = dict(
+        q_tile=tile((wgs, bq, H), dtype),
+        k_tiles=tile((stages, bk, H), dtype),
+        v_tiles=tile((stages, bk, Hv), dtype),
+        row_values=plgpu.SMEM((wgs, 1 if refs.bias is None else 2, bq), jnp.float32),
+        q_loaded=plgpu.Barrier(num_barriers=wgs),
+        k_loaded=ring(),
+        v_loaded=ring(),
+        k_free=ring(num_arrivals=wgs),
+        v_free=ring(num_arrivals=wgs),
+        turn=plgpu.Barrier(num_arrivals=wgs),
+    )
+    if Hv != H:  # else out takes the place of q
+        scratch["out_tile"] = tile((wgs, bq, Hv), dtype)
+    if interpret:
+        scratch["spare"] = tile((wgs, bq, bk), dtype)
+    return scratch
+
+
+def _kernel(
+    options: Options, tiling: Tiling,
+    refs: Inputs, out_ref, lse_ref, *low_ref,
+    q_tile, k_tiles, v_tiles, row_values, q_loaded, k_loaded, v_loaded, k_free, v_free, turn,
+    out_tile=None, spare=None,
+):  # fmt: skip
+    b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
+    i = lax.axis_index("q_tile")
+    if options.is_causal:  # the longest first
+        i = jnp.int32(refs.q.shape[1] // (tiles.COMPUTE_WARPGROUPS * tiling.block_q) - 1) - i
+    groups = refs.q.shape[2] // refs.k.shape[2]
+    wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
+    bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
+    bounds = Bounds.load(refs, b, i, refs.k.shape[1] // bk)
+
+    @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
+    def _load():
+        plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
+        head = lax.div(n, jnp.int32(groups))
+
+        def keys(ref):
+            return lambda step: [ref.at[b, pl.ds((bounds.first + step) * bk, bk), head]]
+
+        hopper.stream(
+            bounds.end - bounds.first,
+            stages,
+            [(keys(refs.k), [k_tiles], k_loaded, k_free), (keys(refs.v), [v_tiles], v_loaded, v_free)],
+        )
+
+    @pl.when(wg < tiles.COMPUTE_WARPGROUPS)
+    def _compute():
+        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        row = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq
+        plgpu.copy_gmem_to_smem(refs.q.at[b, pl.ds(row, bq), n], q_tile.at[wg], q_loaded.at[wg])
+        plgpu.barrier_wait(q_loaded.at[wg])
+        pl.when(wg == 1)(partial(hopper.meet, turn))  # warpgroup 0 has the first turn
+
+        def step(t, carry):
+            j, slot = bounds.first + t, lax.rem(t, jnp.int32(stages))
+            mine = wg + bounds.opaque_zero() if wide else wg
+            plgpu.barrier_wait(k_loaded.at[slot])
+
+            def product(acc):
+                plgpu.wgmma(acc, q_tile.at[mine], k_tiles.at[slot].T)
+                hopper.meet(turn)
+                return acc[...]
+
+            s = pl.run_scoped(product, plgpu.ACC((bq, bk), jnp.float32))
+            plgpu.barrier_arrive(k_free.at[slot])
+            tile = Tile(b, n, row, j * bk, (bq, bk))
+            decay, p, m, l = _softmax(options, refs, s, tile, bounds.mixed(j), *carry[1:])
+            acc = carry[0] * lax.broadcast_in_dim(decay, carry[0].shape, [0])
+            acc, m, l, p = lax.optimization_barrier((acc, m, l, p))
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_loaded.at[slot])
+            plgpu.barrier_wait(turn)
+            acc = hopper.add_product(acc, p, v_tiles.at[slot], spare and spare.at[wg])
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc, m, l
+
+        # steps count from 0: a carry that starts with a value from memory would vary over mesh axes
+        start, count = _initial(options, refs, bq, n), bounds.end - bounds.first
+        acc, m, l = lax.fori_loop(jnp.int32(0), count, step, start)
+        pl.when(wg == 0)(partial(hopper.meet, turn))
+
+        factor = dropout.survivor_factor(options.dropout_rate) if options.dropout_rate else 1.0
+        scale = jnp.where(l == 0.0, 0.0, factor / l)
+        target = (q_tile if out_tile is None else out_tile).at[wg]
+        target[...] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(refs.q.dtype)
+        unit = LN_2 if tiles.is_plain(options, refs) else 1.0  # of m
+        log_l = jnp.log2(l) * LN_2
+        lse = m * unit + log_l
+        row_values[wg, 0] = lse
+        if low_ref:  # what rounding took from lse
+            row_values[wg, 1] = jnp.where(l == 0.0, 0.0, (m - lse) + log_l)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(row, bq), n], commit_group=False)
+        for c, ref in enumerate((lse_ref, *low_ref)):
+            plgpu.copy_smem_to_gmem(row_values.at[wg, c], ref.at[b, n, pl.ds(row, bq)], commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _initial(options, refs: Inputs, rows: int, n):
+    """acc, m, l of rows that have seen nothing but the sink."""
+
+    def filled(value, shape, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    acc = filled(0.0, (rows, refs.v.shape[-1]), WGMMA)
+    if refs.sink is None:
+        return acc, filled(-jnp.inf, (rows,), ROWS), filled(0.0, (rows,), ROWS)
+    sink = refs.sink[n] * (LOG2_E if tiles.is_plain(options, refs) else 1.0)
+    l = jnp.where(sink == -jnp.inf, 0.0, 1.0)
+    return acc, filled(sink, (rows,), ROWS), filled(l, (rows,), ROWS)
+
+
+def _softmax(options, refs: Inputs, s, tile: Tile, mixed, m_old, l_old):
+    """(decay of what was accumulated, p for the product with v, m, l) after a tile of products s."""
+    logits = tiles.logits(options, refs, s, tile, mixed)
+    m = jnp.maximum(m_old, logits.shift(logits.x.max(axis=1)))
+    shift = finite(m)
+    p = logits.exp(tile.spread(shift, 0))
+    decay = logits.decay(m_old, shift)
+    l = l_old * decay + p.sum(axis=1)
+    kept = tiles.keep(options, refs, tile)
+    if kept is not None:
+        p = jnp.where(kept, p, 0.0)
+    return decay, p.astype(refs.q.dtype), m, l

@@ -1,0 +1,392 @@
+"""Hopper backward of dense attention by tiles of keys: dk, dv, and the gradient of a bias that has no rows.
+
+Products per tile, held transposed (equation numbers of `backward.py`):
+
+    s^T = k q^T,   dp^T = v dout^T,   dv += p^T dout (5),   dk += dx^T q            (11)
+
+So p^T and dx^T are left factors straight from registers. Two warpgroups hold block_k rows of k and v each,
+a third one loads q, dout and their row values (TMA). The query heads of a group are summed in the
+accumulators. The fused kernel also adds dx k to a float32 dq in global memory (TMA reduce-add), in whatever
+order the blocks come by: five products a tile where the deterministic pair needs seven.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
+from jax_attn_bwd._core.hopper import COLUMNS, ROWS
+from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
+from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Bounds, Tile, Tiling
+from jax_attn_bwd.ops.dot_product.spec import Options
+
+
+def default_tiling(options: Options, saved: Saved) -> Tiling:
+    """Of the dk, dv kernel and the fused one: block_k keys a warpgroup, steps of block_q rows."""
+    if saved.head > 128:
+        return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
+    # what a row of scores takes registers for, beside them
+    planes = saved.refs.bias is not None and saved.refs.mask is not None
+    heavy = options.dropout_rate or options.logits_soft_cap is not None or planes
+    if saved.head > 64 and heavy:
+        return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
+    # segments take those that a second product in flight needs at H = 128
+    overlap = saved.head <= 64 or saved.refs.row_segment is None
+    return Tiling(block_q=64, block_k=64, stages=2, overlap=overlap)
+
+
+def can_fuse(options: Options, saved: Saved) -> bool:
+    """Whether the fused kernel can run: its registers suffice, and JAX hands it the references it adds to.
+
+    (JAX 0.10 does not; later ones not inside `jax.shard_map`, where references would vary over mesh axes.)
+    """
+    H, Hv = saved.refs.q.shape[-1], saved.refs.v.shape[-1]
+    extras = (saved.refs.dropout_keys, saved.refs.bias, saved.refs.mask, saved.refs.row_position)
+    plain = options.logits_soft_cap is None and extras == (None,) * 4
+    fits = H == Hv <= (128 if saved.refs.row_segment is None else 64)
+    takes_references = jax.__version_info__ >= (0, 11) and not pallas.varying_axes(saved)
+    return fits and plain and takes_references
+
+
+def key_gradients(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]) -> dict[str, Any]:
+    """Of "key" and "value", those in `wanted`: dk [B, S, K, H] and dv [B, S, K, Hv].
+
+    All three with "query": the fused kernel. "bias" alone: column sums of dlogits, float32 [B, N, S].
+    """
+    fused = "query" in wanted
+    tiling = default_tiling(options, saved)
+    wgs, block_k = tiles.COMPUTE_WARPGROUPS, tiling.block_k
+    saved = saved.bounded(options, tiling.block_q, wgs * block_k, by_key=True)
+    (B, S, K, H), Hv, dtype = saved.refs.k.shape, saved.refs.v.shape[-1], saved.refs.q.dtype
+    heads = saved.refs.q.shape[2] if "bias" in wanted else K
+    types = {
+        "key": ((B, S, K, H), dtype),
+        "value": ((B, S, K, Hv), dtype),
+        "bias": ((B, heads, S), jnp.float32),
+    }
+    names = sorted(wanted - {"query"})
+    out_types = [pallas.out_type(*types[name], saved) for name in names]
+    run = mosaic_gpu.launch(
+        partial(_kernel, options, tiling, names),
+        f"attention_d{'_d'.join(sorted(wanted))}",
+        interpret=interpret,
+        out_type=() if fused else out_types,
+        scratch=_scratch(tiling, saved, fused, interpret),
+        grid={"k_tile": S // (wgs * block_k), "head": heads, "batch": B},
+        warpgroups=wgs + 1,
+    )
+    if not fused:
+        return dict(zip(names, run(saved), strict=True))
+    # what blocks add to starts at 0, so the kernel writes into references
+    q, k, v = saved.refs[:3]
+    zeros = [jnp.zeros_like(q, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)]
+    dq, *others = pl.run_state(lambda grads: run(saved, *grads))(zeros)
+    return dict(zip(names, others, strict=True)) | {"query": options.scale * dq}
+
+
+class _Shared(NamedTuple):
+    """Shared memory and barriers of a block; wgs = computing warpgroups, stages = places of a ring."""
+
+    k_tile: Any  # [wgs, block_k, H], in the end dk
+    v_tile: Any  # [wgs, block_k, Hv], in the end dv
+    q_tiles: Any  # [stages, block_q, H]
+    dout_tiles: Any  # [stages, block_q, Hv]
+    row_tiles: Any  # float32 [stages, 2|3, block_q], of `Saved.rows`
+    token_tiles: dict[str, Any]  # int32 [stages, block_q], by the field of `Inputs` that has a value a query
+    sums: Any  # float32 [wgs, block_k], column sums of dlogits
+    loaded: Any  # barriers: k and v of a warpgroup
+    q_loaded: Any  # q with row values and tokens of a stage
+    dout_loaded: Any
+    q_free: Any
+    dout_free: Any
+    exchange: dict[str, Any] | None = None  # of the fused kernel, see `_add_dq`
+    spare: Any = None  # of the interpreter, see `hopper.product`: for p and dx of each warpgroup
+
+
+def _scratch(tiling: Tiling, saved: Saved, fused: bool, interpret: bool) -> dict[str, Any]:
+    """The types of `_Shared`."""
+    H, Hv, dtype = saved.refs.k.shape[-1], saved.refs.v.shape[-1], saved.refs.q.dtype
+    bq, bk, stages, wgs = tiling.block_q, tiling.block_k, tiling.stages, tiles.COMPUTE_WARPGROUPS
+    tokens = [name for name in ("row_position", "row_segment") if getattr(saved.refs, name) is not None]
+    ring = partial(plgpu.Barrier, num_barriers=stages)
+    swizzle = min(tiling.swizzle, H) if fused else tiling.swizzle  # of bytes: half of the columns
+    tile = partial(hopper.tile, swizzle=swizzle)
+    scratch: dict[str, Any] = dict(
+        k_tile=tile((wgs, bk, H), dtype),
+        v_tile=tile((wgs, bk, Hv), dtype),
+        q_tiles=tile((stages, bq, H), dtype),
+        dout_tiles=tile((stages, bq, Hv), dtype),
+        row_tiles=plgpu.SMEM((stages, saved.rows.shape[2], bq), jnp.float32),
+        token_tiles={name: plgpu.SMEM((stages, bq), jnp.int32) for name in tokens},
+        sums=plgpu.SMEM((wgs, bk), jnp.float32),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
+        q_loaded=ring(num_arrivals=2 + len(tokens)),
+        dout_loaded=ring(),
+        q_free=ring(num_arrivals=wgs),
+        dout_free=ring(num_arrivals=wgs),
+    )
+    if fused:
+        scratch["exchange"] = dict(
+            dx_tiles=tile((2, wgs, bk, bq), dtype),
+            dq_tile=hopper.tile((wgs, bq, H // wgs), jnp.float32),
+            written=plgpu.Barrier(num_arrivals=wgs),
+        )
+    if interpret:
+        scratch["spare"] = tile((2, wgs, bk, bq), dtype)
+    return scratch
+
+
+class _Block(NamedTuple):
+    """What the warpgroups of a block know: the call, and where the block is."""
+
+    options: Options
+    tiling: Tiling
+    names: list[str]  # what is summed: "key", "value" or both, or "bias" alone
+    saved: Saved
+    shared: _Shared
+    b: Any
+    head: Any  # a key head; of a bias a query head
+    key_head: Any
+    j: Any  # tile of keys
+    groups: int  # query heads that are summed
+
+    @property
+    def refs(self) -> tiles.Inputs:
+        return self.saved.refs
+
+    def bounds(self) -> Bounds:
+        """The tiles of queries that see the block.
+
+        Each warpgroup asks for itself: what is known before they part costs registers.
+        """
+        return Bounds.load(self.refs, self.b, self.j, self.refs.q.shape[1] // self.tiling.block_q)
+
+    def steps(self, bounds: Bounds) -> Any:
+        """How many (query head, tile of queries) the block visits."""
+        return (bounds.end - bounds.first) * self.groups
+
+    def at(self, bounds: Bounds, step: Any) -> tuple[Any, Any]:
+        """(query head, tile of queries) of a step."""
+        if self.groups == 1:
+            return self.head, bounds.first + step
+        g = jnp.int32(self.groups)
+        return self.head * g + lax.rem(step, g), bounds.first + lax.div(step, g)
+
+
+def _kernel(
+    options: Options, tiling: Tiling, names: list[str], saved: Saved, *results: Any, **scratch: Any
+) -> None:
+    b, head, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
+    j = lax.axis_index("k_tile")
+    groups, key_head = saved.refs.q.shape[2] // saved.refs.k.shape[2], head
+    if names == ["bias"]:
+        key_head, groups = lax.div(head, jnp.int32(groups)), 1
+    block = _Block(options, tiling, names, saved, _Shared(**scratch), b, head, key_head, j, groups)
+    wgs = tiles.COMPUTE_WARPGROUPS
+    pl.when(wg == wgs)(partial(_load, block))
+    pl.when(wg < wgs)(partial(_compute, block, wg, results))
+
+
+def _load(block: _Block) -> None:
+    """The loading warpgroup: q, its row values and tokens, and dout of each step."""
+    plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
+    bounds, refs, shared, bq = block.bounds(), block.refs, block.shared, block.tiling.block_q
+
+    def rows_of(ref: Any, step: Any) -> Any:
+        n, i = block.at(bounds, step)
+        return ref.at[block.b, pl.ds(i * bq, bq), n]
+
+    def q_and_row_values(step):
+        n, i = block.at(bounds, step)
+        span = pl.ds(i * bq, bq)
+        tokens = [getattr(refs, name) for name in shared.token_tiles]
+        return [
+            rows_of(refs.q, step),
+            block.saved.rows.at[block.b, n, :, span],
+            *(x.at[tiles.at(x, 0, block.b), span] for x in tokens),
+        ]
+
+    def dout(step):
+        return [rows_of(block.saved.dout, step)]
+
+    q_targets = [shared.q_tiles, shared.row_tiles, *shared.token_tiles.values()]
+    rings = [
+        (q_and_row_values, q_targets, shared.q_loaded, shared.q_free),
+        (dout, [shared.dout_tiles], shared.dout_loaded, shared.dout_free),
+    ]
+    hopper.stream(block.steps(bounds), block.tiling.stages, rings)
+
+
+def _compute(block: _Block, wg: Any, results: tuple[Any, ...]) -> None:
+    """A computing warpgroup: sums over all steps for its block_k keys, and writes them."""
+    plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+    refs, shared, names, bk = block.refs, block.shared, block.names, block.tiling.block_k
+    bounds = block.bounds()
+    column = (block.j * tiles.COMPUTE_WARPGROUPS + wg) * bk
+    keys = (block.b, pl.ds(column, bk), block.key_head)
+    plgpu.copy_gmem_to_smem(refs.k.at[keys], shared.k_tile.at[wg], shared.loaded.at[wg])
+    plgpu.copy_gmem_to_smem(refs.v.at[keys], shared.v_tile.at[wg], shared.loaded.at[wg])
+    plgpu.barrier_wait(shared.loaded.at[wg])
+    dq_ref, *outputs = results if shared.exchange else (None, *results)
+    run = partial(_step, block, wg, bounds, column, dq_ref)
+
+    def column_sums():
+        start = gradients.zeros((bk,), ROWS)
+        return [lax.fori_loop(jnp.int32(0), block.steps(bounds), partial(run, {}), start)]
+
+    def accumulate(*accs):
+        by_name = dict(zip(names, accs, strict=True))
+        lax.fori_loop(jnp.int32(0), block.steps(bounds), partial(run, by_name), ())
+        return [by_name[name][...] for name in names]
+
+    if names == ["bias"]:
+        totals = column_sums()
+    else:
+        sizes = {"key": refs.k.shape[-1], "value": refs.v.shape[-1]}
+        accs = [plgpu.ACC((bk, sizes[name]), jnp.float32) for name in names]
+        totals = pl.run_scoped(accumulate, *accs)
+    if shared.exchange:  # the other warpgroup may still read this one's keys, whose place dk takes
+        hopper.meet(shared.exchange["written"])
+    for name, total, result in zip(names, totals, outputs, strict=True):
+        place = (block.b, block.head, pl.ds(column, bk)) if name == "bias" else keys
+        _write(block, name, total, wg, result.at[place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _step(block: _Block, wg, bounds: Bounds, column, dq_ref, accs: dict[str, Any], step, total):
+    """Adds a tile of queries to `accs`, or to the column sums `total`, which it returns."""
+    shared, names, (bq, bk) = block.shared, block.names, (block.tiling.block_q, block.tiling.block_k)
+    slot = lax.rem(step, jnp.int32(block.tiling.stages))
+    mine = wg + bounds.opaque_zero() if block.saved.head > 128 or shared.exchange else wg
+    n, i = block.at(bounds, step)
+    staged = {
+        name: partial(mosaic_gpu.load, x.at[slot], layout=COLUMNS) for name, x in shared.token_tiles.items()
+    }
+    tile = Tile(block.b, n, i * bq, column, (bk, bq), transposed=True, staged=staged)
+    plgpu.barrier_wait(shared.q_loaded.at[slot])
+    plgpu.barrier_wait(shared.dout_loaded.at[slot])
+
+    def add_dv(p):  # (5)
+        z_p = gradients.survivors(block.options, p, p).astype(block.refs.q.dtype)
+        spare = shared.spare and shared.spare.at[0, wg]
+        hopper.product(accs["value"], z_p, shared.dout_tiles.at[slot], spare)
+
+    acc = plgpu.ACC((bk, bq), jnp.float32)
+    here = _Here(bounds, i, tile, mine, slot)
+    dlogits = pl.run_scoped(partial(_dlogits, block, here, add_dv if "value" in names else None), acc, acc)
+    if "bias" in names:
+        total = total + dlogits.sum(axis=1)
+    if "key" in names:  # (11)
+        dx = dlogits.astype(block.refs.q.dtype)
+        spare = shared.spare and shared.spare.at[1, wg]
+        hopper.product(accs["key"], dx, shared.q_tiles.at[slot], spare)
+        if shared.exchange:
+            there = dq_ref.at[block.b, :, n]
+            _add_dq(dx, shared.k_tile, there, i * bq, step, spare is not None, **shared.exchange)
+        elif "value" in names:
+            plgpu.wgmma_wait(1)  # all but the product just started: dout has been read
+    if names == ["value"]:
+        plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(shared.dout_free.at[slot])
+    if "key" in names:
+        plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(shared.q_free.at[slot])
+    return total
+
+
+class _Here(NamedTuple):
+    """Where a computing warpgroup is in its loop."""
+
+    bounds: Bounds
+    i: Any  # tile of queries
+    tile: Tile
+    mine: Any  # place of its k and v in shared memory
+    slot: Any  # place of q and dout
+
+
+def _dlogits(
+    block: _Block, here: _Here, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
+) -> jax.Array | None:
+    """The dlogits of a tile; for dk times the slope of the soft cap, for a bias without it.
+
+    Hands p to `add_dv`, if that is given, as soon as p is known; None if dv alone is asked for.
+    """
+    shared, names, saved, options = block.shared, block.names, block.saved, block.options
+    bounds, i, tile, mine, slot = here
+    keys, values = shared.k_tile.at[mine], shared.v_tile.at[mine]
+    queries, dout = shared.q_tiles.at[slot].T, shared.dout_tiles.at[slot].T
+    plgpu.wgmma(s_acc, keys, queries)
+    early = block.tiling.overlap and names != ["value"]  # dp is computed together with s
+    if early:
+        plgpu.wgmma(dp_acc, values, dout)
+    rows = [
+        partial(mosaic_gpu.load, shared.row_tiles.at[slot, r], layout=COLUMNS)
+        for r in range(saved.rows.shape[2])
+    ]
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(early))
+    p, slope = gradients.probabilities(options, block.refs, s, tile, bounds.mixed(i), rows)
+    p = gradients.signed(options, block.refs, p, tile)
+    if add_dv is not None:
+        add_dv(p)
+    if names == ["value"]:
+        return None
+    if slope is not None and "bias" not in names:
+        p = p * slope
+    if not early:
+        plgpu.wgmma(dp_acc, values, dout)
+    in_flight = int(early and add_dv is not None)  # the product for dv started after that for dp
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=in_flight)
+    return gradients.dlogits(options, p, dp, tile, rows)
+
+
+def _write(block: _Block, name: str, total: jax.Array, wg: Any, there: Any) -> None:
+    """Starts the copy of a warpgroup's sum to its place in global memory, by way of shared memory."""
+    shared = block.shared
+    target = {"key": shared.k_tile, "value": shared.v_tile, "bias": shared.sums}[name].at[wg]
+    total = total * block.options.scale if name == "key" else total
+    target[...] = total.astype(target.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(target, there)
+
+
+def _add_dq(dx, k_tile, dq_ref, row, step, interpret, *, dx_tiles, dq_tile, written):
+    """Adds dx k of a tile of queries and all keys of the block to dq `[T, H]` in global memory.
+
+    The warpgroups exchange their dx^T through shared memory, and each takes half of the columns of dq. There
+    are two buffers, since a warpgroup may be one step ahead of the other's reads.
+    """
+    wg, (wgs, bq, width) = lax.axis_index("wg"), dq_tile.shape
+    dx_tiles = dx_tiles.at[lax.rem(step, jnp.int32(2))]
+    dx_tiles[wg] = dx
+    plgpu.commit_smem()
+    hopper.meet(written)
+    columns = pl.ds(pl.multiple_of(wg * width, width), width)
+
+    def product(acc):
+        for other in range(wgs):
+            plgpu.wgmma(acc, dx_tiles.at[other].T, k_tile.at[other, :, columns])
+        return acc[...]
+
+    dq = pl.run_scoped(product, plgpu.ACC((bq, width), jnp.float32))
+    here = (pl.ds(row, bq), columns)
+    if interpret:  # the interpreter has no reduce-add, and mixes up stores that meet in one array
+
+        def add():
+            dq_ref[here] = dq_ref[here] + dq
+
+        for turn in range(wgs):
+            pl.when(wg == turn)(add)
+            hopper.meet(written)
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    dq_tile[wg] = dq
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(dq_tile.at[wg], dq_ref.at[here], reduction_op="add")

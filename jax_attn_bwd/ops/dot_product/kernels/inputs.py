@@ -1,0 +1,208 @@
+"""What the kernels of dense attention read, on any platform, as XLA prepares it.
+
+Batch axes are merged, sequences and head sizes padded to whole tiles, unseen keys zeroed. Of each tile
+`tile_flags` tells whether anything of it is seen, and whether all of it is.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import sharding
+from jax_attn_bwd._core.numerics import reduce_to, to_rank
+from jax_attn_bwd.ops.dot_product import dropping, visibility
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.visibility import Tokens
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+
+
+class Padding(NamedTuple):
+    """Multiples that axes are padded to."""
+
+    queries: int
+    keys: int
+    head: int
+
+
+class Inputs(NamedTuple):
+    """What a kernel reads; None = not given. T, S, H and Hv are padded, axes of 1 broadcast."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    bounds: Any  # which tiles are visited, in the form that a kernel reads; None = all, and all full
+    rows_end: Any  # int32 [B|1]: queries from here on see nothing
+    columns_end: Any  # int32 [B|1]: keys from here on are not seen
+    row_position: Any  # int32 [B|1, T]; None = the index
+    column_position: Any  # int32 [B|1, S]
+    row_segment: Any  # int32 [B|1, T]
+    column_segment: Any  # int32 [B|1, S]
+    bias: Any  # [B|1, N|1, T|1, S|1]
+    mask: Any  # int8, likewise
+    sink: Any  # float32 [N]
+    dropout_keys: Any  # uint32 [B|1, N|1, 2]
+    row_counter: Any  # uint32 [T]
+    column_counter: Any  # uint32 [S]
+
+
+def whole(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+def dropout_keys(options: Options, operands: Operands) -> jax.Array | None:
+    """The key of each batch entry and head, uint32 `[..., N|1, 2]`: to be called before the operands are cut
+    into shards, which do not know where they lie.
+    """
+    if not options.dropout_rate:
+        return None
+    words = dropping.counters(options, operands, 1, 1).keys
+    keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in words], -1)
+    batch = range(operands.query.ndim - 3)
+    return sharding.reshard_like(keys, operands.query, (*batch, -2, None))
+
+
+def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding: Padding) -> Inputs:
+    """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
+    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    positions: tuple[Any, Any] = (None, None)
+    if options.is_causal or options.window is not None:
+        positions = (operands.query_positions, operands.key_value_positions)
+    segments = (operands.query_segment_ids, operands.key_value_segment_ids)
+    (row_position, row_segment), (column_position, column_segment) = (
+        tuple(None if x is None else _tokens(operands, x, n, multiple) for x in side)
+        for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
+    )
+    _, seen = live_and_seen(options, operands)
+    key, value, bias = _zero_unseen(operands, seen)
+    bias, mask = (None if x is None else _plane(operands, x, padding) for x in (bias, operands.mask))
+    row_counter = column_counter = None
+    if keys is not None:
+        counters = dropping.counters(options, operands, padding.queries, padding.keys)
+        row_counter, column_counter = counters.rows, counters.columns
+    q, k, v = (
+        pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
+        for x, multiple in zip(
+            (operands.query, key, value), (padding.queries, padding.keys, padding.keys), strict=True
+        )
+    )
+    return Inputs(
+        q,
+        k,
+        v,
+        None,
+        _end(operands, operands.query_seq_lengths, T, padding.queries),
+        _end(operands, operands.key_value_seq_lengths, S, padding.keys),
+        row_position,
+        column_position,
+        row_segment,
+        column_segment,
+        bias,
+        None if mask is None else mask.astype(jnp.int8),
+        None if operands.sink is None else operands.sink.astype(jnp.float32),
+        None if keys is None else _batched(operands, keys, 2),
+        row_counter,
+        column_counter,
+    )
+
+
+def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
+    """A NumPy array where no lengths are given, so that the tiles are known at trace time."""
+    if lengths is not None:
+        return jnp.minimum(_batched(operands, lengths, 0), n)
+    return np.full((1,), n, np.int32) if n % multiple else None
+
+
+def _batched(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
+    """`x` with its batch axes merged into one, of size 1 if it broadcasts over all of them."""
+    batch = operands.query.shape[:-3]
+    x = to_rank(x, len(batch) + tail)
+    if any(n != 1 for n in x.shape[: len(batch)]):
+        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
+    return x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
+
+
+def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
+    """`x` with the axes `multiples` (axis: multiple) made whole."""
+    widths = [(0, 0)] * x.ndim
+    for axis, multiple in multiples.items():
+        widths[axis] = (0, whole(x.shape[axis], multiple) - x.shape[axis])
+    return jnp.pad(x, widths, **how) if any(any(w) for w in widths) else x
+
+
+def _plane(operands: Operands, x: jax.Array, padding: Padding) -> jax.Array:
+    """A mask or bias `[B|1, N|1, T|1, S|1]`."""
+    x = _batched(operands, x, 3)
+    multiples = {-2: padding.queries, -1: padding.keys}
+    return pad(x, {axis: n for axis, n in multiples.items() if x.shape[axis] != 1})
+
+
+def _tokens(operands: Operands, x: jax.Array, n: int, multiple: int) -> jax.Array:
+    x = _batched(operands, x, 1)
+    return pad(jnp.broadcast_to(x, (x.shape[0], n)), {-1: multiple}, mode="edge")
+
+
+def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Key, value and bias with zeros where no query looks: what lies there, NaN too, meets only p = 0.
+
+    A bias of many rows is left as it is. One that all rows share is also added in the rows of padding, to
+    which causality may show more keys than to any other; -inf hides from these too.
+    """
+    k, v, bias = operands.key, operands.value, operands.bias
+    if seen is None:
+        return k, v, bias
+    columns = to_rank(jnp.swapaxes(seen, -1, -2)[..., None], k.ndim)  # [..., S, K|1, 1]
+    k, v = (jnp.where(columns, x, 0) for x in (k, v))
+    if bias is None or bias.shape[-1] == 1 or (bias.ndim > 1 and bias.shape[-2] != 1):
+        return k, v, bias
+    heads = 1 if seen.shape[-2] == 1 else operands.query.shape[-2] // k.shape[-2]
+    read = to_rank(jnp.repeat(seen, heads, axis=-2)[..., None, :], k.ndim)  # [..., N|1, 1, S]
+    rank = max(bias.ndim, read.ndim)
+    shared = tuple(i for i, n in enumerate((1,) * (rank - bias.ndim) + bias.shape) if n == 1)
+    read = to_rank(read, rank).any(shared, keepdims=True)
+    return k, v, jnp.where(read.reshape(read.shape[rank - bias.ndim :]) | (bias == -jnp.inf), bias, 0)
+
+
+def live_and_seen(options: Options, operands: Operands) -> tuple[Any, Any]:
+    """(queries that see a key `[..., K|1, G|1, T]`, keys that a query sees `[..., K|1, S]`); None = all."""
+    (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
+    return visibility.live_and_seen(options, operands, T, S, len(batch), N // K)
+
+
+def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
+    """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
+
+    As far as causality, window, lengths and segments tell; NumPy arrays if shapes alone decide.
+    """
+    queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
+    keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
+    some, every = visibility.of_tiles(options, queries, keys, rows, columns)
+    return to_rank(some, 3), to_rank(every, 3)
+
+
+def is_plain(options: Options, refs: Inputs) -> bool:
+    """Whether logits are products times a positive number, which then goes into the exponent."""
+    return refs.bias is None and options.logits_soft_cap is None and options.scale > 0
+
+
+def at(ref: Any, axis: int, index: Any) -> Any:
+    """`index` of an axis, 0 where it broadcasts."""
+    return 0 if ref.shape[axis] == 1 else index
+
+
+def merged(x: jax.Array, tail: int) -> jax.Array:
+    """`x` with all but its last `tail` axes merged into one."""
+    lead = x.shape[: x.ndim - tail]
+    return x.reshape(math.prod(lead), *x.shape[len(lead) :])
+
+
+def bias_gradient(dbias: jax.Array, operands: Operands) -> jax.Array:
+    """`[B|1, N|1, T|1, S|1]` summed to the shape of the bias."""
+    assert operands.bias is not None  # its gradient is asked for
+    batch = operands.query.shape[:-3]
+    lead = batch if dbias.shape[0] != 1 or math.prod(batch) == 1 else (1,) * len(batch)
+    return reduce_to(dbias.reshape(*lead, *dbias.shape[1:]), operands.bias.shape)

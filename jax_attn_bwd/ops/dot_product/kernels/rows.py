@@ -1,0 +1,73 @@
+"""What the backward kernels of dense attention read of each query, on any platform, as XLA prepares it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.numerics import reduce_to, to_rank
+from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals
+
+
+class RowValues(NamedTuple):
+    """What the backward kernels read of each query; equation numbers are those of `backward.py`."""
+
+    query: jax.Array  # [..., T, N, H], 0 in rows that see nothing
+    dout: jax.Array  # [..., T, N, Hv], likewise
+    lse: jax.Array  # [..., T, N], inf in rows that see nothing: their p is 0
+    low: jax.Array  # [..., T, N]
+    delta: jax.Array  # [..., T, N]
+    dsink: jax.Array | None  # the gradient of the sink (9), if it is wanted
+
+
+def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
+    """`RowValues` from what the forward left, and the cotangents."""
+    operands, (out, lse, low) = residuals.operands, residuals.result
+    query, dtype = operands.query, lse.dtype
+    dout = jnp.zeros_like(out) if dout is None else dout
+    floor = jnp.full((1,) * lse.ndim, -jnp.inf, dtype)
+    if operands.sink is not None:
+        floor = to_rank(operands.sink.astype(dtype), lse.ndim)
+    empty = None
+    if _rows_may_be_empty(options, operands):
+        # Of a row that attends to nothing, q and dout may hold anything.
+        empty = lse == -jnp.inf
+        if operands.sink is not None:
+            empty = _sees_nothing(options, operands, lse)
+        dout, query = (jnp.where(empty[..., None], 0, x) for x in (dout, query))
+    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)  # (7)
+    if dlse is not None:
+        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
+    low = jnp.zeros_like(lse) if low is None else low
+    dsink = None
+    if "sink" in residuals.wanted.names:
+        p_sink = jnp.exp((floor - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - low)
+        assert operands.sink is not None  # its gradient is asked for
+        dsink = reduce_to(-p_sink * delta, operands.sink.shape)  # (9)
+    lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
+    return RowValues(query, dout, lse, low, delta, dsink)
+
+
+def _sees_nothing(options: Options, operands: Operands, lse: jax.Array) -> jax.Array:
+    """Which queries see no key, `[..., T, N]`; lse does not tell: with a large sink it is the sink anyway."""
+    live, _ = kernel_inputs.live_and_seen(options, operands)
+    if live is None:
+        return jnp.zeros_like(lse, bool)
+    groups = operands.query.shape[-2] // operands.key.shape[-2]
+    return ~layout.merge_rows(jnp.broadcast_to(live, layout.split_rows(lse, groups).shape))
+
+
+def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
+    """Whether a query may see no key: without need, q and dout are not copied."""
+    conditions = (
+        operands.bias,
+        operands.mask,
+        operands.query_seq_lengths,
+        operands.key_value_seq_lengths,
+        operands.query_segment_ids,
+        operands.query_positions,
+        operands.key_value_positions,
+    )
+    return options.window is not None or any(x is not None for x in conditions)

@@ -1,0 +1,204 @@
+"""TPU forward of dense attention (Pallas Mosaic TPU).
+
+A step holds a tile of queries of one head and a tile of keys, and runs over parts of it in stages, so that
+the compiler overlaps the matrix products of some parts with the exponentials of others. Scores are held
+transposed, keys by queries, and so are the sums of weighted values: what belongs to a query is one number in
+a lane, which broadcasts for free, and a wide matrix unit adds up over 256 keys at once. The softmax is the
+online one of `forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap
+the maximum is subtracted first, in natural units, so that huge tied logits stay exact.
+
+References:
+  Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
+from jax_attn_bwd._core.mosaic_tpu import ZERO
+from jax_attn_bwd._core.numerics import finite
+from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Schedule, Step, Tiling
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+
+supports = tiles.unsupported
+
+
+def default_tiling(options: Options, operands: Operands) -> Tiling:
+    """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
+    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    light = tiles.is_light(options, operands)
+    limits = (1024, tiles.longest_side(options, operands)) if light else (512, 1024)
+    block_q, block_k = tiles.even_block(T, limits[0]), tiles.even_block(S, limits[1])
+    part_q = tiles.even_part(block_q, 256 if mosaic_tpu.has_wide_units() else 128)
+    return Tiling(block_q, block_k, part_q, tiles.even_part(block_k, 256), apart=3)
+
+
+def forward(options: Options, operands: Operands) -> Result:
+    """The output and its row values."""
+    tiling = default_tiling(options, operands)
+    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME))
+    keys = kernel_inputs.dropout_keys(options, operands)
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_specs, given))
+    return tie(call(operands, keys), operands)
+
+
+def _out_specs(operands: Any, keys: Any) -> Any:
+    """Of the result, from those of the operands."""
+    spec = operands.query
+    row: Any = PartitionSpec(*spec[:-1])
+    return Result(spec, row, None if operands.bias is None else row)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _forward(options, tiling, interpret, operands, keys):
+    *batch, T, N, _ = operands.query.shape
+    K, Hv = operands.value.shape[-2:]
+    refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
+    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
+    visits = tiles.schedule(*flags)
+    sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
+    steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(refs)))
+    refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
+    names, values = tiles.flat(refs)
+    (B, _, width, _), groups = refs.v.shape, N // K
+
+    def locate(b, k, g, p, steps):
+        return Step.at(steps, groups, b, k, g, p)
+
+    of_value = pl.BlockSpec(
+        (None, None, width, tiling.block_k),
+        lambda *where: (lambda s: (s.b, s.k, ZERO, s.column))(locate(*where)),
+    )
+    specs = tiles.input_specs(refs, sides, tiling, locate)._replace(v=of_value)
+    of_rows = pl.BlockSpec(
+        (None, None, 1, tiling.block_q), lambda *where: (lambda s: (s.b, s.n, ZERO, s.row))(locate(*where))
+    )
+    of_out = pl.BlockSpec(
+        (None, None, tiling.block_q, width),
+        lambda *where: (lambda s: (s.b, s.n, s.row, ZERO))(locate(*where)),
+    )
+    out_type = [
+        pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs),
+        *[pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs)] * (1 if refs.bias is None else 2),
+    ]
+    state = [(n, tiling.block_q) for n in (1, 1, width)]
+    kernel = partial(_kernel, options, tiling, sides, visits, names, locate)
+    out, *rows = mosaic_tpu.launch(
+        kernel,
+        visits.name("attention_forward", tiling),
+        interpret=interpret,
+        grid=(B, K, groups, visits.length),
+        parallel=3,
+        prefetched=1,
+        in_specs=tiles.flat(specs)[1],
+        out_specs=[of_out] + [of_rows] * (len(out_type) - 1),
+        out_type=out_type,
+        scratch=[pltpu.VMEM(shape, jnp.float32) for shape in state],
+    )(steps, *values)
+    out = jnp.swapaxes(out, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
+    lse, *low = (jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N) for x in rows)
+    return Result(out, lse, low[0] if low else None)
+
+
+def _kernel(
+    options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, names, locate, steps, *refs
+) -> None:
+    inputs = tiles.gathered(names, refs[: len(names)])
+    *outputs, m_ref, l_ref, acc_ref = refs[len(names) :]
+    step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
+
+    @pl.when(step.first)
+    def _begin():
+        m_ref[...] = jnp.full(m_ref.shape, -jnp.inf, jnp.float32)
+        l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    def visit(mixed):
+        parts = [
+            Part(options, inputs, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
+        ]
+        stages = _products, partial(_weights, mixed, m_ref, l_ref), partial(_add, acc_ref)
+        tiles.in_stages(parts, stages, tiling.apart)
+
+    step.each_kind(visits, visit)
+
+    @pl.when(step.last)
+    def _end():
+        _finish(options, inputs, step, tiling, outputs, m_ref, l_ref, acc_ref)
+
+
+def _products(part: Part, _: Any) -> jax.Array:
+    """`[keys, queries]` of a part."""
+    queries, keys = part.slices
+    return tiles.product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
+
+
+def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
+    """(weights of the part's values, what its queries' earlier sums are multiplied by).
+
+    Folds the part into the maxima and sums of its queries; m is in units of the exponent if plain.
+    """
+    refs, (queries, _) = part.refs, part.slices
+    logits = part.logits(products, mixed)
+    top = logits.x.max(axis=0, keepdims=True)
+    m_old = m_ref[:, queries]
+    m = jnp.maximum(m_old, logits.shift(top))
+    # unless every query has seen a key
+    shift = finite(m) if mixed or refs.bias is not None or refs.mask is not None else m
+    decay = logits.decay(m_old, shift)
+    p = logits.exp(shift)
+    m_ref[:, queries] = m
+    l_ref[:, queries] = l_ref[:, queries] * decay + p.sum(axis=0, keepdims=True)
+    kept = part.keep()
+    if kept is not None:
+        p = jnp.where(kept, p, 0.0)
+    return p.astype(refs.v.dtype), decay
+
+
+def _add(acc_ref, part: Part, given: tuple) -> None:
+    """Adds a part's weighted values to the sums of its queries."""
+    p, decay = given
+    queries, keys = part.slices
+    weighted = tiles.product(part.options, part.refs.v[:, keys], p)
+    acc_ref[:, queries] = acc_ref[:, queries] * decay + weighted
+
+
+def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l_ref, acc_ref):
+    """Writes out, lse, and what rounding took from lse."""
+    out_ref, lse_ref, *low_ref = outputs
+    unit = LN_2 if is_plain(options, refs) else 1.0  # of m
+    m, l = m_ref[...] * unit, l_ref[...]
+    if refs.rows_end is not None:
+        row = lax.broadcasted_iota(jnp.int32, l.shape, 1) + step.row * tiling.block_q
+        end = refs.rows_end[kernel_inputs.at(refs.rows_end, 0, step.b)]
+        l = jnp.where(row < end, l, 0.0)
+    factor: Any = 1.0
+    empty, floor = l == 0.0, -jnp.inf
+    if refs.sink is not None:  # one more logit, which has no value
+        floor = refs.sink[step.n]
+        top = jnp.maximum(jnp.where(empty, floor, m), floor)
+        shift = finite(top)
+        factor = jnp.exp(m - shift)
+        l = jnp.where(empty, 0.0, l * factor) + jnp.exp(floor - shift)
+        m = top
+    total = jnp.where(empty, 1.0, l)
+    if options.dropout_rate:
+        factor = factor * dropout.survivor_factor(options.dropout_rate)
+    out = jnp.where(empty, 0.0, acc_ref[...] * (factor / total))
+    out_ref[...] = out.astype(out_ref.dtype).T
+    log_l = jnp.log(total)
+    lse = jnp.where(empty, floor, m + log_l)
+    lse_ref[...] = lse
+    for ref in low_ref:
+        ref[...] = jnp.where(empty, 0.0, (m - lse) + log_l)

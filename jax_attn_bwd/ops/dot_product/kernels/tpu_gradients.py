@@ -1,0 +1,330 @@
+"""One TPU kernel for the gradients of dense attention; equation numbers are those of `backward.py`.
+
+Scores are held transposed, keys by queries: then lse and delta, one number a query along the lanes, broadcast
+for free, and dv and dk are plain products. A tile of keys keeps its dk and dv while the kernel visits the
+tiles of queries that see it, for each query head of the group in turn. dq of all queries of the group stays
+in vector memory from the first step of a key head to its last; where that is too much, the queries are cut
+into chunks, a call for each, whose dk and dv are added.
+"""
+
+import functools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
+from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Schedule, Step, Tiling
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two copies on their way out
+
+
+def default_tiling(options: Options, operands: Operands) -> Tiling:
+    """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
+    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    light, wide = tiles.is_light(options, operands), mosaic_tpu.has_wide_units()
+    limit = tiles.longest_side(options, operands) if light else 512
+    block_q, block_k = tiles.even_block(T, limit), tiles.even_block(S, limit)
+    # more values an element leave fewer registers
+    part_q, part_k = ((256, 256) if wide else (1024, 512)) if light else (128, 128)
+    parts = tiles.even_part(block_q, part_q), tiles.even_part(block_k, part_k)
+    return Tiling(block_q, block_k, *parts, apart=int(light and wide))
+
+
+class Saved(NamedTuple):
+    """What the backward kernels read, in kernel layout."""
+
+    refs: Inputs
+    dout: Any  # [B, N, T, Hv]
+    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
+
+
+def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tiling: Tiling):
+    """(`Saved`, the flags of its tiles, `PlaneSides`); `values` are the `kernel_rows.row_values`."""
+    refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
+    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
+    sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
+    pad = {-1: tiling.block_q}
+
+    def row(x, fill=0.0):
+        x = jnp.swapaxes(kernel_inputs.merged(x, 2), -1, -2)
+        return kernel_inputs.pad(x, pad, constant_values=fill)
+
+    lse = values.lse * LOG2_E if is_plain(options, refs) else values.lse
+    rows = [row(lse, jnp.inf), row(values.delta)]
+    rows += [] if refs.bias is None else [row(values.low)]
+    dout = kernel_inputs.pad(kernel_inputs.merged(values.dout, 3), {-3: tiling.block_q, -1: tiles.HEAD})
+    dout = jnp.swapaxes(dout, 1, 2)
+    return Saved(tiles.kernel_inputs_of(refs), dout, jnp.stack(rows, -2)), flags, sides
+
+
+def arithmetic(part: Part, rows, products, dp, mixed: bool):
+    """(p with dropout applied (5), dlogits (8), dx (10)) of a part, `dp` None if only p is asked for.
+
+    `rows` is the block `[2|3, n]` of `Saved.rows`.
+    """
+    options = part.options
+    lse, delta, *low = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
+    logits = part.logits(products, mixed)
+    p = logits.exp(lse, (lambda: low[0]) if low else None)  # (2)
+    kept, z_p = part.keep(), p
+    if kept is not None:
+        survivors = dropout.survivor_factor(options.dropout_rate)
+        z_p = jnp.where(kept, p * survivors, 0.0)
+    if dp is None:
+        return z_p, None, None
+    if kept is not None:
+        dp = jnp.where(kept, dp * survivors, 0.0)  # (6)
+    dlogits = p * (dp - delta)  # (8)
+    return z_p, dlogits, dlogits if logits.tanh is None else dlogits * logits.slope
+
+
+def gradients(
+    options: Options, interpret: bool, operands: Operands, keys: Any, values: Any, wanted: frozenset
+) -> dict[str, jax.Array]:
+    """Of "query", "key", "value" in public layout, and of a "bias" that broadcasts over queries or keys."""
+    (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
+    Hv, tiling = operands.value.shape[-1], default_tiling(options, operands)
+    saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
+    saved = pallas.vary_alike(saved)
+    n_q = saved.dout.shape[2] // tiling.block_q
+    size = N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
+    chunk = n_q if not wanted & {"query"} else max(1, min(n_q, RESIDENT // size))
+    pieces = []
+    for first in range(0, n_q, chunk):
+        where = slice(first, first + chunk)
+        visits = tiles.schedule(some[:, where], every[:, where], by_key=True)
+        call = _Call(options, tiling, sides, visits, wanted, first, n_q > chunk)
+        pieces.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
+    made = {}
+    for name in sorted(wanted):
+        part = [piece[name] for piece in pieces]
+        by_query = name == "query" or (name == "bias" and sides.bias == 0)
+        made[name] = jnp.concatenate(part, 2) if by_query else functools.reduce(jnp.add, part)
+    shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
+    for name in sorted(wanted - {"bias"}):
+        n, heads, h = shapes[name]
+        made[name] = jnp.swapaxes(made[name], 1, 2)[:, :n, :, :h].reshape(*batch, n, heads, h)
+    if "bias" in wanted and sides.bias == 0:
+        made["bias"] = made["bias"][:, :, :T, None]
+    elif "bias" in wanted:
+        made["bias"] = made["bias"][:, :, None, :S]
+    return made
+
+
+def _cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved:
+    """The chunk of queries that lies in the tiles `where`."""
+    rows = slice(where.start * tiling.block_q, where.stop * tiling.block_q)
+    refs, fields = saved.refs, {"q": saved.refs.q[:, :, rows]}
+    for name in ("row_position", "row_segment", "row_counter"):
+        if (x := getattr(refs, name)) is not None:
+            fields[name] = x[..., rows]
+    for name, side in sides._asdict().items():
+        if (x := getattr(refs, name)) is not None and side != 1:
+            fields[name] = x[:, :, rows] if side is None else x[..., rows]
+    return Saved(refs._replace(**fields), saved.dout[:, :, rows], saved.rows[..., rows])
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is known of a call at trace time."""
+
+    options: Options
+    tiling: Tiling
+    sides: PlaneSides
+    visits: Schedule
+    wanted: frozenset
+    first: int  # tile of queries of the chunk
+    is_partial: bool  # whether dk and dv of several chunks are added
+
+
+def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
+    """The gradients of one chunk of queries, in kernel layout."""
+    tiling, visits, wanted = call.tiling, call.visits, call.wanted
+    refs = saved.refs
+    (B, N, T, H), (K, S), Hv = refs.q.shape, refs.k.shape[1:3], refs.v.shape[-1]
+    groups, bq, bk = N // K, tiling.block_q, tiling.block_k
+    n_q, key_type = T // bq, jnp.float32 if call.is_partial else refs.k.dtype
+    steps = pallas.vary_alike((jnp.asarray(visits.steps), saved))[0]
+
+    def locate(b, k, p, g, steps):
+        return Step.at(steps, groups, b, k, g, p)
+
+    def spec(shape, index):
+        return pl.BlockSpec(shape, lambda *where: index(locate(*where)))
+
+    made = {  # name: (shape, dtype, spec, accumulators)
+        "query": (
+            (B, N, n_q, bq, H),
+            refs.q.dtype,
+            spec((None, groups, n_q, bq, H), lambda s: (s.b, s.k, ZERO, ZERO, ZERO)),
+            pltpu.VMEM((groups, n_q, bq, H), jnp.float32),
+        ),
+        "key": (
+            (B, K, S, H),
+            key_type,
+            spec((None, None, bk, H), lambda s: (s.b, s.k, s.column, ZERO)),
+            pltpu.VMEM((bk, H), jnp.float32),
+        ),
+        "value": (
+            (B, K, S, Hv),
+            key_type,
+            spec((None, None, bk, Hv), lambda s: (s.b, s.k, s.column, ZERO)),
+            pltpu.VMEM((bk, Hv), jnp.float32),
+        ),
+        "bias": (
+            (B, N, n_q, 1, bq),
+            jnp.float32,
+            spec((None, groups, n_q, 1, bq), lambda s: (s.b, s.k, ZERO, ZERO, ZERO)),
+            pltpu.VMEM((groups, n_q, 1, bq), jnp.float32),
+        )
+        if call.sides.bias == 0
+        else (
+            (B, N, 1, S),
+            jnp.float32,
+            spec((None, groups, 1, bk), lambda s: (s.b, s.k, ZERO, s.column)),
+            pltpu.VMEM((groups, bk, LANES), jnp.float32),
+        ),
+    }
+    order = [name for name in made if name in wanted]
+    names, values = tiles.flat(refs)
+    specs = tiles.input_specs(refs, call.sides, tiling, locate)
+    of_dout = spec((None, None, bq, Hv), lambda s: (s.b, s.n, s.row, ZERO))
+    of_rows = spec((None, None, saved.rows.shape[2], bq), lambda s: (s.b, s.n, ZERO, s.row))
+    results = mosaic_tpu.launch(
+        partial(_kernel, call, names, order, locate),
+        visits.name("attention_" + "_".join(f"d{name}" for name in sorted(wanted)), tiling),
+        interpret=interpret,
+        grid=(B, K, visits.length, groups),
+        parallel=2,
+        prefetched=1,
+        in_specs=[*tiles.flat(specs)[1], of_dout, of_rows],
+        out_specs=[made[name][2] for name in order],
+        out_type=[pallas.out_type(made[name][0], made[name][1], saved) for name in order],
+        scratch=[made[name][3] for name in order],
+    )(steps, *values, saved.dout, saved.rows)
+    found = dict(zip(order, results, strict=True))
+    if "query" in found:
+        found["query"] = found["query"].reshape(B, N, T, H)
+    if "bias" in found:
+        found["bias"] = found["bias"].reshape(B, N, -1)
+    return found
+
+
+def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
+    tiling, sides = call.tiling, call.sides
+    inputs, (dout_ref, rows_ref), refs = (
+        tiles.gathered(names, refs[: len(names)]),
+        refs[len(names) : len(names) + 2],
+        refs[len(names) + 2 :],
+    )
+    outputs = dict(zip(order, refs[: len(order)], strict=True))
+    sums = dict(zip(order, refs[len(order) :], strict=True))
+    p, g = pl.program_id(2), pl.program_id(3)
+    step = locate(pl.program_id(0), pl.program_id(1), p, g, steps)
+    is_start, is_end = ((p == 0) & (g == 0), (p == pl.num_programs(2) - 1) & (g == pl.num_programs(3) - 1))
+    of_queries = {"query"} | ({"bias"} if sides.bias == 0 else set())
+    by_key = [name for name in order if name not in of_queries]
+    by_query = [name for name in order if name in of_queries]
+
+    def clear(names):
+        for name in names:
+            sums[name][...] = jnp.zeros(sums[name].shape, jnp.float32)
+
+    def each_query_tile(run):
+        """`run(head of the group, tile)`: a loop, or the program would grow with the number of queries."""
+        heads, n_q = sums[by_query[0]].shape[:2]
+        step = lambda t, _: run(lax.div(t, jnp.int32(n_q)), lax.rem(t, jnp.int32(n_q)))
+        lax.fori_loop(jnp.int32(0), jnp.int32(heads * n_q), step, None)
+
+    def clear_by_query(head, tile):
+        for name in by_query:
+            sums[name][head, tile] = jnp.zeros(sums[name].shape[2:], jnp.float32)
+
+    if by_query:
+        pl.when(is_start)(partial(each_query_tile, clear_by_query))
+    if by_key:
+        pl.when(step.first & (g == 0))(partial(clear, by_key))
+
+    def visit(mixed):
+        parts = [
+            Part(call.options, inputs, sides, tiling, step, slices, True, call.first * tiling.block_q)
+            for slices in tiling.parts()
+        ]
+        stages = (
+            partial(_products, dout_ref, sums.keys() != {"value"}),
+            partial(_elements, rows_ref, mixed),
+            partial(_add, dout_ref, sums, step.row, g),
+        )
+        tiles.in_stages(parts, stages, tiling.apart)
+
+    step.each_kind(call.visits, visit)
+    scale = call.options.scale
+
+    def write_by_query(head, tile):
+        for name in by_query:
+            total = sums[name][head, tile]
+            total = scale * total if name == "query" else total
+            outputs[name][head, tile] = total.astype(outputs[name].dtype)
+
+    if by_query:
+        pl.when(is_end)(partial(each_query_tile, write_by_query))
+
+    @pl.when(step.last & (g == pl.num_programs(3) - 1))
+    def _write_by_key():
+        for name in by_key:
+            out, total = outputs[name], sums[name]
+            if name == "bias":
+                for head in range(total.shape[0]):
+                    out[head] = mosaic_tpu.lie(total[head].sum(axis=1, keepdims=True))
+            else:
+                total = scale * total[...] if name == "key" else total[...]
+                out[...] = total.astype(out.dtype)
+
+
+def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
+    """(k q^T, v dout^T or None) of a part, `[keys, queries]`."""
+    options, refs = part.options, part.refs
+    queries, keys = part.slices
+    products = tiles.product(options, refs.k[keys, :], refs.q[queries, :], (1, 1))
+    if not with_dp:
+        return products, None
+    return products, tiles.product(options, refs.v[keys, :], dout_ref[queries, :], (1, 1))
+
+
+def _elements(rows_ref, mixed: bool, part: Part, given: tuple) -> tuple:
+    """(p, dlogits for a bias, dx): what is multiplied is in the type of the operands."""
+    products, dp = given
+    p, dlogits, dx = arithmetic(part, rows_ref, products, dp, mixed)
+    dtype = part.refs.q.dtype
+    dlogits = dlogits if part.refs.bias is not None else None
+    return p.astype(dtype), dlogits, None if dx is None else dx.astype(dtype)
+
+
+def _add(dout_ref, sums, row, g, part: Part, given: tuple) -> None:
+    """Adds the share of a part of the tile to every sum."""
+    options, refs = part.options, part.refs
+    queries, keys = part.slices
+    q, k, dout = refs.q[queries, :], refs.k[keys, :], dout_ref[queries, :]
+    p, dlogits, dx = given
+    if "value" in sums:
+        sums["value"][keys, :] += tiles.product(options, p, dout)  # (5)
+    if "bias" in sums and part.sides.bias == 0:
+        sums["bias"][g, row, :, queries] += dlogits.sum(axis=0, keepdims=True)
+    elif "bias" in sums:
+        blocks = mosaic_tpu.lane_blocks(dlogits)
+        sums["bias"][g, keys, :] += functools.reduce(jnp.add, blocks)
+    if "key" in sums:
+        sums["key"][keys, :] += tiles.product(options, dx, q)  # (11)
+    if "query" in sums:
+        sums["query"][g, row, queries, :] += tiles.product(options, dx, k, (0, 0))  # (11)

@@ -1,0 +1,446 @@
+"""What the TPU kernels of dense attention share: which tiles they visit, what a tile sees.
+
+XLA prepares the inputs (`inputs.py`) and the schedule: the tiles that a kernel visits, one int32
+each, in the order in which it visits them. The grid runs over the schedule, which lies in scalar memory
+before a step begins, so the loads of what is skipped are skipped too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_attn_bwd._core import dropout, masks, mosaic_tpu
+from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, whole
+from jax_attn_bwd.ops.dot_product.kernels.logits import Logits, unmasked
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+HEAD = 64  # head sizes are padded to a multiple
+_MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
+_FAR = 2**30  # no position is as far as this from another
+_LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
+_COLUMN_SHIFT, _ROW_SHIFT = 4, 17  # of a step's word: 4 bits of flags, 13 for the tile of keys, the rest
+_LONGEST = 2**17  # tokens: 1024 of the shortest tiles, so that a schedule fits scalar memory
+_SCALARS = ("rows_end", "columns_end", "sink", "dropout_keys")
+_TOKENS = {
+    "row_position": 0,
+    "row_segment": 0,
+    "row_counter": 0,
+    "column_position": 1,
+    "column_segment": 1,
+    "column_counter": 1,
+}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of a kernel: changes speed and rounding, never the meaning.
+
+    Attributes:
+      block_q, block_k: queries and keys of one step.
+      part_q, part_k: of one part of a tile: parts are what the compiler overlaps.
+      apart: how many parts a stage of the work runs behind the one before it.
+    """
+
+    block_q: int
+    block_k: int
+    part_q: int
+    part_k: int
+    apart: int = 0
+
+    @property
+    def padding(self) -> kernel_inputs.Padding:
+        """What the operands are padded to."""
+        return kernel_inputs.Padding(self.block_q, self.block_k, HEAD)
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """(queries, keys) of each part: neighbours belong to different queries, and wait for nothing."""
+        queries, keys = (
+            [slice(i, i + part) for i in range(0, block, part)]
+            for block, part in ((self.block_q, self.part_q), (self.block_k, self.part_k))
+        )
+        return [(q, k) for k in keys for q in queries]
+
+
+def in_stages(parts: Sequence[Any], stages: Sequence[Callable[[Any, Any], Any]], apart: int) -> None:
+    """`value = stage(part, value)` for each part and stage, a stage `apart` parts behind the one before it.
+
+    The compiler overlaps what stands close together in the program: the products of one part with the
+    exponentials of another. A program that finishes part after part keeps it from that.
+    """
+    values: dict[int, Any] = {}
+    for step in range(len(parts) + apart * (len(stages) - 1)):
+        for n, stage in enumerate(stages):
+            i = step - apart * n
+            if 0 <= i < len(parts):
+                values[i] = stage(parts[i], values.pop(i, None))
+
+
+def even_block(length: int, limit: int) -> int:
+    """A multiple of 128 up to `limit` whose blocks cover `length` with little padding."""
+    return whole(-(-length // -(-length // limit)), LANES)
+
+
+def even_part(block: int, limit: int) -> int:
+    """The largest multiple of 128 up to `limit` that divides `block`."""
+    return max(n for n in range(LANES, min(block, max(limit, LANES)) + 1, LANES) if block % n == 0)
+
+
+def is_light(options: Options, operands: Operands) -> bool:
+    """Whether an element takes little more than its products: larger tiles then pay for their compilation."""
+    planes = (
+        operands.bias,
+        operands.mask,
+        operands.query_segment_ids,
+        operands.query_positions,
+        operands.key_value_positions,
+    )
+    narrow = max(operands.query.shape[-1], operands.value.shape[-1]) <= 128
+    plain = options.logits_soft_cap is None and not options.dropout_rate and options.scale > 0
+    return narrow and plain and operands.query.dtype == jnp.bfloat16 and all(x is None for x in planes)
+
+
+def longest_side(options: Options, operands: Operands) -> int:
+    """Of a tile of a light call: a longer one takes fewer bundles a score, but more of it is masked."""
+    most_is_masked = options.is_causal and operands.key.shape[-3] <= 8192
+    return 1024 if most_is_masked or options.window is not None else 2048
+
+
+def unsupported(options: Options, operands: Operands) -> str | None:
+    """Why the kernels cannot run this call; None if they can."""
+    q, v = operands.query, operands.value
+    if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
+        return "it needs static shapes"
+    if q.dtype not in mosaic_tpu.DTYPES:
+        return f"it multiplies {' and '.join(mosaic_tpu.DTYPES)}, not {q.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
+    if 0 in (*q.shape, *v.shape):
+        return "there is nothing to compute"
+    if max(q.shape[-3], operands.key.shape[-3]) > _LONGEST:
+        return f"sequences go up to {_LONGEST}: its list of tiles lies in scalar memory"
+    if operands.bias is not None and operands.bias.dtype == jnp.float64:
+        return "a float64 bias asks for float64 arithmetic"
+    if not isinstance(options.precision, lax.Precision | None):
+        return f"it has one product algorithm, got precision={options.precision}"
+    return None
+
+
+class Schedule(NamedTuple):
+    """The tiles that a kernel visits."""
+
+    steps: Any  # int32 [B|1, steps]; NumPy if shapes alone decide
+    has_full: bool  # whether a tile may need no comparison
+    has_mixed: bool  # whether a tile may need comparison element by element
+
+    @property
+    def length(self) -> int:
+        """Steps of the grid."""
+        return self.steps.shape[1]
+
+    def name(self, kernel: str, tiling: Tiling) -> str:
+        """Of a kernel, for reports: its tile, and which programs for a tile it holds."""
+        kind = "both" if self.has_full and self.has_mixed else "mixed" if self.has_mixed else "full"
+        return f"{kernel}_{tiling.block_q}x{tiling.block_k}_{kind}"
+
+
+def schedule(some: Any, every: Any, by_key: bool = False) -> Schedule:
+    """Of the flags `[B|1, query tiles, key tiles]`; a tile of queries is finished before the next begins.
+
+    With `by_key` a tile of keys is. One that visits nothing has one step, which is not live.
+    """
+    xp: Any = np if isinstance(every, np.ndarray) else jnp
+    has_full, has_mixed = xp is jnp or bool(every.any()), xp is jnp or bool((some & ~every).any())
+    if some.size > _MOST_STEPS:
+        some, every = some.any(0, keepdims=True), every.all(0, keepdims=True)
+    if by_key:
+        some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
+    B, _, minors = some.shape
+    idle = ~some.any(-1, keepdims=True)
+    visited = (some | (idle & (xp.arange(minors) == 0)[None, None])).reshape(B, -1)
+    some, every = some.reshape(B, -1), every.reshape(B, -1)
+    counts = visited.sum(-1, keepdims=True)
+    steps = int(counts.max()) if xp is np else visited.shape[1]
+    order = xp.argsort(~visited, axis=-1, stable=True)[:, :steps]
+    rank = xp.arange(steps)[None]
+    valid = rank < counts
+    order = xp.take_along_axis(order, xp.minimum(rank, counts - 1), axis=-1)  # repeats the last
+    major, minor = order // minors, order % minors
+    begins = xp.concatenate([xp.ones((B, 1), bool), major[:, 1:] != major[:, :-1]], -1)
+    ends = xp.concatenate([begins[:, 1:], xp.ones((B, 1), bool)], -1) | (rank == counts - 1)
+    row, column = (minor, major) if by_key else (major, minor)
+    word = (row << _ROW_SHIFT) | (column << _COLUMN_SHIFT)
+    flags = (
+        (_LIVE, xp.take_along_axis(some, order, axis=-1)),
+        (_MIXED, ~xp.take_along_axis(every, order, axis=-1)),
+        (_FIRST, begins),
+        (_LAST, ends),
+    )
+    for flag, given in flags:
+        word = word | xp.where(given & valid, flag, 0)
+    return Schedule(word.astype(np.int32), has_full, has_mixed)
+
+
+def every_tile(some: Any, every: Any) -> Schedule:
+    """All tiles, each with its flags: for a result that has a place for every tile."""
+    xp: Any = np if isinstance(every, np.ndarray) else jnp
+    if some.size > _MOST_STEPS:
+        some, every = some.any(0, keepdims=True), every.all(0, keepdims=True)
+    rows, columns = some.shape[1:]
+    place = (xp.arange(rows)[:, None] << _ROW_SHIFT) | (xp.arange(columns)[None] << _COLUMN_SHIFT)
+    word = place[None] | xp.where(some, _LIVE, 0) | xp.where(every, 0, _MIXED)
+    return Schedule(word.reshape(some.shape[0], -1).astype(np.int32), True, True)
+
+
+class Step(NamedTuple):
+    """Where a grid step is: batch entry, key head, query head, tiles, flags."""
+
+    b: Any
+    k: Any
+    n: Any
+    row: Any
+    column: Any
+    word: Any
+
+    @classmethod
+    def at(cls, steps: Any, groups: int, b: Any, k: Any, g: Any, p: Any) -> "Step":
+        """Step `p` of the schedule of batch entry `b`, for query head `g` of key head `k`."""
+        word = steps[at(steps, 0, b), p]
+        column = (word >> _COLUMN_SHIFT) & (2 ** (_ROW_SHIFT - _COLUMN_SHIFT) - 1)
+        return cls(b, k, k * groups + g, word >> _ROW_SHIFT, column, word)
+
+    def tile(self, side: int) -> Any:
+        """The tile of queries (side 0) or of keys (side 1)."""
+        return self.column if side else self.row
+
+    def flag(self, flag: int) -> Any:
+        """Whether the step has one of the flags above."""
+        return (self.word & flag) != 0
+
+    @property
+    def first(self) -> Any:
+        """Whether a tile of the outer side begins here."""
+        return self.flag(_FIRST)
+
+    @property
+    def last(self) -> Any:
+        """Whether a tile of the outer side ends here."""
+        return self.flag(_LAST)
+
+    def each_kind(self, tiles: Schedule, run: Any) -> None:
+        """`run(mixed)` if the tile is live: two programs, of which the full one compares nothing."""
+        live, mixed = self.flag(_LIVE), self.flag(_MIXED)
+        if tiles.has_full:
+            pl.when(live & ~mixed)(lambda: run(False))
+        if tiles.has_mixed:
+            pl.when(live & mixed)(lambda: run(True))
+
+
+def kernel_inputs_of(refs: Inputs) -> Inputs:
+    """In the layout that the kernels read: heads before the sequence, one value a position along lanes."""
+
+    def heads(x):
+        return jnp.swapaxes(x, 1, 2)
+
+    def tokens(x):
+        return None if x is None else jnp.asarray(x).reshape(-1, 1, x.shape[-1])
+
+    fields = {name: tokens(getattr(refs, name)) for name in _TOKENS}
+    S = refs.k.shape[1]
+    planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
+    ends: dict[str, Any] = {}
+    if isinstance(refs.rows_end, np.ndarray):
+        ends["rows_end"] = None  # what lies beyond T is cut off
+    if refs.columns_end is not None:
+        ends["columns_end"] = jnp.asarray(refs.columns_end)
+    return refs._replace(
+        q=heads(refs.q), k=heads(refs.k), v=heads(refs.v), bounds=None, **fields, **planes, **ends
+    )
+
+
+def _laid(plane: Any, S: int) -> Any:
+    """A plane; one value a row `[B|1, N|1, T, 1]` becomes `[B|1, N|1, 1, T]`, one for all `[.., 1, S]`."""
+    if plane is None or plane.shape[-1] != 1:
+        return plane
+    if plane.shape[-2] == 1:
+        return jnp.broadcast_to(plane, (*plane.shape[:-1], S))
+    return jnp.swapaxes(plane, -1, -2)
+
+
+def plane_side(plane: Any) -> int | None:
+    """Of a plane before it is laid: 1 one value a key (or one for all), 0 one value a query, None full."""
+    if plane is None or (plane.shape[-2] != 1 and plane.shape[-1] != 1):
+        return None
+    return 1 if plane.shape[-2] == 1 else 0
+
+
+class PlaneSides(NamedTuple):
+    """`plane_side` of bias and mask."""
+
+    bias: int | None
+    mask: int | None
+
+
+def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) -> Inputs:
+    """Of the fields of `refs`; `locate(*grid indices, steps) -> Step`."""
+    size = (tiling.block_q, tiling.block_k)
+
+    def spec(shape, index):
+        return pl.BlockSpec(shape, lambda *where: index(locate(*where)))
+
+    def tokens(x, side):
+        return spec((None, 1, size[side]), lambda s: (at(x, 0, s.b), ZERO, s.tile(side)))
+
+    def plane(x, side):
+        lead = lambda s: (at(x, 0, s.b), at(x, 1, s.n))
+        if side is None:
+            return spec((None, None, *size), lambda s: (*lead(s), s.row, s.column))
+        return spec((None, None, 1, size[side]), lambda s: (*lead(s), ZERO, s.tile(side)))
+
+    specs = {
+        "q": spec((None, None, size[0], refs.q.shape[-1]), lambda s: (s.b, s.n, s.row, ZERO)),
+        "k": spec((None, None, size[1], refs.k.shape[-1]), lambda s: (s.b, s.k, s.column, ZERO)),
+        "v": spec((None, None, size[1], refs.v.shape[-1]), lambda s: (s.b, s.k, s.column, ZERO)),
+        "bias": plane(refs.bias, sides.bias),
+        "mask": plane(refs.mask, sides.mask),
+    }
+    specs |= {name: tokens(getattr(refs, name), side) for name, side in _TOKENS.items()}
+    specs |= {name: mosaic_tpu.scalars() for name in _SCALARS}
+    given = {name: None if getattr(refs, name) is None else s for name, s in specs.items()}
+    return Inputs(**given, bounds=None)
+
+
+class Part(NamedTuple):
+    """A part of a tile, in a kernel: of the step's tile the given queries and keys."""
+
+    options: Options
+    refs: Inputs
+    sides: PlaneSides
+    tiling: Tiling
+    step: Step
+    slices: tuple[slice, slice]  # (queries, keys) within the tile
+    transposed: bool = False  # keys along axis 0
+    row_offset: int = 0  # of the first tile of queries
+
+    def axis(self, side: int) -> int:
+        """The axis that runs over queries (side 0) or keys (side 1)."""
+        return 1 - side if self.transposed else side
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the part as it is held."""
+        sizes = tuple(s.stop - s.start for s in self.slices)
+        return (sizes[1], sizes[0]) if self.transposed else (sizes[0], sizes[1])
+
+    def start(self, side: int) -> Any:
+        """The index of the first query or key."""
+        if side:
+            return self.step.column * self.tiling.block_k + self.slices[1].start
+        return self.step.row * self.tiling.block_q + (self.slices[0].start + self.row_offset)
+
+    def offset(self, side: int) -> jax.Array:
+        """Of each element's query or key from the first one."""
+        return lax.broadcasted_iota(jnp.int32, self.shape, self.axis(side))
+
+    def vector(self, ref: Any, side: int) -> jax.Array:
+        """The values of the part's queries or keys from a block `[1, n]`, to broadcast over the part."""
+        row = ref[:, self.slices[side]]
+        return row if self.axis(side) else mosaic_tpu.stand(row)
+
+    def tokens(self, name: str) -> jax.Array:
+        """A field of `Inputs` that has one value a position."""
+        return self.vector(getattr(self.refs, name), _TOKENS[name])
+
+    def plane(self, ref: Any, side: int | None) -> jax.Array:
+        """A mask or bias over the part, 32 bits."""
+        if side is not None:
+            row = ref[:, self.slices[side]].astype(_wide(ref.dtype))
+            return row if self.axis(side) else mosaic_tpu.stand(row)
+        block = ref[self.slices[0], self.slices[1]].astype(_wide(ref.dtype))
+        return block.T if self.transposed else block
+
+    def logits(self, products: jax.Array, mixed: bool) -> Logits:
+        """The logits of products q k^T, -inf where nothing is seen."""
+
+        def plane(name):
+            return self.plane(getattr(self.refs, name), getattr(self.sides, name))
+
+        found, terms = unmasked(self.options, self.refs, products, _tanh, plane)
+        visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
+        return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
+
+    def _seen(self) -> list[Any]:
+        options, refs, terms = self.options, self.refs, []
+        if options.is_causal or options.window is not None:
+            terms.append(self._in_band())
+        if refs.columns_end is not None:
+            end = refs.columns_end[at(refs.columns_end, 0, self.step.b)]
+            terms.append(self.offset(1) < end - self.start(1))
+        if refs.row_segment is not None:
+            terms.append(self.tokens("row_segment") == self.tokens("column_segment"))
+        return terms
+
+    def _in_band(self) -> Any:
+        options, refs = self.options, self.refs
+        if refs.row_position is not None or refs.column_position is not None:
+            row, column = (
+                self.offset(side) + self.start(side) if getattr(refs, name) is None else self.tokens(name)
+                for side, name in enumerate(("row_position", "column_position"))
+            )
+            return masks.in_band(row, column, options.is_causal, options.window)
+        # one comparison an element for each bound, of constants with a scalar
+        distance, shift = self.offset(1) - self.offset(0), self.start(0) - self.start(1)
+        left, right = options.window or (_FAR, _FAR)
+        right = 0 if options.is_causal else right
+        terms = [distance <= shift + right] if right < _FAR else []
+        terms += [distance >= shift - left] if left < _FAR else []
+        return masks.conjunction(*terms)
+
+    def keep(self) -> jax.Array | None:
+        """Which probabilities dropout lets pass; None without dropout."""
+        keys = self.refs.dropout_keys
+        if keys is None:
+            return None
+        lead = at(keys, 0, self.step.b), at(keys, 1, self.step.n)
+        words = keys[(*lead, 0)], keys[(*lead, 1)]
+        row, column = (
+            jnp.broadcast_to(self.tokens(name), self.shape) for name in ("row_counter", "column_counter")
+        )
+        return dropout.keep(words, row, column, self.options.dropout_rate)
+
+
+def _tanh(x: jax.Array, cap: float) -> jax.Array:
+    return jnp.tanh(x * (1.0 / cap))
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+
+
+def product(options: Options, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
+    """The matrix product of two blocks over `axes`, in float32."""
+    wide = a.dtype == jnp.float32
+    precision = options.precision if wide else lax.Precision.DEFAULT  # bfloat16 products are exact
+    if wide and precision == lax.Precision.HIGH:
+        precision = lax.Precision.HIGHEST  # the matrix unit has no three-pass mode in kernels
+    return lax.dot_general(
+        a, b, (((axes[0],), (axes[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def flat(refs: Inputs) -> tuple[list[str], list[Any]]:
+    """(names, values) of the fields that are given."""
+    given = {name: x for name, x in refs._asdict().items() if x is not None}
+    return list(given), list(given.values())
+
+
+def gathered(names: list[str], values: Any) -> Inputs:
+    """`Inputs` of the values that `flat` named."""
+    return Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(names, values, strict=True))))

@@ -1,0 +1,302 @@
+"""Who sees whom: the conditions of dense attention, by element, by tile, and by row and key.
+
+A query t sees a key s if every condition that is given holds:
+
+    mask_ts,   bias_ts > -inf,   t < its length,   s < its length,   segment_t = segment_s,
+    -right <= position_t - position_s <= left,   position_s <= position_t (causal)
+
+This module alone reads the conditions; kernels visit the tiles that it names. A further condition goes into
+`_elements`, and into `of_tiles` if ranges of tokens tell something of it; `_tell_by_index` says whether rows
+and keys have a closed form under it.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_attn_bwd._core import masks
+from jax_attn_bwd._core.blocks import take_at
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
+
+BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
+
+
+class Given(NamedTuple):
+    """The arguments that conditions are read from; `Operands` has the same fields."""
+
+    mask: Any = None  # broadcasts to [..., N, T, S]
+    bias: Any = None
+    query_seq_lengths: Any = None  # [...]
+    key_value_seq_lengths: Any = None
+    query_segment_ids: Any = None  # [..., T]
+    key_value_segment_ids: Any = None  # [..., S]
+    query_positions: Any = None
+    key_value_positions: Any = None
+
+
+class Tokens(NamedTuple):
+    """What is known of each query (or key); None = not given. Leading axes broadcast to the batch."""
+
+    length: Any  # T or S: what lies beyond it is padding
+    position: Any = None  # [..., n] int32; None = the index
+    segment: Any = None  # [..., n] int32
+    valid_length: Any = None  # [...] int32
+
+
+class Conditions(NamedTuple):
+    """What decides who sees whom, axes padded to whole tiles; None = not given."""
+
+    rows: Tokens
+    columns: Tokens
+    mask: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
+    bias: jax.Array | None  # likewise
+
+
+def conditions(
+    given: Any, T: Any, S: Any, batch_rank: int, groups: int, block_q: int = 1, block_k: int = 1
+) -> Conditions:
+    """The conditions of T queries and S keys; `given` has the fields of `Given`."""
+
+    def plane(x):
+        if x is None:
+            return None
+        return layout.pad(layout.pad(layout.plane(x, batch_rank, groups), -2, block_q), -1, block_k)
+
+    def tokens(length, block, position, segment, valid_length):
+        if position is None and not isinstance(length, int):
+            position = to_rank(jnp.arange(length, dtype=jnp.int32), batch_rank + 1)
+        position, segment = (None if x is None else layout.extend(x, block) for x in (position, segment))
+        return Tokens(length, position, segment, valid_length)
+
+    return Conditions(
+        tokens(T, block_q, given.query_positions, given.query_segment_ids, given.query_seq_lengths),
+        tokens(
+            S, block_k, given.key_value_positions, given.key_value_segment_ids, given.key_value_seq_lengths
+        ),
+        plane(given.mask),
+        plane(given.bias),
+    )
+
+
+class _Laid(NamedTuple):
+    """The tokens of a tile, laid along one axis of `[..., K, G, rows, columns]`."""
+
+    position: jax.Array
+    segment: jax.Array | None
+    valid: jax.Array | None
+
+
+def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
+    """Block `i`, or None: all of them, along `axis` of a tile of that rank."""
+
+    def lay(x):  # [..., block] -> [..., 1, 1, block, 1] or [..., 1, 1, 1, block]
+        return to_rank(jnp.expand_dims(x, (-4, -3, -1) if axis == -2 else (-4, -3, -2)), rank)
+
+    def take(x):
+        return x if i is None else take_at(x, {-1: (i, block)})
+
+    start = 0 if i is None else i * block
+    index = start + jnp.arange(block, dtype=jnp.int32)
+    position = index if tokens.position is None else take(tokens.position)
+    segment = None if tokens.segment is None else lay(take(tokens.segment))
+    valid = None
+    if tokens.valid_length is not None:
+        length = tokens.valid_length[..., None]
+        valid = lay(to_rank(index, length.ndim) < length)
+    if i is not None and not (isinstance(tokens.length, int) and tokens.length % block == 0):
+        valid = masks.conjunction(valid, lay(index < tokens.length))
+    return _Laid(lay(position), segment, valid)
+
+
+def _elements(options: Options, mask: Any, bias: Any, row: _Laid | None, column: _Laid | None) -> Any:
+    """The conjunction of all conditions; None if all is seen. `row` and `column` are None in a full tile."""
+    terms = [mask, None if bias is None else bias != -jnp.inf]
+    if row is not None and column is not None:
+        terms.append(masks.in_band(row.position, column.position, options.is_causal, options.window))
+        terms += [row.valid, column.valid]
+        if row.segment is not None:
+            terms.append(row.segment == column.segment)
+    return masks.conjunction(*terms)
+
+
+def of_tile(
+    options: Options, given: Conditions, i: Any, j: Any, mixed: bool, tiling: Tiling, rank: int
+) -> jax.Array | None:
+    """Which elements of tile (i, j) are seen, `[..., K|1, G|1, rows, columns]` of `rank` axes; None if all.
+
+    Unless the tile is `mixed`, tokens see one another, and masks and biases alone decide.
+    """
+    blocks = {-2: (i, tiling.block_q), -1: (j, tiling.block_k)}
+    mask, bias = (None if x is None else take_at(x, blocks) for x in (given.mask, given.bias))
+    row = column = None
+    if mixed:
+        row = _lay(given.rows, i, tiling.block_q, -2, rank)
+        column = _lay(given.columns, j, tiling.block_k, -1, rank)
+    return _elements(options, mask, bias, row, column)
+
+
+def of_plane(options: Options, given: Any, T: Any, S: Any, batch_rank: int, groups: int) -> jax.Array | None:
+    """Which elements of the whole plane are seen, `[..., K|1, G|1, T|1, S|1]`; None if all are.
+
+    For those who hold arrays of that size anyway.
+    """
+    found = conditions(given, T, S, batch_rank, groups)
+    rank = batch_rank + 4
+    row, column = _lay(found.rows, None, T, -2, rank), _lay(found.columns, None, S, -1, rank)
+    return _elements(options, found.mask, found.bias, row, column)
+
+
+def of_tiles(options: Options, rows: Tokens, columns: Tokens, block_q: int, block_k: int) -> tuple[Any, Any]:
+    """(some, every) element of each tile is seen, `[..., query tiles, key tiles]`, for all that tokens tell.
+
+    NumPy arrays if shapes alone decide. `some` is never False for a tile in which something is seen, and
+    exact for bands over indices; `every` is never True for one in which something is hidden but queries
+    beyond their length, whose results are thrown away.
+    """
+    (row, row_segment, row_range), (column, column_segment, column_range) = (
+        _ranges(tokens, block, axis) for tokens, block, axis in ((rows, block_q, -1), (columns, block_k, -2))
+    )
+    known = [x for tokens in (rows, columns) for x in (tokens.position, tokens.segment) if x is not None]
+    lengths = [x for x in (rows.valid_length, columns.valid_length) if x is not None]
+    rank = max((2, *(x.ndim + 1 for x in known), *(x.ndim + 2 for x in lengths)))
+
+    def to(pair):
+        return to_rank(pair[0], rank), to_rank(pair[1], rank)
+
+    row, column, row_range, column_range = to(row), to(column), to(row_range), to(column_range)
+    some, every = masks.tile_in_band(row, column, options.is_causal, options.window)
+    grid = [count(tokens.length, block) for tokens, block in ((rows, block_q), (columns, block_k))]
+    ones = (np if all(isinstance(n, int) for n in grid) else jnp).ones((*(1,) * (rank - 2), *grid), bool)
+    some, every = some & ones, every & ones
+    if rows.valid_length is not None:
+        some = some & (row_range[0] < to_rank(rows.valid_length[..., None, None], rank))
+    if columns.valid_length is not None:
+        end = to_rank(columns.valid_length[..., None, None], rank)
+        some, every = some & (column_range[0] < end), every & (column_range[1] < end)
+    if row_segment is not None and column_segment is not None:
+        row, column = to(row_segment), to(column_segment)
+        some = some & (row[0] <= column[1]) & (column[0] <= row[1])
+        every = every & (row[0] == column[1]) & (column[0] == row[1])
+    return some, every & some
+
+
+def _ranges(tokens: Tokens, block: int, axis: int) -> tuple[Any, Any, Any]:
+    """(least, greatest) position, segment and index of each block, with an axis of size 1 at `axis`."""
+    n, known = count(tokens.length, block), isinstance(tokens.length, int)
+    start = block * (np if known else jnp).arange(n, dtype=np.int32)
+    last = start + np.int32(block - 1)
+    last = np.minimum(last, np.int32(tokens.length - 1)) if known else jnp.minimum(last, tokens.length - 1)
+    lay = (..., None, slice(None)) if axis == -2 else (..., slice(None), None)
+
+    def ranges(x):
+        if x.shape[-1] == 1:
+            return x[lay], x[lay]
+        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+        return blocks.min(-1)[lay], blocks.max(-1)[lay]
+
+    index = start[lay], last[lay]
+    segment = None if tokens.segment is None else ranges(tokens.segment)
+    return index if tokens.position is None else ranges(tokens.position), segment, index
+
+
+def live_and_seen(
+    options: Options, given: Any, T: Any, S: Any, batch_rank: int, groups: int
+) -> tuple[Any, Any]:
+    """(which queries see a key, `[..., K|1, G|1, T]`; which keys a query sees, `[..., K|1, S]`); None = all.
+
+    Exact, and in memory linear in T and S: block after block of queries is held against all keys, unless
+    causality, windows and lengths alone decide. `given` has the fields of `Given`.
+    """
+    if _tell_by_index(options, given) or 0 in (T, S):
+        live, seen = _by_index(options, given, T, S, batch_rank)
+        return _unless_all(live), _unless_all(seen)
+    plane: Any = partial(of_plane, options, given, T, S, batch_rank, groups)
+    sees = jax.eval_shape(plane)
+    if sees is None:
+        return None, None
+    batch = math.prod(sees.shape[:-2])
+    if all(isinstance(n, int) for n in (batch, T, S)) and batch * T * S > BLOCK_ELEMENTS:
+        block = max(1, BLOCK_ELEMENTS // (batch * S))
+        return _block_after_block(options, given, T, S, batch_rank, groups, block)
+    return _reduced(plane(), T, S)
+
+
+def every_query_sees(options: Options, given: Any) -> bool:
+    """Whether shapes alone tell that each query sees a key; `given` is the `Operands`."""
+    *batch, T, _, _ = given.query.shape
+    if not _tell_by_index(options, given):
+        return False
+    live, _ = _by_index(options, given, T, given.key.shape[-3], len(batch))
+    return isinstance(live, np.ndarray) and bool(live.all())
+
+
+def _tell_by_index(options: Options, given: Any) -> bool:
+    """Whether who sees whom is a matter of indices and lengths alone."""
+    banded = options.is_causal or options.window is not None
+    positions = given.query_positions is not None or given.key_value_positions is not None
+    others = (given.mask, given.bias, given.query_segment_ids)
+    return all(x is None for x in others) and not (banded and positions)
+
+
+def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
+    """A query sees an interval of the keys, and a key is seen by one of the queries: is it empty?"""
+    far = 2**30
+    left, right = options.window or (far, far)
+    left, right = min(left, far), 0 if options.is_causal else min(right, far)
+
+    def meets(n, others, before, after, end, other_end):
+        """Whether each of n finds one of the others in [index - before, index + after]."""
+        known = isinstance(n, int) and isinstance(others, int)
+        index: Any = (np if known else jnp).arange(n, dtype=np.int32)
+        least, greatest = (np if known else jnp).maximum(index - before, 0), index + after
+        greatest = (np if known else jnp).minimum(greatest, others - 1)
+        if other_end is not None:
+            other_end = other_end[..., None]
+            least, greatest = (to_rank(x, other_end.ndim) for x in (least, greatest))
+            greatest = jnp.minimum(greatest, other_end - 1)
+        found = least <= greatest
+        if end is not None:
+            end = end[..., None]
+            found = to_rank(found, end.ndim) & (to_rank(index, end.ndim) < end)
+        return to_rank(found, batch_rank + 1)
+
+    q_end, k_end = given.query_seq_lengths, given.key_value_seq_lengths
+    live, seen = meets(T, S, left, right, q_end, k_end), meets(S, T, right, left, k_end, q_end)
+    return live[..., None, None, :], seen[..., None, :]
+
+
+def _unless_all(x: Any) -> jax.Array | None:
+    """None if shapes alone tell that all is seen."""
+    return None if isinstance(x, np.ndarray) and x.all() else jnp.asarray(x)
+
+
+def _block_after_block(options, given, T, S, batch_rank, groups, block) -> tuple[jax.Array, jax.Array]:
+    """`live_and_seen`, `block` queries at a time."""
+    tiling, origin = Tiling(block, S, "float32"), np.int32(0)
+    found = conditions(given, T, S, batch_rank, groups, block)
+
+    def held(i):
+        return _reduced(of_tile(options, found, i, origin, True, tiling, batch_rank + 4), block, S)
+
+    def step(seen, i):
+        live, more = held(i)
+        return seen | more, live
+
+    first, seen = held(origin)
+    seen, others = lax.scan(step, seen, np.arange(1, count(T, block), dtype=np.int32))
+    live = jnp.moveaxis(jnp.concatenate([first[None], others]), 0, -2)
+    return live.reshape(*live.shape[:-2], -1)[..., :T], seen
+
+
+def _reduced(sees: jax.Array, T: Any, S: Any) -> tuple[jax.Array, jax.Array]:
+    """(live, seen) of `sees [..., K|1, G|1, T|1, S|1]`."""
+    live, seen = sees.any(-1), sees.any((-3, -2))
+    return jnp.broadcast_to(live, (*live.shape[:-1], T)), jnp.broadcast_to(seen, (*seen.shape[:-1], S))

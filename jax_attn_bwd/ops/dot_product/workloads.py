@@ -1,0 +1,198 @@
+"""Inputs of dense attention in the sizes of training: run on a GPU, measured, compiled for other chips."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jax_attn_bwd._core.cases import Case
+
+_QUERIES, _KEYS = "query_seq_lengths", "key_value_seq_lengths"
+
+
+def _case(
+    name, tags, B=2, T=4096, S=None, N=16, K=None, H=128, Hv=None,
+    dtype="bfloat16", extra=(), dtypes=None, **options,
+) -> Case:  # fmt: skip
+    """`extra`: functions `(rng, B, T, S, N) -> {argument: array}` beside query, key and value."""
+    S, K = S or T, K or N
+
+    def build(rng):
+        arrays = {
+            "query": rng.standard_normal((B, T, N, H)),
+            "key": rng.standard_normal((B, S, K, H)),
+            "value": rng.standard_normal((B, S, K, Hv or H)),
+        }
+        for more in extra:
+            arrays |= more(rng, B, T, S, N)
+        return arrays
+
+    return Case(name, build, options, frozenset(tags), dtype, dtypes or {})
+
+
+def _lengths(rng, B, T, S, N):
+    return {
+        _QUERIES: np.linspace(T - 3, T // 2, B).astype(np.int32),
+        _KEYS: np.linspace(S // 3, S - 1, B).astype(np.int32),
+    }
+
+
+def _segments(rng, B, T, S, N):
+    query, key = (np.sort(rng.integers(low, low + 4, (B, n))) for low, n in ((0, T), (1, S)))
+    return {"query_segment_ids": query.astype(np.int32), "key_value_segment_ids": key.astype(np.int32)}
+
+
+def _positions(rng, B, T, S, N):
+    sides = {"query_positions": (B, T), "key_value_positions": (B, S)}
+    return {name: np.broadcast_to(np.arange(n, dtype=np.int32), (B, n)) for name, (B, n) in sides.items()}
+
+
+def _sink(rng, B, T, S, N):
+    return {"sink": rng.normal(0, 5, N)}
+
+
+def _mask(rng, B, T, S, N):
+    return {"mask": rng.random((B, 1, 1, S)) < 0.7}
+
+
+def _mask_plane(rng, B, T, S, N):
+    return {"mask": rng.random((B, 1, T, S)) < 0.7}
+
+
+def _mask_rows(rng, B, T, S, N):
+    return {"mask": rng.random((T, 1)) < 0.7, "query_positions": np.arange(T, dtype=np.int32)}
+
+
+def _bias(rng, B, T, S, N):
+    return {"bias": rng.standard_normal((1, N, T, S))}
+
+
+def _bias_rows(rng, B, T, S, N):
+    return {"bias": rng.standard_normal((N, T, 1))}
+
+
+def _bias_keys(rng, B, T, S, N):
+    return {"bias": rng.standard_normal((B, 1, 1, S))}
+
+
+def _dropout(rng, B, T, S, N):
+    return {"dropout_key": np.array([7, 11], np.uint32)}
+
+
+def _large() -> Iterator[Case]:
+    """Many tiles, none of them whole: what only a GPU runs soon enough."""
+    large = partial(_case, tags=("large",), T=1031, S=1543, N=4, K=2)
+    again = partial(large, tags=("large", "repeat"))
+    poison = partial(large, tags=("large", "repeat", "poison"))
+    causal: dict[str, Any] = {"is_causal": True}
+    yield again("large H=128")
+    yield poison("large H=128 causal", **causal)
+    yield again("large H=64 causal", H=64, N=8, K=8, **causal)
+    yield again("large H=256 causal", H=256, **causal)
+    yield again("large window", H=64, **causal, local_window_size=(200, 0))
+    yield poison("large lengths", H=64, extra=(_lengths,), **causal)
+    yield poison("large segments", H=64, extra=(_segments,), **causal)
+    yield large("large Hv", H=128, Hv=64, **causal)
+    yield large("large H=80", H=80, Hv=40, **causal)
+    yield large("large sink and cap", extra=(_sink,), logits_soft_cap=5.0)
+    yield poison("large mask", H=64, extra=(_mask,))
+    yield large("large bias", H=64, extra=(_bias,), **causal)
+    yield large("large dropout", H=64, extra=(_dropout,), dropout_rate=0.2)
+    yield large("large T=40", T=40, S=2083, N=16)
+    yield _case("many blocks", ("repeat",), B=8, T=2051, K=4, **causal)
+    fused = partial(large, tags=("any_order",), deterministic=False)
+    yield fused("any order H=64", H=64, **causal)
+    yield fused("any order H=128", N=8, **causal)
+    yield fused("any order segments", H=64, extra=(_segments,), **causal)
+    yield fused("any order lengths", extra=(_lengths,), **causal)
+    yield fused("any order grouped heads", H=64, N=16)
+    yield fused("any order odd T", T=797, S=1021, K=4, local_window_size=(150, 90))
+
+
+def _measured() -> Iterator[Case]:
+    """float32 for a CPU; for a GPU 16k tokens and a model width of 2048, then what is special."""
+    cpu = partial(_case, B=1, N=8, H=64, dtype="float32")
+    for T, tags in ((256, ("quick",)), (2048, ("bench",)), (4096, ("bench",))):
+        yield cpu(f"T=S={T} full", tags, T=T)
+        yield cpu(f"T=S={T} causal", tags, T=T, is_causal=True)
+    for T, window, tags in ((512, 64, ("quick",)), (4096, 256, ("bench",)), (8192, 256, ("bench",))):
+        yield cpu(f"T=S={T} window {window}", tags, T=T, is_causal=True, local_window_size=(window, 0))
+    yield cpu("T=S=32768 causal, memory only", ("bench",), T=32768, is_causal=True)
+    gpu = partial(_case, tags=("bench_gpu",), T=8192)
+    for H, N in ((128, 16), (64, 32), (256, 8)):
+        yield gpu(f"H={H} B=2 T=8192 N={N} full", N=N, H=H)
+        yield gpu(f"H={H} B=2 T=8192 N={N} causal", N=N, H=H, is_causal=True)
+    yield gpu("H=128 B=2 T=8192 N=16 causal, any order", is_causal=True, deterministic=False)
+    name, causal = "H=64 B=1 T=16384 N=32 causal window 1024", {"is_causal": True}
+    yield gpu(name, B=1, T=16384, N=32, H=64, **causal, local_window_size=(1024, 0))
+    yield gpu("H=128 B=1 T=32768 N=16 causal", B=1, T=32768, is_causal=True)
+
+
+_HOPPER = ("mosaic_gpu",)
+_GPU = ("mosaic_gpu", "xla")
+
+
+def _compiled() -> Iterator[Case]:
+    """The shapes that training uses, for chips that are not there."""
+
+    def case(name, tags=_HOPPER, **arguments):
+        return _case(name, tags, **arguments)
+
+    causal: dict[str, Any] = {"is_causal": True}
+    yield case("H=64", _GPU, N=32, H=64)
+    yield case("H=64 causal", N=32, H=64, **causal)
+    yield case("H=128", (*_HOPPER, "v5e", "v5p", "v6e", "tpu7x"))
+    yield case("H=128 causal", _GPU, **causal)
+    yield case("H=256", N=8, H=256)
+    yield case("H=256 causal", N=8, H=256, **causal)
+    yield case("H=128 causal, any order", **causal, deterministic=False)
+    yield case("H=64 window 1024", (*_GPU, "v5e"), H=64, **causal, local_window_size=(1024, 0))
+    yield case("segments causal", _GPU, extra=(_segments,), **causal)
+    yield case("lengths", extra=(_lengths,))
+    yield case("grouped heads", (*_HOPPER, "v5e"), K=2, **causal)
+    yield case("Hv=64, H=128", Hv=64)
+    yield case("T=1023, S=2049", T=1023, S=2049)
+    yield case("float16 causal", dtype="float16", **causal)
+    yield case("bias", _GPU, T=1024, extra=(_bias,))
+    yield case("mask", T=1024, extra=(_mask_plane,))
+    yield case("dropout", _GPU, extra=(_dropout,), dropout_rate=0.1)
+    yield case("soft cap", logits_soft_cap=30.0, **causal)
+    yield case("sink", extra=(_sink,), dtypes={"sink": "float32"}, **causal)
+    yield from _crowded()
+    yield from _for_tpus()
+
+
+_small = partial(_case, T=300, S=500, N=4, K=2)
+
+
+def _crowded() -> Iterator[Case]:
+    """What takes most registers and shared memory, in lengths that do not divide the tiles."""
+    small = partial(_small, tags=_HOPPER, dtypes={"bias": "float32"})
+    cap: dict[str, Any] = {"is_causal": True, "logits_soft_cap": 30.0}
+    window: dict[str, Any] = {**cap, "local_window_size": (100, 0)}
+    tokens, planes = (_segments, _positions), (_bias, _mask_plane)
+    everything = (*tokens, *planes, _lengths, _dropout)
+    yield small("H=64 window, soft cap", H=64, **window)
+    yield small("odd lengths, soft cap", **cap)
+    yield small("tokens, window, soft cap", extra=tokens, **window)
+    yield small("bias and mask", extra=planes)
+    yield small("H=256 everything", H=256, extra=everything, **cap, dropout_rate=0.1)
+    yield small("Hv=256, H=192", H=192, Hv=256, is_causal=True)
+    yield small("Hv=192, H=256", H=256, Hv=192, is_causal=True)
+
+
+def _for_tpus() -> Iterator[Case]:
+    """Compilation of the large tiles takes long: most options are compiled in small ones."""
+    yield _case("one causal tile", ("v5e", "v6e"), T=1024, is_causal=True)
+    small = partial(_small, dtypes={"bias": "float32", "sink": "float32"})
+    indices: dict[str, Any] = {"extra": (_segments, _lengths, _sink), "local_window_size": (100, 0)}
+    yield small("small indices", ("v5e", "v5p"), H=80, is_causal=True, **indices)
+    planes = (_bias, _mask_plane, _dropout)
+    yield small("small planes", ("v5e", "v6e"), extra=planes, dropout_rate=0.1)
+    rows = (_bias_rows, _mask_rows)
+    yield small("small rows float32", ("v5e", "tpu7x"), dtype="float32", extra=rows, is_causal=True)
+    yield _small("small H=256", ("v5e",), H=256, Hv=64, extra=(_bias_keys,), logits_soft_cap=30.0)
+
+
+CASES = (*_large(), *_measured(), *_compiled())

@@ -1,0 +1,302 @@
+"""The backwards of the graph attentions as plain functions."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.ops.graph.api import IMPLEMENTATIONS
+from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
+from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
+from jax_attn_bwd.ops.graph.spec import (
+    Cotangents,
+    GraphAttentionGrads,
+    GraphTransformerAttentionGrads,
+    Operands,
+    Options,
+    Residuals,
+    Result,
+    Wanted,
+)
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+_TRANSFORMER_OPERANDS = {
+    "query": "dst",
+    "key": "src",
+    "value": "value",
+    "edge": "edge",
+    "score_bias": "score_bias",
+}
+
+
+def graph_attention_bwd(
+    dout: jax.Array | None,
+    graph: BipartiteCSC,
+    src: jax.Array,
+    dst: jax.Array | None,
+    attention_weights: jax.Array,
+    *,
+    out: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    dweights: jax.Array | None = None,
+    dlse: jax.Array | None = None,
+    wrt: Sequence[str] | None = None,
+    num_heads: int,
+    edge: jax.Array | None = None,
+    concat_heads: bool = True,
+    activation: str = "leaky_relu",
+    alpha: float = 0.2,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    implementation: str | None = None,
+) -> GraphAttentionGrads:
+    """The backward of `graph_attention` as a plain function.
+
+    Args:
+      dout: cotangent of `out`, its shape and dtype; None = 0.
+      out, lse: of the forward call, `out` per head, `[num_dst, dim]`, also without `concat_heads`. If
+        either is None, or `dweights` is given, the forward runs again. Scores of
+        1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
+      dweights, dlse: cotangents of the weights and of `lse`; None = 0.
+      wrt: which of "src", "dst", "attention_weights", "edge" to compute;
+        default: all that are given but "edge".
+      graph, src, dst, attention_weights, edge and options: as in the forward call.
+
+    Returns:
+      GraphAttentionGrads(src, dst, attention_weights, edge), each with its argument's
+      shape and dtype; None where not asked. With `dst=None` the
+      gradient of `src` holds both its shares, and "dst" has none.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `graph_attention`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_attn_bwd as jab
+      >>> graph = jab.BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> x, a, dout = jnp.ones((3, 8)), jnp.ones(16), jnp.ones((2, 8))
+      >>> grads = jab.graph_attention_bwd(dout, graph, x, None, a, num_heads=2)
+      >>> grads.src.shape, grads.attention_weights.shape, grads.dst is None
+      ((3, 8), (16,), True)
+    """
+    name = "graph_attention_bwd"
+    options, operands = prepare_additive(
+        name, GAT, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
+        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=False,
+    )  # fmt: skip
+    given = {"src": src, "dst": dst, "attention_weights": attention_weights, "edge": edge}
+    return _additive_gradients(
+        name, options, operands, given, dout, out, lse, dweights, dlse, wrt, implementation
+    )
+
+
+def graph_attention_v2_bwd(
+    dout: jax.Array | None,
+    graph: BipartiteCSC,
+    src: jax.Array,
+    dst: jax.Array | None,
+    attention_weights: jax.Array,
+    *,
+    out: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    dweights: jax.Array | None = None,
+    dlse: jax.Array | None = None,
+    wrt: Sequence[str] | None = None,
+    num_heads: int,
+    edge: jax.Array | None = None,
+    concat_heads: bool = True,
+    activation: str = "leaky_relu",
+    alpha: float = 0.2,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    implementation: str | None = None,
+) -> GraphAttentionGrads:
+    """The backward of `graph_attention_v2` as a plain function.
+
+    Args:
+      dout: cotangent of `out`, its shape and dtype; None = 0.
+      out, lse: of the forward call, `out` per head, `[num_dst, dim]`, also without `concat_heads`. If
+        either is None, or `dweights` is given, the forward runs again. Scores of
+        1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
+      dweights, dlse: cotangents of the weights and of `lse`; None = 0.
+      wrt: which of "src", "dst", "attention_weights", "edge" to compute;
+        default: all that are given but "edge".
+      graph, src, dst, attention_weights, edge and options: as in the forward call.
+
+    Returns:
+      GraphAttentionGrads(src, dst, attention_weights, edge), each with its argument's
+      shape and dtype; None where not asked. With `dst=None` the
+      gradient of `src` holds both its shares, and "dst" has none.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `graph_attention_v2`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_attn_bwd as jab
+      >>> graph = jab.BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> x, a, dout = jnp.ones((3, 8)), jnp.ones(8), jnp.ones((2, 8))
+      >>> grads = jab.graph_attention_v2_bwd(dout, graph, x, None, a, num_heads=2)
+      >>> grads.src.shape, grads.attention_weights.shape, grads.dst is None
+      ((3, 8), (8,), True)
+    """
+    name = "graph_attention_v2_bwd"
+    options, operands = prepare_additive(
+        name, GATv2, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
+        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=False,
+    )  # fmt: skip
+    given = {"src": src, "dst": dst, "attention_weights": attention_weights, "edge": edge}
+    return _additive_gradients(
+        name, options, operands, given, dout, out, lse, dweights, dlse, wrt, implementation
+    )
+
+
+def graph_transformer_attention_bwd(
+    dout: jax.Array | None,
+    graph: BipartiteCSC,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    out: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    dweights: jax.Array | None = None,
+    dlse: jax.Array | None = None,
+    wrt: Sequence[str] = ("query", "key", "value"),
+    num_heads: int,
+    edge: jax.Array | None = None,
+    score_bias: jax.Array | None = None,
+    scale: float | None = None,
+    concat_heads: bool = True,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    implementation: str | None = None,
+) -> GraphTransformerAttentionGrads:
+    """The backward of `graph_transformer_attention` as a plain function.
+
+    Args:
+      dout: cotangent of `out`, its shape and dtype; None = 0.
+      out, lse: of the forward call, `out` per head, `[num_dst, dim]`, also without `concat_heads`. If
+        either is None, or `dweights` is given, the forward runs again. Scores of
+        1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
+      dweights, dlse: cotangents of the weights and of `lse`; None = 0.
+      wrt: which of "query", "key", "value", "edge", "score_bias" to compute.
+      graph, query, key, value, edge, score_bias and options: as in the forward call.
+
+    Returns:
+      GraphTransformerAttentionGrads(query, key, value, edge, score_bias), each with its argument's
+      shape and dtype; None where not asked.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `graph_transformer_attention`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_attn_bwd as jab
+      >>> graph = jab.BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> q, k, dout = jnp.ones((2, 8)), jnp.ones((3, 8)), jnp.ones((2, 8))
+      >>> grads = jab.graph_transformer_attention_bwd(dout, graph, q, k, k, num_heads=2, wrt="key")
+      >>> grads.key.shape, grads.query is None
+      ((3, 8), True)
+    """
+    name = "graph_transformer_attention_bwd"
+    options, operands = prepare_transformer(
+        name, graph, query, key, value, num_heads=num_heads, edge=edge, score_bias=score_bias,
+        scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=False,
+    )  # fmt: skip
+    present = [n for n in _TRANSFORMER_OPERANDS if getattr(operands, _TRANSFORMER_OPERANDS[n]) is not None]
+    wanted = [
+        _TRANSFORMER_OPERANDS[n] for n in checks.wanted(name, wrt, tuple(_TRANSFORMER_OPERANDS), present)
+    ]
+    grads = _gradients(name, options, operands, dout, out, lse, dweights, dlse, wanted, implementation)
+    return GraphTransformerAttentionGrads(
+        **{n: grads.get(_TRANSFORMER_OPERANDS[n]) for n in _TRANSFORMER_OPERANDS}
+    )
+
+
+def _gradients(
+    operator: str,
+    options: Options,
+    operands: Operands,
+    dout: Any,
+    out: Any,
+    lse: Any,
+    dweights: Any,
+    dlse: Any,
+    wanted: Iterable[str],
+    implementation: Any,
+) -> dict[str, jax.Array]:
+    """The backward as a plain function: gradients of the operands in `wanted`, by name."""
+    check_cotangents(operator, options, operands, dout, out, lse, dweights, dlse)
+    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
+    if out is None or lse is None or dweights is not None:
+        needed = dataclasses.replace(options, return_weights=dweights is not None)
+        result = chosen.forward(needed, operands)
+    else:
+        out, lse = (reshard_like(x, operands.src, (None, 1)) for x in (out, lse))
+        result = Result(out, None, None, lse, None, None)
+    dout_axes = (None, 1 if options.concat_heads else None)
+    axes = ((dout, dout_axes), (dweights, (None, 1)), (dlse, (None, 1)))
+    cts = (None if x is None else reshard_like(x, operands.src, at) for x, at in axes)
+    residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
+    return chosen.backward(options, residuals, Cotangents(*cts))
+
+
+def _additive_gradients(
+    operator: str,
+    options: Options,
+    operands: Operands,
+    given: dict[str, Any],
+    dout: Any,
+    out: Any,
+    lse: Any,
+    dweights: Any,
+    dlse: Any,
+    wrt: Any,
+    implementation: Any,
+) -> GraphAttentionGrads:
+    """`_gradients` of gat and gatv2; `given` holds the caller's arguments, whose dst may be None."""
+    present = [name for name, x in given.items() if x is not None]
+    wrt = [name for name in present if name != "edge"] if wrt is None else wrt
+    wanted = set(checks.wanted(operator, wrt, tuple(given), present))
+    shared = given["dst"] is None and "src" in wanted
+    grads = _gradients(
+        operator,
+        options,
+        operands,
+        dout,
+        out,
+        lse,
+        dweights,
+        dlse,
+        wanted | ({"dst"} if shared else set()),
+        implementation,
+    )
+    if shared:
+        ddst = grads.pop("dst")
+        grads["src"] = grads["src"].at[: ddst.shape[0]].add(ddst)
+    return GraphAttentionGrads(**grads)

@@ -1,0 +1,143 @@
+"""GAT, by Velickovic et al.: additive scores, of one number of each end and of the edge.
+
+    z_e = <h_src, a_src> + <h_dst, a_dst> (+ <edge, a_edge>),   s_e = act(z_e),   x_e = h_src
+
+With ds and dx of the derivation in `backward.py`:
+
+    dz_e = ds_e act'(z_e):   each of the three scalar shares gets dz_e                   (7)
+    dh_src = sum dx + a_src sum dz,   da_src = sum_j h_j sum dz,   and so on             (8)
+
+The gradient of a destination is a sum of numbers: no second pass reads features.
+
+References:
+  Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903: the forward.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.ops.graph.groups import sum_of_group
+from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, merge_heads, split_heads, total
+from jax_attn_bwd.ops.graph.spec import Operands
+
+
+class GAT(Kind):
+    """`graph_attention`; its tables of the score hold a number of each node, edge and head."""
+
+    name = "gat"
+
+    @staticmethod
+    def edge_width(dim: int) -> None:
+        """Edge features may have any width."""
+        return None
+
+    @staticmethod
+    def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
+        """Of `attention_weights`: in letters, and its size."""
+        if dim_edge is None:
+            return "[2 * dim]", 2 * dim
+        return "[2 * dim + dim_edge]", 2 * dim + dim_edge
+
+    def score_tables(self, operands):
+        """The three shares of z."""
+        given = zip(
+            self._features(operands), self._used(operands), self._split_weights(operands), strict=True
+        )
+        src, dst, edge = (None if x is None else _share(x, a, used) for x, used, a in given)
+        return src, dst, edge, None
+
+    def score(self, t, rows):
+        """act(z)."""
+        return activate(self.options, total(*rows))
+
+    def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
+        """`attention_weights` is made of the sums of all shares."""
+        weights = "attention_weights" in wanted
+        return Sums(
+            a=False,
+            handed="edge" in wanted or (weights and t.edge is not None),
+            dst="dst" in wanted or weights,
+            edge=False,
+            message="src" in wanted,
+            src="src" in wanted or weights,
+        )
+
+    def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
+        """dz, and its sum by source."""
+        dz = edges.ds * slope(self.options, total(*edges.rows))  # (7)
+        return Sums(a=None, handed=dz, dst=None, edge=None, message=None, src=sum_of_group(dz, edges.chunk))
+
+    def to_dst(self, t, handed, rows):
+        """What is handed, dz, itself."""
+        return handed
+
+    def score_elements(self, t):
+        """None but the score itself."""
+        return 0
+
+    def gradients(self, operands, sums, wanted):
+        """The products of the shares, undone (8)."""
+        grads = {}
+        dz = {"src": sums.src, "dst": sums.dst, "edge": sums.handed}
+        for (name, x), a in zip(dz.items(), self._split_weights(operands), strict=True):
+            if name in wanted:
+                spread = x[..., None] * a.astype(x.dtype)[None]
+                grads[name] = merge_heads(sums.message + spread if name == "src" else spread)
+        if "attention_weights" in wanted:
+            given = zip(dz.values(), self._features(operands), self._used(operands), strict=True)
+            sides = [
+                (x[..., None] * _shown(feature, used).astype(x.dtype)).sum(0)
+                for x, feature, used in given
+                if feature is not None
+            ]
+            sides = [jnp.stack(sides[:2]), *sides[2:]]  # both kinds of nodes in one collective
+            whole = (reshard_like(x, x, (None,) * x.ndim) for x in sides)
+            grads["attention_weights"] = jnp.concatenate([x.reshape(-1) for x in whole])
+        return grads
+
+    def _features(self, operands: Operands) -> list[jax.Array | None]:
+        """Heads of src, dst and edge."""
+        H = self.options.num_heads
+        given = (operands.src, operands.dst, operands.edge)
+        return [None if x is None else split_heads(x, H) for x in given]
+
+    def _used(self, operands: Operands) -> list[jax.Array]:
+        """Which nodes have an edge, and which edges there are: what lies in the others is not to be read."""
+        graph = operands.graph
+        has_edge = jnp.zeros(graph.num_src, bool).at[graph.by_source.node].set(True, mode="drop")
+        exists = jnp.arange(graph.capacity, dtype=jnp.int32) < graph.offsets[-1]
+        return [has_edge, graph.offsets[1:] > graph.offsets[:-1], exists]
+
+    def _split_weights(self, operands: Operands) -> list[jax.Array]:
+        """`attention_weights`, `[source | destination | edge]`, as `[H, D]` each."""
+        assert operands.attention_weights is not None
+        (_, dim), H = operands.src.shape, self.options.num_heads
+        nodes, edge = jnp.split(operands.attention_weights, (2 * dim,))
+        nodes = nodes.reshape(2, H, dim // H)  # the two together: their heads may be sharded
+        return [nodes[0], nodes[1], edge.reshape(H, edge.size // H)]
+
+
+@jax.custom_jvp
+def _share(x: jax.Array, a: jax.Array, used: jax.Array) -> jax.Array:
+    """<x, a> per head: `[n, H, D]`, `[H, D]` -> `[n, H]`, accumulated.
+
+    Of rows that are not `used` no one reads the result, but the derivative by `a` is a sum over them too.
+    """
+    dtype = accumulator_dtype(x.dtype)
+    return (x.astype(dtype) * a.astype(dtype)[None]).sum(-1)
+
+
+@_share.defjvp
+def _share_jvp(primals, tangents):
+    (x, a, used), (dx, da, _) = primals, tangents
+    return _share(x, a, used), _share(dx, a, used) + _share(_shown(x, used), da, used)
+
+
+def _shown(x: jax.Array, used: jax.Array) -> jax.Array:
+    """The rows that are used, 0 in place of the others."""
+    return jnp.where(used[:, None, None], x, 0)

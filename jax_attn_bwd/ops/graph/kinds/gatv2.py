@@ -1,0 +1,103 @@
+"""GATv2, by Brody et al.: the activation comes before the product, so that no number of one end will do.
+
+    u_e = h_src + h_dst (+ edge),   s_e = <a, act(u_e)>,   x_e = h_src
+
+With ds and dx of the derivation in `backward.py`:
+
+    du_e = ds_e a act'(u_e):   h_src, h_dst, edge get du_e                               (9)
+    da   = sum_e ds_e act(u_e)                                                          (10)
+
+References:
+  Brody et al., How attentive are graph attention networks?, 2022, arXiv:2105.14491: the forward.
+"""
+
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
+from jax_attn_bwd.ops.graph.kinds.kind import (
+    Edges,
+    Kind,
+    Rows,
+    Sums,
+    Tables,
+    merge_heads,
+    products,
+    split_heads,
+    total,
+)
+
+
+class GATv2(Kind):
+    """`graph_attention_v2`."""
+
+    name = "gatv2"
+    message_is_src = True
+    placement = MappingProxyType({**Kind.placement, "attention_weights": (1,)})
+
+    @staticmethod
+    def edge_width(dim: int) -> int:
+        """Edge features are added to the nodes'."""
+        return dim
+
+    @staticmethod
+    def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
+        """Of `attention_weights`: in letters, and its size."""
+        return "[dim]", dim
+
+    def score_tables(self, operands):
+        """The features themselves, and a."""
+        assert operands.attention_weights is not None
+        H, dtype = self.options.num_heads, accumulator_dtype(operands.src.dtype)
+        src, dst = split_heads(operands.src, H), split_heads(operands.dst, H)
+        edge = None if operands.edge is None else split_heads(operands.edge, H)
+        return src, dst, edge, operands.attention_weights.astype(dtype).reshape(H, -1)
+
+    def score(self, t, rows):
+        """<a, act(u)>."""
+        y = activate(self.options, total(*rows))
+        return products(y, jnp.broadcast_to(t.a, y.shape[-3:]))  # XLA:CPU is slow without the R of a
+
+    def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
+        """A sum for each operand."""
+        return Sums(
+            a="attention_weights" in wanted,
+            handed=False,
+            dst="dst" in wanted,
+            edge="edge" in wanted,
+            message=False,
+            src="src" in wanted,
+        )
+
+    def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
+        """Sums of du by source, du by edge, and da."""
+        src = a = edge = None
+        if need.src:
+            src = sum((self._du(t, ds, rows) for ds, rows in edges.slots), edges.dx)
+        if need.a:
+            y = activate(self.options, total(*edges.rows))
+            a = (edges.ds[..., None] * y).sum(tuple(range(y.ndim - 2)))  # (10)
+        if need.edge:
+            edge = self._du(t, edges.ds, edges.rows) + 0  # 0, not -0, where no gradient is
+        return Sums(a=a, handed=edges.ds, dst=None, edge=edge, message=None, src=src)
+
+    def to_dst(self, t, handed, rows):
+        """As to all that u is the sum of (9)."""
+        return self._du(t, handed, rows)
+
+    def _du(self, t: Tables, ds: jax.Array, rows: Rows) -> jax.Array:
+        """The cotangent of u (9)."""
+        assert t.a is not None
+        a = t.a.reshape((1,) * (ds.ndim - 1) + t.a.shape)
+        return ds[..., None] * a * slope(self.options, total(*rows))
+
+    def gradients(self, operands, sums, wanted):
+        """The sums are the gradients."""
+        grads = {n: merge_heads(getattr(sums, n)) for n in ("src", "dst", "edge") if n in wanted}
+        if "attention_weights" in wanted:
+            grads["attention_weights"] = sums.a.reshape(-1)
+        return grads

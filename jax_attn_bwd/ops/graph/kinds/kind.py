@@ -1,0 +1,138 @@
+"""What a kind of graph attention is: the methods by which the loops over the edges know it.
+
+An edge has two ends. In a pass over the groups of one end, that end's rows are `[R, ...]` (its own), the
+other's `[(W,) R, ...]`; scores and pullbacks take either.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import dropout
+from jax_attn_bwd.ops.graph.groups import Chunk
+from jax_attn_bwd.ops.graph.spec import Operands, Options
+
+T = TypeVar("T")
+
+
+class Tables(NamedTuple):
+    """The operands as the loops read them, by node or edge."""
+
+    src: jax.Array  # gat [num_src, H], else [num_src, H, D]
+    dst: jax.Array  # gat [num_dst, H], else [num_dst, H, D]
+    message: jax.Array  # [num_src, H, D]
+    edge: jax.Array | None  # gat [E, H], else [E, H, D]
+    a: jax.Array | None  # [H, D], gatv2
+    bias: jax.Array | None  # [E, H]
+    mask: jax.Array | None  # [E, H], dropout factors
+    keys: dropout.Words | None  # [H] each
+    counters: jax.Array | None  # uint32 [E], what dropout counts edges by
+
+
+class Rows(NamedTuple):
+    """What the score of each edge of a chunk, or of one edge of each group, is made of."""
+
+    src: jax.Array
+    dst: jax.Array
+    edge: jax.Array | None
+
+
+class Edges(NamedTuple):
+    """What the backward knows of the edges of a chunk, in the letters of its derivation."""
+
+    ds: jax.Array  # [(W,) R, H]
+    w: jax.Array  # [(W,) R, H]
+    dout: jax.Array  # [(W,) R, H, D], of the destinations
+    dx: Any  # [R, H, D], the sum over each group; None where no one needs it
+    rows: Rows
+    slots: list[tuple[jax.Array, Rows]]  # (ds, rows) of the k-th edge of each group, for each k
+    chunk: Chunk
+
+
+class Sums(NamedTuple, Generic[T]):
+    """Cotangents of the `Tables` of these names, summed over the edges; None = not needed.
+
+    In a source pass `src` and `message` are also the shares of one chunk; `Sums[bool]` says what is needed.
+    """
+
+    a: T  # [H, D], gatv2
+    handed: T  # [E, H], what the destination's share is made of: dz (7) for gat, else ds (6)
+    dst: T
+    edge: T  # None for gat: the cotangent of an edge is what it hands on
+    message: T  # through (3); None for gatv2, whose message is src
+    src: T  # through the score; for gatv2 through (3) too
+
+
+@dataclass(frozen=True)
+class Kind(ABC):
+    """The score of an edge, its message, and how their cotangents go back."""
+
+    options: Options
+
+    name: ClassVar[str]
+    message_is_src: ClassVar[bool] = False  # one table is both, and one sum takes both cotangents
+    edge_in_message: ClassVar[bool] = False
+    placement: ClassVar[Mapping[str, tuple]] = MappingProxyType(
+        {"edge": (None, 1), "score_bias": (None, 1), "dropout_mask": (1, None)}
+    )  # the axes of `src` that these operands follow on an Explicit mesh
+
+    @abstractmethod
+    def score_tables(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
+        """(src, dst, edge, a) of `Tables`."""
+
+    @abstractmethod
+    def score(self, t: Tables, rows: Rows) -> jax.Array:
+        """The scores of a chunk, `[(W,) R, H]`, without bias."""
+
+    @abstractmethod
+    def needs(self, t: Tables, wanted: frozenset[str]) -> Sums[bool]:
+        """Which sums the gradients of the operands in `wanted` are made of."""
+
+    @abstractmethod
+    def shares(self, t: Tables, need: Sums[bool], edges: Edges) -> Sums[Any]:
+        """What a chunk, in groups by source, gives to the sums needed, beside `message` and `dst`."""
+
+    @abstractmethod
+    def to_dst(self, t: Tables, handed: jax.Array, rows: Rows) -> jax.Array:
+        """The cotangent of `rows.dst`, for one edge of each group."""
+
+    def score_elements(self, t: Tables) -> Any:
+        """Elements of an edge's rows beside its scores, by which passes are cut into chunks."""
+        return t.message.shape[1] * t.message.shape[2]
+
+    @abstractmethod
+    def gradients(self, operands: Operands, sums: Sums[Any], wanted: frozenset[str]) -> dict[str, jax.Array]:
+        """The gradients of the operands in `wanted`, from the sums."""
+
+
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+    """`[n, H * D]` -> `[n, H, D]`."""
+    return x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """`[n, H, D]` -> `[n, H * D]`."""
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+
+def total(*terms: jax.Array | None) -> jax.Array:
+    """Sum of the terms that are there, by edge if any is: `[R, ...]` counts for each of W edges."""
+    present = [x for x in terms if x is not None]
+    rank = max(x.ndim for x in present)
+    result, *others = (x if x.ndim == rank else x[None] for x in present)
+    for x in others:
+        result = result + x
+    return result
+
+
+def products(x: jax.Array, y: jax.Array) -> jax.Array:
+    """<x, y> per head, `[(W,) R, H]`; either may be `[R, H, D]`."""
+    letters = {3: "rhd", 4: "wrhd"}
+    out = "wrh" if 4 in (x.ndim, y.ndim) else "rh"
+    return jnp.einsum(f"{letters[x.ndim]},{letters[y.ndim]}->{out}", x, y, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,72 @@
+"""Graph transformer, by Shi et al.: scaled dot products; an edge's features join its key and its value.
+
+    s_e = scale <q, k + edge> (+ bias),   x_e = v + edge
+
+With ds and dx of the derivation in `backward.py`:
+
+    dq = scale sum ds (k + edge),   dk = scale sum ds q,   dv = sum dx
+    dedge = scale ds q + dx,   dbias = ds                                               (11)
+
+In the tables k is src and q is dst.
+
+References:
+  Shi et al., Masked label prediction, 2021, arXiv:2009.03509: the forward.
+"""
+
+from typing import Any
+
+from jax_attn_bwd._core.numerics import reduce_to
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, merge_heads, products, split_heads, total
+
+
+class Transformer(Kind):
+    """`graph_transformer_attention`."""
+
+    name = "transformer"
+    edge_in_message = True
+
+    def score_tables(self, operands):
+        """k, q and the edges' features."""
+        H = self.options.num_heads
+        src, dst = split_heads(operands.src, H), split_heads(operands.dst, H)
+        return src, dst, None if operands.edge is None else split_heads(operands.edge, H), None
+
+    def score(self, t, rows):
+        """The scaled products."""
+        return self.options.scale * products(total(rows.src, rows.edge), rows.dst)
+
+    def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
+        """A sum for each operand; the bias has ds for its gradient."""
+        return Sums(
+            a=False,
+            handed="score_bias" in wanted,
+            dst="dst" in wanted,
+            edge="edge" in wanted,
+            message="value" in wanted,
+            src="src" in wanted,
+        )
+
+    def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
+        """Sums of dk by source, and dedge (11)."""
+        src = edge = None
+        if need.src:
+            src = sum(self._to_key(ds, rows) for ds, rows in edges.slots)
+        if need.edge:
+            edge = self._to_key(edges.ds, edges.rows) + edges.w[..., None] * edges.dout
+        return Sums(a=None, handed=edges.ds, dst=None, edge=edge, message=None, src=src)
+
+    def to_dst(self, t, handed, rows):
+        """The share of dq (11)."""
+        return self.options.scale * handed[..., None] * total(rows.src, rows.edge)
+
+    def _to_key(self, ds, rows):
+        """The share of dk, and of dedge through the score (11)."""
+        return self.options.scale * ds[..., None] * rows.dst
+
+    def gradients(self, operands, sums, wanted):
+        """The sums are the gradients, where the bias did not broadcast."""
+        grads = {}
+        if "score_bias" in wanted:
+            grads["score_bias"] = reduce_to(sums.handed, operands.score_bias.shape)
+        by_operand = {"src": sums.src, "value": sums.message, "dst": sums.dst, "edge": sums.edge}
+        return grads | {name: merge_heads(x) for name, x in by_operand.items() if name in wanted}

@@ -1,0 +1,57 @@
+"""The operands as the loops over the edges read them, and the dropout factors of a chunk."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd.ops.graph.groups import Chunk, extended, take
+from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, split_heads
+from jax_attn_bwd.ops.graph.spec import Operands, Options
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+
+def tables(kind: Kind, operands: Operands) -> Tables:
+    """Splits heads; what the score reads is the kind's."""
+    H, dtype = kind.options.num_heads, accumulator_dtype(operands.src.dtype)
+    src, dst, edge, a = kind.score_tables(operands)
+    message = src  # one array, which the loops hold once
+    if not kind.message_is_src:
+        message = split_heads(operands.src if operands.value is None else operands.value, H)
+    E, bias = operands.graph.capacity, operands.score_bias
+    if bias is not None:
+        bias = jnp.broadcast_to(bias.astype(dtype), (E, H))
+    mask = None if operands.dropout_mask is None else operands.dropout_mask.astype(dtype).T
+    return Tables(src, dst, message, edge, a, bias, mask, *_counters(operands, H, E))
+
+
+def walked(t: Tables, graph: BipartiteCSC) -> Tables:
+    """The tables of nodes as `groups.rows` reads them."""
+    _, H, D = t.message.shape
+    src = extended(t.src, graph, H * D)
+    message = src if t.message is t.src else extended(t.message, graph, H * D)
+    return t._replace(src=src, dst=extended(t.dst, graph, H * D), message=message)
+
+
+def _counters(operands, H, E):
+    """(keys, counters) of dropout by key."""
+    if operands.dropout_words is None:
+        return None, None
+    batch, head, row = (jnp.uint32(0),) * 3
+    if operands.dropout_offset is not None:
+        batch, head, row, _ = operands.dropout_offset
+    keys = dropout.head_keys(operands.dropout_words, batch, head + jnp.arange(H, dtype=jnp.uint32))
+    rows = jnp.arange(E, dtype=jnp.uint32)
+    return keys, row if row.ndim else row + rows
+
+
+def factors(options: Options, t: Tables, chunk: Chunk) -> jax.Array | None:
+    """Dropout factors of a chunk, `[(W,) R, H]`; None = all 1."""
+    if t.mask is not None:
+        return take(t.mask, chunk.number)
+    if t.keys is None or t.counters is None:
+        return None
+    row = take(t.counters, chunk.number)[..., None]
+    first, second = (to_rank(x, row.ndim) for x in t.keys)
+    dtype = accumulator_dtype(t.message.dtype)
+    return dropout.factors((first, second), row, jnp.zeros_like(row), options.dropout_rate, dtype)

@@ -1,0 +1,64 @@
+"""Mosaic GPU kernel of the softmax's backward: one read of y and dy, one write of dx.
+
+The equations are those of `backward.py`. The kernel computes dx, (4), (5) and (7); the gradient of a bias is
+a reduction of dz over what the bias broadcasts, which XLA fuses with (4) and (5) from y and dy.
+"""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.sharding import match_type, reshard_like
+from jax_attn_bwd.ops.softmax.kernels import hopper_rows as rows
+from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
+from jax_attn_bwd.ops.softmax.spec import Options, Residuals
+
+_ELEMENTS = 4096  # of a tile: y and dy take 64 registers of a thread
+
+
+def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+    """Gradients of the operands in `residuals.wanted`, by name."""
+    return _backward(options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, dy)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options, interpret, residuals, dy):
+    y, types = residuals.y, dict(residuals.wanted.types)
+    dy = reshard_like(dy, y, tuple(range(y.ndim)))
+    grads = {}
+    if "x" in types:
+        kernel = partial(_dx, options.scale, interpret)
+        grads["x"] = pallas.on_local_shards(kernel, lambda y, dy: y, (y, dy))
+    if "bias" in types:
+        grads["bias"] = kernel_rules.bias_gradient(y, dy, types["bias"].shape)
+    return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+
+
+def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
+    count = y.size // y.shape[-1]
+    width = rows.padded_width(y.shape[-1], y.dtype, count)
+    groups = rows.collapse(y.shape[:-1], [])
+    tiling = rows.Tiling.default_for(count, width, y.dtype, 2 * y.dtype.itemsize, _ELEMENTS)
+    arrays = [rows.view(x, groups) for x in (y, dy)]
+    body = partial(_kernel, scale)
+    dx = rows.run(body, "softmax_backward", arrays, tiling=tiling, interpret=interpret)
+    return dx.reshape(*y.shape[:-1], width)[..., : y.shape[-1]]
+
+
+def _kernel(scale: float, block: rows.Block) -> None:
+    tiling = block.tiling
+
+    def pieces(k):
+        for i in range(tiling.pieces):
+            y = block.piece(0, k, i).astype(jnp.float32)
+            dy = block.piece(1, k, i).astype(jnp.float32)
+            yield y, jnp.where(y == 0, 0.0, dy)  # what dy holds where y is 0 (masked) is not read
+
+    def add(k, last, dot):
+        return functools.reduce(jnp.add, (y * dy for y, dy in pieces(k)), dot)
+
+    dot = block.row_value("sum", block.forwards(add, block.full(0.0)))  # (4)
+    block.backwards(lambda k, last: (scale * (y * (dy - dot)) for y, dy in pieces(k)))  # (5), (7)

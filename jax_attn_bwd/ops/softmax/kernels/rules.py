@@ -1,0 +1,70 @@
+"""What the softmax kernels of all platforms share: which calls they refuse, what goes into the exponent."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.numerics import reduce_to
+from jax_attn_bwd._core.sharding import explicit_spec
+from jax_attn_bwd.ops.softmax.spec import Operands, Options
+
+MAX_WIDTH = 131072
+_TINY = 1e-36  # times the largest float32: 340, and exp(-340) is 0
+
+
+def unsupported(options: Options, operands: Operands, dtypes: tuple[str, ...]) -> str | None:
+    """Why a kernel for `dtypes` cannot run this call on any device; None if it can."""
+    x = operands.x
+    if not all(isinstance(n, int) for n in x.shape):
+        return "its shapes must be known, not symbolic"
+    if options.axis != -1:
+        return f"it normalises over the last axis, not axis {options.axis}"
+    for name, array in (("x", x), ("bias", operands.bias)):
+        if array is not None and array.dtype not in dtypes:
+            return f"{name} must be one of {dtypes}, got {array.dtype}"
+    if operands.scale is not None:
+        return "scale must be a Python float, not an array"
+    if operands.sink is not None:
+        return "it has no sink"
+    if options.fully_masked != "zero":
+        return f"it gives 0 in rows that see nothing, not {options.fully_masked!r}"
+    if x.size == 0:
+        return f"x must not be empty, got shape {x.shape}"
+    if x.shape[-1] > MAX_WIDTH:
+        return f"a row may have at most {MAX_WIDTH} elements, got {x.shape[-1]}"
+    banded = options.is_causal or options.window is not None
+    if any(explicit_spec(x)[-2 if banded else -1 :]):
+        return "the axis it normalises over, and with a band the rows', must not be sharded"
+    return None
+
+
+class Exponent(NamedTuple):
+    """Probabilities are exp2(slope * (z - max z)) of z = factor * x + weight * bias."""
+
+    factor: float
+    slope: float
+    weight: float
+
+
+def exponent(options: Options, has_bias: bool) -> Exponent:
+    """Differences to the maximum are scaled, not logits, where that is exact: without a bias, with a scale
+    that takes an overflowed difference far below zero and leaves none of them NaN. With a bias, logits are in
+    a unit in which they do not overflow.
+    """
+    scale = 1.0 if options.scale is None else options.scale
+    slope = math.log2(math.e)
+    if has_bias:
+        return Exponent(scale / options.unit, slope * options.unit, 1.0 / options.unit)
+    if _TINY <= abs(scale) <= 1 / _TINY:
+        return Exponent(math.copysign(1.0, scale), slope * abs(scale), 1.0)
+    return Exponent(scale, slope, 1.0)
+
+
+def bias_gradient(y: jax.Array, dy: jax.Array, shape: tuple[int, ...]) -> Any:
+    """(4), (5) and (8): a reduction that XLA fuses over y and dy."""
+    seen = jnp.where(y == 0, 0, dy.astype(jnp.float32))
+    prob = y.astype(jnp.float32)
+    dot = (prob * seen).sum(-1, keepdims=True)
+    return reduce_to(prob * (seen - dot), shape)

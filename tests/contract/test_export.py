@@ -1,0 +1,90 @@
+"""Every operator exported with its gradients, and with symbolic shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    OPERATORS,
+    assert_close,
+    assert_trees_close,
+    case_params,
+    differentiated,
+    finite_loss,
+    firsts,
+    thorough,
+)
+from jax import export
+
+parametrize = pytest.mark.parametrize
+small = parametrize(("operator", "implementation", "case"), firsts(case_params("second")))
+dense = next(o for o in OPERATORS if o.name == "dot_product_attention")
+
+
+@thorough
+@small
+def test_export_with_gradients(operator, implementation, case):
+    arrays = case.arrays(np.float64)
+    inputs = differentiated(operator, arrays)
+    loss = finite_loss(operator.call, operator, arrays, {**case.options, "implementation": implementation})
+    exported = export.export(jax.jit(loss))(inputs)
+    restored = export.deserialize(exported.serialize(vjp_order=2))
+    gradient = jax.grad(restored.call)
+    assert_trees_close(gradient(inputs), jax.grad(loss)(inputs), 1e-12)
+    square = lambda f: lambda i: sum((g**2).sum() for g in f(i).values())
+    got, expected = jax.grad(square(gradient))(inputs), jax.grad(square(jax.grad(loss)))(inputs)
+    assert_trees_close(got, expected, 1e-10)
+
+
+SYMBOLIC = {
+    "causal": dict(is_causal=True, local_window_size=5),
+    "full": dict(),
+    "lengths": dict(key_value_seq_lengths=np.array([3, 7], np.int32)),
+}
+
+
+@parametrize(
+    ("name", "dims"),
+    [
+        ("full", "t, s"),
+        *(pytest.param(name, "8*t, 8*s", marks=thorough) for name in SYMBOLIC),
+        *(pytest.param(name, "t, s", marks=thorough) for name in ("causal", "lengths")),
+    ],
+)
+def test_export_with_symbolic_lengths(name, dims):
+    options = SYMBOLIC[name]
+    t, s = export.symbolic_shape(dims)
+    query = jax.ShapeDtypeStruct((2, t, 4, 8), np.float64)
+    key = jax.ShapeDtypeStruct((2, s, 2, 8), np.float64)
+
+    def loss(query, key):
+        out, lse = dense.call(query=query, key=key, value=key, **options)
+        return (jnp.sin(out)).sum() + jnp.cos(lse).sum()
+
+    exported = export.export(jax.jit(loss))(query, key)
+    restored = export.deserialize(exported.serialize(vjp_order=1)).call
+    rng = np.random.default_rng(0)
+    for T, S in ((8, 16), (304, 640)):
+        q, k = (
+            jnp.asarray(rng.standard_normal((2, T, 4, 8))),
+            jnp.asarray(rng.standard_normal((2, S, 2, 8))),
+        )
+        got = jax.grad(restored, argnums=(0, 1))(q, k)
+        expected = jax.grad(loss, argnums=(0, 1))(q, k)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, 1e-12)
+
+
+@thorough
+def test_softmax_exports_with_symbolic_shapes():
+    import jax_attn_bwd
+
+    b, n = export.symbolic_shape("b, n")
+
+    def loss(x):
+        return jnp.sin(jax_attn_bwd.scaled_masked_softmax(x, scale=0.5, is_causal=True)).sum()
+
+    exported = export.export(jax.jit(loss))(jax.ShapeDtypeStruct((b, n, n), np.float64))
+    restored = export.deserialize(exported.serialize(vjp_order=1)).call
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 5)))
+    assert_close(jax.grad(restored)(x), jax.grad(loss)(x), 1e-12)

@@ -1,0 +1,64 @@
+"""A framework is imported when its layers are first named, and not before."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jax_attn_bwd
+from jax_attn_bwd import layers
+
+PRESENT = """
+import sys
+def present(): return {"equinox", "haiku", "flax", "torch", "jraph"} & set(sys.modules)
+"""
+
+
+def run(program):
+    subprocess.run([sys.executable, "-c", PRESENT + program], check=True, capture_output=True, text=True)
+
+
+def test_a_framework_is_imported_with_its_layers_only():
+    """In the order in which none may have come with the one before (Haiku itself imports Flax)."""
+    for package in ("equinox", "flax"):
+        pytest.importorskip(package)
+    run("""
+import jax_attn_bwd, jax_attn_bwd.layers.graph, jax_attn_bwd.layers.deformable
+assert {"flax_linen", "flax_nnx", "haiku", "equinox"} <= set(dir(jax_attn_bwd.layers))
+assert {"layers", "compat"} <= set(dir(jax_attn_bwd))
+assert not hasattr(jax_attn_bwd.layers, "torch")
+assert not present(), present()
+assert jax_attn_bwd.layers.equinox.GATConv.__name__ == "GATConv"
+assert present() == {"equinox"}, present()
+assert jax_attn_bwd.layers.flax_linen.MultiHeadAttention.__name__ == "MultiHeadAttention"
+assert present() == {"equinox", "flax"}, present()
+assert "jax_attn_bwd.layers.flax_nnx" not in sys.modules
+""")
+
+
+def test_a_missing_framework_is_named():
+    run("""
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("equinox", "haiku", "flax"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import jax_attn_bwd
+for folder, package, distribution in (
+    ("equinox", "equinox", "equinox"), ("haiku", "haiku", "dm-haiku"),
+    ("flax_linen", "flax", "flax"), ("flax_nnx", "flax", "flax"),
+):
+    try:
+        getattr(jax_attn_bwd.layers, folder)
+    except ImportError as error:
+        assert f"layers.{folder} needs the package {package}; install it" in str(error), error
+        assert str(error).endswith(f"pip install {distribution}"), error
+    else:
+        raise AssertionError(folder)
+""")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'pytorch'"):
+        layers.pytorch  # noqa: B018
+    assert jax_attn_bwd.layers is layers

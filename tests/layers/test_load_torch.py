@@ -1,0 +1,134 @@
+"""`load_torch` of each framework: PyTorch's names and layouts go into layers of the same options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layers import deformable_cases, graph_cases
+from layers.frameworks import FRAMEWORKS, assert_all_close, frameworks, from_equinox, imported, lenient
+
+from jax_attn_bwd.layers.deformable import from_torch
+
+PREFIX = "net.0.conv."
+
+
+def torch_state(tree):
+    """A tree as in linen in the layout of PyTorch, under a prefix, beside another layer."""
+    state = {"net.0.conv2.lin.weight": np.zeros((2, 2))}
+    for name, x in tree.items():
+        if isinstance(x, dict):
+            state[f"{PREFIX}{name}.weight"] = np.asarray(x["kernel"]).T
+            state |= {f"{PREFIX}{name}.bias": np.asarray(x["bias"])} if "bias" in x else {}
+        else:
+            state[PREFIX + name] = np.asarray(x)[None] if name.startswith("att") else np.asarray(x)
+    return state
+
+
+def load(framework, make, inputs, state, prefix=PREFIX, dtype="float64"):
+    """The tree as in linen of a layer that `make(layers, **own arguments)` builds, loaded with `state`."""
+    theirs, layers = imported(framework)
+    if framework == "flax_linen":
+        layer = make(layers, param_dtype=dtype)
+        with lenient():  # inputs and parameters may differ in dtype
+            shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), *inputs))["params"]
+        return layers.load_torch(shapes, state, prefix)
+    if framework == "flax_nnx":
+        layer = make(layers, param_dtype=dtype, rngs=theirs.Rngs(0))
+        assert layers.load_torch(layer, state, prefix) is None
+        return theirs.to_pure_dict(theirs.state(layer, theirs.Param))
+    if framework == "haiku":
+
+        def forward(*inputs):
+            return theirs.Linear(3, name="head")(make(layers, name="mine")(*inputs))
+
+        shapes = jax.eval_shape(lambda: theirs.transform(forward).init(jax.random.key(0), *inputs))
+        flat = layers.load_torch(shapes, "mine", state, prefix)
+        assert flat.keys() == shapes.keys()
+        assert flat.pop("head") is shapes["head"]
+        tree = dict(flat.get("mine", {}))
+        for path in flat.keys() - {"mine"}:
+            tree[path.rpartition("/")[2]] = {
+                {"w": "kernel", "b": "bias"}[p]: x for p, x in flat[path].items()
+            }
+        return tree
+    layer = make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0))
+    loaded = layers.load_torch(layer, state, prefix)
+    assert type(loaded) is type(layer)
+    assert loaded.config == layer.config
+    return from_equinox(loaded, theirs)
+
+
+def graph_maker(framework, name):
+    kind, in_channels, options = graph_cases.CASES[name]
+    sizes = (graph_cases.C, graph_cases.H)
+    if framework in ("flax_nnx", "equinox"):
+        sizes = (in_channels, *sizes)
+    return lambda layers, **own: getattr(layers, kind)(*sizes, **options, **own)
+
+
+@pytest.mark.parametrize("framework", frameworks("flax_linen", "haiku", "equinox"))
+def test_graph_layers(framework):
+    """Every parameter goes where the forward reads it, in the layer's dtype; what is unused stays out."""
+    for name, (kind, in_channels, options) in graph_cases.CASES.items():
+        rng = np.random.default_rng(0)
+        tree = graph_cases.parameters(rng, kind, in_channels, options)
+        inputs = graph_cases.inputs(rng, in_channels, options)
+        state = torch_state(tree)
+        if name == "gatv2_shared":
+            state[f"{PREFIX}lin_r.weight"] = state[f"{PREFIX}lin_l.weight"]
+        if name == "transformer":
+            state[f"{PREFIX}lin_skip.weight"] = np.zeros((graph_cases.C, in_channels))
+        got = load(framework, graph_maker(framework, name), inputs, state)
+        assert jax.tree.structure(got) == jax.tree.structure(tree)
+        assert_all_close(got, tree, 0)
+    if framework != "haiku":  # has the dtype of the input
+        narrow = load(framework, graph_maker(framework, name), inputs, state, dtype="float32")
+        assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_deformable_attention(framework):
+    cases = deformable_cases
+    tree = from_torch(cases.torch_state(np.random.default_rng(0)))
+    state = torch_state(tree) | {f"{PREFIX}num_points_scale": np.ones(3)}
+    query, points, value, _ = cases.inputs(np.random.default_rng(0))
+    width = {
+        "flax_linen": "features",
+        "flax_nnx": "in_features",
+        "haiku": "model_size",
+        "equinox": "query_size",
+    }
+    sizes = {"num_heads": cases.M, width[framework]: cases.C, "num_levels": cases.L, "num_points": 2}
+    make = lambda layers, **own: layers.MultiScaleDeformableAttention(**sizes, **own)
+    got = load(framework, make, (query, points, value, cases.LEVELS), state)
+    assert_all_close(got, tree, 0)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_does_not_fit_is_named(framework):
+    kind, in_channels, options = graph_cases.CASES["gat"]
+    rng = np.random.default_rng(0)
+    state = torch_state(graph_cases.parameters(rng, kind, in_channels, options))
+    inputs = graph_cases.inputs(rng, in_channels, options)
+    wrong = {
+        r"state must hold .*'lin\.kernel': \(6, 6\)\}, got \{'lin\.kernel': \(7, 6\)\}; build the layer": {
+            f"{PREFIX}lin.weight": np.zeros((6, 7))
+        },
+        r"\{'res\.kernel': None\}, got \{'res\.kernel': \(6, 6\)\}": {
+            f"{PREFIX}res.weight": np.zeros((6, 6))
+        },
+    }
+    for message, changed in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            load(framework, graph_maker(framework, "gat"), inputs, state | changed)
+    missing = {name: x for name, x in state.items() if not name.endswith("att_dst")}
+    with pytest.raises(ValueError, match=r"\{'att_dst': \(2, 3\)\}, got \{'att_dst': None\}"):
+        load(framework, graph_maker(framework, "gat"), inputs, missing)
+    with pytest.raises(ValueError, match="prefix must end with a dot"):
+        load(framework, graph_maker(framework, "gat"), inputs, state, "net.0.conv")
+
+
+def test_haiku_names_a_module_that_is_not_there():
+    _, layers = imported("haiku")
+    with pytest.raises(ValueError, match=r"module must be in params, got 'gat'; \['gat_conv/lin'\]"):
+        layers.load_torch({"gat_conv/lin": {}}, "gat", {})

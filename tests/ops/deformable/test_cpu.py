@@ -1,0 +1,187 @@
+"""Multi-scale deformable attention: the loops that a CPU takes where there are many queries, at any size."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import OPERATORS, assert_close, assert_trees_close, differentiated, finite_loss, thorough
+from ops.deformable.calls import QUICK
+
+from jax_attn_bwd import multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
+from jax_attn_bwd.ops.deformable import cpu
+from jax_attn_bwd.ops.deformable.cases import locations
+from jax_attn_bwd.ops.deformable.spec import Operands, Options
+
+operator = next(o for o in OPERATORS if o.name == "multi_scale_deformable_attention")
+OPTIONS = Options(spatial_shapes=((64, 85),), num_points=(4,))
+QUERIES = 3  # of a block: most cases have a last block of fewer
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    def loops(options, operands):
+        queries = operands.attention_weights.shape[1]
+        paired = min(queries, QUERIES) if options.method == "bilinear" else 0
+        return cpu.Loops(True, True, True, paired)
+
+    monkeypatch.setattr(cpu, "loops", loops)
+
+
+def cases(tag, *kept):
+    """Those with a tag; all but `kept` are left to the thorough tier."""
+    return [
+        pytest.param(case, id=case.name, marks=[] if case.name in kept else [thorough])
+        for case in operator.tagged(tag)
+    ]
+
+
+def loss(function, case):
+    return finite_loss(function, operator, case.arrays(), case.options)
+
+
+@pytest.mark.parametrize("case", cases("ci", "many_queries", "ragged"))
+def test_loops_of_a_cpu(forced, case):
+    inputs = differentiated(operator, case.arrays())
+    run = lambda function: jax.jit(jax.value_and_grad(loss(function, case)), compiler_options=QUICK)(inputs)
+    (value, gradients), (expected_value, expected) = run(operator.call), run(operator.reference)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-11, atol=1e-13)
+    assert_trees_close(gradients, expected, 1e-11)
+
+
+@pytest.mark.parametrize("case", cases("second", "second_border"))
+def test_their_derivatives(forced, case):
+    """The gradient of the gradients' norm."""
+    inputs = differentiated(operator, case.arrays())
+
+    def norm(function, inputs):
+        gradients = jax.grad(loss(function, case))(inputs)
+        return sum((x**2).sum() for x in gradients.values())
+
+    second = jax.jit(jax.grad(norm, argnums=1), static_argnums=0, compiler_options=QUICK)
+    assert_trees_close(second(operator.call, inputs), second(operator.reference, inputs), 1e-10)
+
+
+def problem(B=2, Q=5, M=2, D=3, levels=((3, 4), (2, 2)), points=2, dtype=np.float64, spread=1.5):
+    """(cotangent, value, locations, weights)."""
+    rng = np.random.default_rng(3)
+    at = locations(rng, (B, Q, M), levels, (points,) * len(levels), spread)
+    arrays = (
+        rng.standard_normal((B, Q, M * D)),
+        rng.standard_normal((B, sum(h * w for h, w in levels), M, D)),
+        at.reshape(B, Q, M, len(levels), points, 2),
+        rng.standard_normal((B, Q, M, len(levels), points)),
+    )
+    return tuple(jnp.asarray(x, dtype) for x in arrays), levels
+
+
+@thorough
+def test_under_vmap(forced):
+    """Of all arrays, and of the cotangent alone."""
+    (dout, *rest), levels = problem(B=4)
+
+    def gradients(dout, value, at, weights):
+        _, pullback = jax.vjp(
+            lambda *x: multi_scale_deformable_attention(x[0], levels, *x[1:]), value, at, weights
+        )
+        return pullback(dout)
+
+    expected = gradients(dout, *rest)
+    entries = [x.reshape(2, 2, *x.shape[1:]) for x in (dout, *rest)]
+    got = jax.vmap(gradients)(*entries)
+    for x, y in zip(got, expected, strict=True):
+        assert_close(x.reshape(y.shape), y, 1e-12)
+    factors = jnp.asarray([1.0, -2.5])
+    got = jax.vmap(lambda f: gradients(f * dout, *rest))(factors)
+    for x, y in zip(got, expected, strict=True):
+        assert_close(x[1], -2.5 * y, 1e-12)
+
+
+@pytest.mark.parametrize("padding", [pytest.param("zeros", marks=thorough), "border"])
+def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeypatch, padding):
+    """As in the portable loop: padding and the neighbour of a clamped point stay out of it."""
+    (dout, value, at, weights), levels = problem(Q=7, spread=3.0)
+    dout = dout.at[0, 2].set(jnp.nan).at[1, 4, 1].set(jnp.inf)
+
+    def dvalue():
+        return multi_scale_deformable_attention_bwd(
+            dout, value, levels, at, weights, padding_mode=padding, wrt="value"
+        ).value
+
+    got = dvalue()
+    monkeypatch.setattr(cpu, "loops", lambda *_: cpu.Loops())
+    expected = dvalue()
+    assert 0 < np.isnan(expected).sum() < expected.size
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=thorough), "bfloat16", pytest.param("float16", marks=thorough)]
+)
+def test_in_low_precision(forced, monkeypatch, dtype):
+    """As near to float64 as the portable loops: sums are float32, results are rounded once."""
+    arrays, levels = problem(Q=40, D=30)
+    narrow = [x.astype(jnp.float32) for x in arrays]
+    narrow = [narrow[0].astype(dtype), narrow[1].astype(dtype), *narrow[2:]]
+
+    def results(dout, *operands):
+        out, pullback = jax.vjp(lambda *x: multi_scale_deformable_attention(x[0], levels, *x[1:]), *operands)
+        return [np.asarray(x, np.float64) for x in (out, *pullback(dout))]
+
+    got = results(*narrow)
+    monkeypatch.setattr(cpu, "loops", lambda *_: cpu.Loops())
+    portable = results(*narrow)
+    exact = results(*(x.astype(jnp.float64) for x in narrow))
+    for x, y, z in zip(got, portable, exact, strict=True):
+        eps = float(jnp.finfo(dtype).eps) * np.abs(z).max()
+        assert np.abs(x - z).max() <= 2 * np.abs(y - z).max() + 2 * eps
+
+
+def shapes(B, Q, M, D, S, dtype=jnp.float32):
+    return Operands(
+        jax.ShapeDtypeStruct((B, S, M, D), dtype),
+        jax.ShapeDtypeStruct((B, Q, M, 4, 2), jnp.float32),
+        jax.ShapeDtypeStruct((B, Q, M, 4), jnp.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 5440, 8, 32, 5440), cpu.Loops(True, True, True, 512)),
+        ((1, 5440, 8, 256, 5440), cpu.Loops(True, True, True, 64)),
+        ((8, 300, 8, 32, 5440), cpu.Loops(True, True, False, 300)),
+        ((1, 300, 8, 32, 5440), cpu.Loops(paired_queries=300)),
+        ((1, 100, 8, 32, 5440), cpu.Loops()),
+        ((0, 5440, 8, 32, 5440), cpu.Loops()),
+        ((1, 5440, 8, 0, 5440), cpu.Loops(True, True, True)),
+        ((1, 4096, 1 << 10, 32, 1 << 15), cpu.Loops(on_all_cores=True)),  # 2^30 numbers
+    ],
+)
+def test_which_loops(monkeypatch, sizes, expected):
+    monkeypatch.setattr(cpu, "_has_several_devices", lambda: False)
+    assert cpu.loops(OPTIONS, shapes(*sizes)) == expected
+    nearest = cpu.loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
+    assert nearest == expected._replace(paired_queries=0)
+    monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
+    assert cpu.loops(OPTIONS, shapes(*sizes)) == cpu.Loops()
+
+
+def test_operands_that_may_be_sharded_keep_their_heads_apart():
+    """Whether they are is not known while tracing; these tests have several devices."""
+    assert cpu.loops(OPTIONS, shapes(1, 5440, 8, 32, 5440)) == cpu.Loops(on_all_cores=True)
+
+
+def test_no_loop_is_compiled_for_one_core(monkeypatch):
+    """XLA marks what it does not share between cores; before JAX 0.12 it does so with small loops only."""
+    monkeypatch.setattr(cpu, "_has_several_devices", lambda: False)
+    (dout, value, at, weights), levels = problem(B=1, Q=4100, M=2, D=8, dtype=np.float32)
+
+    def step(dout, *operands):
+        out, pullback = jax.vjp(lambda *x: multi_scale_deformable_attention(x[0], levels, *x[1:]), *operands)
+        return out, pullback(dout)
+
+    program = jax.jit(step).lower(dout, value, at, weights).compile().as_text()
+    assert "while(" in program
+    assert "xla_cpu_small_call" not in program

@@ -1,0 +1,52 @@
+"""Queries split over devices, and a cotangent placed otherwise."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from helpers import assert_close, thorough
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from ops.deformable.small import LEVELS, B, D, M, Q, sample
+
+from jax_attn_bwd import multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
+from jax_attn_bwd.ops.deformable.cases import locations
+
+
+@thorough
+def test_queries_split_over_devices():
+    """In `shard_map` with the value replicated: its gradient is the sum over the devices."""
+    rng = np.random.default_rng(0)
+    at = locations(rng, (2, 8, 3), LEVELS, (2, 2)).reshape(2, 8, 3, 2, 2, 2)
+    inputs = (rng.standard_normal((2, 14, 3, 4)), at, rng.standard_normal((2, 8, 3, 2, 2)))
+    dout = rng.standard_normal((2, 8, 12))
+
+    def step(value, at, weights, dout):
+        out, pullback = jax.vjp(
+            lambda v, a, w: multi_scale_deformable_attention(v, LEVELS, a, w, normalize="softmax"),
+            value,
+            at,
+            weights,
+        )
+        return out, *pullback(dout)
+
+    mesh = jax.make_mesh((2, 4), ("b", "q"), axis_types=(AxisType.Auto,) * 2)
+    specs = (P("b"), P("b", "q"), P("b", "q"), P("b", "q"))
+    split = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=(P("b", "q"), *specs[:3]), check_vma=True
+    )
+    for got, expected in zip(jax.jit(split)(*inputs, dout), step(*inputs, jnp.asarray(dout)), strict=True):
+        assert_close(got, expected, 1e-13)
+
+
+def test_plain_backward_on_an_explicit_mesh_with_another_dout():
+    arrays = {name: jnp.asarray(np.concatenate([x, x])) for name, x in sample().items()}
+    dout = jnp.asarray(np.random.default_rng(4).standard_normal((2 * B, Q, M * D)))
+    expected = multi_scale_deformable_attention_bwd(dout, spatial_shapes=LEVELS, **arrays)
+    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, P("b")) for name, x in arrays.items()}
+        got = multi_scale_deformable_attention_bwd(dout, spatial_shapes=LEVELS, **placed)
+    for name, x in placed.items():
+        assert getattr(got, name).sharding.is_equivalent_to(x.sharding, x.ndim)
+        assert_close(getattr(got, name), getattr(expected, name), 1e-13)

@@ -1,0 +1,88 @@
+"""What the tests of the attention kernels share: devices that are not there, cases of many tiles."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import OPERATORS, Case
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jax_attn_bwd import check
+from jax_attn_bwd._core import pallas
+
+BF16 = jnp.bfloat16
+(OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
+TILED = ("full", "causal", "window", "segments", "lengths")
+
+
+@contextlib.contextmanager
+def device(kind, platform):
+    """Programs are for that device, which is not there: they are traced, and not run."""
+    about = AbstractDevice(device_kind=kind, num_cores=132 if platform == "gpu" else 1, platform=platform)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=about)
+    with pallas.interpreting(), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def gpu(kind="NVIDIA H200"):
+    return device(kind, "gpu")
+
+
+def tpu(kind="TPU v6 lite"):
+    return device(kind, "tpu")
+
+
+def kernels(function, *args):
+    """The names of the kernels that a program runs, sorted."""
+    with gpu():
+        program = str(jax.make_jaxpr(function)(*args))
+    return sorted(re.findall(r"\bname=attention_(d\w+|forward)\b", program))
+
+
+def tiled(head, name, T=300, S=270, Hv=None):
+    """A case of several tiles of queries and of keys."""
+    extra, options = {
+        "full": ({}, {}),
+        "causal": ({}, {"is_causal": True}),
+        "window": ({}, {"local_window_size": (70, 9)}),
+        "segments": (
+            {
+                "query_segment_ids": np.repeat([0, 1, 4], 100).astype(np.int32),
+                "key_value_segment_ids": np.repeat([0, 1, 3], 90).astype(np.int32),
+            },
+            {"is_causal": True},
+        ),
+        "lengths": ({"query_seq_lengths": np.int32(140), "key_value_seq_lengths": np.int32(131)}, {}),
+        "both_lengths": (
+            {
+                "query_seq_lengths": np.array([300, 7], np.int32),
+                "key_value_seq_lengths": np.array([0, 260], np.int32),
+            },
+            {},
+        ),
+    }[name]
+    batch, N, K = (2, 2, 2) if name == "both_lengths" else (1, 2, 1)
+
+    def build(rng):
+        q, k, v = (
+            rng.standard_normal((batch, n, heads, size))
+            for n, heads, size in ((T, N, head), (S, K, head), (S, K, Hv or head))
+        )
+        return {"query": q, "key": k, "value": v} | extra
+
+    return Case(f"{name}_{head}", build, options)
+
+
+def measured(operator, implementation, case, dtype="bfloat16"):
+    rows = check.measure(operator, implementation, case, dtype)
+    wanted = {f"d{name}" for name in operator.differentiated(case.arrays(dtype))}
+    assert {row.quantity for row in rows} == wanted | {"out", "lse"}
+    for row in rows:
+        assert row.ok, row
+
+
+def shapes(T=40, S=70, N=4, K=2, H=16, Hv=None, dtype=BF16):
+    sizes = {"query": (2, T, N, H), "key": (2, S, K, H), "value": (2, S, K, Hv or H)}
+    return {name: jax.ShapeDtypeStruct(size, dtype) for name, size in sizes.items()}

@@ -1,0 +1,118 @@
+"""Blocks of keys make up the whole: out and lse, and gradients by the row values of the whole."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, assert_trees_close, thorough
+
+from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+T, S, N, K, H = 10, 14, 4, 2, 3
+WANTED = ("query", "key", "value")
+
+
+def operands(rng, **more):
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
+    return Operands(draw(2, T, N, H), draw(2, S, K, H), draw(2, S, K, H + 1), **more)
+
+
+def cut(whole, size):
+    """The blocks of `size` keys; who sees whom is told by positions."""
+    for start in range(0, S, size):
+        keys = slice(start, start + size)
+        yield whole._replace(
+            key=whole.key[:, keys],
+            value=whole.value[:, keys],
+            query_positions=jnp.arange(2, T + 2, dtype=jnp.int32)[None],
+            key_value_positions=jnp.arange(S, dtype=jnp.int32)[None, keys],
+            sink=whole.sink if start == 0 else None,
+        )
+
+
+def merged(results):
+    """The row values of blocks of disjoint keys together."""
+    lse = jax.nn.logsumexp(jnp.stack([r.lse for r in results]), axis=0)
+    shares = [jnp.exp(r.lse - jnp.where(lse == -jnp.inf, 0, lse))[..., None] * r.out for r in results]
+    return results[0]._replace(out=sum(shares), lse=lse, lse_low=None)
+
+
+@pytest.mark.parametrize("with_sink", [pytest.param(False, marks=thorough), True])
+def test_blocks_make_up_the_whole(with_sink, rng):
+    options = Options(scale=0.7, is_causal=True, window=(5, 0), logits_soft_cap=2.0)
+    sink = jnp.asarray(rng.standard_normal(N)) if with_sink else None
+    one = operands(rng, sink=sink)
+    dout, dlse = (
+        jnp.asarray(rng.standard_normal((2, T, N, H + 1))),
+        jnp.asarray(rng.standard_normal((2, T, N))),
+    )
+    wanted = (*WANTED, "sink") if with_sink else WANTED
+
+    @jax.jit
+    def run(one):
+        (whole,) = cut(one, S)
+        result = block.forward("xla", options, whole)
+        grads = block.backward("xla", options, whole, result, wanted, dout, dlse)
+        blocks = list(cut(one, 5))
+        total = merged([block.forward("xla", options, x) for x in blocks])
+        of_blocks = [
+            block.backward("xla", options, x, total, wanted if x.sink is not None else WANTED, dout, dlse)
+            for x in blocks
+        ]
+        return result, grads, total, of_blocks
+
+    result, grads, total, of_blocks = run(one)
+    assert_trees_close({"out": total.out, "lse": total.lse}, {"out": result.out, "lse": result.lse}, 1e-13)
+    assert_close(sum(g.query for g in of_blocks), grads.query, 1e-12, "query")
+    for name in ("key", "value"):
+        joined = jnp.concatenate([getattr(g, name) for g in of_blocks], 1)
+        assert_close(joined, getattr(grads, name), 1e-12, name)
+    if with_sink:
+        assert_close(of_blocks[0].sink, grads.sink, 1e-12, "sink")
+
+
+@thorough
+def test_a_block_that_nothing_sees_adds_nothing(rng):
+    options = Options(scale=1.0, is_causal=True)
+    far = {
+        "query_positions": jnp.zeros((1, T), jnp.int32),
+        "key_value_positions": jnp.ones((1, S), jnp.int32),
+    }
+    hidden = operands(rng, **far)
+    result = block.forward("xla", options, hidden)
+    assert not result.out.any()
+    assert (result.lse == -jnp.inf).all()
+    total = result._replace(out=jnp.ones_like(result.out), lse=jnp.ones_like(result.lse), lse_low=None)
+    grads = block.backward("xla", options, hidden, total, WANTED, jnp.ones_like(result.out))
+    assert not any(x.any() for x in (grads.query, grads.key, grads.value))
+
+
+@thorough
+def test_whole_planes_agree_with_tiles(rng):
+    """The same equations: probabilities times values, and gradients, with dropout and a bias."""
+    options = Options(scale=0.7, is_causal=True, dropout_rate=0.3)
+    bias = jnp.asarray(np.where(rng.random((2, N, T, S)) < 0.2, -np.inf, rng.standard_normal((2, N, T, S))))
+    words = jnp.asarray([3, 5], jnp.uint32)
+    given = operands(rng, bias=bias, dropout_words=words)
+    dout = jnp.asarray(rng.standard_normal((2, T, N, H + 1)))
+    wanted = (*WANTED, "bias")
+
+    @jax.jit
+    def run(given):
+        result = block.forward("xla", options, given)
+        tiles = block.backward("xla", options, given, result, wanted, dout)
+        p, z = block.probabilities(options, given, result), block.dropout_factors(options, given)
+        v = jnp.swapaxes(given.value, 1, 2)
+        out = block.merge_heads(jnp.einsum("bkgts,bksh->bkgth", z * p, v))
+        split = block.split_heads(dout, N // K)
+        dp = block.through_values(options, given, split)
+        delta = (p * dp).sum(-1, keepdims=True)
+        planes = block.gradients(options, given, wanted, p, split, dp, delta)
+        return {"out": out, **planes._asdict()}, {"out": result.out, **tiles._asdict()}
+
+    got, expected = ({n: x for n, x in side.items() if x is not None} for side in run(given))
+    assert_trees_close(got, expected, 1e-12)
+    assert block.dropout_factors(dataclasses.replace(options, dropout_rate=0.0), given) is None

@@ -1,0 +1,141 @@
+"""The Hopper kernels of dense attention, in the interpreter, beyond the contract: tiles, orders, vmap.
+
+Kernels that do not depend on each other are kept from running at once (`block_until_ready`): the interpreter
+has one state for all.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_trees_close, interpreted, thorough
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from ops.dot_product.kernel_calls import BF16, OPERATOR, measured, tiled
+
+import jax_attn_bwd
+from jax_attn_bwd._core import mosaic_gpu, pallas
+
+NAME = "mosaic_gpu"
+NAMED = {case.name: case for case in OPERATOR.tagged("ci", "edge", "second", "shard")}
+ANY_ORDER = dataclasses.replace(OPERATOR, call=partial(OPERATOR.call, deterministic=False))
+pytestmark = pytest.mark.kernel
+
+
+@pytest.fixture(autouse=True)
+def _interpreter():
+    with pallas.interpreting(NAME), jax.enable_x64(True):
+        yield
+
+
+@thorough
+def test_every_case_runs_but_the_empty_ones():
+    def explained(case, dtype="bfloat16"):
+        return jax_attn_bwd.explain(OPERATOR.call, **case.arrays(dtype), **case.options)[NAME]
+
+    refused = {name: reason for name, case in NAMED.items() if (reason := explained(case)) != "ok"}
+    empty = ("T0_S0", "T0_S1", "T0_S3", "T1_S0", "T5_S0")
+    assert refused == dict.fromkeys(empty, "there is nothing to compute")
+    assert "not float32" in explained(NAMED["plain"], "float32")
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize("name", ["causal_window_cap", "segments_causal", "second_dropout"])
+def test_float16_against_definition(name):
+    measured(OPERATOR, NAME, NAMED[name], "float16")
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        *((16, name) for name in ("causal", "full", "segments", "both_lengths")),
+        *((96, name) for name in ("causal", "window", "lengths")),
+    ],
+)
+def test_fused_backward_against_definition(head, name, monkeypatch):
+    """The interpreter takes additions of different blocks to one place for races: not looked for here."""
+    params = getattr(plgpu, "InterpretGPUParams")(detect_races=False)  # noqa: B009 (absent before 0.12)
+    monkeypatch.setattr(mosaic_gpu, "_interpreter", lambda: params)
+    measured(ANY_ORDER, NAME, tiled(head, name))
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize("head", [16, 96])
+def test_fused_backward_has_no_races_within_a_block(head):
+    measured(ANY_ORDER, NAME, tiled(head, "causal", S=100))
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize(("head", "Hv"), [(72, 72), (150, 250), (256, 192)])
+def test_wide_heads_against_definition(head, Hv):
+    measured(OPERATOR, NAME, tiled(head, "causal", T=100, S=140, Hv=Hv))
+
+
+@interpreted
+@thorough
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's products
+@pytest.mark.parametrize("name", ["causal", "lengths"])
+def test_in_any_order_poison_is_as_good_as_zeros(name):
+    case = NAMED[name]
+    arrays, options = case.arrays(BF16), {**case.options, "implementation": NAME}
+    hidden = OPERATOR.hidden(arrays, options)
+    assert any(where.any() for where in hidden.values())
+
+    def run(fill):
+        given = {
+            n: jnp.where(hidden[n][..., None], jnp.asarray(fill, BF16), x) if n in hidden else x
+            for n, x in arrays.items()
+        }
+        inputs = {n: given[n] for n in OPERATOR.differentiated(given)}
+        out, pullback = jax.vjp(lambda i: ANY_ORDER.call(**{**given, **i}, **options), inputs)
+        dout = jnp.where(hidden["out"][..., None], jnp.asarray(fill, BF16), jnp.ones_like(out[0]))
+        return jax.block_until_ready((out, pullback((dout, jnp.ones_like(out[1])))[0]))
+
+    for got, expected in zip(*(jax.tree.leaves(run(fill)) for fill in (np.nan, 0.0)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize(
+    ("batched", "deterministic"),
+    [
+        (("query",), True),
+        (("bias",), True),
+        (("query", "key", "value", "bias", "sink"), True),
+        (("query",), False),
+        (("query", "key", "value"), False),
+    ],
+    ids=str,
+)
+def test_vmap_and_nested_vmap(batched, deterministic):
+    """In any order the fused kernel is compared with the pair, which runs under vmap."""
+    case = NAMED["second_causal"]
+    arrays, options = case.arrays(BF16), {**case.options, "implementation": NAME}
+    if not deterministic:  # what the fused kernel takes
+        del arrays["bias"]
+        options |= {"logits_soft_cap": None, "deterministic": False}
+    rng = np.random.default_rng(3)
+    for n in batched:
+        noise = rng.standard_normal((2, 2, *arrays[n].shape))
+        arrays[n] = (arrays[n][None, None] + noise.astype(BF16)).astype(BF16)
+
+    def step(inputs):
+        (out, lse), pullback = jax.vjp(lambda i: OPERATOR.call(**i, **options), inputs)
+        return {"out": out, "lse": lse} | pullback((jnp.cos(out), jnp.sin(lse)))[0]
+
+    axes = ({n: 0 if n in batched else None for n in arrays},)
+    pick = lambda *i: {n: x[i] if n in batched else x for n, x in arrays.items()}
+    rows = jax.block_until_ready(jax.vmap(step, axes)(pick(0)))
+    both = jax.block_until_ready(jax.vmap(jax.vmap(step, axes), axes)(arrays))
+    for b in range(2):
+        expected = jax.block_until_ready(step(pick(0, b)))
+        for got in (jax.tree.map(lambda x, b=b: x[b], rows), jax.tree.map(lambda x, b=b: x[0, b], both)):
+            assert_trees_close(got, expected, 2 * float(jnp.finfo(BF16).eps))

@@ -1,0 +1,91 @@
+"""Which tiles the Hopper kernels of dense attention visit."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import thorough
+from ops.dot_product.kernel_calls import BF16
+
+from jax_attn_bwd.ops.dot_product.cases import seen
+from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+pytestmark = pytest.mark.kernel
+
+
+def visited(options, operands, rows, columns, by_key):
+    """[B, tiles of one side, 4]; all and all full where the kernels are told nothing."""
+    refs = kernel_tiles.inputs(options, operands, None)
+    found = kernel_tiles.bounds(options, refs, rows, columns, by_key)
+    n_q, n_k = refs.q.shape[1] // rows, refs.k.shape[1] // columns
+    outer, inner = (n_k, n_q) if by_key else (n_q, n_k)
+    found = np.array([[[0, 0, inner, inner]] * outer]) if found is None else np.asarray(found)
+    assert found.shape[1:] == (outer, 4)
+    return np.broadcast_to(found, (refs.q.shape[0], outer, 4)), (n_q, n_k)
+
+
+def tile_flags(plane, rows, columns, grid, T):
+    """(some, every) element of each tile of a plane `[B, T, S]`; rows that are thrown away count not."""
+    (B, t, S), (n_q, n_k) = plane.shape, grid
+    padded = np.zeros((2, B, n_q * rows, n_k * columns), bool)
+    padded[:, :, :t, :S] = plane
+    for b in range(B):
+        padded[1, b, T[b] :] = True
+    cut = padded.reshape(2, B, n_q, rows, n_k, columns)
+    return cut[0].any((2, 4)), cut[1].all((2, 4))
+
+
+BLOCKS = [(128, 64, False), (128, 128, False), (64, 128, True), (32, 128, True)]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[thorough] * (i not in (4, 5))) for i in range(24)])
+def test_bounds_miss_nothing_and_call_nothing_full_that_is_not(seed):
+    rng = np.random.default_rng(seed)
+    B, T, S = 3, *((300, 500), (500, 131), (128, 256))[seed % 3]
+    q, k = jnp.zeros((B, T, 1, 2), BF16), jnp.zeros((B, S, 1, 2), BF16)
+    window = (None, None, None, (90, 20), (0, 200))[rng.integers(5)]
+    options = Options(scale=1.0, is_causal=bool(rng.random() < 0.3), window=window)
+    given = {}
+    for side, n in (("query", T), ("key_value", S)):
+        if rng.random() < 0.5:
+            given[f"{side}_seq_lengths"] = rng.integers(0, n + 1, B)
+        if rng.random() < 0.4:
+            given[f"{side}_positions"] = np.sort(rng.integers(0, 600, (B, n)), -1)
+    if rng.random() < 0.4:
+        for side, n in (("query", T), ("key_value", S)):
+            given[f"{side}_segment_ids"] = np.sort(rng.integers(0, 4, (B, n)), -1)
+    operands = Operands(q, k, k, **{n: jnp.asarray(x, np.int32) for n, x in given.items()})
+    local = {"is_causal": options.is_causal} | ({"local_window_size": window} if window else {})
+    plane = np.stack(
+        [seen({n: x[b : b + 1] for n, x in given.items()}, local, (1, 1, T, S))[0, 0] for b in range(B)]
+    )
+    ends = given.get("query_seq_lengths", [T] * B)
+    for rows, columns, by_key_ in BLOCKS:
+        found, grid = visited(options, operands, rows, columns, by_key_)
+        some, every = tile_flags(plane, rows, columns, grid, ends)
+        if by_key_:
+            some, every = some.swapaxes(1, 2), every.swapaxes(1, 2)
+        step = np.arange(some.shape[-1])
+        first, full_first, full_end, end = (found[..., i, None] for i in range(4))
+        within = (first <= step) & (step < end)
+        assert not (some & ~within).any()
+        assert not (within & (full_first <= step) & (step < full_end) & ~every).any()
+
+
+@thorough
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("shape", [(512, 512), (256, 640), (640, 256)])
+@pytest.mark.parametrize("window", [None, (64, 64), (0, 0), (127, 1), (200, 0)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bounds_of_fixed_shapes_are_exact(shape, window, is_causal, blocks):
+    (T, S), (rows, columns, order) = shape, blocks
+    operands = Operands(*(jnp.zeros((1, n, 1, 2), BF16) for n in (T, S, S)))
+    options = Options(scale=1.0, is_causal=is_causal, window=window)
+    found, grid = visited(options, operands, rows, columns, order)
+    local = {"is_causal": is_causal} | ({"local_window_size": window} if window else {})
+    plane = seen({}, local, (1, 1, T, S))[:, 0]
+    some, every = (x.swapaxes(1, 2) if order else x for x in tile_flags(plane, rows, columns, grid, [T]))
+    first, full_first, full_end, end = (found[..., i] for i in range(4))
+    np.testing.assert_array_equal(end - first, some.sum(-1))
+    full = np.minimum(full_end, end) - np.maximum(full_first, first)
+    np.testing.assert_array_equal(np.maximum(full, 0), every.sum(-1))

@@ -1,0 +1,185 @@
+"""Which Hopper kernels of dense attention a call runs, what they refuse and why, and what remat saves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import thorough
+from ops.dot_product.kernel_calls import BF16, OPERATOR, TILED, gpu, kernels, shapes, tiled
+
+import jax_attn_bwd
+from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd._core import pallas
+
+NAME = "mosaic_gpu"
+pytestmark = pytest.mark.kernel
+
+
+@pytest.fixture(autouse=True)
+def _interpreter():
+    with pallas.interpreting(NAME), jax.enable_x64(True):
+        yield
+
+
+def backward_kernels(wanted, arrays, **options):
+    def gradients(arrays):
+        def loss(inputs):
+            out = dot_product_attention(**{**arrays, **inputs}, **options, implementation=NAME)
+            return out.astype(np.float32).sum()
+
+        return jax.grad(loss)({name: arrays[name] for name in wanted.split()})
+
+    forward, *rest = reversed(kernels(gradients, arrays))
+    assert forward == "forward"
+    return sorted(rest)
+
+
+PAIR = ["dkey_dvalue", "dq"]
+FUSED = PAIR if jax.__version_info__ < (0, 11) else ["dkey_dquery_dvalue"]  # see `can_fuse`
+
+
+@pytest.mark.parametrize("head", [16, pytest.param(64, marks=thorough), 96, 128])
+def test_the_fused_kernel_runs(head):
+    assert backward_kernels("query key value", shapes(H=head), deterministic=False) == FUSED
+    for name in TILED:
+        if name == "segments" and head > 64:
+            continue  # for these registers do not suffice
+        case = tiled(head, name)
+        arrays, options = case.arrays(BF16), {**case.options, "deterministic": False}
+        assert backward_kernels("query key value", arrays, **options) == FUSED
+
+
+@pytest.mark.parametrize("batched", [("query", "key", "value"), ("key",)], ids=str)
+def test_under_vmap_the_pair_runs(batched):
+    def loss(arrays):
+        out = dot_product_attention(**arrays, deterministic=False, implementation=NAME)
+        return out.astype(np.float32).sum()
+
+    axes = {n: 0 if n in batched else None for n in shapes()}
+    arrays = {
+        n: jax.ShapeDtypeStruct((3, *x.shape), x.dtype) if n in batched else x for n, x in shapes().items()
+    }
+    for gradients in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        assert kernels(jax.vmap(gradients, (axes,)), arrays) == ["dkey_dvalue", "dq", "forward"]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "expected"),
+    [
+        ({}, {"deterministic": True}, PAIR),
+        ({"H": 128, "Hv": 64}, {}, PAIR),
+        ({"H": 129}, {}, ["dkey", "dq", "dvalue"]),
+        ({"H": 65, "query_segment_ids": (40,), "key_value_segment_ids": (70,)}, {}, PAIR),
+        ({}, {"logits_soft_cap": 3.0}, PAIR),
+        ({"bias": (2, 1, 1, 70)}, {}, PAIR),
+        ({"mask": (1, 1, 40, 70)}, {}, PAIR),
+        ({"query_positions": (40,)}, {"is_causal": True}, PAIR),
+        ({}, {"dropout_rate": 0.5, "dropout_key": np.array([1, 2], np.uint32)}, PAIR),
+    ],
+    ids=str,
+)
+def test_the_fused_kernel_leaves_other_calls_to_the_pair(change, options, expected):
+    dtypes = {"bias": BF16, "mask": bool, "query_positions": np.int32}
+    dtypes |= {"query_segment_ids": np.int32, "key_value_segment_ids": np.int32}
+    given = {n: jax.ShapeDtypeStruct(change[n], dtypes[n]) for n in change if n in dtypes}
+    arrays = shapes(**{n: x for n, x in change.items() if n not in dtypes}) | given
+    options = {"deterministic": False} | options
+    assert backward_kernels("query key value", arrays, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bias", "expected"),
+    [
+        ("query", None, ["dq"]),
+        ("key", None, ["dkey"]),
+        ("value", None, ["dvalue"]),
+        ("key value", None, ["dkey_dvalue"]),
+        ("query value", None, ["dq", "dvalue"]),
+        ("query key value", (4, 40, 70), PAIR),
+        ("bias", (4, 40, 70), ["dbias"]),
+        ("bias", (4, 1, 70), ["dbias"]),
+        ("bias", (1, 40, 1), ["dbias_rows"]),
+        ("value bias", (1, 40, 1), ["dbias_rows", "dvalue"]),
+        ("sink", None, []),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_only_what_is_asked_is_computed(wanted, bias, expected, deterministic):
+    arrays = shapes() | {"sink": jax.ShapeDtypeStruct((4,), BF16)}
+    if bias is not None:
+        arrays["bias"] = jax.ShapeDtypeStruct(bias, BF16)
+    assert backward_kernels(wanted, arrays, deterministic=deterministic) == expected
+
+
+def test_nothing_differentiated_runs_the_forward_alone():
+    assert kernels(lambda a: OPERATOR.call(**a, implementation=NAME), shapes()) == ["forward"]
+
+
+@pytest.mark.parametrize("names", [("attention_out", "attention_lse"), ()], ids=["saved", "not"])
+def test_remat_by_name_saves_the_forward(names):
+    def layer(q, k, v):
+        out = dot_product_attention(q, k, v, is_causal=True, implementation=NAME)
+        return jnp.sin(out.astype(np.float32)).sum()
+
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    remat = jax.grad(jax.checkpoint(layer, policy=policy), (0, 1, 2))
+    with gpu():  # the interpreter has effects, which remat refuses
+        program = str(jax.make_jaxpr(remat)(*shapes().values()))
+    assert program.count("name=_forward") == (1 if names else 2)
+
+
+REFUSED = {
+    "float32": (shapes(dtype=np.float32), {}, "not float32"),
+    "float64": (shapes(dtype=np.float64), {}, "not float64"),
+    "H": (shapes(H=257, Hv=8), {}, "H = 257 and Hv = 8"),
+    "Hv": (shapes(Hv=264), {}, "H = 16 and Hv = 264"),
+    "no queries": (shapes(T=0), {}, "nothing to compute"),
+    "no keys": (shapes(S=0), {}, "nothing to compute"),
+    "no values": ({**shapes(), "value": jax.ShapeDtypeStruct((2, 70, 2, 0), BF16)}, {}, "nothing to compute"),
+    "symbolic": (shapes(T=jax.export.symbolic_shape("t")[0]), {}, "static shapes"),
+    "precision": (shapes(), {"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32}, "one product algorithm"),
+    "float64 bias": ({**shapes(), "bias": jax.ShapeDtypeStruct((70,), np.float64)}, {}, "float64 bias"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_why(name):
+    arrays, options, reason = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' cannot run this call: .*{reason}"):
+        jax.eval_shape(lambda a: dot_product_attention(**a, **options, implementation=NAME), arrays)
+    with gpu():
+        got = jax_attn_bwd.explain(dot_product_attention, **arrays, **options)
+    assert reason in got[NAME]
+    assert got["xla"] == "ok"
+
+
+def test_elsewhere_the_reason_is_the_platform():
+    with pallas.interpreting():
+        got = jax_attn_bwd.explain(dot_product_attention, **shapes())
+    assert got[NAME] == "it is a gpu kernel and the target platform is cpu"
+    assert got["xla"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA B200", False),
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA GH200 480GB", True),
+    ],
+)
+def test_which_gpus(kind, runs, monkeypatch):
+    """Where the kernels can run, they wait to be asked for by name, or by the environment."""
+    refused = f"it needs a Hopper GPU (compute capability 9.0), not {kind}"
+    for picked in ("0", "1"):
+        monkeypatch.setenv("JAX_ATTN_BWD_GPU_KERNELS", picked)
+        with gpu(kind):
+            got = jax_attn_bwd.explain(dot_product_attention, **shapes())
+        assert list(got)[-2:] == [NAME, "xla"]
+        assert got["xla"] == "ok"
+        if runs and picked == "0":
+            assert "not picked by themselves; ask for them by name" in got[NAME]
+        else:
+            assert got[NAME] == ("ok" if runs else refused)

@@ -1,0 +1,104 @@
+"""The Mosaic GPU kernels of dense attention fit the shared memory of a block, whatever the call."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import thorough
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
+
+NAME = "mosaic_gpu"
+B, T, S, N, K = 3, 130, 190, 4, 2
+pytestmark = pytest.mark.kernel
+ALIGNMENT = 1024  # of each array
+REDUCTIONS = 2048  # what the row maximum and the row sum take
+HEADS = [*itertools.product((64, 128, 192, 256), repeat=2)]
+ARRAYS = {
+    "bias": ((1, N, T, S), jnp.float32),
+    "mask": ((B, 1, T, S), jnp.bool_),
+    "sink": ((N,), jnp.float32),
+    "dropout_key": ((2,), jnp.uint32),
+    "query_positions": ((B, T), jnp.int32),
+    "key_value_positions": ((B, S), jnp.int32),
+    "query_segment_ids": ((B, T), jnp.int32),
+    "key_value_segment_ids": ((B, S), jnp.int32),
+}
+SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
+DROPOUT = {"dropout_rate": 0.1}
+CALLS = {
+    "plain": ((), {}),
+    "any order": ((), {"deterministic": False}),
+    "segments, any order": (SEGMENTS, {"deterministic": False}),
+    "soft cap": ((), {"logits_soft_cap": 5.0}),
+    "segments and soft cap": (SEGMENTS, {"logits_soft_cap": 5.0, "is_causal": True}),
+    "dropout": (("dropout_key",), DROPOUT),
+    "bias": (("bias",), {}),
+    "everything": (tuple(ARRAYS), {**DROPOUT, "logits_soft_cap": 5.0, "is_causal": True}),
+}
+
+
+def scratch_bytes(scratch):
+    """Shared memory of a kernel's scratch; a barrier takes 8 bytes."""
+    total = 0
+    is_leaf = lambda x: not isinstance(x, dict | list | tuple)
+    for x in jax.tree.leaves(scratch, is_leaf=is_leaf):
+        if isinstance(x, plgpu.Barrier):
+            total += 8 * int(np.prod(x.num_barriers))  # a tuple from JAX 0.12 on
+        else:
+            size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
+            total += math.ceil(size / ALIGNMENT) * ALIGNMENT
+    return total
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """{kernel: bytes} of what is traced."""
+    found, launch = {}, mosaic_gpu.launch
+
+    def record(body, name, *, scratch, **more):
+        found[name] = scratch_bytes(scratch) + (REDUCTIONS if name == "attention_forward" else 0)
+        return launch(body, name, scratch=scratch, **more)
+
+    monkeypatch.setattr(mosaic_gpu, "launch", record)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("H", "Hv", "call"),
+    [
+        pytest.param(H, Hv, call, marks=[] if call == "everything" and Hv == H else [thorough])
+        for call in CALLS
+        for H, Hv in HEADS
+    ],
+)
+def test_scratch_fits_shared_memory(H, Hv, call, launched):
+    names, options = CALLS[call]
+    given = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, Hv)}
+    types = {name: (shape, jnp.bfloat16) for name, shape in given.items()}
+    types |= {name: ARRAYS[name] for name in names}
+    arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in types.items()}
+
+    def gradients(arrays):
+        inputs = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+        def loss(inputs):
+            out = dot_product_attention(**{**arrays, **inputs}, **options, implementation=NAME)
+            return out.astype(np.float32).sum()
+
+        return jax.grad(loss)(inputs)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
+    with pallas.interpreting(), jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(False):
+        jax.eval_shape(gradients, arrays)
+    assert "attention_forward" in launched
+    assert len(launched) >= 2
+    too_large = {n: size for n, size in launched.items() if size > hopper.SHARED_MEMORY}
+    assert not too_large, f"of {hopper.SHARED_MEMORY} bytes"

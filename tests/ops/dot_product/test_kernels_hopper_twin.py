@@ -1,0 +1,127 @@
+"""The Hopper kernels of dense attention beside a portable twin with the same tiles."""
+
+import inspect
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, interpreted, thorough
+from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
+
+from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core.cases import cotangents
+from jax_attn_bwd.ops.dot_product import arguments
+from jax_attn_bwd.ops.dot_product import backward as portable_backward
+from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_backward
+from jax_attn_bwd.ops.dot_product.kernels import hopper_forward as mosaic_gpu_forward
+from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
+from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
+from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
+from jax_attn_bwd.ops.dot_product.spec import Residuals, Wanted
+from jax_attn_bwd.ops.dot_product.tiling import Tiling as PortableTiling
+
+NAME = "mosaic_gpu"
+NAMED = {case.name: case for case in OPERATOR.tagged("ci")}
+pytestmark = [pytest.mark.kernel, thorough]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter():
+    with pallas.interpreting(NAME), jax.enable_x64(True):
+        yield
+
+
+def prepared(case, dtype=BF16):
+    """(options, operands, cotangents) of a case."""
+    given = {**case.arrays(dtype), **case.options}
+    defaults = inspect.signature(dot_product_attention).parameters
+    names = inspect.signature(arguments.prepare).parameters
+    options, operands = arguments.prepare(
+        **{n: given.get(n, defaults[n].default) for n in names if n != "operator"},
+        operator="dot_product_attention",
+    )
+    q = operands.query
+    outputs = jnp.zeros((*q.shape[:-1], operands.value.shape[-1]), dtype), jnp.zeros(q.shape[:-1])
+    dout, dlse = cotangents(OPERATOR, outputs)
+    return options, operands, (dout, dlse.astype(np.float32))
+
+
+def portable(tiling):
+    return PortableTiling(tiling.block_q, tiling.block_k, "bfloat16")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """XLA:CPU refuses some products of bfloat16: factors are rounded, and multiplied in float32."""
+    einsum = jnp.einsum
+
+    def widened(spec, *factors, **options):
+        narrow = [x.dtype == BF16 for x in factors]
+        rounded = jax.lax.optimization_barrier(
+            [
+                jax.lax.reduce_precision(x.astype(np.float32), 8, 7) if is_bf16 else x
+                for x, is_bf16 in zip(factors, narrow, strict=True)
+            ]
+        )
+        return einsum(spec, *rounded, **options)
+
+    monkeypatch.setattr(jnp, "einsum", widened)
+
+
+TWINS = ["causal_window_cap", "bias_key", "sink", "dropout", "tiles"]
+
+
+def gradients_of_twin(options, residuals, cts):
+    """With the tiles of each kernel."""
+    operands, wanted = residuals.operands, residuals.wanted.names
+    head = kernel_tiles.whole(max(operands.query.shape[-1], operands.value.shape[-1]), 64)
+    saved = SimpleNamespace(
+        head=head,
+        refs=SimpleNamespace(bias=operands.bias, mask=operands.mask, row_segment=operands.query_segment_ids),
+    )
+    made = {}
+    for names, file in ((wanted & {"query"}, by_query), (wanted - {"query"}, by_key)):
+        part = residuals._replace(wanted=Wanted(names))
+        blocks = portable(file.default_tiling(options, saved))
+        grads = portable_backward._backward(options, blocks, part, *cts)._asdict()
+        made |= {n: grads[n] for n in names}
+    return made
+
+
+@interpreted
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("name", TWINS)
+def test_kernels_equal_their_twin(name):
+    """Bits of float32 differ (exp2 for exp), and seldom turn the rounding of a factor or of the result.
+
+    A turned result is off by one unit in its own last place, at most eps of the largest entry; a turned
+    factor adds eps of one term of a sum. So: two units of the largest entry, and 49 of 50 entries equal.
+    """
+    options, operands, cts = prepared(NAMED[name])
+    tiling = mosaic_gpu_forward.default_tiling(options, operands)
+    result = portable_forward._forward(options, portable(tiling), operands)
+    kernel = jax.block_until_ready(mosaic_gpu_forward.forward(options, operands))
+    wanted = frozenset(n for n in OPERATOR.differentiable if getattr(operands, n) is not None and n != "sink")
+    residuals = Residuals(operands, result, Wanted(wanted))
+    expected = gradients_of_twin(options, residuals, cts) | {"out": result.out}
+    got = mosaic_gpu_backward.backward(options, residuals, *cts)._asdict() | {"out": kernel.out}
+    assert_close(kernel.lse, result.lse, 1e-6, "lse")
+    assert expected.keys() == wanted | {"out"}
+    for n, x in expected.items():
+        a, b = (np.asarray(y.astype(np.float64)) for y in (got[n], x))
+        assert_close(a, b, 2 * float(jnp.finfo(BF16).eps), n)
+        if (name, n) != ("dropout", "out"):  # the kernel multiplies by the survivors' factor last
+            assert (a != b).mean() <= 0.02, n
+
+
+@pytest.mark.parametrize("name", [case.name for case in OPERATOR.tagged("check")])
+def test_twin_against_definition(name, monkeypatch, products):
+    def tiling(options, operands):
+        return portable(mosaic_gpu_forward.default_tiling(options, operands))
+
+    monkeypatch.setattr(PortableTiling, "default_for", tiling)
+    measured(OPERATOR, "xla", NAMED[name])

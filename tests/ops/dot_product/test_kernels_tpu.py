@@ -1,0 +1,226 @@
+"""The TPU kernels of dense attention, in the interpreter: races, two cores, memory that starts as NaN.
+
+Tiles are 128 x 128 here, so that a few hundred queries and keys make every kind of tile: full, mixed and
+skipped, first and last.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Case, assert_close, thorough
+from jax.sharding import AxisType
+from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
+
+import jax_attn_bwd
+from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.dot_product.kernels import tpu_bias_gradient as full_bias
+from jax_attn_bwd.ops.dot_product.kernels import tpu_forward as mosaic_tpu_forward
+from jax_attn_bwd.ops.dot_product.kernels import tpu_gradients as mosaic_tpu_gradients
+from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
+
+NAME = "mosaic_tpu"
+SMALL = tiles.Tiling(128, 128, 128, 128)
+PARTS = tiles.Tiling(256, 512, 128, 128, apart=3)
+pytestmark = pytest.mark.kernel
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    set_tiling(monkeypatch, SMALL)
+    with pallas.interpreting(NAME), jax.enable_x64(True):
+        yield
+
+
+def set_tiling(monkeypatch, tiling):
+    for module in (mosaic_tpu_forward, mosaic_tpu_gradients, full_bias):
+        monkeypatch.setattr(module, "default_tiling", lambda *_: tiling)
+
+
+def long_case(name, extra, *, B=1, T=300, S=270, N=2, K=1, H=16, Hv=16, **options):
+    def build(rng):
+        shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, Hv)}
+        return {n: rng.standard_normal(shape) for n, shape in shapes.items()} | extra(rng)
+
+    return Case(name, build, options)
+
+
+def ids(*counts):
+    return np.repeat(np.arange(len(counts)), counts).astype(np.int32)
+
+
+LONG = (
+    long_case("causal", lambda rng: {}, is_causal=True),
+    long_case(
+        "everything of the index",
+        lambda rng: {
+            "query_segment_ids": ids(100, 110, 90), "key_value_segment_ids": ids(90, 0, 180),
+            "query_seq_lengths": np.array([300, 130], np.int32),
+            "key_value_seq_lengths": np.array([0, 260], np.int32),
+            "bias": rng.standard_normal((2, 1, 270)), "sink": 20.0 * rng.standard_normal(2),
+        },
+        B=2, H=72, Hv=40, is_causal=True, local_window_size=(70, 9), logits_soft_cap=3.0,
+    ),
+    long_case(
+        "planes and dropout",
+        lambda rng: {
+            "bias": rng.standard_normal((1, 2, 200, 150)),
+            "mask": rng.random((2, 1, 200, 150)) < 0.6,
+            "dropout_key": np.array([3, 4], np.uint32),
+        },
+        B=2, T=200, S=150, dropout_rate=0.3,
+    ),
+    long_case(
+        "positions and rows",
+        lambda rng: {
+            "bias": rng.standard_normal((2, 140, 1)), "mask": rng.random((140, 1)) < 0.8,
+            "query_positions": rng.permutation(200)[:140].astype(np.int32),
+        },
+        T=140, S=200, is_causal=True, local_window_size=(80, 0),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[thorough] * (c.name != "causal")) for c in LONG]
+)
+def test_tiles_against_definition(case):
+    measured(OPERATOR, NAME, case)
+
+
+@thorough
+@pytest.mark.parametrize("name", ["bias_lowest", "bias_batch", "large_logits"])
+def test_short_cases_against_definition(name):
+    (case,) = (case for case in OPERATOR.cases if case.name == name)
+    measured(OPERATOR, NAME, case, "float32" if name == "bias_lowest" else "bfloat16")
+
+
+@thorough
+def test_parts_of_a_tile_and_chunks_of_queries(monkeypatch):
+    """Eight parts a tile, in stages; dq is too much for the memory it is given, so queries are cut."""
+    set_tiling(monkeypatch, PARTS)
+    monkeypatch.setattr(mosaic_tpu_gradients, "RESIDENT", 1)
+    measured(OPERATOR, NAME, long_case("window", lambda rng: {}, T=200, S=257, local_window_size=(60, 20)))
+
+
+@pytest.mark.parametrize("forward", [pytest.param("mosaic_tpu", marks=thorough), "xla"])
+def test_a_forward_pairs_with_any_backward(forward, rng):
+    """The residuals of one implementation, the backward of the other; empty rows among them."""
+    shapes = {"query": (2, 30, 2, 8), "key": (2, 40, 1, 8), "value": (2, 40, 1, 8)}
+    arrays = {n: jnp.asarray(rng.standard_normal(s), np.float32) for n, s in shapes.items()}
+    arrays["sink"] = jnp.asarray([1.5, -2.0], np.float32)
+    arrays["mask"] = jnp.asarray(rng.random((2, 1, 30, 40)) < 0.1).at[:, :, 3:6].set(False)
+    other = {"mosaic_tpu": "xla", "xla": "mosaic_tpu"}[forward]
+    dout, dlse = (jnp.asarray(rng.standard_normal(s), np.float32) for s in ((2, 30, 2, 8), (2, 30, 2)))
+
+    def gradients(first, second):
+        out, lse = OPERATOR.call(**arrays, implementation=first)
+        assert (np.asarray(lse)[:, 3:6] == np.asarray(arrays["sink"])).all()
+        bad = dout.at[:, 3:6].set(np.nan)  # rows that see nothing
+        return jax_attn_bwd.dot_product_attention_bwd(
+            bad,
+            **arrays,
+            out=out,
+            lse=lse,
+            dlse=dlse,
+            implementation=second,
+            wrt=("query", "key", "value", "sink"),
+        )
+
+    for got, expected in zip(gradients(forward, other), gradients("xla", "xla"), strict=True):
+        if expected is not None:
+            assert_close(got, expected, 1e-5)
+
+
+@thorough
+def test_a_value_of_zero_has_a_gradient_under_a_dominant_sink(rng):
+    """out = 0 and lse = sink, as in a row that sees nothing; only what is visible tells them apart."""
+    q, k, dout = (jnp.asarray(rng.standard_normal((2, n, 2, 8)), np.float32) for n in (30, 40, 30))
+    mask = jnp.asarray(rng.random((2, 1, 30, 40)) < 0.5).at[:, :, 3:6].set(False)
+    options = {"mask": mask, "sink": jnp.full(2, 20.0, np.float32), "is_causal": True}
+
+    def gradient(implementation):
+        def loss(v, dout):
+            out, _ = OPERATOR.call(query=q, key=k, value=v, **options, implementation=implementation)
+            return jnp.vdot(out, dout)
+
+        return jax.jit(jax.grad(loss))(0 * k, dout.at[:, 3:6].set(np.nan))
+
+    expected = gradient("xla") * 2.0**20
+    assert (expected != 0).any()
+    assert_close(gradient(NAME) * 2.0**20, expected, 1e-5)
+
+
+@thorough
+def test_nan_in_a_bias_is_no_mask(rng):
+    q, k = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), np.float32) for n in (30, 40))
+    bias = jnp.zeros((1, 1, 30, 40), np.float32).at[0, 0, 3, 5].set(np.nan)
+    out, _ = OPERATOR.call(query=q, key=k, value=k, bias=bias, implementation=NAME)
+    assert jnp.isnan(out[0, 3]).all()
+    assert jnp.isfinite(jnp.delete(out, 3, axis=1)).all()
+
+
+@thorough
+def test_poison_over_several_tiles_is_as_good_as_zeros():
+    """Two runs: the same bits."""
+    lengths = {"key_value_seq_lengths": [100, 0], "query_seq_lengths": [140, 150]}
+    lengths = {name: np.array(x, np.int32) for name, x in lengths.items()}
+    case = long_case(
+        "poison", lambda rng: lengths, B=2, T=150, S=140, is_causal=True, local_window_size=(60, 0)
+    )
+    arrays = case.arrays(BF16)
+    hidden = OPERATOR.hidden(arrays, case.options)
+    assert hidden["query"].any()
+    assert hidden["key"].any()
+    names = OPERATOR.differentiated(arrays)
+
+    @jax.jit
+    def run(arrays, dout):
+        call = lambda inputs: OPERATOR.call(**{**arrays, **inputs}, **case.options, implementation=NAME)
+        (out, lse), pullback = jax.vjp(call, {name: arrays[name] for name in names})
+        return out, lse, pullback((dout, jnp.ones_like(lse)))
+
+    def filled(fill):
+        hide = lambda n, x: jnp.where(hidden[n][..., None], jnp.asarray(fill, BF16), x)
+        dout = hide("out", jnp.ones((2, 150, 2, 16), BF16))
+        return {n: hide(n, x) if n in names else x for n, x in arrays.items()}, dout
+
+    for a, b in zip(*(jax.tree.leaves(run(*filled(fill))) for fill in (np.nan, 0.0)), strict=True):
+        assert not np.isnan(b.astype(np.float32)).any()
+        np.testing.assert_array_equal(a, b)
+
+
+@thorough
+def test_vmap_over_lengths(rng):
+    q, k = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), BF16) for n in (140, 130))
+    run = lambda n: dot_product_attention(
+        q, k, k, key_value_seq_lengths=n, return_residual=True, implementation=NAME
+    )
+    lengths = jnp.array([[130], [0], [40]], np.int32)
+    for got, *rows in zip(jax.jit(jax.vmap(run))(lengths), *map(run, lengths), strict=True):
+        assert_close(got, jnp.stack(rows), 0.0)
+
+
+@pytest.mark.parametrize("where", [pytest.param("explicit mesh", marks=thorough), "shard_map"])
+def test_on_shards(where, rng):
+    mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
+    spec = jax.P("b", None, "n")
+    arrays = [jnp.asarray(rng.standard_normal((2, 20, 2, 8)), np.float32) for _ in range(4)]
+
+    def step(implementation, q, k, v, dout):
+        call = partial(dot_product_attention, is_causal=True, implementation=implementation)
+        out, pullback = jax.vjp(call, q, k, v)
+        return out, *pullback(dout)
+
+    expected = step("xla", *arrays)
+    run = partial(step, NAME)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in arrays]
+        if where == "shard_map":
+            run = jax.shard_map(run, in_specs=spec, out_specs=spec)
+        got = jax.jit(run)(*placed)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b, 1e-5)

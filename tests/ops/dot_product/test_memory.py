@@ -1,0 +1,57 @@
+"""Memory is linear in the sequence; what is saved."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import thorough
+
+from jax_attn_bwd import dot_product_attention
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def temporary_bytes(T, order=1, **options):
+    """Of one compiled gradient (order 1), or gradient of its square (order 2)."""
+
+    def loss(q, k, v, dout):
+        return (dot_product_attention(q, k, v, **options) * dout).sum()
+
+    first = jax.grad(loss, (0, 1, 2))
+    second = jax.grad(lambda *a: sum((g**2).sum() for g in first(*a)), (0, 1, 2))
+    x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+    step = jax.jit(first if order == 1 else second)
+    return step.lower(x, x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=thorough),
+        pytest.param({"is_causal": True}, marks=thorough),
+        {"is_causal": True, "local_window_size": (100, 0), "logits_soft_cap": 5.0},
+        pytest.param({"key_value_seq_lengths": np.array([1000], np.int32)}, marks=thorough),
+        pytest.param({"dropout_rate": 0.1, "dropout_key": np.array([1, 2], np.uint32)}, marks=thorough),
+        pytest.param({"mask": np.ones((1, 1, 1, 1), bool)}, marks=thorough),
+    ],
+    ids=["full", "causal", "window", "lengths", "dropout", "mask"],
+)
+def test_memory_is_linear_in_the_sequence(options):
+    short, long = temporary_bytes(2048, **options), temporary_bytes(8192, **options)
+    assert long < 4.5 * short
+    assert long < 8192 * 8192 * 4 / 4, "an array of T x S would need more"
+
+
+@thorough
+def test_second_order_memory_stays_far_below_the_plane():
+    assert temporary_bytes(2048, order=2, is_causal=True) < 2 * 2048 * 2048 * 4
+
+
+def test_residuals_are_the_inputs_and_two_outputs():
+    q, k, v = normal(2, 9, 4, 8), normal(2, 13, 2, 8, seed=1), normal(2, 13, 2, 6, seed=2)
+    (out, lse), pullback = jax.vjp(lambda q: dot_product_attention(q, k, v, return_residual=True), q)
+    saved = {x.shape for x in jax.tree.leaves(pullback)}
+    assert saved <= {q.shape, k.shape, v.shape, out.shape, lse.shape, ()}

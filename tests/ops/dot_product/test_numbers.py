@@ -1,0 +1,70 @@
+"""Rows of huge tied logits, dominant sinks, dtypes of lse, a learned temperature."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, thorough
+
+from jax_attn_bwd import dot_product_attention
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def test_lse_is_wide_whatever_the_inputs():
+    for dtype, expected in ((jnp.bfloat16, "float32"), (np.float32, "float32"), (np.float64, "float64")):
+        q = normal(1, 5, 2, 4, dtype=dtype)
+        out, lse = dot_product_attention(q, q, q, return_residual=True)
+        assert (out.dtype, lse.dtype) == (dtype, expected)
+
+
+@thorough
+def test_a_learned_temperature_goes_into_the_query():
+    q, k, v = (normal(1, 7, 2, 4, seed=s) for s in range(3))
+    dout = normal(1, 7, 2, 4, seed=4)
+    got = jax.grad(lambda t: (dot_product_attention(q * t, k, v, scale=1.0) * dout).sum())(0.7)
+    step = 1e-6
+    at = lambda t: (dot_product_attention(q, k, v, scale=t) * dout).sum()
+    np.testing.assert_allclose(got, (at(0.7 + step) - at(0.7 - step)) / (2 * step), rtol=1e-7)
+
+
+def test_a_dominant_sink_still_has_a_gradient():
+    """Where lse rounds to the sink, the row is not taken for one that sees nothing."""
+    q, k, v = (normal(1, 8, 2, 4, seed=s, dtype=np.float32) for s in range(3))
+    dout = normal(1, 8, 2, 4, seed=4, dtype=np.float32)
+
+    def loss(sink, *arrays):
+        *qkv, dout = arrays
+        return (dot_product_attention(*qkv, sink=sink) * dout).sum()
+
+    sink = jnp.full(2, 25.0, jnp.float32)
+    got = jax.grad(loss)(sink, q, k, v, dout)
+    expected = jax.grad(loss)(*(x.astype(np.float64) for x in (sink, q, k, v, dout)))
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fill", [-1e9, float(np.finfo(np.float32).min)])
+def test_rows_of_huge_tied_logits(fill):
+    """A float mask over a whole row leaves a uniform row; lse alone would round log S away."""
+    q, k, v, dout = (normal(1, n, 2, 8, seed=n, dtype=np.float32) for n in (5, 7, 7, 5))
+    bias = jnp.zeros((1, 2, 5, 7), jnp.float32).at[0, 0, 2].set(fill).at[0, 1, :4].set(fill)
+
+    def gradients(function):
+        loss = lambda q, k, v, bias: (function(q, k, v, bias) * dout).sum()
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+
+    got = gradients(dot_product_attention)
+    for a, b in zip(got, gradients(jax.nn.dot_product_attention), strict=True):
+        assert_close(a, b, 1e-6)
+
+
+def test_a_value_of_zero_has_a_gradient_under_a_dominant_sink():
+    """out = 0 and lse = sink, but the row sees keys."""
+    x = jnp.ones((1, 3, 1, 4), jnp.float32)
+    sink = jnp.full(1, 20.0, jnp.float32)
+    grad = jax.grad(lambda v: dot_product_attention(x, x, v, sink=sink).sum())
+    expected = 3 / (np.exp(20 - 2) + 3)  # each of three queries gives each of three keys a third
+    assert_close(grad(0 * x), np.full(x.shape, expected), 1e-6)

@@ -1,0 +1,83 @@
+"""What is saved, what is never formed, and in which order sums are taken."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import assert_trees_close
+from ops.graph.calls import (
+    FUNCTIONS,
+    D,
+    H,
+    each_kind,
+    every_kind,
+    inputs,
+    normal,
+    random_edges,
+    values_and_gradients,
+)
+
+from jax_attn_bwd import BipartiteCSC
+from jax_attn_bwd._core import targets
+from jax_attn_bwd.ops.graph import groups
+
+
+@every_kind
+def test_only_inputs_out_and_lse_are_saved(kind):
+    src, dst = random_edges()
+    graph, arrays = BipartiteCSC.from_coo(src, dst, 7, 5), inputs(kind, 7, 5)
+    _, pullback = jax.vjp(lambda a: FUNCTIONS[kind][0](graph, **a, num_heads=H), arrays)
+    saved = sorted(x.size for x in jax.tree.leaves(pullback) if jnp.issubdtype(x.dtype, jnp.floating))
+    rows = [5 * H, 5 * H, 5 * H * D]  # lse, its rounding, out
+    assert saved == sorted([x.size for x in arrays.values()] + rows)
+
+
+def largest(jaxpr):
+    """Elements of the largest array of a program, in its loops too."""
+    size = 0
+    for equation in jaxpr.eqns:
+        size = max([size, *(int(np.prod(v.aval.shape)) for v in equation.outvars)])
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            size = max(size, largest(inner)) if hasattr(inner, "eqns") else size
+    return size
+
+
+@every_kind
+def test_no_array_of_edges_times_features(kind):
+    E, width = 200_000, 32
+    rng = np.random.default_rng(0)
+    graph = BipartiteCSC.from_coo(rng.integers(0, 90, E), rng.integers(0, 80, E), 90, 80)
+    arrays = inputs(kind, 90, 80, dtype=np.float32, width=width)
+
+    def step(arrays, ct):
+        out, pullback = jax.vjp(lambda a: FUNCTIONS[kind][0](graph, **a, num_heads=H), arrays)
+        return out, pullback(ct)
+
+    jaxpr = jax.make_jaxpr(step)(arrays, normal(80, width, dtype=np.float32)).jaxpr
+    assert E * H <= largest(jaxpr) <= E * width / 4
+
+
+@each_kind("gat")
+def test_sums_have_one_writer_off_the_cpu(kind, monkeypatch):
+    """Where a scatter adds in any order, none may have two rows for one place; and the sums agree."""
+    src, dst = random_edges(nnz=300)
+    graph, arrays = BipartiteCSC.from_coo(src, dst, 7, 5), inputs(kind, 7, 5, edge=300)
+    function = FUNCTIONS[kind][0]
+    expected = values_and_gradients(function, arrays, graph=graph)
+    monkeypatch.setattr(targets, "platform", lambda: "gpu")
+    monkeypatch.setattr(groups, "chunk_elements", lambda: 200)
+    jax.clear_caches()
+    try:
+        assert_trees_close(values_and_gradients(function, arrays, graph=graph), expected, 1e-12)
+        gradient = jax.grad(lambda a: function(graph, **a, num_heads=H).sum())
+        text = str(jax.make_jaxpr(gradient)(arrays))
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
+    adds = re.findall(r"scatter-add\[.*?unique_indices=(\w+)", text, re.DOTALL)
+    assert len(adds) >= 4
+    assert set(adds) == {"True"}

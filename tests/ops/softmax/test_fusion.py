@@ -1,0 +1,35 @@
+"""A softmax among its neighbours compiles to what the plain formula does: no loop of its own."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_attn_bwd import scaled_masked_softmax
+
+
+def loops(function, *args):
+    """The fusions of the compiled program."""
+    entry = jax.jit(function).lower(*args).compile().as_text().split("ENTRY")[1]
+    return len(re.findall(r" fusion\(", entry))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_gradient_between_neighbours_takes_the_loops_of_the_plain_formula(scale):
+    x, bias, factor = (jnp.ones((n, n, 64, 64), jnp.float32) for n in (8, 1, 1))
+
+    def program(softmax):
+        return jax.grad(lambda x, b, f: (softmax(x + b) * f).sum() ** 2, argnums=(0, 1))
+
+    ours = loops(program(lambda x: scaled_masked_softmax(x, scale=scale)), x, bias, factor)
+    plain = loops(program(lambda x: jax.nn.softmax(scale * x)), x, bias, factor)
+    assert ours <= plain
+
+
+def test_gradient_alone_takes_the_loops_of_the_plain_formula():
+    x = jnp.ones((4, 8, 64, 64), jnp.float32)
+    ours, plain = (
+        loops(jax.grad(lambda x, f=f: (f(x) ** 2).sum()), x) for f in (scaled_masked_softmax, jax.nn.softmax)
+    )
+    assert ours <= plain

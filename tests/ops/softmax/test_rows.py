@@ -1,0 +1,57 @@
+"""Rows that see nothing, blocks of rows, and what is saved of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import assert_close
+
+from jax_attn_bwd import scaled_masked_softmax, scaled_masked_softmax_bwd
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def saved_elements(differentiate, *inputs, **options):
+    """Elements of the arrays that the backward keeps, when `differentiate` names what is perturbed."""
+    arrays = dict(zip(("x", "mask", "bias", "sink", "scale"), inputs, strict=False))
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    fixed = {name: value for name, value in arrays.items() if name not in differentiate}
+
+    def call(chosen):
+        return scaled_masked_softmax(**chosen, **fixed, **options)
+
+    _, pullback = jax.vjp(call, {name: arrays[name] for name in differentiate})
+    return sorted(x.size for x in jax.tree.leaves(pullback))
+
+
+def test_only_y_is_saved():
+    x, mask = normal(2, 3, 5, 7), jnp.asarray(np.random.default_rng(0).random((2, 1, 5, 7)) < 0.5)
+    bias, sink, scale = normal(3, 1, 7), normal(3, 1), normal(3, 1, 1)
+    assert saved_elements(["x"], x, mask) == [x.size]
+    assert saved_elements(["x"], x, mask, bias) == [x.size]
+    assert saved_elements(["x", "bias"], x, mask, bias) == [x.size]
+    assert saved_elements(["x"], x, None, None, None, scale) == [3, x.size]
+    assert saved_elements(["x", "scale"], x, None, None, None, scale) == [3, x.size, x.size]
+    assert saved_elements(["x", "sink"], x, mask, None, sink) == [30, x.size]
+    assert saved_elements(["x"], x, mask, fully_masked="uniform") == [30, x.size]
+
+
+def test_rows_that_see_nothing():
+    x = normal(2, 4)
+    mask = jnp.asarray([[True, False, True, True], [False] * 4])
+    for mode, filler in (("zero", 0.0), ("uniform", 0.25), ("nan", np.nan)):
+        y, pullback = jax.vjp(lambda x, m=mode: scaled_masked_softmax(x, mask, fully_masked=m), x)
+        np.testing.assert_array_equal(y[1], np.full(4, filler))
+        (dx,) = pullback(normal(2, 4, seed=1))
+        np.testing.assert_array_equal(dx[1], np.zeros(4))
+        assert np.abs(dx[0, [0, 2, 3]]).min() > 0
+        got = scaled_masked_softmax_bwd(normal(2, 4, seed=1), y, mask)
+        assert_close(got, dx, 1e-14)
+
+
+def test_plain_backward_of_nan_rows_at_second_order():
+    mask = jnp.asarray([[True, False], [False, False]])
+    y = scaled_masked_softmax(jnp.zeros((2, 2)), mask, fully_masked="nan")
+    square = lambda dy: (scaled_masked_softmax_bwd(dy, y, mask) ** 2).sum()
+    np.testing.assert_array_equal(jax.grad(square)(jnp.ones((2, 2))), np.zeros((2, 2)))

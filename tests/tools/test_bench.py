@@ -1,0 +1,253 @@
+"""`python -m jax_attn_bwd.bench`: correctness first, then times; what it writes, and where."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import thorough
+
+from jax_attn_bwd import MultiHeadAttentionParams
+from jax_attn_bwd.bench import __main__ as bench
+from jax_attn_bwd.bench import dot_product, environment, measure, multi_head, peers
+from jax_attn_bwd.bench import report as report_module
+from jax_attn_bwd.ops.dot_product import cases as dense
+from jax_attn_bwd.ops.multi_head import cases as named
+
+WIDE = dict(B=(1,), T=256, S=256, N=8, K=8, H=64, Hv=64, Eq=512, Ek=512, Ev=512, Eo=512)
+CONTEXT = {"date", "platform", "device", "jax", "python", "jax_attn_bwd", "commit"}
+FIELDS = {"case", "contender", "milliseconds", "ratio", "temporary_mib", "memory_ratio", "notes"}
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "softmax",
+        "programs",
+        *(pytest.param(o, marks=thorough) for o in ("dot_product", "multi_head", "deformable", "graph")),
+    ],
+)
+def test_bench_writes_json_and_a_plot(operator, tmp_path, capsys):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # for the peers
+        bench.main([operator, "--quick", "--repeats", "1", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*.json")
+    assert path.stem == f"{operator}_cpu_jax{jax.__version__}"
+    report = json.loads(path.read_text())
+    assert report.keys() >= CONTEXT
+    assert all(report[name] for name in (*CONTEXT, "finished"))
+    rows = report["rows"]
+    assert all(row.keys() == FIELDS for row in rows)
+    assert len({row["contender"] for row in rows}) > 1
+    assert all("refused" not in row["notes"] for row in rows)
+    assert report_module.read(path) == [report_module.Row(**row) for row in rows]
+    assert all(row["milliseconds"] is None or row["milliseconds"] > 0 for row in rows)
+    for case in {row["case"] for row in rows}:  # ours comes first, and ratios are to it
+        first = next(row for row in rows if row["case"] == case)
+        assert first["ratio"] == first["memory_ratio"] == 1.0
+    assert path.with_suffix(".png").stat().st_size > 1000
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.fixture
+def measures_nothing(monkeypatch):
+    """Whatever would be measured fails instead."""
+
+    def fail(*args):
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(bench, "measure", fail)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["sorting"], "invalid choice: 'sorting'"),
+        ([], "the following arguments are required: operator"),
+        (["softmax", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
+        (["softmax", "--only", "masked"], "--only chooses among programs; softmax has none"),
+    ],
+    ids=["operator", "nothing", "repeats", "only"],
+)
+def test_bench_refuses_what_it_cannot_measure(argv, words, capsys, tmp_path, measures_nothing):
+    with pytest.raises(SystemExit) as caught:
+        bench.main([*argv, "--out", str(tmp_path / "new")])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_refuses_a_folder_it_cannot_write_to_before_measuring(
+    capsys, tmp_path, monkeypatch, measures_nothing
+):
+    file = tmp_path / "file"
+    file.write_text("here already")
+    for out in (file, file / "below"):
+        with pytest.raises(SystemExit) as caught:
+            bench.main(["softmax", "--out", str(out)])
+        assert caught.value.code == 2
+        expected = f"--out must be a folder that can be written to, got {out}: "
+        assert expected in capsys.readouterr().err
+    monkeypatch.setattr(report_module.os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SystemExit):
+        bench.main(["softmax", "--out", str(tmp_path / "locked")])
+    assert "locked: no permission" in capsys.readouterr().err
+
+
+def test_bench_writes_into_out_and_an_interrupted_run_says_that_it_is_not_finished(tmp_path, monkeypatch):
+    workloads = iter([measure.Workload("one", [contender("ours", None)])])
+
+    def broken(quick):
+        yield from workloads
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jax_attn_bwd.bench.softmax.workloads", broken)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["softmax"])
+    (path,) = (tmp_path / "out").iterdir()
+    written = json.loads(path.read_text())
+    assert (written["finished"], [row["case"] for row in written["rows"]]) == (False, ["one"])
+
+
+def test_the_kept_results_are_rows():
+    folder = Path(bench.__file__).parent / "results"
+    if not folder.exists():
+        pytest.skip("results are kept in the repository alone")
+    rows = [row for path in folder.glob("*.json") for row in report_module.read(path)]
+    assert len(rows) > 80
+    assert all(
+        row.milliseconds or "memory only" in row.case or "jax.nn, window" in row.contender for row in rows
+    )
+
+
+def contender(name, x, runs=None):
+    def run():
+        if runs is not None:
+            runs.append(name)
+
+    results = None if x is None else lambda: [np.asarray(x)]
+    return measure.Contender(name, run, results=results)
+
+
+def test_measure_refuses_contenders_that_disagree():
+    runs = []
+    case = measure.Workload("two", [contender("ours", [1.0], runs), contender("peer", [1.01], runs)])
+    with pytest.raises(RuntimeError, match=r"peer and ours disagree in 'two'.*nothing is timed"):
+        measure.measure(case, repeats=1)
+    assert runs == []  # correctness first
+
+
+@pytest.mark.parametrize("wrong", [[np.nan], [np.inf], [1.0, 1.0]])
+def test_measure_refuses_nan_inf_and_other_shapes(wrong):
+    case = measure.Workload("two", [contender("ours", [1.0]), contender("peer", wrong)])
+    with pytest.raises(RuntimeError, match="disagree"):
+        measure.measure(case, repeats=1)
+
+
+def test_measure_refuses_ours_where_it_is_nan():
+    """Whichever of the two it is."""
+    case = measure.Workload("two", [contender("ours", [np.nan]), contender("peer", [1.0])])
+    with pytest.raises(RuntimeError, match="disagree"):
+        measure.measure(case, repeats=1)
+
+
+def test_measure_runs_the_contenders_in_turns():
+    runs = []
+    contenders = [contender("a", [1.0], runs), contender("b", [1.0], runs), contender("c", None)]
+    rows = measure.measure(measure.Workload("three", contenders), repeats=3)
+    assert runs == ["a", "a", "b", "b"] * 3  # each timed call follows an untimed one
+    assert [(row.case, row.contender) for row in rows] == [("three", c) for c in "abc"]
+    assert rows[0].ratio == 1.0
+    assert all(row.milliseconds >= 0 for row in rows)
+
+
+def test_measure_times_nothing_of_a_case_that_is_about_memory():
+    runs = []
+    case = measure.Workload("memory", [contender("a", [1.0], runs)], timed=False)
+    (row,) = measure.measure(case, repeats=1)
+    assert runs == []
+    assert row.milliseconds is None
+
+
+def test_compiled_contender_tells_its_memory():
+    x = jnp.ones((256, 255))
+    made = measure.compiled_contender("two products", lambda x: x @ (x.T @ x), x, note=3)
+    assert made.temporary_bytes >= 255 * 255 * 8
+    assert made.notes == {"note": 3}
+    (result,) = made.results()
+    np.testing.assert_array_equal(result, np.full((256, 255), 256 * 255))
+
+
+def test_bench_tells_the_commit_of_this_package_alone(tmp_path):
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+
+    def git(*command):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *who, *command], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    package = tmp_path / "site" / "jax_attn_bwd"
+    results = package / "bench" / "results"
+    results.mkdir(parents=True)
+    init = package / "__init__.py"
+    init.write_text("")
+    (tmp_path / "other.py").write_text("")
+    assert environment.commit(init) == "unknown"  # no repository
+    git("init")
+    git("add", "other.py")
+    git("commit", "-m", "another project, in which this package is installed")
+    assert environment.commit(init) == "unknown"
+    git("add", "site")
+    git("commit", "-m", "this package")
+    commit = git("rev-parse", "--short", "HEAD")
+    (results / "softmax.json").write_text("{}")  # what an earlier benchmark wrote
+    assert environment.commit(init) == commit
+    init.write_text("changed = True")
+    assert environment.commit(init) == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize(("save", "mebibytes"), [("inputs", "0.5"), ("qkv", "2.0")])
+def test_bench_counts_what_a_layer_keeps_beside_its_arguments(save, mebibytes):
+    """The heads' output is 0.5 MiB, and so is each of q, k and v; the parameters would be 4 MiB more."""
+    (operator,) = named.OPERATORS
+    case = named._case("wide", named._SELF, sizes=WIDE, dtype="float32")
+    arrays, dout = measure.inputs(operator, case)
+    x = arrays.pop("query")
+    (ours,) = multi_head._ours(x, dout, MultiHeadAttentionParams(**arrays), save)
+    assert ours.notes["saved beside the inputs"].startswith(f"{mebibytes} MiB (MegEngine ")
+
+
+def test_a_peer_that_fails_is_a_row_with_its_reason():
+    def broken():
+        raise MemoryError("too much")
+
+    found, refused = peers.gather("a case", {"one": lambda: contender("one", [1.0]), "two": broken})
+    assert [c.name for c in found] == ["one"]
+    (row,) = refused
+    assert (row.case, row.contender, row.milliseconds) == ("a case", "two", None)
+    assert row.notes["refused"].startswith("MemoryError at test_bench.py:")
+    rows = measure.measure(measure.Workload("a case", found, refused=refused), repeats=1)
+    assert rows[1:] == [row]
+
+
+def test_rates_are_of_the_median_time():
+    workload = measure.Workload("copy", [contender("ours", None)], rates={"GB/s": 3.0})
+    (row,) = measure.measure(workload, repeats=3)
+    assert float(row.notes["GB/s"]) == pytest.approx(3e3 / row.milliseconds, rel=0.01)
+
+
+def test_operations_of_attention_are_counted_as_usual():
+    (operator,) = dense.OPERATORS
+    cases = {case.name: case for case in operator.tagged("bench_gpu")}
+    full = 4 * 2 * 8192**2 * 2048
+    assert dot_product.operations(cases["H=128 B=2 T=8192 N=16 full"]) == full
+    assert dot_product.operations(cases["H=128 B=2 T=8192 N=16 causal"]) == full / 2
+    window = dot_product.operations(cases["H=64 B=1 T=16384 N=32 causal window 1024"])
+    assert window == 4 * 2048 * (1024 * 1025 // 2 + (16384 - 1024) * 1025)

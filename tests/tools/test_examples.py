@@ -1,0 +1,238 @@
+"""What a reader runs first: the example, the notebooks and the blocks of README.md."""
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+README = ROOT / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def environment() -> dict[str, str]:
+    """One CPU device, and this package first, as for a reader who works in the repository."""
+    settings = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    path = os.pathsep.join(filter(None, [str(ROOT), settings.get("PYTHONPATH")]))
+    return settings | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "MPLBACKEND": "Agg"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layer", [(), ("--layer",)], ids=["attention", "layer"])
+def test_language_model_trains_and_plots(layer, tmp_path):
+    pytest.importorskip("optax")
+    pytest.importorskip("flax")
+    script = ROOT / "examples" / "train_language_model.py"
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "2", "--context", "32", *layer, "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        r"held-out text: loss \d+\.\d+, unigram entropy \d+\.\d+ bits per byte",
+        r"Held-out text \(dim\), continued by the model",
+        r"loss curve: \S*",
+        r"One training step \(median\), context 32",
+        r"jax\.nn / jax_attn_bwd",
+    ):
+        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert "nan" not in done.stdout.lower().split("continued by the model")[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("train_language_model.py", ("--attention", "jax.nn", "--layer"), "--layer: it is a rule of jax"),
+        ("train_graph_attention.py", ("--graph", "missing.npz"), "missing.npz: there is no such file"),
+    ],
+    ids=["layer_of_another", "missing_graph"],
+)
+def test_examples_refuse_what_they_cannot_do(script, arguments, words, tmp_path):
+    for module in ("flax", "matplotlib", "optax", "rich", "scipy", "sklearn"):
+        pytest.importorskip(module)
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / script, *arguments, "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+@pytest.mark.thorough
+def test_finetuning_of_a_flax_model_differs_in_one_line(tmp_path):
+    for name in ("flax", "matplotlib", "optax", "rich"):
+        pytest.importorskip(name)
+    script = ROOT / "examples" / "finetune_flax_linen.py"
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "3", "--context", "32", "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    (largest,) = re.findall(r"largest difference of a loss: (\S+) bits", done.stdout)
+    assert float(largest) < 1e-4
+    rows = [re.findall(r"\d\.\d{5}", line) for line in done.stdout.splitlines()]
+    assert [len(row) for row in rows if row] == [3, 3, 3]
+    for name in ("Flax's own", "attention_fn=", "our layer"):
+        assert re.search(rf"{name}\W+\d+\W+\d+\.\d", done.stdout), done.stdout
+    assert (tmp_path / "finetune.png").stat().st_size > 10_000
+    assert "nan" not in done.stdout
+
+
+@pytest.mark.thorough
+def test_deformable_detector_trains_and_draws(tmp_path):
+    for name in ("flax", "matplotlib", "optax", "rich", "scipy", "sklearn"):
+        pytest.importorskip(name)
+    script = ROOT / "examples" / "train_deformable_detector.py"
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "2", "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        r"step 0: held-out AP50 0\.\d+, AP 0\.\d+",
+        r"step 2: held-out AP50 0\.\d+, AP 0\.\d+",
+        r"loss \d+\.\d+",
+        r"detections: \S*",
+        r"operator, forward and backward: \d+\.\d ms; gather form, by JAX: \d+\.\d ms",
+    ):
+        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+    assert (tmp_path / "detections.png").stat().st_size > 10_000
+    assert "nan" not in done.stdout.lower()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("source", ["digits", "file"])
+def test_graph_attention_trains_and_plots(source, tmp_path):
+    for module in ("optax", "sklearn"):
+        pytest.importorskip(module)
+    arguments = ["--steps", "2", "--draws", "1", "--neighbours", "3"]
+    if source == "file":  # 40 nodes in two rings, one for each class, and an edge between them
+        nodes, labelled = np.arange(40), np.arange(40)[None] % 4 == 0
+        edges = np.stack([nodes, (nodes + 1) % 20 + nodes // 20 * 20], axis=1)
+        np.savez(
+            tmp_path / "rings.npz",
+            edges=np.concatenate([edges, [[0, 20]]]),
+            node_labels=nodes // 20,
+            node_features=np.random.default_rng(0).standard_normal((40, 3)),
+            train_masks=labelled,
+            val_masks=np.roll(labelled, 1),
+            test_masks=np.roll(labelled, 2),
+        )
+        arguments += ["--graph", tmp_path / "rings.npz", "--undirected"]
+    script = ROOT / "examples" / "train_graph_attention.py"
+    done = subprocess.run(
+        [sys.executable, script, *arguments, "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        {"digits": r"1,797 nodes, [\d,]+ edges", "file": r"40 nodes, 122 edges"}[source],
+        r"split 0: (50|10) labels, test accuracy \d+\.\d%",
+        r"logistic regression .*\d%",
+        r"graph attention network .*\d%",
+        r"One training step \(median\), [\d,]+ edges, 4 heads",
+        r"attention and accuracy: \S*",
+    ):
+        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+    losses = re.findall(r"(\d+\.\d{4})", done.stdout)
+    assert losses
+    assert losses[::2] == losses[1::2]  # the same with segment operations
+    assert "nan" not in done.stdout
+    assert (tmp_path / "attention.png").stat().st_size > 10_000
+
+
+def test_there_is_a_notebook_for_every_operator():
+    operators = {p.parent.name for p in (ROOT / "jax_attn_bwd" / "ops").glob("*/api.py")}
+    assert {p.stem for p in NOTEBOOKS} == operators
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_notebook_is_small_and_complete(path):
+    """It is read on the web, unexecuted: so it holds its outputs, in order, and no error."""
+    nbformat = pytest.importorskip("nbformat")
+    assert path.stat().st_size < 300_000
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs
+    assert all(output.output_type != "error" for output in outputs)
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, monkeypatch, tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+    for name, value in environment().items():
+        if name != "MPLBACKEND":  # the kernel draws inline
+            monkeypatch.setenv(name, value)
+    notebook = nbformat.read(path, as_version=4)
+    with warnings.catch_warnings():
+        # zmq and the event loop close their sockets late; that is no concern of the notebook
+        warnings.simplefilter("ignore")
+        client = nbclient.NotebookClient(
+            notebook,
+            timeout=300,
+            allow_errors=False,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(tmp_path)}},
+        )
+        client.execute()
+
+
+def test_readme_shows_code():
+    assert BLOCKS
+
+
+@pytest.mark.thorough
+def test_each_block_of_the_readme_runs_alone(tmp_path):
+    """In a namespace of its own, as a reader pastes one; stdout may be anything."""
+    script = tmp_path / "readme.py"
+    script.write_text(f"for block in {BLOCKS!r}:\n    exec(block, {{}})\n")
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr

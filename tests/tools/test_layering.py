@@ -1,0 +1,216 @@
+"""The layout of the package is its architecture: imports point one way, folders hold the same files."""
+
+import ast
+import fnmatch
+import re
+from pathlib import Path
+
+import pytest
+
+import jax_attn_bwd
+
+ROOT = Path(jax_attn_bwd.__file__).parent
+MODULES = sorted(p.relative_to(ROOT) for p in ROOT.rglob("*.py"))
+OPERATORS = sorted(p.parent.name for p in ROOT.glob("ops/*/__init__.py"))
+REQUIRED = ("__init__", "api", "spec", "reference", "forward", "backward", "cases")
+FRAMEWORKS = {"flax", "haiku", "equinox", "torch", "optax", "matplotlib", "rich", "tokamax"}
+
+
+def is_module(name: str) -> bool:
+    """Whether `name` is a module of this package."""
+    path = ROOT.parent / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, absolute."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                found.add(submodule if is_module(submodule) else node.module)
+    return found
+
+
+# The architecture, lowest first: a module imports what stands in its own row or above it. A new file is one
+# more pattern in the row where it belongs; a file that no row knows, and a pattern without a file, fail.
+LAYERS = (
+    ("_core/*",),
+    (
+        "ops/*/spec",
+        "ops/*/reference",
+        "ops/*/structure",
+        "ops/*/grouping",
+        "ops/*/groups",
+        "ops/graph/softmax",
+    ),
+    ("ops/*/kinds/*",),
+    ("ops/*/arguments", "ops/*/tiling", "ops/*/layout", "ops/*/sampling", "ops/*/batch_slices"),
+    ("ops/*/visibility", "ops/*/dropping", "ops/*/scatter", "ops/*/pairs", "ops/*/cpu", "ops/*/tables"),
+    ("ops/*/traversal", "ops/*/working", "ops/*/logits", "ops/*/kernels/*"),
+    ("ops/*/whole",),
+    ("ops/*/forward",),
+    ("ops/*/backward",),
+    ("ops/*/block",),
+    # the one operator that builds on another, through its block
+    ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),
+    ("ops/multi_head/forward", "ops/multi_head/backward"),
+    ("ops/*/api", "ops/*/gradients", "ops/*/edge_softmax"),
+    ("ops/*/workloads", "ops/*/cases"),
+    ("ops/*/__init__", "ops/__init__"),
+    ("layers/*", "compat/*"),
+    ("__init__",),
+    ("check",),
+    ("bench/*",),
+)
+DOORS = ("block", "spec", "visibility", "arguments")  # what one operator imports of another
+RANKS = [(pattern, rank) for rank, row in enumerate(LAYERS) for pattern in row]
+SIZES = {"kernels": 500, "": 400}  # lines of a file, by folder
+TESTS = ROOT.parent / "tests"
+
+
+def file_of(module: str) -> Path:
+    """The file of a module, below the package."""
+    path = Path(*module.split(".")[1:])
+    as_module = path.parent / f"{path.name}.py"
+    return as_module if (ROOT / as_module).exists() else path / "__init__.py"
+
+
+def rows_of(path: Path) -> list[int]:
+    """The rows of `LAYERS` that know a file: those that name it, else those whose patterns match.
+
+    `*` in the middle of a pattern is one folder, at the end everything.
+    """
+    name = path.with_suffix("").as_posix()
+    if named := [rank for pattern, rank in RANKS if pattern == name]:
+        return named
+    found = []
+    for pattern, rank in RANKS:
+        expression = re.escape(pattern).replace(r"\*", "[^/]*")
+        expression = expression.removesuffix("[^/]*") + ".*" if pattern.endswith("/*") else expression
+        if re.fullmatch(expression, name):
+            found.append(rank)
+    return found
+
+
+def ours(path: Path) -> set[Path]:
+    """The files of the package that a file imports."""
+    return {file_of(name) for name in imports(path) if name.split(".")[0] == "jax_attn_bwd"} - {path}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_every_file_has_its_layer(path):
+    assert len(rows_of(path)) == 1, f"{path}: add it to one row of LAYERS"
+
+
+def test_every_pattern_has_a_file():
+    names = [path.with_suffix("").as_posix() for path in MODULES]
+    for pattern, _ in RANKS:
+        assert fnmatch.filter(names, pattern), f"{pattern}: no such file"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_imports_point_one_way(path):
+    (rank,) = rows_of(path)
+    for target in ours(path):
+        (goal,) = rows_of(target)
+        assert goal <= rank, f"{path} imports {target}"
+        if path.parts[0] == target.parts[0] == "ops" and len(path.parts) > 2 and len(target.parts) > 2:
+            allowed = {path.parts[1]} | ({"dot_product"} if path.parts[1] == "multi_head" else set())
+            assert target.parts[1] in allowed, f"{path} imports the operator {target.parts[1]}"
+            if target.parts[1] != path.parts[1]:
+                doors = (*DOORS, "cases") if path.stem == "cases" else DOORS
+                assert target.stem in doors, f"{path} imports {target}, and not by the doors {doors}"
+        if "kernels" in path.parts:
+            assert target.stem not in ("api", "forward", "backward"), f"{path} imports {target}"
+
+
+def test_no_imports_in_a_circle():
+    """Those inside functions count, too."""
+    above = {path: ours(path) for path in MODULES}
+    while free := [path for path, targets in above.items() if not targets & above.keys()]:
+        for path in free:
+            del above[path]
+    assert not above, f"in a circle, or above one: {sorted(map(str, above))}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_no_file_of_the_package_is_too_long(path):
+    lines = len((ROOT / path).read_text().splitlines())
+    assert lines <= SIZES["kernels" if "kernels" in path.parts else ""]
+
+
+def test_no_file_of_tests_is_too_long():
+    long = {p.name: n for p in TESTS.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operator_folders_hold_the_same_files(operator):
+    found = {p.stem for p in (ROOT / "ops" / operator).glob("*.py")}
+    assert set(REQUIRED) <= found
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_reference_imports_only_numpy_like_modules(operator):
+    assert imports(Path("ops", operator, "reference.py")) <= {"jax", "jax.numpy", "jax.nn"}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.parts[0] != "layers"], ids=str)
+def test_frameworks_stay_out_of_the_core(path):
+    if path.parts[0] == "bench" or path.name == "console.py":
+        return  # optional there, imported where used
+    assert not {name.split(".")[0] for name in imports(path)} & FRAMEWORKS
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.parts[0] == "layers"], ids=str)
+def test_a_layer_imports_its_own_framework_alone(path):
+    folder = path.parts[1] if len(path.parts) > 2 else None
+    folders = {p.parts[1] for p in MODULES if p.parts[0] == "layers" and len(p.parts) > 2}
+    targets = [name.split(".") for name in imports(path)]
+    assert {target[0] for target in targets} & FRAMEWORKS <= {str(folder).split("_")[0]}
+    layers = {target[2] for target in targets if target[:2] == ["jax_attn_bwd", "layers"]}
+    assert layers & folders <= {folder}
+
+
+def test_a_backward_is_written_not_differentiated():
+    forbidden = re.compile(r"jax\.(vjp|grad|value_and_grad|jvp|linearize|jacrev|jacfwd)\(")
+    kernels = ROOT.glob("ops/*/kernels/*.py")
+    for path in [*ROOT.glob("ops/*/backward.py"), *kernels]:
+        assert not forbidden.search(path.read_text()), path
+
+
+def test_public_names_are_the_operators_exports():
+    exported = set(dir(jax_attn_bwd))
+    for operator in OPERATORS:
+        tree = ast.parse((ROOT / "ops" / operator / "__init__.py").read_text())
+        names = {a.asname for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        assert names
+        assert names <= exported, operator
+    assert {"explain", "__version__"} <= exported
+
+
+def test_top_level_holds_what_it_should():
+    top = {p.name for p in ROOT.parent.iterdir() if not p.name.startswith(".")}
+    if "pyproject.toml" not in top:
+        pytest.skip("the package is installed elsewhere than in its checkout")
+    import subprocess
+
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT.parent, capture_output=True, text=True, check=True
+    ).stdout.split()
+    names = {name.split("/")[0] for name in tracked if not name.startswith(".")}
+    assert names <= {"pyproject.toml", "jax_attn_bwd", "tests", "examples", "notebooks", "README.md"}
+
+
+def test_the_public_names_are_listed():
+    """`__all__` is what `__init__` imports under its own name, no more and no less."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    imported = [a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert sorted(imported) == sorted(jax_attn_bwd.__all__)
+    assert all(hasattr(jax_attn_bwd, name) for name in jax_attn_bwd.__all__)
+    assert {"compat", "layers"} <= set(jax_attn_bwd.__all__)
