@@ -181,7 +181,8 @@ def dot_product_attention_bwd(
 
     Args:
       dout: `[..., T, N, Hv]`, cotangent of `out`, dtype of `query`.
-      out, lse: what `dot_product_attention(..., return_residual=True)` returned for the same arguments.
+      out, lse: what `dot_product_attention(..., return_residual=True)` returned for the same arguments, or
+        for more keys, of which these are a block: the gradients of disjoint blocks add up to the whole.
         A row of tied logits of 1e6 and more is rounded away in `lse`; only the gradient of
         `dot_product_attention` itself keeps the remainder.
       dlse: `[..., T, N]`, cotangent of `lse`; None = 0.
@@ -236,7 +237,7 @@ def dot_product_attention_bwd(
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
     chosen = block.choose(name, implementation, options, operands)
-    return block.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse, alone=True)
+    return block.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

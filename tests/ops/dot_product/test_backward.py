@@ -29,6 +29,23 @@ def test_second_order_of_the_plain_backward():
     assert_close(got, (dq(dout + step * tangent) - dq(dout - step * tangent)) / (2 * step), 1e-7)
 
 
+def test_plain_backward_of_blocks_of_keys(rng):
+    """With `out` and `lse` of all keys, disjoint blocks of them add up to the whole."""
+    q, k, v, dout = (
+        jnp.asarray(rng.standard_normal(s)) for s in ((2, 3, 4, 8), *[(2, 7, 2, 8)] * 2, (2, 3, 4, 8))
+    )
+    out, lse = dot_product_attention(q, k, v, return_residual=True)
+
+    def grads(keys):
+        return dot_product_attention_bwd(dout, q, k[:, keys], v[:, keys], out=out, lse=lse)
+
+    whole, blocks = grads(slice(7)), (grads(slice(4)), grads(slice(4, 7)))
+    assert_close(blocks[0].query + blocks[1].query, whole.query, 1e-12, "query")
+    for name in ("key", "value"):
+        joined = jnp.concatenate([getattr(block, name) for block in blocks], 1)
+        assert_close(joined, getattr(whole, name), 1e-12, name)
+
+
 def test_plain_backward_takes_numpy_arrays_of_another_width(rng):
     """With x64 off, NumPy's float64 is float32, in cotangents as in operands."""
     q, k, v, dout = (rng.standard_normal((1, 5, 2, 4)) for _ in range(4))
