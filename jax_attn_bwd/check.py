@@ -26,6 +26,10 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FLOAT64_LIMIT = 1e-10
+# of the compiler, for a program that runs once or twice: most of the time goes into compiling
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):  # newer ones have no such option
+    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,6 @@ def relative_error(got: Any, expected: Any) -> float:
     return float(difference.max(initial=0) / max(size, 1e-2))
 
 
-def evaluate(
-    function: Any, operator: Operator, arrays: Arrays, options: Mapping, cts: tuple
-) -> dict[str, np.ndarray]:
-    """Outputs and gradients of `function`, by name: `out`, ..., `dquery`, ..."""
-    return _by_name(operator, *_run(function, operator, options)(arrays, cts))
-
-
 def _run(function: Any, operator: Operator, options: Mapping) -> Any:
     """`(arrays, cts) -> (outputs, {name: gradient})`."""
 
@@ -89,10 +86,27 @@ def _finite_cotangents(operator: Operator, outputs: tuple) -> tuple:
     return tuple(jnp.where(jnp.isfinite(x), ct, 0) for x, ct in zip(outputs, cts, strict=True))
 
 
+def quick_jit(function: Any) -> Any:
+    """`jax.jit` of what JAX differentiates by itself: the definitions, which keep every rounding.
+
+    XLA:CPU (JAX 0.10.2 to 0.12) miscompiles some of them if it does not optimise: their gradients are NaN.
+    Where a NaN is found, the optimised program has the word.
+    """
+    usual = {"xla_allow_excess_precision": False}
+    quick, slow = (jax.jit(function, compiler_options=o) for o in ({**usual, **QUICK}, usual))
+
+    def run(*args):
+        found = quick(*args)
+        nan = any(np.isnan(np.asarray(x, np.float64)).any() for x in jax.tree.leaves(found))
+        return slow(*args) if nan else found
+
+    return run
+
+
 @cache
 def _definition(operator: Operator, case: Case) -> Any:
     """The definition in one program, which the dtypes of a case share."""
-    return jax.jit(_run(operator.reference, operator, case.options))
+    return quick_jit(_run(operator.reference, operator, case.options))
 
 
 def _on_cpu() -> contextlib.AbstractContextManager:
@@ -143,7 +157,7 @@ def _target(operator: Operator, case: Case, dtype: str) -> Target:
     cts = tuple(cast(np.asarray(ct), dtype) for ct in cts)
     limits = dict.fromkeys(expected, FLOAT64_LIMIT)
     if dtype != "float64":
-        plain = evaluate(operator.reference, operator, arrays, options, cts)
+        plain = _by_name(operator, *_definition(operator, case)(arrays, cts))
         rounding = float(jnp.finfo(dtype).eps)
         limits = {n: 2 * relative_error(plain[n], x) + 2 * rounding for n, x in expected.items()}
     return Target(operator, case, dtype, arrays, cts, expected, limits)

@@ -11,15 +11,13 @@ import pytest
 from jax_attn_bwd import ops
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case, Operator, cotangents, value_and_gradients
+from jax_attn_bwd.check import QUICK, quick_jit
 
 OPERATORS = ops.discover()
 thorough = pytest.mark.thorough
 interpreted = pytest.mark.skipif(
     not mosaic_gpu.can_interpret(), reason="the Mosaic GPU interpreter of this JAX cannot run the kernels"
 )
-QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
-if jax.__version_info__ < (0, 11):  # newer ones have no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 gradients_executed: collections.Counter[tuple[str, str]] = collections.Counter()
 
 
@@ -118,6 +116,7 @@ __all__ = [
     "firsts",
     "gradients_executed",
     "interpreted",
+    "quick_jit",
     "thorough",
     "value_and_gradients",
 ]

@@ -16,6 +16,7 @@ from helpers import (
     finite_loss,
     first_of_each,
     interpreted,
+    quick_jit,
     thorough,
 )
 from jax.test_util import check_grads
@@ -63,7 +64,7 @@ def test_every_mode_under_jit(operator, implementation, case):
     program = jax.jit(modes, compiler_options=QUICK)
     got = program(inputs, arrays, cts)
     loss = form(operator.reference, operator, case.options)
-    defined = jax.jit(lambda *given: (jax.hessian(loss)(*given), jax.grad(loss)(*given)))
+    defined = quick_jit(lambda *given: (jax.hessian(loss)(*given), jax.grad(loss)(*given)))
     hessian, gradient = defined(inputs, arrays, cts)
     for name, row in hessian.items():
         for other, block in row.items():

@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import OPERATORS, assert_close, case_params, cotangents, differentiated, first_of_each, thorough
+from helpers import (
+    OPERATORS,
+    QUICK,
+    assert_close,
+    case_params,
+    cotangents,
+    differentiated,
+    first_of_each,
+    thorough,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -75,7 +84,7 @@ def on_one_device(operator, implementation, case):
 
     outputs = jax.eval_shape(lambda: operator.call(**arrays, **options))
     cts = cotangents(operator, outputs)
-    single = jax.jit(step)
+    single = jax.jit(step, compiler_options=QUICK)
     outputs, _ = single(arrays, cts)
     cts = tuple(
         jnp.where(jnp.isfinite(outputs[name]), ct, 0) for name, ct in zip(operator.outputs, cts, strict=True)
@@ -97,7 +106,7 @@ def test_jit_with_sharded_operands(operator, implementation, case, axis_type, sh
 
         placed = {name: put(name, x) for name, x in arrays.items()}
         placed_cts = tuple(put(n, ct) for n, ct in zip(operator.outputs, cts, strict=True))
-        compiled = jax.jit(step).lower(placed, placed_cts).compile()
+        compiled = jax.jit(step, compiler_options=QUICK).lower(placed, placed_cts).compile()
         out, gradients = compiled(placed, placed_cts)
 
     for name in operator.outputs:

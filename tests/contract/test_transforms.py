@@ -18,6 +18,7 @@ from helpers import (
     finite_loss,
     first_of_each,
     firsts,
+    quick_jit,
     thorough,
 )
 
@@ -97,15 +98,15 @@ def test_gradient_through_vmap_of_shared_operands(batched):
         axes = ({n: 0 if n in batched else None for n in inputs},)
         return jax.vmap(one, in_axes=axes)(inputs).sum()
 
-    got = jax.jit(jax.grad(lambda i: loss(dense.call, i)))(arrays)
-    expected = jax.grad(lambda i: loss(dense.reference, i))(arrays)
+    got = jax.jit(jax.grad(lambda i: loss(dense.call, i)), compiler_options=QUICK)(arrays)
+    expected = quick_jit(jax.grad(lambda i: loss(dense.reference, i)))(arrays)
     assert_trees_close(got, expected, 1e-12)
 
 
 @first
 def test_eager_equals_jit(operator, implementation, case):
     loss, inputs, *_ = loss_of(operator, implementation, case)
-    assert_trees_close(jax.grad(loss)(inputs), jax.jit(jax.grad(loss))(inputs), 1e-12)
+    assert_trees_close(jax.grad(loss)(inputs), jax.jit(jax.grad(loss), compiler_options=QUICK)(inputs), 1e-12)
 
 
 @first
@@ -146,8 +147,8 @@ def test_remat_by_name_saves_the_forward(policy_names):
 @first
 def test_ahead_of_time_compilation(operator, implementation, case):
     loss, inputs, *_ = loss_of(operator, implementation, case)
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(inputs).compile()
-    assert_trees_close(compiled(inputs)[1], jax.grad(loss)(inputs), 1e-12)
+    step = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)
+    assert_trees_close(step.lower(inputs).compile()(inputs)[1], step(inputs)[1], 0)
 
 
 def test_donated_operands():

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import OPERATORS, assert_trees_close
+from helpers import OPERATORS, QUICK, assert_trees_close
 
 from jax_attn_bwd.ops.deformable.cases import locations
 
 operator = next(o for o in OPERATORS if o.name == "multi_scale_deformable_attention")
 LEVELS = ((6, 4), (3, 2))
-QUICK = {"xla_backend_optimization_level": 0}  # for what runs once: compiling it takes longer
 
 
 def sample(levels=LEVELS, *, B=1, Q=3, M=2, D=2, P=2, seed=0, spread=1.5, method="bilinear"):
