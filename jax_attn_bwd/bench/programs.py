@@ -139,15 +139,21 @@ def _layer(B: int, T: int, E: int, N: int) -> Program:
 def _graph(
     nodes: int, edges: int, heads: int, width: int, forward: bool = False, capacity: int = 0
 ) -> Program:
-    """A random graph without isolated nodes; `forward` alone, or a step; with `capacity`, padded to it."""
+    """A random graph without isolated nodes; `forward` alone, or a step.
+
+    With `capacity`, padded to it; the plain formula as is usual, by edges between the nodes of one more row.
+    """
     rng = np.random.default_rng(0)
     rest = max(edges - nodes, 0)
     dst = np.sort(np.concatenate([np.arange(nodes), rng.integers(0, nodes, rest)])[:edges])
     src = rng.integers(0, nodes, len(dst))
-    graph = BipartiteCSC.from_coo(src, dst, nodes, nodes, **({"capacity": capacity} if capacity else {}))
-    plain = segments(Edges(src, dst, nodes, heads, width), "graph_attention")
-    args = _draw((nodes, heads * width), (nodes, heads * width), (2 * heads * width,))
-    ours = partial(graph_attention, graph, num_heads=heads)
+    count = nodes + bool(capacity)
+    graph = BipartiteCSC.from_coo(src, dst, count, count, **({"capacity": capacity} if capacity else {}))
+    src, dst = (np.pad(x, (0, graph.capacity - len(x)), constant_values=nodes) for x in (src, dst))
+    attend = segments(Edges(src, dst, count, heads, width), "graph_attention")
+    args = _draw((count, heads * width), (count, heads * width), (2 * heads * width,))
+    ours = lambda *args: graph_attention(graph, *args, num_heads=heads)[:nodes]
+    plain = lambda *args: attend(*args)[:nodes]
     return _both(ours, plain, args, (lambda function: function) if forward else None)
 
 
