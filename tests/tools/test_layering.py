@@ -51,7 +51,7 @@ LAYERS = (
     ("ops/*/kinds/*",),
     ("ops/*/arguments", "ops/*/tiling", "ops/*/layout", "ops/*/sampling", "ops/*/batch_slices"),
     ("ops/*/visibility", "ops/*/dropping", "ops/*/scatter", "ops/*/pairs", "ops/*/cpu", "ops/*/tables"),
-    ("ops/*/traversal", "ops/*/working", "ops/*/logits", "ops/*/kernels/*"),
+    ("ops/*/traversal", "ops/*/working", "ops/*/logits", "ops/*/row_sums", "ops/*/kernels/*"),
     ("ops/*/whole",),
     ("ops/*/forward",),
     ("ops/*/backward",),

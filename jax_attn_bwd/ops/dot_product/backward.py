@@ -38,9 +38,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.blocks import put_at, take_at
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, traversal, visibility, whole
+from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, row_sums, traversal, whole
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Options, Residuals
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
@@ -83,38 +83,17 @@ def _of_slice(options, tiling, wanted, operands, result, dout, dlse):
     dout = jnp.zeros_like(result.out) if dout is None else dout
     heads, groups = layout.split_heads(dout, N // K), N // K
     names = wanted.names - {"sink"}
-    if dlse is not None and not visibility.every_query_sees(options, operands):
-        dlse = jnp.where(result.lse == -jnp.inf, 0, dlse)
     if tiling.is_whole and wanted.alone:
-        dlse = None if dlse is None else layout.split_rows(dlse, groups)
+        if dlse is not None:
+            dlse = layout.split_rows(row_sums.finite_rows(options, operands, result.lse, dlse), groups)
         grads, delta = whole.backward_alone(options, wanted.names, operands, heads, dlse)
     else:
-        delta = layout.split_rows(_delta(options, operands, result, dout, dlse), groups)
+        delta = layout.split_rows(row_sums.delta(options, operands, result, dout, dlse), groups)
         form = whole.backward if tiling.is_whole else partial(_tile_by_tile, tiling)
         grads = form(options, names, operands, result, heads, delta) if names else {}
     if "sink" in wanted.names:
-        grads["sink"] = _gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
+        grads["sink"] = row_sums.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
     return grads
-
-
-def _delta(options, operands, result, dout, dlse):
-    """(7), `[..., T, N]`."""
-    out, lse, _ = result
-    dout = dout.astype(lse.dtype)
-    if not visibility.every_query_sees(options, operands):
-        # Of a row that attends to nothing, which has out = 0, dout may be anything.
-        nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
-        dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
-    delta = (dout * out.astype(lse.dtype)).sum(-1)
-    return delta if dlse is None else delta - dlse
-
-
-def _gradient_of_sink(sink, result, delta):
-    """(9), `[N]`, for delta `[..., T, N]`."""
-    lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
-    low = 0 if result.lse_low is None else result.lse_low
-    p = jnp.exp((to_rank(sink.astype(delta.dtype), delta.ndim) - lse) - low)
-    return reduce_to(-(p * delta), sink.shape)
 
 
 def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):

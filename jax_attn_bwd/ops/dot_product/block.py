@@ -35,6 +35,7 @@ from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.dropping import of_columns as dropout_factors
 from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
+from jax_attn_bwd.ops.dot_product.row_sums import gradient_of_sink
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -98,6 +99,7 @@ __all__ = [
     "choose",
     "dropout_factors",
     "forward",
+    "gradient_of_sink",
     "gradients",
     "merge_heads",
     "merge_rows",

@@ -155,8 +155,9 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     if planes:  # (10)
         found = block.gradients(options.attention, inner, through.names, p.keys, dz, dp.keys, delta)
         shares = _sum(shares, found)
-    if "sink" in through.names:  # kernels pass over queries that see appended rows alone
-        shares = shares._replace(sink=_gradient_of_sink(inner, result, delta[..., 0]))
+    if "sink" in through.names:
+        dsink = block.gradient_of_sink(inner.sink, result, block.merge_rows(delta[..., 0]))
+        shares = shares._replace(sink=dsink)
     # Dense attention sums these over the shards that share them, so what joins them must be summed.
     bias, sink = (
         None if x is None else match_type(x, like)
@@ -200,15 +201,6 @@ def _row_sums(p: _Columns, dp: _Columns) -> jax.Array:
     """sum_s P_ts dP_ts over keys and appended rows, `[..., K, G, T, 1]`."""
     total = (p.keys * dp.keys).sum(-1, keepdims=True)
     return total if p.rows is None else total + (p.rows * dp.rows).sum(-1, keepdims=True)
-
-
-def _gradient_of_sink(inner: dot_product.Operands, result: dot_product.Result, delta: jax.Array) -> jax.Array:
-    """(10): the gradient of the sink `[N]`; delta `[..., K, G, T]`."""
-    assert inner.sink is not None
-    delta, low = block.merge_rows(delta), 0 if result.lse_low is None else result.lse_low
-    lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
-    p = jnp.exp((to_rank(inner.sink.astype(delta.dtype), delta.ndim) - lse) - low)
-    return reduce_to(-(p * delta), inner.sink.shape)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_trees_close, thorough
+from contract.programs import running
+from helpers import OPERATORS, assert_close, assert_trees_close, thorough
 
 from jax_attn_bwd.ops.dot_product import block
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
+dense = next(o for o in OPERATORS if o.name == "dot_product_attention")
 T, S, N, K, H = 10, 14, 4, 2, 3
 WANTED = ("query", "key", "value")
 
@@ -87,6 +89,25 @@ def test_a_block_that_nothing_sees_adds_nothing(rng):
     assert (result.lse == -jnp.inf).all()
     total = result._replace(out=jnp.ones_like(result.out), lse=jnp.ones_like(result.lse), lse_low=None)
     grads = block.backward("xla", options, hidden, total, WANTED, jnp.ones_like(result.out))
+    assert not any(x.any() for x in (grads.query, grads.key, grads.value))
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.kernel)])
+def test_a_sink_of_a_block_that_nothing_sees_has_the_gradient_of_the_row(implementation, rng):
+    """dsink = - sum exp(sink - lse) <dout, out>, with lse and out of the keys elsewhere."""
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    hidden = Operands(
+        *(draw(2, n, heads, 8) for n, heads in ((T, N), (S, K), (S, K))),
+        sink=draw(N),
+        query_positions=jnp.zeros((1, T), jnp.int32),
+        key_value_positions=jnp.ones((1, S), jnp.int32),
+    )
+    out, lse, dout = draw(2, T, N, 8), 3 + draw(2, T, N), draw(2, T, N, 8)
+    options, total = Options(scale=1.0, is_causal=True), Result(out, lse, None)
+    with running(dense, implementation):
+        grads = block.backward(implementation, options, hidden, total, (*WANTED, "sink"), dout)
+    expected = -(jnp.exp(hidden.sink[None, None] - lse) * (dout * out).sum(-1)).sum((0, 1))
+    assert_close(grads.sink, expected, 1e-6, "sink")
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
 
 

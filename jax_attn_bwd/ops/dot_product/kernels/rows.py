@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd.ops.dot_product import layout, row_sums
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals
 
@@ -25,11 +24,12 @@ class RowValues(NamedTuple):
 def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
     """`RowValues` from what the forward left, and the cotangents."""
     operands, (out, lse, low) = residuals.operands, residuals.result
-    query, dtype = operands.query, lse.dtype
+    query = operands.query
     dout = jnp.zeros_like(out) if dout is None else dout
-    floor = jnp.full((1,) * lse.ndim, -jnp.inf, dtype)
-    if operands.sink is not None:
-        floor = to_rank(operands.sink.astype(dtype), lse.ndim)
+    delta, dsink = row_sums.delta(options, operands, residuals.result, dout, dlse), None
+    if "sink" in residuals.wanted.names:
+        assert operands.sink is not None  # its gradient is asked for
+        dsink = row_sums.gradient_of_sink(operands.sink, residuals.result, delta)
     empty = None
     if _rows_may_be_empty(options, operands):
         # Of a row that attends to nothing, q and dout may hold anything.
@@ -37,15 +37,7 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
         if operands.sink is not None:
             empty = _sees_nothing(options, operands, lse)
         dout, query = (jnp.where(empty[..., None], 0, x) for x in (dout, query))
-    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)  # (7)
-    if dlse is not None:
-        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
     low = jnp.zeros_like(lse) if low is None else low
-    dsink = None
-    if "sink" in residuals.wanted.names:
-        p_sink = jnp.exp((floor - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - low)
-        assert operands.sink is not None  # its gradient is asked for
-        dsink = reduce_to(-p_sink * delta, operands.sink.shape)  # (9)
     lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
     return RowValues(query, dout, lse, low, delta, dsink)
 

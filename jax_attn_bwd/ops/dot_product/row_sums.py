@@ -1,0 +1,39 @@
+"""Equations (7) and (9) of `backward.py`, from which every implementation takes them: sums of rows alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.numerics import reduce_to, to_rank
+from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+
+
+def delta(
+    options: Options, operands: Operands, result: Result, dout: jax.Array, dlse: jax.Array | None
+) -> jax.Array:
+    """(7), `[..., T, N]`, for the row values of all keys that the queries attend to."""
+    out, lse, _ = result
+    dout = dout.astype(lse.dtype)
+    if not visibility.every_query_sees(options, operands):
+        # Of a row that attends to nothing, which has out = 0, dout may be anything.
+        nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
+        dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
+    found = (dout * out.astype(lse.dtype)).sum(-1)
+    return found if dlse is None else found - finite_rows(options, operands, lse, dlse)
+
+
+def finite_rows(options: Options, operands: Operands, lse: jax.Array, dlse: jax.Array) -> jax.Array:
+    """dlse, 0 where lse is -inf: it may be anything there."""
+    if visibility.every_query_sees(options, operands):
+        return dlse
+    return jnp.where(lse == -jnp.inf, 0, dlse)
+
+
+def gradient_of_sink(sink: jax.Array, result: Result, delta: Any) -> jax.Array:
+    """(9), `[N]`, for delta `[..., T, N]`."""
+    lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
+    low = 0 if result.lse_low is None else result.lse_low
+    p = jnp.exp((to_rank(sink.astype(delta.dtype), delta.ndim) - lse) - low)
+    return reduce_to(-(p * delta), sink.shape)
