@@ -65,10 +65,14 @@ def test_as_pytorch_with_its_parameters(rng, framework, coordinates, counts):
 
     params = from_torch({prefix + name: x for name, x in module.state_dict().items()}, prefix)
     layer = build(framework, num_points=counts)
-    function = jitted(lambda *arrays: layer.call(*arrays, LEVELS, mask))
-    got, pullback = jax.vjp(function, params, query, points, value)
+
+    @jitted
+    def run(dout, *arrays):
+        out, pullback = jax.vjp(lambda *arrays: layer.call(*arrays, LEVELS, mask), *arrays)
+        return out, pullback(dout)
+
+    got, (dparams, *grads) = run(jnp.asarray(dout), params, query, points, value)
     assert_close(got, out.detach().numpy(), 1e-12)
-    dparams, *grads = pullback(jnp.asarray(dout))
     for x, tensor in zip(grads, tensors, strict=True):
         assert_close(x, tensor.grad.numpy(), 1e-11)
     for name in NAMES:
