@@ -8,6 +8,7 @@ import pytest
 from helpers import assert_close, thorough
 
 from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd.ops.dot_product import tiling
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -46,6 +47,13 @@ def test_a_dominant_sink_still_has_a_gradient():
     np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
+@pytest.fixture(params=[False, True], ids=["whole", "tiles"])
+def _form(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(tiling, "WHOLE_LOGITS", 0)
+
+
+@pytest.mark.usefixtures("_form")
 @pytest.mark.parametrize("fill", [-1e9, float(np.finfo(np.float32).min)])
 def test_rows_of_huge_tied_logits(fill):
     """A float mask over a whole row leaves a uniform row; lse alone would round log S away."""
@@ -59,6 +67,27 @@ def test_rows_of_huge_tied_logits(fill):
     got = gradients(dot_product_attention)
     for a, b in zip(got, gradients(jax.nn.dot_product_attention), strict=True):
         assert_close(a, b, 1e-6)
+
+
+@pytest.mark.usefixtures("_form")
+def test_a_sink_tied_with_huge_logits_has_its_share():
+    """Each of 7 keys and the sink has an eighth, which lse = -1e9 + log 8 in float32 does not tell."""
+    q, bias, sink = jnp.zeros((1, 5, 2, 8), jnp.float32), jnp.float32(-1e9), jnp.full(2, -1e9, jnp.float32)
+    k, v, dout = (normal(1, n, 2, 8, seed=n, dtype=np.float32) for n in (7, 7, 5))
+    bias = jnp.broadcast_to(bias, (1, 2, 5, 7))
+    got = jax.grad(lambda sink: (dot_product_attention(q, k, v, bias, sink=sink) * dout).sum())(sink)
+    assert_close(got, -jnp.einsum("btnh,bsnh->n", dout, v) / 64, 1e-6)
+
+
+@pytest.mark.usefixtures("_form")
+def test_a_sink_of_minus_infinity_has_no_gradient_in_rows_that_see_nothing():
+    q, k, v, dout = (normal(1, n, 2, 8, seed=n) for n in (5, 7, 7, 5))
+
+    def loss(sink):
+        out = dot_product_attention(q, k, v, sink=sink, query_seq_lengths=jnp.asarray([3], jnp.int32))
+        return (out * dout).sum()
+
+    assert not jax.grad(loss)(jnp.full(2, -jnp.inf)).any()
 
 
 def test_a_value_of_zero_has_a_gradient_under_a_dominant_sink():

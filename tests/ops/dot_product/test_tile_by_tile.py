@@ -1,10 +1,15 @@
 """The contract of dense attention with small planes, else taken whole, cut into tiles as large ones are."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import pytest
 from contract import test_second_order, test_sharding, test_values
-from helpers import case_params, first_of_each, thorough
+from helpers import QUICK, assert_trees_close, case_params, first_of_each, thorough
 from jax.sharding import AxisType
 
+from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd.ops.dot_product import tiling
 
 CASE = ("operator", "implementation", "case")
@@ -36,3 +41,18 @@ def test_every_mode_under_jit(operator, implementation, case):
 def test_sharded(operator, implementation, case, axis_type):
     test_sharding.on_one_device.cache_clear()
     test_sharding.test_jit_with_sharded_operands(operator, implementation, case, axis_type, (2, 4))
+
+
+def test_dropout_of_many_tiles(monkeypatch, rng):
+    """Two by two tiles, of which no two drop alike, drop what the whole plane does."""
+    q, dout, k, v = (jnp.asarray(rng.standard_normal((1, n, 1, 4))) for n in (300, 300, 600, 600))
+
+    def gradients(logits):
+        monkeypatch.setattr(tiling, "WHOLE_LOGITS", logits)
+        attend = partial(dot_product_attention, dropout_rate=0.5, dropout_key=jax.random.key(3))
+        run = lambda *qkv: (attend(*qkv) * dout).sum()
+        return dict(
+            zip("qkv", jax.jit(jax.grad(run, (0, 1, 2)), compiler_options=QUICK)(q, k, v), strict=True)
+        )
+
+    assert_trees_close(gradients(0), gradients(2**20), 1e-12)
