@@ -1,0 +1,216 @@
+"""The graph attentions over a `PartitionedGraph`: one exchange of source rows, then each device for itself."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_attn_bwd._core import checks, dropout
+from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
+from jax_attn_bwd.parallel.meshes import check_axis, run_on_parts
+from jax_attn_bwd.parallel.partition import PartitionedGraph
+
+_OPERATORS = {
+    "gat": graph_attention,
+    "gatv2": graph_attention_v2,
+    "transformer": graph_transformer_attention,
+}
+_NAME = "sharded_graph_attention"
+
+
+def sharded_graph_attention(
+    partitioned: PartitionedGraph,
+    src: jax.Array,
+    dst: jax.Array | None = None,
+    attention_weights: jax.Array | None = None,
+    *,
+    mesh: Mesh,
+    axis: str | tuple[str, ...],
+    num_heads: int,
+    kind: str = "gat",
+    mode: str = "halo",
+    value: jax.Array | None = None,
+    edge: jax.Array | None = None,
+    score_bias: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    dropout_offset: Sequence[Any] | None = None,
+    **options: Any,
+) -> Any:
+    """`graph_attention`, `graph_attention_v2` or `graph_transformer_attention`, one part on each device.
+
+        table = own source rows, then those of other parts          one exchange
+        out   = operator(own part of the graph, table, own destinations)
+
+    The numbers are those of the operator on one device, to rounding, dropout included. It wraps itself in
+    `jax.shard_map`, and takes meshes of Auto and of Explicit axes; other axes of the mesh stay as they are.
+
+    Shapes: n parts with room for N_src sources, N_dst destinations and E edges each (`src_rows`, `dst_rows`
+    and `edge_rows` of `partitioned`); nodes and edges in its layout (`place_src`, `place_dst`, `place_edges`).
+
+    Args:
+      partitioned: of `partition_graph(graph, n)`.
+      src: `[n * N_src, dim]`, floating; for the transformer the key.
+      dst: `[n * N_dst, dim]`; for the transformer the query. None: `src`, where the graph has as many
+        sources as destinations.
+      attention_weights: as the operator takes it, the same on all devices; the transformer has none.
+      mesh: the devices.
+      axis: the mesh axis (or axes) of n devices that the parts lie along.
+      num_heads: H; divides dim.
+      kind: "gat", "gatv2" or "transformer": the operator.
+      mode: "halo" sends each part the rows that it has edges from; "all_gather" sends every row to every
+        part, in one all-gather. `partitioned.traffic()` compares them.
+      value: `[n * N_src, dim]`, for the transformer. None: `src`, which then travels once for both.
+      edge: `[n * E, dim_edge]`.
+      score_bias: `[n * E, H]`, or what broadcasts to it, for the transformer.
+      dropout_key: as the operator takes it.
+      dropout_mask: `[H, n * E]`: `place_edges(mask.T).T`.
+      dropout_offset: as the operator takes it; the edge is a scalar.
+      options: the others of the operator: concat_heads, activation, alpha, scale, dropout_rate,
+        return_attention_weights, return_residual, implementation.
+
+    Returns:
+      What the operator returns: out `[n * N_dst, dim]` (and weights `[n * E, H]`, lse `[n * N_dst, H]`),
+      sharded along axis 0, in the layout of `partitioned`: `collect_dst` and `collect_edges` take it out.
+
+    Gradients:
+      As of the operator, to second order and beyond: the cotangents of the table travel back by the
+      reverse exchange, and one all-reduce sums those of `attention_weights`. No exchange stands inside a
+      loop. The same bits in every run. The table is kept for the backward.
+
+    Raises:
+      ValueError: `partitioned` has another number of parts than the mesh has devices along `axis`; the axis
+        is not in the mesh; an array is not in the layout; kind or mode is unknown; as the operator.
+      TypeError: an argument is of the wrong kind, or not one of this kind of attention.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> from jax_attn_bwd.parallel import partition_graph, sharded_graph_attention
+      >>> graph = BipartiteCSC.from_coo([0, 1, 2, 0], [1, 2, 0, 2], 3, 3)
+      >>> mesh = jax.make_mesh((1,), ("graph",), devices=jax.devices()[:1])
+      >>> parts = partition_graph(graph, 1).put(mesh, "graph")
+      >>> x = parts.place_src(jnp.ones((3, 8)))
+      >>> out = sharded_graph_attention(parts, x, None, jnp.ones(16), mesh=mesh, axis="graph", num_heads=2)
+      >>> parts.collect_dst(out).shape
+      (3, 8)
+
+    Minibatches need no partition: sample one subgraph for each device, pad nodes to one number and edges
+    to one `capacity`, and stack them. A step is then data-parallel, and its only exchange the one
+    reduction of the gradients of what all devices share::
+
+        stack = jax.tree.map(lambda *x: jnp.stack(x), *graphs)  # one BipartiteCSC a device, one capacity
+
+        @jax.shard_map(mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P())
+        def loss(params, stack, nodes):
+            graph, x = jax.tree.map(lambda x: x[0], (stack, nodes))
+            return jax.lax.pmean(loss_of_one(params, graph, x), "batch")
+
+        gradients = jax.jit(jax.grad(loss))(params, stack, nodes)
+    """
+    operator = _OPERATORS[checks.choice(_NAME, "kind", kind, tuple(_OPERATORS))]
+    checks.choice(_NAME, "mode", mode, ("halo", "all_gather"))
+    if not isinstance(partitioned, PartitionedGraph):
+        remedy, got = "make one by partition_graph(graph, n)", type(partitioned).__name__
+        raise TypeError(checks.message(_NAME, "partitioned", "be a PartitionedGraph", got, remedy))
+    n = check_axis(_NAME, mesh, axis)
+    if n != partitioned.num_parts:
+        expected = f"have as many parts as mesh axis {axis!r} has devices, {n}"
+        remedy = f"cut the graph again: partition_graph(graph, {n})"
+        raise ValueError(checks.message(_NAME, "partitioned", expected, partitioned.num_parts, remedy))
+    is_transformer = kind == "transformer"
+    _check_kind(kind, attention_weights is not None, not is_transformer, "attention_weights")
+    if not is_transformer:
+        _check_kind(kind, value is not None, False, "value")
+        _check_kind(kind, score_bias is not None, False, "score_bias")
+    if dst is None:
+        if partitioned.src_position.shape != partitioned.dst_position.shape:
+            expected = "be given where sources and destinations are not as many"
+            raise ValueError(checks.message(_NAME, "dst", expected, None, "bring it into place by place_dst"))
+        dst = src
+    given = {"src": src, "dst": dst, "value": value, "edge": edge, "score_bias": score_bias}
+    arrays = {name: checks.floating(_NAME, name, x) for name, x in given.items() if x is not None}
+    _check_layout(partitioned, arrays)
+    specs = {name: P(axis) for name in arrays}
+    if score_bias is not None and (score_bias.ndim < 2 or score_bias.shape[0] == 1):
+        specs["score_bias"] = P()
+    shared: dict[str, Any] = {"attention_weights": attention_weights}
+    dropout.check_key(_NAME, dropout_key)
+    if dropout_key is not None:
+        shared["words"] = dropout.key_words(dropout_key)
+        shared["offset"] = dropout.offset(_NAME, dropout_offset or (0, 0, 0, 0), 1, 1)
+    elif dropout_offset is not None:
+        dropout.offset(_NAME, dropout_offset, 1, 1)
+    shared = {name: x for name, x in shared.items() if x is not None}
+    arrays |= shared
+    specs |= {name: P() for name in shared}
+    if dropout_mask is not None:
+        arrays["dropout_mask"], specs["dropout_mask"] = dropout_mask, P(None, axis)
+
+    def local(shards, arrays):
+        graph, number, *indices = jax.tree.map(lambda x: x[0], shards)
+        rows, dim = arrays["src"], arrays["src"].shape[1]
+        if "value" in arrays:
+            rows = jnp.concatenate([rows, arrays["value"]], axis=1)
+        table = _with_halo(rows, partitioned, indices, axis, mode)
+        named = {name: arrays[name] for name in ("edge", "score_bias", "dropout_mask") if name in arrays}
+        if "words" in arrays:
+            batch, head, first, _ = arrays["offset"]
+            named["dropout_key"] = arrays["words"]
+            named["dropout_offset"] = (batch, head, first + number.astype(first.dtype), 0)
+        inputs = (table, arrays["dst"], arrays.get("attention_weights"))
+        if is_transformer:
+            inputs = (arrays["dst"], table[:, :dim], table[:, -dim:])
+        return operator(graph, *inputs, num_heads=num_heads, **named, **options)
+
+    shards = (partitioned.graph, partitioned.edge_number, partitioned.send, partitioned.remote)
+    return run_on_parts(local, mesh, axis, (P(axis), specs), P(axis), (shards, arrays))
+
+
+def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
+    """`[own rows, dim]` -> `[own and received rows, dim]`."""
+    send, remote = indices
+    sizes, rounds = partitioned.sizes, partitioned.rounds
+    if not sum(sizes):
+        return rows
+    if mode == "all_gather":
+        return jnp.concatenate([rows, _distinct(lax.all_gather(rows, axis, tiled=True), remote)])
+    # a message has each row once: its cotangents are added in one order
+    messages = [_distinct(rows, index) for index in jnp.split(send, np.cumsum(sizes)[:-1])]
+    if rounds is None:
+        received = lax.all_to_all(jnp.stack(messages), axis, 0, 0).reshape(-1, rows.shape[1])
+        return jnp.concatenate([rows, received])
+    received = [lax.ppermute(x, axis, pairs) for x, pairs in zip(messages, rounds, strict=True)]
+    return jnp.concatenate([rows, *received])
+
+
+def _distinct(x: jax.Array, index: jax.Array) -> jax.Array:
+    """The rows of `x` at `index`, which has none twice; 0 past the end."""
+    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def _check_kind(kind: str, given: bool, has: bool, argument: str) -> None:
+    """An argument that this kind of attention does not have, or cannot do without."""
+    if given and not has:
+        raise TypeError(checks.message(_NAME, argument, f"be None for kind {kind!r}", "an array"))
+    if has and not given:
+        raise TypeError(checks.message(_NAME, argument, f"be given for kind {kind!r}", None))
+
+
+def _check_layout(partitioned: PartitionedGraph, arrays: dict[str, jax.Array]) -> None:
+    """Arrays of nodes and edges have the rows of the parts."""
+    rows = {"src": "src_rows", "dst": "dst_rows", "value": "src_rows", "edge": "edge_rows"}
+    for argument, name in rows.items():
+        if (x := arrays.get(argument)) is None:
+            continue
+        size = getattr(partitioned, name)
+        if x.ndim != 2 or x.shape[0] != partitioned.num_parts * size:
+            expected = f"have shape [n * {name}, width] with n * {name} = {partitioned.num_parts * size}"
+            method = {"dst_rows": "place_dst", "edge_rows": "place_edges"}.get(name, "place_src")
+            remedy = f"bring it into the layout by partitioned.{method}"
+            raise ValueError(checks.message(_NAME, argument, expected, x.shape, remedy))

@@ -1,0 +1,327 @@
+"""`PartitionedGraph`: a graph cut by its destinations into parts of one shape, and what travels between them."""
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.serialization import exportable_dataclass
+from jax_attn_bwd.ops.graph import BipartiteCSC
+
+_PADDING = 1.1  # moved rows at most, of the needed ones
+_FEW = 16  # rows whose transfer takes no longer than its start
+
+
+class Traffic(NamedTuple):
+    """What all devices together send in one forward; the backward sends as much."""
+
+    needed: int  # every source once to every part but its own that has an edge from it
+    halo: int  # as sent by mode="halo": with the padding
+    all_gather: int  # as sent by mode="all_gather"
+
+
+@exportable_dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, repr=False)
+class PartitionedGraph:
+    """A graph in `num_parts` parts; `partition_graph` makes it, `sharded_graph_attention` runs it.
+
+    A part owns destinations, all edges into them, and sources: one program of one shape serves all parts.
+    Arrays of nodes and edges have the **layout** of the parts: part after part, each padded to the
+    longest, `[num_parts * rows, ...]`, to be sharded along axis 0. `place_src`, `place_dst` and
+    `place_edges` bring an array from the caller's order into it, with zeros in the padding, `collect_src`,
+    `collect_dst` and `collect_edges` bring it back. They take NumPy arrays (on the host, for what is too
+    large for one device) and JAX arrays, of any dtype, and are differentiable. With as many sources as
+    destinations the two are taken for the same nodes and have one layout: what one layer puts out is the
+    source of the next.
+
+    It is a pytree. `put(mesh, axis)` puts its arrays where `sharded_graph_attention` reads them; then hand
+    it to a compiled function as an argument.
+
+    Attributes:
+      graph: the parts, stacked: sources are numbered by own rows, then those of other parts.
+      edge_number: int32 `[num_parts, capacity]`, of each edge in the caller's order.
+      send: int32 `[num_parts, halo]`, own rows in the order in which they are sent.
+      remote: int32 `[num_parts, halo]`, the received rows by their places in the layout of the sources.
+      src_position, dst_position, edge_position: int32, the place in the layout of each node and edge.
+      num_parts: number of parts.
+      sizes: rows of each message: it splits the axis `halo`.
+      rounds: (sender, receiver) pairs of each exchange of messages; None: one all-to-all.
+      remote_rows: distinct (part, source of another part) pairs that have an edge.
+    """
+
+    graph: BipartiteCSC
+    edge_number: Any
+    send: Any
+    remote: Any
+    src_position: Any
+    dst_position: Any
+    edge_position: Any
+    num_parts: int = field(metadata={"static": True})
+    sizes: tuple[int, ...] = field(metadata={"static": True})
+    rounds: tuple[tuple[tuple[int, int], ...], ...] | None = field(metadata={"static": True})
+    remote_rows: int = field(metadata={"static": True})
+
+    @property
+    def src_rows(self) -> int:
+        """Sources that a part has room for."""
+        return self.graph.num_src - sum(self.sizes)
+
+    @property
+    def dst_rows(self) -> int:
+        """Destinations that a part has room for."""
+        return self.graph.num_dst
+
+    @property
+    def edge_rows(self) -> int:
+        """Edges that a part has room for."""
+        return self.graph.capacity
+
+    def __repr__(self) -> str:
+        rows = f"src_rows={self.src_rows}, dst_rows={self.dst_rows}, edge_rows={self.edge_rows}"
+        return f"PartitionedGraph(num_parts={self.num_parts}, {rows}, remote_rows={self.remote_rows})"
+
+    def traffic(self, row_bytes: int = 1) -> Traffic:
+        """Bytes that are sent for source rows of `row_bytes` bytes each, by either mode; or numbers of rows."""
+        n = self.num_parts
+        if self.rounds is None:
+            sent = n * (n - 1) * self.sizes[0]  # the message of a part to itself stays
+        else:
+            sent = sum(size * len(pairs) for size, pairs in zip(self.sizes, self.rounds, strict=True))
+        return Traffic(*(rows * row_bytes for rows in (self.remote_rows, sent, n * (n - 1) * self.src_rows)))
+
+    def put(self, mesh: Mesh, axis: str | tuple[str, ...]) -> "PartitionedGraph":
+        """The same with its arrays on `mesh`: each part on its device along `axis`, positions on all."""
+        parted = NamedSharding(mesh, PartitionSpec(axis))
+        shards = (self.graph, self.edge_number, self.send, self.remote)
+        positions = (self.src_position, self.dst_position, self.edge_position)
+        positions = jax.device_put(positions, NamedSharding(mesh, PartitionSpec()))
+        static = (self.num_parts, self.sizes, self.rounds, self.remote_rows)
+        return PartitionedGraph(*jax.device_put(shards, parted), *positions, *static)
+
+    def place_src(self, x: Any) -> Any:
+        """`[num_src, ...]` -> `[num_parts * src_rows, ...]`."""
+        return _placed("place_src", x, self.src_position, self.num_parts * self.src_rows)
+
+    def place_dst(self, x: Any) -> Any:
+        """`[num_dst, ...]` -> `[num_parts * dst_rows, ...]`."""
+        return _placed("place_dst", x, self.dst_position, self.num_parts * self.dst_rows)
+
+    def place_edges(self, x: Any) -> Any:
+        """`[nnz, ...]` -> `[num_parts * edge_rows, ...]`; nnz is the `capacity` of the whole graph."""
+        return _placed("place_edges", x, self.edge_position, self.num_parts * self.edge_rows)
+
+    def collect_src(self, x: Any) -> Any:
+        """`[num_parts * src_rows, ...]` -> `[num_src, ...]`, on every device."""
+        return _collected("collect_src", x, self.src_position, self.num_parts * self.src_rows)
+
+    def collect_dst(self, x: Any) -> Any:
+        """`[num_parts * dst_rows, ...]` -> `[num_dst, ...]`, on every device."""
+        return _collected("collect_dst", x, self.dst_position, self.num_parts * self.dst_rows)
+
+    def collect_edges(self, x: Any) -> Any:
+        """`[num_parts * edge_rows, ...]` -> `[nnz, ...]`, on every device; 0 in the padding of the graph."""
+        return _collected("collect_edges", x, self.edge_position, self.num_parts * self.edge_rows)
+
+
+def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> PartitionedGraph:
+    """Cuts a graph by its destinations into `n` parts, one for each device along a mesh axis.
+
+    Every part holds all edges into its destinations, so that no softmax is split; it needs the features of
+    their sources, of which some belong to other parts (the halo). Built once, outside `jit`, by NumPy.
+
+    Args:
+      graph: the whole graph.
+      n: number of parts.
+      parts: which destinations form a part:
+        "balanced": the same number in each, and edges as equal as degrees allow (the largest degrees are
+          dealt out first). For graphs whose numbering means nothing.
+        "contiguous": ranges of the caller's order with about equal numbers of edges. For meshes, grids,
+          and orders by community or place: neighbours stay together, little travels.
+        integers `[num_dst]`, the part of each: of METIS, say. The longest part sets the shapes of all.
+
+    Returns:
+      The parts. Sources belong to the part of the node of the same number, where there are as many sources
+      as destinations; else to the part that has most edges from them, up to an equal share. Rows travel in
+      one all-to-all if its padding (to the largest message) is below 10%, otherwise in several exchanges of
+      messages of about one size, which pads each by at most 10% or 16 rows. `traffic()` tells what is sent.
+
+    Raises:
+      ValueError: `n` is not positive; `parts` has another length, a number outside `[0, n)`, or is unknown.
+      TypeError: `graph` is no `BipartiteCSC`, or is traced; `parts` is not of integers.
+
+    Example:
+      >>> from jax_attn_bwd import BipartiteCSC
+      >>> from jax_attn_bwd.parallel import partition_graph
+      >>> graph = BipartiteCSC.from_coo([0, 1, 2, 3], [1, 2, 3, 0], 4, 4)  # a ring
+      >>> partition_graph(graph, 2, parts="contiguous")
+      PartitionedGraph(num_parts=2, src_rows=2, dst_rows=2, edge_rows=2, remote_rows=2)
+    """
+    operator = "partition_graph"
+    n = checks.integer(operator, "n", n, 1)
+    if not isinstance(graph, BipartiteCSC) or isinstance(graph.offsets, jax.core.Tracer):
+        expected, got = "be a BipartiteCSC that is not traced", type(graph).__name__
+        raise TypeError(checks.message(operator, "graph", expected, got, "build and cut it outside jit"))
+    offsets = np.asarray(graph.offsets)
+    if offsets.ndim != 1:
+        raise ValueError(checks.message(operator, "graph", "be one graph", f"a stack of {len(offsets)}"))
+    degree, nnz = np.diff(offsets), int(offsets[-1])
+    source, number = np.asarray(graph.indices)[:nnz], np.asarray(graph.map_csc_to_coo)[:nnz]
+
+    dst_part = _part_of_destinations(operator, parts, degree, n)
+    dst_row, dst_rows = _rows(dst_part, n)
+    edge_part = np.repeat(dst_part, degree)
+    edge_row, edge_rows = _rows(edge_part, n)  # by destination: the order of rows is that of the caller
+    src_part, src_row, src_rows = dst_part, dst_row, dst_rows
+    if graph.num_src != graph.num_dst:
+        src_part = _seated(source, edge_part, graph.num_src, n)
+        src_row, src_rows = _rows(src_part, n)
+
+    # every source that a part has an edge from, once; `name` says which one that is for each edge
+    pairs, name = np.unique(edge_part * np.int64(graph.num_src) + source, return_inverse=True)
+    receiver, needed = np.divmod(pairs, max(graph.num_src, 1))
+    sender = src_part[needed]
+    away = sender != receiver
+    wanted = np.bincount(sender[away] * n + receiver[away], minlength=n * n).reshape(n, n)
+    sizes, rounds, send_start, receive_start = _schedule(wanted)
+    halo = sum(sizes)
+    rank = np.zeros(len(pairs), np.int64)
+    rank[away], _ = _rows(sender[away] * n + receiver[away], n * n)
+    slot = receive_start[sender, receiver] + rank
+    # past the end, and distinct: padding is read as 0 and its gradients are dropped
+    send = np.tile(src_rows + np.arange(halo, dtype=np.int32), (n, 1))
+    remote = np.tile(n * src_rows + np.arange(halo, dtype=np.int32), (n, 1))
+    send[sender[away], (send_start[sender, receiver] + rank)[away]] = src_row[needed[away]]
+    remote[receiver[away], slot[away]] = (sender * src_rows + src_row[needed])[away]
+    local = np.where(away, src_rows + slot, src_row[needed])[name]
+
+    built = []
+    for part in range(n):
+        here = np.zeros(dst_rows, np.int64)
+        here[dst_row[dst_part == part]] = degree[dst_part == part]
+        ends = np.concatenate([[0], np.cumsum(here)])
+        indices = local[edge_part == part]
+        own = BipartiteCSC.from_csc(ends, indices, src_rows + halo, capacity=edge_rows)
+        built.append(jax.tree.map(np.asarray, own))
+    edge_number = np.zeros((n, edge_rows), np.int32)
+    edge_number[edge_part, edge_row] = number
+    edge_position = n * edge_rows + np.arange(graph.capacity, dtype=np.int32)
+    edge_position[number] = edge_part * edge_rows + edge_row
+    return PartitionedGraph(
+        jax.tree.map(lambda *x: np.stack(x), *built),
+        edge_number,
+        send,
+        remote,
+        (src_part * src_rows + src_row).astype(np.int32),
+        (dst_part * dst_rows + dst_row).astype(np.int32),
+        edge_position,
+        n,
+        sizes,
+        rounds,
+        int(wanted.sum()),
+    )
+
+
+def _part_of_destinations(operator: str, parts: Any, degree: np.ndarray, n: int) -> np.ndarray:
+    """The part of each destination."""
+    nodes = len(degree)
+    if isinstance(parts, str):
+        if checks.choice(operator, "parts", parts, ("balanced", "contiguous")) == "balanced":
+            return _balanced(degree, n)
+        weight = degree + 1.0  # a row takes about what an edge does
+        return ((np.cumsum(weight) - weight / 2) * (n / max(weight.sum(), 1))).astype(np.int64)
+    given = np.asarray(checks.integers(operator, "parts", parts, 0, n - 1)).astype(np.int64)
+    if given.shape != (nodes,):
+        raise ValueError(checks.message(operator, "parts", f"have shape [num_dst] = ({nodes},)", given.shape))
+    return given
+
+
+def _balanced(degree: np.ndarray, n: int) -> np.ndarray:
+    """Each node, the largest degrees first, to the part with the fewest edges that has a seat left."""
+    part, seats = np.zeros(len(degree), np.int64), -(-len(degree) // n)
+    heap = [(0, 0, p) for p in range(n)]
+    for node in np.argsort(-degree, kind="stable"):
+        edges, nodes, p = heap[0]
+        part[node] = p
+        if nodes + 1 < seats:
+            heapq.heapreplace(heap, (edges + int(degree[node]), nodes + 1, p))
+        else:
+            heapq.heappop(heap)
+    return part
+
+
+def _seated(source: np.ndarray, edge_part: np.ndarray, num_src: int, n: int) -> np.ndarray:
+    """The part of each source: the one with most edges from it while it has seats, then any that has."""
+    edges = np.bincount(source * np.int64(n) + edge_part, minlength=num_src * n).reshape(num_src, n)
+    part, seats = edges.argmax(1), -(-num_src // n)
+    over = _rows(part, n)[0] >= seats
+    free = np.maximum(seats - np.bincount(part, minlength=n), 0)
+    part[over] = np.repeat(np.arange(n), free)[: over.sum()]
+    return part
+
+
+def _rows(part: np.ndarray, n: int) -> tuple[np.ndarray, int]:
+    """(the row of each element in its part, in the order given; rows of the longest part)."""
+    count = np.bincount(part, minlength=n)
+    row = np.empty(len(part), np.int64)
+    row[np.argsort(part, kind="stable")] = np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
+    return row, int(count.max(initial=0))
+
+
+def _schedule(wanted: np.ndarray) -> tuple[tuple, tuple | None, np.ndarray, np.ndarray]:
+    """(sizes, rounds, where each message starts for its sender, and for its receiver).
+
+    `wanted[sender, receiver]` rows.
+    """
+    n, largest = len(wanted), int(wanted.max())
+    if 0 < n * (n - 1) * largest <= _PADDING * wanted.sum():
+        start = np.broadcast_to(np.arange(n) * largest, (n, n))
+        return (largest,) * n, None, start, start.T
+    rounds: list[list[tuple[int, int]]] = []
+    sizes: list[int] = []
+    for place in np.argsort(-wanted, axis=None, kind="stable")[: np.count_nonzero(wanted)]:
+        pair = (int(place) // n, int(place) % n)
+        size = int(wanted[pair])
+        for pairs, room in zip(rounds, sizes, strict=True):  # the first with both free, and of its size
+            close = room <= max(_PADDING * size, size + _FEW)
+            if close and all(pair[0] != sender and pair[1] != receiver for sender, receiver in pairs):
+                pairs.append(pair)
+                break
+        else:
+            rounds.append([pair])
+            sizes.append(size)
+    start = np.zeros((n, n), np.int64)
+    for pairs, end, size in zip(rounds, np.cumsum(sizes), sizes, strict=True):
+        for pair in pairs:
+            start[pair] = end - size
+    return tuple(sizes), tuple(map(tuple, rounds)), start, start
+
+
+def _placed(method: str, x: Any, position: Any, rows: int) -> Any:
+    """`x`, one row for each position, in an array of so many rows; the others are 0."""
+    x = x if checks.is_array(x) else np.asarray(x)
+    if x.shape[:1] != position.shape:
+        expected = f"have {position.shape[0]} rows, one for each in the caller's order"
+        raise ValueError(checks.message(f"PartitionedGraph.{method}", "x", expected, x.shape))
+    if isinstance(x, np.ndarray) and isinstance(position, np.ndarray):
+        placed, inside = np.zeros((rows, *x.shape[1:]), x.dtype), position < rows
+        placed[position[inside]] = x[inside]
+        return placed
+    return jnp.zeros((rows, *x.shape[1:]), x.dtype).at[position].set(x, mode="drop", unique_indices=True)
+
+
+def _collected(method: str, x: Any, position: Any, rows: int) -> jax.Array:
+    """The rows of `x` at the positions; 0 past the end."""
+    x = jnp.asarray(x)
+    if x.shape[:1] != (rows,):
+        expected = f"have {rows} rows, in the layout of the parts"
+        raise ValueError(checks.message(f"PartitionedGraph.{method}", "x", expected, x.shape))
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.empty:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    return x.at[position].get(mode="fill", fill_value=0, unique_indices=True)
