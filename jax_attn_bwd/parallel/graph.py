@@ -154,18 +154,16 @@ def sharded_graph_attention(
 
     def local(shards, arrays):
         graph, number, *indices = jax.tree.map(lambda x: x[0], shards)
-        rows, dim = arrays["src"], arrays["src"].shape[1]
-        if "value" in arrays:
-            rows = jnp.concatenate([rows, arrays["value"]], axis=1)
+        rows = jnp.stack([arrays[name] for name in ("src", "value") if name in arrays], axis=1)
         table = _with_halo(rows, partitioned, indices, axis, mode)
         named = {name: arrays[name] for name in ("edge", "score_bias", "dropout_mask") if name in arrays}
         if "words" in arrays:
             batch, head, first, _ = arrays["offset"]
             named["dropout_key"] = arrays["words"]
             named["dropout_offset"] = (batch, head, first + number.astype(first.dtype), 0)
-        inputs = (table, arrays["dst"], arrays.get("attention_weights"))
+        inputs = (table[:, 0], arrays["dst"], arrays.get("attention_weights"))
         if is_transformer:
-            inputs = (arrays["dst"], table[:, :dim], table[:, -dim:])
+            inputs = (arrays["dst"], table[:, 0], table[:, -1])
         return operator(graph, *inputs, num_heads=num_heads, **named, **options)
 
     shards = (partitioned.graph, partitioned.edge_number, partitioned.send, partitioned.remote)
@@ -173,7 +171,7 @@ def sharded_graph_attention(
 
 
 def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
-    """`[own rows, dim]` -> `[own and received rows, dim]`."""
+    """`[own rows, 1 or 2, dim]` -> `[own and received rows, 1 or 2, dim]`."""
     send, remote = indices
     sizes, rounds = partitioned.sizes, partitioned.rounds
     if not sum(sizes):
@@ -183,7 +181,7 @@ def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
     # a message has each row once: its cotangents are added in one order
     messages = [_distinct(rows, index) for index in jnp.split(send, np.cumsum(sizes)[:-1])]
     if rounds is None:
-        received = lax.all_to_all(jnp.stack(messages), axis, 0, 0).reshape(-1, rows.shape[1])
+        received = lax.all_to_all(jnp.stack(messages), axis, 0, 0).reshape(-1, *rows.shape[1:])
         return jnp.concatenate([rows, received])
     received = [lax.ppermute(x, axis, pairs) for x, pairs in zip(messages, rounds, strict=True)]
     return jnp.concatenate([rows, *received])
