@@ -12,14 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks, dropout
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
-from jax_attn_bwd.parallel.meshes import check_axis, run_on_parts
+from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
 from jax_attn_bwd.parallel.partition import PartitionedGraph
 
-_OPERATORS = {
-    "gat": graph_attention,
-    "gatv2": graph_attention_v2,
-    "transformer": graph_transformer_attention,
-}
+_OPERATORS = {"gat": graph_attention, "gatv2": graph_attention_v2, "transformer": graph_transformer_attention}
 _NAME = "sharded_graph_attention"
 
 
@@ -30,7 +26,7 @@ def sharded_graph_attention(
     attention_weights: jax.Array | None = None,
     *,
     mesh: Mesh,
-    axis: str | tuple[str, ...],
+    axis: Axes,
     num_heads: int,
     kind: str = "gat",
     mode: str = "halo",
@@ -118,53 +114,39 @@ def sharded_graph_attention(
     if not isinstance(partitioned, PartitionedGraph):
         remedy, got = "make one by partition_graph(graph, n)", type(partitioned).__name__
         raise TypeError(checks.message(_NAME, "partitioned", "be a PartitionedGraph", got, remedy))
-    n = check_axis(_NAME, mesh, axis)
-    if n != partitioned.num_parts:
+    if (n := check_axis(_NAME, mesh, axis)) != partitioned.num_parts:
         expected = f"have as many parts as mesh axis {axis!r} has devices, {n}"
         remedy = f"cut the graph again: partition_graph(graph, {n})"
         raise ValueError(checks.message(_NAME, "partitioned", expected, partitioned.num_parts, remedy))
     is_transformer = kind == "transformer"
-    _check_kind(kind, attention_weights is not None, not is_transformer, "attention_weights")
-    if not is_transformer:
-        _check_kind(kind, value is not None, False, "value")
-        _check_kind(kind, score_bias is not None, False, "score_bias")
+    other, x = ("attention_weights", attention_weights) if is_transformer else ("value", value)
+    if x is not None:
+        raise TypeError(checks.message(_NAME, other, f"be None for kind {kind!r}", "an array"))
     if dst is None:
         if partitioned.src_position.shape != partitioned.dst_position.shape:
             expected = "be given where sources and destinations are not as many"
             raise ValueError(checks.message(_NAME, "dst", expected, None, "bring it into place by place_dst"))
         dst = src
-    given = {"src": src, "dst": dst, "value": value, "edge": edge, "score_bias": score_bias}
-    arrays = {name: checks.floating(_NAME, name, x) for name, x in given.items() if x is not None}
-    _check_layout(partitioned, arrays)
-    specs = {name: P(axis) for name in arrays}
-    if score_bias is not None and (score_bias.ndim < 2 or score_bias.shape[0] == 1):
-        specs["score_bias"] = P()
-    shared: dict[str, Any] = {"attention_weights": attention_weights}
+    arrays: dict[str, Any] = {"src": src, "dst": dst, "value": value, "edge": edge, "score_bias": score_bias}
+    arrays |= {"attention_weights": attention_weights, "dropout_mask": dropout_mask}
+    arrays = {name: checks.floating(_NAME, name, x) for name, x in arrays.items() if x is not None}
+    specs = _specs(partitioned, arrays, axis)
+    offset = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
+    arrays["offset"], specs["offset"] = dropout.offset(_NAME, offset, 1, 1), P()
     dropout.check_key(_NAME, dropout_key)
     if dropout_key is not None:
-        shared["words"] = dropout.key_words(dropout_key)
-        shared["offset"] = dropout.offset(_NAME, dropout_offset or (0, 0, 0, 0), 1, 1)
-    elif dropout_offset is not None:
-        dropout.offset(_NAME, dropout_offset, 1, 1)
-    shared = {name: x for name, x in shared.items() if x is not None}
-    arrays |= shared
-    specs |= {name: P() for name in shared}
-    if dropout_mask is not None:
-        arrays["dropout_mask"], specs["dropout_mask"] = dropout_mask, P(None, axis)
+        arrays["dropout_key"], specs["dropout_key"] = dropout.key_words(dropout_key), P()
 
     def local(shards, arrays):
         graph, number, *indices = jax.tree.map(lambda x: x[0], shards)
-        rows = jnp.stack([arrays[name] for name in ("src", "value") if name in arrays], axis=1)
+        rows = jnp.stack([arrays.pop(name) for name in ("src", "value") if name in arrays], axis=1)
         table = _with_halo(rows, partitioned, indices, axis, mode)
-        named = {name: arrays[name] for name in ("edge", "score_bias", "dropout_mask") if name in arrays}
-        if "words" in arrays:
-            batch, head, first, _ = arrays["offset"]
-            named["dropout_key"] = arrays["words"]
-            named["dropout_offset"] = (batch, head, first + number.astype(first.dtype), 0)
-        inputs = (table[:, 0], arrays["dst"], arrays.get("attention_weights"))
+        batch, head, first, _ = arrays.pop("offset")
+        inputs = (table[:, 0], arrays.pop("dst"), arrays.pop("attention_weights", None))
         if is_transformer:
-            inputs = (arrays["dst"], table[:, 0], table[:, -1])
-        return operator(graph, *inputs, num_heads=num_heads, **named, **options)
+            inputs = (inputs[1], table[:, 0], table[:, -1])
+        at = (batch, head, first + number.astype(first.dtype), 0)
+        return operator(graph, *inputs, num_heads=num_heads, dropout_offset=at, **arrays, **options)
 
     shards = (partitioned.graph, partitioned.edge_number, partitioned.send, partitioned.remote)
     return run_on_parts(local, mesh, axis, (P(axis), specs), P(axis), (shards, arrays))
@@ -192,23 +174,31 @@ def _distinct(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
 
 
-def _check_kind(kind: str, given: bool, has: bool, argument: str) -> None:
-    """An argument that this kind of attention does not have, or cannot do without."""
-    if given and not has:
-        raise TypeError(checks.message(_NAME, argument, f"be None for kind {kind!r}", "an array"))
-    if has and not given:
-        raise TypeError(checks.message(_NAME, argument, f"be given for kind {kind!r}", None))
-
-
-def _check_layout(partitioned: PartitionedGraph, arrays: dict[str, jax.Array]) -> None:
-    """Arrays of nodes and edges have the rows of the parts."""
-    rows = {"src": "src_rows", "dst": "dst_rows", "value": "src_rows", "edge": "edge_rows"}
-    for argument, name in rows.items():
-        if (x := arrays.get(argument)) is None:
+def _specs(partitioned: PartitionedGraph, arrays: dict[str, jax.Array], axis: Axes) -> dict[str, P]:
+    """How each array lies on the mesh; those of nodes and edges are in the layout of the parts."""
+    rows = {
+        "src": "src",
+        "dst": "dst",
+        "value": "src",
+        "edge": "edge",
+        "score_bias": "edge",
+        "dropout_mask": "edge",
+    }
+    specs = {}
+    for name, x in arrays.items():
+        along = 1 if name == "dropout_mask" else 0
+        shared = name == "score_bias" and (x.ndim < 2 or x.shape[0] == 1)
+        if name not in rows or shared:
+            specs[name] = P()
             continue
-        size = getattr(partitioned, name)
-        if x.ndim != 2 or x.shape[0] != partitioned.num_parts * size:
-            expected = f"have shape [n * {name}, width] with n * {name} = {partitioned.num_parts * size}"
-            method = {"dst_rows": "place_dst", "edge_rows": "place_edges"}.get(name, "place_src")
+        size = partitioned.num_parts * getattr(partitioned, f"{rows[name]}_rows")
+        if x.ndim != 2 or x.shape[along] != size:
+            expected = f"have two axes, and {size} rows along axis {along}"
+            method = "place_edges" if rows[name] == "edge" else f"place_{rows[name]}"
             remedy = f"bring it into the layout by partitioned.{method}"
-            raise ValueError(checks.message(_NAME, argument, expected, x.shape, remedy))
+            raise ValueError(checks.message(_NAME, name, expected, x.shape, remedy))
+        specs[name] = P(*(None,) * along, axis)
+    if "value" in arrays:
+        checks.same_dtype(_NAME, src=arrays["src"], value=arrays["value"])
+        checks.shape(_NAME, "value", arrays["value"], "of src", arrays["src"].shape)
+    return specs

@@ -15,7 +15,9 @@ def check_axis(operator: str, mesh: Any, axis: Any) -> int:
     """The number of devices of `mesh` along `axis`, a name or several."""
     if not isinstance(mesh, Mesh):
         remedy = "jax.make_mesh makes one"
-        raise TypeError(checks.message(operator, "mesh", "be a jax.sharding.Mesh", type(mesh).__name__, remedy))
+        raise TypeError(
+            checks.message(operator, "mesh", "be a jax.sharding.Mesh", type(mesh).__name__, remedy)
+        )
     names = (axis,) if isinstance(axis, str) else axis
     if not isinstance(names, tuple) or not names or not set(names) <= set(mesh.axis_names):
         expected = f"name axes of the mesh, {mesh.axis_names}"
@@ -23,7 +25,9 @@ def check_axis(operator: str, mesh: Any, axis: Any) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def run_on_parts(function: Any, mesh: Mesh, axis: Axes, specs: tuple, out_specs: Any, arguments: tuple) -> Any:
+def run_on_parts(
+    function: Any, mesh: Mesh, axis: Axes, specs: tuple, out_specs: Any, arguments: tuple
+) -> Any:
     """`jax.shard_map` of `function` over `axis`; specs name no other axis of the mesh.
 
     Other Auto axes stay with the partitioner. On an Explicit mesh they hold copies (JAX 0.12 cannot lower a
@@ -39,4 +43,4 @@ def run_on_parts(function: Any, mesh: Mesh, axis: Axes, specs: tuple, out_specs:
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=names, check_vma=True
     )
-    return mapped(*arguments)
+    return jax.jit(mapped, inline=True)(*arguments)  # shard_map alone does not run rules with symbolic zeros

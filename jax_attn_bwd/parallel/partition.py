@@ -1,7 +1,7 @@
 """`PartitionedGraph`: a graph cut by its destinations into parts of one shape, and what travels between them."""
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -31,21 +31,18 @@ class Traffic(NamedTuple):
 class PartitionedGraph:
     """A graph in `num_parts` parts; `partition_graph` makes it, `sharded_graph_attention` runs it.
 
-    A part owns destinations, all edges into them, and sources: one program of one shape serves all parts.
-    Arrays of nodes and edges have the **layout** of the parts: part after part, each padded to the
-    longest, `[num_parts * rows, ...]`, to be sharded along axis 0. `place_src`, `place_dst` and
-    `place_edges` bring an array from the caller's order into it, with zeros in the padding, `collect_src`,
-    `collect_dst` and `collect_edges` bring it back. They take NumPy arrays (on the host, for what is too
-    large for one device) and JAX arrays, of any dtype, and are differentiable. With as many sources as
-    destinations the two are taken for the same nodes and have one layout: what one layer puts out is the
-    source of the next.
+    A part owns destinations, all edges into them, and sources; all parts have one shape. Arrays of nodes
+    and edges have the **layout** of the parts: part after part, each padded to the longest, to be sharded
+    along axis 0. `place_*` brings an array from the caller's order into it, with zeros in the padding,
+    `collect_*` brings it back; arrays are of any dtype, and both are differentiable. A NumPy array is placed
+    on the host. With as many sources as destinations the two are taken for the same nodes and have one
+    layout: what one layer puts out is the source of the next.
 
-    It is a pytree. `put(mesh, axis)` puts its arrays where `sharded_graph_attention` reads them; then hand
-    it to a compiled function as an argument.
+    It is a pytree: hand what `put` returns to a compiled function as an argument.
 
     Attributes:
       graph: the parts, stacked: sources are numbered by own rows, then those of other parts.
-      edge_number: int32 `[num_parts, capacity]`, of each edge in the caller's order.
+      edge_number: int32 `[num_parts, edge_rows]`, of each edge in the caller's order.
       send: int32 `[num_parts, halo]`, own rows in the order in which they are sent.
       remote: int32 `[num_parts, halo]`, the received rows by their places in the layout of the sources.
       src_position, dst_position, edge_position: int32, the place in the layout of each node and edge.
@@ -53,6 +50,7 @@ class PartitionedGraph:
       sizes: rows of each message: it splits the axis `halo`.
       rounds: (sender, receiver) pairs of each exchange of messages; None: one all-to-all.
       remote_rows: distinct (part, source of another part) pairs that have an edge.
+      src_rows, dst_rows, edge_rows: sources, destinations and edges that a part has room for.
     """
 
     graph: BipartiteCSC
@@ -67,20 +65,9 @@ class PartitionedGraph:
     rounds: tuple[tuple[tuple[int, int], ...], ...] | None = field(metadata={"static": True})
     remote_rows: int = field(metadata={"static": True})
 
-    @property
-    def src_rows(self) -> int:
-        """Sources that a part has room for."""
-        return self.graph.num_src - sum(self.sizes)
-
-    @property
-    def dst_rows(self) -> int:
-        """Destinations that a part has room for."""
-        return self.graph.num_dst
-
-    @property
-    def edge_rows(self) -> int:
-        """Edges that a part has room for."""
-        return self.graph.capacity
+    src_rows = property(lambda self: self.graph.num_src - sum(self.sizes))
+    dst_rows = property(lambda self: self.graph.num_dst)
+    edge_rows = property(lambda self: self.graph.capacity)
 
     def __repr__(self) -> str:
         rows = f"src_rows={self.src_rows}, dst_rows={self.dst_rows}, edge_rows={self.edge_rows}"
@@ -88,21 +75,19 @@ class PartitionedGraph:
 
     def traffic(self, row_bytes: int = 1) -> Traffic:
         """Bytes that are sent for source rows of `row_bytes` bytes each, by either mode; or numbers of rows."""
-        n = self.num_parts
+        pairs = self.num_parts * (self.num_parts - 1)
         if self.rounds is None:
-            sent = n * (n - 1) * self.sizes[0]  # the message of a part to itself stays
+            sent = pairs * self.sizes[0]  # the message of a part to itself stays
         else:
             sent = sum(size * len(pairs) for size, pairs in zip(self.sizes, self.rounds, strict=True))
-        return Traffic(*(rows * row_bytes for rows in (self.remote_rows, sent, n * (n - 1) * self.src_rows)))
+        return Traffic(*(rows * row_bytes for rows in (self.remote_rows, sent, pairs * self.src_rows)))
 
     def put(self, mesh: Mesh, axis: str | tuple[str, ...]) -> "PartitionedGraph":
-        """The same with its arrays on `mesh`: each part on its device along `axis`, positions on all."""
-        parted = NamedSharding(mesh, PartitionSpec(axis))
-        shards = (self.graph, self.edge_number, self.send, self.remote)
-        positions = (self.src_position, self.dst_position, self.edge_position)
-        positions = jax.device_put(positions, NamedSharding(mesh, PartitionSpec()))
-        static = (self.num_parts, self.sizes, self.rounds, self.remote_rows)
-        return PartitionedGraph(*jax.device_put(shards, parted), *positions, *static)
+        """The same on `mesh`: each part on its device along `axis`, positions on all."""
+        parts = {name: getattr(self, name) for name in ("graph", "edge_number", "send", "remote")}
+        whole = {name: getattr(self, name) for name in ("src_position", "dst_position", "edge_position")}
+        parts = jax.device_put(parts, NamedSharding(mesh, PartitionSpec(axis)))
+        return replace(self, **parts, **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())))
 
     def place_src(self, x: Any) -> Any:
         """`[num_src, ...]` -> `[num_parts * src_rows, ...]`."""
@@ -116,15 +101,15 @@ class PartitionedGraph:
         """`[nnz, ...]` -> `[num_parts * edge_rows, ...]`; nnz is the `capacity` of the whole graph."""
         return _placed("place_edges", x, self.edge_position, self.num_parts * self.edge_rows)
 
-    def collect_src(self, x: Any) -> Any:
+    def collect_src(self, x: Any) -> jax.Array:
         """`[num_parts * src_rows, ...]` -> `[num_src, ...]`, on every device."""
         return _collected("collect_src", x, self.src_position, self.num_parts * self.src_rows)
 
-    def collect_dst(self, x: Any) -> Any:
+    def collect_dst(self, x: Any) -> jax.Array:
         """`[num_parts * dst_rows, ...]` -> `[num_dst, ...]`, on every device."""
         return _collected("collect_dst", x, self.dst_position, self.num_parts * self.dst_rows)
 
-    def collect_edges(self, x: Any) -> Any:
+    def collect_edges(self, x: Any) -> jax.Array:
         """`[num_parts * edge_rows, ...]` -> `[nnz, ...]`, on every device; 0 in the padding of the graph."""
         return _collected("collect_edges", x, self.edge_position, self.num_parts * self.edge_rows)
 
@@ -132,24 +117,22 @@ class PartitionedGraph:
 def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> PartitionedGraph:
     """Cuts a graph by its destinations into `n` parts, one for each device along a mesh axis.
 
-    Every part holds all edges into its destinations, so that no softmax is split; it needs the features of
-    their sources, of which some belong to other parts (the halo). Built once, outside `jit`, by NumPy.
+    Every part holds all edges into its destinations, so that no softmax is split; some of their sources
+    belong to other parts (the halo). Built once, outside `jit`, by NumPy: two million edges take a second.
 
     Args:
       graph: the whole graph.
       n: number of parts.
-      parts: which destinations form a part:
-        "balanced": the same number in each, and edges as equal as degrees allow (the largest degrees are
-          dealt out first). For graphs whose numbering means nothing.
-        "contiguous": ranges of the caller's order with about equal numbers of edges. For meshes, grids,
-          and orders by community or place: neighbours stay together, little travels.
-        integers `[num_dst]`, the part of each: of METIS, say. The longest part sets the shapes of all.
+      parts: which destinations form a part. "balanced": the same number in each, and edges as equal as
+        degrees allow. "contiguous": ranges of the caller's order with about equal numbers of edges, for
+        meshes and orders in which neighbours stand near: little travels then. Or integers `[num_dst]`, the
+        part of each (of METIS, say); the longest part sets the shapes of all.
 
     Returns:
-      The parts. Sources belong to the part of the node of the same number, where there are as many sources
-      as destinations; else to the part that has most edges from them, up to an equal share. Rows travel in
-      one all-to-all if its padding (to the largest message) is below 10%, otherwise in several exchanges of
-      messages of about one size, which pads each by at most 10% or 16 rows. `traffic()` tells what is sent.
+      The parts. A source belongs to the part of the destination of its number, where there are as many;
+      else to the part that has most edges from it, up to an equal share. Rows travel in one all-to-all if
+      that pads them by less than 10%, otherwise in several exchanges of messages of about one size, each
+      padded by at most 10% or 16 rows. `traffic()` tells what is sent.
 
     Raises:
       ValueError: `n` is not positive; `parts` has another length, a number outside `[0, n)`, or is unknown.
@@ -200,13 +183,11 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
     remote[receiver[away], slot[away]] = (sender * src_rows + src_row[needed])[away]
     local = np.where(away, src_rows + slot, src_row[needed])[name]
 
+    ends = np.zeros((n, dst_rows + 1), np.int64)
+    ends[dst_part, dst_row + 1] = degree
     built = []
-    for part in range(n):
-        here = np.zeros(dst_rows, np.int64)
-        here[dst_row[dst_part == part]] = degree[dst_part == part]
-        ends = np.concatenate([[0], np.cumsum(here)])
-        indices = local[edge_part == part]
-        own = BipartiteCSC.from_csc(ends, indices, src_rows + halo, capacity=edge_rows)
+    for part, end in enumerate(ends.cumsum(1)):
+        own = BipartiteCSC.from_csc(end, local[edge_part == part], src_rows + halo, capacity=edge_rows)
         built.append(jax.tree.map(np.asarray, own))
     edge_number = np.zeros((n, edge_rows), np.int32)
     edge_number[edge_part, edge_row] = number

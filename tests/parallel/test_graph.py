@@ -149,7 +149,9 @@ def test_values_and_gradients(kind, mode, axis_type):
 @pytest.mark.parametrize(
     ("kind", "mode", "axis_type"),
     [
-        pytest.param(kind, mode, axis_type, marks=[] if (kind, mode) == ("transformer", "halo") else [thorough])
+        pytest.param(
+            kind, mode, axis_type, marks=[] if (kind, mode) == ("transformer", "halo") else [thorough]
+        )
         for kind, axis_type in zip(KINDS, (EXPLICIT, AUTO, EXPLICIT), strict=True)
         for mode in MODES
     ],
@@ -163,7 +165,9 @@ def test_more_sources_than_destinations_and_an_empty_part(kind, mode, axis_type)
     assert_alike(kind, graph, cut, arrays, mesh_of(axis_type), mode=mode, concat_heads=False)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k == "transformer" else [thorough]) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k == "transformer" else [thorough]) for k in KINDS]
+)
 def test_the_sources_alone(kind):
     """Destinations, and values, are the sources; a bias that is broadcast."""
     graph, cut = square()
@@ -347,8 +351,9 @@ def test_bad_arguments():
     graph, cut = square()
     _, narrow = bipartite()
     arrays = in_layout(cut, arrays_of("gat", graph, "edge"))
-    src, a = arrays["src"], arrays["attention_weights"]
+    src = arrays["src"]
     mesh = mesh_of()
+    transformer = {"kind": "transformer", "attention_weights": None}
     for error, text, changed in (
         (ValueError, "kind must be one of", {"kind": "gcn"}),
         (ValueError, "mode must be one of", {"mode": "ring"}),
@@ -360,14 +365,15 @@ def test_bad_arguments():
             "partitioned must have as many parts as mesh axis 'graph' has devices, 4, got 8; .*graph, 4",
             {"mesh": jax.make_mesh((4,), ("graph",), devices=jax.devices()[:4])},
         ),
-        (ValueError, r"src must have shape .* = 32, got \(29, 6\); .*place_src", {"src": src[:29]}),
-        (ValueError, "dst must have shape .*place_dst", {"dst": src[:29]}),
-        (ValueError, "edge must have shape .*place_edges", {"edge": arrays["edge"][1:]}),
+        (ValueError, r"src must have .* 32 rows along axis 0, got \(29, 6\); .*place_src", {"src": src[:29]}),
+        (ValueError, "dst must have .*place_dst", {"dst": src[:29]}),
+        (ValueError, "edge must have .*place_edges", {"edge": arrays["edge"][1:]}),
         (ValueError, "dst must be given where sources", {"partitioned": narrow, "dst": None}),
-        (TypeError, "attention_weights must be given for kind 'gat'", {"attention_weights": None}),
+        (ValueError, "dropout_mask must have .* axis 1.*place_edges", {"dropout_mask": arrays["edge"]}),
         (TypeError, "attention_weights must be None for kind 'transformer'", {"kind": "transformer"}),
         (TypeError, "value must be None for kind 'gat'", {"value": src}),
-        (TypeError, "score_bias must be None for kind 'gatv2'", {"kind": "gatv2", "score_bias": a}),
+        (ValueError, "value must have shape of src", {**transformer, "value": src[:, 1:]}),
+        (TypeError, "src, value must have one dtype", {**transformer, "value": src.astype(np.float32)}),
         (TypeError, "src must be a floating-point array", {"src": np.ones(3, int)}),
         (TypeError, "dropout_key must be one JAX random key", {"dropout_key": 3}),
         (ValueError, "dropout_offset must be", {"dropout_offset": (1, 2)}),
