@@ -27,10 +27,11 @@ def sharded_multi_scale_deformable_attention(
     gather_value: bool = False,
     **options: Any,
 ) -> jax.Array:
-    """`multi_scale_deformable_attention` with each device's share of the queries, at one exchange a direction.
+    """`multi_scale_deformable_attention` with each device's share of the queries.
 
-    The numbers are those of the operator on one device, to rounding. It wraps itself in `jax.shard_map`,
-    and takes meshes of Auto and of Explicit axes; other axes of the mesh stay as they are.
+    The numbers are those of the operator on one device, to rounding. It wraps itself in `jax.shard_map`, on
+    meshes of Auto and of Explicit axes. Batch or heads may lie along another Auto axis; other Explicit axes
+    hold copies.
 
     Shapes: as in `multi_scale_deformable_attention`; n devices along `axis`, n divides Q.
 

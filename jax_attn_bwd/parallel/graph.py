@@ -1,4 +1,4 @@
-"""The graph attentions over a `PartitionedGraph`: one exchange of source rows, then each device for itself."""
+"""Graph attention over a `PartitionedGraph`: one exchange of source rows, then each device for itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,14 +44,15 @@ def sharded_graph_attention(
         out   = operator(own part of the graph, table, own destinations)
 
     The numbers are those of the operator on one device, to rounding, dropout included. It wraps itself in
-    `jax.shard_map`, and takes meshes of Auto and of Explicit axes; other axes of the mesh stay as they are.
+    `jax.shard_map`, on meshes of Auto and of Explicit axes. Heads may lie along another Auto axis, and a
+    batch under `jax.vmap`; other Explicit axes hold copies.
 
-    Shapes: n parts with room for N_src sources, N_dst destinations and E edges each (`src_rows`, `dst_rows`
-    and `edge_rows` of `partitioned`); nodes and edges in its layout (`place_src`, `place_dst`, `place_edges`).
+    Shapes: n parts with room for N_src sources, N_dst destinations and E edges each, in the layouts
+    `partitioned.src`, `.dst` and `.edges`.
 
     Args:
       partitioned: of `partition_graph(graph, n)`.
-      src: `[n * N_src, dim]`, floating; for the transformer the key.
+      src: `[n * N_src, dim]`, floating, `partitioned.src.place(x)`; for the transformer the key.
       dst: `[n * N_dst, dim]`; for the transformer the query. None: `src`, where the graph has as many
         sources as destinations.
       attention_weights: as the operator takes it, the same on all devices; the transformer has none.
@@ -65,14 +66,14 @@ def sharded_graph_attention(
       edge: `[n * E, dim_edge]`.
       score_bias: `[n * E, H]`, or what broadcasts to it, for the transformer.
       dropout_key: as the operator takes it.
-      dropout_mask: `[H, n * E]`: `place_edges(mask.T).T`.
+      dropout_mask: `[H, n * E]`: `partitioned.edges.place(mask.T).T`.
       dropout_offset: as the operator takes it; the edge is a scalar.
       options: the others of the operator: concat_heads, activation, alpha, scale, dropout_rate,
         return_attention_weights, return_residual, implementation.
 
     Returns:
       What the operator returns: out `[n * N_dst, dim]` (and weights `[n * E, H]`, lse `[n * N_dst, H]`),
-      sharded along axis 0, in the layout of `partitioned`: `collect_dst` and `collect_edges` take it out.
+      sharded along axis 0, in the layouts: `partitioned.dst.collect(out)` takes it out.
 
     Gradients:
       As of the operator, to second order and beyond: the cotangents of the table travel back by the
@@ -91,41 +92,38 @@ def sharded_graph_attention(
       >>> graph = BipartiteCSC.from_coo([0, 1, 2, 0], [1, 2, 0, 2], 3, 3)
       >>> mesh = jax.make_mesh((1,), ("graph",), devices=jax.devices()[:1])
       >>> parts = partition_graph(graph, 1).put(mesh, "graph")
-      >>> x = parts.place_src(jnp.ones((3, 8)))
+      >>> x = parts.src.place(jnp.ones((3, 8)))
       >>> out = sharded_graph_attention(parts, x, None, jnp.ones(16), mesh=mesh, axis="graph", num_heads=2)
-      >>> parts.collect_dst(out).shape
+      >>> parts.dst.collect(out).shape
       (3, 8)
 
-    Minibatches need no partition: sample one subgraph for each device, pad nodes to one number and edges
-    to one `capacity`, and stack them. A step is then data-parallel, and its only exchange the one
-    reduction of the gradients of what all devices share::
+    Minibatches need no partition: sample a subgraph for each device, pad its nodes to one number and its
+    edges to one `capacity`, and stack them. The one exchange is then that of the shared gradients::
 
-        stack = jax.tree.map(lambda *x: jnp.stack(x), *graphs)  # one BipartiteCSC a device, one capacity
+        stack = jax.tree.map(lambda *x: jnp.stack(x), *graphs)
 
         @jax.shard_map(mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P())
         def loss(params, stack, nodes):
             graph, x = jax.tree.map(lambda x: x[0], (stack, nodes))
             return jax.lax.pmean(loss_of_one(params, graph, x), "batch")
-
-        gradients = jax.jit(jax.grad(loss))(params, stack, nodes)
     """
     operator = _OPERATORS[checks.choice(_NAME, "kind", kind, tuple(_OPERATORS))]
     checks.choice(_NAME, "mode", mode, ("halo", "all_gather"))
     if not isinstance(partitioned, PartitionedGraph):
         remedy, got = "make one by partition_graph(graph, n)", type(partitioned).__name__
         raise TypeError(checks.message(_NAME, "partitioned", "be a PartitionedGraph", got, remedy))
-    if (n := check_axis(_NAME, mesh, axis)) != partitioned.num_parts:
+    if (n := check_axis(_NAME, mesh, axis)) != partitioned.src.parts:
         expected = f"have as many parts as mesh axis {axis!r} has devices, {n}"
         remedy = f"cut the graph again: partition_graph(graph, {n})"
-        raise ValueError(checks.message(_NAME, "partitioned", expected, partitioned.num_parts, remedy))
+        raise ValueError(checks.message(_NAME, "partitioned", expected, partitioned.src.parts, remedy))
     is_transformer = kind == "transformer"
     other, x = ("attention_weights", attention_weights) if is_transformer else ("value", value)
     if x is not None:
         raise TypeError(checks.message(_NAME, other, f"be None for kind {kind!r}", "an array"))
     if dst is None:
-        if partitioned.src_position.shape != partitioned.dst_position.shape:
+        if partitioned.src.position.shape != partitioned.dst.position.shape:
             expected = "be given where sources and destinations are not as many"
-            raise ValueError(checks.message(_NAME, "dst", expected, None, "bring it into place by place_dst"))
+            raise ValueError(checks.message(_NAME, "dst", expected, None, "partitioned.dst.place makes it"))
         dst = src
     arrays: dict[str, Any] = {"src": src, "dst": dst, "value": value, "edge": edge, "score_bias": score_bias}
     arrays |= {"attention_weights": attention_weights, "dropout_mask": dropout_mask}
@@ -175,27 +173,18 @@ def _distinct(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _specs(partitioned: PartitionedGraph, arrays: dict[str, jax.Array], axis: Axes) -> dict[str, P]:
-    """How each array lies on the mesh; those of nodes and edges are in the layout of the parts."""
-    rows = {
-        "src": "src",
-        "dst": "dst",
-        "value": "src",
-        "edge": "edge",
-        "score_bias": "edge",
-        "dropout_mask": "edge",
-    }
-    specs = {}
-    for name, x in arrays.items():
-        along = 1 if name == "dropout_mask" else 0
-        shared = name == "score_bias" and (x.ndim < 2 or x.shape[0] == 1)
-        if name not in rows or shared:
-            specs[name] = P()
+    """How each array lies on the mesh; those of nodes and edges are in the layouts of the parts."""
+    layouts = {"src": "src", "dst": "dst", "value": "src"}
+    layouts |= dict.fromkeys(("edge", "score_bias", "dropout_mask"), "edges")
+    specs = dict.fromkeys(arrays, P())
+    for name in [name for name in arrays if name in layouts]:
+        x, along = arrays[name], int(name == "dropout_mask")
+        if name == "score_bias" and (x.ndim < 2 or x.shape[0] == 1):
             continue
-        size = partitioned.num_parts * getattr(partitioned, f"{rows[name]}_rows")
-        if x.ndim != 2 or x.shape[along] != size:
-            expected = f"have two axes, and {size} rows along axis {along}"
-            method = "place_edges" if rows[name] == "edge" else f"place_{rows[name]}"
-            remedy = f"bring it into the layout by partitioned.{method}"
+        layout = getattr(partitioned, layouts[name])
+        if x.ndim != 2 or x.shape[along] != layout.parts * layout.rows:
+            expected = f"have two axes, and {layout.parts * layout.rows} rows along axis {along}"
+            remedy = f"bring it into the layout by partitioned.{layouts[name]}.place"
             raise ValueError(checks.message(_NAME, name, expected, x.shape, remedy))
         specs[name] = P(*(None,) * along, axis)
     if "value" in arrays:

@@ -1,4 +1,4 @@
-"""`PartitionedGraph`: a graph cut by its destinations into parts of one shape, and what travels between them."""
+"""Graphs cut by their destinations into parts of one shape, and what travels between them."""
 
 import heapq
 from dataclasses import dataclass, field, replace
@@ -21,97 +21,100 @@ class Traffic(NamedTuple):
     """What all devices together send in one forward; the backward sends as much."""
 
     needed: int  # every source once to every part but its own that has an edge from it
-    halo: int  # as sent by mode="halo": with the padding
-    all_gather: int  # as sent by mode="all_gather"
+    halo: int  # what mode="halo" sends: with the padding
+    all_gather: int  # what mode="all_gather" sends
+
+
+@exportable_dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout:
+    """Where rows of the caller's order stand in the parts: part after part, each padded to `rows`.
+
+    Attributes:
+      position: int32 `[size]`, the place of each row; past the end for those that have none.
+      parts: number of parts.
+      rows: what a part has room for.
+    """
+
+    position: Any
+    parts: int = field(metadata={"static": True})
+    rows: int = field(metadata={"static": True})
+
+    def place(self, x: Any) -> Any:
+        """`[size, ...]` -> `[parts * rows, ...]`, 0 in the padding; a NumPy array stays on the host."""
+        x = x if checks.is_array(x) else np.asarray(x)
+        checks.shape("Layout.place", "x", x, "[size, ...]", (*self.position.shape, *x.shape[1:]))
+        shape = (self.parts * self.rows, *x.shape[1:])
+        if isinstance(x, np.ndarray) and isinstance(self.position, np.ndarray):
+            placed, inside = np.zeros(shape, x.dtype), self.position < shape[0]
+            placed[self.position[inside]] = x[inside]
+            return placed
+        return jnp.zeros(shape, x.dtype).at[self.position].set(x, mode="drop", unique_indices=True)
+
+    def collect(self, x: Any) -> jax.Array:
+        """`[parts * rows, ...]` -> `[size, ...]`, whole on every device; 0 for what has no place."""
+        x = jnp.asarray(x)
+        checks.shape("Layout.collect", "x", x, "[parts * rows, ...]", (self.parts * self.rows, *x.shape[1:]))
+        if not (mesh := jax.typeof(x).sharding.mesh).empty:
+            x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+        return x.at[self.position].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 @exportable_dataclass
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class PartitionedGraph:
-    """A graph in `num_parts` parts; `partition_graph` makes it, `sharded_graph_attention` runs it.
+    """A graph in parts; `partition_graph` makes it, `sharded_graph_attention` runs it.
 
-    A part owns destinations, all edges into them, and sources; all parts have one shape. Arrays of nodes
-    and edges have the **layout** of the parts: part after part, each padded to the longest, to be sharded
-    along axis 0. `place_*` brings an array from the caller's order into it, with zeros in the padding,
-    `collect_*` brings it back; arrays are of any dtype, and both are differentiable. A NumPy array is placed
-    on the host. With as many sources as destinations the two are taken for the same nodes and have one
-    layout: what one layer puts out is the source of the next.
+    A part owns destinations, all edges into them, and sources; all parts have one shape. `src`, `dst` and
+    `edges` tell the layout of arrays of nodes and edges, `[parts * rows, ...]`, to be sharded along axis 0:
+    `partitioned.src.place(x)` brings an array of the caller's order into it, `partitioned.dst.collect(out)`
+    brings one back. Both are differentiable and take any dtype. With as many sources as destinations the two
+    are taken for the same nodes and have one layout: what one layer puts out is the source of the next.
 
     It is a pytree: hand what `put` returns to a compiled function as an argument.
 
     Attributes:
       graph: the parts, stacked: sources are numbered by own rows, then those of other parts.
-      edge_number: int32 `[num_parts, edge_rows]`, of each edge in the caller's order.
-      send: int32 `[num_parts, halo]`, own rows in the order in which they are sent.
-      remote: int32 `[num_parts, halo]`, the received rows by their places in the layout of the sources.
-      src_position, dst_position, edge_position: int32, the place in the layout of each node and edge.
-      num_parts: number of parts.
+      edge_number: int32 `[parts, edges.rows]`, of each edge in the caller's order.
+      send: int32 `[parts, halo]`, own rows in the order in which they are sent.
+      remote: int32 `[parts, halo]`, the received rows by their places in the layout of the sources.
+      src, dst, edges: the layouts; edges are the `capacity` of the whole graph.
       sizes: rows of each message: it splits the axis `halo`.
       rounds: (sender, receiver) pairs of each exchange of messages; None: one all-to-all.
       remote_rows: distinct (part, source of another part) pairs that have an edge.
-      src_rows, dst_rows, edge_rows: sources, destinations and edges that a part has room for.
     """
 
     graph: BipartiteCSC
     edge_number: Any
     send: Any
     remote: Any
-    src_position: Any
-    dst_position: Any
-    edge_position: Any
-    num_parts: int = field(metadata={"static": True})
+    src: Layout
+    dst: Layout
+    edges: Layout
     sizes: tuple[int, ...] = field(metadata={"static": True})
     rounds: tuple[tuple[tuple[int, int], ...], ...] | None = field(metadata={"static": True})
     remote_rows: int = field(metadata={"static": True})
 
-    src_rows = property(lambda self: self.graph.num_src - sum(self.sizes))
-    dst_rows = property(lambda self: self.graph.num_dst)
-    edge_rows = property(lambda self: self.graph.capacity)
-
     def __repr__(self) -> str:
-        rows = f"src_rows={self.src_rows}, dst_rows={self.dst_rows}, edge_rows={self.edge_rows}"
-        return f"PartitionedGraph(num_parts={self.num_parts}, {rows}, remote_rows={self.remote_rows})"
+        rows = ", ".join(f"{name}_rows={getattr(self, name).rows}" for name in ("src", "dst", "edges"))
+        return f"PartitionedGraph(parts={self.src.parts}, {rows}, remote_rows={self.remote_rows})"
 
     def traffic(self, row_bytes: int = 1) -> Traffic:
-        """Bytes that are sent for source rows of `row_bytes` bytes each, by either mode; or numbers of rows."""
-        pairs = self.num_parts * (self.num_parts - 1)
-        if self.rounds is None:
-            sent = pairs * self.sizes[0]  # the message of a part to itself stays
-        else:
-            sent = sum(size * len(pairs) for size, pairs in zip(self.sizes, self.rounds, strict=True))
-        return Traffic(*(rows * row_bytes for rows in (self.remote_rows, sent, pairs * self.src_rows)))
+        """Bytes that are sent if a source row has `row_bytes`, by either mode; or numbers of rows."""
+        n = self.src.parts
+        counts = [n * (n - 1)] if self.rounds is None else map(len, self.rounds)  # to itself: stays
+        sent = sum(size * pairs for size, pairs in zip(self.sizes, counts, strict=False))
+        rows = (self.remote_rows, sent, n * (n - 1) * self.src.rows)
+        return Traffic(*(count * row_bytes for count in rows))
 
     def put(self, mesh: Mesh, axis: str | tuple[str, ...]) -> "PartitionedGraph":
-        """The same on `mesh`: each part on its device along `axis`, positions on all."""
+        """The same on `mesh`: each part on its device along `axis`, the layouts on all."""
         parts = {name: getattr(self, name) for name in ("graph", "edge_number", "send", "remote")}
-        whole = {name: getattr(self, name) for name in ("src_position", "dst_position", "edge_position")}
+        whole = {name: getattr(self, name) for name in ("src", "dst", "edges")}
         parts = jax.device_put(parts, NamedSharding(mesh, PartitionSpec(axis)))
         return replace(self, **parts, **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())))
-
-    def place_src(self, x: Any) -> Any:
-        """`[num_src, ...]` -> `[num_parts * src_rows, ...]`."""
-        return _placed("place_src", x, self.src_position, self.num_parts * self.src_rows)
-
-    def place_dst(self, x: Any) -> Any:
-        """`[num_dst, ...]` -> `[num_parts * dst_rows, ...]`."""
-        return _placed("place_dst", x, self.dst_position, self.num_parts * self.dst_rows)
-
-    def place_edges(self, x: Any) -> Any:
-        """`[nnz, ...]` -> `[num_parts * edge_rows, ...]`; nnz is the `capacity` of the whole graph."""
-        return _placed("place_edges", x, self.edge_position, self.num_parts * self.edge_rows)
-
-    def collect_src(self, x: Any) -> jax.Array:
-        """`[num_parts * src_rows, ...]` -> `[num_src, ...]`, on every device."""
-        return _collected("collect_src", x, self.src_position, self.num_parts * self.src_rows)
-
-    def collect_dst(self, x: Any) -> jax.Array:
-        """`[num_parts * dst_rows, ...]` -> `[num_dst, ...]`, on every device."""
-        return _collected("collect_dst", x, self.dst_position, self.num_parts * self.dst_rows)
-
-    def collect_edges(self, x: Any) -> jax.Array:
-        """`[num_parts * edge_rows, ...]` -> `[nnz, ...]`, on every device; 0 in the padding of the graph."""
-        return _collected("collect_edges", x, self.edge_position, self.num_parts * self.edge_rows)
 
 
 def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> PartitionedGraph:
@@ -143,7 +146,7 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
       >>> from jax_attn_bwd.parallel import partition_graph
       >>> graph = BipartiteCSC.from_coo([0, 1, 2, 3], [1, 2, 3, 0], 4, 4)  # a ring
       >>> partition_graph(graph, 2, parts="contiguous")
-      PartitionedGraph(num_parts=2, src_rows=2, dst_rows=2, edge_rows=2, remote_rows=2)
+      PartitionedGraph(parts=2, src_rows=2, dst_rows=2, edges_rows=2, remote_rows=2)
     """
     operator = "partition_graph"
     n = checks.integer(operator, "n", n, 1)
@@ -198,10 +201,9 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
         edge_number,
         send,
         remote,
-        (src_part * src_rows + src_row).astype(np.int32),
-        (dst_part * dst_rows + dst_row).astype(np.int32),
-        edge_position,
-        n,
+        Layout((src_part * src_rows + src_row).astype(np.int32), n, src_rows),
+        Layout((dst_part * dst_rows + dst_row).astype(np.int32), n, dst_rows),
+        Layout(edge_position, n, edge_rows),
         sizes,
         rounds,
         int(wanted.sum()),
@@ -281,28 +283,3 @@ def _schedule(wanted: np.ndarray) -> tuple[tuple, tuple | None, np.ndarray, np.n
         for pair in pairs:
             start[pair] = end - size
     return tuple(sizes), tuple(map(tuple, rounds)), start, start
-
-
-def _placed(method: str, x: Any, position: Any, rows: int) -> Any:
-    """`x`, one row for each position, in an array of so many rows; the others are 0."""
-    x = x if checks.is_array(x) else np.asarray(x)
-    if x.shape[:1] != position.shape:
-        expected = f"have {position.shape[0]} rows, one for each in the caller's order"
-        raise ValueError(checks.message(f"PartitionedGraph.{method}", "x", expected, x.shape))
-    if isinstance(x, np.ndarray) and isinstance(position, np.ndarray):
-        placed, inside = np.zeros((rows, *x.shape[1:]), x.dtype), position < rows
-        placed[position[inside]] = x[inside]
-        return placed
-    return jnp.zeros((rows, *x.shape[1:]), x.dtype).at[position].set(x, mode="drop", unique_indices=True)
-
-
-def _collected(method: str, x: Any, position: Any, rows: int) -> jax.Array:
-    """The rows of `x` at the positions; 0 past the end."""
-    x = jnp.asarray(x)
-    if x.shape[:1] != (rows,):
-        expected = f"have {rows} rows, in the layout of the parts"
-        raise ValueError(checks.message(f"PartitionedGraph.{method}", "x", expected, x.shape))
-    mesh = jax.typeof(x).sharding.mesh
-    if not mesh.empty:
-        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
-    return x.at[position].get(mode="fill", fill_value=0, unique_indices=True)

@@ -77,12 +77,12 @@ def whole(kind, graph, arrays, **options):
 
 def in_layout(cut, arrays):
     place = {
-        "src": cut.place_src,
-        "value": cut.place_src,
-        "dst": cut.place_dst,
-        "edge": cut.place_edges,
-        "score_bias": lambda x: cut.place_edges(x) if x.ndim == 2 else x,
-        "dropout_mask": lambda mask: cut.place_edges(mask.T).T,
+        "src": cut.src.place,
+        "value": cut.src.place,
+        "dst": cut.dst.place,
+        "edge": cut.edges.place,
+        "score_bias": lambda x: cut.edges.place(x) if x.ndim == 2 else x,
+        "dropout_mask": lambda mask: cut.edges.place(mask.T).T,
     }
     return {name: place.get(name, lambda x: x)(x) for name, x in arrays.items()}
 
@@ -94,8 +94,8 @@ def parted(kind, cut, arrays, mesh, axis="graph", **options):
     out, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
     back = []
     if options.get("return_attention_weights"):
-        back.append(cut.collect_edges(rest.pop(0)))
-    return [cut.collect_dst(out), *back, *map(cut.collect_dst, rest)]
+        back.append(cut.edges.collect(rest.pop(0)))
+    return [cut.dst.collect(out), *back, *map(cut.dst.collect, rest)]
 
 
 def mesh_of(axis_type=AUTO, shape=(8,), names=("graph",)):
@@ -235,8 +235,12 @@ def programs(kind, cut, graph, mesh, mode, heads_axis=None, **sizes):
 
 @pytest.mark.parametrize(
     ("kind", "axis_type", "edges"),
-    [("gat", EXPLICIT, 900), pytest.param("gatv2", AUTO, 900, marks=thorough)]
-    + [("transformer", AUTO, 150), pytest.param("gat", AUTO, 150, marks=thorough)],
+    [
+        ("gat", EXPLICIT, 900),
+        ("transformer", AUTO, 150),
+        pytest.param("gatv2", AUTO, 900, marks=thorough),
+        pytest.param("gat", AUTO, 150, marks=thorough),
+    ],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_one_exchange_each_way_and_none_in_a_loop(kind, axis_type, edges, mode, monkeypatch):
@@ -365,11 +369,11 @@ def test_bad_arguments():
             "partitioned must have as many parts as mesh axis 'graph' has devices, 4, got 8; .*graph, 4",
             {"mesh": jax.make_mesh((4,), ("graph",), devices=jax.devices()[:4])},
         ),
-        (ValueError, r"src must have .* 32 rows along axis 0, got \(29, 6\); .*place_src", {"src": src[:29]}),
-        (ValueError, "dst must have .*place_dst", {"dst": src[:29]}),
-        (ValueError, "edge must have .*place_edges", {"edge": arrays["edge"][1:]}),
+        (ValueError, r"src must have .* 32 rows along axis 0, got \(29, 6\); .*src.place", {"src": src[:29]}),
+        (ValueError, "dst must have .*dst.place", {"dst": src[:29]}),
+        (ValueError, "edge must have .*edges.place", {"edge": arrays["edge"][1:]}),
         (ValueError, "dst must be given where sources", {"partitioned": narrow, "dst": None}),
-        (ValueError, "dropout_mask must have .* axis 1.*place_edges", {"dropout_mask": arrays["edge"]}),
+        (ValueError, "dropout_mask must have .* axis 1.*edges.place", {"dropout_mask": arrays["edge"]}),
         (TypeError, "attention_weights must be None for kind 'transformer'", {"kind": "transformer"}),
         (TypeError, "value must be None for kind 'gat'", {"value": src}),
         (ValueError, "value must have shape of src", {**transformer, "value": src[:, 1:]}),
