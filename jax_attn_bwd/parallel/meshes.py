@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import checks
 
@@ -13,7 +13,7 @@ Axes = str | tuple[str, ...]
 
 def check_axis(operator: str, mesh: Any, axis: Any) -> int:
     """The number of devices of `mesh` along `axis`, a name or several."""
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         remedy = "jax.make_mesh makes one"
         raise TypeError(
             checks.message(operator, "mesh", "be a jax.sharding.Mesh", type(mesh).__name__, remedy)
