@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
-from jax_attn_bwd.ops.deformable.arguments import joined_value, level_shapes
+from jax_attn_bwd.ops.deformable.arguments import level_shapes
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
 
 _NAME = "sharded_multi_scale_deformable_attention"
@@ -85,8 +85,6 @@ def sharded_multi_scale_deformable_attention(
         if value.ndim != 4 or value.shape[1] < pixels or value.shape[1] % n:
             expected = f"have shape [B, S', M, D] with S' at least {pixels} and a multiple of {n}"
             raise ValueError(checks.message(_NAME, "value", expected, value.shape, "pad the pixels"))
-    else:  # as one array, for one reduction of its gradient
-        value = joined_value(_NAME, value, shapes)
 
     def local(value, locations, weights):
         if gather_value:

@@ -28,7 +28,7 @@ def prepare(
     """(options, operands) of a call."""
     shapes = level_shapes(name, "spatial_shapes", spatial_shapes)
     check_level_starts(name, level_start_index, shapes)
-    value = joined_value(name, value, shapes)
+    value = _value(name, value, shapes)
     locations = checks.floating(name, "sampling_locations", sampling_locations)
     weights = checks.floating(name, "attention_weights", attention_weights)
     points = _num_points(name, num_points, weights, len(shapes))
@@ -108,7 +108,7 @@ def _concrete(name: str, argument: str, x: Any, remedy: str) -> np.ndarray:
     return table
 
 
-def joined_value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Array:
+def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Array:
     """`[B, S, M, D]`, of that or of one feature map for each level."""
     total = sum(height * width for height, width in shapes)
     if not isinstance(value, list | tuple):
