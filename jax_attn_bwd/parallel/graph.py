@@ -127,7 +127,8 @@ def sharded_graph_attention(
         dst = src
     arrays: dict[str, Any] = {"src": src, "dst": dst, "value": value, "edge": edge, "score_bias": score_bias}
     arrays |= {"attention_weights": attention_weights, "dropout_mask": dropout_mask}
-    arrays = {name: checks.floating(_NAME, name, x) for name, x in arrays.items() if x is not None}
+    given = {name: x for name, x in arrays.items() if x is not None or name == "src"}
+    arrays = {name: checks.floating(_NAME, name, x) for name, x in given.items()}
     specs = _specs(partitioned, arrays, axis)
     offset = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
     arrays["offset"], specs["offset"] = dropout.offset(_NAME, offset, 1, 1), P()

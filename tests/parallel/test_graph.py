@@ -1,6 +1,7 @@
 """Graph attention over the parts of a graph against the whole graph on one device."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -202,11 +203,22 @@ def test_one_part_and_no_destination():
 @thorough
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_an_axis_of_two(axis_type):
-    graph, cut = square()
     mesh = mesh_of(axis_type, (2, 4), ("a", "b"))
-    for mode in MODES:
+    ends = np.unravel_index(np.arange(16 * 16), (16, 16))
+    full = BipartiteCSC.from_coo(*ends, 16, 16)
+    dense = full, partition_graph(full, 8)
+    for (graph, cut), mode in ((square(), "halo"), (dense, "halo"), (square(), "all_gather")):
+        assert (cut.rounds is None) == (graph is full)
         arrays = arrays_of("gat", graph)
         assert_alike("gat", graph, cut, arrays, mesh, mode=mode, axis=("a", "b"))
+
+
+def sent_rows(compiled) -> int:
+    """Rows that all devices send by permutes."""
+    found = re.findall(
+        r"f64\[(\d+),.*? collective-permute.*source_target_pairs=\{(\S*?)\}\}", compiled.as_text()
+    )
+    return sum(int(rows) * pairs.count("{") for rows, pairs in found)
 
 
 def programs(kind, cut, graph, mesh, mode, heads_axis=None, **sizes):
@@ -255,6 +267,8 @@ def test_one_exchange_each_way_and_none_in_a_loop(kind, axis_type, edges, mode, 
         there = {"all-to-all": 1} if cut.rounds is None else {"collective-permute": len(cut.rounds)}
         back = there
     assert collectives(forward) == there
+    if mode == "halo" and cut.rounds is not None:
+        assert sent_rows(forward) == cut.traffic().halo
     shared = {} if kind == "transformer" else {"all-reduce": 1}
     expected = there | back | shared
     if mode == "halo":
@@ -314,7 +328,7 @@ def test_under_vmap():
 
 
 def test_poison_in_a_node_without_edges():
-    """Node 28 has none, and its row stands where the padding of messages might read."""
+    """Node 28 has none: what stands there reaches nothing."""
     graph, cut = square()
     arrays = arrays_of("gat", graph)
     arrays["src"][28] = np.nan
@@ -378,7 +392,8 @@ def test_bad_arguments():
         (TypeError, "value must be None for kind 'gat'", {"value": src}),
         (ValueError, "value must have shape of src", {**transformer, "value": src[:, 1:]}),
         (TypeError, "src, value must have one dtype", {**transformer, "value": src.astype(np.float32)}),
-        (TypeError, "src must be a floating-point array", {"src": np.ones(3, int)}),
+        (TypeError, "src must be a floating-point array, got dtype int64", {"src": np.ones(3, int)}),
+        (TypeError, "src must be a floating-point array, got NoneType", {"src": None}),
         (TypeError, "dropout_key must be one JAX random key", {"dropout_key": 3}),
         (ValueError, "dropout_offset must be", {"dropout_offset": (1, 2)}),
     ):
