@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_attn_bwd._core import checks, dropout
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
-from jax_attn_bwd.parallel.partition import PartitionedGraph
+from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph
 
 _OPERATORS = {"gat": graph_attention, "gatv2": graph_attention_v2, "transformer": graph_transformer_attention}
 _NAME = "sharded_graph_attention"

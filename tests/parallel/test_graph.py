@@ -1,7 +1,6 @@
 """Graph attention over the parts of a graph against the whole graph on one device."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from contract.test_sharding import collectives
 from helpers import QUICK, assert_close, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from parallel.loops import loops_and_collectives_in_them
+from parallel.exchanges import loops_and_collectives_in_them, sent_rows
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
@@ -211,14 +210,6 @@ def test_an_axis_of_two(axis_type):
         assert (cut.rounds is None) == (graph is full)
         arrays = arrays_of("gat", graph)
         assert_alike("gat", graph, cut, arrays, mesh, mode=mode, axis=("a", "b"))
-
-
-def sent_rows(compiled) -> int:
-    """Rows that all devices send by permutes."""
-    found = re.findall(
-        r"f64\[(\d+),.*? collective-permute.*source_target_pairs=\{(\S*?)\}\}", compiled.as_text()
-    )
-    return sum(int(rows) * pairs.count("{") for rows, pairs in found)
 
 
 def programs(kind, cut, graph, mesh, mode, heads_axis=None, **sizes):

@@ -1,4 +1,4 @@
-"""The loops of a compiled program."""
+"""What a compiled program exchanges, and where."""
 
 import re
 
@@ -20,3 +20,11 @@ def loops_and_collectives_in_them(compiled) -> tuple[int, int]:
             reached.add(name)
             waiting += _CALLED.findall(computations[name])
     return len(bodies), sum(len(COLLECTIVE.findall(computations[name])) for name in reached)
+
+
+def sent_rows(compiled) -> int:
+    """Rows that all devices send by permutes."""
+    found = re.findall(
+        r"f64\[(\d+),.*? collective-permute.*source_target_pairs=\{(\S*?)\}\}", compiled.as_text()
+    )
+    return sum(int(rows) * pairs.count("{") for rows, pairs in found)
