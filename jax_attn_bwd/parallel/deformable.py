@@ -31,7 +31,7 @@ def sharded_multi_scale_deformable_attention(
 
     The numbers are those of the operator on one device, to rounding. It wraps itself in `jax.shard_map`, on
     meshes of Auto and of Explicit axes. Batch or heads may lie along another Auto axis; other Explicit axes
-    hold copies.
+    hold copies. Call it under `jax.jit`: outside, each call compiles anew.
 
     Shapes: as in `multi_scale_deformable_attention`; n devices along `axis`, n divides Q.
 

@@ -45,7 +45,8 @@ def sharded_graph_attention(
 
     The numbers are those of the operator on one device, to rounding, dropout included. It wraps itself in
     `jax.shard_map`, on meshes of Auto and of Explicit axes. Heads may lie along another Auto axis, and a
-    batch under `jax.vmap`; other Explicit axes hold copies.
+    batch under `jax.vmap`; other Explicit axes hold copies. Call it under `jax.jit`: outside, each call
+    compiles anew.
 
     Shapes: n parts with room for N_src sources, N_dst destinations and E edges each, in the layouts
     `partitioned.src`, `.dst` and `.edges`.

@@ -128,3 +128,12 @@ def test_bad_arguments(rng):
         call = {"mesh": mesh, "axis": "queries", "spatial_shapes": LEVELS} | arrays | changed
         with pytest.raises(error, match=f"sharded_multi_scale_deformable_attention: {text}"):
             sharded_multi_scale_deformable_attention(**call)
+
+
+def test_an_abstract_mesh(rng):
+    mesh = jax.make_mesh((8,), ("queries",))
+    arrays = arrays_of(rng)
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(sharded, mesh.abstract_mesh, False), compiler_options=QUICK)(arrays)
+    expected = multi_scale_deformable_attention(spatial_shapes=LEVELS, normalize="softmax", **arrays)
+    assert_close(got, expected, 1e-12)
