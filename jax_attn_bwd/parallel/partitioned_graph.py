@@ -38,7 +38,7 @@ class Layout:
     rows: int = field(metadata={"static": True})
 
     def place(self, x: Any) -> Any:
-        """`[size, ...]` -> `[parts * rows, ...]`, 0 in the padding; a NumPy array stays on the host."""
+        """`[size, ...]` -> `[parts * rows, ...]`, 0 in the padding; on the host for NumPy, before `put`."""
         x = x if checks.is_array(x) else np.asarray(x)
         checks.shape("Layout.place", "x", x, "[size, ...]", (*self.position.shape, *x.shape[1:]))
         shape = (self.parts * self.rows, *x.shape[1:])
