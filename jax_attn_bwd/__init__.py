@@ -2,6 +2,7 @@
 
 from jax_attn_bwd import compat as compat
 from jax_attn_bwd import layers as layers
+from jax_attn_bwd import parallel as parallel
 from jax_attn_bwd._core.backend import explain as explain
 from jax_attn_bwd.layers.attention_fn import attention_fn as attention_fn
 from jax_attn_bwd.ops.deformable import (
@@ -58,6 +59,7 @@ __all__ = [
     "multi_head_attention_bwd",
     "multi_scale_deformable_attention",
     "multi_scale_deformable_attention_bwd",
+    "parallel",
     "scaled_masked_softmax",
     "scaled_masked_softmax_bwd",
 ]
