@@ -44,7 +44,8 @@ def backward(
     dlse: Any,
 ) -> dict[str, jax.Array]:
     """The gradients of those of query, key, value and bias that are `wanted`."""
-    mine, whole = of_keys(exchange, operands), example(exchange, operands)
+    mine = of_keys(exchange, operands)
+    whole = example(exchange, lax.optimization_barrier(operands))  # else XLA keeps what the forward gathered
     parts = block.backward(implementation, options, whole, result, wanted, dout, dlse, alone=True)
     dtype = accumulator_dtype(operands.query.dtype)
 

@@ -126,7 +126,8 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
         if AxisType.Explicit in mesh.axis_types:
             arrays[name] = jax.sharding.reshard(arrays[name], NamedSharding(mesh, specs[name]))
     run = functools.partial(_on_device, axes, kind, options)
-    out = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs["query"])(arrays)
+    run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs["query"])
+    out = jax.jit(run)(arrays)  # outside of jit, jax.shard_map cannot run a rule like that of attention
     return reshard_like(out, query, tuple(range(query.ndim)))
 
 
@@ -161,7 +162,7 @@ def _on_device(axes: _Axes, kind: str, options: Mapping[str, Any], arrays: dict[
     """Inside `jax.shard_map`."""
     *batch, _, N, _ = arrays["query"].shape
     more = dict(options)
-    if options["dropout_rate"]:
+    if more["dropout_rate"]:
         entry, head = (lax.axis_index(names) if names else 0 for names in (axes.batch, axes.heads))
         more["dropout_offset"] = (entry * math.prod(batch), head * N, 0, 0)
     if not axes.sequence:

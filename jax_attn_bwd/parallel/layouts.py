@@ -81,13 +81,13 @@ def striped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
       Brandon et al., Striped attention, 2023, arXiv:2311.09431.
     """
     x, axis, n = _checked("striped", x, n, axis, 1)
-    return _transposed(x, axis, x.shape[axis] // n)
+    return _transposed(x, axis, (x.shape[axis] // n, n))
 
 
 def unstriped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     """The inverse of `striped`: the same arguments, gradients and errors."""
     x, axis, n = _checked("unstriped", x, n, axis, 1)
-    return _transposed(x, axis, n)
+    return _transposed(x, axis, (n, x.shape[axis] // n))
 
 
 def _checked(operator: str, x: Any, n: Any, axis: Any, pieces: int) -> tuple[Any, int, int]:
@@ -114,7 +114,7 @@ def _reordered(x: Any, axis: int, order: np.ndarray) -> Any:
     return cut.take(order, axis).reshape(x.shape)
 
 
-def _transposed(x: Any, axis: int, rows: int) -> Any:
-    """`x` with its tokens along `axis`, `rows` rows of them, read column by column."""
-    cut = x.reshape(*x.shape[:axis], rows, x.shape[axis] // rows, *x.shape[axis + 1 :])
+def _transposed(x: Any, axis: int, plane: tuple[int, int]) -> Any:
+    """`x` with its tokens along `axis`, written as the rows of a plane, read column by column."""
+    cut = x.reshape(*x.shape[:axis], *plane, *x.shape[axis + 1 :])
     return cut.swapaxes(axis, axis + 1).reshape(x.shape)

@@ -51,9 +51,9 @@ def ring_attention(
 ) -> Any:
     """`dot_product_attention` over a sequence that is sharded: keys and values travel around a ring of devices.
 
-    Called inside `jax.shard_map(check_vma=True)`, by every device for its own queries and keys. What is said
-    here of a sequence is said of that of all devices along `axis_name`; the formula and what is not named here
-    are those of `dot_product_attention`.
+    Called inside `jax.shard_map(check_vma=True)` under `jax.jit`, by every device for its own queries and keys.
+    What is said here of a sequence is said of that of all devices along `axis_name`; the formula and what is
+    not named here are those of `dot_product_attention`.
 
     Each step computes one block while the next keys are on their way; in the backward, the gradients of keys
     and values travel with them. Memory per device is that of its own tokens. Blocks that no query sees by
@@ -118,7 +118,7 @@ def ring_attention(
       >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
       >>> with jax.set_mesh(mesh):
       ...     q, k, v = (jax.sharding.reshard(x, tokens) for x in (q, k, v))
-      ...     jax.grad(lambda q: attend(q, k, v).sum())(q).shape
+      ...     jax.jit(jax.grad(lambda q: attend(q, k, v).sum()))(q).shape
       (2, 16, 4, 8)
 
     References:
@@ -171,7 +171,8 @@ def all_gather_attention(
       >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
       >>> attend = partial(all_gather_attention, axis_name="sequence", local_window_size=(4, 0))
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
-      >>> jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)(q, k, v).shape
+      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+      >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
     return _exchanged("all_gather_attention", **locals())
@@ -224,8 +225,9 @@ def ulysses_attention(
       >>> from jax_attn_bwd.parallel import ulysses_attention
       >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
       >>> attend = partial(ulysses_attention, axis_name="sequence", is_causal=True)
+      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
-      >>> jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)(q, k, v).shape
+      >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
 
     References:

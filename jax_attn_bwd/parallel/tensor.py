@@ -111,7 +111,7 @@ def tensor_parallel_multi_head_attention(
       >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("heads",))
       >>> layer = partial(tensor_parallel_multi_head_attention, axis_name="heads", is_causal=True)
       >>> layer = jax.shard_map(layer, mesh=mesh, in_specs=(specs, P("heads")), out_specs=P("heads"))
-      >>> layer(params, x).shape
+      >>> jax.jit(layer)(params, x).shape
       (16, 16)
 
     References:
