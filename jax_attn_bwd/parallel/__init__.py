@@ -1,8 +1,9 @@
 """Operators over several devices: what one device cannot hold, sharded over the axes of a mesh.
 
-Sequences: `ring_attention`, `all_gather_attention` and `ulysses_attention` are `dot_product_attention` with the
-sequence sharded; `zigzag` and `striped` lay it out so that causal work is shared evenly. `attention_fn` is any
-of them for the layers of Flax. `tensor_parallel_multi_head_attention` is the layer with its heads sharded.
+Sequences: `ring_attention`, `all_gather_attention` and `ulysses_attention` are `dot_product_attention` with
+the sequence sharded; `zigzag` and `striped` lay it out so that causal work is shared evenly. `attention_fn`
+is any of them for the layers of Flax. `tensor_parallel_multi_head_attention` is the layer with its heads
+sharded.
 
 All but what takes a `mesh` is called inside `jax.shard_map(check_vma=True)`.
 """

@@ -42,7 +42,9 @@ def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int
     bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if axis_name not in bound:
         remedy = f"call it inside jax.shard_map over that axis; axes bound here: {bound}"
-        raise ValueError(checks.message(operator, argument, "name an axis bound here", repr(axis_name), remedy))
+        raise ValueError(
+            checks.message(operator, argument, "name an axis bound here", repr(axis_name), remedy)
+        )
     if not pallas.varying_axes(lax.axis_index(axis_name)):
         remedy = "without it, gradients of what several devices share are wrong"
         raise ValueError(
@@ -82,23 +84,33 @@ def prepare(
     T, S, batch_rank = operands.query.shape[-3], operands.key.shape[-3], operands.query.ndim - 3
     rows = _index(operands.query_positions, T, batch_rank, device)
     columns = _index(operands.key_value_positions, S, batch_rank, device)
-    lengths = (query_seq_lengths, T * n, "query_seq_lengths"), (key_value_seq_lengths, S * n, "key_value_seq_lengths")
+    lengths = (
+        (query_seq_lengths, T * n, "query_seq_lengths"),
+        (key_value_seq_lengths, S * n, "key_value_seq_lengths"),
+    )
     ends = [_lengths(operator, x, size, name, operands.query.shape[:-3]) for x, size, name in lengths]
     segments = operands.query_segment_ids, operands.key_value_segment_ids
     if segments[0] is not None or any(x is not None for x in ends):
-        segments = (_segments(segments[0], rows, ends[0], HIDDEN_QUERY), _segments(segments[1], columns, ends[1], HIDDEN_KEY))
+        segments = (
+            _segments(segments[0], rows, ends[0], HIDDEN_QUERY),
+            _segments(segments[1], columns, ends[1], HIDDEN_KEY),
+        )
     offset = None
     if operands.dropout_words is not None:
         offset = _dropout_offset(operator, operands.dropout_offset, rows, columns)
     is_banded = options.is_causal or options.window is not None
     contiguous = query_positions is None and T == S
     exchange = Exchange(axis_name, n, _offsets(options, n, T, contiguous), tuple(of_keys))
-    return exchange, options, operands._replace(
-        query_segment_ids=segments[0],
-        key_value_segment_ids=segments[1],
-        query_positions=rows if is_banded else None,
-        key_value_positions=columns if is_banded else None,
-        dropout_offset=offset,
+    return (
+        exchange,
+        options,
+        operands._replace(
+            query_segment_ids=segments[0],
+            key_value_segment_ids=segments[1],
+            query_positions=rows if is_banded else None,
+            key_value_positions=columns if is_banded else None,
+            dropout_offset=offset,
+        ),
     )
 
 
@@ -118,7 +130,8 @@ def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> t
     if rows == 1 and columns == S:
         return x, True
     if columns not in (1, S * n) or rows not in (1, T, T * n):
-        expected = f"have T = {T} rows, those of this device's queries, and all {S * n} columns, or 1 row and S = {S} columns"
+        by_rows = f"have T = {T} rows, those of this device's queries, and all {S * n} columns"
+        expected = f"{by_rows}, or 1 row and S = {S} columns"
         remedy = "what is cut otherwise would have to be gathered whole"
         raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
     if rows == T * n and n > 1:

@@ -46,10 +46,10 @@ def attention_fn(
       kind: "ring", "all_gather" or "ulysses": how the devices along `sequence` exchange what they hold.
 
     Returns:
-      A function with the arguments of `jax_attn_bwd.attention_fn`, which see. A mask or bias is sharded by rows
-      and held with all its columns (one of a single row: by columns; with "ulysses" one that all heads share is
-      held whole). Positions tell a layout as in `ring_attention`. On an Explicit mesh the output is sharded as
-      the query is. Dropout draws the mask of one device.
+      A function with the arguments of `jax_attn_bwd.attention_fn`, which see. A mask or bias is sharded by
+      rows and held with all its columns (one of a single row: by columns; with "ulysses" one that all heads
+      share is held whole). Positions tell a layout as in `ring_attention`. On an Explicit mesh the output is
+      sharded as the query is. Dropout draws the mask of one device.
 
     Gradients:
       query, key, value, bias: as in `dot_product_attention`.
@@ -71,7 +71,9 @@ def attention_fn(
       >>> out.shape
       (1, 8, 8)
     """
-    axes = _Axes(_names("batch", mesh, batch), _names("heads", mesh, heads), _names("sequence", mesh, sequence))
+    axes = _Axes(
+        _names("batch", mesh, batch), _names("heads", mesh, heads), _names("sequence", mesh, sequence)
+    )
     attend = functools.partial(_attend, mesh, axes, checks.choice(_NAME, "kind", kind, tuple(_KINDS)))
     signature = inspect.signature(layers.attention_fn)
 
@@ -99,7 +101,9 @@ class _Axes:
         """Of an array whose axes are those of the batch, then `tail`, or the last of them."""
         full = ((self.batch, *((),) * batch_rank)[:batch_rank], tail)
         names = (*full[0], *full[1])[batch_rank + len(tail) - x.ndim :]
-        return PartitionSpec(*(axis or None if n > 1 else None for axis, n in zip(names, x.shape, strict=True)))
+        return PartitionSpec(
+            *(axis or None if n > 1 else None for axis, n in zip(names, x.shape, strict=True))
+        )
 
 
 def _names(argument: str, mesh: Any, axis: Any) -> tuple[str, ...]:
@@ -122,7 +126,9 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
         if name in ("bias", "mask"):
             extra = max(0, x.ndim - query.ndim)  # of size 1: `jax.nn` wants them where there is no batch
             arrays[name] = x = x.reshape(x.shape[extra:]) if x.shape[:extra] == (1,) * extra else x
-        specs[name] = axes.spec(x, rank, _tail(axes, kind, name, x)) if name != "dropout_key" else PartitionSpec()
+        specs[name] = (
+            axes.spec(x, rank, _tail(axes, kind, name, x)) if name != "dropout_key" else PartitionSpec()
+        )
         if AxisType.Explicit in mesh.axis_types:
             arrays[name] = jax.sharding.reshard(arrays[name], NamedSharding(mesh, specs[name]))
     run = functools.partial(_on_device, axes, kind, options)
@@ -149,7 +155,9 @@ def _check_sizes(mesh: Any, axes: _Axes, query: jax.Array, key: jax.Array) -> No
     if query.ndim > 3:
         sizes += [("the batch", query.shape[0], axes.batch)]
     elif axes.batch:
-        raise ValueError(checks.message(_NAME, "query", "have a batch axis, which `batch` shards", query.shape))
+        raise ValueError(
+            checks.message(_NAME, "query", "have a batch axis, which `batch` shards", query.shape)
+        )
     for name, size, names in sizes:
         n = math.prod(mesh.shape[axis] for axis in names)
         if size % n:
@@ -158,7 +166,7 @@ def _check_sizes(mesh: Any, axes: _Axes, query: jax.Array, key: jax.Array) -> No
             raise ValueError(checks.message(_NAME, name, expected, size, remedy))
 
 
-def _on_device(axes: _Axes, kind: str, options: Mapping[str, Any], arrays: dict[str, jax.Array]) -> jax.Array:
+def _on_device(axes: _Axes, kind: str, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> jax.Array:
     """Inside `jax.shard_map`."""
     *batch, _, N, _ = arrays["query"].shape
     more = dict(options)

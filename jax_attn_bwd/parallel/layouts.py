@@ -96,7 +96,9 @@ def _checked(operator: str, x: Any, n: Any, axis: Any, pieces: int) -> tuple[Any
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(checks.message(operator, "axis", f"be one of the {x.ndim} axes of x", axis))
     if x.shape[axis] % (pieces * n):
-        expected = f"have a multiple of {'2n' if pieces == 2 else 'n'} = {pieces * n} tokens along axis {axis}"
+        expected = (
+            f"have a multiple of {'2n' if pieces == 2 else 'n'} = {pieces * n} tokens along axis {axis}"
+        )
         raise ValueError(checks.message(operator, "x", expected, x.shape, "pad the sequence"))
     return x, axis % x.ndim, n
 

@@ -1,7 +1,7 @@
 """Ring attention: keys and values travel once around the devices, queries stay.
 
-Device i holds the queries of block i. At step s it holds keys and values of block j = i - s, and computes their
-attention, (out_s, lse_s), while they are already on their way to device i + 1:
+Device i holds the queries of block i. At step s it holds keys and values of block j = i - s, and computes
+their attention, (out_s, lse_s), while they are already on their way to device i + 1:
 
     m'   = max(m, lse_s)                                                                        (1)
     l'   = l  exp(m - m') + exp(lse_s - m')                                                     (2)
@@ -12,8 +12,8 @@ the online softmax of `ops/dot_product/forward.py` with a block in the place of 
 m = sink, l = 1.
 
 Backward. A gradient of dense attention is a sum over pairs of a query and a key, given lse and delta of the
-**whole** row (equations (5) to (11) of `ops/dot_product/backward.py`). So with (out, lse) of (4), each pair of
-blocks gives its part:
+**whole** row (equations (5) to (11) of `ops/dot_product/backward.py`). So with (out, lse) of (4), each pair
+of blocks gives its part:
 
     dq_i = sum_j part(i, j)   stays with the queries, as does the gradient of a bias by rows    (5)
     dk_j, dv_j = sum_i part(i, j)   travel with keys and values                                 (6)
@@ -69,10 +69,10 @@ def of_keys(exchange: Exchange, operands: Operands) -> Moving:
 
 def with_keys(operands: Operands, moving: Moving) -> Operands:
     """`operands` with those that `of_keys` gave replaced; no sink, which belongs to whole rows."""
-    rest, offset = dict(moving), operands.dropout_offset
-    if offset is not None:
-        offset = offset._replace(column=rest.pop("column"))
-    return operands._replace(**rest, dropout_offset=offset, sink=None)
+    given: dict[str, Any] = {"sink": None, **moving}
+    if operands.dropout_offset is not None:
+        given["dropout_offset"] = operands.dropout_offset._replace(column=given.pop("column"))
+    return operands._replace(**given)
 
 
 def example(exchange: Exchange, operands: Operands) -> Operands:
@@ -111,7 +111,7 @@ def backward(
     dout: jax.Array,
     dlse: Any,
 ) -> dict[str, jax.Array]:
-    """(5) and (6): the gradients of those of query, key, value and bias that are `wanted`, accumulated wide."""
+    """(5) and (6): the gradients of those of query, key, value and bias that are `wanted`, in a wide type."""
     mine = of_keys(exchange, operands)
     zeros = {
         name: full_like_operands(x, x.shape, 0, accumulator_dtype(operands.query.dtype), (operands, dout))
@@ -163,11 +163,13 @@ def _columns(exchange: Exchange, operand: str, x: jax.Array, S: int, offset: Any
 
 def _block_of(exchange: Exchange, operands: Operands, moving: Moving, offset: Any) -> Operands:
     given, S = with_keys(operands, moving), moving["key"].shape[-3]
-    for name in ("bias", "mask"):
+
+    def cut(name):
         x = getattr(given, name)
-        if x is not None and (columns := _columns(exchange, name, x, S, offset)):
-            given = given._replace(**{name: take_at(x, columns)})
-    return given
+        columns = None if x is None else _columns(exchange, name, x, S, offset)
+        return x if columns is None else take_at(x, columns)
+
+    return given._replace(bias=cut("bias"), mask=cut("mask"))
 
 
 def _added(exchange: Exchange, operand: str, total: jax.Array, part: jax.Array, offset: Any) -> jax.Array:

@@ -49,11 +49,11 @@ def ring_attention(
     return_residual: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """`dot_product_attention` over a sequence that is sharded: keys and values travel around a ring of devices.
+    """`dot_product_attention` over a sharded sequence: keys and values travel around a ring of devices.
 
-    Called inside `jax.shard_map(check_vma=True)` under `jax.jit`, by every device for its own queries and keys.
-    What is said here of a sequence is said of that of all devices along `axis_name`; the formula and what is
-    not named here are those of `dot_product_attention`.
+    Called inside `jax.shard_map(check_vma=True)` under `jax.jit`, by every device for its own queries and
+    keys. What is said here of a sequence is said of that of all devices along `axis_name`; the formula and
+    what is not named here are those of `dot_product_attention`.
 
     Each step computes one block while the next keys are on their way; in the backward, the gradients of keys
     and values travel with them. Memory per device is that of its own tokens. Blocks that no query sees by
@@ -61,9 +61,9 @@ def ring_attention(
     travel. Grouped keys travel as they are.
 
     Layout: without positions, device i holds the tokens from i * T on. `query_positions` and
-    `key_value_positions` tell another one, laid out like the tokens (`zigzag(jnp.arange(n * T), n)`, sharded):
-    there the position of a token **is** its index in the sequence, for causality, windows, lengths and
-    dropout alike.
+    `key_value_positions` tell another one, laid out like the tokens (`zigzag(jnp.arange(n * T), n)`,
+    sharded): there the position of a token **is** its index in the sequence, for causality, windows, lengths
+    and dropout alike.
 
     Shapes, per device: `...` batch axes, T queries, S keys, n devices, N query heads, K key heads.
 
@@ -72,13 +72,13 @@ def ring_attention(
       key: `[..., S, K, H]`, dtype of `query`.
       value: `[..., S, K, Hv]`, dtype of `query`.
       bias: `[..., N|1, T|1, n * S]`: the rows of this device's queries, and all columns, those of device 0
-        first; or `[..., N|1, 1, S]`, a bias of this device's own keys, which travels with them. All n * T rows
-        will do, too; of them its own are taken.
+        first; or `[..., N|1, 1, S]`, a bias of this device's own keys, which travels with them. All n * T
+        rows will do, too; of them its own are taken.
       mask: bool, as `bias`; True attends.
       axis_name: the mesh axis that holds the sequence.
       is_causal, local_window_size: by the index in the whole sequence.
-      query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, n * T] and [0, n * S]: of
-        the whole sequence. A token whose index is at or beyond the length sees nothing, or is not seen.
+      query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, n * T] and [0, n * S]:
+        of the whole sequence. A token whose index is at or beyond the length sees nothing, or is not seen.
       query_segment_ids, key_value_segment_ids: of this device's tokens, broadcast to `[..., T]`, `[..., S]`;
         beside lengths, neither the least nor the greatest int32.
       query_positions, key_value_positions: of this device's tokens, broadcast to `[..., T]`, `[..., S]`; give
@@ -87,8 +87,8 @@ def ring_attention(
       dropout_key: the same on all devices. The mask is that of one device, in every layout.
       dropout_offset: (batch, head, row, column) of the sequence in a larger array: row and column are added
         to the index of each token, or are index arrays `[T]`, `[S]` of this device's tokens.
-      scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic, return_residual: as in
-        `dot_product_attention`.
+      scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic, return_residual: as
+        in `dot_product_attention`.
       implementation: of the blocks, as in `dot_product_attention`.
 
     Returns:
@@ -157,9 +157,9 @@ def all_gather_attention(
 ) -> Any:
     """As `ring_attention`, but every device gathers all keys and values, once in each direction.
 
-    One large collective in the place of n small ones, and one block in the place of n: for short sequences and
-    few key heads. Memory for keys and values is that of the whole sequence. The gradients of keys and values
-    are summed and scattered; for the backward keys and values are gathered again.
+    One large collective in the place of n small ones, and one block in the place of n: for short sequences
+    and few key heads. Memory for keys and values is that of the whole sequence. The gradients of keys and
+    values are summed and scattered; for the backward keys and values are gathered again.
 
     Arguments, results, gradients and errors: those of `ring_attention`.
 

@@ -48,7 +48,7 @@ def tensor_parallel_multi_head_attention(
     save: str = "inputs",
     implementation: str | None = None,
 ) -> jax.Array:
-    """`multi_head_attention` with the heads over a mesh axis: each device projects to, and attends with, its own.
+    """`multi_head_attention` with its heads over a mesh axis: each device attends with its own.
 
         out = sum over devices of attention(x W_q, x W_k, x W_v) W_o  + b_o
 
@@ -57,38 +57,38 @@ def tensor_parallel_multi_head_attention(
     outputs are summed (sequence parallelism of Megatron: what stands between two layers is computed once).
     With `"psum"` all devices along `axis_name` hold all tokens, before and after.
 
-    With `sequence_axis_name` the tokens, gathered over `axis_name`, are those of one part of a sequence that is
-    sharded over that second axis, and attention is `ring_attention` over it. Let the sequence be sharded over
-    both, `PartitionSpec((sequence_axis_name, axis_name))`.
+    With `sequence_axis_name` the tokens, gathered over `axis_name`, are those of one part of a sequence that
+    is sharded over that second axis, and attention is `ring_attention` over it. Let the sequence be sharded
+    over both, `PartitionSpec((sequence_axis_name, axis_name))`.
 
-    Shapes, per device, n devices along `axis_name`: `...` batch axes, T queries and S keys that attention sees
-    here (`t = T / n` and `s = S / n` of them outside with "psum_scatter", else t = T, s = S), N, K this
+    Shapes, per device, n devices along `axis_name`: `...` batch axes, T queries and S keys that attention
+    sees here (`t = T / n` and `s = S / n` of them outside with "psum_scatter", else t = T, s = S), N, K this
     device's heads.
 
     Args:
       params: MultiHeadAttentionParams, each with this device's heads: query_kernel `[Eq, N, H]`, query_bias
-        `[N, H]`, key_kernel `[Ek, K, H]`, out_kernel `[N, Hv, Eo]`, and so on. `out_bias [Eo]`, which is added
-        once, is the same on all devices.
+        `[N, H]`, key_kernel `[Ek, K, H]`, out_kernel `[N, Hv, Eo]`, and so on. `out_bias [Eo]`, which is
+        added once, is the same on all devices.
       query: `[..., t, Eq]`, floating.
       key: `[..., s, Ek]`; None = `query`.
       value: `[..., s, Ev]`; None = `key`.
       axis_name: the mesh axis that holds the heads.
       reduce: "psum_scatter" or "psum".
       sequence_axis_name: a second mesh axis that holds the sequence, or None.
-      bias, mask, lengths, segment ids, positions: of the T queries and S keys and of this device's heads, as in
-        `multi_head_attention`, with `sequence_axis_name` as in `ring_attention`.
+      bias, mask, lengths, segment ids, positions: of the T queries and S keys and of this device's heads, as
+        in `multi_head_attention`, with `sequence_axis_name` as in `ring_attention`.
       dropout_key: the same on all devices: the mask is that of one device.
       dropout_offset: (batch, head, row, column) of all heads of this attention in a larger array.
       scale, is_causal, local_window_size, logits_soft_cap, add_zero_attn, dropout_rate, broadcast_dropout,
-        precision, deterministic, save, implementation: as in `multi_head_attention`; with `sequence_axis_name`
-        all four kernels are needed, and appended rows and `save` are not to be had.
+        precision, deterministic, save, implementation: as in `multi_head_attention`; with
+        `sequence_axis_name` all four kernels are needed, and appended rows and `save` are not to be had.
 
     Returns:
       `[..., t, Eo]`, dtype of `query`.
 
     Gradients:
-      Every field of `params`, query, key, value and bias, to second order, as in `multi_head_attention`. Forward
-      and backward of self-attention take two all-gathers and two reduce-scatters, or with "psum" two
+      Every field of `params`, query, key, value and bias, to second order, as in `multi_head_attention`.
+      Forward and backward of self-attention take two all-gathers and two reduce-scatters, or with "psum" two
       all-reduces, beside the ring's exchange.
 
     Raises:
@@ -121,12 +121,15 @@ def tensor_parallel_multi_head_attention(
     n = axis_size(_NAME, axis_name)
     checks.choice(_NAME, "reduce", reduce, ("psum_scatter", "psum"))
     if not isinstance(params, MultiHeadAttentionParams):
-        raise TypeError(checks.message(_NAME, "params", "be a MultiHeadAttentionParams", type(params).__name__))
-    _check_sharding(params, {"query": query, "key": key, "value": value}, axis_name, n, reduce)
+        raise TypeError(
+            checks.message(_NAME, "params", "be a MultiHeadAttentionParams", type(params).__name__)
+        )
+    inputs: dict[str, Any] = {"query": query, "key": key, "value": value}
+    _check_sharding(params, inputs, axis_name, n, reduce)
     if reduce == "psum_scatter":
-        query, key, value = (_gathered(x, axis_name) for x in (query, key, value))
+        inputs = {name: _gathered(x, axis_name) for name, x in inputs.items()}
     batch, head, row, column = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
-    attention = dict(
+    attention: dict[str, Any] = dict(
         bias=bias, mask=mask, scale=scale, is_causal=is_causal, local_window_size=local_window_size,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
@@ -139,10 +142,10 @@ def tensor_parallel_multi_head_attention(
     own = params._replace(out_bias=None)
     if sequence_axis_name is None:
         attention |= dict(add_zero_attn=add_zero_attn, save=save)
-        out = multi_head_attention(own, query, key, value, **attention)
+        out = multi_head_attention(own, **inputs, **attention)
     else:
         _check_ring(params, add_zero_attn, save)
-        out = _over_ring(own, query, key, value, sequence_axis_name, attention)
+        out = _over_ring(own, inputs, sequence_axis_name, attention)
     if reduce == "psum_scatter":
         out = lax.psum_scatter(out, axis_name, scatter_dimension=out.ndim - 2, tiled=True)
     else:
@@ -175,14 +178,19 @@ def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int,
 def _check_ring(params: MultiHeadAttentionParams, add_zero_attn: bool, save: str) -> None:
     for name in _KERNELS:
         if getattr(params, name) is None:
-            raise ValueError(checks.message(_NAME, f"params.{name}", "be given with sequence_axis_name", None))
-    default = {"params.bias_k": (params.bias_k, None), "params.bias_v": (params.bias_v, None)}
+            raise ValueError(
+                checks.message(_NAME, f"params.{name}", "be given with sequence_axis_name", None)
+            )
+    default: dict[str, tuple[Any, Any]] = {"params.bias_k": (params.bias_k, None)}
+    default |= {"params.bias_v": (params.bias_v, None)}
     default |= {"add_zero_attn": (add_zero_attn, False), "save": (save, "inputs")}
     for argument, (x, expected) in default.items():
         if x is not expected and x != expected:
             got = x if isinstance(x, bool | str) else "an array"
             raise ValueError(
-                checks.message(_NAME, argument, f"be {expected!r} with sequence_axis_name", got, "leave it out")
+                checks.message(
+                    _NAME, argument, f"be {expected!r} with sequence_axis_name", got, "leave it out"
+                )
             )
 
 
@@ -190,8 +198,9 @@ def _gathered(x: jax.Array | None, axis_name: str) -> jax.Array | None:
     return None if x is None else lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
 
 
-def _over_ring(params, query, key, value, axis_name: str, attention: dict[str, Any]) -> jax.Array:
+def _over_ring(params: Any, inputs: dict[str, Any], axis_name: str, attention: dict[str, Any]) -> jax.Array:
     """The layer around `ring_attention`, without the output's bias."""
+    query, key, value = inputs.values()
     key = query if key is None else key
     inputs = {"query": query, "key": key, "value": key if value is None else value}
     product = dict(precision=attention["precision"], preferred_element_type=accumulator_dtype(query.dtype))

@@ -34,26 +34,29 @@ def attend(
         expected = f"be a multiple of the {n} devices along {exchange.axis_name!r}"
         remedy = "use ring_attention, whose heads stay together"
         raise ValueError(checks.message(operator, "key heads K", expected, K, remedy))
-    planes = {"bias": bias, "mask": mask}
+    planes: dict[str, Any] = {"bias": bias, "mask": mask}
     for name, x in planes.items():
         if x is not None:
             x = checks.floating(operator, name, x) if name == "bias" else checks.boolean_mask(operator, x)
             planes[name] = _plane(operator, name, exchange, x, N, T, S)
 
-    ids = query_segment_ids, key_value_segment_ids
-    lengths = query_seq_lengths, key_value_seq_lengths
-    positions = None, None
+    ids: tuple[Any, Any] = query_segment_ids, key_value_segment_ids
+    lengths: tuple[Any, Any] = query_seq_lengths, key_value_seq_lengths
+    positions: tuple[Any, Any] = None, None
     if query_positions is not None:  # they tell the index of a token, and with it who lies beyond a length
         ids, lengths = (operands.query_segment_ids, operands.key_value_segment_ids), (None, None)
         positions = operands.query_positions, operands.key_value_positions
-    offset = operands.dropout_offset
+    offset: Any = operands.dropout_offset
     if offset is not None:
         first = (lax.axis_index(exchange.axis_name) * (N // n)).astype(jnp.uint32)
         row, column = _whole(exchange, offset.row, T), _whole(exchange, offset.column, S)
         offset = (offset.batch, offset.head + first, row, column)
     heads = [_to_heads(exchange, x) for x in (operands.query, operands.key, operands.value)]
+    q, k, v = heads
     out, lse = dot_product_attention(
-        *heads,
+        q,
+        k,
+        v,
         planes["bias"],
         planes["mask"],
         scale=options.scale,
@@ -66,7 +69,7 @@ def attend(
         query_positions=_whole(exchange, positions[0], T),
         key_value_positions=_whole(exchange, positions[1], S),
         logits_soft_cap=options.logits_soft_cap,
-        sink=None if sink is None else _own_heads(exchange, operands.sink, -1),
+        sink=None if sink is None else _own_heads(exchange, jnp.asarray(operands.sink), -1),
         dropout_rate=options.dropout_rate,
         dropout_key=dropout_key,
         broadcast_dropout=options.broadcast_dropout,
@@ -108,7 +111,9 @@ def _whole(exchange: Exchange, x: Any, length: int) -> jax.Array | None:
     return lax.all_gather(x, exchange.axis_name, axis=x.ndim - 1, tiled=True)
 
 
-def _plane(operator: str, argument: str, exchange: Exchange, x: jax.Array, N: int, T: int, S: int) -> jax.Array:
+def _plane(
+    operator: str, argument: str, exchange: Exchange, x: jax.Array, N: int, T: int, S: int
+) -> jax.Array:
     """A mask or bias of this device's heads, with all rows and columns."""
     n = exchange.size
     heads, rows, columns = (1, 1, 1, *x.shape)[-3:]

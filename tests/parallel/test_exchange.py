@@ -17,7 +17,9 @@ from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.visibility import Tokens
 from jax_attn_bwd.parallel import ring
 
-COLLECTIVE = re.compile(r"= [^=]*? (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r"= [^=]*? (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+)
 
 
 def training_step(kind, n, positions=False, **options):
@@ -47,7 +49,7 @@ def test_ring_moves_from_neighbour_to_neighbour_alone():
 
 @thorough
 def test_collectives_of_the_others():
-    """One each way and array: keys and values, then again, and their gradients; `out` of a sum is not needed."""
+    """One each way and array: keys and values, then again, and their gradients. A sum needs no `out`."""
     assert collectives("all_gather") == ["all-gather"] * 4 + ["reduce-scatter"] * 2
     assert collectives("ulysses") == ["all-to-all"] * 7
 

@@ -10,7 +10,9 @@ from jax_attn_bwd import parallel
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
-@pytest.mark.parametrize(("shape", "n", "axis"), [((3, 24, 2), 4, 1), ((24,), 1, 0), ((2, 5, 36), 6, -1), ((0,), 2, 0)])
+@pytest.mark.parametrize(
+    ("shape", "n", "axis"), [((3, 24, 2), 4, 1), ((24,), 1, 0), ((2, 5, 36), 6, -1), ((0,), 2, 0)]
+)
 def test_inverses(layout, shape, n, axis):
     lay, back = LAYOUTS[layout]
     x = np.arange(np.prod(shape)).reshape(shape)
@@ -30,11 +32,27 @@ def test_parts():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: parallel.zigzag(np.arange(12), 4), ValueError, r"zigzag: x must have a multiple of 2n = 8 tokens"),
-        (lambda: parallel.unstriped(np.arange(12), 5), ValueError, r"unstriped: x must have a multiple of n = 5"),
+        (
+            lambda: parallel.zigzag(np.arange(12), 4),
+            ValueError,
+            r"zigzag: x must have a multiple of 2n = 8 tokens",
+        ),
+        (
+            lambda: parallel.unstriped(np.arange(12), 5),
+            ValueError,
+            r"unstriped: x must have a multiple of n = 5",
+        ),
         (lambda: parallel.striped(np.arange(12), 0), ValueError, r"striped: n must be a positive int, got 0"),
-        (lambda: parallel.unzigzag(np.arange(12), 2, 1), ValueError, r"unzigzag: axis must be one of the 1 axes"),
-        (lambda: parallel.zigzag(np.arange(12), 2.0), TypeError, r"zigzag: n must be a positive int, got float"),
+        (
+            lambda: parallel.unzigzag(np.arange(12), 2, 1),
+            ValueError,
+            r"unzigzag: axis must be one of the 1 axes",
+        ),
+        (
+            lambda: parallel.zigzag(np.arange(12), 2.0),
+            TypeError,
+            r"zigzag: n must be a positive int, got float",
+        ),
     ],
 )
 def test_errors(call, error, message):

@@ -20,6 +20,7 @@ from parallel.sequences import (
     sharded,
     single,
 )
+
 from jax_attn_bwd.ops.dot_product.reference import dot_product_attention as formula
 
 DEFAULT = [
@@ -156,9 +157,7 @@ def test_gradients_inside_shard_map(rng):
         attend = functools.partial(KINDS["ring"], axis_name=AXIS)
         return jax.grad(functools.partial(loss, attend), (0, 1, 2, 3))(q, k, v, sink, ct)
 
-    run = jax.shard_map(
-        step, mesh=devices, in_specs=(*(spec,) * 3, P(), spec), out_specs=(*(spec,) * 3, P())
-    )
+    run = jax.shard_map(step, mesh=devices, in_specs=(*(spec,) * 3, P(), spec), out_specs=(*(spec,) * 3, P()))
     expected = jax.grad(functools.partial(loss, single_out), (0, 1, 2, 3))(q, k, v, sink, ct)
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-12), jax.jit(run)(q, k, v, sink, ct), expected)
 
@@ -197,7 +196,9 @@ def test_unasked_gradients_do_not_travel(rng):
     q, k, v = (draw(rng, 1, 8, 2, 3) for _ in range(3))
     attend = functools.partial(KINDS["ring"], axis_name=AXIS, is_causal=True)
     run = jax.shard_map(attend, mesh=mesh(4), in_specs=(TOKENS,) * 3, out_specs=TOKENS)
-    count = lambda wrt: str(jax.make_jaxpr(jax.grad(lambda *x: run(*x).sum(), wrt))(q, k, v)).count("ppermute[")
+    count = lambda wrt: str(jax.make_jaxpr(jax.grad(lambda *x: run(*x).sum(), wrt))(q, k, v)).count(
+        "ppermute["
+    )
     moved, gradients = 3, 2  # key, value, positions; dk, dv
     assert count(0) == 3 * moved  # forward; in the backward the first step apart
     assert count((0, 1, 2)) == 3 * moved + 2 * gradients

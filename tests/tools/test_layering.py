@@ -63,6 +63,7 @@ LAYERS = (
     ("ops/*/workloads", "ops/*/cases"),
     ("ops/*/__init__", "ops/__init__"),
     ("layers/*", "compat/*"),
+    ("parallel/*",),
     ("__init__",),
     ("check",),
     ("bench/*",),
@@ -213,4 +214,4 @@ def test_the_public_names_are_listed():
     imported = [a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
     assert sorted(imported) == sorted(jax_attn_bwd.__all__)
     assert all(hasattr(jax_attn_bwd, name) for name in jax_attn_bwd.__all__)
-    assert {"compat", "layers"} <= set(jax_attn_bwd.__all__)
+    assert {"compat", "layers", "parallel"} <= set(jax_attn_bwd.__all__)
