@@ -14,7 +14,7 @@ from jax_attn_bwd._core import backend, checks, pallas
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type, tie
 from jax_attn_bwd.ops.dot_product import block
-from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Options, Residuals, Result, Wanted
+from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Options, Result
 from jax_attn_bwd.parallel import all_gather, ring, ulysses
 from jax_attn_bwd.parallel.arguments import Exchange, prepare
 
@@ -271,19 +271,20 @@ def _fwd(static, operands):
     named = Result(
         checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
     )
-    return (named.out, named.lse), Residuals(operands, named, Wanted(frozenset(wanted)))
+    return (named.out, named.lse), (operands, named, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, cotangents):
     operator, exchange, implementation, options = static
-    operands, result, wanted = residuals
-    alike, names = _alike(exchange, operands), wanted.names - {"sink"}
+    operands, result, note = residuals
+    wanted = backend.noted(note, DIFFERENTIABLE)
+    alike, names = _alike(exchange, operands), wanted - {"sink"}
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout, dlse = _of_live_rows(alike, result, jnp.zeros_like(result.out) if dout is None else dout, dlse)
     run, grads = _EXCHANGES[operator].backward, {}
     if names:
         grads = run(exchange, implementation, options, alike, result, names, dout, dlse)
-    if "sink" in wanted.names:
+    if "sink" in wanted:
         grads["sink"] = _gradient_of_sink(alike, result, dout, dlse)
     matched = {name: match_type(x, getattr(operands, name)) for name, x in grads.items()}
     return (Operands(None, None, None)._replace(**matched),)
