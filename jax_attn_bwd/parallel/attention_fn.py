@@ -35,8 +35,8 @@ def attention_fn(
         nnx.MultiHeadAttention(8, 64, attention_fn=attend, decode=False, rngs=rngs)
 
     It wraps itself in `jax.shard_map`: call it on whole arrays, under `jax.jit` or not, on a mesh of Auto or
-    Explicit axes. Each device attends to its part of batch and heads, and exchanges its part of the sequence
-    with the others.
+    Explicit axes (as all that JAX does with the latter, under `jax.set_mesh`). Each device attends to its
+    part of batch and heads, and exchanges its part of the sequence with the others.
 
     Args:
       mesh: a `jax.sharding.Mesh` (or AbstractMesh) over all whose axes the attention runs.

@@ -68,7 +68,7 @@ def nnx_step(attention_fn, x, y):
 @pytest.mark.parametrize(
     ("step", "axis_type", "kind"),
     [
-        (linen_step, "Explicit", "ring"),
+        pytest.param(linen_step, "Explicit", "ring", marks=thorough),
         (nnx_step, "Auto", "ring"),
         pytest.param(linen_step, "Auto", "ring", marks=thorough),
         pytest.param(nnx_step, "Explicit", "ring", marks=thorough),

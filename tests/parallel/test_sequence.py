@@ -26,7 +26,6 @@ from jax_attn_bwd.ops.dot_product.reference import dot_product_attention as form
 DEFAULT = [
     ("ring", "causal-sink-cap", "zigzag"),
     ("ring", "window-both-sides-sink", "contiguous"),
-    ("ring", "segments-lengths-causal", "striped"),
     ("ring", "bias-rows-mask-keys-sink", "zigzag"),
     ("ring", "bias-keys-mask-rows", "contiguous"),
     ("ring", "dropout-causal", "zigzag"),
@@ -34,6 +33,8 @@ DEFAULT = [
     ("ulysses", "dropout-bias-cap", "striped"),
 ]
 REST = [
+    ("ring", "segments-lengths-causal", "striped"),
+    ("ring", "causal-sink-cap", "striped"),
     ("ring", "plain", "contiguous"),
     ("ring", "window-lengths", "contiguous"),
     ("ring", "segments-window", "zigzag"),
@@ -99,7 +100,7 @@ def test_no_nan_from_hidden_tokens(kind, rng):
 @pytest.mark.parametrize("kind", [pytest.param("all_gather", marks=thorough), "ring"])
 def test_second_order(kind, rng):
     """Reverse over reverse and forward over reverse, with steps that are skipped."""
-    n, T = 4, 8
+    n, T = 2, 8
     qkv, ct = [draw(rng, 1, T, 2, 3) for _ in range(3)], draw(rng, 1, T, 2, 3)
     sink = draw(rng, 2)
     options = {"is_causal": True}
@@ -120,7 +121,7 @@ def test_second_order(kind, rng):
 
         return run([*qkv, sink])
 
-    got = derivatives(sharded(kind, n, "zigzag", {"sink": Told(sink)}, options))
+    got = derivatives(sharded(kind, n, "contiguous", {"sink": Told(sink)}, options))
     expected = derivatives(single(options))
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-11), got, expected)
 
