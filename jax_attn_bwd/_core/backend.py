@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,21 @@ def perturbed(operands: Any, names: Sequence[str]) -> tuple[tuple[str, ...], Any
     found = tuple(n for n in names if getattr(getattr(operands, n), "perturbed", False))
     is_wrapped = lambda x: hasattr(x, "perturbed")
     return found, jax.tree.map(lambda x: x.value, operands, is_leaf=is_wrapped)
+
+
+def note(asked: Collection[str], names: Sequence[str]) -> jax.Array:
+    """Which of `names` are `asked` for, as the shape of an array without elements, for a rule's residuals.
+
+    JAX keeps one tree structure of residuals for each call in a jitted function, that of the last forward it
+    traced. A structure that tells what is differentiated is then that of another derivative: where the first
+    was of all operands and the last of one, gradients of the others come out as 0, silently.
+    """
+    return jnp.zeros((sum(1 << i for i, name in enumerate(names) if name in asked), 0), jnp.int8)
+
+
+def noted(note: jax.Array, names: Sequence[str]) -> frozenset[str]:
+    """What `note` was told."""
+    return frozenset(name for i, name in enumerate(names) if note.shape[0] >> i & 1)
 
 
 @contextlib.contextmanager

@@ -118,6 +118,17 @@ def attention_fn(
       >>> out.shape
       (1, 5, 8)
     """
+    return attention_by(dot_product_attention, **locals())
+
+
+def attention_by(
+    attend: Callable[..., jax.Array], query, key, value, bias, mask, broadcast_dropout, dropout_rng,
+    dropout_rate, deterministic, dtype, precision, module, *, force_fp32_for_softmax, is_causal,
+    input_positions, rope, local_window_size, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
+    key_value_segment_ids, query_positions, key_value_positions, logits_soft_cap, deterministic_sums,
+    implementation, promote_dtype, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum,
+) -> jax.Array:  # fmt: skip
+    """`attention_fn` by another `attend`, which takes the arguments of `dot_product_attention`."""
     given = {
         "einsum_dot_general": einsum_dot_general,
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
@@ -159,7 +170,7 @@ def attention_fn(
         deterministic=checks.flag(_NAME, "deterministic_sums", deterministic_sums),
         broadcast_dropout=broadcast_dropout,
     )
-    out = dot_product_attention(
+    out = attend(
         query,
         key,
         value,

@@ -196,11 +196,13 @@ def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
     out = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    return out, Residuals(operands, Wanted(frozenset(wanted)))
+    return out, (operands, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, dout):
     options, implementation = static
+    operands, note = residuals
+    residuals = Residuals(operands, Wanted(backend.noted(note, DIFFERENTIABLE)))
     grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout)
     return (Operands(*grads),)
 

@@ -19,9 +19,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
     Options,
-    Residuals,
     Result,
-    Wanted,
 )
 
 _NAME = "dot_product_attention"
@@ -254,14 +252,15 @@ def _fwd(static, operands):
     named = Result(
         checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
     )
-    return (named.out, named.lse), Residuals(operands, named, Wanted(frozenset(wanted)))
+    return (named.out, named.lse), (operands, named, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, cotangents):
     options, implementation = static
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    operands, result, wanted = residuals
-    grads = block.backward(implementation, options, operands, result, wanted.names, dout, dlse, alone=True)
+    operands, result, note = residuals
+    wanted = backend.noted(note, DIFFERENTIABLE)
+    grads = block.backward(implementation, options, operands, result, wanted, dout, dlse, alone=True)
     return (Operands(None, None, None)._replace(**grads._asdict()),)
 
 

@@ -328,11 +328,13 @@ def _fwd(static, operands):
         l=checkpoint_name(result.l, "attention_lse"),
     )
     saved = result._replace(mean=None, lse=None)
-    return _outputs(options, result), Residuals(operands, saved, Wanted(frozenset(wanted)))
+    return _outputs(options, result), (operands, saved, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, cotangents):
     options, implementation = static
+    *saved, note = residuals
+    residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
     given = Cotangents(*(None if isinstance(x, SymbolicZero) else x for x in cotangents))
     grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, given)
     return (Operands(None, None, None)._replace(**grads),)

@@ -330,7 +330,7 @@ def _fwd(static, operands):
         lse=checkpoint_name(saved.lse, "attention_lse"),
         lse_low=checkpoint_name(saved.lse_low, "attention_lse"),
     )
-    residuals = Residuals(operands, saved, Wanted(frozenset(wanted)))
+    residuals = (operands, saved, backend.note(wanted, DIFFERENTIABLE))
     return (out, weights, saved if options.return_residual else None), residuals
 
 
@@ -342,6 +342,8 @@ def _bwd(static, residuals, cotangents):
             f"{_NAME}: the residual of return_residual has no gradient; differentiate out and weights"
         )
     dout, dweights = (None if zero(x) else x for x in cotangents[:2])
+    *saved, note = residuals
+    residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
     grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dweights)
     return (Operands(None)._replace(**grads),)
 

@@ -1,0 +1,58 @@
+"""All-gather attention: every device gathers all keys and values, in the forward and again in the backward.
+
+One block per device, so one collective each way: keys and values are gathered, dk and dv are summed and
+scattered. Memory for keys and values is that of the whole sequence.
+
+References:
+  Grattafiori et al., The Llama 3 herd of models, 2024, arXiv:2407.21783, section 3.3.2 (context parallelism).
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.parallel.arguments import Exchange
+from jax_attn_bwd.parallel.ring import of_keys, sequence_axis, with_keys
+
+
+def example(exchange: Exchange, operands: Operands) -> Operands:
+    """The block of a device, from which an implementation is chosen."""
+    gathered = {
+        name: lax.all_gather(x, exchange.axis_name, axis=x.ndim + sequence_axis(name), tiled=True)
+        for name, x in of_keys(exchange, operands).items()
+    }
+    return with_keys(operands, gathered)._replace(sink=operands.sink)
+
+
+def forward(exchange: Exchange, implementation: str, options: Options, operands: Operands) -> Result:
+    """Attention to all keys, on operands that all vary over the same axes."""
+    return block.forward(implementation, options, example(exchange, operands))
+
+
+def backward(
+    exchange: Exchange,
+    implementation: str,
+    options: Options,
+    operands: Operands,
+    result: Result,
+    wanted: frozenset[str],
+    dout: jax.Array,
+    dlse: Any,
+) -> dict[str, jax.Array]:
+    """The gradients of those of query, key, value and bias that are `wanted`."""
+    mine = of_keys(exchange, operands)
+    whole = example(exchange, lax.optimization_barrier(operands))  # else XLA keeps what the forward gathered
+    parts = block.backward(implementation, options, whole, result, wanted, dout, dlse, alone=True)
+    dtype = accumulator_dtype(operands.query.dtype)
+
+    def scattered(name, x):
+        if name not in mine:
+            return x
+        axis = x.ndim + sequence_axis(name)
+        return lax.psum_scatter(x.astype(dtype), exchange.axis_name, scatter_dimension=axis, tiled=True)
+
+    return {name: scattered(name, getattr(parts, name)) for name in wanted}

@@ -1,0 +1,193 @@
+"""From the arguments of a call inside `jax.shard_map` to checked `Exchange`, `Options` and `Operands`.
+
+Whatever depends on where a token lies in the whole sequence is said here of the tokens themselves, so that
+blocks of them can be computed on any device: positions as arrays, lengths as segments, the rows and columns
+of dropout as index arrays. The index of a token is its position where positions are given, else that of the
+contiguous layout, device after device.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import checks, dropout, numerics, pallas
+from jax_attn_bwd.ops.dot_product import arguments as dot_product
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+HIDDEN_QUERY, HIDDEN_KEY = 2**31 - 1, -(2**31)  # segments that no token of the other side has
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How keys meet queries, known at trace time.
+
+    Attributes:
+      axis_name: the mesh axis that holds the sequence.
+      size: number of devices along it.
+      offsets: device i is to see keys of the devices i - offset.
+      of_keys: those of "bias" and "mask" that each device holds for its own keys, and that go where they go.
+    """
+
+    axis_name: str
+    size: int
+    offsets: tuple[int, ...]
+    of_keys: tuple[str, ...]
+
+
+def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int:
+    """Number of devices along a mesh axis of the `jax.shard_map` around the call."""
+    bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if axis_name not in bound:
+        remedy = f"call it inside jax.shard_map over that axis; axes bound here: {bound}"
+        raise ValueError(
+            checks.message(operator, argument, "name an axis bound here", repr(axis_name), remedy)
+        )
+    if not pallas.varying_axes(lax.axis_index(axis_name)):
+        remedy = "without it, gradients of what several devices share are wrong"
+        raise ValueError(
+            checks.message(operator, "jax.shard_map around it", "have check_vma=True", False, remedy)
+        )
+    return lax.axis_size(axis_name)
+
+
+def prepare(
+    operator: str, query, key, value, bias, mask, *, axis_name, query_seq_lengths, key_value_seq_lengths,
+    query_segment_ids, key_value_segment_ids, query_positions, key_value_positions, **others,
+) -> tuple[Exchange, Options, Operands]:  # fmt: skip
+    """Checks every argument of `ring_attention`; raises as its docstring says."""
+    n = axis_size(operator, axis_name)
+    both_positions(operator, query_positions, key_value_positions)
+    device = lax.axis_index(axis_name)
+    planes, of_keys, heads = {"bias": bias, "mask": mask}, [], {}
+    for name, x in planes.items():
+        if x is not None:
+            x = checks.floating(operator, name, x) if name == "bias" else checks.boolean_mask(operator, x)
+            T, S = (jnp.shape(y)[-3] if jnp.ndim(y) > 2 else 1 for y in (query, key))
+            x, own = _plane(operator, name, x, T, S, n, device)
+            planes[name], heads[name] = x, x if own else x[..., :S]
+            of_keys += [name] * own
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        _unreserved(operator, query_segment_ids, key_value_segment_ids)
+    options, operands = dot_product.prepare(
+        operator, query, key, value, heads.get("bias"), heads.get("mask"), query_seq_lengths=None,
+        key_value_seq_lengths=None, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, **others,
+    )  # fmt: skip
+    for name, x in heads.items():  # in the rank that dense attention brings them to
+        short, x = getattr(operands, name), planes[name]
+        operands = operands._replace(**{name: x.reshape(x.shape[x.ndim - short.ndim :])})
+
+    T, S, batch_rank = operands.query.shape[-3], operands.key.shape[-3], operands.query.ndim - 3
+    rows = _index(operands.query_positions, T, batch_rank, device)
+    columns = _index(operands.key_value_positions, S, batch_rank, device)
+    lengths = (
+        (query_seq_lengths, T * n, "query_seq_lengths"),
+        (key_value_seq_lengths, S * n, "key_value_seq_lengths"),
+    )
+    ends = [_lengths(operator, x, size, name, operands.query.shape[:-3]) for x, size, name in lengths]
+    segments = operands.query_segment_ids, operands.key_value_segment_ids
+    if segments[0] is not None or any(x is not None for x in ends):
+        segments = (
+            _segments(segments[0], rows, ends[0], HIDDEN_QUERY),
+            _segments(segments[1], columns, ends[1], HIDDEN_KEY),
+        )
+    offset = None
+    if operands.dropout_words is not None:
+        offset = _dropout_offset(operator, operands.dropout_offset, rows, columns)
+    is_banded = options.is_causal or options.window is not None
+    contiguous = query_positions is None and T == S
+    exchange = Exchange(axis_name, n, _offsets(options, n, T, contiguous), tuple(of_keys))
+    return (
+        exchange,
+        options,
+        operands._replace(
+            query_segment_ids=segments[0],
+            key_value_segment_ids=segments[1],
+            query_positions=rows if is_banded else None,
+            key_value_positions=columns if is_banded else None,
+            dropout_offset=offset,
+        ),
+    )
+
+
+def both_positions(operator: str, query_positions: Any, key_value_positions: Any) -> None:
+    """They tell one layout: given together, or not at all."""
+    if (query_positions is None) != (key_value_positions is None):
+        given, missing = "query_positions", "key_value_positions"
+        if query_positions is None:
+            given, missing = missing, given
+        remedy = "both are laid out and sharded like their tokens"
+        raise ValueError(checks.message(operator, missing, f"be given together with {given}", None, remedy))
+
+
+def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> tuple[jax.Array, bool]:
+    """(mask or bias with the rows of this device's queries; whether it belongs to this device's keys)."""
+    rows, columns = (1, 1, *x.shape)[-2:]
+    if rows == 1 and columns == S:
+        return x, True
+    if columns not in (1, S * n) or rows not in (1, T, T * n):
+        by_rows = f"have T = {T} rows, those of this device's queries, and all {S * n} columns"
+        expected = f"{by_rows}, or 1 row and S = {S} columns"
+        remedy = "what is cut otherwise would have to be gathered whole"
+        raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
+    if rows == T * n and n > 1:
+        x = lax.dynamic_slice_in_dim(x, device * T, T, axis=-2)
+    return x, False
+
+
+def _index(positions: jax.Array | None, length: int, batch_rank: int, device: jax.Array) -> jax.Array:
+    """The index of each token in the whole sequence, int32 `[..., length]`."""
+    if positions is None:
+        contiguous = device * length + jnp.arange(length, dtype=jnp.int32)
+        return numerics.to_rank(contiguous, batch_rank + 1)
+    return jnp.broadcast_to(positions, (*positions.shape[:-1], length))
+
+
+def _lengths(operator: str, x: Any, size: int, argument: str, batch: tuple[int, ...]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = checks.integers(operator, argument, x, least=0, greatest=size)
+    checks.broadcasts(operator, argument, x, "[...]", batch)
+    return numerics.to_rank(x.astype(jnp.int32), len(batch))
+
+
+def _unreserved(operator: str, query_ids: Any, key_ids: Any) -> None:
+    """Lengths take the outermost two segment ids."""
+    for argument, x in (("query_segment_ids", query_ids), ("key_value_segment_ids", key_ids)):
+        if x is not None:
+            checks.integers(operator, f"{argument} with lengths", x, HIDDEN_KEY + 1, HIDDEN_QUERY - 1)
+
+
+def _segments(ids: jax.Array | None, index: jax.Array, length: jax.Array | None, hidden: int) -> jax.Array:
+    ids = jnp.zeros_like(index) if ids is None else jnp.broadcast_to(ids, (*ids.shape[:-1], index.shape[-1]))
+    return ids if length is None else jnp.where(index < length[..., None], ids, hidden)
+
+
+def _dropout_offset(operator: str, offset: Any, rows: jax.Array, columns: jax.Array) -> dropout.Offset:
+    """`offset` with its rows and columns as index arrays of the tokens."""
+    zero = jnp.uint32(0)
+    offset = offset or dropout.Offset(zero, zero, zero, zero)
+
+    def places(start, index):
+        if start.ndim:
+            return start
+        if index.size != index.shape[-1]:
+            expected = "be the same for the whole batch with dropout"
+            remedy = "give the rows and columns of the mask as index arrays in dropout_offset"
+            raise ValueError(checks.message(operator, "positions", expected, index.shape, remedy))
+        return start + index.reshape(-1).astype(jnp.uint32)
+
+    return offset._replace(row=places(offset.row, rows), column=places(offset.column, columns))
+
+
+def _offsets(options: Options, n: int, T: int, contiguous: bool) -> tuple[int, ...]:
+    """The devices whose keys may be seen, as `Exchange.offsets`; a narrow band leaves few of them."""
+    if options.window is None or not contiguous or T == 0:
+        return tuple(range(n))
+    left, right = options.window
+    behind, ahead = -(-left // T), 0 if options.is_causal else -(-right // T)
+    return tuple(range(n)) if behind + ahead + 1 >= n else tuple(range(-ahead, behind + 1))

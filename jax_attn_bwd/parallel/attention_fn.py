@@ -1,0 +1,178 @@
+"""`parallel.attention_fn`: attention over a mesh for those who are not inside `jax.shard_map`."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.layers import attention_fn as layers
+from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
+
+_NAME = "attention_fn"
+_KINDS = {"ring": ring_attention, "all_gather": all_gather_attention, "ulysses": ulysses_attention}
+_OF_TOKENS = ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions")
+_OF_BATCH = ("query_seq_lengths", "key_value_seq_lengths")
+_Names = str | tuple[str, ...] | None
+
+
+def attention_fn(
+    mesh: Any, *, batch: _Names = None, heads: _Names = None, sequence: str | None = None, kind: str = "ring"
+) -> Callable[..., jax.Array]:
+    """`jax_attn_bwd.attention_fn` over a mesh: what the attention layers of Flax call, sharded.
+
+        attend = parallel.attention_fn(mesh, batch="data", heads="model", sequence="sequence")
+        nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=attend)
+        nnx.MultiHeadAttention(8, 64, attention_fn=attend, decode=False, rngs=rngs)
+
+    It wraps itself in `jax.shard_map`: call it on whole arrays, under `jax.jit` or not, on a mesh of Auto or
+    Explicit axes (as all that JAX does with the latter, under `jax.set_mesh`). Each device attends to its
+    part of batch and heads, and exchanges its part of the sequence with the others.
+
+    Args:
+      mesh: a `jax.sharding.Mesh` (or AbstractMesh) over all whose axes the attention runs.
+      batch: the axis, or axes, that shard the first batch axis; None = not sharded.
+      heads: likewise for the heads, those of keys and values too.
+      sequence: the axis that shards queries and keys; None = not sharded.
+      kind: "ring", "all_gather" or "ulysses": how the devices along `sequence` exchange what they hold.
+
+    Returns:
+      A function with the arguments of `jax_attn_bwd.attention_fn`, which see. A mask or bias is sharded by
+      rows and held with all its columns (one of a single row: by columns; with "ulysses" one that all heads
+      share is held whole). Positions tell a layout as in `ring_attention`. On an Explicit mesh the output is
+      sharded as the query is. Dropout draws the mask of one device.
+
+    Gradients:
+      query, key, value, bias: as in `dot_product_attention`.
+
+    Raises:
+      ValueError: an axis is not in the mesh; one that does not divide what it shards; and when called, as
+        `jax_attn_bwd.attention_fn` and the exchange.
+      NotImplementedError: when called: weights to be sown.
+
+    Example:
+      >>> import jax
+      >>> from flax import linen as nn
+      >>> from jax_attn_bwd import parallel
+      >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("sequence",))
+      >>> attend = parallel.attention_fn(mesh, sequence="sequence")
+      >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attend)
+      >>> x = jax.random.normal(jax.random.key(0), (1, 8, 8), "float32")
+      >>> out, _ = layer.init_with_output(jax.random.key(1), x, mask=nn.make_causal_mask(x[..., 0]))
+      >>> out.shape
+      (1, 8, 8)
+    """
+    axes = _Axes(
+        _names("batch", mesh, batch), _names("heads", mesh, heads), _names("sequence", mesh, sequence)
+    )
+    attend = functools.partial(_attend, mesh, axes, checks.choice(_NAME, "kind", kind, tuple(_KINDS)))
+    signature = inspect.signature(layers.attention_fn)
+
+    @functools.wraps(layers.attention_fn)
+    def sharded(*args: Any, **kwargs: Any) -> jax.Array:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["module"] is not None:
+            remedy = "weights are T x S numbers; sow them from a model on one device"
+            raise NotImplementedError(checks.message(_NAME, "module", "be None over a mesh", "one", remedy))
+        return layers.attention_by(attend, **given.arguments)
+
+    return sharded
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The mesh axes that shard each kind of axis."""
+
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    sequence: tuple[str, ...]
+
+    def spec(self, x: jax.Array, batch_rank: int, tail: tuple[Any, ...]) -> PartitionSpec:
+        """Of an array whose axes are those of the batch, then `tail`, or the last of them."""
+        full = ((self.batch, *((),) * batch_rank)[:batch_rank], tail)
+        names = (*full[0], *full[1])[batch_rank + len(tail) - x.ndim :]
+        return PartitionSpec(
+            *(axis or None if n > 1 else None for axis, n in zip(names, x.shape, strict=True))
+        )
+
+
+def _names(argument: str, mesh: Any, axis: Any) -> tuple[str, ...]:
+    names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    expected = "name an axis of the mesh" if argument == "sequence" else "name axes of the mesh"
+    if (argument == "sequence" and len(names) > 1) or any(name not in mesh.shape for name in names):
+        raise ValueError(checks.message(_NAME, argument, expected, repr(axis), f"it has {tuple(mesh.shape)}"))
+    return names
+
+
+def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **options: Any) -> jax.Array:
+    """`dot_product_attention` on whole arrays, sharded."""
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    arrays |= {name: options.pop(name) for name in (*_OF_TOKENS, *_OF_BATCH, "dropout_key")}
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    _check_sizes(mesh, axes, query, key)
+    rank = query.ndim - 3
+    specs = {}
+    for name, x in arrays.items():
+        if name in ("bias", "mask"):
+            extra = max(0, x.ndim - query.ndim)  # of size 1: `jax.nn` wants them where there is no batch
+            arrays[name] = x = x.reshape(x.shape[extra:]) if x.shape[:extra] == (1,) * extra else x
+        specs[name] = (
+            axes.spec(x, rank, _tail(axes, kind, name, x)) if name != "dropout_key" else PartitionSpec()
+        )
+        if AxisType.Explicit in mesh.axis_types:
+            arrays[name] = jax.sharding.reshard(arrays[name], NamedSharding(mesh, specs[name]))
+    run = functools.partial(_on_device, axes, kind, options)
+    run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs["query"])
+    out = jax.jit(run)(arrays)  # outside of jit, jax.shard_map cannot run a rule like that of attention
+    return reshard_like(out, query, tuple(range(query.ndim)))
+
+
+def _tail(axes: _Axes, kind: str, name: str, x: jax.Array) -> tuple[Any, ...]:
+    """What shards the axes of an argument behind those of the batch."""
+    if name in ("query", "key", "value"):
+        return axes.sequence, axes.heads, ()
+    if name not in ("bias", "mask"):
+        return (axes.sequence,) if name in _OF_TOKENS else ()
+    heads, rows, _ = (1, 1, 1, *x.shape)[-3:]
+    if rows == 1:
+        return axes.heads, (), axes.sequence
+    return axes.heads, () if kind == "ulysses" and heads == 1 else axes.sequence, ()
+
+
+def _check_sizes(mesh: Any, axes: _Axes, query: jax.Array, key: jax.Array) -> None:
+    sizes = [("query heads N", query.shape[-2], axes.heads), ("key heads K", key.shape[-2], axes.heads)]
+    sizes += [("the queries T", query.shape[-3], axes.sequence), ("the keys S", key.shape[-3], axes.sequence)]
+    if query.ndim > 3:
+        sizes += [("the batch", query.shape[0], axes.batch)]
+    elif axes.batch:
+        raise ValueError(
+            checks.message(_NAME, "query", "have a batch axis, which `batch` shards", query.shape)
+        )
+    for name, size, names in sizes:
+        n = math.prod(mesh.shape[axis] for axis in names)
+        if size % n:
+            expected, shown = f"be a multiple of {n}", names[0] if len(names) == 1 else names
+            remedy = f"mesh axis {shown!r} shards it: pad it, or choose another mesh"
+            raise ValueError(checks.message(_NAME, name, expected, size, remedy))
+
+
+def _on_device(axes: _Axes, kind: str, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> jax.Array:
+    """Inside `jax.shard_map`."""
+    *batch, _, N, _ = arrays["query"].shape
+    more = dict(options)
+    if more["dropout_rate"]:
+        entry, head = (lax.axis_index(names) if names else 0 for names in (axes.batch, axes.heads))
+        more["dropout_offset"] = (entry * math.prod(batch), head * N, 0, 0)
+    if not axes.sequence:
+        return dot_product_attention(**arrays, **more)
+    return _KINDS[kind](**arrays, **more, axis_name=axes.sequence[0])

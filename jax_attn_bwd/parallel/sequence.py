@@ -1,0 +1,312 @@
+"""Dense attention with the sequence sharded over a mesh axis: the public functions and their custom_vjp."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_attn_bwd._core import backend, checks, pallas
+from jax_attn_bwd._core.numerics import reduce_to, to_rank
+from jax_attn_bwd._core.sharding import match_type, tie
+from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Options, Result
+from jax_attn_bwd.parallel import all_gather, ring, ulysses
+from jax_attn_bwd.parallel.arguments import Exchange, prepare
+
+_EXCHANGES: dict[str, Any] = {"ring_attention": ring, "all_gather_attention": all_gather}
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    axis_name: str,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dropout_offset: Sequence[Any] | None = None,
+    precision: Any = None,
+    deterministic: bool = True,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """`dot_product_attention` over a sharded sequence: keys and values travel around a ring of devices.
+
+    Called inside `jax.shard_map(check_vma=True)` under `jax.jit`, by every device for its own queries and
+    keys. What is said here of a sequence is said of that of all devices along `axis_name`; the formula and
+    what is not named here are those of `dot_product_attention`.
+
+    Each step computes one block while the next keys are on their way; in the backward, the gradients of keys
+    and values travel with them. Memory per device is that of its own tokens. Blocks that no query sees by
+    positions, segments or lengths are skipped, and with a window over the contiguous layout their keys do not
+    travel. Grouped keys travel as they are.
+
+    Layout: without positions, device i holds the tokens from i * T on. `query_positions` and
+    `key_value_positions` tell another one, laid out like the tokens (`zigzag(jnp.arange(n * T), n)`,
+    sharded): there the position of a token **is** its index in the sequence, for causality, windows, lengths
+    and dropout alike.
+
+    Shapes, per device: `...` batch axes, T queries, S keys, n devices, N query heads, K key heads.
+
+    Args:
+      query: `[..., T, N, H]`, floating.
+      key: `[..., S, K, H]`, dtype of `query`.
+      value: `[..., S, K, Hv]`, dtype of `query`.
+      bias: `[..., N|1, T|1, n * S]`: the rows of this device's queries, and all columns, those of device 0
+        first; or `[..., N|1, 1, S]`, a bias of this device's own keys, which travels with them. All n * T
+        rows will do, too; of them its own are taken.
+      mask: bool, as `bias`; True attends.
+      axis_name: the mesh axis that holds the sequence.
+      is_causal, local_window_size: by the index in the whole sequence.
+      query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, n * T] and [0, n * S]:
+        of the whole sequence. A token whose index is at or beyond the length sees nothing, or is not seen.
+      query_segment_ids, key_value_segment_ids: of this device's tokens, broadcast to `[..., T]`, `[..., S]`;
+        beside lengths, neither the least nor the greatest int32.
+      query_positions, key_value_positions: of this device's tokens, broadcast to `[..., T]`, `[..., S]`; give
+        both.
+      sink: `[N]`, the same on all devices along `axis_name`.
+      dropout_key: the same on all devices. The mask is that of one device, in every layout.
+      dropout_offset: (batch, head, row, column) of the sequence in a larger array: row and column are added
+        to the index of each token, or are index arrays `[T]`, `[S]` of this device's tokens.
+      scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic, return_residual: as
+        in `dot_product_attention`.
+      implementation: of the blocks, as in `dot_product_attention`.
+
+    Returns:
+      out: `[..., T, N, Hv]`, dtype of `query`; with `return_residual` also lse `[..., T, N]`. Both vary over
+      `axis_name`.
+
+    Gradients:
+      query, key, value, bias, sink, through `out` and `lse`, to second order and beyond, as in
+      `dot_product_attention`; those of arguments that devices share are summed over them. Sums over blocks
+      are accumulated, and travel, in float32 or wider. Saves its inputs, `out`, and `lse` with its rounding.
+
+    Raises:
+      ValueError: `axis_name` is no axis of a `jax.shard_map` around the call, or that one has
+        `check_vma=False`; a mask or bias is cut so that it would have to be gathered; positions for one side
+        alone, or not those of this device's tokens; and as `dot_product_attention`.
+      TypeError, NotImplementedError: as `dot_product_attention`.
+
+    Example:
+      >>> import jax
+      >>> from functools import partial
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax_attn_bwd.parallel import ring_attention
+      >>> mesh = jax.make_mesh((1,), ("sequence",))  # as many devices as there are
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> tokens = P(None, "sequence")
+      >>> attend = partial(ring_attention, axis_name="sequence", is_causal=True)
+      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+      >>> with jax.set_mesh(mesh):
+      ...     q, k, v = (jax.sharding.reshard(x, tokens) for x in (q, k, v))
+      ...     jax.jit(jax.grad(lambda q: attend(q, k, v).sum()))(q).shape
+      (2, 16, 4, 8)
+
+    References:
+      Liu et al., Ring attention with blockwise transformers, 2023, arXiv:2310.01889.
+    """
+    return _exchanged("ring_attention", **locals())
+
+
+def all_gather_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    axis_name: str,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dropout_offset: Sequence[Any] | None = None,
+    precision: Any = None,
+    deterministic: bool = True,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """As `ring_attention`, but every device gathers all keys and values, once in each direction.
+
+    One large collective in the place of n small ones, and one block in the place of n: for short sequences
+    and few key heads. Memory for keys and values is that of the whole sequence. The gradients of keys and
+    values are summed and scattered; for the backward keys and values are gathered again.
+
+    Arguments, results, gradients and errors: those of `ring_attention`.
+
+    Example:
+      >>> import jax
+      >>> from functools import partial
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax_attn_bwd.parallel import all_gather_attention
+      >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
+      >>> attend = partial(all_gather_attention, axis_name="sequence", local_window_size=(4, 0))
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+      >>> jax.jit(attend)(q, k, v).shape
+      (2, 16, 4, 8)
+    """
+    return _exchanged("all_gather_attention", **locals())
+
+
+def ulysses_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    axis_name: str,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dropout_offset: Sequence[Any] | None = None,
+    precision: Any = None,
+    deterministic: bool = True,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """As `ring_attention`, but tokens are exchanged for heads: each device attends with 1 / n of the heads.
+
+    Two all-to-alls in the place of a ring, and the whole of each sequence at once, so that causal work is
+    balanced in every layout: the cheapest exchange where n divides the heads. n must divide the key heads K,
+    and N with them.
+
+    Arguments, results, gradients and errors: those of `ring_attention`, but
+
+    * bias, mask: `[..., N, T, n * S]` is exchanged likewise; one that is the same for all heads must hold all
+      n * T rows, or 1 row: of the rows of this device's queries alone the others would have to be gathered.
+    * ValueError also where n does not divide the key heads.
+
+    Example:
+      >>> import jax
+      >>> from functools import partial
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax_attn_bwd.parallel import ulysses_attention
+      >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
+      >>> attend = partial(ulysses_attention, axis_name="sequence", is_causal=True)
+      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> jax.jit(attend)(q, k, v).shape
+      (2, 16, 4, 8)
+
+    References:
+      Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509.
+    """
+    return ulysses.attend("ulysses_attention", **locals())
+
+
+def _exchanged(operator: str, *, return_residual: bool, implementation: str | None, **arguments: Any) -> Any:
+    exchange, options, operands = prepare(operator, **arguments)
+    return_residual = checks.flag(operator, "return_residual", return_residual)
+    example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
+    chosen = block.choose(operator, implementation, options, example)
+    out, lse = _attention((operator, exchange, chosen, options), operands)
+    return (out, lse) if return_residual else out
+
+
+def _alike(exchange: Exchange, operands: Operands) -> Operands:
+    """`operands`, each varying over the axis of the sequence and every other that one of them varies over.
+
+    Then no rule of a block has anything to sum over devices: that waits until the exchange is over.
+    """
+    return pallas.vary_alike((operands, lax.axis_index(exchange.axis_name)))[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: tuple[str, Exchange, str, Options], operands: Operands) -> tuple[jax.Array, jax.Array]:
+    result = _forward(static, operands)
+    return result.out, result.lse
+
+
+def _forward(static, operands) -> Result:
+    operator, exchange, implementation, options = static
+    alike = _alike(exchange, operands)
+    return tie(_EXCHANGES[operator].forward(exchange, implementation, options, alike), alike)
+
+
+def _fwd(static, operands):
+    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    out, *rows = _forward(static, operands)
+    named = Result(
+        checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
+    )
+    return (named.out, named.lse), (operands, named, backend.note(wanted, DIFFERENTIABLE))
+
+
+def _bwd(static, residuals, cotangents):
+    operator, exchange, implementation, options = static
+    operands, result, note = residuals
+    wanted = backend.noted(note, DIFFERENTIABLE)
+    alike, names = _alike(exchange, operands), wanted - {"sink"}
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    dout, dlse = _of_live_rows(alike, result, jnp.zeros_like(result.out) if dout is None else dout, dlse)
+    run, grads = _EXCHANGES[operator].backward, {}
+    if names:
+        grads = run(exchange, implementation, options, alike, result, names, dout, dlse)
+    if "sink" in wanted:
+        grads["sink"] = _gradient_of_sink(alike, result, dout, dlse)
+    matched = {name: match_type(x, getattr(operands, name)) for name, x in grads.items()}
+    return (Operands(None, None, None)._replace(**matched),)
+
+
+_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+def _of_live_rows(operands, result, dout, dlse):
+    """The cotangents, 0 where a row attends to nothing: there they may be anything."""
+    lse = result.lse
+    nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
+    dead = (lse == nothing) & (result.out == 0).all(-1)
+    dlse = None if dlse is None else jnp.where(lse == -jnp.inf, 0, dlse)
+    return jnp.where(dead[..., None], 0, dout), dlse
+
+
+def _gradient_of_sink(operands, result, dout, dlse):
+    """(7) of `ring.py`, `[N]`."""
+    out, lse, low = result
+    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # nothing seen, and a sink of -inf
+    p = jnp.exp((to_rank(operands.sink.astype(delta.dtype), delta.ndim) - lse) - low)
+    return reduce_to(-(p * delta), operands.sink.shape)

@@ -1,0 +1,130 @@
+"""Ulysses attention: tokens are exchanged for heads, and each device attends to the whole sequence.
+
+    [..., T, N, H] of n devices  --all-to-all-->  [..., n * T, N / n, H]
+
+The exchange is linear and its own inverse, so its gradient is the exchange back; between the two stands
+`dot_product_attention`, whose rule is written. What is small, ids and positions, is gathered.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import checks, pallas
+from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.parallel.arguments import Exchange, prepare
+
+
+def attend(
+    operator: str, query, key, value, bias, mask, *, sink, query_seq_lengths, key_value_seq_lengths,
+    query_segment_ids, key_value_segment_ids, query_positions, dropout_key, return_residual, implementation,
+    **arguments: Any,
+) -> Any:  # fmt: skip
+    """What `ulysses_attention` returns."""
+    exchange, options, operands = prepare(
+        operator, query, key, value, None, None, sink=sink, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions, dropout_key=dropout_key,
+        **arguments,
+    )  # fmt: skip
+    n, (T, N), (S, K) = exchange.size, operands.query.shape[-3:-1], operands.key.shape[-3:-1]
+    if K % n:
+        expected = f"be a multiple of the {n} devices along {exchange.axis_name!r}"
+        remedy = "use ring_attention, whose heads stay together"
+        raise ValueError(checks.message(operator, "key heads K", expected, K, remedy))
+    planes: dict[str, Any] = {"bias": bias, "mask": mask}
+    for name, x in planes.items():
+        if x is not None:
+            x = checks.floating(operator, name, x) if name == "bias" else checks.boolean_mask(operator, x)
+            planes[name] = _plane(operator, name, exchange, x, N, T, S)
+
+    ids: tuple[Any, Any] = query_segment_ids, key_value_segment_ids
+    lengths: tuple[Any, Any] = query_seq_lengths, key_value_seq_lengths
+    positions: tuple[Any, Any] = None, None
+    if query_positions is not None:  # they tell the index of a token, and with it who lies beyond a length
+        ids, lengths = (operands.query_segment_ids, operands.key_value_segment_ids), (None, None)
+        positions = operands.query_positions, operands.key_value_positions
+    offset: Any = operands.dropout_offset
+    if offset is not None:
+        first = (lax.axis_index(exchange.axis_name) * (N // n)).astype(jnp.uint32)
+        row, column = _whole(exchange, offset.row, T), _whole(exchange, offset.column, S)
+        offset = (offset.batch, offset.head + first, row, column)
+    heads = [_to_heads(exchange, x) for x in (operands.query, operands.key, operands.value)]
+    q, k, v = heads
+    out, lse = dot_product_attention(
+        q,
+        k,
+        v,
+        planes["bias"],
+        planes["mask"],
+        scale=options.scale,
+        is_causal=options.is_causal,
+        local_window_size=options.window,
+        query_seq_lengths=lengths[0],
+        key_value_seq_lengths=lengths[1],
+        query_segment_ids=_whole(exchange, ids[0], T),
+        key_value_segment_ids=_whole(exchange, ids[1], S),
+        query_positions=_whole(exchange, positions[0], T),
+        key_value_positions=_whole(exchange, positions[1], S),
+        logits_soft_cap=options.logits_soft_cap,
+        sink=None if sink is None else _own_heads(exchange, jnp.asarray(operands.sink), -1),
+        dropout_rate=options.dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=options.broadcast_dropout,
+        dropout_offset=offset,
+        precision=options.precision,
+        deterministic=options.deterministic,
+        return_residual=True,
+        implementation=implementation,
+    )
+    out = _exchanged(exchange, out, -3, -2)
+    return (out, _exchanged(exchange, lse, -2, -1)) if return_residual else out
+
+
+def _exchanged(exchange: Exchange, x: jax.Array, split: int, joined: int) -> jax.Array:
+    """`x` with its axis `split` shared among the devices and the parts of its axis `joined` put together."""
+    axes = x.ndim + split, x.ndim + joined
+    return lax.all_to_all(_varying(exchange, x), exchange.axis_name, *axes, tiled=True)
+
+
+def _to_heads(exchange: Exchange, x: jax.Array) -> jax.Array:
+    return _exchanged(exchange, x, -2, -3)
+
+
+def _varying(exchange: Exchange, x: jax.Array) -> jax.Array:
+    return pallas.vary_alike((x, lax.axis_index(exchange.axis_name)))[0]
+
+
+def _own_heads(exchange: Exchange, x: jax.Array, axis: int) -> jax.Array:
+    size = x.shape[axis] // exchange.size
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(exchange.axis_name) * size, size, x.ndim + axis)
+
+
+def _whole(exchange: Exchange, x: Any, length: int) -> jax.Array | None:
+    """Ids or positions `[..., length]` of all devices."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    x = _varying(exchange, jnp.broadcast_to(x, (*x.shape[:-1], length)))
+    return lax.all_gather(x, exchange.axis_name, axis=x.ndim - 1, tiled=True)
+
+
+def _plane(
+    operator: str, argument: str, exchange: Exchange, x: jax.Array, N: int, T: int, S: int
+) -> jax.Array:
+    """A mask or bias of this device's heads, with all rows and columns."""
+    n = exchange.size
+    heads, rows, columns = (1, 1, 1, *x.shape)[-3:]
+    by_rows = rows == T != 1 and n > 1
+    of_keys = rows == 1 and columns == S
+    if rows not in (1, T, T * n) or not (columns in (1, S * n) or of_keys) or (by_rows and heads == 1):
+        expected = f"have all {T * n} rows and {S * n} columns"
+        remedy = "or the rows of this device's queries for each head; else use ring_attention"
+        raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
+    if of_keys:
+        x = lax.all_gather(_varying(exchange, x), exchange.axis_name, axis=x.ndim - 1, tiled=True)
+    if by_rows:
+        return _exchanged(exchange, x, -3, -2)
+    return x if heads == 1 else _own_heads(exchange, x, -3)

@@ -1,0 +1,161 @@
+"""The layer with its heads over one mesh axis, alone and around a ring over another."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import QUICK, assert_close, thorough
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from parallel.sequences import draw
+from parallel.test_exchange import COLLECTIVE
+
+from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
+from jax_attn_bwd.parallel import tensor_parallel_multi_head_attention
+
+T, E, N, K, H = 16, 6, 4, 2, 3
+HEADS = P(None, "heads")
+SPECS = MultiHeadAttentionParams(
+    HEADS,
+    P("heads"),
+    HEADS,
+    P("heads"),
+    HEADS,
+    P("heads"),
+    P("heads"),
+    P(),
+    P("heads"),
+    P("heads"),
+    P("heads"),
+)
+
+
+def parameters(rng, appended: bool) -> MultiHeadAttentionParams:
+    shapes = MultiHeadAttentionParams(
+        (E, N, H), (N, H), (E, K, H), (K, H), (E, K, H), (K, H), (N, H, E), (E,), (K, H), (K, H), (N,)
+    )
+    params = MultiHeadAttentionParams(*(draw(rng, *shape) for shape in shapes))
+    return params if appended else params._replace(bias_k=None, bias_v=None)
+
+
+def only_given(specs, params):
+    return MultiHeadAttentionParams(
+        *(s if x is not None else None for s, x in zip(specs, params, strict=True))
+    )
+
+
+def mesh(sequence: int = 1) -> Mesh:
+    return Mesh(np.array(jax.devices()[: 2 * sequence]).reshape(sequence, 2), ("sequence", "heads"))
+
+
+def layer(reduce: str, sequence: bool, params, **options):
+    tokens = ("sequence", "heads") if sequence else "heads"
+    x = P(None, tokens) if reduce == "psum_scatter" else P(None, "sequence" if sequence else None)
+    call = functools.partial(
+        tensor_parallel_multi_head_attention,
+        axis_name="heads",
+        reduce=reduce,
+        sequence_axis_name="sequence" if sequence else None,
+        **options,
+    )
+    specs = only_given(SPECS, params), x
+    return jax.shard_map(call, mesh=mesh(2 if sequence else 1), in_specs=specs, out_specs=x)
+
+
+def compare(rng, params, reduce, sequence, options):
+    x, ct = draw(rng, 2, T, E), draw(rng, 2, T, E)
+
+    def gradients(function):
+        def loss(params, x):
+            out = function(params, x)
+            return (out * ct).sum(), out
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=QUICK)(params, x)
+
+    got = gradients(layer(reduce, sequence, params, **options))
+    expected = gradients(functools.partial(multi_head_attention, **options))
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-12), got, expected)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "sequence", "options"),
+    [
+        pytest.param("psum_scatter", False, {"add_zero_attn": True, "dropout_rate": 0.3}, marks=thorough),
+        pytest.param("psum", False, {"logits_soft_cap": 2.0, "save": "qkv"}, marks=thorough),
+        ("psum_scatter", True, {"dropout_rate": 0.3}),
+        pytest.param("psum", True, {"local_window_size": 5}, marks=thorough),
+    ],
+    ids=str,
+)
+def test_as_on_one_device(reduce, sequence, options, rng):
+    options = {"is_causal": True, "dropout_key": jax.random.key(3), **options}
+    compare(rng, parameters(rng, appended=not sequence), reduce, sequence, options)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [
+        ("psum_scatter", {"all-gather": 2, "reduce-scatter": 2}),
+        pytest.param("psum", {"all-reduce": 2}, marks=thorough),
+    ],
+)
+def test_collectives_of_a_training_step(reduce, expected, rng):
+    """Of self-attention, forward and backward; parameters that devices share would take a sum more."""
+    params = parameters(rng, appended=False)._replace(out_bias=None)
+    run = layer(reduce, False, params, is_causal=True)
+    step = jax.jit(jax.grad(lambda p, x: (run(p, x) ** 2).sum(), (0, 1)), compiler_options=QUICK)
+    text = step.lower(params, draw(rng, 2, T, E)).compile().as_text()
+    assert collections.Counter(COLLECTIVE.findall(text)) == expected
+
+
+@thorough
+def test_other_keys_than_queries(rng):
+    params, x, y = parameters(rng, appended=False), draw(rng, 2, T, E), draw(rng, 2, 2 * T, E)
+    tokens = P(None, "heads")
+    call = functools.partial(tensor_parallel_multi_head_attention, axis_name="heads")
+    run = jax.shard_map(
+        call, mesh=mesh(), in_specs=(only_given(SPECS, params), tokens, tokens), out_specs=tokens
+    )
+    assert_close(jax.jit(run)(params, x, y), multi_head_attention(params, x, y), 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"axis_name": "model"}, r"axis_name must name an axis bound here, got 'model'; .*'heads'"),
+        ({"sequence_axis_name": "tokens"}, r"axis_name must name an axis bound here, got 'tokens'"),
+        (
+            {"reduce": "psum"},
+            r"query must be the same on all devices along 'heads'.*or choose reduce='psum_scatter'",
+        ),
+        ({"reduce": "sum"}, r"reduce must be one of"),
+        (
+            {"sequence_axis_name": "sequence", "add_zero_attn": True},
+            r"add_zero_attn must be False with sequence_axis",
+        ),
+        ({"sequence_axis_name": "sequence", "save": "qkv"}, r"save must be 'inputs' with sequence_axis_name"),
+    ],
+    ids=str,
+)
+def test_errors(changed, message, rng):
+    params = parameters(rng, appended=False)
+    tokens, arguments = P(None, "heads"), {"axis_name": "heads", **changed}
+    call = functools.partial(tensor_parallel_multi_head_attention, **arguments)
+    run = jax.shard_map(call, mesh=mesh(), in_specs=(only_given(SPECS, params), tokens), out_specs=tokens)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, params, draw(rng, 2, T, E))
+
+
+@pytest.mark.parametrize("shared", ["query_kernel", "out_kernel"])
+def test_kernels_of_all_heads(shared, rng):
+    params = parameters(rng, appended=False)
+    specs = only_given(SPECS, params)._replace(**{shared: P()})
+    call = functools.partial(tensor_parallel_multi_head_attention, axis_name="heads")
+    run = jax.shard_map(call, mesh=mesh(), in_specs=(specs, P(None, "heads")), out_specs=P(None, "heads"))
+    with pytest.raises(
+        ValueError, match=rf"params\.{shared} must hold this device's heads, sharded over 'heads'"
+    ):
+        jax.eval_shape(run, params, jnp.zeros((2, T, E)))
