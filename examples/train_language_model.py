@@ -5,24 +5,36 @@
 With `--layer` each block's projections and attention are one rule, `multi_head_attention`; positions are then
 learned, as nothing can stand between the two to rotate queries and keys.
 
+Over several devices, here eight virtual ones, batch and sequence are sharded:
+
+    JAX_NUM_CPU_DEVICES=8 python examples/train_language_model.py --mesh data=2,sequence=4
+
+On a cluster the same command with `--distributed` runs on every host, over all their devices. With
+`--checkpoints DIR` the state is written there as training goes on, and `--resume` continues from the last one, on
+the same mesh or another: a run that was killed loses the steps since then and nothing else.
+
 Ends with a sample of generated text, a loss curve (`loss.png` in `--out`), and the step time and
 peak temporary memory of the same model with each attention. Needs flax, optax, matplotlib, rich.
 """
 
 import argparse
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from numpy.lib.stride_tricks import sliding_window_view
 from rich.console import Console
@@ -31,7 +43,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_head_attention
+from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_head_attention, parallel
 
 # Both take (query, key, value), each [B, T, N, H], and `is_causal`.
 ATTENTION: dict[str, Callable[..., jax.Array]] = {
@@ -86,11 +98,17 @@ class Block(nnx.Module):
         return self.out(self.attention(query, key, value, is_causal=True))
 
 
+def sharded(args: argparse.Namespace, *names: str | None) -> NamedSharding | None:
+    """How an array lies on the mesh whose axes are named by `names`; None without a mesh."""
+    return None if args.mesh is None else NamedSharding(args.mesh, P(*names))
+
+
 class Transformer(nnx.Module):
     """Bytes `[B, T]` to the logits of the byte that follows each, `[B, T, VOCABULARY]`."""
 
     def __init__(self, attention: Callable[..., jax.Array], args: argparse.Namespace):
         rngs = nnx.Rngs(args.seed)
+        self.tokens = sharded(args, "data", "sequence")
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.positions = nnx.Embed(args.context, WIDTH, rngs=rngs) if args.layer else None
         self.blocks = nnx.List([Block(attention, args.layer, rngs=rngs) for _ in range(LAYERS)])
@@ -98,6 +116,8 @@ class Transformer(nnx.Module):
         self.logits = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.tokens is not None:
+            x = jax.lax.with_sharding_constraint(x, self.tokens)
         x = self.embed(x)
         if self.positions is not None:
             x = x + self.positions(jnp.arange(x.shape[1]))
@@ -106,7 +126,7 @@ class Transformer(nnx.Module):
         return self.logits(self.norm(x))
 
 
-def bits_per_byte(model: Transformer, windows: jax.Array) -> jax.Array:
+def bits_per_byte(model: Transformer, windows: Any) -> jax.Array:
     """Mean cross-entropy of each byte of `windows [B, T + 1]` given those before it, in bits."""
     logits = model(windows[:, :-1])
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
@@ -114,7 +134,7 @@ def bits_per_byte(model: Transformer, windows: jax.Array) -> jax.Array:
 
 
 @nnx.jit
-def train_step(model: Transformer, optimizer: nnx.Optimizer, windows: jax.Array) -> jax.Array:
+def train_step(model: Transformer, optimizer: nnx.Optimizer, windows: Any) -> jax.Array:
     """Updates the model in place and returns the loss before the update."""
     loss, gradients = nnx.value_and_grad(bits_per_byte)(model, windows)
     optimizer.update(model, gradients)
@@ -123,12 +143,19 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer, windows: jax.Array)
 
 def create(attention: str, args: argparse.Namespace) -> tuple[Transformer, nnx.Optimizer]:
     """A fresh model and its optimizer; the same weights for every attention."""
-    model = Transformer(ATTENTION[attention], args)
+    attend = ATTENTION[attention]
+    if args.mesh is not None and attention == "jax_attn_bwd":
+        attend = parallel.attention_fn(args.mesh, batch="data", sequence="sequence", kind=args.kind)
+    model = Transformer(attend, args)
     warmup = min(20, args.steps)
     rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, warmup, args.steps + 1)
     adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    return model, nnx.Optimizer(model, clipped, wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, clipped, wrt=nnx.Param)
+    if args.mesh is not None:  # every device holds all weights
+        state = nnx.state((model, optimizer))
+        nnx.update((model, optimizer), jax.device_put(state, sharded(args)))
+    return model, optimizer
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
@@ -148,30 +175,92 @@ def unigram_entropy(text: np.ndarray) -> float:
     return float(-(p * np.log2(p)).sum())
 
 
+def parts(args: argparse.Namespace, axis: str) -> int:
+    """Into how many parts an axis of the mesh cuts the batch or the sequence."""
+    return 1 if args.mesh is None else args.mesh.shape[axis]
+
+
+def batch_of(args: argparse.Namespace) -> int:
+    """Windows a step."""
+    return max(1, BYTES_PER_STEP // args.context)
+
+
+class Checkpoints:
+    """The state of a run on disk, written while it goes on; what is half written does not count."""
+
+    def __init__(self, args: argparse.Namespace):
+        import orbax.checkpoint as ocp  # takes seconds
+
+        self.ocp = ocp
+        options = ocp.CheckpointManagerOptions(save_interval_steps=args.save_every, max_to_keep=2)
+        self.manager = ocp.CheckpointManager(args.checkpoints.absolute(), options=options)
+        names = ("attention", "context", "layer", "seed", "steps")
+        self.run = {name: getattr(args, name) for name in names}
+
+    def save(self, step: int, model, optimizer, losses: list[float], validation: dict[int, float]) -> None:
+        """Starts to write, where it is time to."""
+        if not self.manager.should_save(step) and step != self.run["steps"]:
+            return
+        state = nnx.to_pure_dict(nnx.state((model, optimizer)))
+        history = {"run": self.run, "losses": losses, "validation": list(validation.items())}
+        saved = self.ocp.args.Composite(
+            state=self.ocp.args.StandardSave(state), history=self.ocp.args.JsonSave(history)
+        )
+        self.manager.save(step, args=saved, force=True)
+
+    def restore(self, model: Transformer, optimizer: nnx.Optimizer) -> tuple[list[float], dict[int, float]]:
+        """Updates both in place, on the mesh that they are on; the losses so far."""
+        step = self.manager.latest_step()
+        if step is None:
+            raise SystemExit(f"argument --resume: there is no checkpoint in {self.manager.directory}")
+        read = self.ocp.args.JsonRestore()
+        history = self.manager.restore(step, args=self.ocp.args.Composite(history=read))["history"]
+        if history["run"] != self.run:
+            found, directory = history["run"], self.manager.directory
+            raise SystemExit(f"argument --resume: {directory} holds a run with {found}, got {self.run}")
+        state = nnx.state((model, optimizer))
+        like = jax.tree.map(self.ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(state))
+        read = self.ocp.args.StandardRestore(like)
+        saved = self.manager.restore(step, args=self.ocp.args.Composite(state=read))["state"]
+        nnx.replace_by_pure_dict(state, saved)
+        nnx.update((model, optimizer), state)
+        return history["losses"], dict(history["validation"])
+
+
 def train(
     args: argparse.Namespace, text: np.ndarray, held_out: np.ndarray, console: Console
 ) -> tuple[Transformer, list[float], dict[int, float]]:
     """Returns the trained model, the loss of each step, and {step: validation loss}."""
     model, optimizer = create(args.attention, args)
-    batch = max(1, BYTES_PER_STEP // args.context)
     windows = sliding_window_view(text, args.context + 1)
-    validation = jnp.asarray(sliding_window_view(held_out, args.context + 1)[:: args.context])
+    validation = sliding_window_view(held_out, args.context + 1)[:: args.context]
+    validation = np.array(validation[: len(validation) // parts(args, "data") * parts(args, "data")])
     evaluate = nnx.jit(bits_per_byte)
-    rng = np.random.default_rng(args.seed)
+    checkpoints = None if args.checkpoints is None else Checkpoints(args)
     losses, validation_losses = [], {}
+    if checkpoints is not None and args.resume:
+        losses, validation_losses = checkpoints.restore(model, optimizer)
+        console.print(f"resumed after step {len(losses)}")
 
     bar = Progress(
         *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.2f}"), console=console
     )
     with bar as progress:
-        task = progress.add_task("training", total=args.steps, loss=math.nan)
-        for step in range(1, args.steps + 1):
-            starts = rng.integers(len(windows), size=batch)
-            losses.append(float(train_step(model, optimizer, jnp.asarray(windows[starts]))))
+        task = progress.add_task("training", total=args.steps, loss=math.nan, completed=len(losses))
+        for step in range(len(losses) + 1, args.steps + 1):
+            rng = np.random.default_rng(
+                (args.seed, step)
+            )  # of the step alone: it is the same after a restart
+            starts = rng.integers(len(windows), size=batch_of(args))
+            losses.append(float(train_step(model, optimizer, windows[starts])))
             progress.update(task, advance=1, loss=losses[-1])
             if step % -(-args.steps // 8) == 0 or step == args.steps:
                 validation_losses[step] = loss = float(evaluate(model, validation))
                 console.print(f"step {step}: held-out loss {loss:.2f} bits per byte")
+            if checkpoints is not None:
+                checkpoints.save(step, model, optimizer, losses, validation_losses)
+    if checkpoints is not None:
+        checkpoints.manager.wait_until_finished()
     return model, losses, validation_losses
 
 
@@ -207,8 +296,8 @@ def plot(path: Path, title: str, losses: list, validation: dict, entropy: float)
 
 def compare(args: argparse.Namespace, text: np.ndarray, repeats: int = 8) -> Table:
     """Step time and peak temporary memory of one training step with each attention."""
-    batch = max(1, BYTES_PER_STEP // args.context)
-    windows = jnp.asarray(text[: batch * (args.context + 1)].reshape(batch, -1))
+    batch = batch_of(args)
+    windows = text[: batch * (args.context + 1)].reshape(batch, -1)
     states = {name: create(name, args) for name in ATTENTION}
     steps = {name: train_step.lower(*states[name], windows).compile() for name in ATTENTION}
     seconds: dict[str, list[float]] = {name: [] for name in ATTENTION}
@@ -244,13 +333,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layer", action="store_true", help="one rule for projections and attention")
     parser.add_argument("--out", type=Path, default="out", help="directory for loss.png")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sample")
+    parser.add_argument("--mesh", metavar="data=D,sequence=S", help="devices along batch and sequence")
+    kinds = ("ring", "all_gather", "ulysses")
+    parser.add_argument("--kind", choices=kinds, default="ring", help="of the exchange along the sequence")
+    parser.add_argument("--distributed", action="store_true", help="one of several processes of a cluster")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="where the state is written")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     args = parser.parse_args(argv)
-    limits = {"steps": (1, 10**6), "context": (1, 4096), "seed": (0, 2**31 - 1)}
+    limits = {"steps": (1, 10**6), "context": (1, 4096), "seed": (0, 2**31 - 1), "save_every": (1, 10**6)}
     for name, (low, high) in limits.items():
         if not low <= getattr(args, name) <= high:
-            parser.error(f"argument --{name}: {getattr(args, name)} is not from {low} to {high}")
+            parser.error(
+                f"argument --{name.replace('_', '-')}: {getattr(args, name)} is not from {low} to {high}"
+            )
     if args.layer and args.attention != "jax_attn_bwd":
         parser.error(f"argument --layer: it is a rule of jax_attn_bwd, not of {args.attention}")
+    if args.resume and args.checkpoints is None:
+        parser.error("argument --resume: needs --checkpoints, where the state was written")
+    if args.distributed:
+        jax.distributed.initialize()
+    if args.mesh is not None:
+        args.mesh = mesh_of(parser, args)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -258,16 +362,37 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def mesh_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Mesh:
+    """The mesh that `--mesh` asks for, checked."""
+    found = re.fullmatch(r"data=(\d+),sequence=(\d+)", args.mesh)
+    sizes = tuple(map(int, found.groups())) if found else (0, 0)
+    if 0 in sizes:
+        parser.error(f"argument --mesh: {args.mesh!r} is not of the form data=2,sequence=4")
+    if args.layer:
+        parser.error("argument --mesh: the attention of --layer is not sharded; leave one of them out")
+    if (asked := math.prod(sizes)) != (here := jax.device_count()):
+        remedy = "JAX_NUM_CPU_DEVICES makes virtual ones"
+        parser.error(f"argument --mesh: {args.mesh} has {asked} devices, and here are {here}; {remedy}")
+    for name, size, count in (("batch", batch_of(args), sizes[0]), ("context", args.context, sizes[1])):
+        if size % count:
+            parser.error(f"argument --mesh: the {name} of {size} cannot be cut into {count} equal parts")
+    return jax.make_mesh(sizes, ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, samples, plots, compares."""
     args = parse_arguments(argv)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=jax.process_index() > 0)
     text, held_out = load_text()
     entropy = unigram_entropy(held_out)
     model, losses, validation = train(args, text, held_out, console)
     loss = f"held-out text: loss {validation[args.steps]:.2f}, unigram entropy {entropy:.2f}"
     console.print(f"{loss} bits per byte")
 
+    if args.mesh is not None:  # one sequence is generated by one device
+        weights, own = nnx.state(model), argparse.Namespace(**vars(args) | {"mesh": None})
+        model, _ = create(args.attention, own)
+        nnx.update(model, jax.tree.map(np.asarray, weights))
     prompt = held_out[: min(args.context, 256)]
     keys = jax.random.split(jax.random.key(args.seed), 400)
     sample = generate(model, jnp.asarray(prompt), keys)
@@ -276,7 +401,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     layer = ", whole layer" if args.layer else ""
     title = f"Byte-level transformer, context {args.context}, {args.attention}{layer}"
-    plot(args.out / "loss.png", title, losses, validation, entropy)
+    if jax.process_index() == 0:
+        plot(args.out / "loss.png", title, losses, validation, entropy)
     console.print(f"loss curve: {args.out / 'loss.png'}")
     console.print(compare(args, text))
 

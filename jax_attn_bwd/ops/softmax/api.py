@@ -1,5 +1,6 @@
 """Scaled masked softmax: the public functions, their checks, and the custom_vjp."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -202,15 +203,25 @@ def _softmax(static: tuple[Options, str], operands: Operands) -> jax.Array:
 def _fwd(static, operands):
     options, implementation = static
     perturbed, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    types = tuple((name, jax.typeof(getattr(operands, name))) for name in perturbed)
+    present = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
+    types = tuple((name, jax.typeof(getattr(operands, name))) for name in present)
     wanted = Wanted(types, hidden=options.hides or not (operands.mask is None is operands.bias))
     y, sink_prob, live = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    x = operands.x if "scale" in perturbed else None
-    return y, Residuals(y, wanted, operands.scale, x, sink_prob, live)
+    x = None
+    if operands.scale is not None:  # a leaf in either case: see `note`
+        x = operands.x if "scale" in perturbed else jnp.zeros((0,), operands.x.dtype)
+    residuals = Residuals(y, wanted, operands.scale, x, sink_prob, live)
+    return y, (residuals, backend.note(perturbed, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, dy):
     options, implementation = static
+    residuals, note = residuals
+    asked, wanted = backend.noted(note, DIFFERENTIABLE), residuals.wanted
+    types = tuple((name, x) for name, x in wanted.types if name in asked)
+    residuals = residuals._replace(
+        wanted=replace(wanted, types=types), x=residuals.x if "scale" in asked else None
+    )
     grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dy)
     return (Operands(None)._replace(**grads),)
 
