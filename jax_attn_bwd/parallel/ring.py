@@ -86,7 +86,7 @@ def forward(exchange: Exchange, implementation: str, options: Options, operands:
     def fold(state, moving, offset):
         given = _block_of(exchange, operands, moving, offset)
         compute = lambda state: _merged(state, block.forward(implementation, options, given))
-        return _if_seen(options, given, compute, state)
+        return _if_seen(options, given, compute, lambda state: state, state)
 
     def step(carry, offset):
         state, moving = carry
@@ -119,30 +119,38 @@ def backward(
         for x in [getattr(operands, name)]
     }
 
-    def add(sums, moving, offset):
+    stay = {name: x for name, x in zeros.items() if name not in mine}
+    go = {name: x for name, x in zeros.items() if name in mine}
+
+    def part(stay, moving, offset):
+        """(what stays, with this step's part; this step's part of what goes on)."""
         given = _block_of(exchange, operands, moving, offset)
 
-        def compute(sums):
+        def compute(stay):
             parts = block.backward(implementation, options, given, result, wanted, dout, dlse)
-            return {name: _added(exchange, name, x, getattr(parts, name), offset) for name, x in sums.items()}
+            stay = {name: _added(exchange, name, x, getattr(parts, name), offset) for name, x in stay.items()}
+            return stay, {name: getattr(parts, name) for name in go}
 
-        return _if_seen(options, given, compute, sums)
+        nothing = lambda stay: (stay, {name: jnp.zeros_like(moving[name]) for name in go})
+        return _if_seen(options, given, compute, nothing, stay)
+
+    def plus(go, parts):
+        return {name: x + parts[name].astype(x.dtype) for name, x in go.items()}
 
     def step(carry, offset):
-        moving, sums = carry
-        coming = _shifted(exchange, moving, 1)
-        travelling = {name: x for name, x in sums.items() if name in mine}
-        sums = add(sums | _shifted(exchange, travelling, 1), moving, offset)
-        return (coming, sums), None
+        moving, stay, go = carry
+        coming, go = _shifted(exchange, moving, 1), _shifted(exchange, go, 1)
+        stay, parts = part(stay, moving, offset)
+        return (coming, stay, plus(go, parts)), None  # not until then has `go` to be there
 
     first, *rest = exchange.offsets
     moving = _shifted(exchange, mine, first)
     coming = _shifted(exchange, moving, 1) if rest else moving
-    sums = add(zeros, moving, np.int32(first))
+    stay, parts = part(stay, moving, np.int32(first))
+    go = plus(go, parts)
     if rest:
-        (_, sums), _ = lax.scan(step, (coming, sums), np.asarray(rest, np.int32))
-    home = {name: x for name, x in sums.items() if name in mine}
-    return sums | _shifted(exchange, home, -exchange.offsets[-1])
+        (_, stay, go), _ = lax.scan(step, (coming, stay, go), np.asarray(rest, np.int32))
+    return stay | _shifted(exchange, go, -exchange.offsets[-1])
 
 
 def _shifted(exchange: Exchange, moving: Moving, hops: int) -> Moving:
@@ -181,15 +189,15 @@ def _added(exchange: Exchange, operand: str, total: jax.Array, part: jax.Array, 
     return put_at(total, take_at(total, columns) + part, columns)
 
 
-def _if_seen(options: Options, given: Operands, compute: Any, carry: Any) -> Any:
-    """`compute(carry)`, or `carry` where the ranges of positions and segments tell that nothing is seen."""
+def _if_seen(options: Options, given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
+    """`compute(carry)`; `skip(carry)` where positions and segments tell that nothing is seen."""
     T, S = given.query.shape[-3], given.key.shape[-3]
     rows = visibility.Tokens(T, given.query_positions, given.query_segment_ids)
     columns = visibility.Tokens(S, given.key_value_positions, given.key_value_segment_ids)
     if 0 in (T, S) or all(x is None for x in (*rows[1:], *columns[1:])):
         return compute(carry)
     some, _ = visibility.of_tiles(options, rows, columns, T, S)
-    return lax.cond(some.any(), compute, lambda carry: carry, carry)
+    return lax.cond(some.any(), compute, skip, carry)
 
 
 def _initial(operands: Operands) -> State:

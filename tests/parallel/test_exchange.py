@@ -50,7 +50,8 @@ def test_ring_moves_from_neighbour_to_neighbour_alone():
 @thorough
 def test_collectives_of_the_others():
     """One each way and array: keys and values, then again, and their gradients. A sum needs no `out`."""
-    assert collectives("all_gather") == ["all-gather"] * 4 + ["reduce-scatter"] * 2
+    again = 2 if jax.__version_info__ >= (0, 11) else 0  # older XLA:CPU drops the barrier, and keeps them
+    assert collectives("all_gather") == ["all-gather"] * (2 + again) + ["reduce-scatter"] * 2
     assert collectives("ulysses") == ["all-to-all"] * 7
 
 
