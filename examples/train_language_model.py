@@ -10,8 +10,8 @@ Over several devices, here eight virtual ones, batch and sequence are sharded:
     JAX_NUM_CPU_DEVICES=8 python examples/train_language_model.py --mesh data=2,sequence=4
 
 On a cluster the same command with `--distributed` runs on every host, over all their devices. With
-`--checkpoints DIR` the state is written there as training goes on, and `--resume` continues from the last one, on
-the same mesh or another: a run that was killed loses the steps since then and nothing else.
+`--checkpoints DIR` the state is written there as training goes on, and `--resume` goes on from the last one,
+on the same mesh or another: a run that was killed loses the steps since then, nothing else.
 
 Ends with a sample of generated text, a loss curve (`loss.png` in `--out`), and the step time and
 peak temporary memory of the same model with each attention. Needs flax, optax, matplotlib, rich.
@@ -237,7 +237,8 @@ def train(
     validation = np.array(validation[: len(validation) // parts(args, "data") * parts(args, "data")])
     evaluate = nnx.jit(bits_per_byte)
     checkpoints = None if args.checkpoints is None else Checkpoints(args)
-    losses, validation_losses = [], {}
+    losses: list[float] = []
+    validation_losses: dict[int, float] = {}
     if checkpoints is not None and args.resume:
         losses, validation_losses = checkpoints.restore(model, optimizer)
         console.print(f"resumed after step {len(losses)}")

@@ -32,7 +32,8 @@ def test_a_learned_temperature_goes_into_the_query():
     np.testing.assert_allclose(got, (at(0.7 + step) - at(0.7 - step)) / (2 * step), rtol=1e-7)
 
 
-def test_a_dominant_sink_still_has_a_gradient():
+@pytest.mark.parametrize("size", [25.0, 2000.0])
+def test_a_dominant_sink_still_has_a_gradient(size):
     """Where lse rounds to the sink, the row is not taken for one that sees nothing."""
     q, k, v = (normal(1, 8, 2, 4, seed=s, dtype=np.float32) for s in range(3))
     dout = normal(1, 8, 2, 4, seed=4, dtype=np.float32)
@@ -41,10 +42,12 @@ def test_a_dominant_sink_still_has_a_gradient():
         *qkv, dout = arrays
         return (dot_product_attention(*qkv, sink=sink) * dout).sum()
 
-    sink = jnp.full(2, 25.0, jnp.float32)
+    sink = jnp.full(2, size, jnp.float32)
     got = jax.grad(loss)(sink, q, k, v, dout)
     expected = jax.grad(loss)(*(x.astype(np.float64) for x in (sink, q, k, v, dout)))
     np.testing.assert_allclose(got, expected, rtol=1e-4)
+    _, lse = dot_product_attention(q, k, v, sink=sink, return_residual=True)
+    assert_close(lse, np.full(lse.shape, size), 1e-6)
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "tiles"])

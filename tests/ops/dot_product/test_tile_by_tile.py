@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from contract import test_second_order, test_sharding, test_values
-from helpers import QUICK, assert_trees_close, case_params, first_of_each, thorough
+from helpers import QUICK, assert_close, assert_trees_close, case_params, first_of_each, thorough
 from jax.sharding import AxisType
 
 from jax_attn_bwd import dot_product_attention
@@ -41,6 +41,15 @@ def test_every_mode_under_jit(operator, implementation, case):
 def test_sharded(operator, implementation, case, axis_type):
     test_sharding.on_one_device.cache_clear()
     test_sharding.test_jit_with_sharded_operands(operator, implementation, case, axis_type, (2, 4))
+
+
+def test_positions_reach_tiles_that_indices_would_not(rng):
+    """Positions run backwards, so that causality shows the upper half of the plane."""
+    q, k, v = (jnp.asarray(rng.standard_normal((1, n, 1, 4))) for n in (300, 600, 600))
+    row, column = jnp.arange(300)[::-1].astype(jnp.int32), jnp.arange(600)[::-1].astype(jnp.int32)
+    got = dot_product_attention(q, k, v, is_causal=True, query_positions=row, key_value_positions=column)
+    expected = dot_product_attention(q, k, v, mask=(row[:, None] >= column[None])[None, None])
+    assert_close(got, expected, 1e-12)
 
 
 def test_dropout_of_many_tiles(monkeypatch, rng):

@@ -106,6 +106,21 @@ def test_run_time_flags_drop_dead_tiles():
     np.testing.assert_array_equal(flags, np.asarray(expected, bool))
 
 
+def test_tiles_of_segments(rng):
+    """None that shares a segment is missed, none whose ranges are apart kept; full are those of one."""
+    for _ in range(50):
+        q, k = np.cumsum(rng.random(16) < 0.2), np.cumsum(rng.random(32) < 0.2)
+        rows, columns = visibility.Tokens(16, segment=q[None]), visibility.Tokens(32, segment=k[None])
+        some, every = visibility.of_tiles(Options(scale=1.0), rows, columns, 4, 8)
+        q, k = q.reshape(4, 1, 4), k.reshape(1, 4, 8)
+        met = (q[..., :, None] == k[..., None, :]).any((-1, -2))
+        apart = (q.max(-1) < k.min(-1)) | (k.max(-1) < q.min(-1))
+        of_one = (q.min(-1) == k.max(-1)) & (q.max(-1) == k.min(-1))
+        np.testing.assert_array_equal(np.asarray(some)[0] & ~apart, np.asarray(some)[0])
+        assert not (met & ~np.asarray(some)[0]).any()
+        np.testing.assert_array_equal(np.asarray(every)[0], of_one)
+
+
 def test_default_tiles_cover_any_length(monkeypatch):
     monkeypatch.setattr(tiling_module, "WHOLE_LOGITS", 0)
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
