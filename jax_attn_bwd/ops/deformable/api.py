@@ -48,6 +48,9 @@ def multi_scale_deformable_attention(
     A point counts if -1 < x < W_l and -1 < y < H_l; pixels outside the level are 0. Any other point, a
     NaN and an infinite one among them, is skipped: it adds 0 and has gradient 0.
 
+    Over several devices batch and heads may be sharded; for the queries take
+    `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
+
     Args:
       value: `[B, S, M, D]`, floating: the levels one after the other, each row by row. Or a sequence
         of feature maps `[B, H_l, W_l, M, D]`, one for each level.

@@ -62,6 +62,9 @@ def dot_product_attention(
     within the window. Tiles that nothing sees by lengths, segments, causality or window are skipped,
     in the forward and in the backward.
 
+    Over several devices batch and heads may be sharded, and nothing is exchanged but the gradients of what
+    they share. For a sharded sequence take `jax_attn_bwd.parallel`: here XLA would do work many times.
+
     Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value
     heads (N a multiple of K: query head n uses key head n // (N / K)), H head size, Hv value head size.
 

@@ -132,7 +132,7 @@ def _check_explicit_sharding(operator: str, query, key, value) -> None:
         specs[argument] = spec = sharding.explicit_spec(x)
         if spec[-3] is not None or spec[-1] is not None:
             expected = "not be sharded along its sequence or its head size"
-            remedy = "reshard it; inside jax.shard_map a sequence axis needs a ring"
+            remedy = "reshard it, or call jax_attn_bwd.parallel.ring_attention inside jax.shard_map"
             raise ValueError(checks.message(operator, argument, expected, spec, remedy))
         if (spec[:-3], spec[-2]) != (specs["query"][:-3], specs["query"][-2]):
             expected = f"be sharded like query, {specs['query']}, in batch and heads"

@@ -198,7 +198,7 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
         spec = sharding.explicit_spec(x)
         if spec[-2] is not None or spec[-1] is not None:
             expected = "not be sharded along its sequence or its width"
-            remedy = "reshard it; inside jax.shard_map a sequence axis needs a ring"
+            remedy = "reshard it, or take jax_attn_bwd.parallel.tensor_parallel_multi_head_attention"
             raise ValueError(checks.message(operator, name, expected, spec, remedy))
         if spec[:-2] != (first := sharding.explicit_spec(operands.query))[:-2]:
             expected = f"be sharded like query, {first}, in its batch axes"
