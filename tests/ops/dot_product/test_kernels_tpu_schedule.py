@@ -14,6 +14,7 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.dot_product.cases import seen
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import tpu_schedule
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
@@ -31,8 +32,8 @@ def _interpreter():
 def visited(schedule, b):
     """{(row, column): is_mixed} of the live steps of batch entry b, and the steps in order."""
     words = np.asarray(schedule.steps)[min(b, schedule.steps.shape[0] - 1)]
-    steps = [tiles.Step.at(words[None], 1, 0, 0, 0, p) for p in range(len(words))]
-    live = {(s.row, s.column): s.flag(tiles._MIXED) for s in steps if s.flag(tiles._LIVE)}
+    steps = [tpu_schedule.Step.at(words[None], 1, 0, 0, 0, p) for p in range(len(words))]
+    live = {(s.row, s.column): s.flag(tpu_schedule._MIXED) for s in steps if s.flag(tpu_schedule._LIVE)}
     return live, steps
 
 
@@ -52,7 +53,7 @@ def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
     operands = Operands(q, k, k, **{n: jnp.asarray(x, np.int32) for n, x in given.items()})
     refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
     flags = kernel_inputs.tile_flags(options, refs, 128, 128)
-    schedule = tiles.schedule(*flags, by_key=by_key)
+    schedule = tpu_schedule.schedule(*flags, by_key=by_key)
     assert isinstance(schedule.steps, np.ndarray) == (seed <= 1)
     local = {"is_causal": options.is_causal}
     local |= {"local_window_size": options.window} if options.window else {}
@@ -88,7 +89,7 @@ def test_a_window_visits_what_it_sees(capsys):
         )
         empty = kernel_inputs.Inputs(*(None,) * len(kernel_inputs.Inputs._fields))
         some, every = kernel_inputs.tile_flags(options, empty._replace(q=refs, k=refs), bq, bk)
-        count = tiles.schedule(some, every, by_key=name == "backward").length
+        count = tpu_schedule.schedule(some, every, by_key=name == "backward").length
         row, column = np.arange(0, 16384, bq)[:, None], np.arange(0, 16384, bk)
         ideal = ((column <= row + bq - 1) & (row - (column + bk - 1) <= 1024)).sum()
         with capsys.disabled():

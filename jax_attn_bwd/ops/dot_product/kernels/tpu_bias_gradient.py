@@ -15,7 +15,8 @@ from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.tpu_gradients import arithmetic, saved_of
-from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Schedule, Step, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, every_tile
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 
@@ -30,7 +31,7 @@ def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, v
     """float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
     tiling = default_tiling(operands)
     saved, flags, sides = saved_of(options, operands, keys, values, tiling)
-    visits = tiles.every_tile(*flags)
+    visits = every_tile(*flags)
     steps, saved = pallas.vary_alike((jnp.asarray(visits.steps), saved))
     refs = saved.refs
     (B, N, T, _), (K, S) = refs.q.shape, refs.k.shape[1:3]

@@ -28,7 +28,8 @@ from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
-from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Schedule, Step, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 supports = tiles.unsupported
@@ -66,7 +67,7 @@ def _forward(options, tiling, interpret, operands, keys):
     K, Hv = operands.value.shape[-2:]
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
-    visits = tiles.schedule(*flags)
+    visits = schedule(*flags)
     sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(refs)))
     refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it

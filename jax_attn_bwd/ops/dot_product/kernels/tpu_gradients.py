@@ -23,7 +23,8 @@ from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
-from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Schedule, Step, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two copies on their way out
@@ -103,7 +104,7 @@ def gradients(
     pieces = []
     for first in range(0, n_q, chunk):
         where = slice(first, first + chunk)
-        visits = tiles.schedule(some[:, where], every[:, where], by_key=True)
+        visits = schedule(some[:, where], every[:, where], by_key=True)
         call = _Call(options, tiling, sides, visits, wanted, first, n_q > chunk)
         pieces.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
     made = {}
