@@ -95,6 +95,11 @@ def finite_loss(function, operator: Operator, arrays: dict, options: dict, seed:
     return loss
 
 
+def saved_arrays(pullback) -> list:
+    """What a pullback keeps in memory; what has no elements, tells by its shape what is differentiated."""
+    return [x for x in jax.tree.leaves(pullback) if x.size]
+
+
 def differentiated(operator: Operator, arrays: dict) -> dict:
     """The differentiable arguments of a call, by name."""
     return {name: arrays[name] for name in operator.differentiated(arrays)}
@@ -117,6 +122,7 @@ __all__ = [
     "gradients_executed",
     "interpreted",
     "quick_jit",
+    "saved_arrays",
     "thorough",
     "value_and_gradients",
 ]
