@@ -87,20 +87,8 @@ def _finite_cotangents(operator: Operator, outputs: tuple) -> tuple:
 
 
 def quick_jit(function: Any) -> Any:
-    """`jax.jit` of what JAX differentiates by itself: the definitions, which keep every rounding.
-
-    XLA:CPU (JAX 0.10.2 to 0.12) miscompiles some of them if it does not optimise: their gradients are NaN.
-    Where a NaN is found, the optimised program has the word.
-    """
-    usual = {"xla_allow_excess_precision": False}
-    quick, slow = (jax.jit(function, compiler_options=o) for o in ({**usual, **QUICK}, usual))
-
-    def run(*args):
-        found = quick(*args)
-        nan = any(np.isnan(np.asarray(x, np.float64)).any() for x in jax.tree.leaves(found))
-        return slow(*args) if nan else found
-
-    return run
+    """`jax.jit` of a definition: soon compiled, and no rounding left out."""
+    return jax.jit(function, compiler_options={"xla_allow_excess_precision": False, **QUICK})
 
 
 @cache

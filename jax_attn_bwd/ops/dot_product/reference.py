@@ -6,6 +6,7 @@ out    = dropout(probs) v                                                [..., T
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 
 def dot_product_attention(
@@ -48,7 +49,7 @@ def dot_product_attention(
     if sink is not None:
         column_of_sink = jnp.broadcast_to(sink[:, None, None], (*terms.shape[:-1], 1))
         terms = jnp.concatenate([terms, column_of_sink.astype(terms.dtype)], -1)
-    top = terms.max(-1, keepdims=True, initial=-jnp.inf)
+    top = lax.stop_gradient(terms.max(-1, keepdims=True, initial=-jnp.inf))  # nothing depends on it
     top = jnp.where(jnp.isfinite(top), top, 0)
     total = jnp.exp(terms - top).sum(-1, keepdims=True)
     empty = total == 0

@@ -6,6 +6,7 @@ out[i]      = sum_e factor[e] probs[i, e] message[e]
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 _ACTIVATIONS = {
     "linear": lambda z, alpha: z,
@@ -32,7 +33,7 @@ def edge_softmax(graph, scores):
     _, dst = ends(graph)
     incoming = (dst == jnp.arange(graph.num_dst)[:, None])[..., None]  # [num_dst, E, 1]
     terms = jnp.where(incoming, scores, -jnp.inf)
-    top = terms.max(1, keepdims=True, initial=-jnp.inf)
+    top = lax.stop_gradient(terms.max(1, keepdims=True, initial=-jnp.inf))  # nothing depends on it
     top = jnp.where(top == -jnp.inf, 0, top)
     total = jnp.exp(terms - top).sum(1, keepdims=True)
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))

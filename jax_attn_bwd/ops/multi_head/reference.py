@@ -7,6 +7,7 @@ out = dropout(dropout(weights) v W_o + b_o) + x_q
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 
 def multi_head_attention(
@@ -76,7 +77,7 @@ def multi_head_attention(
     if p.sink is not None:
         sink = jnp.broadcast_to(p.sink[:, None, None], (*terms.shape[:-1], 1))
         terms = jnp.concatenate([terms, sink.astype(terms.dtype)], -1)
-    top = terms.max(-1, keepdims=True, initial=-jnp.inf)
+    top = lax.stop_gradient(terms.max(-1, keepdims=True, initial=-jnp.inf))  # nothing depends on it
     terms = jnp.exp(terms - jnp.where(jnp.isfinite(top), top, 0))
     total = terms.sum(-1, keepdims=True)
     weights = terms[..., : logits.shape[-1]] / jnp.where(total == 0, 1, total)

@@ -25,18 +25,19 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
     """`RowValues` from what the forward left, and the cotangents."""
     operands, (out, lse, low) = residuals.operands, residuals.result
     query = operands.query
-    dout = jnp.zeros_like(out) if dout is None else dout
-    delta, dsink = row_sums.delta(options, operands, residuals.result, dout, dlse), None
-    if "sink" in residuals.wanted.names:
-        assert operands.sink is not None  # its gradient is asked for
-        dsink = row_sums.gradient_of_sink(operands.sink, residuals.result, delta)
+    dout = whole = jnp.zeros_like(out) if dout is None else dout
     empty = None
     if _rows_may_be_empty(options, operands):
-        # Of a row that attends to nothing, q and dout may hold anything.
+        # Of a row that attends to nothing, q and dout may hold anything. One with out = 0 has no key elsewhere.
         empty = lse == -jnp.inf
         if operands.sink is not None:
             empty = _sees_nothing(options, operands, lse)
+        whole = jnp.where((empty & (out == 0).all(-1))[..., None], 0, dout)
         dout, query = (jnp.where(empty[..., None], 0, x) for x in (dout, query))
+    delta, dsink = row_sums.delta(options, operands, residuals.result, whole, dlse), None
+    if "sink" in residuals.wanted.names:
+        assert operands.sink is not None  # its gradient is asked for
+        dsink = row_sums.gradient_of_sink(operands.sink, residuals.result, delta)
     low = jnp.zeros_like(lse) if low is None else low
     lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
     return RowValues(query, dout, lse, low, delta, dsink)
