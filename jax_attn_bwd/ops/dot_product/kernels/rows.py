@@ -28,7 +28,7 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
     dout = whole = jnp.zeros_like(out) if dout is None else dout
     empty = None
     if _rows_may_be_empty(options, operands):
-        # Of a row that attends to nothing, q and dout may hold anything. One with out = 0 has no key elsewhere.
+        # Of a row that attends to nothing, q and dout may hold anything. If out = 0 it has no key elsewhere.
         empty = lse == -jnp.inf
         if operands.sink is not None:
             empty = _sees_nothing(options, operands, lse)
