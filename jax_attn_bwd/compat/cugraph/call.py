@@ -102,26 +102,18 @@ def gradients(
 
     An array that asks may be wider than its argument: then all is computed from arrays as wide as it.
     """
-    asked = {
-        field: slot
-        for field, (name, slot) in slots.items()
-        if destinations.is_asked(call, name, slot) and given[field] is not None
-    }
-    wide = dout.dtype
-    for field, slot in asked.items():
-        dtypes = (given[field].dtype, accumulator_dtype(given[field].dtype))
-        destinations.check(call, slots[field][0], slot, given[field], dtypes)
-        wide = jnp.promote_types(wide, getattr(slot, "dtype", wide)) if checks.is_array(slot) else wide
-    narrow = {field: x.dtype for field, x in given.items() if x is not None}
-    if wide != dout.dtype:
+    dtypes = {}
+    for field, (name, slot) in slots.items():
+        if destinations.is_asked(call, name, slot) and given[field] is not None:
+            own = given[field].dtype
+            destinations.check(call, name, slot, given[field], (own, accumulator_dtype(own)))
+            dtypes[field] = slot.dtype if checks.is_array(slot) else own
+    if any(dtype != given[field].dtype for field, dtype in dtypes.items()):
+        wide = accumulator_dtype(dout.dtype)
         dout = dout.astype(wide)
         given = {field: None if x is None else jnp.asarray(x, wide) for field, x in given.items()}
-    grads = operator(dout, graph, **given, **options, wrt=list(asked))
-    found = {
-        field: getattr(grads, field).astype(slot.dtype if checks.is_array(slot) else narrow[field])
-        for field, slot in asked.items()
-    }
-    return [found.get(field) for field in slots]
+    grads = operator(dout, graph, **given, **options, wrt=list(dtypes))
+    return [getattr(grads, field).astype(dtypes[field]) if field in dtypes else None for field in slots]
 
 
 class Call(NamedTuple):
