@@ -26,9 +26,11 @@ FIELDS = {"case", "contender", "milliseconds", "ratio", "temporary_mib", "memory
 @pytest.mark.parametrize(
     "operator",
     [
-        "softmax",
         "programs",
-        *(pytest.param(o, marks=thorough) for o in ("dot_product", "multi_head", "deformable", "graph")),
+        *(
+            pytest.param(o, marks=thorough)
+            for o in ("softmax", "dot_product", "multi_head", "deformable", "graph")
+        ),
     ],
 )
 def test_bench_writes_json_and_a_plot(operator, tmp_path, capsys):
