@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_attn_bwd._core import checks
@@ -21,7 +20,7 @@ def is_asked(operator: str, argument: str, slot: Any) -> bool:
 
 def check(operator: str, argument: str, slot: Any, like: Any, dtypes: Sequence[Any]) -> None:
     """An array in a slot has the shape of `like`, whose gradient it asks for, and one of `dtypes`."""
-    if not isinstance(slot, jax.Array | np.ndarray):
+    if not checks.is_array(slot):
         return
     checks.shape(operator, argument, slot, "that of the gradient", like.shape)
     if slot.dtype not in dtypes:
