@@ -45,6 +45,7 @@ LAYERS = (
         "ops/*/reference",
         "ops/*/structure",
         "ops/*/grouping",
+        "ops/*/self_loops",
         "ops/*/groups",
         "ops/graph/softmax",
     ),
