@@ -72,6 +72,15 @@ def explicit_spec(x: jax.Array) -> tuple:
     return spec + (None,) * (x.ndim - len(spec))
 
 
+def unsharded(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with all of `axis` on every device of an Explicit mesh; its other axes lie as they do."""
+    spec = list(explicit_spec(x))
+    if spec[axis] is None:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
+
+
 def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> jax.Array:
     """`x` sharded as `other`, on an Explicit mesh: axis i of `x` as axis `axes[i]` of `other`.
 
