@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel.exchanges import loops_and_collectives_in_them
 
-from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd import dot_product_attention, multi_scale_deformable_attention
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 T, N, H = 64, 4, 8
@@ -196,3 +196,55 @@ def test_a_batch_that_fills_the_mesh_leaves_the_program_as_it_is(small_tiles):
     assert on_mesh.count("stablehlo.while") == 1
     assert "stablehlo.gather" not in on_mesh
     assert "sharding_constraint" not in on_mesh
+
+
+QUERIES = dict.fromkeys(("sampling_locations", "attention_weights"), P("b", "t", "n"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(layout, kind, marks=[thorough] * (layout != "queries"))
+        for layout in ("queries", "queries-BxQxM", "pixels")
+        for kind in (AUTO, EXPLICIT)
+    ],
+)
+def test_queries_of_deformable_attention(layout, kind):
+    """One reduction, of the gradient of the value; a value that lies on several devices is gathered once."""
+    rng, levels = np.random.default_rng(0), ((6, 5), (3, 6))
+    arrays = {
+        "value": draw(2, 48, 4, 3)(rng),
+        "sampling_locations": jnp.asarray(rng.random((2, 16, 4, 2, 2, 2)) * 1.2 - 0.1),
+        "attention_weights": draw(2, 16, 4, 2, 2)(rng),
+    }
+    ct = draw(2, 16, 4 * 3)(rng)
+
+    def step(arrays, ct):
+        def call(arrays):
+            return multi_scale_deformable_attention(spatial_shapes=levels, normalize="softmax", **arrays)
+
+        out, pullback = jax.vjp(call, arrays)
+        return out, pullback(ct)[0]
+
+    step = jax.jit(step, compiler_options=QUICK)
+    expected = step(arrays, ct)
+    sizes = (2, 2, 2) if layout == "queries-BxQxM" else (1, 8, 1)
+    specs = QUERIES | {"value": P("b", "t" if layout == "pixels" else None, "n")}
+    mesh = jax.make_mesh(sizes, ("b", "t", "n"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        rows = NamedSharding(mesh, P("b", "t", "n"))
+        placed_ct = jax.device_put(ct, rows)
+        compiled = step.lower(placed, placed_ct).compile()
+        out, grads = compiled(placed, placed_ct)
+    assert_close(out, expected[0], 1e-12, "out")
+    assert out.sharding.is_equivalent_to(rows, 3)
+    for name in arrays:
+        assert_close(grads[name], expected[1][name], 1e-12, name)
+        if kind == EXPLICIT or name != "value":
+            assert grads[name].sharding.is_equivalent_to(placed[name].sharding, grads[name].ndim), name
+    loops, inside = loops_and_collectives_in_them(compiled)
+    assert loops >= 2
+    assert inside == 0
+    counted = collectives(compiled)
+    assert sum(counted.values()) <= 1 + (layout == "pixels"), counted
