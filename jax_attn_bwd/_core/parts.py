@@ -13,14 +13,14 @@ part it exchanges nothing: what the rows share is gathered once before, and its 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core.sharding import explicit_spec, unsharded
+from jax_attn_bwd._core.sharding import explicit_spec, unsharded, varying
 
 AXIS = "jax_attn_bwd_parts"  # of parts that are a batch axis
 
@@ -79,50 +79,66 @@ def gathered(x: jax.Array, axis: int) -> jax.Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
+class Place(NamedTuple):
+    """How a result lies: like an array of the call."""
+
+    axis: int | None  # of rows; None = what rows share: the parts' shares are summed
+    spec: tuple  # its mesh axes on an Explicit mesh
+
+
+def place(x: jax.Array, axis: int | None) -> Place:
+    """That of a result that lies like `x`."""
+    return Place(axis, explicit_spec(x))
+
+
 def over(
     cut: Cut,
-    function: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+    function: Callable[..., dict[str, jax.Array]],
     rows: dict[str, jax.Array],
     shared: Any,
     axes: dict[str, int],
-    results: dict[str, int],
-    sums: tuple[str, ...] = (),
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """(results of the rows, sums of the parts' shares) of `function(index of the part, rows, shared)`.
+    results: dict[str, Place],
+) -> dict[str, jax.Array]:
+    """The results, by name, of `function(index of the part, rows, shared)` over all parts.
 
     Args:
-      function: gives both, of one part, as dicts by name.
-      rows: arrays with an axis of rows.
-      shared: arrays that every part reads as they are.
-      axes: that axis of each of `rows`.
-      results: that axis of each result of the rows.
-      sums: the names of the shares.
+      function: gives those of one part. On Explicit axes it runs on each device's shards, of all axes.
+      rows: arrays with an axis of rows, of which a part has its own.
+      shared: arrays that every part reads as they are; rows are not among their axes.
+      axes: which axis of each of `rows` it is.
+      results: how each of them lies.
     """
-    if cut.axes:
-        return _on_shards(cut, function, rows, shared, axes, results, sums)
-    return _as_batch(cut, function, rows, shared, axes, results)
+    run = _on_shards if cut.axes else _as_batch
+    return run(cut, function, rows, shared, axes, results)
 
 
-def _on_shards(cut, function, rows, shared, axes, results, sums):
+def _on_shards(cut, function, rows, shared, axes, results):
     mesh = next(m for x in rows.values() for m in [jax.typeof(x).sharding.mesh] if not m.empty)
-    specs = lambda axes: {name: PartitionSpec(*(None,) * axis, cut.axes) for name, axis in axes.items()}
+    manual = {
+        n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+    }
 
-    def placed(x, axis):
-        spec = list(explicit_spec(x))
-        spec[axis] = cut.axes
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    def of_rows(spec, axis):
+        return PartitionSpec(*(cut.axes if i == axis else entry for i, entry in enumerate(spec)))
+
+    specs = {name: of_rows(explicit_spec(x), axes[name]) for name, x in rows.items()}
+    rows = {name: jax.sharding.reshard(x, NamedSharding(mesh, specs[name])) for name, x in rows.items()}
+    out_specs = {name: of_rows(x.spec, x.axis) for name, x in results.items()}
 
     def of_device(rows, shared):
-        found, shares = function(lax.axis_index(cut.axes), rows, shared)
-        return found, jax.tree.map(lambda x: lax.psum(x, cut.axes), shares)
+        found = function(lax.axis_index(cut.axes), rows, shared)
+        return {name: _summed(x, out_specs[name]) for name, x in found.items()}
 
-    return jax.shard_map(
-        of_device,
-        mesh=mesh,
-        in_specs=(specs(axes), PartitionSpec()),
-        out_specs=(specs(results), dict.fromkeys(sums, PartitionSpec())),
-        axis_names=set(cut.axes),
-    )({name: placed(x, axes[name]) for name, x in rows.items()}, shared)
+    in_specs = specs, jax.tree.map(lambda x: PartitionSpec(*explicit_spec(x)), shared)
+    run = jax.shard_map(of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual)
+    return run(rows, shared)
+
+
+def _summed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The sum of `x` over the mesh axes along which it varies and `spec` does not shard it."""
+    sharded = {n for entry in spec if entry for n in ((entry,) if isinstance(entry, str) else entry)}
+    surplus = varying(x) - sharded
+    return lax.psum(x, tuple(sorted(surplus))) if surplus else x
 
 
 def _as_batch(cut, function, rows, shared, axes, results):
@@ -130,10 +146,10 @@ def _as_batch(cut, function, rows, shared, axes, results):
         return x.reshape(*x.shape[:axis], cut.count, x.shape[axis] // cut.count, *x.shape[axis + 1 :])
 
     def join(x, axis):
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return x.sum(0) if axis is None else x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
     index = jnp.arange(cut.count, dtype=jnp.int32)
-    mapped = jax.vmap(function, in_axes=(0, axes, None), out_axes=(results, 0), axis_name=AXIS)
-    found, shares = mapped(index, {name: split(x, axes[name]) for name, x in rows.items()}, shared)
-    whole = {name: join(x, results[name]) for name, x in found.items()}
-    return whole, {name: x.sum(0) for name, x in shares.items()}
+    out_axes = {name: x.axis or 0 for name, x in results.items()}
+    mapped = jax.vmap(function, in_axes=(0, axes, None), out_axes=out_axes, axis_name=AXIS)
+    found = mapped(index, {name: split(x, axes[name]) for name, x in rows.items()}, shared)
+    return {name: join(x, results[name].axis) for name, x in found.items()}

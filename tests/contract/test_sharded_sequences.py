@@ -14,7 +14,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel.exchanges import loops_and_collectives_in_them
 
-from jax_attn_bwd import dot_product_attention, multi_scale_deformable_attention
+from jax_attn_bwd import (
+    MultiHeadAttentionParams,
+    dot_product_attention,
+    multi_head_attention,
+    multi_scale_deformable_attention,
+)
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 T, N, H = 64, 4, 8
@@ -248,3 +253,64 @@ def test_queries_of_deformable_attention(layout, kind):
     assert inside == 0
     counted = collectives(compiled)
     assert sum(counted.values()) <= 1 + (layout == "pixels"), counted
+
+
+HEADS = {
+    "query_kernel": P(None, "n"), "key_kernel": P(None, "n"), "value_kernel": P(None, "n"),
+    "query_bias": P("n"), "out_kernel": P("n"),
+}  # fmt: skip
+LAYERS = {  # name: (sizes of the mesh axes, specs of the parameters, options)
+    "tokens": ((1, 8, 1), {}, {"is_causal": True}),
+    "batch-tokens-heads": ((2, 2, 2), HEADS, {"is_causal": True, "save": "qkv", "dropout_rate": 0.3}),
+    "weights": ((1, 8, 1), {}, {"return_weights": True, "average_weights": True, "add_zero_attn": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(layout, kind, marks=[thorough] * ((layout, kind) != ("batch-tokens-heads", EXPLICIT)))
+        for layout in LAYERS
+        for kind in (AUTO, EXPLICIT)
+    ],
+)
+def test_tokens_of_the_multi_head_layer(layout, kind, small_tiles):
+    """Keys and values are gathered before the loops, in the forward and in the backward; x never is."""
+    rng, (sizes, placement, options) = np.random.default_rng(0), LAYERS[layout]
+    if "dropout_rate" in options:
+        options = options | {"dropout_key": jax.random.key(0), "out_dropout_rate": 0.2}
+    shapes = {
+        "query_kernel": (16, N, H), "key_kernel": (16, N // 2, H), "value_kernel": (16, N // 2, H),
+        "query_bias": (N, H), "out_kernel": (N, H, 16), "out_bias": (16,),
+    }  # fmt: skip
+    arrays = {name: draw(*shape)(rng) for name, shape in shapes.items()} | {"x": draw(2, T, 16)(rng)}
+    names = MultiHeadAttentionParams._fields
+
+    def step(arrays, ct):
+        def call(arrays):
+            params = MultiHeadAttentionParams(**{name: arrays.get(name) for name in names})
+            found = multi_head_attention(params, arrays["x"], **options)
+            return found if isinstance(found, tuple) else (found,)
+
+        found, pullback = jax.vjp(call, arrays)
+        return found, pullback((ct, *(jnp.cos(x) for x in found[1:])))[0]
+
+    ct, step = draw(2, T, 16)(rng), jax.jit(step, compiler_options=QUICK)
+    expected = step(arrays, ct)
+    mesh = jax.make_mesh(sizes, ("b", "t", "n"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        rows, specs = NamedSharding(mesh, P("b", "t")), {"x": P("b", "t")} | placement
+        placed = {
+            name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in arrays.items()
+        }
+        placed_ct = jax.device_put(ct, rows)
+        compiled = step.lower(placed, placed_ct).compile()
+        found, grads = compiled(placed, placed_ct)
+    for x, y in zip(found, expected[0], strict=True):
+        assert_close(x, y, 1e-12)
+    for name in arrays:
+        assert_close(grads[name], expected[1][name], 1e-12, name)
+    for x in (found[0], grads["x"]):
+        assert x.sharding.is_equivalent_to(rows, 3)
+    _, inside = loops_and_collectives_in_them(compiled)
+    assert inside == 0

@@ -15,13 +15,7 @@ from jax_attn_bwd._core.parts import Cut
 from jax_attn_bwd._core.sharding import match_type, unsharded
 from jax_attn_bwd.ops.deformable import backward as portable_backward
 from jax_attn_bwd.ops.deformable import forward as portable_forward
-from jax_attn_bwd.ops.deformable.spec import (
-    MultiScaleDeformableAttentionGrads,
-    Operands,
-    Options,
-    Residuals,
-    Wanted,
-)
+from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Operands, Options, Residuals
 
 _QUERIES = {"sampling_locations": 1, "attention_weights": 1}  # the axis Q
 
@@ -62,9 +56,11 @@ def _rows(operands: Operands) -> dict[str, jax.Array]:
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: Options, cut: Cut, operands: Operands) -> jax.Array:
     def of_part(_, rows, value):
-        return {"out": portable_forward.forward(options, Operands(value, **rows))}, {}
+        return {"out": portable_forward.forward(options, Operands(value, **rows))}
 
-    return parts.over(cut, of_part, _rows(operands), operands.value, _QUERIES, {"out": 1})[0]["out"]
+    place = parts.place(operands.attention_weights, 1)
+    results = {"out": place._replace(spec=place.spec[:3])}
+    return parts.over(cut, of_part, _rows(operands), operands.value, _QUERIES, results)["out"]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -73,13 +69,9 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any) -> di
     operands, wanted = residuals
 
     def of_part(_, rows, value):
-        dout = rows.pop("dout")
-        part = Residuals(Operands(value, **rows), Wanted(wanted.names))
-        found = portable_backward.gradients(options, part, dout)
-        return {n: x for n, x in found.items() if n != "value"}, {n: found[n] for n in sums}
+        part = Operands(value, **{name: rows[name] for name in _QUERIES})
+        return portable_backward.gradients(options, Residuals(part, wanted), rows["dout"])
 
-    results = dict.fromkeys(wanted.names & _QUERIES.keys(), 1)
-    sums = tuple(wanted.names - _QUERIES.keys())
+    results = {name: parts.place(getattr(operands, name), _QUERIES.get(name)) for name in wanted.names}
     rows, axes = _rows(operands) | {"dout": dout}, _QUERIES | {"dout": 1}
-    found, shares = parts.over(cut, of_part, rows, operands.value, axes, results, sums)
-    return found | shares
+    return parts.over(cut, of_part, rows, operands.value, axes, results)

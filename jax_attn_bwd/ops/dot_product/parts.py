@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout, pallas, parts
 from jax_attn_bwd._core.parts import Cut
-from jax_attn_bwd._core.sharding import explicit_spec, match_type
+from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals, Result
@@ -79,12 +79,13 @@ def _cut_and_gathered(options: Options, operands: Operands) -> tuple[Cut | None,
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
     rows, axes, shared = _divided(operands)
+    place = parts.place(operands.query, axes["query"])
+    by_row = place._replace(spec=place.spec[:-1])
 
     def of_part(index, rows, shared):
-        return _of_part((options, cut.in_step), _part(options, operands, index, rows, shared))._asdict(), {}
+        return _of_part((options, cut.in_step), _part(options, operands, index, rows, shared))._asdict()
 
-    results = dict.fromkeys(Result._fields, axes["query"])
-    return Result(**parts.over(cut, of_part, rows, shared, axes, results)[0])
+    return Result(**parts.over(cut, of_part, rows, shared, axes, Result(place, by_row, by_row)._asdict()))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -92,23 +93,19 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse:
     """The gradients in the accumulator's dtype, by name."""
     operands, result, wanted = residuals
     rows, axes, shared = _divided(operands)
+    results = {name: parts.place(getattr(operands, name), axes.get(name)) for name in wanted.names}
     own = {"dout": dout, "dlse": dlse, **result._asdict()}
     own = {name: x for name, x in own.items() if x is not None}
-    results = {name: axes[name] for name in wanted.names & rows.keys()}
 
     def of_part(index, rows, shared):
         part = _part(options, operands, index, rows, shared)
         saved = Result(rows["out"], rows["lse"], rows.get("lse_low"))
         tiling = Tiling.default_for(options, part, cut.in_step)
-        found = portable_backward.gradients(
-            options, tiling, Residuals(part, saved, wanted), rows.get("dout"), rows.get("dlse")
-        )
-        return {n: found[n] for n in results}, {n: x for n, x in found.items() if n not in results}
+        cotangents = rows.get("dout"), rows.get("dlse")
+        return portable_backward.gradients(options, tiling, Residuals(part, saved, wanted), *cotangents)
 
     axes |= dict.fromkeys(own, axes["query"])
-    sums = tuple(wanted.names - results.keys())
-    found, shares = parts.over(cut, of_part, rows | own, shared, axes, results, sums)
-    return found | shares
+    return parts.over(cut, of_part, rows | own, shared, axes, results)
 
 
 def _divided(operands: Operands) -> tuple[dict[str, jax.Array], dict[str, int], Operands]:
@@ -117,21 +114,37 @@ def _divided(operands: Operands) -> tuple[dict[str, jax.Array], dict[str, int], 
     rows = {name: x for name, x in given.items() if x.shape[-_QUERIES[name]] != 1}
     axes = {name: x.ndim - _QUERIES[name] for name, x in rows.items()}
     shared = operands._replace(**dict.fromkeys(rows))
-    if (offset := operands.dropout_offset) is not None and offset.row.ndim:
+    if operands.dropout_words is not None:
+        offset = _places(operands)
         rows["dropout_rows"], axes["dropout_rows"] = offset.row, 0
+        shared = shared._replace(dropout_offset=offset)
     return rows, axes, shared
+
+
+def _places(operands: Operands) -> dropout.Offset:
+    """The dropout's offset as index arrays, which shards of batch, heads and queries take along."""
+    *batch, T, N, _ = operands.query.shape
+    zero = jnp.uint32(0)
+    offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
+
+    def index(n, start):
+        return start if start.ndim else start + jnp.arange(n, dtype=jnp.uint32)
+
+    entries = index(math.prod(batch), offset.batch).reshape(batch)
+    return dropout.Offset(
+        reshard_like(entries, operands.query, tuple(range(len(batch)))),
+        reshard_like(index(N, offset.head), operands.query, (-2,)),
+        index(T, offset.row),
+        offset.column,
+    )
 
 
 def _part(options: Options, operands: Operands, index: Any, rows: dict[str, Any], shared: Any) -> Operands:
     """The operands of part `index`, which know where its queries begin if that matters."""
     part = shared._replace(**{name: rows[name] for name in _QUERIES if name in rows})
-    first = jnp.int32(index) * part.query.shape[-3]
     is_banded = options.is_causal or options.window is not None
     if operands.query_seq_lengths is not None or (is_banded and operands.query_positions is None):
-        part = part._replace(query_origin=first)
-    if operands.dropout_words is None:
-        return part
-    zero = jnp.uint32(0)
-    offset = part.dropout_offset or dropout.Offset(zero, zero, zero, zero)
-    row = rows["dropout_rows"] if "dropout_rows" in rows else offset.row + first.astype(jnp.uint32)
-    return part._replace(dropout_offset=offset._replace(row=row))
+        part = part._replace(query_origin=jnp.int32(index) * part.query.shape[-3])
+    if "dropout_rows" in rows:
+        part = part._replace(dropout_offset=part.dropout_offset._replace(row=rows["dropout_rows"]))
+    return part
