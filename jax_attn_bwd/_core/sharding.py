@@ -18,7 +18,8 @@ def _type(x: Any) -> jax.core.ShapedArray:
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
 
 
-def _varying(x: Any) -> frozenset[str]:
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which `x` varies, inside `jax.shard_map`."""
     return frozenset(_type(x).manual_axis_type.varying)
 
 
@@ -32,7 +33,7 @@ def full_like_operands(
     differ = tuple(i for i, n in enumerate(shape) if like.shape[i] != n)
     seed = lax.full_like(like.sum(differ, keepdims=True) if differ else like, fill, dtype)
     seed = jnp.broadcast_to(seed, shape)
-    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(operands))) - _varying(seed)
+    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(operands))) - varying(seed)
     return lax.pcast(seed, tuple(sorted(axes)), to="varying") if axes else seed
 
 
@@ -54,10 +55,10 @@ def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
 
     Inside `shard_map` a primal that is replicated over an axis gets the sum of the devices' shares.
     """
-    surplus = _varying(cotangent) - _varying(primal)
+    surplus = varying(cotangent) - varying(primal)
     if surplus:
         cotangent = lax.psum(cotangent, tuple(sorted(surplus)))
-    missing = _varying(primal) - _varying(cotangent)
+    missing = varying(primal) - varying(cotangent)
     if missing:
         cotangent = lax.pcast(cotangent, tuple(sorted(missing)), to="varying")
     sharding = _type(primal).sharding
@@ -70,6 +71,15 @@ def explicit_spec(x: jax.Array) -> tuple:
     """The mesh axes each axis of `x` is sharded over on an Explicit mesh; None = not sharded."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
+
+
+def unsharded(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with all of `axis` on every device of an Explicit mesh; its other axes lie as they do."""
+    spec = list(explicit_spec(x))
+    if spec[axis] is None:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
 
 
 def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> jax.Array:

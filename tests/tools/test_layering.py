@@ -56,6 +56,7 @@ LAYERS = (
     ("ops/*/whole",),
     ("ops/*/forward",),
     ("ops/*/backward",),
+    ("ops/*/parts",),
     ("ops/*/block",),
     # the one operator that builds on another, through its block
     ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),

@@ -8,8 +8,7 @@ import jax
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.deformable import backward as portable_backward
-from jax_attn_bwd.ops.deformable import forward as portable_forward
+from jax_attn_bwd.ops.deformable import parts
 from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
 from jax_attn_bwd.ops.deformable.spec import (
     DIFFERENTIABLE,
@@ -173,7 +172,7 @@ def multi_scale_deformable_attention_bwd(
     B, Q, M, _ = operands.attention_weights.shape
     checks.shape(name, "dout", dout, "[B, Q, M * D]", (B, Q, M * operands.value.shape[3]))
     checks.same_dtype(name, value=operands.value, dout=dout)
-    dout = reshard_like(dout, operands.value, (0, None, 2))
+    dout = reshard_like(dout, operands.attention_weights, (0, 1, 2))
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, DIFFERENTIABLE)
     chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
     residuals = Residuals(operands, Wanted(frozenset(wanted)))
@@ -186,7 +185,7 @@ def multi_scale_deformable_attention_bwd(
     )
 
 
-IMPLEMENTATIONS = (backend.Implementation("xla", portable_forward.forward, portable_backward.backward),)
+IMPLEMENTATIONS = (backend.Implementation("xla", parts.forward, parts.backward),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

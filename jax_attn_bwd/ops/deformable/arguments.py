@@ -54,7 +54,8 @@ def prepare(
         checks.flag(name, "deterministic", deterministic),
     )
     K = sum(points)
-    operands = Operands(value, locations.reshape(B, Q, M, K, 2), weights.reshape(B, Q, M, K))
+    locations, weights = locations.reshape(B, Q, M, K, 2), weights.reshape(B, Q, M, K)
+    operands = Operands(value, locations, sharding.reshard_like(weights, locations, (0, 1, 2, 3)))
     return options, operands
 
 
@@ -146,15 +147,17 @@ def _num_points(name: str, num_points: Any, weights: jax.Array, levels: int) -> 
 
 
 def _check_explicit_sharding(name: str, arrays: dict[str, jax.Array], heads: int) -> None:
-    """On an Explicit mesh: axes 0 and `heads` may be sharded, alike in all arrays, the rest may not."""
+    """On an Explicit mesh: batch and `heads` may be sharded, alike in all arrays, queries and pixels too.
+
+    The pixels of a sequence of feature maps, whose heads are axis 3, may not.
+    """
     first, *_ = arrays
-    alike = None
+    allowed, alike = {0, heads} | ({1} if heads == 2 else set()), None
     for argument, x in arrays.items():
         spec = sharding.explicit_spec(x)
-        if any(axis is not None for i, axis in enumerate(spec) if i not in (0, heads)):
-            expected = "be sharded along batch and heads alone"
-            remedy = "reshard it, or wrap the call in jax.shard_map (the queries may be split there)"
-            raise ValueError(checks.message(name, argument, expected, spec, remedy))
+        if any(axis is not None for i, axis in enumerate(spec) if i not in allowed):
+            expected = "be sharded along batch, heads, and queries or pixels alone"
+            raise ValueError(checks.message(name, argument, expected, spec, "reshard it"))
         alike = alike or (spec[0], spec[heads])
         if (spec[0], spec[heads]) != alike:
             expected = f"be sharded like {first}, {alike}, in batch and heads"

@@ -40,14 +40,30 @@ from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads,
 
 def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
+    return _backward(options, *_choices(options, residuals), residuals, dout)
+
+
+def gradients(options: Options, residuals: Residuals, dout: jax.Array) -> dict[str, jax.Array]:
+    """What `backward` gives, accumulated in float32 or wider and of these queries alone."""
+    return _gradients(options, *_choices(options, residuals), residuals, dout)
+
+
+def _choices(options, residuals):
+    """(whether rows are sorted before they are added, the loops)."""
     # elsewhere than on a GPU, a scatter-add adds in one order
     sort = options.deterministic and targets.platform() == "gpu"
-    loops = cpu.loops(options, residuals.operands)
-    return _backward(options, sort, loops, residuals, dout)
+    return sort, cpu.loops(options, residuals.operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _backward(options, sort, loops, residuals, dout):
+    grads = _gradients(options, sort, loops, residuals, dout)
+    return MultiScaleDeformableAttentionGrads(
+        **{name: match_type(grad, getattr(residuals.operands, name)) for name, grad in grads.items()}
+    )
+
+
+def _gradients(options, sort, loops, residuals, dout):
     operands, wanted = residuals.operands, residuals.wanted.names
     dtype = sampling.compute_dtype(operands)
     B, Q, M, _ = operands.attention_weights.shape
@@ -67,9 +83,7 @@ def _backward(options, sort, loops, residuals, dout):
                 a = sampling.probabilities(operands.attention_weights.astype(dtype))
                 da = a * (da - (a * da).sum(-1, keepdims=True))  # (9)
             grads["attention_weights"] = da
-    return MultiScaleDeformableAttentionGrads(
-        **{name: match_type(grads[name], getattr(operands, name)) for name in wanted}
-    )
+    return grads
 
 
 def _value_gradient(options, sort, operands, dout):

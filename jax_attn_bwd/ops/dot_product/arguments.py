@@ -31,7 +31,7 @@ def prepare(
     def plane(argument, x):
         x = _drop_leading_ones(x, len(batch) + 3)
         checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S))
-        return sharding.reshard_like(x, query, (*range(len(batch)), -2, None, None))
+        return sharding.reshard_like(x, query, (*range(len(batch)), -2, -3, None))
 
     if bias is not None:
         bias = plane("bias", checks.floating(operator, "bias", bias))
@@ -42,14 +42,15 @@ def prepare(
         checks.shape(operator, "sink", sink, "[N]", (N,))
         sink = sharding.reshard_like(sink, query, (-2,))
 
-    def tokens(argument, x, names, tail, **limits):
+    def tokens(argument, x, names, tail, axes=(), **limits):
+        """`axes`: of the query, along which the tail is sharded as it is."""
         if x is None:
             return None
         rank = len(batch) + len(tail)
         x = _drop_leading_ones(checks.integers(operator, argument, x, **limits), rank)
         checks.broadcasts(operator, argument, x, names, (*batch, *tail))
         x = numerics.to_rank(x.astype(jnp.int32), rank)
-        return sharding.reshard_like(x, query, (*range(len(batch)), *(None for _ in tail)))
+        return sharding.reshard_like(x, query, (*range(len(batch)), *(axes or (None,) * len(tail))))
 
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
@@ -81,9 +82,9 @@ def prepare(
         sink,
         tokens("query_seq_lengths", query_seq_lengths, "[...]", (), **_lengths(T)),
         tokens("key_value_seq_lengths", key_value_seq_lengths, "[...]", (), **_lengths(S)),
-        tokens("query_segment_ids", query_segment_ids, "[..., T]", (T,)),
+        tokens("query_segment_ids", query_segment_ids, "[..., T]", (T,), (-3,)),
         tokens("key_value_segment_ids", key_value_segment_ids, "[..., S]", (S,)),
-        tokens("query_positions", query_positions, "[..., T]", (T,), **_POSITIONS),
+        tokens("query_positions", query_positions, "[..., T]", (T,), (-3,), **_POSITIONS),
         tokens("key_value_positions", key_value_positions, "[..., S]", (S,), **_POSITIONS),
         words,
         offset,
@@ -121,7 +122,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
 
 
 def _check_explicit_sharding(operator: str, query, key, value) -> None:
-    """On an Explicit mesh: batch and heads may be sharded, alike in all three, the rest may not."""
+    """On an Explicit mesh: batch and heads may be sharded, alike in all three, sequences as they please."""
     heads = sharding.explicit_spec(query)[-2]
     if heads is not None and key.shape[-2] % (n := sharding.axis_size(query, heads)):
         expected = f"be a multiple of the size {n} of mesh axis {heads!r}"
@@ -130,10 +131,9 @@ def _check_explicit_sharding(operator: str, query, key, value) -> None:
     specs = {}
     for argument, x in (("query", query), ("key", key), ("value", value)):
         specs[argument] = spec = sharding.explicit_spec(x)
-        if spec[-3] is not None or spec[-1] is not None:
-            expected = "not be sharded along its sequence or its head size"
-            remedy = "reshard it, or call jax_attn_bwd.parallel.ring_attention inside jax.shard_map"
-            raise ValueError(checks.message(operator, argument, expected, spec, remedy))
+        if spec[-1] is not None:
+            expected = "not be sharded along its head size"
+            raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
         if (spec[:-3], spec[-2]) != (specs["query"][:-3], specs["query"][-2]):
             expected = f"be sharded like query, {specs['query']}, in batch and heads"
             raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))

@@ -57,6 +57,16 @@ def backward(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, tiling, residuals, dout, dlse):
+    grads, operands = gradients(options, tiling, residuals, dout, dlse), residuals.operands
+    return DotProductAttentionGrads(
+        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+    )
+
+
+def gradients(
+    options: Options, tiling: Tiling, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+) -> dict[str, jax.Array]:
+    """What `backward` gives, in the accumulator's dtype and of these queries alone."""
     operands, wanted = residuals.operands, residuals.wanted
     dtype = accumulator_dtype(operands.query.dtype)
     shared = wanted.names - batch_slices.sliced(operands)
@@ -72,9 +82,7 @@ def _backward(options, tiling, residuals, dout, dlse):
         for x in [getattr(operands, n)]
     }
     grads, sums = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, rows, zeros)
-    return DotProductAttentionGrads(
-        **{name: match_type(grad, getattr(operands, name)) for name, grad in (grads | sums).items()}
-    )
+    return grads | sums
 
 
 def _of_slice(options, tiling, wanted, operands, result, dout, dlse):

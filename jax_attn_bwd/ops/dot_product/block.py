@@ -30,9 +30,8 @@ from typing import Any
 
 import jax
 
-from jax_attn_bwd._core import backend, pallas
-from jax_attn_bwd.ops.dot_product import backward as portable_backward
-from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd._core import backend
+from jax_attn_bwd.ops.dot_product import parts
 from jax_attn_bwd.ops.dot_product.dropping import of_columns as dropout_factors
 from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
 from jax_attn_bwd.ops.dot_product.row_sums import gradient_of_sink
@@ -46,9 +45,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
 )
 from jax_attn_bwd.ops.dot_product.whole import gradients, probabilities, through_values, where_seen
 
-# Opaque as a kernel's: a checkpoint policy that saves products would save those of every tile, T x S numbers.
-_forward = pallas.with_portable_jvp(portable_forward.forward, portable_forward.forward)
-_PORTABLE = backend.Implementation("xla", _forward, portable_backward.backward)
+_PORTABLE = backend.Implementation("xla", parts.forward, parts.backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("hopper",)),

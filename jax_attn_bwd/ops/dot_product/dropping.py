@@ -36,8 +36,7 @@ def counters(options: Options, operands: Operands, block_q: int, block_k: int) -
     if options.broadcast_dropout:
         batch_index = head_index = jnp.zeros((1,) * (len(batch) + 2), jnp.uint32)
     else:
-        batch_index = jnp.arange(math.prod(batch), dtype=jnp.uint32).reshape(*batch, 1, 1)
-        batch_index = batch_index + offset.batch
+        batch_index = index(math.prod(batch), offset.batch).reshape(*batch, 1, 1)
         head_index = index(N, offset.head).reshape(N // groups, groups)
         head_index = to_rank(head_index, batch_index.ndim)
     assert operands.dropout_words is not None  # checked with the arguments

@@ -46,11 +46,12 @@ class State(NamedTuple):
 
 def forward(options: Options, operands: Operands) -> Result:
     """The output and its row values."""
-    return _forward(options, Tiling.default_for(options, operands), operands)
+    return tiled(options, Tiling.default_for(options, operands), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, tiling, operands):
+def tiled(options: Options, tiling: Tiling, operands: Operands) -> Result:
+    """`forward` cut as `tiling` says."""
     form = whole.forward if tiling.is_whole else _of_slice
     of_slice = lambda operands, _: (form(options, tiling, operands), ())
     result, _ = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, (), ())

@@ -47,6 +47,7 @@ class Operands(NamedTuple):
     key_value_positions: jax.Array | None = None
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None
+    query_origin: jax.Array | None = None  # int32 []: index of the first query of a part; None = 0
 
 
 @jax.tree_util.register_static

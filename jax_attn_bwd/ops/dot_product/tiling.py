@@ -25,10 +25,11 @@ class Tiling:
     product_dtype: str  # of the factors of matrix products
     batch_slices: int = 1  # of the first batch axis, one after the other
     is_whole: bool = False  # the plane is one tile: no walk, see `whole.py`
+    parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.parts`
 
     @classmethod
-    def default_for(cls, options: Options, operands: Operands) -> "Tiling":
-        """Measured tiles for the target platform; see bench/results."""
+    def default_for(cls, options: Options, operands: Operands, parts: int = 1) -> "Tiling":
+        """Measured tiles for the target platform; see bench/results. The operands are of one of `parts`."""
         (*batch, T, N, _), S = operands.query.shape, operands.key.shape[-3]
         dtype, on_cpu = operands.query.dtype, targets.platform() == "cpu"
         block_q, block_k = (256, 512) if on_cpu else (1024, 1024)  # not measured but on a CPU
@@ -44,11 +45,11 @@ class Tiling:
             left, right = options.window
             if left + (0 if options.is_causal else right) < block_k:
                 block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
-        sizes = (*batch, N, T, S)
+        sizes = (parts, *batch, N, T, S)
         if all(isinstance(n, int) for n in sizes) and 0 < math.prod(sizes) <= WHOLE_LOGITS * slices:
-            return cls(T, S, str(product_dtype(dtype)), slices, is_whole=True)
+            return cls(T, S, str(product_dtype(dtype)), slices, is_whole=True, parts=parts)
         blocks = _even_block(T, block_q), _even_block(S, block_k)
-        return cls(*blocks, str(product_dtype(dtype)), slices)
+        return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
 
 
 def product_dtype(dtype: Any) -> Any:

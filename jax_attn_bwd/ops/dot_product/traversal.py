@@ -5,6 +5,9 @@ indices drop dead pairs from the list at trace time; where all others are full n
 tile is mixed: its elements are compared one by one. Lengths, segments and positions are known at run time
 only: they give each pair a live flag, and `lax.cond` skips dead ones. No loop has a traced trip count, so the
 scans have a reverse mode.
+
+Parts of the queries that are a batch axis walk in step: at each step all have the same query tile i, and each
+a key tile j of its own list, or one that it does not see where its list is shorter than that of another.
 """
 
 from collections.abc import Callable
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core import parts
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
@@ -56,8 +60,10 @@ def scan_tiles(
     rows, columns = given.rows, given.columns
     T, S = rows.length, columns.length
     live = live_tiles(options, given, tiling)
+    if tiling.parts > 1:
+        return _scan_in_step(step, carry, options, given, tiling, live)
     if isinstance(T, int) and isinstance(S, int):
-        has_positions = rows.position is not None or columns.position is not None
+        has_positions = any(x is not None for x in (rows.position, rows.origin, columns.position))
         full, some_seen = static_pairs(options, T, S, has_positions, tiling)
         i, j = np.concatenate([full, some_seen]).T
         mixed = len(some_seen) > 0 or live is not None
@@ -73,3 +79,48 @@ def scan_tiles(
         return step(carry, i, j, mixed, live), None
 
     return lax.scan(body, carry, (i, j, None if live is None else live[i, j]))[0]
+
+
+def _scan_in_step(step, carry, options, given, tiling, live):
+    """`scan_tiles` of one of the `tiling.parts` of the queries."""
+    rows, columns = given.rows, given.columns
+    has_positions = rows.position is not None or columns.position is not None
+    i, j, mixed = tiles_in_step(options, rows.length, columns.length, has_positions, tiling)
+    if not len(i):
+        return carry
+    j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(parts.AXIS)]
+    if all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:]):
+        live = None  # beside the origin nothing is known at run time only
+    if live is not None:
+        live, mixed = lax.pmax(live[i, j].astype(jnp.int32), parts.AXIS) > 0, True
+
+    def body(carry, x):
+        i, j, live = x
+        return step(carry, i, j, mixed, live), None
+
+    return lax.scan(body, carry, (i, j, live))[0]
+
+
+def tiles_in_step(
+    options: Options, T: int, S: int, has_positions: bool, tiling: Tiling
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes alone tell."""
+    block_q, block_k = tiling.block_q, tiling.block_k
+    parts_of_rows = [Tokens(T, origin=part * T) for part in range(tiling.parts)]
+    flags = [visibility.of_tiles(options, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
+    some, every = (np.stack(x) for x in zip(*flags, strict=True))
+    if has_positions:
+        some = np.ones_like(some)
+        every = np.full_like(every, not (options.is_causal or options.window is not None))
+    lists = []
+    for i in range(some.shape[1]):
+        seen, longest = some[:, i], some[:, i].sum(-1).max()
+        if (all_seen := seen.any(0)).sum() == longest:
+            j = np.broadcast_to(np.flatnonzero(all_seen), (tiling.parts, longest))
+        else:
+            j = np.argsort(~seen, axis=-1, kind="stable")[:, :longest]
+        lists.append((np.full(longest, i, np.int32), j.astype(np.int32)))
+    i, j = (np.concatenate(x, -1) for x in zip(*lists, strict=True))
+    every = every & (np.arange(1, some.shape[2] + 1) * block_k <= S)
+    every = every & (np.arange(1, some.shape[1] + 1)[:, None] * block_q <= T)
+    return i, j, not every[np.arange(tiling.parts)[:, None], i, j].all()

@@ -40,6 +40,7 @@ class Given(NamedTuple):
     key_value_segment_ids: Any = None  # [..., S]
     query_positions: Any = None
     key_value_positions: Any = None
+    query_origin: Any = None  # index of the first query; None = 0
 
 
 class Tokens(NamedTuple):
@@ -49,6 +50,7 @@ class Tokens(NamedTuple):
     position: Any = None  # [..., n] int32; None = the index
     segment: Any = None  # [..., n] int32
     valid_length: Any = None  # [...] int32
+    origin: Any = None  # index of the first one; None = 0
 
 
 class Conditions(NamedTuple):
@@ -70,20 +72,25 @@ def conditions(
             return None
         return layout.pad(layout.pad(layout.plane(x, batch_rank, groups), -2, block_q), -1, block_k)
 
-    def tokens(length, block, position, segment, valid_length):
+    def tokens(length, block, position, segment, valid_length, origin=None):
         if position is None and not isinstance(length, int):
             position = to_rank(jnp.arange(length, dtype=jnp.int32), batch_rank + 1)
         position, segment = (None if x is None else layout.extend(x, block) for x in (position, segment))
-        return Tokens(length, position, segment, valid_length)
+        return Tokens(length, position, segment, valid_length, origin)
 
+    queries = given.query_positions, given.query_segment_ids, given.query_seq_lengths
+    keys = given.key_value_positions, given.key_value_segment_ids, given.key_value_seq_lengths
     return Conditions(
-        tokens(T, block_q, given.query_positions, given.query_segment_ids, given.query_seq_lengths),
-        tokens(
-            S, block_k, given.key_value_positions, given.key_value_segment_ids, given.key_value_seq_lengths
-        ),
+        tokens(T, block_q, *queries, _origin(given)),
+        tokens(S, block_k, *keys),
         plane(given.mask),
         plane(given.bias),
     )
+
+
+def _origin(given: Any) -> Any:
+    """Of the queries; only the operands of dense attention may be a part of a call's."""
+    return getattr(given, "query_origin", None)
 
 
 class _Laid(NamedTuple):
@@ -104,7 +111,8 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
         return x if i is None else take_at(x, {-1: (i, block)})
 
     start = 0 if i is None else i * block
-    index = start + jnp.arange(block, dtype=jnp.int32)
+    local = start + jnp.arange(block, dtype=jnp.int32)
+    index = local if tokens.origin is None else tokens.origin + local
     position = index if tokens.position is None else take(tokens.position)
     segment = None if tokens.segment is None else lay(take(tokens.segment))
     valid = None
@@ -112,7 +120,7 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
         length = tokens.valid_length[..., None]
         valid = lay(to_rank(index, length.ndim) < length)
     if i is not None and not (isinstance(tokens.length, int) and tokens.length % block == 0):
-        valid = masks.conjunction(valid, lay(index < tokens.length))
+        valid = masks.conjunction(valid, lay(local < tokens.length))
     return _Laid(lay(position), segment, valid)
 
 
@@ -202,6 +210,8 @@ def _ranges(tokens: Tokens, block: int, axis: int) -> tuple[Any, Any, Any]:
         blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
         return blocks.min(-1)[lay], blocks.max(-1)[lay]
 
+    if tokens.origin is not None:
+        start, last = tokens.origin + start, tokens.origin + last
     index = start[lay], last[lay]
     segment = None if tokens.segment is None else ranges(tokens.segment)
     return index if tokens.position is None else ranges(tokens.position), segment, index
@@ -252,12 +262,12 @@ def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> 
     left, right = options.window or (far, far)
     left, right = min(left, far), 0 if options.is_causal else min(right, far)
 
-    def meets(n, others, before, after, end, other_end):
+    def meets(n, others, before, after, end, other_end, first=0, other_first=0):
         """Whether each of n finds one of the others in [index - before, index + after]."""
-        known = isinstance(n, int) and isinstance(others, int)
-        index: Any = (np if known else jnp).arange(n, dtype=np.int32)
-        least, greatest = (np if known else jnp).maximum(index - before, 0), index + after
-        greatest = (np if known else jnp).minimum(greatest, others - 1)
+        known = all(isinstance(x, int) for x in (n, others, first, other_first))
+        index: Any = first + (np if known else jnp).arange(n, dtype=np.int32)
+        least, greatest = (np if known else jnp).maximum(index - before, other_first), index + after
+        greatest = (np if known else jnp).minimum(greatest, other_first + (others - 1))
         if other_end is not None:
             other_end = other_end[..., None]
             least, greatest = (to_rank(x, other_end.ndim) for x in (least, greatest))
@@ -269,7 +279,9 @@ def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> 
         return to_rank(found, batch_rank + 1)
 
     q_end, k_end = given.query_seq_lengths, given.key_value_seq_lengths
-    live, seen = meets(T, S, left, right, q_end, k_end), meets(S, T, right, left, k_end, q_end)
+    first = 0 if _origin(given) is None else _origin(given)
+    live = meets(T, S, left, right, q_end, k_end, first=first)
+    seen = meets(S, T, right, left, k_end, q_end, other_first=first)
     return live[..., None, None, :], seen[..., None, :]
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
-from jax_attn_bwd._core.sharding import einsum
+from jax_attn_bwd._core.sharding import einsum, unsharded
 from jax_attn_bwd.ops.dot_product import dropping, layout, visibility
 from jax_attn_bwd.ops.dot_product.logits import soft_capped
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Result
@@ -33,6 +33,8 @@ class _Plane(NamedTuple):
 
 
 def _plane(options: Options, operands: Operands) -> _Plane:
+    keys = {name: unsharded(getattr(operands, name), -3) for name in ("key", "value")}
+    operands = operands._replace(**keys)
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     q, k, v, live = unpoisoned(options, operands)
     q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))

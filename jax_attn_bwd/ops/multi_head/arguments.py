@@ -193,11 +193,11 @@ def _rank(operator: str, argument: str, x: jax.Array, letters: str) -> jax.Array
 
 
 def _check_explicit_sharding(operator: str, operands: Operands) -> None:
-    """On an Explicit mesh: batch, heads and Eo may be sharded; sequences and contracted widths may not."""
+    """On an Explicit mesh: batch, sequences, heads and Eo may be sharded; contracted widths may not."""
     for name, x in zip(("query", "key", "value"), operands.inputs, strict=True):
         spec = sharding.explicit_spec(x)
-        if spec[-2] is not None or spec[-1] is not None:
-            expected = "not be sharded along its sequence or its width"
+        if spec[-1] is not None:
+            expected = "not be sharded along its width"
             remedy = "reshard it, or take jax_attn_bwd.parallel.tensor_parallel_multi_head_attention"
             raise ValueError(checks.message(operator, name, expected, spec, remedy))
         if spec[:-2] != (first := sharding.explicit_spec(operands.query))[:-2]:
@@ -216,9 +216,11 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
 
 
 def _check_mesh_axes(operator: str, operands: Operands) -> None:
-    """A mesh axis shards one of batch, heads and Eo. Other arrays than these are resharded."""
+    """A mesh axis shards one of batch, sequences, heads and Eo. Other arrays than these are resharded."""
     batch = sharding.explicit_spec(operands.query)[:-2]
     taken = {m: "the batch of query" for axis in batch for m in _mesh_axes(axis)}
+    sequences = (sharding.explicit_spec(x)[-2] for x in operands.inputs)
+    taken |= {m: "a sequence" for axis in sequences for m in _mesh_axes(axis)}
     projections = [n for n in PARAMS if n.endswith(("_kernel", "_bias"))]
     for name, x in ((n, getattr(operands, n)) for n in projections):
         spec = () if x is None else sharding.explicit_spec(x)

@@ -159,11 +159,13 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         dsink = block.gradient_of_sink(inner.sink, result, block.merge_rows(delta[..., 0]))
         shares = shares._replace(sink=dsink)
     # Dense attention sums these over the shards that share them, so what joins them must be summed.
-    bias, sink = (
-        None if x is None else match_type(x, like)
-        for x, like in ((shares.bias, inner.bias), (shares.sink, inner.sink))
-    )
-    return grads, da, shares._replace(bias=bias, sink=sink)
+    matched = {
+        name: match_type(x, getattr(inner, name))
+        for name in ("key", "value", "bias", "sink")
+        for x in [getattr(shares, name)]
+        if x is not None
+    }
+    return grads, da, shares._replace(**matched)
 
 
 def _probabilities(options, residuals, inner, rows, planes) -> _Columns:

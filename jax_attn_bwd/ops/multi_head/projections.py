@@ -58,7 +58,7 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
     batch = range(heads.query.ndim - 3)
     q, offset = heads.query, operands.dropout_offset
     bias, mask = (
-        None if x is None else reshard_like(x, q, (*batch, -2, None, None))
+        None if x is None else reshard_like(x, q, (*batch, -2, -3, None))
         for x in (operands.bias, operands.mask)
     )
     sink = None if operands.sink is None else reshard_like(operands.sink, q, (-2,))

@@ -180,9 +180,9 @@ def test_traced_tables(argument, remedy):
     [
         (
             {"sampling_locations": P("b", "h")},
-            r"sampling_locations must be sharded along batch and heads alone, got .*; .*shard_map",
+            r"sampling_locations must be sharded like value, \('b', 'h'\), in batch and heads, got",
         ),
-        ({"value": P("b", None, None, "h")}, "value must be sharded along batch and heads alone"),
+        ({"value": P("b", None, None, "h")}, "value must be sharded along batch, heads, .* alone"),
         (
             {"attention_weights": P("b")},
             r"attention_weights must be sharded like value, \('b', 'h'\), in batch and heads, got",
@@ -205,7 +205,7 @@ def test_shardings_on_an_explicit_mesh(changes, words):
 
 def test_feature_map_split_along_its_width_on_an_explicit_mesh():
     mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Explicit,))
-    words = r"value\[0\] must be sharded along batch and heads alone"
+    words = r"value\[0\] must be sharded along batch, heads, and queries or pixels alone"
     with jax.set_mesh(mesh):
         maps = [jax.device_put(MAPS[0], P(None, None, "w")), jax.device_put(MAPS[1], P())]
         check(deformable, "multi_scale_deformable_attention", ValueError, words, {"value": maps})

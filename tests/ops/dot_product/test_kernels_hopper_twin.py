@@ -103,7 +103,7 @@ def test_kernels_equal_their_twin(name):
     """
     options, operands, cts = prepared(NAMED[name])
     tiling = mosaic_gpu_forward.default_tiling(options, operands)
-    result = portable_forward._forward(options, portable(tiling), operands)
+    result = portable_forward.tiled(options, portable(tiling), operands)
     kernel = jax.block_until_ready(mosaic_gpu_forward.forward(options, operands))
     wanted = frozenset(n for n in OPERATOR.differentiable if getattr(operands, n) is not None and n != "sink")
     residuals = Residuals(operands, result, Wanted(wanted))

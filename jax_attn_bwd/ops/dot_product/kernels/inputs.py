@@ -49,6 +49,17 @@ class Inputs(NamedTuple):
     column_counter: Any  # uint32 [S]
 
 
+def sharded_sequence(operands: Operands) -> str | None:
+    """Why kernels cannot run it where a sequence is sharded on an Explicit mesh; None where none is."""
+    for name in ("query", "key", "value"):
+        if (axis := sharding.explicit_spec(getattr(operands, name))[-3]) is not None:
+            return (
+                f"the sequence of {name} is sharded over {axis!r}, and a kernel reads whole sequences; call "
+                f"jax_attn_bwd.parallel.ring_attention inside jax.shard_map"
+            )
+    return None
+
+
 def whole(n: int, multiple: int) -> int:
     """`n` rounded up to a multiple."""
     return -(-n // multiple) * multiple

@@ -126,7 +126,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return "a float64 bias asks for float64 arithmetic"
     if not isinstance(options.precision, lax.Precision | None):
         return f"it has one product algorithm, got precision={options.precision}"
-    return None
+    return kernel_inputs.sharded_sequence(operands)
 
 
 def kernel_inputs_of(refs: Inputs) -> Inputs:

@@ -1,0 +1,77 @@
+"""The portable path where queries may lie on several devices: part of the queries by part.
+
+A part of the queries samples the whole value. Its rows of the output and of the points' gradients are those
+of the whole, and the gradient of the value, equation (8) of `backward.py`, is the sum over the parts: it is
+taken once, after the loop over the points. `_core/parts.py` tells how parts lie on devices.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from jax_attn_bwd._core import parts
+from jax_attn_bwd._core.parts import Cut
+from jax_attn_bwd._core.sharding import match_type, unsharded
+from jax_attn_bwd.ops.deformable import backward as portable_backward
+from jax_attn_bwd.ops.deformable import forward as portable_forward
+from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Operands, Options, Residuals
+
+_QUERIES = {"sampling_locations": 1, "attention_weights": 1}  # the axis Q
+
+
+def forward(options: Options, operands: Operands) -> jax.Array:
+    """As `forward.forward`, wherever queries and pixels lie."""
+    cut, operands = _cut_and_gathered(operands)
+    if cut is None or not cut.axes:  # what is read by one query is not summed: it may be left to XLA
+        return portable_forward.forward(options, operands)
+    return _forward(options, cut, operands)
+
+
+def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
+    """As `backward.backward`, wherever queries and pixels lie."""
+    given, wanted = residuals
+    cut, operands = _cut_and_gathered(given)
+    if cut is None:
+        grads = portable_backward.backward(options, Residuals(operands, wanted), dout)._asdict()
+    else:
+        grads = _backward(options, cut, Residuals(operands, wanted), dout)
+    return MultiScaleDeformableAttentionGrads(
+        **{name: match_type(grads[name], getattr(given, name)) for name in wanted.names}
+    )
+
+
+def _cut_and_gathered(operands: Operands) -> tuple[Cut | None, Operands]:
+    """(how the queries are cut, the operands with all pixels on every device)."""
+    value, weights = operands.value, operands.attention_weights
+    cut = parts.cut(weights, 1, weights.shape[0])
+    value = unsharded(value, 1) if cut is None else parts.gathered(value, 1)
+    return cut, operands._replace(value=value)
+
+
+def _rows(operands: Operands) -> dict[str, jax.Array]:
+    return {name: getattr(operands, name) for name in _QUERIES}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(options: Options, cut: Cut, operands: Operands) -> jax.Array:
+    def of_part(_, rows, value):
+        return {"out": portable_forward.forward(options, Operands(value, **rows))}
+
+    place = parts.place(operands.attention_weights, 1)
+    results = {"out": place._replace(spec=place.spec[:3])}
+    return parts.over(cut, of_part, _rows(operands), operands.value, _QUERIES, results)["out"]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any) -> dict[str, jax.Array]:
+    """The gradients by name, accumulated in float32 or wider."""
+    operands, wanted = residuals
+
+    def of_part(_, rows, value):
+        part = Operands(value, **{name: rows[name] for name in _QUERIES})
+        return portable_backward.gradients(options, Residuals(part, wanted), rows["dout"])
+
+    results = {name: parts.place(getattr(operands, name), _QUERIES.get(name)) for name in wanted.names}
+    rows, axes = _rows(operands) | {"dout": dout}, _QUERIES | {"dout": 1}
+    return parts.over(cut, of_part, rows, operands.value, axes, results)

@@ -1,0 +1,150 @@
+"""The portable path where queries or keys may lie on several devices: part of the queries by part.
+
+A part is a block of queries that attends to all keys: its rows of the output are those of the whole, and the
+gradients of keys and values are sums over the parts. Keys and values are gathered once before the loop over
+the tiles of a part, and their gradients summed once after it. `_core/parts.py` tells how parts lie on
+devices.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import dropout, pallas, parts
+from jax_attn_bwd._core.parts import Cut
+from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
+from jax_attn_bwd.ops.dot_product import backward as portable_backward
+from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.dot_product.tiling import Tiling
+
+# The axes of queries and of keys, counted from the end; those of size 1 broadcast.
+_QUERIES = {"query": 3, "bias": 2, "mask": 2, "query_segment_ids": 1, "query_positions": 1}
+_KEYS = {"key": 3, "value": 3, "bias": 1, "mask": 1, "key_value_segment_ids": 1, "key_value_positions": 1}
+
+
+def _tiled(static: tuple[Options, int], operands: Operands) -> Result:
+    options, count = static
+    return portable_forward.tiled(options, Tiling.default_for(options, operands, count), operands)
+
+
+# Opaque as a kernel's: a checkpoint policy that saves products would save those of every tile, T x S numbers.
+_of_all = pallas.with_portable_jvp(portable_forward.forward, portable_forward.forward)
+_of_part = pallas.with_portable_jvp(_tiled, _tiled)
+
+
+def forward(options: Options, operands: Operands) -> Result:
+    """As `forward.forward`, wherever the sequences lie."""
+    cut, operands = _cut_and_gathered(options, operands)
+    return _of_all(options, operands) if cut is None else _forward(options, cut, operands)
+
+
+def backward(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> DotProductAttentionGrads:
+    """As `backward.backward`, wherever the sequences lie."""
+    given = residuals.operands
+    cut, operands = _cut_and_gathered(options, given)
+    if cut is None and operands is given:
+        return portable_backward.backward(options, residuals, dout, dlse)
+    residuals = residuals._replace(operands=operands)
+    if cut is None:
+        grads = portable_backward.backward(options, residuals, dout, dlse)._asdict()
+    else:
+        grads = _backward(options, cut, residuals, dout, dlse)
+    return DotProductAttentionGrads(
+        **{name: match_type(grads[name], getattr(given, name)) for name in residuals.wanted.names}
+    )
+
+
+def _cut_and_gathered(options: Options, operands: Operands) -> tuple[Cut | None, Operands]:
+    """(how the queries are cut, the operands, if need be with all keys on every device)."""
+    query = operands.query
+    is_sharded = any(explicit_spec(x)[-3] is not None for x in (query, operands.key, operands.value))
+    if not is_sharded and (parts.auto_devices() == 1 or Tiling.default_for(options, operands).is_whole):
+        return None, operands
+    cut = parts.cut(query, query.ndim - 3, math.prod(query.shape[:-3]))
+    if cut is None and not is_sharded:
+        return None, operands
+    keys = {name: getattr(operands, name) for name in _KEYS}
+    gathered = {
+        name: parts.gathered(x, x.ndim - _KEYS[name])
+        for name, x in keys.items()
+        if x is not None and x.shape[-_KEYS[name]] != 1
+    }
+    return cut, operands._replace(**gathered)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
+    rows, axes, shared = _divided(operands)
+    place = parts.place(operands.query, axes["query"])
+    by_row = place._replace(spec=place.spec[:-1])
+
+    def of_part(index, rows, shared):
+        return _of_part((options, cut.in_step), _part(options, operands, index, rows, shared))._asdict()
+
+    return Result(**parts.over(cut, of_part, rows, shared, axes, Result(place, by_row, by_row)._asdict()))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse: Any) -> dict[str, jax.Array]:
+    """The gradients in the accumulator's dtype, by name."""
+    operands, result, wanted = residuals
+    rows, axes, shared = _divided(operands)
+    results = {name: parts.place(getattr(operands, name), axes.get(name)) for name in wanted.names}
+    own = {"dout": dout, "dlse": dlse, **result._asdict()}
+    own = {name: x for name, x in own.items() if x is not None}
+
+    def of_part(index, rows, shared):
+        part = _part(options, operands, index, rows, shared)
+        saved = Result(rows["out"], rows["lse"], rows.get("lse_low"))
+        tiling = Tiling.default_for(options, part, cut.in_step)
+        cotangents = rows.get("dout"), rows.get("dlse")
+        return portable_backward.gradients(options, tiling, Residuals(part, saved, wanted), *cotangents)
+
+    axes |= dict.fromkeys(own, axes["query"])
+    return parts.over(cut, of_part, rows | own, shared, axes, results)
+
+
+def _divided(operands: Operands) -> tuple[dict[str, jax.Array], dict[str, int], Operands]:
+    """(the operands that have the queries' axis, by name; which one it is; the others)."""
+    given = {name: x for name in _QUERIES for x in [getattr(operands, name)] if x is not None}
+    rows = {name: x for name, x in given.items() if x.shape[-_QUERIES[name]] != 1}
+    axes = {name: x.ndim - _QUERIES[name] for name, x in rows.items()}
+    shared = operands._replace(**dict.fromkeys(rows))
+    if operands.dropout_words is not None:
+        offset = _places(operands)
+        rows["dropout_rows"], axes["dropout_rows"] = offset.row, 0
+        shared = shared._replace(dropout_offset=offset)
+    return rows, axes, shared
+
+
+def _places(operands: Operands) -> dropout.Offset:
+    """The dropout's offset as index arrays, which shards of batch, heads and queries take along."""
+    *batch, T, N, _ = operands.query.shape
+    zero = jnp.uint32(0)
+    offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
+
+    def index(n, start):
+        return start if start.ndim else start + jnp.arange(n, dtype=jnp.uint32)
+
+    entries = index(math.prod(batch), offset.batch).reshape(batch)
+    return dropout.Offset(
+        reshard_like(entries, operands.query, tuple(range(len(batch)))),
+        reshard_like(index(N, offset.head), operands.query, (-2,)),
+        index(T, offset.row),
+        offset.column,
+    )
+
+
+def _part(options: Options, operands: Operands, index: Any, rows: dict[str, Any], shared: Any) -> Operands:
+    """The operands of part `index`, which know where its queries begin if that matters."""
+    part = shared._replace(**{name: rows[name] for name in _QUERIES if name in rows})
+    is_banded = options.is_causal or options.window is not None
+    if operands.query_seq_lengths is not None or (is_banded and operands.query_positions is None):
+        part = part._replace(query_origin=jnp.int32(index) * part.query.shape[-3])
+    if "dropout_rows" in rows:
+        part = part._replace(dropout_offset=part.dropout_offset._replace(row=rows["dropout_rows"]))
+    return part
