@@ -82,25 +82,25 @@ def _extra(rng, graph, H, widths, names) -> dict[str, Any]:
     return found
 
 
-def _gat(name, **arguments) -> Case:
+def _gat(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         found = _extra(rng, graph, H, {"edge": 2 * H}, extra)
         size = 2 * H * D + (2 * H if "edge" in found else 0)
         return {
             "src": rng.standard_normal((graph.num_src, H * D)),
             "dst": rng.standard_normal((graph.num_dst, H * D)),
-            "attention_weights": rng.standard_normal(size),
+            "attention_weights": spread * rng.standard_normal(size),
         } | found
 
     return _case(build, name, **arguments)
 
 
-def _gatv2(name, **arguments) -> Case:
+def _gatv2(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         return {
             "src": rng.standard_normal((graph.num_src, H * D)),
             "dst": rng.standard_normal((graph.num_dst, H * D)),
-            "attention_weights": rng.standard_normal(H * D),
+            "attention_weights": spread * rng.standard_normal(H * D),
         } | _extra(rng, graph, H, {"edge": H * D}, extra)
 
     return _case(build, name, **arguments)
@@ -137,6 +137,32 @@ _SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
 _COMPILED = ("ci", "check", "compile")
 
 
+def _wide(
+    make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]]
+) -> Iterator[Case]:
+    """Heads wide enough for the GPU kernels, with scores of the size that layers begin with.
+
+    `extra` is what the operator takes beside "edge" and dropout; `heads` has options for each H and D.
+    """
+    make = make if "score_bias" in extra else partial(make, spread=0.1)
+    everything = {"extra": ("edge", "dropout_mask", *extra)}
+    yield make("wide", H=4, D=32, graph=_PADDED, tags=("kernel", "repeat", "poison"), **everything)
+    yield make("wide hub", H=4, D=32, graph=_hub, tags=("large", "repeat"), **everything)
+    for (H, D), options in heads.items():
+        yield make(f"{H} x {D}", H=H, D=D, tags=("wide", "large"), **options)
+
+
+def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
+    """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
+    compiled = partial(make, graph=_hub, tags=("mosaic_gpu",), dtype="float32")
+    for H, D in ((1, 256), (2, 64), (4, 64), (16, 8), (16, 64)):
+        yield compiled(f"compiled {H} x {D}", H=H, D=D)
+    yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")
+    yield compiled("compiled 4 x 64 float16", H=4, D=64, dtype="float16")
+    everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
+    yield compiled("compiled 8 x 64 everything", H=8, D=64, **everything)
+
+
 def _measured(make: Callable[..., Case]) -> Iterator[Case]:
     for nodes, edges, tags in ((400, 3000, ("quick",)), (40_000, 500_000, ("bench", "bench_gpu"))):
         name = f"random {nodes} nodes, {edges} edges, 8 x 16"
@@ -152,6 +178,15 @@ GAT_CASES = (
     *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in _EMPTY.items()),
     _gat("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gat("second_dropout", **_SMALL, extra=("dropout_mask",), concat_heads=False),
+    *_wide(
+        _gat,
+        heads={
+            (1, 128): {"activation": "tanh"},
+            (8, 16): {"extra": ("edge", "dropout_key"), "dropout_rate": 0.4, "activation": "elu"},
+            (16, 8): {"graph": _PADDED, "activation": "relu"},
+        },
+    ),
+    *_compiled(_gat),
     *_measured(_gat),
 )
 GATV2_CASES = (
@@ -168,6 +203,15 @@ GATV2_CASES = (
     *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in _EMPTY.items()),
     _gatv2("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gatv2("shard", **_SHARD),
+    *_wide(
+        _gatv2,
+        heads={
+            (2, 64): {"concat_heads": False, "activation": "elu", "extra": ("edge",)},
+            (6, 64): {"activation": "scalar"},
+            (16, 8): {"activation": "sigmoid"},
+        },
+    ),
+    *_compiled(_gatv2),
     *_measured(_gatv2),
 )
 TRANSFORMER_CASES = (
@@ -181,6 +225,15 @@ TRANSFORMER_CASES = (
     ),
     _transformer("second_edge_bias", **_SMALL, extra=("edge", "score_bias")),
     _transformer("shard", **_SHARD),
+    *_wide(
+        _transformer,
+        "score_bias",
+        heads={
+            (1, 128): {"graph": _PADDED},
+            (8, 64): {"extra": ("edge", "score_bias", "dropout_key"), "dropout_rate": 0.4},
+        },
+    ),
+    *_compiled(_transformer, "score_bias"),
     *_measured(_transformer),
 )
 SOFTMAX_CASES = (
