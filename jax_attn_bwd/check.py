@@ -23,6 +23,7 @@ from jax_attn_bwd import ops
 from jax_attn_bwd._core import backend, console
 from jax_attn_bwd._core.cases import Arrays, Case, Operator, cast, cotangents, value_and_gradients
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.parallel import cases as parallel
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FLOAT64_LIMIT = 1e-10
@@ -179,6 +180,11 @@ def plan(
     return jobs, absent
 
 
+def discover() -> tuple[Operator, ...]:
+    """The operators, and what runs them over the devices at hand."""
+    return (*ops.discover(), *parallel.OPERATORS)
+
+
 def worst(rows: Sequence[Measurement]) -> list[Measurement]:
     """Of each operator, implementation, dtype and quantity, the case nearest to, or over, its limit."""
     found: dict[tuple, Measurement] = {}
@@ -191,7 +197,7 @@ def worst(rows: Sequence[Measurement]) -> list[Measurement]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check, prints the table, returns the exit code."""
-    known = {operator.name: operator for operator in ops.discover()}
+    known = {operator.name: operator for operator in discover()}
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)

@@ -5,7 +5,9 @@
     out = output_proj(multi_scale_deformable_attention(value_proj(value), location, softmax(logits)))
 
 with offset = sampling_offsets(query), in pixels of its level for reference points, and
-logits = attention_weights(query).
+logits = attention_weights(query). With queries sharded over an axis of a mesh, a layer is told
+
+    attention_fn=partial(parallel.sharded_multi_scale_deformable_attention, mesh=mesh, axis="queries")
 
 Parameters: see `jax_attn_bwd.layers.deformable_parameters`.
 
@@ -17,7 +19,6 @@ References:
 """
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -33,7 +34,6 @@ from jax_attn_bwd.layers.deformable_parameters import configure as configure
 from jax_attn_bwd.layers.deformable_parameters import from_torch as from_torch
 from jax_attn_bwd.layers.deformable_parameters import offsets_bias as offsets_bias
 from jax_attn_bwd.layers.deformable_parameters import offsets_dtype as offsets_dtype
-from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
@@ -58,15 +58,15 @@ def attend(
     mask = _mask(mask, (*batch, S))
     # Zeroed on entry as well: a NaN in the padding would reach the kernel's gradient as 0 * NaN.
     value = _keep(mask, linears.value_proj(_keep(mask, value)))
-    B = math.prod(batch)
-    out = multi_scale_deformable_attention(
+    B, options = math.prod(batch), dict(vars(config.options))
+    out = options.pop("attention_fn")(
         value.reshape(B, S, M, config.width // M),
         spatial_shapes,
         locations.reshape(B, Q, M, K, 2),
         logits.reshape(B, Q, M, K),
         num_points=config.num_points,
         normalize="softmax",
-        **asdict(config.options),
+        **options,
     )
     return linears.output_proj(out.reshape(*batch, Q, config.width))
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.layers.arguments import as_array, positive
+from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
 _NAME = "MultiScaleDeformableAttention"
 
@@ -37,6 +38,7 @@ class Options:
     method: str = "bilinear"
     deterministic: bool = True
     implementation: str | None = None
+    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ def configure(
         expected = f"be a positive int, or one for each of the {num_levels} levels"
         raise ValueError(checks.message(_NAME, "num_points", expected, repr(num_points)))
     points = tuple(positive(_NAME, "num_points", P) for P in given)
+    if not callable(options.attention_fn):
+        expected = "be a function like multi_scale_deformable_attention"
+        raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
     return Config(width, num_heads, points, options)
 
 

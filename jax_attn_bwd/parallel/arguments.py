@@ -82,8 +82,8 @@ def prepare(
         operands = operands._replace(**{name: x.reshape(x.shape[x.ndim - short.ndim :])})
 
     T, S, batch_rank = operands.query.shape[-3], operands.key.shape[-3], operands.query.ndim - 3
-    rows = _index(operands.query_positions, T, batch_rank, device)
-    columns = _index(operands.key_value_positions, S, batch_rank, device)
+    rows = token_index(operands.query_positions, T, batch_rank, device)
+    columns = token_index(operands.key_value_positions, S, batch_rank, device)
     lengths = (
         (query_seq_lengths, T * n, "query_seq_lengths"),
         (key_value_seq_lengths, S * n, "key_value_seq_lengths"),
@@ -139,7 +139,7 @@ def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> t
     return x, False
 
 
-def _index(positions: jax.Array | None, length: int, batch_rank: int, device: jax.Array) -> jax.Array:
+def token_index(positions: jax.Array | None, length: int, batch_rank: int, device: jax.Array) -> jax.Array:
     """The index of each token in the whole sequence, int32 `[..., length]`."""
     if positions is None:
         contiguous = device * length + jnp.arange(length, dtype=jnp.int32)
@@ -171,17 +171,19 @@ def _dropout_offset(operator: str, offset: Any, rows: jax.Array, columns: jax.Ar
     """`offset` with its rows and columns as index arrays of the tokens."""
     zero = jnp.uint32(0)
     offset = offset or dropout.Offset(zero, zero, zero, zero)
+    row, column = places(operator, offset.row, rows), places(operator, offset.column, columns)
+    return offset._replace(row=row, column=column)
 
-    def places(start, index):
-        if start.ndim:
-            return start
-        if index.size != index.shape[-1]:
-            expected = "be the same for the whole batch with dropout"
-            remedy = "give the rows and columns of the mask as index arrays in dropout_offset"
-            raise ValueError(checks.message(operator, "positions", expected, index.shape, remedy))
-        return start + index.reshape(-1).astype(jnp.uint32)
 
-    return offset._replace(row=places(offset.row, rows), column=places(offset.column, columns))
+def places(operator: str, start: jax.Array, index: jax.Array) -> jax.Array:
+    """The rows or columns of tokens in a dropout mask, uint32; `start` may be they themselves."""
+    if start.ndim:
+        return start
+    if index.size != index.shape[-1]:
+        expected = "be the same for the whole batch with dropout"
+        remedy = "give the rows and columns of the mask as index arrays in dropout_offset"
+        raise ValueError(checks.message(operator, "positions", expected, index.shape, remedy))
+    return start + index.reshape(-1).astype(jnp.uint32)
 
 
 def _offsets(options: Options, n: int, T: int, contiguous: bool) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, pallas
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd._core.sharding import match_type, tie
+from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
 from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Options, Result
 from jax_attn_bwd.parallel import all_gather, ring, ulysses
@@ -241,7 +241,7 @@ def _exchanged(operator: str, *, return_residual: bool, implementation: str | No
     return_residual = checks.flag(operator, "return_residual", return_residual)
     example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
     chosen = block.choose(operator, implementation, options, example)
-    out, lse = _attention((operator, exchange, chosen, options), operands)
+    out, lse = _run((operator, exchange, chosen, options), operands)
     return (out, lse) if return_residual else out
 
 
@@ -291,6 +291,7 @@ def _bwd(static, residuals, cotangents):
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_run = runs_in_shard_map(_attention)
 
 
 def _of_live_rows(operands, result, dout, dlse):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, pallas
+from jax_attn_bwd._core import checks, dropout, pallas
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, multi_head_attention
-from jax_attn_bwd.parallel.arguments import axis_size
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, dropping, multi_head_attention
+from jax_attn_bwd.parallel.arguments import axis_size, places, token_index
 from jax_attn_bwd.parallel.sequence import ring_attention
 
 _NAME = "tensor_parallel_multi_head_attention"
@@ -40,17 +40,21 @@ def tensor_parallel_multi_head_attention(
     logits_soft_cap: float | None = None,
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
+    out_dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     broadcast_dropout: bool = False,
+    add_residual: bool = False,
+    return_weights: bool = False,
+    average_weights: bool = False,
     precision: Any = None,
     deterministic: bool = True,
     save: str = "inputs",
     implementation: str | None = None,
-) -> jax.Array:
+) -> Any:
     """`multi_head_attention` with its heads over a mesh axis: each device attends with its own.
 
-        out = sum over devices of attention(x W_q, x W_k, x W_v) W_o  + b_o
+        out = out_dropout(sum over devices of attention(x W_q, x W_k, x W_v) W_o  + b_o) (+ query)
 
     Called inside `jax.shard_map(check_vma=True)`. With `reduce="psum_scatter"` tokens are sharded over
     `axis_name` outside of the layer: they are gathered before it and scattered behind it, where the devices'
@@ -79,12 +83,14 @@ def tensor_parallel_multi_head_attention(
         in `multi_head_attention`, with `sequence_axis_name` as in `ring_attention`.
       dropout_key: the same on all devices: the mask is that of one device.
       dropout_offset: (batch, head, row, column) of all heads of this attention in a larger array.
-      scale, is_causal, local_window_size, logits_soft_cap, add_zero_attn, dropout_rate, broadcast_dropout,
-        precision, deterministic, save, implementation: as in `multi_head_attention`; with
-        `sequence_axis_name` all four kernels are needed, and appended rows and `save` are not to be had.
+      scale, is_causal, local_window_size, logits_soft_cap, add_zero_attn, dropout_rate, out_dropout_rate,
+        broadcast_dropout, add_residual, return_weights, average_weights, precision, deterministic, save,
+        implementation: as in `multi_head_attention`; with `sequence_axis_name` all four kernels are needed,
+        and weights and `save` are not to be had.
 
     Returns:
-      `[..., t, Eo]`, dtype of `query`.
+      out: `[..., t, Eo]`, dtype of `query`; with `return_weights` also weights `[..., N, T, S']` of this
+      device's heads, or with `average_weights` `[..., T, S']` of all.
 
     Gradients:
       Every field of `params`, query, key, value and bias, to second order, as in `multi_head_attention`.
@@ -93,7 +99,7 @@ def tensor_parallel_multi_head_attention(
 
     Raises:
       ValueError: an axis is not bound here; tokens vary over `axis_name` though `reduce="psum"`, or do not
-        though it scatters; the kernels do not; no output kernel; appended rows or `save` with
+        though it scatters; the kernels do not; no output kernel; weights or `save` with
         `sequence_axis_name`; and as `multi_head_attention` and `ring_attention`.
       TypeError, NotImplementedError: as `multi_head_attention`.
 
@@ -128,7 +134,7 @@ def tensor_parallel_multi_head_attention(
     _check_sharding(params, inputs, axis_name, n, reduce)
     if reduce == "psum_scatter":
         inputs = {name: _gathered(x, axis_name) for name, x in inputs.items()}
-    batch, head, row, column = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
+    offset = batch, head, row, column = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
     attention: dict[str, Any] = dict(
         bias=bias, mask=mask, scale=scale, is_causal=is_causal, local_window_size=local_window_size,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
@@ -139,18 +145,35 @@ def tensor_parallel_multi_head_attention(
         broadcast_dropout=broadcast_dropout, precision=precision, deterministic=deterministic,
         implementation=implementation,
     )  # fmt: skip
-    own = params._replace(out_bias=None)
+    own, weights = params._replace(out_bias=None), None
+    flags = {"return_weights": return_weights, "average_weights": average_weights}
     if sequence_axis_name is None:
-        attention |= dict(add_zero_attn=add_zero_attn, save=save)
+        attention |= dict(add_zero_attn=add_zero_attn, save=save, **flags)
         out = multi_head_attention(own, **inputs, **attention)
+        out, weights = out if return_weights else (out, None)
     else:
-        _check_ring(params, add_zero_attn, save)
-        out = _over_ring(own, inputs, sequence_axis_name, attention)
+        _check_ring(params, dropout_rate, flags | {"save": save})
+        add_zero_attn = checks.flag(_NAME, "add_zero_attn", add_zero_attn)
+        out = _over_ring(own, inputs, sequence_axis_name, attention, add_zero_attn)
+    T = out.shape[-2]
     if reduce == "psum_scatter":
         out = lax.psum_scatter(out, axis_name, scatter_dimension=out.ndim - 2, tiled=True)
     else:
         out = lax.psum(out, axis_name)
-    return out if params.out_bias is None else out + to_rank(params.out_bias, out.ndim)
+    out = out if params.out_bias is None else out + to_rank(params.out_bias, out.ndim)
+    rate = checks.rate(_NAME, "out_dropout_rate", out_dropout_rate)
+    words, at = dropout.drawn(_NAME, {"out_dropout_rate": rate}, dropout_key, (*offset[:3], 0), T, 0)
+    if at is not None:
+        row = _rows(at.row, T, query_positions, sequence_axis_name)
+        if reduce == "psum_scatter":
+            row = lax.dynamic_slice_in_dim(row, lax.axis_index(axis_name) * (T // n), T // n)
+        out = out * dropping.of_output(rate, words, at._replace(row=row), out)
+    if checks.flag(_NAME, "add_residual", add_residual):
+        checks.shape(_NAME, "the output, with add_residual,", out, "of query", query.shape)
+        out = out + query
+    if average_weights:
+        weights = lax.pmean(weights, axis_name)
+    return (out, weights) if return_weights else out
 
 
 def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int, reduce: str) -> None:
@@ -175,30 +198,33 @@ def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int,
             raise ValueError(checks.message(_NAME, name, expected, got, f"or choose reduce={other!r}"))
 
 
-def _check_ring(params: MultiHeadAttentionParams, add_zero_attn: bool, save: str) -> None:
+def _rows(start: jax.Array, T: int, positions: Any, sequence_axis_name: str | None) -> jax.Array:
+    """The rows of the T gathered tokens in masks of dropout, uint32 `[T]`."""
+    device = jnp.int32(0) if sequence_axis_name is None else lax.axis_index(sequence_axis_name)
+    positions = None if positions is None or sequence_axis_name is None else jnp.asarray(positions)
+    return places(_NAME, start, token_index(positions, T, 0, device))
+
+
+def _check_ring(params: MultiHeadAttentionParams, dropout_rate: float, options: dict[str, Any]) -> None:
     for name in _KERNELS:
         if getattr(params, name) is None:
             raise ValueError(
                 checks.message(_NAME, f"params.{name}", "be given with sequence_axis_name", None)
             )
-    default: dict[str, tuple[Any, Any]] = {"params.bias_k": (params.bias_k, None)}
-    default |= {"params.bias_v": (params.bias_v, None)}
-    default |= {"add_zero_attn": (add_zero_attn, False), "save": (save, "inputs")}
-    for argument, (x, expected) in default.items():
-        if x is not expected and x != expected:
-            got = x if isinstance(x, bool | str) else "an array"
-            raise ValueError(
-                checks.message(
-                    _NAME, argument, f"be {expected!r} with sequence_axis_name", got, "leave it out"
-                )
-            )
+    options |= {} if params.bias_k is None else {"dropout_rate with params.bias_k": dropout_rate}
+    for argument, x in options.items():
+        if x != (expected := "inputs" if argument == "save" else False):
+            expected = f"be {expected!r} with sequence_axis_name"
+            raise ValueError(checks.message(_NAME, argument, expected, x, "leave it out"))
 
 
 def _gathered(x: jax.Array | None, axis_name: str) -> jax.Array | None:
     return None if x is None else lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
 
 
-def _over_ring(params: Any, inputs: dict[str, Any], axis_name: str, attention: dict[str, Any]) -> jax.Array:
+def _over_ring(
+    params: Any, inputs: dict[str, Any], axis_name: str, attention: dict[str, Any], add_zero_attn: bool
+) -> jax.Array:
     """The layer around `ring_attention`, without the output's bias."""
     query, key, value = inputs.values()
     key = query if key is None else key
@@ -210,5 +236,26 @@ def _over_ring(params: Any, inputs: dict[str, Any], axis_name: str, attention: d
         y = jnp.einsum("...te,enh->...tnh", x, kernel, **product)
         y = y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
         heads.append(y.astype(x.dtype))
-    out = ring_attention(*heads, axis_name=axis_name, sink=params.sink, **attention)
+    sink = params.sink
+    if add_zero_attn:  # a key of 0 whose value is 0 takes what a sink of 0 takes
+        zero = jnp.zeros(heads[0].shape[-2], query.dtype)
+        sink = zero if sink is None else jnp.logaddexp(sink, zero)
+    out, lse = ring_attention(*heads, axis_name=axis_name, sink=sink, return_residual=True, **attention)
+    out = out if params.bias_k is None else _with_row(params, heads[0], out, lse, attention)
     return jnp.einsum("...tnh,nho->...to", out, params.out_kernel, **product).astype(query.dtype)
+
+
+def _with_row(params: Any, q: jax.Array, out: jax.Array, lse: jax.Array, attention: Any) -> jax.Array:
+    """`out` of attention over all keys, with the one more that `bias_k` and `bias_v` add for every query.
+
+    x = soft_cap(scale <q, bias_k>),   lse' = log(exp(lse) + exp(x))
+    out' = exp(lse - lse') out + exp(x - lse') bias_v
+    """
+    (N, H), cap = q.shape[-2:], attention["logits_soft_cap"]
+    k, v = (jnp.repeat(x.astype(lse.dtype), N // x.shape[0], axis=0) for x in (params.bias_k, params.bias_v))
+    x = jnp.einsum("...tnh,nh->...tn", q.astype(lse.dtype), k, precision=attention["precision"])
+    x = x * checks.head_scale(_NAME, attention["scale"], H, q.dtype, "")
+    x = x if cap is None else cap * jnp.tanh(x / cap)
+    total = jnp.logaddexp(lse, x)
+    out = jnp.exp(lse - total)[..., None] * out + jnp.exp(x - total)[..., None] * to_rank(v, out.ndim)
+    return out.astype(q.dtype)

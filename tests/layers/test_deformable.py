@@ -24,6 +24,7 @@ from layers.deformable_cases import (
 )
 from layers.frameworks import FRAMEWORKS, assert_all_close, frameworks, jitted, values_and_gradients
 
+from jax_attn_bwd import parallel
 from jax_attn_bwd.layers.deformable import from_torch
 
 
@@ -245,3 +246,15 @@ def test_equinox_transformations(rng):
     mapped = eqx.filter_vmap(layer, in_axes=(0, 0, 0, None, 0))
     out = jitted(lambda *arrays: mapped(*arrays, LEVELS, mask))(query, points, value)
     assert_close(out[1], layer(query[1], points[1], value[1], LEVELS, mask[1]), 1e-13)
+
+
+@pytest.mark.parametrize("framework", frameworks("equinox"))
+def test_queries_over_a_mesh(framework):
+    """The numbers of one device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:Q]), ("queries",))
+    sharded = partial(parallel.sharded_multi_scale_deformable_attention, mesh=mesh, axis="queries")
+    options, params, (*arrays, mask) = arguments_of("ragged_boxes")
+    layer = build(framework, **options, attention_fn=sharded)
+    function = lambda *arrays: layer.call(*arrays, LEVELS, mask)
+    got = jitted(partial(values_and_gradients, function))(params, *arrays)
+    assert_all_close(got, expected("ragged_boxes"), 1e-12)

@@ -93,6 +93,7 @@ def test_no_queries_and_no_pictures(rng):
         ({"options": {"num_heads": 4}}, ValueError, "features must be a multiple of the 4 heads, got 6"),
         ({"options": {"num_points": (1, 2)}}, ValueError, "num_points must .* of the 3 levels"),
         ({"options": {"num_points": 0}}, ValueError, "num_points must be a positive int"),
+        ({"options": {"attention_fn": "sharded"}}, TypeError, "attention_fn must be a function .* got str"),
         ({"options": {"num_levels": 0}}, ValueError, "num_levels must be a positive int"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -85,14 +85,48 @@ def compare(rng, params, reduce, sequence, options):
     [
         pytest.param("psum_scatter", False, {"add_zero_attn": True, "dropout_rate": 0.3}, marks=thorough),
         pytest.param("psum", False, {"logits_soft_cap": 2.0, "save": "qkv"}, marks=thorough),
-        ("psum_scatter", True, {"dropout_rate": 0.3}),
-        pytest.param("psum", True, {"local_window_size": 5}, marks=thorough),
+        ("psum_scatter", True, {"dropout_rate": 0.3, "out_dropout_rate": 0.4, "add_residual": True}),
+        pytest.param("psum", True, {"local_window_size": 5, "out_dropout_rate": 0.4}, marks=thorough),
+        pytest.param(
+            "psum_scatter",
+            True,
+            {"appended": True, "add_zero_attn": True, "logits_soft_cap": 2.0},
+            marks=thorough,
+        ),
+        pytest.param("psum", True, {"appended": True}, marks=thorough),
+        pytest.param("psum_scatter", True, {"add_zero_attn": True, "dropout_rate": 0.3}, marks=thorough),
+        pytest.param(
+            "psum", False, {"out_dropout_rate": 0.4, "dropout_offset": (3, 2, 5, 1)}, marks=thorough
+        ),
     ],
     ids=str,
 )
 def test_as_on_one_device(reduce, sequence, options, rng):
     options = {"is_causal": True, "dropout_key": jax.random.key(3), **options}
-    compare(rng, parameters(rng, appended=not sequence), reduce, sequence, options)
+    appended = options.pop("appended", not sequence)
+    compare(rng, parameters(rng, appended), reduce, sequence, options)
+
+
+@thorough
+@pytest.mark.parametrize("average", [False, True])
+def test_weights(average, rng):
+    """Of each device's heads, or their mean; with a gradient."""
+    params, x, ct = parameters(rng, appended=True), draw(rng, 2, T, E), draw(rng, 2, T, E)
+    options = {"return_weights": True, "average_weights": average, "is_causal": True}
+    call = functools.partial(tensor_parallel_multi_head_attention, axis_name="heads", **options)
+    tokens, weights = P(None, "heads"), P() if average else P(None, "heads")
+    specs = (only_given(SPECS, params), tokens)
+    run = jax.shard_map(call, mesh=mesh(), in_specs=specs, out_specs=(tokens, weights))
+
+    def gradients(function):
+        def loss(params, x):
+            out, weights = function(params, x)
+            return (out * ct).sum() + jnp.sin(weights).sum(), (out, weights)
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=QUICK)(params, x)
+
+    expected = gradients(functools.partial(multi_head_attention, **options))
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-12), gradients(run), expected)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +167,8 @@ def test_other_keys_than_queries(rng):
         ),
         ({"reduce": "sum"}, r"reduce must be one of"),
         (
-            {"sequence_axis_name": "sequence", "add_zero_attn": True},
-            r"add_zero_attn must be False with sequence_axis",
+            {"sequence_axis_name": "sequence", "return_weights": True},
+            r"return_weights must be False with sequence_axis",
         ),
         ({"sequence_axis_name": "sequence", "save": "qkv"}, r"save must be 'inputs' with sequence_axis_name"),
     ],

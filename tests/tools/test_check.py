@@ -31,7 +31,7 @@ def softmax_operator(**changes):
 def only(monkeypatch):
     """`only(operator)`: the package then has that one; JAX's precision is put back afterwards."""
     precision = jax.config.jax_default_matmul_precision
-    yield lambda operator: monkeypatch.setattr("jax_attn_bwd.ops.discover", lambda: (operator,))
+    yield lambda operator: monkeypatch.setattr("jax_attn_bwd.check.discover", lambda: (operator,))
     jax.config.update("jax_default_matmul_precision", precision)
 
 

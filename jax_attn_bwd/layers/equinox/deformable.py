@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.layers import deformable
+from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
 
 class MultiScaleDeformableAttention(eqx.Module):
@@ -53,6 +54,7 @@ class MultiScaleDeformableAttention(eqx.Module):
         method: str = "bilinear",
         deterministic: bool = True,
         implementation: str | None = None,
+        attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
         dtype: Any = None,
         key: jax.Array,
     ):
@@ -66,11 +68,13 @@ class MultiScaleDeformableAttention(eqx.Module):
           padding_mode, method, deterministic, implementation: options of
             `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from
             run to run; the layer has no dropout.
+          attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
+            `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
           dtype: of the parameters. Offsets, locations and weights are computed in float32 or wider in any
             case.
           key: a PRNG key for `value_proj` and `output_proj`.
         """
-        options = deformable.Options(padding_mode, method, deterministic, implementation)
+        options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
         config = deformable.configure(num_heads, num_levels, num_points, options, query_size=query_size)
         keys = jax.random.split(key)
         linear = partial(_linear, query_size, dtype=dtype)

@@ -1,13 +1,15 @@
 """Multi-scale deformable attention as a Flax linen module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from jax_attn_bwd.layers import deformable
+from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
 
 class MultiScaleDeformableAttention(nn.Module):
@@ -32,6 +34,8 @@ class MultiScaleDeformableAttention(nn.Module):
       padding_mode, method, deterministic, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
         to run; the layer has no dropout.
+      attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
+        `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,10 +60,13 @@ class MultiScaleDeformableAttention(nn.Module):
     method: str = "bilinear"
     deterministic: bool = True
     implementation: str | None = None
+    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention
 
     def setup(self) -> None:
         """Makes the four linear layers."""
-        options = deformable.Options(self.padding_mode, self.method, self.deterministic, self.implementation)
+        options = deformable.Options(
+            self.padding_mode, self.method, self.deterministic, self.implementation, self.attention_fn
+        )
         config = deformable.configure(
             self.num_heads, self.num_levels, self.num_points, options, features=self.features
         )

@@ -1,13 +1,15 @@
 """Multi-scale deformable attention as a Flax NNX module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_attn_bwd.layers import deformable
+from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
 _XAVIER = nnx.initializers.xavier_uniform()
 
@@ -34,6 +36,8 @@ class MultiScaleDeformableAttention(nnx.Module):
       padding_mode, method, deterministic, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
         to run, and `train()` and `eval()` leave it alone; the layer has no dropout.
+      attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
+        `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
       rngs: rng key.
 
     Example:
@@ -61,9 +65,10 @@ class MultiScaleDeformableAttention(nnx.Module):
         method: str = "bilinear",
         deterministic: bool = True,
         implementation: str | None = None,
+        attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
         rngs: nnx.Rngs,
     ):
-        options = deformable.Options(padding_mode, method, deterministic, implementation)
+        options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
         config = deformable.configure(num_heads, num_levels, num_points, options, in_features=in_features)
         bias = deformable.offsets_bias(config)
         linear = partial(nnx.Linear, in_features, param_dtype=param_dtype, precision=precision, rngs=rngs)

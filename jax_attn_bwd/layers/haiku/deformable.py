@@ -1,12 +1,14 @@
 """Multi-scale deformable attention as a Haiku module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import haiku as hk
+import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd.layers import deformable
+from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
 
 class MultiScaleDeformableAttention(hk.Module):
@@ -31,6 +33,8 @@ class MultiScaleDeformableAttention(hk.Module):
       padding_mode, method, deterministic, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
         to run; the layer has no dropout.
+      attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
+        `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
       name: of the module.
 
     Example:
@@ -58,10 +62,11 @@ class MultiScaleDeformableAttention(hk.Module):
         method: str = "bilinear",
         deterministic: bool = True,
         implementation: str | None = None,
+        attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
         name: str | None = None,
     ):
         super().__init__(name=name)
-        options = deformable.Options(padding_mode, method, deterministic, implementation)
+        options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
         config = deformable.configure(num_heads, num_levels, num_points, options, model_size=model_size)
         bias = deformable.offsets_bias(config)
         zeros = partial(hk.Linear, w_init=jnp.zeros)

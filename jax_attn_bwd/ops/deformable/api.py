@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_attn_bwd._core import backend, checks
-from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd.ops.deformable import parts
 from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
 from jax_attn_bwd.ops.deformable.spec import (
@@ -108,7 +108,7 @@ def multi_scale_deformable_attention(
         deterministic=deterministic,
     )
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    return _attention((options, chosen.name), operands)
+    return _run((options, chosen.name), operands)
 
 
 def multi_scale_deformable_attention_bwd(
@@ -210,3 +210,4 @@ def _bwd(static, residuals, dout):
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_run = runs_in_shard_map(_attention)

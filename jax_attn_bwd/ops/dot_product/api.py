@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.block import IMPLEMENTATIONS as IMPLEMENTATIONS
@@ -143,7 +143,7 @@ def dot_product_attention(
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
     chosen = block.choose(_NAME, implementation, options, operands)
-    out, lse = _attention((options, chosen), operands)
+    out, lse = _run((options, chosen), operands)
     return (out, lse) if return_residual else out
 
 
@@ -268,3 +268,4 @@ def _bwd(static, residuals, cotangents):
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_run = runs_in_shard_map(_attention)

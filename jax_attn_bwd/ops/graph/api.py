@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.graph import backward as portable_backward
 from jax_attn_bwd.ops.graph import forward as portable_forward
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
@@ -304,7 +305,7 @@ def _attend(
     """out, and the weights and lse if they are asked for."""
     return_residual = checks.flag(operator, "return_residual", return_residual)
     chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
-    out, weights, lse = _attention((options, chosen.name), operands)
+    out, weights, lse = _run((options, chosen.name), operands)
     outputs = (out,) + ((weights,) if options.return_weights else ())
     outputs += (lse,) if return_residual else ()
     return outputs if len(outputs) > 1 else out
@@ -344,3 +345,4 @@ def _bwd(static, residuals, cotangents):
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_run = runs_in_shard_map(_attention)

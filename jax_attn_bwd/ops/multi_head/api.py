@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
@@ -168,7 +169,7 @@ def multi_head_attention(
         save=save,
     )  # fmt: skip
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    outputs = _layer((options, chosen.name), operands)
+    outputs = _run((options, chosen.name), operands)
     given = tuple(x for x in outputs if x is not None)
     return given if len(given) > 1 else given[0]
 
@@ -349,3 +350,4 @@ def _bwd(static, residuals, cotangents):
 
 
 _layer.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_run = runs_in_shard_map(_layer)

@@ -213,7 +213,8 @@ def _undo_output_projection(options, through, residuals, live, dout):
     grads = {}
     if options.add_residual and "query" in wanted:
         grads["query"] = dout.astype(dtype)  # (5)
-    factors = dropping.of_output(options, operands, dout.astype(dtype))
+    drawn = options.out_dropout_rate, operands.dropout_words, operands.dropout_offset
+    factors = dropping.of_output(*drawn, dout.astype(dtype))
     dy = dout if factors is None else (dout.astype(dtype) * factors).astype(dout.dtype)
     if "out_bias" in wanted:
         grads["out_bias"] = reduce_to(dy.astype(dtype), dy.shape[-1:])  # (6)

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +25,15 @@ def of_rows(options: Options, operands: Operands, inner: dot_product.Operands, R
     return block.dropout_factors(options.attention, inner, column)
 
 
-def of_output(options: Options, operands: Operands, out: jax.Array) -> jax.Array | None:
-    """Factors of the layer's output, `[..., T, Eo]`, as of its `out`."""
-    rate = options.out_dropout_rate
+def of_output(rate: float, words: Any, offset: dropout.Offset | None, out: jax.Array) -> jax.Array | None:
+    """Factors of the layer's output, `[..., T, Eo]`, as of its `out`; None if `rate` is 0."""
     if rate == 0:
         return None
-    words = operands.dropout_words
-    assert words is not None  # checked with the arguments
     *batch, T, Eo = out.shape
     constant = (jnp.uint32(OUT[0]), jnp.uint32(OUT[1]))
     words = jnp.stack(dropout.threefry((words[0], words[1]), constant))
     zero = jnp.uint32(0)
-    offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
+    offset = offset or dropout.Offset(zero, zero, zero, zero)
     index = partial(jnp.arange, dtype=jnp.uint32)
     entry = index(math.prod(batch)).reshape(*batch, 1, 1) + offset.batch
     row = offset.row if offset.row.ndim else offset.row + index(T)

@@ -85,7 +85,8 @@ def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
         out = matmul("...tnh,nho->...to", z, operands.out_kernel, options.precision)
         bias = operands.out_bias
         out = out if bias is None else out + to_rank(bias.astype(out.dtype), out.ndim)
-    factors = dropping.of_output(options, operands, out)
+    drawn = options.out_dropout_rate, operands.dropout_words, operands.dropout_offset
+    factors = dropping.of_output(*drawn, out)
     out = out if factors is None else out * factors
     if options.add_residual:
         out = out + operands.query.astype(out.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
@@ -102,7 +102,7 @@ def scaled_masked_softmax(
     options = Options(static_scale, axis, is_causal, window, fully_masked)
     operands = Operands(x, scale_array, mask, bias, sink)
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    return _softmax((options, chosen.name), operands)
+    return _run((options, chosen.name), operands)
 
 
 def scaled_masked_softmax_bwd(
@@ -220,3 +220,4 @@ def _bwd(static, residuals, dy):
 
 
 _softmax.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_run = runs_in_shard_map(_softmax)

@@ -1,0 +1,184 @@
+"""Named inputs of what runs over several devices: calls on whole arrays, over as many devices as are at hand.
+
+Each is the operator whose numbers it has to give, called otherwise; where its axes are too short for all
+devices, over fewer. Sequences are laid out and brought back, queries are padded to the number of devices.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_attn_bwd._core.cases import Arrays, Case, Operator
+from jax_attn_bwd.ops.deformable.cases import OPERATORS as DEFORMABLE
+from jax_attn_bwd.ops.dot_product.cases import OPERATORS as DENSE
+from jax_attn_bwd.ops.graph import BipartiteCSC
+from jax_attn_bwd.ops.graph.cases import OPERATORS as GRAPH
+from jax_attn_bwd.ops.multi_head.cases import OPERATORS as MULTI_HEAD
+from jax_attn_bwd.ops.multi_head.spec import PARAMS, MultiHeadAttentionParams
+from jax_attn_bwd.parallel.deformable import sharded_multi_scale_deformable_attention
+from jax_attn_bwd.parallel.graph import sharded_graph_attention
+from jax_attn_bwd.parallel.layouts import striped, unstriped, unzigzag, zigzag
+from jax_attn_bwd.parallel.meshes import run_on_parts
+from jax_attn_bwd.parallel.partition import partition_graph
+from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph
+from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
+from jax_attn_bwd.parallel.tensor import tensor_parallel_multi_head_attention
+
+_AXIS = "devices"
+_TOKENS = ("query", "key", "value", "query_segment_ids", "key_value_segment_ids")
+
+
+def _mesh(*sizes: int) -> Mesh:
+    """As many of the devices at hand as divide all sizes, along one axis."""
+    n = math.gcd(jax.local_device_count(), *sizes)
+    return Mesh(np.array(jax.local_devices()[:n]), (_AXIS,))
+
+
+def _sequence_case(name: str, tags: tuple[str, ...], B=2, T=16, N=8, K=4, H=3, Hv=5, extra=(), **options):
+    def build(rng) -> Arrays:
+        ids = np.sort(rng.integers(0, 3, (B, T)), -1).astype(np.int32)
+        arrays = {
+            "query": rng.standard_normal((B, T, N, H)),
+            "key": rng.standard_normal((B, T, K, H)),
+            "value": rng.standard_normal((B, T, K, Hv)),
+            "sink": rng.standard_normal(N),
+            "query_segment_ids": ids,
+            "key_value_segment_ids": ids,
+            "dropout_key": np.array([7, 11], np.uint32),
+        }
+        return {name: arrays[name] for name in (*_TOKENS[:3], *extra)}
+
+    return Case(name, build, options, frozenset(tags))
+
+
+_SECOND: dict[str, Any] = dict(B=1, T=4, N=2, K=2, H=2, Hv=1, is_causal=True)
+_SEQUENCE_CASES = (
+    _sequence_case("causal_sink", ("ci", "check"), extra=("sink",), is_causal=True, logits_soft_cap=2.0),
+    _sequence_case(
+        "packed_dropout", ("ci", "check"), extra=(*_TOKENS[3:], "dropout_key"),
+        local_window_size=(5, 2), dropout_rate=0.3,
+    ),
+    _sequence_case("second", ("second",), extra=("sink",), **_SECOND),
+    _sequence_case("second_packed", ("second",), extra=_TOKENS[3:], **_SECOND),
+)  # fmt: skip
+
+
+def _sequence(function: Callable[..., Any], lay: Callable | None = None, back: Callable | None = None) -> Any:
+    """The calls of dense attention: all tokens in order, in and out."""
+
+    def call(*, implementation=None, **arguments):
+        T, K = arguments["query"].shape[-3], arguments["key"].shape[-2]
+        mesh = _mesh(T // 2, K)
+        n = mesh.size
+        arrays = {
+            name: arguments.pop(name) for name in (*_TOKENS, "sink", "dropout_key") if name in arguments
+        }
+        specs = {name: P(None, _AXIS) if name in _TOKENS else P() for name in arrays}
+        if lay is not None:
+            arrays |= {name: lay(arrays[name], n, 1) for name in _TOKENS if name in arrays}
+            both = ("query_positions", "key_value_positions")
+            arrays |= dict.fromkeys(both, lay(jnp.arange(T, dtype=jnp.int32), n))
+            specs |= dict.fromkeys(both, P(_AXIS))
+        options = dict(axis_name=_AXIS, return_residual=True, implementation=implementation, **arguments)
+        local = lambda arrays: function(**arrays, **options)
+        outputs = run_on_parts(local, mesh, _AXIS, (specs,), (P(None, _AXIS),) * 2, (arrays,))
+        return outputs if back is None else tuple(back(x, n, 1) for x in outputs)
+
+    return call
+
+
+_HEADS = dict.fromkeys(("query_kernel", "key_kernel", "value_kernel"), P(None, _AXIS)) | dict.fromkeys(
+    ("query_bias", "key_bias", "value_bias", "out_kernel", "bias_k", "bias_v", "sink"), P(_AXIS)
+)
+
+
+def _layer(*, implementation=None, **arguments):
+    mesh = _mesh(*(arguments[name].shape[1] for name in ("query_kernel", "key_kernel", "value_kernel")))
+    static = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate", "add_zero_attn")
+    options = {name: arguments.pop(name) for name in static if name in arguments}
+    specs = {name: _HEADS.get(name, P()) for name in arguments}
+
+    def local(arrays):
+        params = MultiHeadAttentionParams(**{name: arrays.pop(name) for name in PARAMS if name in arrays})
+        return tensor_parallel_multi_head_attention(
+            params, **arrays, **options, axis_name=_AXIS, reduce="psum", implementation=implementation
+        )
+
+    out = run_on_parts(local, mesh, _AXIS, (specs,), P(), (arguments,))
+    return out, jnp.zeros(0, out.dtype)
+
+
+@cache
+def _cut(graph: BipartiteCSC, n: int) -> PartitionedGraph:
+    with jax.ensure_compile_time_eval():  # whoever calls may be tracing
+        return partition_graph(graph, n)
+
+
+def _graph(*, graph, head_size, src, dst, edge=None, dropout_mask=None, **arguments):
+    mesh = _mesh()
+    cut = _cut(graph, mesh.size)
+    out, weights, lse = sharded_graph_attention(
+        cut,
+        cut.src.place(src),
+        cut.dst.place(dst),
+        mesh=mesh,
+        axis=_AXIS,
+        num_heads=src.shape[1] // head_size,
+        edge=None if edge is None else cut.edges.place(edge),
+        dropout_mask=None if dropout_mask is None else cut.edges.place(dropout_mask.T).T,
+        return_attention_weights=True,
+        return_residual=True,
+        **arguments,
+    )
+    return cut.dst.collect(out), cut.edges.collect(weights), cut.dst.collect(lse)
+
+
+def _queries(*, sampling_locations, attention_weights, **arguments):
+    mesh, Q = _mesh(), sampling_locations.shape[1]
+    fill = lambda x: jnp.pad(x, ((0, 0), (0, -Q % mesh.size), *((0, 0),) * (x.ndim - 2)))
+    given = {"sampling_locations": fill(sampling_locations), "attention_weights": fill(attention_weights)}
+    out = sharded_multi_scale_deformable_attention(**given, **arguments, mesh=mesh, axis=_AXIS)
+    return (out[:, :Q],)
+
+
+def _none(*_: Any) -> dict[str, jax.Array]:
+    """There is no plain backward of what runs over several devices."""
+    return {}
+
+
+def _of(operator: Operator, name: str, call: Callable[..., Any], cases: tuple[Case, ...]) -> Operator:
+    """`operator` by another name, called otherwise."""
+    return replace(operator, name=name, call=call, cases=cases, backward=_none, backward_wrt=())
+
+
+def _named(operator: Operator, *names: str) -> tuple[Case, ...]:
+    return tuple(case for case in operator.cases if case.name in names)
+
+
+(_DENSE,), (_MULTI_HEAD,), (_DEFORMABLE,), (_GAT, *_) = DENSE, MULTI_HEAD, DEFORMABLE, GRAPH
+OPERATORS = (
+    _of(_DENSE, "ring_attention", _sequence(ring_attention, zigzag, unzigzag), _SEQUENCE_CASES),
+    _of(_DENSE, "all_gather_attention", _sequence(all_gather_attention, striped, unstriped), _SEQUENCE_CASES),
+    _of(_DENSE, "ulysses_attention", _sequence(ulysses_attention), _SEQUENCE_CASES),
+    _of(
+        _MULTI_HEAD,
+        "tensor_parallel_multi_head_attention",
+        _layer,
+        _named(_MULTI_HEAD, "tiles", "packed_alone", "second"),
+    ),
+    _of(_GAT, "sharded_graph_attention", _graph, _named(_GAT, "plain", "edge_dropout", "second_dropout")),
+    _of(
+        _DEFORMABLE,
+        "sharded_multi_scale_deformable_attention",
+        _queries,
+        _named(_DEFORMABLE, "plain", "softmax", "second_softmax"),
+    ),
+)

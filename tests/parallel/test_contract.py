@@ -1,0 +1,74 @@
+"""What runs over several devices, under the contract of every operator, and in `jax_attn_bwd.check`."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from contract import test_derivatives_in_turn as in_turn
+from contract import test_second_order as second_order
+from contract import test_transforms as transforms
+from helpers import OPERATORS as BARE
+from helpers import QUICK, assert_close, assert_trees_close, differentiated, finite_loss, thorough
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from parallel.sequences import AXIS, TOKENS, draw, mesh
+
+from jax_attn_bwd import check, parallel
+from jax_attn_bwd.parallel.cases import OPERATORS
+
+CONTRACTS = {
+    "derivatives in turn": in_turn.test_of_every_operator,
+    "second order": second_order.test_every_mode_under_jit,
+    "vmap": transforms.test_vmap_over_all_operands,
+    "eager": transforms.test_eager_equals_jit,
+    "scan and remat": transforms.test_scan_over_steps_and_remat,
+}
+QUICKEST = ("scaled_masked_softmax",)
+NAMES = [operator.name for operator in OPERATORS]
+by_name = pytest.mark.parametrize("operator", OPERATORS, ids=NAMES)
+
+
+def test_all_have_cases():
+    """Whatever `parallel` exports that attends."""
+    exported = {name for name in dir(parallel) if name.endswith("_attention")}
+    assert set(NAMES) == exported
+    assert {operator.name for operator in check.discover()} >= exported
+
+
+@thorough
+@pytest.mark.parametrize("contract", CONTRACTS)
+@by_name
+def test_contract(contract, operator):
+    CONTRACTS[contract](operator, "xla", next(operator.tagged("second")))
+
+
+@thorough
+@by_name
+def test_values(operator):
+    for case in operator.tagged("check"):
+        assert not [row for row in check.measure(operator, "xla", case, "float64") if not row.ok]
+
+
+@pytest.mark.parametrize(
+    "operator", [pytest.param(o, id=o.name, marks=() if o.name in QUICKEST else thorough) for o in BARE]
+)
+def test_without_jit_inside_shard_map(operator):
+    """By itself JAX runs no rule with symbolic zeros there."""
+    case = next(operator.tagged("second"))
+    arrays = case.arrays()
+    inputs = differentiated(operator, arrays)
+    loss = finite_loss(operator.call, operator, arrays, {**case.options, "implementation": "xla"})
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    value, gradients = jax.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=P(), out_specs=P())(inputs)
+    expected = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(inputs)
+    assert_close(value, expected[0], 1e-12)
+    assert_trees_close(gradients, expected[1], 1e-12)
+
+
+@thorough
+def test_a_ring_without_jit(rng):
+    attend = functools.partial(parallel.ring_attention, axis_name=AXIS, is_causal=True)
+    run = jax.shard_map(attend, mesh=mesh(2), in_specs=(TOKENS,) * 3, out_specs=TOKENS)
+    q, k, v = (draw(rng, 1, 8, 2, 3) for _ in range(3))
+    assert_close(run(q, k, v), jax.jit(run)(q, k, v), 1e-12)
