@@ -32,7 +32,7 @@ class Case:
         `deterministic=False` allows, "repeat" and "poison" are run again for their bits, and with NaN where
         no one looks. "bench" is measured on a CPU, "quick" small enough to try that, "bench_gpu" on a GPU.
         "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
-        the name of a TPU, by that one.
+        the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone.
       dtype: of the floating arrays where a case is measured or compiled.
       dtypes: of arguments that have one of their own, whatever the others have.
     """

@@ -15,9 +15,10 @@ from jax_attn_bwd.bench.compile_only.programs import Program, did_not_compile
 
 COUNTED = (
     "HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "MUFU.EX2", "MUFU.TANH", "LDG.E.128", "STG.E.128",
-    "LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "R2UR", "SHFL", "BAR", "SYNCS", "RED",
+    "LDG", "STG", "LD.E", "ST.E", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "R2UR", "SHFL", "BAR", "SYNCS",
+    "RED",
 )  # fmt: skip
-_SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "R2UR", "total")
+_SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "LD.E", "ST.E", "SHFL", "R2UR", "total")
 _KERNEL_COLUMNS = (
     "operator",
     "case",
@@ -38,6 +39,7 @@ SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and la
 NEEDED = {  # of some kernel of the program: without these it is not the kernel it should be
     "dot_product_attention": ("HGMMA", "UTMALDG", "MUFU.EX2"),
     "scaled_masked_softmax": ("MUFU.EX2",),
+    "multi_scale_deformable_attention": ("LD.E", "ST.E", "SHFL"),
 }
 
 
