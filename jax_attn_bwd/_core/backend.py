@@ -36,12 +36,15 @@ class Implementation:
     waits: Callable[[], str | None] = lambda: None
 
 
-def kernel(name: str, package: str, portable: Implementation, generations: tuple[str, ...]) -> Implementation:
+def kernel(
+    name: str, package: str, portable: Implementation, generations: tuple[str, ...], forward: bool = True
+) -> Implementation:
     """The Pallas implementation `name` of the operator in `package`.
 
     Each of `generations` has its files in `package.kernels`: `<generation>_forward.py` (`forward`,
     `supports`) and `<generation>_backward.py` (`backward`), imported when such a device is first aimed at.
-    `portable` gives the derivatives of the kernels' results.
+    `portable` gives the derivatives of the kernels' results. Where it has no kernel of the forward, which is
+    then the portable one, `supports` stands beside `backward`.
     """
 
     def found():
@@ -58,14 +61,17 @@ def kernel(name: str, package: str, portable: Implementation, generations: tuple
 
     def supports(options, operands):
         device = found()
-        return device if isinstance(device, str) else load("forward", "supports")(options, operands)
+        if isinstance(device, str):
+            return device
+        return load("forward" if forward else "backward", "supports")(options, operands)
 
     def waits():
         return None if pallas.is_interpreted(name) else targets.not_picked(found())
 
+    opaque = pallas.with_portable_jvp(load("forward", "forward"), portable.forward)
     return Implementation(
         name,
-        pallas.with_portable_jvp(load("forward", "forward"), portable.forward),
+        opaque if forward else portable.forward,
         pallas.with_portable_jvp(load("backward", "backward"), portable.backward),
         platform={"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}[name],
         supports=supports,

@@ -33,7 +33,7 @@ class Case:
         no one looks. "bench" is measured on a CPU, "quick" small enough to try that, "bench_gpu" on a GPU.
         "kernel" is for kernels alone, "wide" too, where what takes long is run.
         "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
-        the name of a TPU, by that one.
+        the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone.
       dtype: of the floating arrays where a case is measured or compiled.
       dtypes: of arguments that have one of their own, whatever the others have.
     """

@@ -51,6 +51,13 @@ def can_interpret() -> bool:
     return hasattr(plgpu, "InterpretGPUParams") and jax.__version_info__ >= (0, 12)
 
 
+def too_old() -> str | None:
+    """Why this JAX has not what kernels need that lay out registers themselves; None if it has."""
+    if jax.__version_info__ >= (0, 12):
+        return None
+    return f"it needs JAX 0.12 or later, not {jax.__version__}"
+
+
 def _interpreter() -> Any:
     if not can_interpret():
         raise NotImplementedError("the Mosaic GPU interpreter of this JAX cannot run these kernels")

@@ -25,9 +25,10 @@ from jax_attn_bwd import check
 
 def _beyond_kernels(case) -> bool:
     """With the probabilities saved the backward is the portable one; at a scale of 1e4 the rounding of
-    sum(out * dout) alone is more than float32 gradients of whole planes are off by.
+    sum(out * dout) alone is more than float32 gradients of whole planes are off by; thousands of queries
+    take an interpreter half an hour.
     """
-    return case.options.get("save") == "probs" or case.name == "large_logits"
+    return case.options.get("save") == "probs" or case.name in ("large_logits", "many_queries")
 
 
 CASE = ("operator", "implementation", "case")

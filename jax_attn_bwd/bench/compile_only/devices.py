@@ -23,6 +23,7 @@ NVIDIA = {
     "H200": "NVIDIA_H200_141GB_HBM3e",
     "B200": "NVIDIA_B200",
 }
+HOPPER = ("H100", "H200")
 TPU = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 TARGETS = (*NVIDIA, *TPU)
 

@@ -41,6 +41,7 @@ NEEDED = {  # of some kernel of the program: without these it is not the kernel 
     "dot_product_attention": ("HGMMA", "UTMALDG", "MUFU.EX2"),
     "scaled_masked_softmax": ("MUFU.EX2",),
     **dict.fromkeys(GRAPH, ("MUFU.EX2", "LD.E", "ST.E")),
+    "multi_scale_deformable_attention": ("LD.E", "ST.E", "SHFL"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jax_attn_bwd import ops
+from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case, Operator, value_and_gradients
 from jax_attn_bwd.bench.compile_only import devices
 
@@ -61,13 +62,22 @@ def registered(implementation: str, names: tuple[str, ...] = ()) -> tuple[Operat
 
 
 def cases(operator: Operator, implementation: str, target: str) -> tuple[Case, ...]:
-    """The cases of `operator` that are compiled; a few of them stand for all of the portable path."""
+    """The cases of `operator` that are compiled; a few of them stand for all of the portable path.
+
+    Kernels for NVIDIA GPUs are Hopper's; those that run on others have cases that name them.
+    """
+    if implementation == mosaic_gpu.NAME and target not in devices.HOPPER:
+        return tuple(operator.tagged(target))
     return tuple(operator.tagged("compile", target if target in devices.TPU else implementation))
 
 
-def directions(target: str) -> tuple[str, ...]:
-    """What is compiled for a chip: on a TPU the gradients, whose program holds the forward's kernels."""
-    return DIRECTIONS[1:] if target in devices.TPU else DIRECTIONS
+def directions(operator: Operator, implementation: str, target: str) -> tuple[str, ...]:
+    """What is compiled for a chip: on a TPU the gradients, whose program holds the forward's kernels, and
+    elsewhere too if the forward has none.
+    """
+    by_name = {i.name: i for i in operator.implementations}
+    portable = implementation != "xla" and by_name[implementation].forward is by_name["xla"].forward
+    return DIRECTIONS[1:] if target in devices.TPU or portable else DIRECTIONS
 
 
 def function(

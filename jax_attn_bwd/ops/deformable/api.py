@@ -68,6 +68,8 @@ def multi_scale_deformable_attention(
         -inf masks a point.
       deterministic: the same bits in every run, on every platform. False may be faster on a GPU.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+        "mosaic_gpu" has kernels of the backward, and the portable forward; kernels that have not run on such
+        a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
       out: `[B, Q, M * D]`, dtype of `value`. Coordinates, weights and sums are float32 or wider.
@@ -185,7 +187,8 @@ def multi_scale_deformable_attention_bwd(
     )
 
 
-IMPLEMENTATIONS = (backend.Implementation("xla", parts.forward, parts.backward),)
+_PORTABLE = backend.Implementation("xla", parts.forward, parts.backward)
+IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False), _PORTABLE)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -34,7 +34,7 @@ from jax import lax
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.deformable import cpu, pairs, sampling, scatter
+from jax_attn_bwd.ops.deformable import cpu, pairs, products, sampling, scatter
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Options, Residuals
 
 
@@ -75,14 +75,8 @@ def _gradients(options, sort, loops, residuals, dout):
         else:
             grads["value"] = _value_gradient(options, sort, operands, dout)
     if wanted & {"sampling_locations", "attention_weights"}:
-        dx, dy, da = _point_gradients(options, wanted, loops.by_channel, operands, dout)
-        if "sampling_locations" in wanted:
-            grads["sampling_locations"] = jnp.stack((dx, dy), -1)
-        if "attention_weights" in wanted:
-            if options.normalize == "softmax":
-                a = sampling.probabilities(operands.attention_weights.astype(dtype))
-                da = a * (da - (a * da).sum(-1, keepdims=True))  # (9)
-            grads["attention_weights"] = da
+        points = _point_gradients(options, wanted, loops.by_channel, operands, dout)
+        grads |= products.by_name(options, operands, *points)  # (9)
     return grads
 
 
@@ -111,23 +105,12 @@ def _point_gradients(options, wanted, by_channel, operands, dout):
     def gradients(_, point):
         level, (x, y, weight) = point
         at = sampling.place(options, cpu.on_all_cores(level) if by_channel else level, x, y)
-        weight = jnp.where(at.counts, weight, 0)
         if by_channel:
             zeros = full_like_operands(weight, weight.shape, 0, dout.dtype, (value, rows, weight))
             d = cpu.products(value, rows, at.pixels, zeros)  # (4)
         else:
             d = [_products(value, pixel, rows) for pixel in at.pixels]  # (4)
-        da = dx = dy = None
-        if "attention_weights" in wanted:
-            da = jnp.where(at.counts, sampling.weighted_sum(d, sampling.shares(at)), 0)  # (5)
-        if "sampling_locations" in wanted:
-            dx = dy = jnp.zeros_like(weight)
-            if len(d) == 4:
-                r, b = at.right, at.below
-                dx = at.dx * weight * ((1 - b) * (d[1] - d[0]) + b * (d[3] - d[2]))  # (6)
-                dy = at.dy * weight * ((1 - r) * (d[2] - d[0]) + r * (d[3] - d[1]))  # (7)
-                dx, dy = jnp.where(at.counts, dx, 0), jnp.where(at.counts, dy, 0)
-        return None, (dx, dy, da)
+        return None, products.gradients(wanted, at, weight, d)  # (5) to (7)
 
     points = (options.levels(), sampling.samples(options, operands, heads_first=by_channel))
     gradients = jax.checkpoint(gradients, prevent_cse=False)

@@ -94,6 +94,7 @@ def _around(levels, everywhere):
 def _measured():
     """The encoder of a detector asks once for every pixel, around its own place; the decoder 300 times."""
     square, coco = ((64, 64), (32, 32), (16, 16), (8, 8)), ((100, 134), (50, 67), (25, 34), (13, 17))
+    detr = ((100, 167), (50, 84), (25, 42), (13, 21))
     bench = ("bench", "bench_gpu")
     for name, B, Q, levels, tags in (
         ("encoder, B1, Q=60", 1, None, ((8, 6), (4, 3)), ("quick",)),
@@ -101,12 +102,14 @@ def _measured():
         ("encoder, B1, Q=5440", 1, None, square, bench),
         ("decoder, B1, Q=300", 1, 300, square, bench),
         ("encoder, B2, 100x134 to 13x17", 2, None, coco, bench),
+        ("encoder, B2, 100x167 to 13x21", 2, None, detr, _COMPILED),
     ):
         queries = Q or sum(h * w for h, w in levels)
         sizes = {"B": B, "Q": queries, "M": 8, "D": 32, "levels": levels, "points": 4}
         yield _case(name, **sizes, tags=tags, dtype="float32", extra=_around(levels, Q is None))
 
 
+_COMPILED = ("mosaic_gpu", "A100", "B200")
 _SMALL = dict(B=1, Q=2, M=2, D=3, levels=((3, 2), (1, 2)), points=1)
 
 CASES = (
@@ -131,6 +134,18 @@ CASES = (
     _case("second_border", tags=("second",), padding_mode="border", **_SMALL),
     _case("shard", B=4, Q=6, M=8, D=5, tags=("shard",)),
     _case("shard_softmax", B=4, Q=6, M=8, D=5, tags=("shard",), normalize="softmax"),
+    _case("large", Q=1237, D=40, levels=((37, 29), (13, 7), (1, 5)), tags=("large", "repeat", "poison")),
+    _case(
+        "large, softmax, ragged",
+        Q=701,
+        D=130,
+        levels=((37, 29), (13, 7), (5, 1)),
+        points=(5, 0, 9),
+        padding_mode="border",
+        normalize="softmax",
+        tags=("large",),
+    ),
+    _case("bfloat16, D=256", Q=300, D=256, levels=((64, 64), (32, 32)), points=(3, 9), tags=_COMPILED),
     *_measured(),
 )
 

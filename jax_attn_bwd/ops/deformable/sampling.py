@@ -16,7 +16,7 @@ from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
 
 class Samples(NamedTuple):
-    """One sampling point of every query and head, or all K of them with K in front."""
+    """One sampling point of every query and head, or all K of them with K in front or behind."""
 
     x: jax.Array  # [B, Q, M], 0 to 1
     y: jax.Array
@@ -65,16 +65,21 @@ def probabilities(logits: jax.Array) -> jax.Array:
     return terms / jnp.where(total == 0, 1, total)
 
 
-def samples(options: Options, operands: Operands, heads_first: bool = False) -> Samples:
-    """The K sampling points in front, [K, B, Q, M] or [K, B, M, Q], with their final weights."""
+def points(options: Options, operands: Operands) -> Samples:
+    """All sampling points, [B, Q, M, K], with their final weights."""
     dtype = compute_dtype(operands)
     locations = operands.sampling_locations.astype(dtype)
     weights = operands.attention_weights.astype(dtype)
     if options.normalize == "softmax":  # a point whose logit is -inf is masked: it must not be read
         locations = jnp.where((weights == -jnp.inf)[..., None], jnp.nan, locations)
         weights = probabilities(weights)
+    return Samples(locations[..., 0], locations[..., 1], weights)
+
+
+def samples(options: Options, operands: Operands, heads_first: bool = False) -> Samples:
+    """`points` with K in front, [K, B, Q, M] or [K, B, M, Q]."""
     axes = (3, 0, 2, 1) if heads_first else (3, 0, 1, 2)
-    return Samples(*(x.transpose(axes) for x in (locations[..., 0], locations[..., 1], weights)))
+    return Samples(*(x.transpose(axes) for x in points(options, operands)))
 
 
 def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Location:

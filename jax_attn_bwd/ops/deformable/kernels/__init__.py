@@ -1,0 +1,1 @@
+"""Pallas kernels of deformable attention, by chip: `gpu_*`, any NVIDIA GPU from Ampere on."""
