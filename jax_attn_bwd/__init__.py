@@ -2,6 +2,7 @@
 
 from jax_attn_bwd import compat as compat
 from jax_attn_bwd import layers as layers
+from jax_attn_bwd import mods as mods
 from jax_attn_bwd import parallel as parallel
 from jax_attn_bwd._core.backend import explain as explain
 from jax_attn_bwd.layers.attention_fn import attention_fn as attention_fn
@@ -55,6 +56,7 @@ __all__ = [
     "graph_transformer_attention",
     "graph_transformer_attention_bwd",
     "layers",
+    "mods",
     "multi_head_attention",
     "multi_head_attention_bwd",
     "multi_scale_deformable_attention",

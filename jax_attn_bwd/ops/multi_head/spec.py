@@ -95,6 +95,9 @@ class Operands(NamedTuple):
     key_value_positions: Any = None
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None  # column is [] or [S']
+    mod_args: Any = None  # as in dense attention
+    mod_batch: jax.Array | None = None
+    mod_heads: jax.Array | None = None
 
     @property
     def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
