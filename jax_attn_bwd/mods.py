@@ -350,8 +350,8 @@ class _RelativeBias:
 def relative_bias(max_distance: int) -> Score:
     """`logits + table[head, distance]`, distances clipped: a learned bias that forms no T x S array.
 
-    Reads `table`, floating `[N, 2 * max_distance + 1]`, which has a gradient: entry `max_distance + d` is that
-    of the column d after the row.
+    Reads `table`, floating `[N, 2 * max_distance + 1]`, which has a gradient: entry `max_distance + d` is for
+    the column d after the row.
 
     Example:
       >>> import jax, jax.numpy as jnp

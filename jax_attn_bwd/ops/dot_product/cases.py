@@ -363,9 +363,11 @@ OPERATORS = (
             "key_value_segment_ids": "BS",
             "out": "BTNH",
             "lse": "BTN",
-            **dict.fromkeys(_MOD_ARGS, "...."),
+            "mod_args_0": "N",
+            "mod_args_1": "B",
         },
         backward_wrt=_DIFFERENTIABLE,
         hidden=_hidden,
+        whole=_MOD_ARGS,
     ),
 )

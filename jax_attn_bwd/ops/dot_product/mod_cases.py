@@ -164,7 +164,7 @@ CASES = (
         **_SHARD,
         tags=("shard", "bounds"),
         mask_mod=mods.causal | mods.prefix_lm,
-        extra=_args(_prefix),
+        extra=lambda rng, n: {f"{PREFIX}1": _prefix(rng, n)},
     ),
 )
 

@@ -55,7 +55,7 @@ class Tiling:
 
 
 def _visits_less(options: Options, operands: Operands, block_q: int, block_k: int, than: int) -> bool:
-    """Whether a `mask_mod`, as far as it is known at trace time, leaves far fewer elements in narrower tiles."""
+    """Whether a `mask_mod`, as far as it is known at trace time, leaves far fewer elements in these tiles."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     if options.mask_mod is None or block_k >= than or not isinstance(T, int) or not isinstance(S, int):
         return False
