@@ -84,76 +84,82 @@ def _scaled_where_near(logits, batch, head, row, column, factors, offsets):
     return jnp.where(jnp.abs(distance) < 5, scored, -jnp.inf)
 
 
-_LOCAL_AND_GLOBAL = mods.sliding_window(3, 1) | mods.global_tokens(2)
-_PREFIX_OR_DOCUMENT = mods.prefix_lm & mods.document | ~mods.dilated(2)
 _SECOND: dict[str, Any] = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
+_TILES: dict[str, Any] = dict(B=(1,), T=531, S=2049, N=2, K=1)
 _SHARD: dict[str, Any] = dict(B=(4,), T=6, S=10, N=8, K=4)
 
+_MORE = ("hidden",)  # left to the thorough tests
+
 CASES = (
-    _case("mod_causal", mask_mod=mods.causal & mods.sliding_window(3), tags=("ci", "check")),
-    _case("mod_global", mask_mod=_LOCAL_AND_GLOBAL),
-    _case("mod_document", mask_mod=mods.causal & mods.document, extra=_args(_documents)),
-    _case("mod_tree", mask_mod=mods.tree, extra=_tree),
-    _case("mod_combined", mask_mod=_PREFIX_OR_DOCUMENT, extra=_args(_prefix, _documents)),
+    _case("mod_causal", mask_mod=mods.causal & mods.sliding_window(3), tags=("hidden", "check")),
+    _case("mod_global", mask_mod=mods.sliding_window(3, 1) | mods.global_tokens(2), tags=_MORE),
+    _case("mod_document", mask_mod=mods.causal & mods.document, extra=_args(_documents), tags=_MORE),
+    _case("mod_tree", mask_mod=mods.tree, extra=_tree, tags=_MORE),
+    _case(
+        "mod_combined",
+        mask_mod=mods.prefix_lm & mods.document | ~mods.dilated(2),
+        extra=_args(_prefix, _documents),
+        tags=_MORE,
+    ),
     _case(
         "mod_batch_and_head",
         B=(2, 1),
         mask_mod=_by_batch_and_head,
         extra=_with(_bias_and_sink, lambda rng, n: np.array([0, 2, 5, 1], np.int32)),
     ),
-    _case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=_args(_slopes), tags=("ci", "check")),
-    _case("mod_relative", score_mod=mods.relative_bias(4), extra=_args(_table(4)), logits_soft_cap=2.0),
+    _case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=_args(_slopes), tags=("hidden", "check")),
+    _case(
+        "mod_relative",
+        score_mod=mods.relative_bias(4),
+        extra=_args(_table(4)),
+        logits_soft_cap=2.0,
+        tags=_MORE,
+    ),
     _case(
         "mod_score",
         score_mod=_scaled_where_near,
         extra=_with(_bias_and_sink, lambda rng, n: rng.random(4), lambda rng, n: rng.random(2)),
         logits_soft_cap=3.0,
     ),
-    _case("mod_positions", mask_mod=mods.causal, score_mod=mods.soft_cap(2.0), extra=_positions_and_lengths),
+    _case(
+        "mod_positions",
+        mask_mod=mods.causal,
+        score_mod=mods.soft_cap(2.0),
+        extra=_positions_and_lengths,
+        tags=_MORE,
+    ),
     _case(
         "mod_dropout",
         mask_mod=mods.sliding_window(4, 2),
         score_mod=mods.soft_cap(1.0),
         dropout_rate=0.4,
         extra=_dropout,
+        tags=_MORE,
     ),
     _case("mod_edge", T=1, S=1, mask_mod=~mods.causal, tags=("edge",)),
     _case("mod_no_rows", T=0, S=3, mask_mod=mods.causal, tags=("edge",)),
     # several tiles of the default tiling, none of them whole
     _case(
         "mod_tiles",
-        B=(1,),
-        T=531,
-        S=1049,
-        N=2,
-        K=1,
+        **_TILES,
         mask_mod=mods.sliding_window(200) | mods.global_tokens(3),
-        score_mod=mods.alibi,
-        extra=_args(_slopes),
+        score_mod=mods.relative_bias(9),
+        extra=_args(_table(9)),
+        tags=_MORE,
     ),
     _case(
         "mod_tiles_traced",
-        B=(1,),
-        T=531,
-        S=2049,
-        N=2,
-        K=1,
+        **_TILES,
         is_causal=True,
         mask_mod=mods.document,
-        extra=_args(_documents),
+        score_mod=mods.alibi,
+        extra=_args(_documents, _slopes),
     ),
     _case(
         "second_mod",
         **_SECOND,
         tags=("second",),
         mask_mod=mods.sliding_window(2, 1),
-        score_mod=mods.alibi,
-        extra=_args(_slopes),
-    ),
-    _case(
-        "second_mod_score",
-        **_SECOND,
-        tags=("second",),
         score_mod=mods.relative_bias(1),
         extra=_with(lambda rng, n: {"bias": rng.standard_normal((2, 1, 4))}, _table(1)),
         logits_soft_cap=2.0,
