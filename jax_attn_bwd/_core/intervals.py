@@ -61,10 +61,9 @@ def exact(x: Any) -> Interval:
 
 def unknown(shape: Sequence[Any], dtype: Any, vague: bool = False) -> Interval:
     """Of a value of which nothing is known; `vague` if it may be known later."""
-    bounds = dtype_range(dtype)
-    if all(isinstance(n, int) for n in shape):
-        return Interval(*(np.broadcast_to(x, shape) for x in bounds), vague)
-    return Interval(*(jnp.broadcast_to(x, shape) for x in bounds), vague)
+    xp: Any = np if all(isinstance(n, int) for n in shape) else jnp
+    least, greatest = (xp.broadcast_to(x, tuple(shape)) for x in dtype_range(dtype))
+    return Interval(least, greatest, vague)
 
 
 def bounds(function: Callable[..., Any], *arguments: Any) -> Interval:

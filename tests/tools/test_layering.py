@@ -67,7 +67,7 @@ LAYERS = (
     ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/*/api", "ops/*/gradients", "ops/*/edge_softmax"),
-    ("mods",),
+    ("mods/*",),
     ("ops/*/workloads", "ops/*/cases", "ops/*/mod_cases"),
     ("ops/*/__init__", "ops/__init__"),
     ("layers/*", "compat/*"),

@@ -25,8 +25,8 @@ _ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, r
 class Places(NamedTuple):
     """What the functions read beside row and column."""
 
-    batch: jax.Array  # int32 [..., 1, 1, 1, 1]
-    head: jax.Array  # int32 [1..., K, G, 1, 1]
+    batch: Any  # int32 [..., 1, 1, 1, 1]
+    head: Any  # int32 [1..., K, G, 1, 1]
     args: tuple[Any, ...]
 
 
@@ -124,14 +124,15 @@ def known_tiles(
         start = np.arange(0, n, block, dtype=np.int32)
         shape = [1] * rank
         shape[axis] = len(start)
-        ends = start, np.minimum(start + np.int32(block), np.int32(n)) - np.int32(1)
-        known = intervals.Interval(*(x.reshape(shape) for x in ends))
+        last = np.minimum(start + np.int32(block), np.int32(n)) - np.int32(1)
+        known = intervals.Interval(start.reshape(shape), last.reshape(shape))
         ranges.append(known if by_index else intervals.unknown(shape, np.int32, vague=True))
     found = intervals.bounds(mask_mod, vague.batch, vague.head, *ranges, *vague.args)
     some, every, final = _of_all_heads(found)
     grid = tuple(-(-n // block) for n, block in zip(lengths, blocks, strict=True))
     lead = tuple(range(some.ndim - 2))
-    return Tiles(*(np.broadcast_to(x, grid) for x in (some.any(lead), every.all(lead))), final)
+    some, every = (np.broadcast_to(x, grid) for x in (some.any(lead), every.all(lead)))
+    return Tiles(some, every, final)
 
 
 def _of_all_heads(found: intervals.Interval) -> Tiles:

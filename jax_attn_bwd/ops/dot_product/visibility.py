@@ -181,18 +181,13 @@ def of_plane(options: Options, given: Any, T: Any, S: Any, batch_rank: int, grou
 
 
 def of_tiles(
-    options: Options,
-    rows: Tokens,
-    columns: Tokens,
-    block_q: int,
-    block_k: int,
-    places: modifiers.Places | None = None,
+    options: Options, rows: Tokens, columns: Tokens, block_q: int, block_k: int, places: Any = None
 ) -> tuple[Any, Any]:
     """(some, every) element of each tile is seen, `[..., query tiles, key tiles]`, for all that tokens tell.
 
     NumPy arrays if shapes alone decide. `some` is never False for a tile in which something is seen, and
     exact for bands over indices; `every` is never True for one in which something is hidden but queries
-    beyond their length, whose results are thrown away.
+    beyond their length, whose results are thrown away. A `mask_mod` reads its `modifiers.Places`.
     """
     (row, row_segment, row_range), (column, column_segment, column_range) = (
         _ranges(tokens, block, axis) for tokens, block, axis in ((rows, block_q, -1), (columns, block_k, -2))

@@ -120,7 +120,7 @@ def backward(
     result: Result,
     dout: jax.Array,
     delta: jax.Array,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """(5), (8), (10), (11): the gradients of query, key, value and bias that are `wanted`.
 
     In the accumulator's dtype, as everything here.
@@ -139,7 +139,7 @@ def backward(
 
 def backward_alone(
     options: Options, wanted: Iterable[str], operands: Operands, dout: jax.Array, dlse: jax.Array | None
-) -> tuple[dict[str, jax.Array], jax.Array | None]:
+) -> tuple[dict[str, Any], jax.Array | None]:
     """(what `backward` gives, delta) where the queries attend to no other keys; delta is None if not formed.
 
     Then the softmax is formed as in the forward, and delta as sum_s p_ts dp_ts: of the forward nothing else
@@ -171,7 +171,7 @@ def _gradients(
     dout: jax.Array,
     dp: Any,
     delta: Any,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """For no more than "value", `dp` and `delta` may be None."""
     plane, dtype = _plane(options, operands), p.dtype
     product = _product(options, dtype)
@@ -179,7 +179,7 @@ def _gradients(
     def over_queries(x, y):  # [..., S, K, H]; in that order at once XLA:CPU would write column by column
         return jnp.swapaxes(einsum("...kgts,...kgth->...ksh", x, y, **product), -2, -3)
 
-    grads = {}
+    grads: dict[str, Any] = {}
     if "value" in wanted:
         z = dropping.of_columns(options, operands)
         zp = (p if z is None else z * p).astype(plane.v.dtype)
@@ -190,7 +190,8 @@ def _gradients(
     before, tanh = None, None
     if options.logits_soft_cap is not None or plane.at is not None:
         before, tanh = _before_score(options, plane, dtype)
-    if plane.at is not None:  # (8a)
+    if plane.at is not None and before is not None:  # (8a)
+        assert plane.places is not None  # with the function
         to_args = "mod_args" in wanted
         dlogits, dargs = modifiers.pulled_back(options, plane.places, before, *plane.at, dlogits, to_args)
         if plane.sees is not None:  # what is hidden may have no derivative

@@ -112,7 +112,7 @@ def _sources(operands: Operands) -> tuple[str, str, str]:
     return "query", key, key if operands.value is None else "value"
 
 
-def _add(x: jax.Array | None, y: jax.Array | None) -> jax.Array | None:
+def _add(x: Any, y: Any) -> Any:
     """Their sum in the dtype of `x`; None is 0."""
     return y if x is None else x if y is None else x + y.astype(x.dtype)
 
