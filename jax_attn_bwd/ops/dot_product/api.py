@@ -8,11 +8,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.dot_product import block, modifiers
-from jax_attn_bwd.ops.dot_product.arguments import prepare
+from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.block import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
@@ -259,10 +259,10 @@ def dot_product_attention_bwd(
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
     if "mod_args" in wanted:
-        modifiers.require_floats(name, operands.mod_args)
+        require_floats(name, operands.mod_args)
     chosen = block.choose(name, implementation, options, operands)
     grads = block.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse)
-    return grads._replace(mod_args=modifiers.in_dtypes_of(mod_args, grads.mod_args))
+    return grads._replace(mod_args=trees.in_dtypes_of(tuple(mod_args), grads.mod_args))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

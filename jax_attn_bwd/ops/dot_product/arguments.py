@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding
+from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding, trees
 from jax_attn_bwd.ops.dot_product import modifiers
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
@@ -170,3 +170,11 @@ def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
     if cap <= 0:
         raise ValueError(checks.message(operator, "logits_soft_cap", "be positive", cap))
     return cap
+
+
+def require_floats(operator: str, mod_args: Any) -> None:
+    """`wrt="mod_args"` asks for gradients of floats."""
+    if not jax.tree.leaves(trees.floats(mod_args)):
+        dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(mod_args)) or "nothing"
+        expected, remedy = "hold floating-point arrays where wrt names it", "integers have no gradient"
+        raise TypeError(checks.message(operator, "mod_args", expected, dtypes, remedy))

@@ -42,6 +42,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
@@ -85,7 +86,7 @@ def _backward(options, tiling, residuals, dout, dlse):
 def _differentiated(operands: Operands, name: str) -> Any:
     """An operand, or of a tree of arrays those that have a gradient."""
     x = getattr(operands, name)
-    return modifiers.floats(x) if name == "mod_args" else x
+    return trees.floats(x) if name == "mod_args" else x
 
 
 def _of_slice(options, tiling, wanted, operands, result, dout, dlse):
@@ -163,7 +164,7 @@ def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Arra
     }
     if "mod_args" in wanted:
         assert w.conditions.places is not None  # differentiated with a function
-        numbers = modifiers.floats(w.conditions.places.args)
+        numbers = trees.floats(w.conditions.places.args)
         zeros["mod_args"] = jax.tree.map(lambda x: full_like_operands(x, x.shape, 0, dtype, saved), numbers)
     return zeros
 

@@ -238,10 +238,10 @@ CASES = (
     *workloads.CASES,
     *mod_cases.CASES,
 )
-_MOD_ARGS = tuple(f"{mod_cases.PREFIX}{i}" for i in range(3))
+MOD_ARGS = tuple(f"{mod_cases.PREFIX}{i}" for i in range(3))
 
 
-_DIFFERENTIABLE = (*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *_MOD_ARGS)
+_DIFFERENTIABLE = (*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *MOD_ARGS)
 
 
 def _call(**arguments):
@@ -333,11 +333,11 @@ def _hidden(arrays, options):
 
 def _backward(cotangents, outputs, arrays, options, wrt):
     (dout, dlse), (out, lse) = cotangents, outputs
-    wrt = dict.fromkeys("mod_args" if name in _MOD_ARGS else name for name in wrt)
+    wrt = dict.fromkeys("mod_args" if name in MOD_ARGS else name for name in wrt)
     arguments = mod_cases.with_mod_args({**arrays, **options})
     grads = api.dot_product_attention_bwd(dout, **arguments, out=out, lse=lse, dlse=dlse, wrt=tuple(wrt))
     found = {name: x for name, x in grads._asdict().items() if x is not None}
-    of_args = dict(zip(_MOD_ARGS, found.pop("mod_args", ()), strict=False))
+    of_args = dict(zip(MOD_ARGS, found.pop("mod_args", ()), strict=False))
     return found | {name: x for name, x in of_args.items() if x is not None}
 
 
@@ -368,6 +368,6 @@ OPERATORS = (
         },
         backward_wrt=_DIFFERENTIABLE,
         hidden=_hidden,
-        whole=_MOD_ARGS,
+        whole=MOD_ARGS,
     ),
 )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks, intervals
+from jax_attn_bwd._core import checks, intervals, trees
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.dot_product.spec import Options
 
@@ -60,32 +60,16 @@ def scored(
 def pulled_back(
     options: Options, at: Places, logits: jax.Array, row: Any, column: Any, dlogits: jax.Array, to_args: bool
 ) -> tuple[jax.Array, Any]:
-    """(cotangent of what `scored` was handed; that of `floats(at.args)`, None unless `to_args`)."""
-    score, numbers = options.score_mod, floats(at.args)
+    """(cotangent of what `scored` was handed; that of the floats in `at.args`, None unless `to_args`)."""
+    score, numbers = options.score_mod, trees.floats(at.args)
     assert score is not None  # asked only then
 
     def of(logits, numbers):
-        return score(logits, at.batch, at.head, row, column, *filled(at.args, numbers))
+        return score(logits, at.batch, at.head, row, column, *trees.filled(at.args, numbers))
 
     if to_args:
         return jax.vjp(of, logits, numbers)[1](dlogits)
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
-
-
-def floats(args: Any) -> Any:
-    """`args` with None in the place of what is not floating: their gradients have this structure."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, args)
-
-
-def filled(args: Any, numbers: Any) -> Any:
-    """`args` with other floats, of the structure of `floats`."""
-    return over_floats(lambda new, old: new, numbers, args, otherwise=lambda old: old)
-
-
-def over_floats(f: Callable[..., Any], numbers: Any, args: Any, otherwise: Any = lambda old: None) -> Any:
-    """`f(x, arg)` of each of the `numbers`; of the other arguments what `otherwise` makes of them."""
-    pick = lambda x, arg: otherwise(arg) if x is None else f(x, arg)
-    return jax.tree.map(pick, numbers, args, is_leaf=lambda x: x is None)
 
 
 class Tiles(NamedTuple):
@@ -215,18 +199,3 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
         got = f"{len(closed.out_avals)} of them"
         raise TypeError(checks.message(operator, argument, "return one array", got))
     return closed.out_avals[0]
-
-
-def in_dtypes_of(mod_args: Any, gradients: Any) -> Any:
-    """The `gradients` of prepared arguments, in the dtypes in which they were given."""
-    if gradients is None:
-        return None
-    return over_floats(lambda x, arg: x.astype(jnp.result_type(arg)), gradients, tuple(mod_args))
-
-
-def require_floats(operator: str, mod_args: Any) -> None:
-    """`wrt="mod_args"` asks for gradients of floats."""
-    if not jax.tree.leaves(floats(mod_args)):
-        dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(mod_args)) or "nothing"
-        expected, remedy = "hold floating-point arrays where wrt names it", "integers have no gradient"
-        raise TypeError(checks.message(operator, "mod_args", expected, dtypes, remedy))

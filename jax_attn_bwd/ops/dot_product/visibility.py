@@ -366,7 +366,7 @@ def _tile_after_tile(options, given, T, S, batch_rank, groups) -> tuple[jax.Arra
         some, every = lives.any(batch), fulls.all(batch)
     if not all(x is None for x in (found.mask, found.bias, found.rows.valid_length)):
         every = every & False
-    empty_mixed_full = some.astype(np.int32) + every
+    empty_mixed_full = some.astype(np.int32) + (some & every).astype(np.int32)
 
     def held(i, j):
         return _reduced(of_tile(options, found, i, j, True, tiling, rank), block_q, block_k)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import einsum
 from jax_attn_bwd.ops.dot_product import dropping, layout, modifiers, visibility
@@ -199,7 +200,7 @@ def _gradients(
         if to_args:
             grads["mod_args"] = dargs
     elif "mod_args" in wanted:
-        grads["mod_args"] = jax.tree.map(jnp.zeros_like, modifiers.floats(operands.mod_args))
+        grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(operands.mod_args))
     if plane.bias is not None and "bias" in wanted:
         assert operands.bias is not None  # of the plane
         grads["bias"] = reduce_to(dlogits, plane.bias.shape).reshape(operands.bias.shape)

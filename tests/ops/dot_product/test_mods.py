@@ -9,6 +9,7 @@ from helpers import assert_close, quick_jit, saved_arrays, thorough
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
 from jax_attn_bwd.ops.dot_product import reference, traversal, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 N = 96
@@ -112,6 +113,34 @@ def test_the_walk_by_positions():
     plane = np.arange(N)[None] * 2 + 33 <= np.arange(N)[:, None] * 2
     np.testing.assert_array_equal(visited, kinds(plane, 8, 16) > 0)
     assert not is_static
+
+
+def by_width(batch, head, row, column, ids, width):
+    """Heads of several widths, the last of none; one document each."""
+    return (ids[row] == ids[column]) & (jnp.abs(row - column) <= width[head])
+
+
+@pytest.mark.parametrize("more", [{}, {"query_seq_lengths": 290}, {"mask": True}, {"causal": True}], ids=str)
+def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
+    """Against the plane: rows that see nothing, and keys that no head of their group sees."""
+    T, S, heads = 300, 700, 4
+    ids = jnp.asarray(np.sort(rng.integers(0, 9, S)) * np.where(np.arange(S) % 50, 1, -1), jnp.int32)
+    width = jnp.asarray([40, 300, 2, -1], jnp.int32)
+    q, k = jnp.zeros((2, T, heads, 2)), jnp.zeros((2, S, 2, 2))
+    options = Options(scale=1.0, is_causal="causal" in more, mask_mod=by_width)
+    numbers = jnp.arange(2, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32)
+    operands = Operands(q, k, k, mod_args=(ids, width), mod_batch=numbers[0], mod_heads=numbers[1])
+    if "mask" in more:
+        operands = operands._replace(mask=jnp.asarray(rng.random((1, 1, 1, S)) < 0.5))
+    if "query_seq_lengths" in more:
+        operands = operands._replace(query_seq_lengths=jnp.asarray([290, 3], jnp.int32))
+    run = lambda: jax.jit(lambda o: visibility.live_and_seen(options, o, T, S, 1, 2))(operands)
+    expected = run()
+    monkeypatch.setattr(visibility, "BLOCK_ELEMENTS", 1)
+    for got, wanted in zip(run(), expected, strict=True):
+        full = np.broadcast_shapes(got.shape, wanted.shape)
+        np.testing.assert_array_equal(*(np.broadcast_to(x, full) for x in (got, wanted)))
+    assert not np.asarray(expected[0])[..., -1, -1, :].any()
 
 
 def inputs(rng, T, *, B=1, heads=2, size=4):
