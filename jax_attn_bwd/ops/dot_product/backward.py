@@ -48,7 +48,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, modifiers, row_sums, traversal, whole
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Options, Residuals
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, positions, tile, working
 
@@ -73,20 +73,14 @@ def _backward(options, tiling, residuals, dout, dlse):
 
     rows = (residuals.result, dout, dlse)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
-    zeros = {n: jax.tree.map(zero, _differentiated(operands, n)) for n in shared}
+    zeros = {n: jax.tree.map(zero, trees.floats(getattr(operands, n))) for n in shared}
     grads, sums = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, rows, zeros)
     return DotProductAttentionGrads(
         **{
-            name: jax.tree.map(match_type, grad, _differentiated(operands, name))
+            name: jax.tree.map(match_type, grad, trees.floats(getattr(operands, name)))
             for name, grad in (grads | sums).items()
         }
     )
-
-
-def _differentiated(operands: Operands, name: str) -> Any:
-    """An operand, or of a tree of arrays those that have a gradient."""
-    x = getattr(operands, name)
-    return trees.floats(x) if name == "mod_args" else x
 
 
 def _of_slice(options, tiling, wanted, operands, result, dout, dlse):

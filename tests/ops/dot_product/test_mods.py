@@ -120,7 +120,13 @@ def by_width(batch, head, row, column, ids, width):
     return (ids[row] == ids[column]) & (jnp.abs(row - column) <= width[head])
 
 
-@pytest.mark.parametrize("more", [{}, {"query_seq_lengths": 290}, {"mask": True}, {"causal": True}], ids=str)
+MORE = [
+    {"query_seq_lengths": 290},
+    *(pytest.param(x, marks=thorough) for x in ({}, {"mask": True}, {"causal": True})),
+]
+
+
+@pytest.mark.parametrize("more", MORE, ids=str)
 def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
     """Against the plane: rows that see nothing, and keys that no head of their group sees."""
     T, S, heads = 300, 700, 4
@@ -166,10 +172,9 @@ def test_the_bias_form_of_alibi(rng):
         assert_close(a, b, 1e-12)
 
 
-def scaled(logits, batch, head, row, column, arrays, names):
-    assert names == ("a tuple that is no array",) or not isinstance(names, str)
+def scaled(logits, batch, head, row, column, arrays, slope):
     factor = arrays["factor"][head] * arrays["old"].astype(logits.dtype)[row]
-    return logits * factor + names[0]
+    return logits * factor + slope[0] * column.astype(logits.dtype)
 
 
 def test_gradients_of_trees_of_arguments(rng):
