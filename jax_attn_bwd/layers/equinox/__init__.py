@@ -1,5 +1,6 @@
 """Layers for Equinox."""
 
+from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.equinox.deformable import MultiScaleDeformableAttention
 from jax_attn_bwd.layers.equinox.graph import GATConv, GATv2Conv, TransformerConv
 from jax_attn_bwd.layers.equinox.multi_head import MultiHeadAttention, MultiheadAttention
@@ -12,5 +13,6 @@ __all__ = [
     "MultiScaleDeformableAttention",
     "MultiheadAttention",
     "TransformerConv",
+    "encoder_reference_points",
     "load_torch",
 ]

@@ -1,5 +1,6 @@
 """Layers for Flax linen."""
 
+from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.flax_linen.deformable import MultiScaleDeformableAttention
 from jax_attn_bwd.layers.flax_linen.graph import GATConv, GATv2Conv, TransformerConv
 from jax_attn_bwd.layers.flax_linen.multi_head import MultiHeadAttention, MultiHeadDotProductAttention
@@ -12,5 +13,6 @@ __all__ = [
     "MultiHeadDotProductAttention",
     "MultiScaleDeformableAttention",
     "TransformerConv",
+    "encoder_reference_points",
     "load_torch",
 ]

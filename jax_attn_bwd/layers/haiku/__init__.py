@@ -1,5 +1,6 @@
 """Layers for Haiku."""
 
+from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.haiku.deformable import MultiScaleDeformableAttention
 from jax_attn_bwd.layers.haiku.graph import GATConv, GATv2Conv, TransformerConv
 from jax_attn_bwd.layers.haiku.multi_head import MultiHeadAttention
@@ -11,5 +12,6 @@ __all__ = [
     "MultiHeadAttention",
     "MultiScaleDeformableAttention",
     "TransformerConv",
+    "encoder_reference_points",
     "load_torch",
 ]
