@@ -31,19 +31,35 @@ References:
   He et al., FlexAttention: a programming model for optimized attention kernels, 2024, arXiv:2412.05496.
 """
 
-from jax_attn_bwd.mods.masks import Mask as Mask
-from jax_attn_bwd.mods.masks import causal as causal
-from jax_attn_bwd.mods.masks import dilated as dilated
-from jax_attn_bwd.mods.masks import document as document
-from jax_attn_bwd.mods.masks import global_tokens as global_tokens
-from jax_attn_bwd.mods.masks import prefix_lm as prefix_lm
-from jax_attn_bwd.mods.masks import sliding_window as sliding_window
-from jax_attn_bwd.mods.masks import tree as tree
-from jax_attn_bwd.mods.masks import tree_intervals as tree_intervals
-from jax_attn_bwd.mods.pictures import picture as picture
-from jax_attn_bwd.mods.pictures import tiles as tiles
-from jax_attn_bwd.mods.scores import Score as Score
-from jax_attn_bwd.mods.scores import alibi as alibi
-from jax_attn_bwd.mods.scores import alibi_slopes as alibi_slopes
-from jax_attn_bwd.mods.scores import relative_bias as relative_bias
-from jax_attn_bwd.mods.scores import soft_cap as soft_cap
+from jax_attn_bwd.mods.masks import (
+    Mask,
+    causal,
+    dilated,
+    document,
+    global_tokens,
+    prefix_lm,
+    sliding_window,
+    tree,
+    tree_intervals,
+)
+from jax_attn_bwd.mods.pictures import picture, tiles
+from jax_attn_bwd.mods.scores import Score, alibi, alibi_slopes, relative_bias, soft_cap
+
+__all__ = [
+    "Mask",
+    "Score",
+    "alibi",
+    "alibi_slopes",
+    "causal",
+    "dilated",
+    "document",
+    "global_tokens",
+    "picture",
+    "prefix_lm",
+    "relative_bias",
+    "sliding_window",
+    "soft_cap",
+    "tiles",
+    "tree",
+    "tree_intervals",
+]
