@@ -1,6 +1,6 @@
 """Attention-family operators for JAX with hand-written backward rules."""
 
-from jax_attn_bwd import compat, layers, parallel
+from jax_attn_bwd import compat, layers, mods, parallel
 from jax_attn_bwd._core.backend import explain
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.ops.deformable import (
@@ -56,6 +56,7 @@ __all__ = [
     "graph_transformer_attention",
     "graph_transformer_attention_bwd",
     "layers",
+    "mods",
     "multi_head_attention",
     "multi_head_attention_bwd",
     "multi_scale_deformable_attention",

@@ -154,8 +154,10 @@ def perturbed(operands: Any, names: Sequence[str]) -> tuple[tuple[str, ...], Any
 
     For the forward rule of a `custom_vjp` with `symbolic_zeros=True`, which is handed wrapped leaves.
     """
-    found = tuple(n for n in names if getattr(getattr(operands, n), "perturbed", False))
     is_wrapped = lambda x: hasattr(x, "perturbed")
+    moves = lambda x: is_wrapped(x) and x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
+    leaves = lambda n: jax.tree.leaves(getattr(operands, n), is_leaf=is_wrapped)
+    found = tuple(n for n in names if any(map(moves, leaves(n))))
     return found, jax.tree.map(lambda x: x.value, operands, is_leaf=is_wrapped)
 
 

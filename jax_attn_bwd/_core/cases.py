@@ -93,6 +93,7 @@ class Operator:
       backward: `(cotangents, outputs, arrays, options, wrt) -> {name: gradient}`: the public `_bwd`.
       cases: named inputs.
       axes: `{argument or output: letters of its axes}`, right-aligned; B and N are batch and heads.
+      whole: arguments that lie whole on each device; inside `jax.shard_map` a caller may cut them by `axes`.
       backward_wrt: the gradients that `backward` offers.
       sums_over_heads: outputs that are sums over heads: shards of heads hold shares of them.
       hidden: `(arrays, options) -> {argument or output: where}`: entries of arguments, and of the cotangents
@@ -111,6 +112,7 @@ class Operator:
     axes: Mapping[str, str]
     backward_wrt: tuple[str, ...]
     sums_over_heads: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
     hidden: Callable[[Arrays, Mapping[str, Any]], dict[str, np.ndarray]] = lambda arrays, options: {}
 
     def tagged(self, *tags: str) -> Iterator[Case]:

@@ -13,6 +13,7 @@ part it exchanges nothing: what the rows share is gathered once before, and its 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +92,9 @@ def place(x: jax.Array, axis: int | None) -> Place:
     return Place(axis, explicit_spec(x))
 
 
+EVERYWHERE = Place(None, ())  # of a tree of what rows share, whole on every device
+
+
 def over(
     cut: Cut,
     function: Callable[..., dict[str, jax.Array]],
@@ -127,7 +131,8 @@ def _on_shards(cut, function, rows, shared, axes, results):
 
     def of_device(rows, shared):
         found = function(lax.axis_index(cut.axes), rows, shared)
-        return {name: _summed(x, out_specs[name]) for name, x in found.items()}
+        summed = lambda name: partial(_summed, spec=out_specs[name])
+        return {name: jax.tree.map(summed(name), x) for name, x in found.items()}
 
     in_specs = specs, jax.tree.map(lambda x: PartitionSpec(*explicit_spec(x)), shared)
     run = jax.shard_map(of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual)
@@ -146,7 +151,9 @@ def _as_batch(cut, function, rows, shared, axes, results):
         return x.reshape(*x.shape[:axis], cut.count, x.shape[axis] // cut.count, *x.shape[axis + 1 :])
 
     def join(x, axis):
-        return x.sum(0) if axis is None else x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        if axis is None:
+            return jax.tree.map(lambda share: share.sum(0), x)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
     index = jnp.arange(cut.count, dtype=jnp.int32)
     out_axes = {name: x.axis or 0 for name, x in results.items()}

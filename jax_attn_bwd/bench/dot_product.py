@@ -11,7 +11,7 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd.bench import peers
 from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
-from jax_attn_bwd.ops.dot_product import cases, traversal
+from jax_attn_bwd.ops.dot_product import cases, traversal, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -47,7 +47,7 @@ def visited(case: Case) -> str:
     tiling, T = Tiling.default_for(static, operands), x.shape[1]
     if tiling.is_whole:
         return f"{tiling.batch_slices} batch slices of whole planes"
-    full, mixed = traversal.static_pairs(static, T, T, False, tiling)
+    full, mixed = traversal.static_pairs(static, visibility.conditions(operands, T, T, 1, 1), tiling)
     total = count(T, tiling.block_q) * count(T, tiling.block_k)
     return f"{len(full) + len(mixed)} of {total} tiles of {tiling.block_q} x {tiling.block_k}"
 

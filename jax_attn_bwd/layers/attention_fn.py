@@ -41,6 +41,9 @@ def attention_fn(
     query_positions: jax.Array | None = None,
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     deterministic_sums: bool = True,
     implementation: str | None = None,
     promote_dtype: Callable[..., Any] | None = None,
@@ -88,9 +91,9 @@ def attention_fn(
         more keys and a mask of numbers, for that may be a step of decoding, where the index of the query is
         not known here: the layers of `jax_attn_bwd.layers` know it and take the same argument.
       query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions,
-        key_value_positions, logits_soft_cap: as in `dot_product_attention`; in a step of decoding the keys
-        are those of the cache. Positions are what causality and windows compare; `rope` is handed
-        `input_positions` alone.
+        key_value_positions, logits_soft_cap, mask_mod, score_mod, mod_args: as in `dot_product_attention`; in
+        a step of decoding the keys are those of the cache, and without `query_positions` the row of the query
+        is 0. Positions are what causality and windows compare; `rope` is handed `input_positions` alone.
       deterministic_sums: `deterministic` of `dot_product_attention`.
       implementation: as in `dot_product_attention`.
       promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
@@ -100,7 +103,7 @@ def attention_fn(
       `[..., T, N, Hv]`.
 
     Gradients:
-      query, key, value, bias: as in `dot_product_attention`. Sown weights are differentiable.
+      query, key, value, bias, mod_args: as in `dot_product_attention`. Sown weights are differentiable.
 
     Raises:
       TypeError: a mask of additive values, or another argument of the wrong kind.
@@ -127,6 +130,7 @@ def attention_by(
     input_positions, rope, local_window_size, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
     key_value_segment_ids, query_positions, key_value_positions, logits_soft_cap, deterministic_sums,
     implementation, promote_dtype, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum,
+    mask_mod=None, score_mod=None, mod_args=(),
 ) -> jax.Array:  # fmt: skip
     """`attention_fn` by another `attend`, which takes the arguments of `dot_product_attention`."""
     given = {
@@ -170,6 +174,8 @@ def attention_by(
         deterministic=checks.flag(_NAME, "deterministic_sums", deterministic_sums),
         broadcast_dropout=broadcast_dropout,
     )
+    if mask_mod is not None or score_mod is not None or mod_args:
+        options |= dict(mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args)
     out = attend(
         query,
         key,

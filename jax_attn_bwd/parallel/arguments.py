@@ -98,7 +98,7 @@ def prepare(
     offset = None
     if operands.dropout_words is not None:
         offset = _dropout_offset(operator, operands.dropout_offset, rows, columns)
-    is_banded = options.is_causal or options.window is not None
+    is_banded = options.is_causal or options.window is not None or operands.mod_batch is not None
     contiguous = query_positions is None and T == S
     exchange = Exchange(axis_name, n, _offsets(options, n, T, contiguous), tuple(of_keys))
     return (

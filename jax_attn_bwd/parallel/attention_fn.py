@@ -16,6 +16,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.layers import attention_fn as layers
 from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.parallel.functions import beginning_at
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 
 _NAME = "attention_fn"
@@ -48,11 +49,11 @@ def attention_fn(
     Returns:
       A function with the arguments of `jax_attn_bwd.attention_fn`, which see. A mask or bias is sharded by
       rows and held with all its columns (one of a single row: by columns; with "ulysses" one that all heads
-      share is held whole). Positions tell a layout as in `ring_attention`. On an Explicit mesh the output is
-      sharded as the query is. Dropout draws the mask of one device.
+      share is held whole); mod_args are held whole. Positions tell a layout as in `ring_attention`. On an
+      Explicit mesh the output is sharded as the query is. Dropout draws the mask of one device.
 
     Gradients:
-      query, key, value, bias: as in `dot_product_attention`.
+      query, key, value, bias, mod_args: as in `dot_product_attention`.
 
     Raises:
       ValueError: an axis is not in the mesh; one that does not divide what it shards; and when called, as
@@ -131,7 +132,12 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
         )
         if AxisType.Explicit in mesh.axis_types:
             arrays[name] = jax.sharding.reshard(arrays[name], NamedSharding(mesh, specs[name]))
-    run = functools.partial(_on_device, axes, kind, options)
+    functions = (options.pop("mask_mod", None), options.pop("score_mod", None))
+    args: tuple[Any, ...] = options.pop("mod_args", ())
+    if any(function is not None for function in functions):
+        arrays["mod_args"] = jax.tree.map(jnp.asarray, args)
+        specs["mod_args"] = jax.tree.map(lambda x: PartitionSpec(), arrays["mod_args"])
+    run = functools.partial(_on_device, axes, kind, options, functions)
     run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs["query"])
     out = jax.jit(run)(arrays)  # outside of jit, jax.shard_map cannot run a rule like that of attention
     return reshard_like(out, query, tuple(range(query.ndim)))
@@ -166,13 +172,17 @@ def _check_sizes(mesh: Any, axes: _Axes, query: jax.Array, key: jax.Array) -> No
             raise ValueError(checks.message(_NAME, name, expected, size, remedy))
 
 
-def _on_device(axes: _Axes, kind: str, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> jax.Array:
+def _on_device(
+    axes: _Axes, kind: str, options: Mapping[str, Any], functions: tuple[Any, Any], arrays: Mapping[str, Any]
+) -> jax.Array:
     """Inside `jax.shard_map`."""
     *batch, _, N, _ = arrays["query"].shape
-    more = dict(options)
+    more, arrays = dict(options), dict(arrays)
+    entry, head = (lax.axis_index(names) if names else 0 for names in (axes.batch, axes.heads))
+    first = (entry * math.prod(batch), head * N)
     if more["dropout_rate"]:
-        entry, head = (lax.axis_index(names) if names else 0 for names in (axes.batch, axes.heads))
-        more["dropout_offset"] = (entry * math.prod(batch), head * N, 0, 0)
+        more["dropout_offset"] = (*first, 0, 0)
+    more |= beginning_at(*first, *functions, arrays.pop("mod_args", ()))
     if not axes.sequence:
         return dot_product_attention(**arrays, **more)
     return _KINDS[kind](**arrays, **more, axis_name=axes.sequence[0])

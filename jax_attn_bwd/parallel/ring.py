@@ -36,10 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.ops.dot_product import block, visibility
+from jax_attn_bwd.ops.dot_product import block, modifiers, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 
@@ -113,12 +114,9 @@ def backward(
 ) -> dict[str, jax.Array]:
     """(5) and (6): the gradients of those of query, key, value and bias that are `wanted`, in a wide type."""
     mine = of_keys(exchange, operands)
-    zeros = {
-        name: full_like_operands(x, x.shape, 0, accumulator_dtype(operands.query.dtype), (operands, dout))
-        for name in wanted
-        for x in [getattr(operands, name)]
-    }
-
+    dtype = accumulator_dtype(operands.query.dtype)
+    zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, dout))
+    zeros = {name: jax.tree.map(zero, trees.floats(getattr(operands, name))) for name in wanted}
     stay = {name: x for name, x in zeros.items() if name not in mine}
     go = {name: x for name, x in zeros.items() if name in mine}
 
@@ -180,7 +178,9 @@ def _block_of(exchange: Exchange, operands: Operands, moving: Moving, offset: An
     return given._replace(bias=cut("bias"), mask=cut("mask"))
 
 
-def _added(exchange: Exchange, operand: str, total: jax.Array, part: jax.Array, offset: Any) -> jax.Array:
+def _added(exchange: Exchange, operand: str, total: Any, part: Any, offset: Any) -> Any:
+    if operand == "mod_args":
+        return jax.tree.map(jnp.add, total, part)
     part = part.astype(total.dtype)
     if total.shape == part.shape:
         return total + part
@@ -196,7 +196,8 @@ def _if_seen(options: Options, given: Operands, compute: Any, skip: Any, carry: 
     columns = visibility.Tokens(S, given.key_value_positions, given.key_value_segment_ids)
     if 0 in (T, S) or all(x is None for x in (*rows[1:], *columns[1:])):
         return compute(carry)
-    some, _ = visibility.of_tiles(options, rows, columns, T, S)
+    places = modifiers.places(given, given.query.ndim - 3, given.query.shape[-2] // given.key.shape[-2])
+    some, _ = visibility.of_tiles(options, rows, columns, T, S, places)
     return lax.cond(some.any(), compute, skip, carry)
 
 

@@ -1,6 +1,6 @@
 """Dense attention with the sequence sharded over a mesh axis: the public functions and their custom_vjp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, pallas
+from jax_attn_bwd._core import backend, checks, pallas, trees
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
 from jax_attn_bwd.ops.dot_product import block
@@ -40,6 +40,9 @@ def ring_attention(
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sink: jax.Array | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -84,6 +87,8 @@ def ring_attention(
       query_positions, key_value_positions: of this device's tokens, broadcast to `[..., T]`, `[..., S]`; give
         both.
       sink: `[N]`, the same on all devices along `axis_name`.
+      mask_mod, score_mod, mod_args: as in `dot_product_attention`; rows and columns count in the whole
+        sequence, and mod_args are the same on all devices along `axis_name`: those of whole sequences.
       dropout_key: the same on all devices. The mask is that of one device, in every layout.
       dropout_offset: (batch, head, row, column) of the sequence in a larger array: row and column are added
         to the index of each token, or are index arrays `[T]`, `[S]` of this device's tokens.
@@ -96,7 +101,7 @@ def ring_attention(
       `axis_name`.
 
     Gradients:
-      query, key, value, bias, sink, through `out` and `lse`, to second order and beyond, as in
+      query, key, value, bias, sink, mod_args, through `out` and `lse`, to second order and beyond, as in
       `dot_product_attention`; those of arguments that devices share are summed over them. Sums over blocks
       are accumulated, and travel, in float32 or wider. Saves its inputs, `out`, and `lse` with its rounding.
 
@@ -146,6 +151,9 @@ def all_gather_attention(
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sink: jax.Array | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -197,6 +205,9 @@ def ulysses_attention(
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sink: jax.Array | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -286,7 +297,9 @@ def _bwd(static, residuals, cotangents):
         grads = run(exchange, implementation, options, alike, result, names, dout, dlse)
     if "sink" in wanted:
         grads["sink"] = _gradient_of_sink(alike, result, dout, dlse)
-    matched = {name: match_type(x, getattr(operands, name)) for name, x in grads.items()}
+    matched = {
+        name: jax.tree.map(match_type, x, trees.floats(getattr(operands, name))) for name, x in grads.items()
+    }
     return (Operands(None, None, None)._replace(**matched),)
 
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax_attn_bwd._core import checks, pallas
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.parallel.arguments import Exchange, prepare
+from jax_attn_bwd.parallel.functions import beginning_at
 
 
 def attend(
@@ -46,11 +47,13 @@ def attend(
     if query_positions is not None:  # they tell the index of a token, and with it who lies beyond a length
         ids, lengths = (operands.query_segment_ids, operands.key_value_segment_ids), (None, None)
         positions = operands.query_positions, operands.key_value_positions
+    first_head = lax.axis_index(exchange.axis_name) * (N // n)
     offset: Any = operands.dropout_offset
     if offset is not None:
-        first = (lax.axis_index(exchange.axis_name) * (N // n)).astype(jnp.uint32)
+        first = first_head.astype(jnp.uint32)
         row, column = _whole(exchange, offset.row, T), _whole(exchange, offset.column, S)
         offset = (offset.batch, offset.head + first, row, column)
+    functions = options.mask_mod, options.score_mod, operands.mod_args
     heads = [_to_heads(exchange, x) for x in (operands.query, operands.key, operands.value)]
     q, k, v = heads
     out, lse = dot_product_attention(
@@ -78,6 +81,7 @@ def attend(
         deterministic=options.deterministic,
         return_residual=True,
         implementation=implementation,
+        **beginning_at(0, first_head, *functions),
     )
     out = _exchanged(exchange, out, -3, -2)
     return (out, _exchanged(exchange, lse, -2, -1)) if return_residual else out

@@ -51,10 +51,12 @@ def collectives(compiled) -> dict[str, int]:
 
 def budget(operator, case, arrays, names, shape) -> int:
     """One for each gradient that was broadcast over a split axis, and each output that is a sum over split
-    heads; one for tile bounds; else none.
+    heads; one for tile bounds; of what lies whole on each device one for each split axis; else none.
     """
     split = {axis for axis, n in zip("bh", shape, strict=True) if n > 1}
     summed = [name for name in names if split - set(spec(operator, name, arrays[name]))]
+    summed = [name for name in summed if name not in operator.whole]
+    summed += [name for name in names if name in operator.whole for _ in split]
     outputs = len(operator.sums_over_heads) if "h" in split else 0
     return len(summed) + outputs + ("bounds" in case.tags and "b" in split)
 
@@ -102,6 +104,8 @@ def test_jit_with_sharded_operands(operator, implementation, case, axis_type, sh
         def put(name, x):
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or name not in operator.axes:
                 return x
+            if name in operator.whole:
+                return jax.device_put(x, NamedSharding(mesh, P(*(None,) * x.ndim)))
             return jax.device_put(x, NamedSharding(mesh, spec(operator, name, x)))
 
         placed = {name: put(name, x) for name, x in arrays.items()}

@@ -10,7 +10,8 @@ from helpers import QUICK, assert_trees_close
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_attn_bwd import dot_product_attention, parallel
+from jax_attn_bwd import dot_product_attention, mods, parallel
+from jax_attn_bwd.ops.dot_product.mod_cases import with_mod_args
 
 AXIS = "x"
 KINDS = {
@@ -58,6 +59,8 @@ def arguments(case: str, rng, kind: str = "ring") -> tuple[dict[str, Told], dict
     rows = Told(mask, (-2, -1), P() if kind == "ulysses" else P(AXIS))
     key_bias = Told(draw(rng, B, N, 1, T), (-1,), of_keys)
     key_mask = Told(jnp.asarray(rng.random((B, 1, 1, T)) < 0.6), (-1,), of_keys)
+    slopes, ids_of_all = Told(jnp.asarray(rng.random(N))), Told(ids.astype(np.int32))
+    args = {"mod_args_0": ids_of_all, "mod_args_1": slopes}
     sink, key = {"sink": Told(draw(rng, N))}, {"dropout_key": Told(jax.random.key(7))}
     return {
         "plain": ({}, {}),
@@ -69,6 +72,7 @@ def arguments(case: str, rng, kind: str = "ring") -> tuple[dict[str, Told], dict
         "bias-rows-mask-keys-sink": ({"bias": by_rows, "mask": key_mask} | sink, {"is_causal": True}),
         "bias-keys-mask-rows": ({"bias": key_bias, "mask": rows}, {"local_window_size": 6}),
         "bias-lengths": ({"bias": by_rows} | lengths, {}),
+        "functions": (args, {"mask_mod": mods.causal & mods.document, "score_mod": mods.alibi}),
         "dropout-causal": (key, {"dropout_rate": 0.3, "is_causal": True}),
         "dropout-shared-segments": (segments | key, {"dropout_rate": 0.4, "broadcast_dropout": True}),
         "dropout-bias-cap": ({"bias": by_rows} | key, {"dropout_rate": 0.2, "logits_soft_cap": 1.5}),
@@ -94,7 +98,7 @@ def sharded(kind: str, n: int, layout: str, told: dict[str, Told], options: dict
         tokens = [lay(x, axis=1) for x in (query, key, value)]
         in_specs = (*(TOKENS,) * 3, specs)
         call = jax.shard_map(
-            lambda q, k, v, more: run(q, k, v, **more),
+            lambda q, k, v, more: run(q, k, v, **with_mod_args(more)),
             mesh=mesh(n),
             in_specs=in_specs,
             out_specs=(TOKENS, TOKENS),
@@ -106,6 +110,7 @@ def sharded(kind: str, n: int, layout: str, told: dict[str, Told], options: dict
 
 def single(options: dict[str, Any]):
     def run(query, key, value, more):
+        more = with_mod_args(more)
         return dot_product_attention(query, key, value, **more, **options, return_residual=True)
 
     return run

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import draw
 
 import jax_attn_bwd
-from jax_attn_bwd import dot_product_attention, parallel
+from jax_attn_bwd import dot_product_attention, mods, parallel
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -173,3 +173,28 @@ def test_several_axes_for_the_batch_and_none_for_the_sequence(rng):
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call(mesh("Auto"))
+
+
+@thorough
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_functions_count_in_the_whole(kind, rng):
+    """Masks and scores by batch entry and head, as on one device; gradients of what they read."""
+    q, k, v, dout = (draw(rng, B, T, N, 3) for _ in range(4))
+    slopes, reach = draw(rng, N), jnp.asarray(rng.integers(1, 9, B), jnp.int32)
+
+    def near(batch, head, row, column, reach, slopes):
+        return jnp.abs(row - column) <= reach[batch] + head
+
+    functions = dict(mask_mod=near, score_mod=mods.alibi)
+
+    def gradients(attend, slopes):
+        out = lambda q, slopes: attend(q, k, v, **functions, mod_args=(reach, slopes))
+        result, pullback = jax.vjp(out, q, slopes)
+        return result, *pullback(dout)
+
+    attends = sharded(mesh("Auto"), kind), jax_attn_bwd.attention_fn
+    got, expected = (
+        jax.jit(functools.partial(gradients, attend), compiler_options=QUICK)(slopes) for attend in attends
+    )
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b, 1e-12)

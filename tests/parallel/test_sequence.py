@@ -29,10 +29,15 @@ DEFAULT = [
     ("ring", "bias-rows-mask-keys-sink", "zigzag"),
     ("ring", "bias-keys-mask-rows", "contiguous"),
     ("ring", "dropout-causal", "zigzag"),
+    ("ring", "functions", "zigzag"),
     ("all_gather", "bias-keys-mask-rows", "contiguous"),
     ("ulysses", "dropout-bias-cap", "striped"),
 ]
 REST = [
+    ("ring", "functions", "contiguous"),
+    ("all_gather", "functions", "contiguous"),
+    ("ulysses", "functions", "contiguous"),
+    ("ulysses", "functions", "striped"),
     ("ring", "segments-lengths-causal", "striped"),
     ("ring", "causal-sink-cap", "striped"),
     ("ring", "plain", "contiguous"),

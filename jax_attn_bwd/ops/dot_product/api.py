@@ -1,6 +1,6 @@
 """Dense attention: the public functions, their checks, and the custom_vjp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,11 +8,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import block
-from jax_attn_bwd.ops.dot_product.arguments import prepare
+from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.block import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
@@ -43,6 +43,9 @@ def dot_product_attention(
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sink: jax.Array | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -54,13 +57,13 @@ def dot_product_attention(
 ) -> Any:
     """Attends every query to the keys it sees, in memory linear in T and S.
 
-        logits = soft_cap(scale * q k^T) + bias
+        logits = score_mod(soft_cap(scale * q k^T) + bias)
         out    = dropout(softmax(logits, where visible)) v
 
-    A query t sees a key s if every given condition holds: `mask` is True, `bias` is not -inf, t and s
-    lie within the sequence lengths, their segment ids are equal, s is not after t (`is_causal`) and
-    within the window. Tiles that nothing sees by lengths, segments, causality or window are skipped,
-    in the forward and in the backward.
+    A query t sees a key s if every given condition holds: `mask` and `mask_mod` are True, `bias` is not -inf,
+    t and s lie within the sequence lengths, their segment ids are equal, s is not after t (`is_causal`) and
+    within the window. Tiles that nothing sees by lengths, segments, causality, window or `mask_mod` are
+    skipped, in the forward and in the backward.
 
     Over several devices batch and heads may be sharded, and nothing is exchanged but the gradients of what
     they share. For a sharded sequence take `jax_attn_bwd.parallel`: here XLA would do work many times.
@@ -86,6 +89,17 @@ def dot_product_attention(
         bottom-right alignment). These integers, lengths and segment ids are computed with as int32.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       sink: `[N]`, floating: one more logit per row that takes probability and returns nothing.
+      mask_mod: `(batch, head, row, column, *mod_args) -> bool`, True attends; `jax_attn_bwd.mods` has named
+        ones. Elementwise jnp operations on int32 arrays that broadcast to a tile: batch counts over all batch
+        axes, row-major, head over the query heads, row and column are positions where these are given, else
+        indices. Its jaxpr is evaluated on intervals, so tiles are skipped without a T x S evaluation.
+      score_mod: `(logits, batch, head, row, column, *mod_args) -> logits`, likewise, in the dtype in which
+        logits are computed (float32, or float64). -inf hides, but no tile is skipped for it.
+        Both functions are static, told apart by identity: a function that is defined anew for each call is
+        compiled anew. Define it once, and hand what changes over in `mod_args`.
+      mod_args: a tuple of arrays, or pytrees of them, that both functions read by gathers (`slopes[head]`,
+        `document[batch, row]`); floats arrive in the dtype of the logits. Over several devices, whole on
+        each of them.
       dropout_rate: probability in [0, 1] of dropping an attention probability; 1 gives zeros.
       dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
         of (key, batch, head, row, column) alone, the same on every implementation and sharding.
@@ -106,10 +120,11 @@ def dot_product_attention(
         included; float32 (float64 for float64). A query that sees nothing: -inf, or `sink[n]`.
 
     Gradients:
-      query, key, value, bias, sink: exact, in the dtype and shape of the argument (a bias that
-      broadcasts gets a gradient of its own shape, summed tile by tile). Only what is differentiated is
-      computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse over
-      reverse, forward over reverse, `jax.hessian`. `jax.jvp` of the function itself is not defined.
+      query, key, value, bias, sink, and the floats in mod_args (of what `score_mod` reads): exact, in the
+      dtype and shape of the argument (a bias that broadcasts gets a gradient of its own shape, summed tile
+      by tile, as do arrays in mod_args). The derivative of `score_mod` is JAX's. Only what is
+      differentiated is computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse
+      over reverse, forward over reverse, `jax.hessian`. `jax.jvp` of the function itself is not defined.
       Saves its inputs, `out`, and `lse` with its rounding; they carry the checkpoint names
       "attention_out" and "attention_lse". NaN in keys and values that no query sees reaches no output
       and no gradient.
@@ -117,7 +132,8 @@ def dot_product_attention(
     Raises:
       ValueError: shapes disagree, an option is out of range, or a length or position is. A traced one is
         not checked: a length beyond the sequence then hides nothing, a negative one hides all.
-      TypeError: an argument is of the wrong kind (float mask, mixed dtypes, array for `scale`).
+      TypeError: an argument is of the wrong kind (float mask, mixed dtypes, array for `scale`), or a function
+        closes over traced arrays, has side effects, does not broadcast or returns another dtype.
       NotImplementedError: the named implementation cannot run this call.
 
     Example:
@@ -140,6 +156,7 @@ def dot_product_attention(
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
         dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
         dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
+        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
     chosen = block.choose(_NAME, implementation, options, operands)
@@ -170,6 +187,9 @@ def dot_product_attention_bwd(
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sink: jax.Array | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -187,12 +207,12 @@ def dot_product_attention_bwd(
         A row of tied logits of 1e6 and more is rounded away in `lse`; only the gradient of
         `dot_product_attention` itself keeps the remainder.
       dlse: `[..., T, N]`, cotangent of `lse`; None = 0.
-      wrt: which of "query", "key", "value", "bias", "sink" to compute.
+      wrt: which of "query", "key", "value", "bias", "sink", "mod_args" to compute.
       query, key, value, bias, mask and options: as in the forward call.
 
     Returns:
-      DotProductAttentionGrads(query, key, value, bias, sink), each with its argument's shape and
-      dtype; None where not asked.
+      DotProductAttentionGrads(query, key, value, bias, sink, mod_args), each with its argument's shape and
+      dtype, mod_args with None in the place of what is not floating; None where not asked.
 
     Gradients:
       A composition of differentiable operations: it may itself be differentiated, in either mode.
@@ -218,6 +238,7 @@ def dot_product_attention_bwd(
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
         dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
         dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
+        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
     axes = tuple(range(operands.query.ndim))
@@ -237,8 +258,11 @@ def dot_product_attention_bwd(
     checks.same_dtype(name, query=operands.query, dout=dout, out=out)
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
+    if "mod_args" in wanted:
+        require_floats(name, operands.mod_args)
     chosen = block.choose(name, implementation, options, operands)
-    return block.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse)
+    grads = block.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse)
+    return grads._replace(mod_args=trees.in_dtypes_of(tuple(mod_args), grads.mod_args))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

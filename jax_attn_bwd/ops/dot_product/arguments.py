@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding
+from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding, trees
+from jax_attn_bwd.ops.dot_product import modifiers
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 # a difference of two positions must fit int32
@@ -22,6 +23,7 @@ def prepare(
     key_value_seq_lengths, local_window_size, query_segment_ids, key_value_segment_ids,
     query_positions, key_value_positions, logits_soft_cap, sink, dropout_rate, dropout_key,
     broadcast_dropout, dropout_offset, precision, deterministic,
+    mask_mod=None, score_mod=None, mod_args=(),
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `dot_product_attention`; raises as its docstring says."""
     query, key, value = _query_key_value(operator, query, key, value)
@@ -70,7 +72,18 @@ def prepare(
         broadcast_dropout=checks.flag(operator, "broadcast_dropout", broadcast_dropout),
         precision=checks.precision(operator, precision),
         deterministic=checks.flag(operator, "deterministic", deterministic),
+        mask_mod=mask_mod,
+        score_mod=score_mod,
     )
+    mods: tuple[Any, Any, Any] = (None, None, None)
+    if mask_mod is not None or score_mod is not None:
+        wide = numerics.accumulator_dtype(query.dtype)
+        args = modifiers.prepared(operator, mask_mod, score_mod, mod_args, query, key.shape[-2], wide)
+        mods = args, _count(batch), jnp.arange(N, dtype=jnp.int32)
+        mods = jax.tree.map(lambda x: sharding.reshard_like(x, query, (None,) * x.ndim), mods)
+    elif jax.tree.leaves(mod_args):
+        expected = "be given together with mask_mod or score_mod"
+        raise ValueError(checks.message(operator, "mod_args", expected, "neither"))
     rates = {"dropout_rate": options.dropout_rate}
     words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, S)
     return options, Operands(
@@ -88,7 +101,17 @@ def prepare(
         tokens("key_value_positions", key_value_positions, "[..., S]", (S,), **_POSITIONS),
         words,
         offset,
+        *mods,
     )
+
+
+def _count(batch: tuple[Any, ...]) -> jax.Array:
+    """The number of each batch entry, row-major, int32 `[...]`."""
+    number = jnp.zeros((1,) * len(batch), jnp.int32)
+    for axis, n in enumerate(batch):
+        shape = tuple(n if i == axis else 1 for i in range(len(batch)))
+        number = number * n + jnp.arange(n, dtype=jnp.int32).reshape(shape)
+    return number
 
 
 def _drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:
@@ -147,3 +170,11 @@ def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
     if cap <= 0:
         raise ValueError(checks.message(operator, "logits_soft_cap", "be positive", cap))
     return cap
+
+
+def require_floats(operator: str, mod_args: Any) -> None:
+    """`wrt="mod_args"` asks for gradients of floats."""
+    if not jax.tree.leaves(trees.floats(mod_args)):
+        dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(mod_args)) or "nothing"
+        expected, remedy = "hold floating-point arrays where wrt names it", "integers have no gradient"
+        raise TypeError(checks.message(operator, "mod_args", expected, dtypes, remedy))

@@ -2,7 +2,7 @@
 
 The forward, for query row t, key s, with Z the dropout factors (0 or 1 / (1 - rate)):
 
-    x_ts = scale <q_t, k_s>,   logits_ts = soft_cap(x_ts) + bias_ts                      (1)
+    x_ts = scale <q_t, k_s>,   c_ts = soft_cap(x_ts) + bias_ts,   logits_ts = score(c_ts, a) (1)
     p_ts = exp(logits_ts - lse_t)   where visible, 0 elsewhere                           (2)
     lse_t = log(sum_s exp(logits_ts) + exp(sink))                                        (3)
     out_t = sum_s Z_ts p_ts v_s                                                          (4)
@@ -16,10 +16,15 @@ Given cotangents dout of (4) and dlse of (3), and undoing the forward from its e
 The sum over u needs no second pass, since sum_u p_tu Z_tu <dout_t, v_u> = <dout_t, out_t>:
 
     delta_t    = <dout_t, out_t> - dlse_t                                                (7)
-    dlogits_ts = p_ts (dp_ts - delta_t),   dbias = dlogits summed over broadcast axes    (8)
+    dlogits_ts = p_ts (dp_ts - delta_t)                                                  (8)
+    dc_ts, da_ts = dlogits_ts d score / d (c_ts, a)                     from (1)        (8a)
+    dbias = dc, and da, summed over broadcast axes
     dsink      = - sum_t exp(sink - lse_t) delta_t                      from (3)         (9)
-    dx_ts      = dlogits_ts (1 - (soft_cap(x_ts) / cap)^2)              from (1)        (10)
+    dx_ts      = dc_ts (1 - (soft_cap(x_ts) / cap)^2)                   from (1)        (10)
     dq_t = scale sum_s dx_ts k_s,   dk_s = scale sum_t dx_ts q_t        from (1)        (11)
+
+score is the caller's `score_mod` of arrays a, `mod_args`; without it c is the logits and (8a) is void. Its
+derivative is JAX's, of the function alone, tile by tile.
 
 p is recomputed from lse tile by tile, so nothing of size T x S is kept. A tile is held transposed,
 `[..., K, S, G, T]`: then (5) and (11) for dk are plain matrix products, and dq is accumulated as its
@@ -37,14 +42,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, row_sums, traversal, whole
+from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, modifiers, row_sums, traversal, whole
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Options, Residuals
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
-from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, tile, working
+from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, positions, tile, working
 
 
 def backward(
@@ -57,15 +63,20 @@ def backward(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, tiling, residuals, dout, dlse):
-    grads, operands = gradients(options, tiling, residuals, dout, dlse), residuals.operands
+    return matched(gradients(options, tiling, residuals, dout, dlse), residuals.operands)
+
+
+def matched(grads: dict[str, Any], operands: Operands) -> DotProductAttentionGrads:
+    """`grads` with the types of the operands of these names."""
+    like = lambda name: trees.floats(getattr(operands, name))
     return DotProductAttentionGrads(
-        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
 
 
 def gradients(
     options: Options, tiling: Tiling, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """What `backward` gives, in the accumulator's dtype and of these queries alone."""
     operands, wanted = residuals.operands, residuals.wanted
     dtype = accumulator_dtype(operands.query.dtype)
@@ -76,11 +87,8 @@ def gradients(
         return [{n: grads[n] for n in names} for names in (wanted.names - shared, shared)]
 
     rows = (residuals.result, dout, dlse)
-    zeros = {
-        n: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
-        for n in shared
-        for x in [getattr(operands, n)]
-    }
+    zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
+    zeros = {n: jax.tree.map(zero, trees.floats(getattr(operands, n))) for n in shared}
     grads, sums = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, rows, zeros)
     return grads | sums
 
@@ -134,6 +142,8 @@ def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
         *batch, k, g, _, _ = sums["bias"].shape
         dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
         grads["bias"] = reduce_to(dbias, bias.shape)
+    if "mod_args" in sums:
+        grads["mod_args"] = sums["mod_args"]
     return grads
 
 
@@ -151,25 +161,32 @@ def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Arra
         if 1 in shape[-2:]:  # small: leave the sum over the batch, maybe a collective, to the end
             shape = (*batch, *shape[-4:])
         like["bias"] = (w.q, shape)
-    return {
+    zeros: dict[str, Any] = {
         name: full_like_operands(x, shape, 0, dtype, saved)
         for name, (x, shape) in like.items()
         if name in wanted
     }
+    if "mod_args" in wanted:
+        assert w.conditions.places is not None  # differentiated with a function
+        numbers = trees.floats(w.conditions.places.args)
+        zeros["mod_args"] = jax.tree.map(lambda x: full_like_operands(x, x.shape, 0, dtype, saved), numbers)
+    return zeros
 
 
 def _step(options, tiling, saved, sums, i, j, mixed, live):
     """Adds the share of tile (i, j) to every sum."""
     q, k = (i, tiling.block_q), (j, tiling.block_k)
     blocks = {"query": {-1: q}, "key": {-2: k}, "value": {-2: k}, "bias": {-2: q, -1: k}}
-    old = {name: take_at(x, blocks[name]) for name, x in sums.items()}
+    old = {name: take_at(x, blocks[name]) if name in blocks else x for name, x in sums.items()}
     share = partial(_share, options, tiling, saved, mixed=mixed)
 
     def add(old):
         return jax.tree.map(jnp.add, old, jax.checkpoint(share, prevent_cse=False)(old, i, j))
 
     new = add(old) if live is None else lax.cond(live, add, lambda old: old, old)
-    return {name: put_at(x, new[name], blocks[name]) for name, x in sums.items()}
+    return {
+        name: put_at(x, new[name], blocks[name]) if name in blocks else new[name] for name, x in sums.items()
+    }
 
 
 def _share(options, tiling, saved, old, i, j, *, mixed):
@@ -185,6 +202,11 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     bias = bias_tile(w, i, j, tiling)
     if bias is not None:
         logits = logits + _transposed(bias).astype(logits.dtype)
+    before, places, at = logits, w.conditions.places, ()
+    if options.score_mod is not None:
+        places = jax.tree.map(_transposed, places._replace(args=()))._replace(args=places.args)
+        at = tuple(map(_transposed, positions(tiling, w, i, j)))
+        logits = modifiers.scored(options, places, logits, *at)
     if visible is not None:
         logits = jnp.where(_transposed(visible), logits, -jnp.inf)
     p = jnp.exp((logits - lse[..., None, :, :]) - low[..., None, :, :])  # (2)
@@ -199,6 +221,15 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
         return share
     dp = z * matmul("...sh,...gth->...sgt", v, dout)  # (6)
     dlogits = p * (dp - delta[..., None, :, :])  # (8)
+    if options.score_mod is not None:  # (8a)
+        to_args = "mod_args" in old
+        dlogits, dargs = modifiers.pulled_back(options, places, before, *at, dlogits, to_args)
+        if visible is not None:  # what is hidden may have no derivative
+            dlogits = jnp.where(_transposed(visible), dlogits, 0)
+        if to_args:
+            share["mod_args"] = dargs
+    elif "mod_args" in old:
+        share["mod_args"] = jax.tree.map(jnp.zeros_like, old["mod_args"])
     if "bias" in old:
         share["bias"] = reduce_to(jnp.moveaxis(dlogits, -3, -1), old["bias"].shape)
     if tanh is not None:

@@ -23,6 +23,7 @@ _OWN_AXES = {  # how many axes come after those of the batch
     "key_value_segment_ids": 1,
     "query_positions": 1,
     "key_value_positions": 1,
+    "mod_batch": 0,
 }
 
 

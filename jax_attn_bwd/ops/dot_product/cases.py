@@ -1,6 +1,7 @@
 """Named inputs of dense attention."""
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.dot_product import api, reference, workloads
+from jax_attn_bwd.ops.dot_product import api, mod_cases, reference, workloads
 
 
 def _case(name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options) -> Case:
@@ -232,16 +233,21 @@ CASES = (
     ),
     _case("shard_segments", B=(4,), T=6, S=10, N=8, K=4, tags=("shard", "bounds"), extra=_segments),
     *workloads.CASES,
+    *mod_cases.CASES,
 )
+MOD_ARGS = tuple(f"{mod_cases.PREFIX}{i}" for i in range(3))
+
+
+_DIFFERENTIABLE = (*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *MOD_ARGS)
 
 
 def _call(**arguments):
-    return api.dot_product_attention(**arguments, return_residual=True)
+    return api.dot_product_attention(**mod_cases.with_mod_args(arguments), return_residual=True)
 
 
 def _reference(**arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return reference.dot_product_attention(**_with_keep_mask(**arguments))
+        return reference.dot_product_attention(**_with_keep_mask(**mod_cases.with_mod_args(arguments)))
 
 
 def _with_keep_mask(
@@ -292,6 +298,13 @@ def seen(arrays, options, shape) -> np.ndarray:
     if options.get("local_window_size") is not None:
         left, right = np.broadcast_to(options["local_window_size"], 2)
         whole &= (row - column <= left) & (column - row <= right)
+    if "mask_mod" in options:
+        numbers = (np.arange(math.prod(n)).reshape(n) for n in (shape[:-3], shape[-3:-2]))
+        batch, head = (x[..., None, None] for x in numbers)
+        args = mod_cases.with_mod_args({n: jnp.asarray(x) for n, x in arrays.items()}).get("mod_args", ())
+        at = (jnp.asarray(x, jnp.int32) for x in (batch[..., None, :, :], head, row, column))
+        at = (x.reshape((1,) * (len(shape) - x.ndim) + x.shape) for x in at)
+        whole &= np.asarray(options["mask_mod"](*at, *args))
     return whole
 
 
@@ -317,15 +330,19 @@ def _hidden(arrays, options):
 
 def _backward(cotangents, outputs, arrays, options, wrt):
     (dout, dlse), (out, lse) = cotangents, outputs
-    grads = api.dot_product_attention_bwd(dout, **arrays, **options, out=out, lse=lse, dlse=dlse, wrt=wrt)
-    return {name: x for name, x in grads._asdict().items() if x is not None}
+    wrt = dict.fromkeys("mod_args" if name in MOD_ARGS else name for name in wrt)
+    arguments = mod_cases.with_mod_args({**arrays, **options})
+    grads = api.dot_product_attention_bwd(dout, **arguments, out=out, lse=lse, dlse=dlse, wrt=tuple(wrt))
+    found = {name: x for name, x in grads._asdict().items() if x is not None}
+    of_args = dict(zip(MOD_ARGS, found.pop("mod_args", ()), strict=False))
+    return found | {name: x for name, x in of_args.items() if x is not None}
 
 
 OPERATORS = (
     Operator(
         name="dot_product_attention",
         outputs=("out", "lse"),
-        differentiable=api.DIFFERENTIABLE,
+        differentiable=_DIFFERENTIABLE,
         implementations=api.IMPLEMENTATIONS,
         call=_call,
         reference=_reference,
@@ -343,8 +360,11 @@ OPERATORS = (
             "key_value_segment_ids": "BS",
             "out": "BTNH",
             "lse": "BTN",
+            "mod_args_0": "N",
+            "mod_args_1": "B",
         },
-        backward_wrt=api.DIFFERENTIABLE,
+        backward_wrt=_DIFFERENTIABLE,
         hidden=_hidden,
+        whole=MOD_ARGS,
     ),
 )

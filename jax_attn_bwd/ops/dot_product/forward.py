@@ -29,11 +29,11 @@ from jax import lax
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, traversal, whole
+from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, modifiers, traversal, whole
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
-from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, tile, working
+from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, positions, tile, working
 
 
 class State(NamedTuple):
@@ -109,6 +109,9 @@ def _update(options, tiling, w, rows, i, j, *, mixed):
     bias = bias_tile(w, i, j, tiling)
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
+    if options.score_mod is not None:
+        places = w.conditions.places
+        logits = modifiers.scored(options, places, logits, *positions(tiling, w, i, j))
     if visible is not None:
         logits = jnp.where(visible, logits, -jnp.inf)
     m = lax.stop_gradient(jnp.maximum(rows.m, logits.max(-1)))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout, pallas, parts
 from jax_attn_bwd._core.parts import Cut
-from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
+from jax_attn_bwd._core.sharding import explicit_spec, reshard_like
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals, Result
@@ -50,12 +50,11 @@ def backward(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> Do
         return portable_backward.backward(options, residuals, dout, dlse)
     residuals = residuals._replace(operands=operands)
     if cut is None:
-        grads = portable_backward.backward(options, residuals, dout, dlse)._asdict()
+        found = portable_backward.backward(options, residuals, dout, dlse)._asdict()
+        grads = {name: found[name] for name in residuals.wanted.names}
     else:
         grads = _backward(options, cut, residuals, dout, dlse)
-    return DotProductAttentionGrads(
-        **{name: match_type(grads[name], getattr(given, name)) for name in residuals.wanted.names}
-    )
+    return portable_backward.matched(grads, given)
 
 
 def _cut_and_gathered(options: Options, operands: Operands) -> tuple[Cut | None, Operands]:
@@ -89,11 +88,15 @@ def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse: Any) -> dict[str, jax.Array]:
+def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse: Any) -> dict[str, Any]:
     """The gradients in the accumulator's dtype, by name."""
     operands, result, wanted = residuals
     rows, axes, shared = _divided(operands)
-    results = {name: parts.place(getattr(operands, name), axes.get(name)) for name in wanted.names}
+    results = {
+        name: parts.place(getattr(operands, name), axes.get(name)) for name in wanted.names - {"mod_args"}
+    }
+    if "mod_args" in wanted.names:
+        results["mod_args"] = parts.EVERYWHERE
     own = {"dout": dout, "dlse": dlse, **result._asdict()}
     own = {name: x for name, x in own.items() if x is not None}
 
@@ -143,7 +146,8 @@ def _part(options: Options, operands: Operands, index: Any, rows: dict[str, Any]
     """The operands of part `index`, which know where its queries begin if that matters."""
     part = shared._replace(**{name: rows[name] for name in _QUERIES if name in rows})
     is_banded = options.is_causal or options.window is not None
-    if operands.query_seq_lengths is not None or (is_banded and operands.query_positions is None):
+    reads_rows = is_banded or options.mask_mod is not None or options.score_mod is not None
+    if operands.query_seq_lengths is not None or (reads_rows and operands.query_positions is None):
         part = part._replace(query_origin=jnp.int32(index) * part.query.shape[-3])
     if "dropout_rows" in rows:
         part = part._replace(dropout_offset=part.dropout_offset._replace(row=rows["dropout_rows"]))

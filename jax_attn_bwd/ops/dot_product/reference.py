@@ -1,6 +1,6 @@
 """THE DEFINITION of dense attention: whole matrices, plain jnp, any dtype. Every test measures against it.
 
-logits = soft_cap(scale * q k^T) + bias                                  [..., N, T, S]
+logits = score_mod(soft_cap(scale * q k^T) + bias)                       [..., N, T, S]
 probs  = exp(logits) / exp(lse) where visible, 0 elsewhere;   lse = log(sum exp(logits) + exp(sink))
 out    = dropout(probs) v                                                [..., T, N, Hv]
 """
@@ -13,7 +13,7 @@ def dot_product_attention(
     query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, local_window_size=None, query_segment_ids=None,
     key_value_segment_ids=None, query_positions=None, key_value_positions=None, logits_soft_cap=None,
-    sink=None, keep=None, keep_factor=1.0,
+    sink=None, mask_mod=None, score_mod=None, mod_args=(), keep=None, keep_factor=1.0,
 ):  # fmt: skip
     """(out, lse) of `jax_attn_bwd.dot_product_attention`; `keep` is the dropout mask `[..., N, T, S]`."""
     (T, N, H), (S, K) = query.shape[-3:], key.shape[-3:-1]
@@ -45,6 +45,13 @@ def dot_product_attention(
     if query_segment_ids is not None or key_value_segment_ids is not None:
         visible &= tokens(query_segment_ids, T) == tokens(key_value_segment_ids, S).swapaxes(-1, -2)
 
+    entries = logits.shape[:-3]
+    batch = jnp.arange(jnp.zeros(entries).size).reshape(*entries, 1, 1, 1)
+    at = (batch, jnp.arange(N)[:, None, None], q_at, k_at)
+    if mask_mod is not None:
+        visible &= mask_mod(*at, *mod_args)
+    if score_mod is not None:
+        logits = score_mod(logits, *at, *mod_args)
     terms = jnp.where(visible, logits, -jnp.inf)
     if sink is not None:
         column_of_sink = jnp.broadcast_to(sink[:, None, None], (*terms.shape[:-1], 1))

@@ -5,6 +5,7 @@ N query heads, K key/value heads, G = N / K query heads per key head, H query/ke
 Hv value head size. Public layout `[..., T, N, H]`; working layout `[..., K, G, T, H]`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax
 from jax_attn_bwd._core import dropout, masks
 from jax_attn_bwd._core.serialization import exportable_tuple
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "mod_args")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Options:
     broadcast_dropout: bool = False
     precision: Any = None
     deterministic: bool = True
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
 
 
 class Operands(NamedTuple):
@@ -48,6 +51,9 @@ class Operands(NamedTuple):
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None
     query_origin: jax.Array | None = None  # int32 []: index of the first query of a part; None = 0
+    mod_args: tuple[Any, ...] | None = None  # pytrees of what the functions read; with one of them, these:
+    mod_batch: jax.Array | None = None  # int32 [...], the number of each batch entry
+    mod_heads: jax.Array | None = None  # int32 [N], that of each query head
 
 
 @jax.tree_util.register_static
@@ -89,3 +95,4 @@ class DotProductAttentionGrads(NamedTuple):
     value: jax.Array | None = None
     bias: jax.Array | None = None
     sink: jax.Array | None = None
+    mod_args: tuple[Any, ...] | None = None  # None also in the place of what is not floating

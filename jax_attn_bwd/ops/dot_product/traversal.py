@@ -1,10 +1,10 @@
 """The walk over the tiles of the T x S plane.
 
 The portable forward and backward scan one list of (i, j) tile pairs. Causality and windows over plain
-indices drop dead pairs from the list at trace time; where all others are full nothing is compared, else every
-tile is mixed: its elements are compared one by one. Lengths, segments and positions are known at run time
-only: they give each pair a live flag, and `lax.cond` skips dead ones. No loop has a traced trip count, so the
-scans have a reverse mode.
+indices, and what bounds tell of a `mask_mod` there, drop dead pairs from the list at trace time; where all
+others are full nothing is compared, else every tile is mixed: its elements are compared one by one. Lengths,
+segments, positions and the arrays of a `mask_mod` are known at run time only: they give each pair a live
+flag, and `lax.cond` skips dead ones. No loop has a traced trip count, so the scans have a reverse mode.
 
 Parts of the queries that are a batch axis walk in step: at each step all have the same query tile i, and each
 a key tile j of its own list, or one that it does not see where its list is shorter than that of another.
@@ -27,22 +27,20 @@ from jax_attn_bwd.ops.dot_product.visibility import Conditions, Tokens
 
 def live_tiles(options: Options, given: Conditions, tiling: Tiling) -> jax.Array | None:
     """Whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
-    rows, columns = given.rows, given.columns
-    if all(x is None for tokens in (rows, columns) for x in tokens[1:]):
-        return None
-    some, _ = visibility.of_tiles(options, rows, columns, tiling.block_q, tiling.block_k)
+    rows, columns, blocks = given.rows, given.columns, (tiling.block_q, tiling.block_k)
+    if isinstance(rows.length, int) and isinstance(columns.length, int):
+        _, _, final = visibility.known_tiles(options, given, *blocks)
+        if final:
+            return None
+    some, _ = visibility.of_tiles(options, rows, columns, *blocks, given.places)
     return jnp.asarray(some).any(tuple(range(some.ndim - 2)))
 
 
-def static_pairs(
-    options: Options, T: int, S: int, has_positions: bool, tiling: Tiling
-) -> tuple[np.ndarray, np.ndarray]:
+def static_pairs(options: Options, given: Conditions, tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
     """(full, mixed): the tiles to visit, each `[n, 2]` of (i, j), as far as shapes alone tell."""
     block_q, block_k = tiling.block_q, tiling.block_k
-    some, every = visibility.of_tiles(options, Tokens(T), Tokens(S), block_q, block_k)
-    if has_positions:
-        some = np.ones_like(some)
-        every = np.full_like(every, not (options.is_causal or options.window is not None))
+    T, S = given.rows.length, given.columns.length
+    some, every, _ = visibility.known_tiles(options, given, block_q, block_k)
     i, j = np.indices(some.shape, np.int32)
     every = every & ((j + 1) * block_k <= S) & ((i + 1) * block_q <= T)
     pairs = np.stack([i, j], -1)
@@ -63,8 +61,7 @@ def scan_tiles(
     if tiling.parts > 1:
         return _scan_in_step(step, carry, options, given, tiling, live)
     if isinstance(T, int) and isinstance(S, int):
-        has_positions = any(x is not None for x in (rows.position, rows.origin, columns.position))
-        full, some_seen = static_pairs(options, T, S, has_positions, tiling)
+        full, some_seen = static_pairs(options, given, tiling)
         i, j = np.concatenate([full, some_seen]).T
         mixed = len(some_seen) > 0 or live is not None
         if not len(i):
@@ -89,7 +86,8 @@ def _scan_in_step(step, carry, options, given, tiling, live):
     if not len(i):
         return carry
     j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(parts.AXIS)]
-    if all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:]):
+    by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
+    if by_shapes and options.mask_mod is None:
         live = None  # beside the origin nothing is known at run time only
     if live is not None:
         live, mixed = lax.pmax(live[i, j].astype(jnp.int32), parts.AXIS) > 0, True
@@ -112,6 +110,7 @@ def tiles_in_step(
     if has_positions:
         some = np.ones_like(some)
         every = np.full_like(every, not (options.is_causal or options.window is not None))
+    every = every & (options.mask_mod is None)  # what bounds tell of one is left to run time
     lists = []
     for i in range(some.shape[1]):
         seen, longest = some[:, i], some[:, i].sum(-1).max()

@@ -3,7 +3,8 @@
 A query t sees a key s if every condition that is given holds:
 
     mask_ts,   bias_ts > -inf,   t < its length,   s < its length,   segment_t = segment_s,
-    -right <= position_t - position_s <= left,   position_s <= position_t (causal)
+    -right <= position_t - position_s <= left,   position_s <= position_t (causal),
+    mask_mod(batch, head, position_t, position_s, *mod_args)
 
 This module alone reads the conditions; kernels visit the tiles that it names. A further condition goes into
 `_elements`, and into `of_tiles` if ranges of tokens tell something of it; `_tell_by_index` says whether rows
@@ -20,9 +21,10 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import masks
-from jax_attn_bwd._core.blocks import take_at
+from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd._core.sharding import full_like_operands
+from jax_attn_bwd.ops.dot_product import layout, modifiers
 from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -41,6 +43,9 @@ class Given(NamedTuple):
     query_positions: Any = None
     key_value_positions: Any = None
     query_origin: Any = None  # index of the first query; None = 0
+    mod_args: Any = None  # any
+    mod_batch: Any = None  # [...]
+    mod_heads: Any = None  # [N]
 
 
 class Tokens(NamedTuple):
@@ -60,6 +65,7 @@ class Conditions(NamedTuple):
     columns: Tokens
     mask: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
     bias: jax.Array | None  # likewise
+    places: modifiers.Places | None = None  # with a function of them
 
 
 def conditions(
@@ -85,6 +91,7 @@ def conditions(
         tokens(S, block_k, *keys),
         plane(given.mask),
         plane(given.bias),
+        modifiers.places(given, batch_rank, groups),
     )
 
 
@@ -124,6 +131,23 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
     return _Laid(lay(position), segment, valid)
 
 
+def positions(
+    given: Conditions, i: Any, j: Any, blocks: tuple[Any, Any], rank: int
+) -> tuple[jax.Array, jax.Array]:
+    """(rows, columns) of tile (i, j) as functions are handed them; those of padding are the last ones.
+
+    `[..., 1, 1, rows, 1]` and `[..., 1, 1, 1, columns]`; with i and j None those of the whole plane.
+    """
+    found = []
+    for tokens, at, block, axis in ((given.rows, i, blocks[0], -2), (given.columns, j, blocks[1], -1)):
+        position = _lay(tokens._replace(segment=None, valid_length=None), at, block, axis, rank).position
+        if tokens.position is None and at is not None and tokens.length % block != 0:
+            last = tokens.length - 1
+            position = jnp.minimum(position, last if tokens.origin is None else tokens.origin + last)
+        found.append(position)
+    return found[0], found[1]
+
+
 def _elements(options: Options, mask: Any, bias: Any, row: _Laid | None, column: _Laid | None) -> Any:
     """The conjunction of all conditions; None if all is seen. `row` and `column` are None in a full tile."""
     terms = [mask, None if bias is None else bias != -jnp.inf]
@@ -148,6 +172,8 @@ def of_tile(
     if mixed:
         row = _lay(given.rows, i, tiling.block_q, -2, rank)
         column = _lay(given.columns, j, tiling.block_k, -1, rank)
+        at = positions(given, i, j, (tiling.block_q, tiling.block_k), rank)
+        mask = masks.conjunction(mask, modifiers.seen(options, given.places, *at))
     return _elements(options, mask, bias, row, column)
 
 
@@ -159,15 +185,18 @@ def of_plane(options: Options, given: Any, T: Any, S: Any, batch_rank: int, grou
     found = conditions(given, T, S, batch_rank, groups)
     rank = batch_rank + 4
     row, column = _lay(found.rows, None, T, -2, rank), _lay(found.columns, None, S, -1, rank)
-    return _elements(options, found.mask, found.bias, row, column)
+    by_function = modifiers.seen(options, found.places, *positions(found, None, None, (T, S), rank))
+    return _elements(options, masks.conjunction(found.mask, by_function), found.bias, row, column)
 
 
-def of_tiles(options: Options, rows: Tokens, columns: Tokens, block_q: int, block_k: int) -> tuple[Any, Any]:
+def of_tiles(
+    options: Options, rows: Tokens, columns: Tokens, block_q: int, block_k: int, places: Any = None
+) -> tuple[Any, Any]:
     """(some, every) element of each tile is seen, `[..., query tiles, key tiles]`, for all that tokens tell.
 
     NumPy arrays if shapes alone decide. `some` is never False for a tile in which something is seen, and
     exact for bands over indices; `every` is never True for one in which something is hidden but queries
-    beyond their length, whose results are thrown away.
+    beyond their length, whose results are thrown away. A `mask_mod` reads its `modifiers.Places`.
     """
     (row, row_segment, row_range), (column, column_segment, column_range) = (
         _ranges(tokens, block, axis) for tokens, block, axis in ((rows, block_q, -1), (columns, block_k, -2))
@@ -183,7 +212,9 @@ def of_tiles(options: Options, rows: Tokens, columns: Tokens, block_q: int, bloc
     some, every = masks.tile_in_band(row, column, options.is_causal, options.window)
     grid = [count(tokens.length, block) for tokens, block in ((rows, block_q), (columns, block_k))]
     ones = (np if all(isinstance(n, int) for n in grid) else jnp).ones((*(1,) * (rank - 2), *grid), bool)
-    some, every = some & ones, every & ones
+    some, every, told = some & ones, every & ones, None
+    if options.mask_mod is not None and places is not None:
+        told = modifiers.of_tiles(options.mask_mod, places, row, column)
     if rows.valid_length is not None:
         some = some & (row_range[0] < to_rank(rows.valid_length[..., None, None], rank))
     if columns.valid_length is not None:
@@ -193,7 +224,29 @@ def of_tiles(options: Options, rows: Tokens, columns: Tokens, block_q: int, bloc
         row, column = to(row_segment), to(column_segment)
         some = some & (row[0] <= column[1]) & (column[0] <= row[1])
         every = every & (row[0] == column[1]) & (column[0] == row[1])
+    if told is not None:
+        rank = max(rank, told.some.ndim)
+        pairs = (some, told.some), (every, told.every)
+        some, every = (to_rank(x, rank) & to_rank(y, rank) for x, y in pairs)
     return some, every & some
+
+
+def known_tiles(
+    options: Options, given: Conditions, block_q: int, block_k: int
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(some, every) of `of_tiles` as far as shapes tell, `[query tiles, key tiles]`; whether that is all."""
+    rows, columns = given.rows, given.columns
+    T, S = rows.length, columns.length
+    some, every = of_tiles(options, Tokens(T), Tokens(S), block_q, block_k)
+    final = all(x is None for tokens in (rows, columns) for x in tokens[1:])
+    by_index = all(x is None for x in (rows.position, rows.origin, columns.position))
+    if not by_index:
+        some = np.ones_like(some)
+        every = np.full_like(every, not (options.is_causal or options.window is not None))
+    if options.mask_mod is not None and given.places is not None:
+        told = modifiers.known_tiles(options.mask_mod, given.places, (T, S), (block_q, block_k), by_index)
+        some, every, final = some & told.some, every & told.every, final and told.final
+    return some, every & some, final
 
 
 def _ranges(tokens: Tokens, block: int, axis: int) -> tuple[Any, Any, Any]:
@@ -223,7 +276,8 @@ def live_and_seen(
     """(which queries see a key, `[..., K|1, G|1, T]`; which keys a query sees, `[..., K|1, S]`); None = all.
 
     Exact, and in memory linear in T and S: block after block of queries is held against all keys, unless
-    causality, windows and lengths alone decide. `given` has the fields of `Given`.
+    causality, windows and lengths alone decide; with a `mask_mod`, tile after tile of those that are neither
+    empty nor full. `given` has the fields of `Given`.
     """
     if _tell_by_index(options, given) or 0 in (T, S):
         live, seen = _by_index(options, given, T, S, batch_rank)
@@ -234,6 +288,8 @@ def live_and_seen(
         return None, None
     batch = math.prod(sees.shape[:-2])
     if all(isinstance(n, int) for n in (batch, T, S)) and batch * T * S > BLOCK_ELEMENTS:
+        if options.mask_mod is not None:
+            return _tile_after_tile(options, given, T, S, batch_rank, groups)
         block = max(1, BLOCK_ELEMENTS // (batch * S))
         return _block_after_block(options, given, T, S, batch_rank, groups, block)
     return _reduced(plane(), T, S)
@@ -242,6 +298,8 @@ def live_and_seen(
 def every_query_sees(options: Options, given: Any) -> bool:
     """Whether shapes alone tell that each query sees a key; `given` is the `Operands`."""
     *batch, T, _, _ = given.query.shape
+    if options.score_mod is not None:  # which may give -inf
+        return False
     if not _tell_by_index(options, given):
         return False
     live, _ = _by_index(options, given, T, given.key.shape[-3], len(batch))
@@ -252,7 +310,7 @@ def _tell_by_index(options: Options, given: Any) -> bool:
     """Whether who sees whom is a matter of indices and lengths alone."""
     banded = options.is_causal or options.window is not None
     positions = given.query_positions is not None or given.key_value_positions is not None
-    others = (given.mask, given.bias, given.query_segment_ids)
+    others = (given.mask, given.bias, given.query_segment_ids, options.mask_mod)
     return all(x is None for x in others) and not (banded and positions)
 
 
@@ -306,6 +364,46 @@ def _block_after_block(options, given, T, S, batch_rank, groups, block) -> tuple
     seen, others = lax.scan(step, seen, np.arange(1, count(T, block), dtype=np.int32))
     live = jnp.moveaxis(jnp.concatenate([first[None], others]), 0, -2)
     return live.reshape(*live.shape[:-2], -1)[..., :T], seen
+
+
+def _tile_after_tile(options, given, T, S, batch_rank, groups) -> tuple[jax.Array, jax.Array]:
+    """`live_and_seen`: tiles that bounds call empty are passed over, and full ones not looked into."""
+    block_q, block_k = min(T, 256), min(S, 512)
+    tiling, rank = Tiling(block_q, block_k, "float32"), batch_rank + 4
+    found = conditions(given, T, S, batch_rank, groups, block_q, block_k)
+    some, every, final = known_tiles(options, found, block_q, block_k)
+    pairs: Any = np.argwhere(some).astype(np.int32)
+    if not final:
+        lives, fulls = of_tiles(options, found.rows, found.columns, block_q, block_k, found.places)
+        batch = tuple(range(lives.ndim - 2))
+        some, every = lives.any(batch), fulls.all(batch)
+    if not all(x is None for x in (found.mask, found.bias, found.rows.valid_length)):
+        every = every & False
+    empty_mixed_full = some.astype(np.int32) + (some & every).astype(np.int32)
+
+    def held(i, j):
+        return _reduced(of_tile(options, found, i, j, True, tiling, rank), block_q, block_k)
+
+    first = held(np.int32(0), np.int32(0))
+    sizes = (count(T, block_q) * block_q, count(S, block_k) * block_k)
+    none = tuple(
+        full_like_operands(x, (*x.shape[:-1], n), False, bool, given)
+        for x, n in zip(first, sizes, strict=True)
+    )
+
+    def step(carry, x):
+        i, j, kind = x
+        blocks = {-1: (i, block_q)}, {-1: (j, block_k)}
+        old = tuple(map(take_at, carry, blocks))
+        empty = lambda old: old
+        mixed = lambda old: tuple(a | b for a, b in zip(old, held(i, j), strict=True))
+        full = lambda old: tuple(x | True for x in old)
+        new = lax.switch(kind, (empty, mixed, full), old)
+        return tuple(map(put_at, carry, new, blocks)), None
+
+    i, j = pairs.T
+    live, seen = lax.scan(step, none, (i, j, empty_mixed_full[i, j]))[0]
+    return live[..., :T], seen[..., :S]
 
 
 def _reduced(sees: jax.Array, T: Any, S: Any) -> tuple[jax.Array, jax.Array]:

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import einsum, unsharded
-from jax_attn_bwd.ops.dot_product import dropping, layout, visibility
+from jax_attn_bwd.ops.dot_product import dropping, layout, modifiers, visibility
 from jax_attn_bwd.ops.dot_product.logits import soft_capped
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Result
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, product_dtype
@@ -30,6 +31,8 @@ class _Plane(NamedTuple):
     sees: jax.Array | None  # [..., K|1, G|1, T|1, S|1]; None = all
     live: jax.Array | None  # [..., K|1, G|1, T], queries that see something; None = all
     bias: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
+    places: modifiers.Places | None  # with a function of them
+    at: tuple[jax.Array, jax.Array] | None  # rows and columns, with `score_mod`
 
 
 def _plane(options: Options, operands: Operands) -> _Plane:
@@ -40,18 +43,30 @@ def _plane(options: Options, operands: Operands) -> _Plane:
     q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))
     sees = visibility.of_plane(options, operands, T, S, len(batch), N // K)
     bias = None if operands.bias is None else layout.plane(operands.bias, len(batch), N // K)
-    return _Plane(q, k, v, sees, live, bias)
+    places, at = modifiers.places(operands, len(batch), N // K), None
+    if options.score_mod is not None:
+        found = visibility.conditions(operands, T, S, len(batch), N // K)
+        at = visibility.positions(found, None, None, (T, S), len(batch) + 4)
+    return _Plane(q, k, v, sees, live, bias, places, at)
 
 
-def _logits(options: Options, plane: _Plane, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(1): (logits `[..., K, G, T, S]`, -inf where unseen; tanh of the soft cap)."""
+def _before_score(options: Options, plane: _Plane, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """(c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
     q, in_q = plane.q, plane.q.dtype == dtype  # wide factors: see `logits.scaled_product`
     q = q * options.scale if in_q else q
     logits = einsum("...kgth,...ksh->...kgts", q, plane.k, **_product(options, dtype))
     logits, tanh = soft_capped(options, logits if in_q else options.scale * logits)
     if plane.bias is not None:
         logits = logits + plane.bias.astype(dtype)
-    return logits if plane.sees is None else jnp.where(plane.sees, logits, -jnp.inf), tanh
+    return logits, tanh
+
+
+def _logits(options: Options, plane: _Plane, dtype: Any) -> jax.Array:
+    """(1): `[..., K, G, T, S]`, -inf where unseen."""
+    logits, _ = _before_score(options, plane, dtype)
+    if plane.at is not None:
+        logits = modifiers.scored(options, plane.places, logits, *plane.at)
+    return logits if plane.sees is None else jnp.where(plane.sees, logits, -jnp.inf)
 
 
 def _product(options: Options, dtype: Any) -> dict[str, Any]:
@@ -88,7 +103,7 @@ def _softmax(operands: Operands, plane: _Plane, logits: jax.Array) -> _Rows:
 def forward(options: Options, tiling: Tiling, operands: Operands) -> Result:
     """Attention over all keys, with its row values."""
     plane, dtype = _plane(options, operands), accumulator_dtype(operands.query.dtype)
-    e, m, l, empty = _softmax(operands, plane, _logits(options, plane, dtype)[0])
+    e, m, l, empty = _softmax(operands, plane, _logits(options, plane, dtype))
     log_l = jnp.log(l)
     lse = m + log_l
     low = lax.stop_gradient((m - lse) + log_l)
@@ -108,7 +123,7 @@ def backward(
     result: Result,
     dout: jax.Array,
     delta: jax.Array,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """(5), (8), (10), (11): the gradients of query, key, value and bias that are `wanted`.
 
     In the accumulator's dtype, as everything here.
@@ -127,7 +142,7 @@ def backward(
 
 def backward_alone(
     options: Options, wanted: Iterable[str], operands: Operands, dout: jax.Array, dlse: jax.Array | None
-) -> tuple[dict[str, jax.Array], jax.Array | None]:
+) -> tuple[dict[str, Any], jax.Array | None]:
     """(what `backward` gives, delta) where the queries attend to no other keys; delta is None if not formed.
 
     Then the softmax is formed as in the forward, and delta as sum_s p_ts dp_ts: of the forward nothing else
@@ -159,7 +174,7 @@ def _gradients(
     dout: jax.Array,
     dp: Any,
     delta: Any,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """For no more than "value", `dp` and `delta` may be None."""
     plane, dtype = _plane(options, operands), p.dtype
     product = _product(options, dtype)
@@ -167,7 +182,7 @@ def _gradients(
     def over_queries(x, y):  # [..., S, K, H]; in that order at once XLA:CPU would write column by column
         return jnp.swapaxes(einsum("...kgts,...kgth->...ksh", x, y, **product), -2, -3)
 
-    grads = {}
+    grads: dict[str, Any] = {}
     if "value" in wanted:
         z = dropping.of_columns(options, operands)
         zp = (p if z is None else z * p).astype(plane.v.dtype)
@@ -175,10 +190,22 @@ def _gradients(
     if not set(wanted) - {"value"}:
         return grads
     dlogits = p * (dp - delta)  # (8)
+    before, tanh = None, None
+    if options.logits_soft_cap is not None or plane.at is not None:
+        before, tanh = _before_score(options, plane, dtype)
+    if plane.at is not None and before is not None:  # (8a)
+        assert plane.places is not None  # with the function
+        to_args = "mod_args" in wanted
+        dlogits, dargs = modifiers.pulled_back(options, plane.places, before, *plane.at, dlogits, to_args)
+        if plane.sees is not None:  # what is hidden may have no derivative
+            dlogits = jnp.where(plane.sees, dlogits, 0)
+        if to_args:
+            grads["mod_args"] = dargs
+    elif "mod_args" in wanted:
+        grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(operands.mod_args))
     if plane.bias is not None and "bias" in wanted:
         assert operands.bias is not None  # of the plane
         grads["bias"] = reduce_to(dlogits, plane.bias.shape).reshape(operands.bias.shape)
-    _, tanh = _logits(options, plane, dtype) if options.logits_soft_cap is not None else (None, None)
     if tanh is not None:
         dlogits = dlogits * (1 - tanh * tanh)  # (10)
     dx = dlogits.astype(plane.q.dtype)
@@ -196,7 +223,7 @@ def probabilities(options: Options, operands: Operands, result: Result | None) -
     None = these are all.
     """
     plane, dtype = _plane(options, operands), accumulator_dtype(operands.query.dtype)
-    logits, _ = _logits(options, plane, dtype)
+    logits = _logits(options, plane, dtype)
     if result is None:
         rows = _softmax(operands, plane, logits)
         return rows.e / rows.l

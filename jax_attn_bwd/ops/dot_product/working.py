@@ -49,6 +49,8 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
     q = layout.split_heads(operands.query, N // K)
     k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))
     live, seen = visibility.live_and_seen(options, operands, T, S, len(batch), N // K)
+    if live is None and options.score_mod is not None:  # it may give -inf to all that a query sees
+        live = jnp.ones((1,) * (len(batch) + 2) + (T,), bool)
     if live is not None:
         live = to_rank(live, q.ndim - 1)
         q = jnp.where(live[..., None], q, 0)
@@ -62,6 +64,11 @@ def tile(options: Options, tiling: Tiling, w: Working, i: Any, j: Any, mixed: bo
     q = take_at(w.q, {-2: (i, tiling.block_q)}).astype(tiling.product_dtype)
     k, v = (take_at(x, {-2: (j, tiling.block_k)}).astype(tiling.product_dtype) for x in (w.k, w.v))
     return q, k, v, visibility.of_tile(options, w.conditions, i, j, mixed, tiling, w.q.ndim)
+
+
+def positions(tiling: Tiling, w: Working, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
+    """(rows, columns) of tile (i, j) as `score_mod` is handed them."""
+    return visibility.positions(w.conditions, i, j, (tiling.block_q, tiling.block_k), w.q.ndim)
 
 
 def bias_tile(w: Working, i: Any, j: Any, tiling: Tiling) -> jax.Array | None:

@@ -1,6 +1,6 @@
 """The multi-head attention layer: the public functions, their checks, and the custom_vjp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,9 +8,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, trees
 from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product.arguments import require_floats
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.arguments import prepare
@@ -50,6 +51,9 @@ def multi_head_attention(
     query_positions: jax.Array | None = None,
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
     out_dropout_rate: float = 0.0,
@@ -68,13 +72,13 @@ def multi_head_attention(
     """The whole layer under one rule: projections, attention, output projection, both dropouts.
 
         q = query W_q + b_q,   k = [key W_k + b_k; bias_k; 0],   v = [value W_v + b_v; bias_v; 0]
-        weights = softmax(soft_cap(scale * q k^T) + bias, where visible)
+        weights = softmax(score_mod(soft_cap(scale * q k^T) + bias), where visible)
         out     = out_dropout(dropout(weights) v W_o + b_o) (+ query)
 
     A query t sees a key s under the conditions of `dot_product_attention`: mask and bias, lengths, segments,
-    causality and window. The appended rows, `bias_k`/`bias_v` and then zeros (`add_zero_attn`), are seen by
-    every query, whatever is hidden; the soft cap holds for them, too. A kernel that is None hands the input
-    itself to every head.
+    causality, window and `mask_mod`. The appended rows, `bias_k`/`bias_v` and then zeros (`add_zero_attn`),
+    are seen by every query, whatever is hidden; the soft cap holds for them, too, but neither bias nor
+    `score_mod`. A kernel that is None hands the input itself to every head.
 
     Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value heads
     (N a multiple of K), H head size, Hv value head size, Eq Ek Ev Eo widths, R appended rows, S' = S + R.
@@ -101,6 +105,8 @@ def multi_head_attention(
       query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what causality
         and windows compare, between `-2**30` and `2**30`; default the index.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      mask_mod, score_mod, mod_args: masks and scores as functions, and what they read, as in
+        `dot_product_attention`.
       add_zero_attn: append a key and a value of zeros.
       dropout_rate: probability in [0, 1] of dropping an attention probability.
       out_dropout_rate: probability of dropping an element of the output, after its bias, before `query`
@@ -128,11 +134,11 @@ def multi_head_attention(
         The sink is no column.
 
     Gradients:
-      Every field of `params`, query, key, value and bias: exact, in the dtype and shape of the argument.
-      Only what is differentiated is computed. `out` and `weights` are differentiable, to second order and
-      beyond: reverse over reverse, forward over reverse, `jax.hessian`. Nothing of size T x S is formed,
-      except for `return_weights` and `save="probs"`. The heads' output and its lse carry the checkpoint names
-      "attention_out" and "attention_lse".
+      Every field of `params`, query, key, value, bias and the floats in mod_args: exact, in the dtype and
+      shape of the argument. Only what is differentiated is computed. `out` and `weights` are differentiable,
+      to second order and beyond: reverse over reverse, forward over reverse, `jax.hessian`. Nothing of size
+      T x S is formed, except for `return_weights` and `save="probs"`. The heads' output and its lse carry the
+      checkpoint names "attention_out" and "attention_lse".
       NaN in rows of query, key and value that see nothing, or that nothing sees, reaches no gradient and no
       other row's output.
 
@@ -162,7 +168,8 @@ def multi_head_attention(
         key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap,
-        precision=precision, deterministic=deterministic, add_zero_attn=add_zero_attn,
+        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
+        deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
         dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
@@ -197,6 +204,9 @@ def multi_head_attention_bwd(
     query_positions: jax.Array | None = None,
     key_value_positions: jax.Array | None = None,
     logits_soft_cap: float | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
     out_dropout_rate: float = 0.0,
@@ -219,12 +229,12 @@ def multi_head_attention_bwd(
       residual: what `multi_head_attention(..., return_residual=True)` appended for the same arguments;
         None runs the forward again.
       wrt: fields of `MultiHeadAttentionParams`, or "params" for all that are given, and of "query", "key",
-        "value", "bias"; default: all but `bias` that are given.
+        "value", "bias", "mod_args"; default: all that are given but `bias` and `mod_args`.
       params, query, key, value and options: as in the forward call.
 
     Returns:
-      MultiHeadAttentionGrads(params, query, key, value, bias), each with its argument's shape and dtype;
-      None where not asked. Where key (or value) is None, its share is in `query` (or `key`).
+      MultiHeadAttentionGrads(params, query, key, value, bias, mod_args), each with its argument's shape and
+      dtype; None where not asked. Where key (or value) is None, its share is in `query` (or `key`).
 
     Gradients:
       A composition of differentiable operations: it may itself be differentiated, in either mode.
@@ -249,7 +259,8 @@ def multi_head_attention_bwd(
         key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap,
-        precision=precision, deterministic=deterministic, add_zero_attn=add_zero_attn,
+        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
+        deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
         dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
         return_weights=dweights is not None or average_weights, average_weights=average_weights,
@@ -272,10 +283,14 @@ def multi_head_attention_bwd(
         expect = f"be what the forward of the same arguments and save={save!r} returned"
         raise ValueError(checks.message(name, "residual", expect, got))
     wanted = _wanted(name, operands, wrt)
+    if "mod_args" in wanted:
+        require_floats(name, operands.mod_args)
     residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
     grads = chosen.backward(options, residuals, dout, dweights)
     params = MultiHeadAttentionParams(**{n: grads.get(n) for n in PARAMS})
-    return MultiHeadAttentionGrads(params, **{n: grads.get(n) for n in ARRAYS})
+    found = {n: grads.get(n) for n in ARRAYS}
+    found["mod_args"] = trees.in_dtypes_of(tuple(mod_args), found["mod_args"])
+    return MultiHeadAttentionGrads(params, **found)
 
 
 def _described(residual: Any) -> Any:
@@ -288,7 +303,7 @@ def _described(residual: Any) -> Any:
 def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:
     present = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
     if wrt is None:
-        return set(present) - {"bias"}
+        return set(present) - {"bias", "mod_args"}
     names = set(checks.wanted(operator, wrt, ("params", *DIFFERENTIABLE), ["params", *present]))
     return names - {"params"} | (set(PARAMS) & set(present) if "params" in names else set())
 

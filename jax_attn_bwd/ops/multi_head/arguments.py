@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, sharding
@@ -84,7 +85,7 @@ def prepare(
     _check_explicit_sharding(operator, operands)
     remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
     scale = checks.head_scale(operator, scale, H, query.dtype, remedy)
-    dense, tokens = _attention(operator, operands, scale=scale, **attention)
+    dense, tokens = _attention(operator, operands, N, scale=scale, **attention)
     options = Options(
         dataclasses.replace(dense, dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate)),
         N,
@@ -103,8 +104,10 @@ def prepare(
     return options, operands._replace(**given, dropout_words=words, dropout_offset=offset)
 
 
-def _attention(operator: str, operands: Operands, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-    """(dense attention's options, lengths, segments and positions by name), as dense attention checks them.
+def _attention(operator: str, operands: Operands, N: Any, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    """(dense attention's options, lengths, segments, positions and what functions of them read, by name).
+
+    As dense attention checks them.
 
     It is handed heads of size 0: those of the layer are made under its rule, where nothing is known any more.
     """
@@ -114,7 +117,11 @@ def _attention(operator: str, operands: Operands, **arguments: Any) -> tuple[Any
         operator, query, key, key, None, None, sink=None, dropout_rate=0.0, dropout_key=None,
         dropout_offset=None, **arguments,
     )  # fmt: skip
-    return options, {name: getattr(checked, name) for name in TOKENS}
+    found = {name: getattr(checked, name) for name in (*TOKENS, "mod_args", "mod_batch")}
+    if checked.mod_heads is not None:
+        heads = jnp.arange(N, dtype=jnp.int32)
+        found["mod_heads"] = sharding.reshard_like(heads, query, (None,))
+    return options, found
 
 
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:

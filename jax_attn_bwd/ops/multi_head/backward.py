@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product import block
@@ -99,7 +100,7 @@ def _result(saved: Any) -> dot_product.Result:
 
 def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[str]:
     """The operands of dense attention whose gradients those in `wanted` need."""
-    found = set(wanted & {"bias", "sink"})
+    found = set(wanted & {"bias", "sink", "mod_args"})
     for name, source in zip(_INPUTS, _sources(operands), strict=True):
         if wanted & {source, f"{name}_kernel", f"{name}_bias"}:
             found.add(name)
@@ -112,7 +113,7 @@ def _sources(operands: Operands) -> tuple[str, str, str]:
     return "query", key, key if operands.value is None else "value"
 
 
-def _add(x: jax.Array | None, y: jax.Array | None) -> jax.Array | None:
+def _add(x: Any, y: Any) -> Any:
     """Their sum in the dtype of `x`; None is 0."""
     return y if x is None else x if y is None else x + y.astype(x.dtype)
 
@@ -160,8 +161,8 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         shares = shares._replace(sink=dsink)
     # Dense attention sums these over the shards that share them, so what joins them must be summed.
     matched = {
-        name: match_type(x, getattr(inner, name))
-        for name in ("key", "value", "bias", "sink")
+        name: jax.tree.map(match_type, x, trees.floats(getattr(inner, name)))
+        for name in ("key", "value", "bias", "sink", "mod_args")
         for x in [getattr(shares, name)]
         if x is not None
     }
@@ -252,10 +253,20 @@ def _undo_projections(options, residuals, clean, grads, shares):
                 dx = matmul("...tnh,enh->...te", dy, kernel, options.precision)
             grads[source] = _add(grads.get(source), dx)
     grads |= {"bias": shares.bias, "sink": shares.sink}
-    return {
+    found = {
         name: match_type(_like(grads.get(name), getattr(operands, name)), getattr(operands, name))
-        for name in wanted
+        for name in wanted - {"mod_args"}
     }
+    if "mod_args" in wanted:
+        numbers = _numbers(operands)
+        args = jax.tree.map(jnp.zeros_like, numbers) if shares.mod_args is None else shares.mod_args
+        found["mod_args"] = jax.tree.map(match_type, args, numbers)
+    return found
+
+
+def _numbers(operands: Any) -> Any:
+    """Of the arguments of functions those that have a gradient."""
+    return trees.floats(operands.mod_args)
 
 
 def _like(grad: jax.Array | None, primal: jax.Array) -> jax.Array:

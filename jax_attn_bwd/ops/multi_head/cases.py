@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.ops.dot_product import cases as dense
@@ -128,6 +129,13 @@ def _measured():
         yield _case(f"B={B} T={T} E={E} N={N}", _SELF, sizes=sizes, tags=(tag,), dtype=dtype)
 
 
+_MASK = mods.sliding_window(3) | mods.global_tokens(1)
+
+
+def _slopes(rng, n):
+    return {"mod_args_0": rng.random(n["N"])}
+
+
 CASES = (
     _case("plain"),
     _case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
@@ -224,6 +232,14 @@ CASES = (
         sizes=_SECOND | dict(Ev=1, S=2), extra=_shared_segments, tags=("second",),
     ),
     _case(
+        "mod", (*_INPUTS, *_KERNELS, *_ROWS), mask_mod=_MASK, score_mod=mods.alibi, add_zero_attn=True,
+        return_weights=True, extra=_slopes, tags=("hidden",),
+    ),
+    _case(
+        "mod_saved", ("query", *_KERNELS), sizes=_SELF_SIZES, mask_mod=_MASK, score_mod=mods.alibi,
+        save="probs", extra=_slopes,
+    ),
+    _case(
         "shard", (*_INPUTS, *_KERNELS, *_BIASES), sizes=_SHARD, is_causal=True, extra=_key,
         tags=("shard",), **_DROPS,
     ),
@@ -239,9 +255,12 @@ CASES = (
 )  # fmt: skip
 
 
+_DIFFERENTIABLE = (*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *dense.MOD_ARGS)
+
+
 def _with_params(arguments: dict) -> dict:
     params = {n: arguments.pop(n) for n in PARAMS if n in arguments}
-    return {"params": MultiHeadAttentionParams(**params), **arguments}
+    return {"params": MultiHeadAttentionParams(**params), **dense.mod_cases.with_mod_args(arguments)}
 
 
 def _call(**arguments):
@@ -315,8 +334,10 @@ def _backward(cotangents, outputs, arrays, options, wrt):
     options = dict(options)
     dweights = cotangents[1] if options.pop("return_weights", False) else None
     arguments = _with_params({**arrays, **options})
+    wrt = tuple(dict.fromkeys("mod_args" if name in dense.MOD_ARGS else name for name in wrt))
     grads = api.multi_head_attention_bwd(cotangents[0], **arguments, dweights=dweights, wrt=wrt)
     found = {**grads.params._asdict(), **{name: getattr(grads, name) for name in ARRAYS}}
+    found |= dict(zip(dense.MOD_ARGS, found.pop("mod_args") or (), strict=False))
     return {name: x for name, x in found.items() if x is not None}
 
 
@@ -324,7 +345,7 @@ OPERATORS = (
     Operator(
         name="multi_head_attention",
         outputs=("out", "weights"),
-        differentiable=api.DIFFERENTIABLE,
+        differentiable=_DIFFERENTIABLE,
         implementations=api.IMPLEMENTATIONS,
         call=_call,
         reference=_reference,
@@ -338,9 +359,11 @@ OPERATORS = (
             "bias": "BNTS", "mask": "BNTS", "query_seq_lengths": "B", "key_value_seq_lengths": "B",
             "query_segment_ids": "BT", "key_value_segment_ids": "BS",
             "query_positions": "BT", "key_value_positions": "BS", "out": "BTE", "weights": "BNTS",
+            "mod_args_0": "N", "mod_args_1": "B",
         },
-        backward_wrt=api.DIFFERENTIABLE,
+        backward_wrt=_DIFFERENTIABLE,
         sums_over_heads=("out",),
         hidden=_hidden,
+        whole=dense.MOD_ARGS,
     ),
 )  # fmt: skip

@@ -73,6 +73,9 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
         **tokens,
         dropout_words=operands.dropout_words,
         dropout_offset=offset,
+        mod_args=operands.mod_args,
+        mod_batch=operands.mod_batch,
+        mod_heads=operands.mod_heads,
     )
 
 

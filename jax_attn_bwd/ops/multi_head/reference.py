@@ -1,7 +1,7 @@
 """THE DEFINITION of the multi-head attention layer: whole matrices, plain jnp, any dtype.
 
 q = x_q W_q + b_q,   k = [x_k W_k + b_k; bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]
-logits = soft_cap(scale * q k^T) (+ bias, where visible, on the S columns that are not appended)
+logits = soft_cap(scale * q k^T)   (+ bias, where visible, then score_mod, on the S columns not appended)
 weights = exp(logits) / (sum exp(logits) + exp(sink))                         [..., N, T, S']
 out = dropout(dropout(weights) v W_o + b_o) + x_q
 """
@@ -14,8 +14,8 @@ def multi_head_attention(
     params, query, key=None, value=None, *, num_heads=None, bias=None, mask=None, scale=None,
     is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None,
     query_segment_ids=None, key_value_segment_ids=None, query_positions=None, key_value_positions=None,
-    logits_soft_cap=None, add_zero_attn=False, add_residual=False, average_weights=False, factors=1.0,
-    out_factors=1.0,
+    logits_soft_cap=None, mask_mod=None, score_mod=None, mod_args=(), add_zero_attn=False,
+    add_residual=False, average_weights=False, factors=1.0, out_factors=1.0,
 ):  # fmt: skip
     """(out, weights) of the layer; dropout: `factors` [..., N, T, S'] and `out_factors` [..., T, Eo]."""
     p = params
@@ -61,6 +61,13 @@ def multi_head_attention(
     if bias is not None:
         visible &= bias != -jnp.inf
         logits = logits.at[..., :S].add(jnp.where(bias != -jnp.inf, bias, 0).astype(logits.dtype))
+    entries = logits.shape[:-3]
+    batch = jnp.arange(jnp.zeros(entries).size).reshape(*entries, 1, 1, 1)
+    at = (batch, jnp.arange(N)[:, None, None], q_at, k_at)
+    if score_mod is not None:
+        logits = logits.at[..., :S].set(score_mod(logits[..., :S], *at, *mod_args))
+    if mask_mod is not None:
+        visible &= mask_mod(*at, *mod_args)
     if is_causal:
         visible &= k_at <= q_at
     if local_window_size is not None:

@@ -36,7 +36,7 @@ class MultiHeadAttentionParams(NamedTuple):
 
 
 PARAMS = MultiHeadAttentionParams._fields
-ARRAYS = ("query", "key", "value", "bias")
+ARRAYS = ("query", "key", "value", "bias", "mod_args")
 DIFFERENTIABLE = (*PARAMS, *ARRAYS)
 TOKENS = (  # what is told of each query and key; dense attention has them under the same names
     "query_seq_lengths",
@@ -95,6 +95,11 @@ class Operands(NamedTuple):
     key_value_positions: Any = None
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None  # column is [] or [S']
+    mod_args: tuple[Any, ...] | None = (
+        None  # what `mask_mod` and `score_mod` read; with one of them, all three
+    )
+    mod_batch: jax.Array | None = None
+    mod_heads: jax.Array | None = None
 
     @property
     def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -147,3 +152,4 @@ class MultiHeadAttentionGrads(NamedTuple):
     key: jax.Array | None = None
     value: jax.Array | None = None
     bias: jax.Array | None = None
+    mod_args: tuple[Any, ...] | None = None  # None also in the place of what is not floating

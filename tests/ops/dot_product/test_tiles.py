@@ -38,7 +38,9 @@ def band(T, S, options):
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
     options = Options(scale=1.0, is_causal=is_causal, window=window)
     tiling = Tiling(block_q, block_k, "float32")
-    full, mixed = traversal.static_pairs(options, T, S, False, tiling)
+    full, mixed = traversal.static_pairs(
+        options, visibility.Conditions(visibility.Tokens(T), visibility.Tokens(S), None, None), tiling
+    )
     seen = band(T, S, options)
     kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
     kind[tuple(full.T)] = "full"

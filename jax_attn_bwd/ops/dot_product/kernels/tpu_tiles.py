@@ -112,6 +112,9 @@ def longest_side(options: Options, operands: Operands) -> int:
 def unsupported(options: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     q, v = operands.query, operands.value
+    for name in ("mask_mod", "score_mod"):
+        if getattr(options, name) is not None:
+            return f"it does not trace a {name} on its tiles"
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
     if q.dtype not in mosaic_tpu.DTYPES:

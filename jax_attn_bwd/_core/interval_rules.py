@@ -1,0 +1,371 @@
+"""What each operation does to bounds, `(np or jnp, parameters, operands...) -> (least, greatest)`.
+
+An operand has `least` and `greatest`. Integers that may leave the range of their dtype, and would wrap
+around, are bounded by that range alone; floats are widened by what rounding, fused or not, may change.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+_MARGIN = 1 - 2.0**-10  # of products estimated in floating point
+
+
+def dtype_range(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The least and greatest number of a dtype; NaN of a float, of which nothing definite follows."""
+    if dtype == np.bool_:
+        return np.asarray(False), np.asarray(True)
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return np.asarray(info.min, dtype), np.asarray(info.max, dtype)
+    nan = np.asarray(np.nan, dtype)
+    return nan, nan
+
+
+def _is_integer(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.integer))
+
+
+def unless(xp: Any, lost: Any, least: Any, greatest: Any) -> tuple[Any, Any]:
+    """The bounds; the whole range of the dtype where they are `lost`."""
+    low, high = dtype_range(least.dtype)
+    return xp.where(lost, low, least), xp.where(lost, high, greatest)
+
+
+def _hull(xp: Any, *values: Any) -> tuple[Any, Any]:
+    """(least, greatest) of values; NaN if one is."""
+    least = greatest = values[0]
+    for x in values[1:]:
+        least, greatest = xp.minimum(least, x), xp.maximum(greatest, x)
+    return least, greatest
+
+
+def _outward(xp: Any, least: Any, greatest: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """Floats one step farther apart, as fused operations round otherwise; lost where infinity is read."""
+    infinity = np.asarray(np.inf, least.dtype)
+    finite = [xp.isfinite(end) for operand in (x, y) for end in (operand.least, operand.greatest)]
+    lost = ~(finite[0] & finite[1] & finite[2] & finite[3])
+    return unless(xp, lost, xp.nextafter(least, -infinity), xp.nextafter(greatest, infinity))
+
+
+def _add(xp, _, x, y):
+    least, greatest = x.least + y.least, x.greatest + y.greatest
+    if not _is_integer(least):
+        return _outward(xp, least, greatest, x, y)
+    lost = _sum_wraps(x.least, y.least, least) | _sum_wraps(x.greatest, y.greatest, greatest)
+    return unless(xp, lost, least, greatest)
+
+
+def _sum_wraps(x, y, total):
+    if jnp.issubdtype(total.dtype, jnp.unsignedinteger):
+        return total < x
+    return ((x ^ total) & (y ^ total)) < 0
+
+
+def _sub(xp, _, x, y):
+    least, greatest = x.least - y.greatest, x.greatest - y.least
+    if not _is_integer(least):
+        return _outward(xp, least, greatest, x, y)
+    lost = _difference_wraps(x.least, y.greatest, least) | _difference_wraps(x.greatest, y.least, greatest)
+    return unless(xp, lost, least, greatest)
+
+
+def _difference_wraps(x, y, difference):
+    if jnp.issubdtype(difference.dtype, jnp.unsignedinteger):
+        return x < y
+    return ((x ^ y) & (x ^ difference)) < 0
+
+
+def _mul(xp, parameters, x, y):
+    corners = [a * b for a in (x.least, x.greatest) for b in (y.least, y.greatest)]
+    least, greatest = _hull(xp, *corners)
+    if parameters["square"]:
+        spans = (x.least <= 0) & (x.greatest >= 0)
+        ends = _hull(xp, corners[0], corners[3])
+        least, greatest = xp.where(spans, xp.zeros_like(least), ends[0]), ends[1]
+    if not _is_integer(least):
+        return _outward(xp, least, greatest, x, y)
+    wide: Any = np.float64 if xp is np else np.float32
+    size = [xp.maximum(xp.abs(a.least.astype(wide)), xp.abs(a.greatest.astype(wide))) for a in (x, y)]
+    limit = wide(float(jnp.iinfo(least.dtype).max) * _MARGIN)
+    lost = ~(size[0] * size[1] < limit)
+    if jnp.issubdtype(least.dtype, jnp.unsignedinteger):
+        return unless(xp, lost, x.least * y.least, x.greatest * y.greatest)
+    return unless(xp, lost, least, greatest)
+
+
+def _power(xp, parameters, x):
+    if parameters["y"] != 2:
+        return dtype_range(parameters["dtype"])
+    return _mul(xp, {"square": True}, x, x)
+
+
+def _neg(xp, _, x):
+    least, greatest = -x.greatest, -x.least
+    if not _is_integer(least):
+        return least, greatest
+    return unless(xp, _wraps_negated(x), least, greatest)
+
+
+def _wraps_negated(x):
+    if jnp.issubdtype(x.least.dtype, jnp.unsignedinteger):
+        return x.greatest > 0
+    return x.least == dtype_range(x.least.dtype)[0]
+
+
+def _abs(xp, _, x):
+    low, high = _hull(xp, abs(x.least), abs(x.greatest))
+    spans = (x.least <= 0) & (x.greatest >= 0)
+    least = xp.where(spans, xp.zeros_like(low), low)
+    return unless(xp, _wraps_absolute(x), least, high) if _is_integer(low) else (least, high)
+
+
+def _monotone(function):
+    return lambda xp, parameters, x: (function(xp, x.least), function(xp, x.greatest))
+
+
+def _max(xp, _, x, y):
+    return xp.maximum(x.least, y.least), xp.maximum(x.greatest, y.greatest)
+
+
+def _min(xp, _, x, y):
+    return xp.minimum(x.least, y.least), xp.minimum(x.greatest, y.greatest)
+
+
+def _clamp(xp, _, low, x, high):
+    return tuple(
+        xp.minimum(xp.maximum(getattr(x, end), getattr(low, end)), getattr(high, end))
+        for end in ("least", "greatest")
+    )
+
+
+def _quotient(xp, divide, x, y):
+    """Bounds by the corners; lost where the divisor may be 0, or the quotient wraps."""
+    lost = (y.least <= 0) & (y.greatest >= 0)
+    divisors = [xp.where(lost, xp.ones_like(d), d) for d in (y.least, y.greatest)]
+    least, greatest = _hull(xp, *(divide(n, d) for n in (x.least, x.greatest) for d in divisors))
+    if not _is_integer(least):
+        return unless(xp, lost, *_outward(xp, least, greatest, x, y))
+    if jnp.issubdtype(least.dtype, jnp.signedinteger):
+        lost = lost | ((x.least == dtype_range(least.dtype)[0]) & (y.least < 0))
+    return unless(xp, lost, least, greatest)
+
+
+def _truncated_quotient(xp, n, d):
+    if not _is_integer(n):
+        return n / d
+    quotient = xp.abs(n) // xp.abs(d)
+    return xp.where((n < 0) != (d < 0), -quotient, quotient)
+
+
+def _div(xp, _, x, y):
+    return _quotient(xp, lambda n, d: _truncated_quotient(xp, n, d), x, y)
+
+
+def _rem(xp, parameters, x, y):
+    """Of the sign of the dividend, as C has it; of integers."""
+    dtype = parameters["dtype"]
+    if not _is_integer(x.least):
+        return dtype_range(dtype)
+    lost = (y.least <= 0) & (y.greatest >= 0) | _wraps_absolute(x) | _wraps_absolute(y)
+    size = xp.maximum(xp.abs(y.least), xp.abs(y.greatest)) - np.asarray(1, dtype)
+    zero = xp.zeros_like(size)
+    least = xp.where(x.least < 0, xp.maximum(x.least, -size), zero)
+    greatest = xp.where(x.greatest > 0, xp.minimum(x.greatest, size), zero)
+    divisor = xp.where(lost, xp.ones_like(y.least), y.least)
+    first, last = (_truncated_quotient(xp, n, divisor) for n in (x.least, x.greatest))
+    same = (y.least == y.greatest) & (first == last)
+    least = xp.where(same, x.least - first * divisor, least)
+    greatest = xp.where(same, x.greatest - first * divisor, greatest)
+    return unless(xp, lost, least, greatest)
+
+
+def _wraps_absolute(x):
+    if jnp.issubdtype(x.least.dtype, jnp.unsignedinteger):
+        return x.least != x.least
+    return x.least == dtype_range(x.least.dtype)[0]
+
+
+def _floor_divide(xp, _, x, y):
+    return _quotient(xp, lambda n, d: n // d, x, y)
+
+
+def _remainder(xp, parameters, x, y):
+    """Of the sign of the divisor, as Python has it; of integers."""
+    one, zero = (np.asarray(n, parameters["dtype"]) for n in (1, 0))
+    lost = (y.least <= 0) & (y.greatest >= 0) | _wraps_absolute(x) | _wraps_absolute(y)
+    divisor = xp.where(lost, xp.ones_like(y.least), y.least)
+    least = xp.where(divisor > 0, zero, y.least + one)
+    greatest = xp.where(divisor > 0, y.greatest - one, zero)
+    first, last = x.least // divisor, x.greatest // divisor
+    same = (y.least == y.greatest) & (first == last)
+    least = xp.where(same, x.least - first * divisor, least)
+    greatest = xp.where(same, x.greatest - first * divisor, greatest)
+    return unless(xp, lost, least, greatest)
+
+
+def _shift_right(xp, _, x, y):
+    """By the same number of bits, of the dtype of the operand."""
+    bits = jnp.iinfo(x.least.dtype).bits
+    lost = (y.least != y.greatest) | (y.least < 0) | (y.least >= bits) | (x.least < 0)
+    by = xp.where(lost, xp.zeros_like(y.least), y.least)
+    return unless(xp, lost, x.least >> by, x.greatest >> by)
+
+
+def _and(xp, parameters, x, y):
+    if parameters["dtype"] != np.bool_:
+        return dtype_range(parameters["dtype"])
+    return x.least & y.least, x.greatest & y.greatest
+
+
+def _or(xp, parameters, x, y):
+    if parameters["dtype"] != np.bool_:
+        return dtype_range(parameters["dtype"])
+    return x.least | y.least, x.greatest | y.greatest
+
+
+def _not(xp, _, x):
+    return ~x.greatest, ~x.least
+
+
+def _xor(xp, parameters, x, y):
+    if parameters["dtype"] != np.bool_:
+        return dtype_range(parameters["dtype"])
+    return _ne(xp, parameters, x, y)
+
+
+def _definite(true, false):
+    return true, ~false
+
+
+def _lt(xp, _, x, y):
+    return _definite(x.greatest < y.least, x.least >= y.greatest)
+
+
+def _le(xp, _, x, y):
+    return _definite(x.greatest <= y.least, x.least > y.greatest)
+
+
+def _eq(xp, parameters, x, y):
+    same = (x.least == x.greatest) & (y.least == y.greatest) & (x.least == y.least)
+    if parameters["square"] and _is_integer(x.least):
+        same = xp.ones_like(same)
+    return _definite(same, (x.greatest < y.least) | (y.greatest < x.least))
+
+
+def _ne(xp, parameters, x, y):
+    least, greatest = _eq(xp, {"square": False}, x, y)
+    return ~greatest, ~least
+
+
+def _select(xp, parameters, which, *cases):
+    if len(cases) != 2:
+        least, greatest = cases[0].least, cases[0].greatest
+        for case in cases[1:]:
+            least, greatest = xp.minimum(least, case.least), xp.maximum(greatest, case.greatest)
+        return least, greatest
+    no, yes = cases
+    if no.least.dtype == np.bool_:
+        least, greatest = no.least & yes.least, no.greatest | yes.greatest
+    else:
+        least, greatest = xp.minimum(no.least, yes.least), xp.maximum(no.greatest, yes.greatest)
+    never, always = ~which.greatest, which.least
+    return (
+        xp.where(never, no.least, xp.where(always, yes.least, least)),
+        xp.where(never, no.greatest, xp.where(always, yes.greatest, greatest)),
+    )
+
+
+def _convert(xp, parameters, x):
+    old, new = x.least.dtype, jnp.dtype(parameters["dtype"])
+    if new == np.bool_:
+        none = (x.least == 0) & (x.greatest == 0)
+        return (x.least > 0) | (x.greatest < 0), ~none
+    if jnp.issubdtype(new, jnp.floating) and new.itemsize < 4:  # compilers may leave the rounding out
+        return dtype_range(new)
+    if old == np.bool_ or jnp.issubdtype(new, jnp.floating):
+        return x.least.astype(new), x.greatest.astype(new)
+    low, high = (float(n) for n in dtype_range(new))
+    if jnp.issubdtype(old, jnp.floating):  # towards zero; what does not fit, and NaN, is lost
+        lost = ~((x.least > low * _MARGIN) & (x.greatest < high * _MARGIN))
+        least, greatest = (xp.where(lost, xp.zeros_like(e), e) for e in (x.least, x.greatest))
+        return unless(xp, lost, least.astype(new), greatest.astype(new))
+    least, greatest = x.least.astype(new), x.greatest.astype(new)
+    lost = (least.astype(old) != x.least) | (greatest.astype(old) != x.greatest)
+    lost = lost | ((least < 0) != (x.least < 0)) | ((greatest < 0) != (x.greatest < 0))
+    return unless(xp, lost, least, greatest)
+
+
+def _swapped(rule):
+    return lambda xp, parameters, x, y: rule(xp, parameters, y, x)
+
+
+RULES: dict[str, Any] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "square": lambda xp, parameters, x: _mul(xp, {"square": True}, x, x),
+    "integer_pow": _power,
+    "neg": _neg,
+    "abs": _abs,
+    "sign": _monotone(lambda xp, x: xp.sign(x)),
+    "floor": _monotone(lambda xp, x: xp.floor(x)),
+    "ceil": _monotone(lambda xp, x: xp.ceil(x)),
+    "max": _max,
+    "min": _min,
+    "clamp": _clamp,
+    "div": _div,
+    "rem": _rem,
+    "shift_right_arithmetic": _shift_right,
+    "shift_right_logical": _shift_right,
+    "and": _and,
+    "or": _or,
+    "xor": _xor,
+    "not": lambda xp, parameters, x: (
+        _not(xp, parameters, x) if parameters["dtype"] == np.bool_ else dtype_range(parameters["dtype"])
+    ),
+    "lt": _lt,
+    "le": _le,
+    "gt": _swapped(_lt),
+    "ge": _swapped(_le),
+    "eq": _eq,
+    "ne": _ne,
+    "select_n": _select,
+    "convert_element_type": _convert,
+}
+floored = {"floor_divide": _floor_divide, "remainder": _remainder}
+
+
+def _broadcast(equation, x):
+    shape = equation.params["shape"]
+    inner = [1] * len(shape)
+    for axis, n in zip(equation.params["broadcast_dimensions"], x.shape, strict=True):
+        inner[axis] = n
+    return np.broadcast_to(x.reshape(inner), shape)
+
+
+def _reduce(function):
+    return lambda equation, x: np.asarray(function(x, axis=tuple(equation.params["axes"])))
+
+
+# how NumPy does what keeps elements in order
+STRUCTURAL: dict[str, Any] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda equation, x: x.reshape(equation.params["new_sizes"]),
+    "squeeze": lambda equation, x: np.squeeze(x, tuple(equation.params["dimensions"])),
+    "transpose": lambda equation, x: np.transpose(x, equation.params["permutation"]),
+    "concatenate": lambda equation, *xs: np.concatenate(xs, equation.params["dimension"]),
+    "slice": lambda equation, x: x[_slices(equation.params)],
+    "copy": lambda equation, x: x,
+    "reduce_or": _reduce(np.any),
+    "reduce_and": _reduce(np.all),
+    "reduce_max": _reduce(np.max),
+    "reduce_min": _reduce(np.min),
+}
+
+
+def _slices(parameters):
+    strides = parameters["strides"] or (1,) * len(parameters["start_indices"])
+    ends = zip(parameters["start_indices"], parameters["limit_indices"], strides, strict=True)
+    return tuple(slice(*end) for end in ends)

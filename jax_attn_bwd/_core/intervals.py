@@ -1,0 +1,209 @@
+"""Interval arithmetic on a function's jaxpr: between which bounds lie its results, if its arguments lie so?
+
+Each element of each array is held between a least and a greatest value. Elementwise functions of arrays whose
+elements stand for tiles of indices are so evaluated on all tiles at once, in time and memory of their number.
+Bounds enclose every value that can come out: exactly where each argument is read once, else with room to
+spare. What is not known makes no bounds: the whole range of an integer, or for floats NaN, to which
+no comparison gives a definite answer.
+
+NumPy bounds stay NumPy, so that what shapes tell is known at trace time; others are computed by jnp.
+
+References:
+  Moore, Kearfott and Cloud, Introduction to Interval Analysis, SIAM, 2009.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core.interval_rules import RULES, STRUCTURAL, dtype_range, floored
+from jax_attn_bwd._core.range_extrema import gathered
+
+
+@dataclass(frozen=True, eq=False)
+class Interval:
+    """Bounds of the elements of an array.
+
+    Attributes:
+      least, greatest: arrays of its shape and dtype; one and the same object where the value is exact.
+      vague: whether it depends on something that was not known, and may be known later.
+      parts: what it was concatenated from along its last axis, where that is worth knowing.
+    """
+
+    least: Any
+    greatest: Any
+    vague: bool = False
+    parts: tuple["Interval", ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether least and greatest are the value itself."""
+        return self.least is self.greatest
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the bounds are known at trace time."""
+        return isinstance(self.least, np.ndarray) and isinstance(self.greatest, np.ndarray)
+
+
+def exact(x: Any) -> Interval:
+    """The value `x` itself; concrete arrays are known at trace time."""
+    known = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    x = np.asarray(x) if known else x
+    return Interval(x, x)
+
+
+def unknown(shape: Sequence[Any], dtype: Any, vague: bool = False) -> Interval:
+    """Of a value of which nothing is known; `vague` if it may be known later."""
+    xp: Any = np if all(isinstance(n, int) for n in shape) else jnp
+    least, greatest = (xp.broadcast_to(x, tuple(shape)) for x in dtype_range(dtype))
+    return Interval(least, greatest, vague)
+
+
+def bounds(function: Callable[..., Any], *arguments: Any) -> Interval:
+    """Of the one result of `function`; `arguments` are pytrees of `Interval`s."""
+    leaves, tree = jax.tree.flatten(arguments)
+    shapes = [jax.ShapeDtypeStruct(x.least.shape, x.least.dtype) for x in leaves]
+    closed = jax.make_jaxpr(lambda *given: function(*jax.tree.unflatten(tree, given)))(*shapes)
+    (result,) = _evaluate(closed.jaxpr, [exact(x) for x in closed.consts], leaves)
+    return result
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Interval], arguments: Sequence[Interval]) -> list[Interval]:
+    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+
+    def read(variable):
+        if isinstance(variable, Literal):
+            return exact(np.asarray(variable.val, variable.aval.dtype))
+        return found[variable]
+
+    for equation in jaxpr.eqns:
+        results = _equation(equation, [read(x) for x in equation.invars])
+        found |= dict(zip(equation.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _equation(equation: Any, inputs: list[Interval]) -> list[Interval]:
+    """The bounds of its results."""
+    name, vague = equation.primitive.name, any(x.vague for x in inputs)
+    all_exact = all(x.is_exact for x in inputs)
+    if all_exact and not all(x.is_known for x in inputs):
+        return _bound(equation, inputs)
+    called = _called(equation)
+    if called is not None:
+        if _is_floored(equation) and len(inputs) == 2:
+            return [_by_rule(floored[equation.params["name"]], equation, inputs)]
+        return _evaluate(called.jaxpr, [exact(x) for x in called.consts], inputs)
+    if name == "gather":
+        return [_gather(equation, *inputs)]
+    if name == "concatenate" and not all_exact:
+        return [_concatenated(equation, inputs)]
+    if name in STRUCTURAL:
+        return [_rearranged(equation, inputs)]
+    if name in RULES:
+        return [_by_rule(RULES[name], equation, inputs)]
+    if all_exact:
+        return _bound(equation, inputs)
+    return [unknown(x.aval.shape, x.aval.dtype, vague) for x in equation.outvars]
+
+
+def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
+    """The results of exact values: those of the equation itself."""
+    values = pallas.vary_alike([jnp.asarray(x.least) for x in inputs])
+    parameters = equation.primitive.get_bind_params(equation.params)
+    results = equation.primitive.bind(*values, **parameters)
+    return [exact(x) for x in (results if equation.primitive.multiple_results else [results])]
+
+
+def _called(equation: Any) -> Any:
+    """The closed jaxpr that an equation calls once, as it is; None if it does not."""
+    if equation.primitive.name in ("jit", "pjit", "closed_call", "core_closed_call"):
+        return equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+    if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return equation.params["call_jaxpr"]
+    return None
+
+
+def _is_floored(equation: Any) -> bool:
+    """Whether it is jnp's `//` or `%` of integers, which one rule bounds better than those of its parts."""
+    name = equation.params.get("name")
+    avals = [x.aval for x in equation.invars]
+    if name not in floored or not all(jnp.issubdtype(x.dtype, jnp.integer) for x in avals):
+        return False
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+    own = jax.make_jaxpr(getattr(jnp, name))(*shapes).eqns[-1]
+    return str(own.params.get("jaxpr")) == str(equation.params["jaxpr"])
+
+
+def _by_rule(rule: Any, equation: Any, inputs: Sequence[Interval]) -> Interval:
+    """An elementwise rule: `(np or jnp, parameters, inputs...) -> (least, greatest)`."""
+    xp: Any = np if all(x.is_known for x in inputs) else jnp
+    (aval,) = (x.aval for x in equation.outvars)
+    parameters = {**equation.params, "dtype": aval.dtype, "square": _is_square(equation)}
+    with np.errstate(all="ignore"):
+        least, greatest = rule(xp, parameters, *inputs)
+    least, greatest = (xp.broadcast_to(xp.asarray(x), aval.shape) for x in (least, greatest))
+    if all(x.is_exact for x in inputs) and np.array_equal(least, greatest):
+        return Interval(least, least)
+    return Interval(least, greatest, any(x.vague for x in inputs))
+
+
+def _is_square(equation: Any) -> bool:
+    """Whether both inputs are the same variable."""
+    return len(equation.invars) == 2 and equation.invars[0] is equation.invars[1]
+
+
+def _rearranged(equation: Any, inputs: Sequence[Interval]) -> Interval:
+    """Of what moves, repeats, joins or reduces elements in order: of the bounds alike."""
+
+    def moved(values):
+        if all(isinstance(x, np.ndarray) for x in values):
+            return STRUCTURAL[equation.primitive.name](equation, *values)
+        values = pallas.vary_alike([jnp.asarray(x) for x in values])
+        return equation.primitive.bind(*values, **equation.params)
+
+    least = moved([x.least for x in inputs])
+    vague = any(x.vague for x in inputs)
+    if all(x.is_exact for x in inputs):
+        return Interval(least, least, vague)
+    return Interval(least, moved([x.greatest for x in inputs]), vague)
+
+
+def _concatenated(equation: Any, inputs: list[Interval]) -> Interval:
+    """Indices into several axes are told apart by a gather."""
+    whole, axis = _rearranged(equation, inputs), equation.params["dimension"]
+    parts = tuple(inputs) if axis == whole.least.ndim - 1 else ()
+    return Interval(whole.least, whole.greatest, whole.vague, parts)
+
+
+def _gather(equation: Any, operand: Interval, indices: Interval) -> Interval:
+    """Of single elements of an exact operand, at indices between bounds."""
+    (aval,) = (x.aval for x in equation.outvars)
+    numbers, rank = equation.params["dimension_numbers"], operand.least.ndim
+    elements = (
+        not numbers.offset_dims
+        and not numbers.operand_batching_dims
+        and sorted(numbers.start_index_map) == list(range(rank))
+    )
+    vague = operand.vague or indices.vague
+    if vague or not elements or not operand.is_exact or 0 in operand.least.shape:
+        return unknown(aval.shape, aval.dtype, vague)
+    parts = indices.parts
+    if any(x.least.shape[-1] != 1 for x in parts) or len(parts) != rank:
+        parts = tuple(_component(indices, k) for k in range(rank))
+    places: list[Any] = [None] * rank
+    for axis, part in zip(numbers.start_index_map, parts, strict=True):
+        least = part.least[..., 0]
+        places[axis] = (least, least if part.is_exact else part.greatest[..., 0])
+    return Interval(*gathered(operand.least, places, str(equation.params["mode"])))
+
+
+def _component(indices: Interval, k: int) -> Interval:
+    least = indices.least[..., k : k + 1]
+    return Interval(least, least if indices.is_exact else indices.greatest[..., k : k + 1])

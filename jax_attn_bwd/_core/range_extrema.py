@@ -1,0 +1,80 @@
+"""Bounds of what a gather reads at indices of which bounds are known.
+
+Along one axis: least and greatest of any stretch of n entries, from those of stretches of 2^k, two of which
+cover it (a sparse table: n log n numbers, and two reads for each answer). NumPy in, NumPy out.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core.interval_rules import unless
+
+
+def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
+    """(least, greatest) of `operand` at `places`: for each of its axes (least, greatest) of the index.
+
+    Where the two are one object the index is exact. An index out of range may read anything, unless it is
+    clipped.
+    """
+    ends = [x for pair in places for x in pair]
+    xp: Any = np if all(isinstance(x, np.ndarray) for x in (operand, *ends)) else jnp
+    operand = xp.asarray(operand)
+    outside, inside = xp.zeros(np.broadcast_shapes(*(x.shape for x in ends)), bool), []
+    for (first, last), n in zip(places, operand.shape, strict=True):
+        if "CLIP" not in mode.upper():
+            outside = outside | (first < 0) | (last >= n)
+        within = [xp.clip(x, np.asarray(0, x.dtype), np.asarray(n - 1, x.dtype)) for x in (first, last)]
+        inside.append((within[0], within[0] if first is last else within[1]))
+    wide = [axis for axis, (first, last) in enumerate(inside) if first is not last]
+    if len(wide) > 1:
+        least, greatest = _at_points(xp, operand, inside)
+    elif wide:
+        least, greatest = _along(xp, operand, inside, *wide)
+    else:
+        least = greatest = operand[tuple(first for first, _ in inside)]
+    return unless(xp, outside, least, greatest)
+
+
+def _at_points(xp: Any, operand: Any, places: list[Any]) -> tuple[Any, Any]:
+    """What is read where all indices are known, else the extrema of all."""
+    known: Any = True
+    for first, last in places:
+        known = known & (first == last)
+    value = operand[tuple(first for first, _ in places)]
+    return xp.where(known, value, operand.min()), xp.where(known, value, operand.max())
+
+
+def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, Any]:
+    """Extrema of stretches along `axis`."""
+    first, last = places[axis]
+    others = [x for i, (x, _) in enumerate(places) if i != axis]
+    length = last - first + np.asarray(1, first.dtype)
+    longest = operand.shape[axis]
+    if isinstance(length, np.ndarray):
+        longest = min(longest, int(length.max(initial=1)))
+    levels = max(longest, 1).bit_length()
+    level = xp.zeros_like(length)
+    for k in range(1, levels):
+        level = level + (length >= 2**k).astype(length.dtype)
+    second = last - (xp.ones_like(level) << level) + np.asarray(1, first.dtype)
+    rows = xp.moveaxis(operand, axis, -1)
+
+    def extremum(pick):
+        table = _table(xp, rows, levels, pick)
+        return pick(table[(level, *others, first)], table[(level, *others, second)])
+
+    if rows.dtype == np.bool_:
+        return extremum(xp.logical_and), extremum(xp.logical_or)
+    return extremum(xp.minimum), extremum(xp.maximum)
+
+
+def _table(xp: Any, x: Any, levels: int, pick: Any) -> Any:
+    """`[levels, ..., n]`: entry (k, i) is the extremum of 2^k entries from i on, or to the end."""
+    found = [x]
+    for k in range(levels - 1):
+        last, by = found[-1], min(2**k, x.shape[-1])
+        end = xp.repeat(last[..., -1:], by, axis=-1)
+        found.append(pick(last, xp.concatenate([last[..., by:], end], axis=-1)))
+    return xp.stack(found)

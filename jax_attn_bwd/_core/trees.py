@@ -1,0 +1,30 @@
+"""Trees of arrays of which some are floating: the others have no gradient, and None in its place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def floats(args: Any) -> Any:
+    """`args` with None in the place of what is not floating: their gradients have this structure."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, args)
+
+
+def over_floats(f: Callable[..., Any], numbers: Any, args: Any, otherwise: Any = lambda old: None) -> Any:
+    """`f(x, arg)` of each of the `numbers`; of the other arguments what `otherwise` makes of them."""
+    pick = lambda x, arg: otherwise(arg) if x is None else f(x, arg)
+    return jax.tree.map(pick, numbers, args, is_leaf=lambda x: x is None)
+
+
+def filled(args: Any, numbers: Any) -> Any:
+    """`args` with other floats, of the structure of `floats`."""
+    return over_floats(lambda new, old: new, numbers, args, otherwise=lambda old: old)
+
+
+def in_dtypes_of(args: Any, gradients: Any) -> Any:
+    """The `gradients` of floats in `args`, in their dtypes; None stays None."""
+    if gradients is None:
+        return None
+    return over_floats(lambda x, arg: x.astype(jnp.result_type(arg)), gradients, args)

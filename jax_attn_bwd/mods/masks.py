@@ -1,0 +1,257 @@
+"""Masks, `(batch, head, row, column, *args) -> bool`; the pictures show the tiles that they leave."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.numerics import to_rank
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask that combines with others.
+
+    Attributes:
+      function: `(batch, head, row, column, *args) -> bool`.
+      num_args: how many entries of `mod_args` it reads, the first ones.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> def even_heads(batch, head, row, column):
+      ...     return head % 2 == 0
+      >>> local_or_even = mods.Mask(even_heads) | mods.sliding_window(64)
+    """
+
+    function: Callable[..., Any]
+    num_args: int = 0
+
+    def __call__(self, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
+        """Whether the row sees the column."""
+        return self.function(batch, head, row, column, *args[: self.num_args])
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Where both are True; the first arguments are those of the left one."""
+        return _joined(jnp.logical_and, self, other)
+
+    def __or__(self, other: "Mask") -> "Mask":
+        """Where one is True; the first arguments are those of the left one."""
+        return _joined(jnp.logical_or, self, other)
+
+    def __invert__(self) -> "Mask":
+        """Where it is False."""
+        return Mask(_Not(self), self.num_args)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    join: Callable[..., Any]
+    left: Mask
+    right: Mask
+
+    def __call__(self, batch, head, row, column, *args):
+        at, cut = (batch, head, row, column), self.left.num_args
+        return self.join(self.left(*at, *args[:cut]), self.right(*at, *args[cut:]))
+
+
+def _joined(join: Callable[..., Any], left: Mask, right: Any) -> Mask:
+    if not isinstance(right, Mask):
+        expected, remedy = "be combined with a Mask", "write mods.Mask(function, num_args)"
+        raise TypeError(checks.message("mods", "a mask", expected, type(right).__name__, remedy))
+    return Mask(_Joined(join, left, right), left.num_args + right.num_args)
+
+
+@dataclass(frozen=True)
+class _Not:
+    mask: Mask
+
+    def __call__(self, *args):
+        return jnp.logical_not(self.mask(*args))
+
+
+@Mask
+def causal(batch: Any, head: Any, row: Any, column: Any) -> Any:
+    """A row sees the columns up to its own.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> print(mods.picture(mods.causal, 8, 8, block=2))
+      +...
+      #+..
+      ##+.
+      ###+
+    """
+    return column <= row
+
+
+@dataclass(frozen=True)
+class _Window:
+    left: int
+    right: int
+
+    def __call__(self, batch, head, row, column):
+        return (row - column <= self.left) & (column - row <= self.right)
+
+
+def sliding_window(left: int, right: int = 0) -> Mask:
+    """A row sees from `left` columns before its own to `right` after it.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> print(mods.picture(mods.sliding_window(3), 8, 8, block=2))
+      +...
+      #+..
+      +#+.
+      .+#+
+    """
+    left, right = (
+        checks.integer("mods.sliding_window", name, n, 0) for name, n in (("left", left), ("right", right))
+    )
+    return Mask(_Window(left, right))
+
+
+@partial(Mask, num_args=1)
+def prefix_lm(batch: Any, head: Any, row: Any, column: Any, length: Any) -> Any:
+    """All see the prefix; what follows is causal. Reads the length of the prefix, int `[]` or `[batch]`.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_attn_bwd import mods
+      >>> print(mods.picture(mods.prefix_lm, 8, 8, (np.int32(4),), block=2))
+      ##..
+      ##..
+      ##+.
+      ###+
+    """
+    length = to_rank(length, batch.ndim) if length.ndim == 0 else length[batch]
+    return (column < length) | (column <= row)
+
+
+@partial(Mask, num_args=1)
+def document(batch: Any, head: Any, row: Any, column: Any, ids: Any) -> Any:
+    """Rows see the columns of their own document. Reads `ids`, int `[T]` or `[..., T]`, of rows and columns.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_attn_bwd import mods
+      >>> ids = np.array([0, 0, 0, 1, 1, 1, 2, 2], np.int32)
+      >>> print(mods.picture(mods.document, 8, 8, (ids,), block=2))
+      #+..
+      +++.
+      .+#.
+      ...#
+    """
+    if ids.ndim < 2:
+        return ids[row] == ids[column]
+    ids = ids.reshape(-1, ids.shape[-1])
+    return ids[batch, row] == ids[batch, column]
+
+
+@dataclass(frozen=True)
+class _Dilated:
+    dilation: int
+
+    def __call__(self, batch, head, row, column):
+        return (row - column) % self.dilation == 0
+
+
+def dilated(dilation: int) -> Mask:
+    """A row sees every `dilation`-th column, counted from its own; `& sliding_window(...)` bounds it.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> print(mods.picture(mods.dilated(4) & mods.sliding_window(8), 8, 8, block=1))
+      #.......
+      .#......
+      ..#.....
+      ...#....
+      #...#...
+      .#...#..
+      ..#...#.
+      ...#...#
+
+    References:
+      Ding et al., LongNet, 2023, arXiv:2307.02486.
+    """
+    return Mask(_Dilated(checks.integer("mods.dilated", "dilation", dilation, 1)))
+
+
+@dataclass(frozen=True)
+class _Global:
+    number: int
+
+    def __call__(self, batch, head, row, column):
+        return (row < self.number) | (column < self.number)
+
+
+def global_tokens(number: int) -> Mask:
+    """The first tokens see all, and are seen by all; `| sliding_window(...)` for the others.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> print(mods.picture(mods.global_tokens(2) | mods.sliding_window(1, 1), 8, 8, block=2))
+      ####
+      ##+.
+      #+#+
+      #.+#
+
+    References:
+      Beltagy et al., Longformer, 2020, arXiv:2004.05150.
+    """
+    return Mask(_Global(checks.integer("mods.global_tokens", "number", number, 0)))
+
+
+@partial(Mask, num_args=2)
+def tree(batch: Any, head: Any, row: Any, column: Any, first: Any, last: Any) -> Any:
+    """A token sees itself and its ancestors, as drafts in speculative decoding. Reads `tree_intervals`.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> intervals = mods.tree_intervals([-1, 0, 1, 1, 0, 4])
+      >>> print(mods.picture(mods.tree, 6, 6, intervals, block=1))
+      #.....
+      ##....
+      ###...
+      ##.#..
+      #...#.
+      #...##
+    """
+    if first.ndim > 1:
+        first, last = (x.reshape(-1, x.shape[-1]) for x in (first, last))
+        at = first[batch, row]
+        return (first[batch, column] <= at) & (at <= last[batch, column])
+    return (first[column] <= first[row]) & (first[row] <= last[column])
+
+
+def tree_intervals(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(first, last), int32 `[T]`: the numbers of a token and of its last descendant in depth-first order.
+
+    Args:
+      parents: of each token the index of its parent, which comes before it; -1 for a root. Trees whose tokens
+        lie in depth-first order skip most tiles.
+    """
+    parents = [checks.integer("mods.tree_intervals", "a parent", p, -1) for p in parents]
+    children: list[list[int]] = [[] for _ in parents]
+    roots: list[int] = []
+    for token, parent in enumerate(parents):
+        if parent >= token:
+            expected = f"come before its child {token}"
+            raise ValueError(checks.message("mods.tree_intervals", "a parent", expected, parent))
+        (roots if parent < 0 else children[parent]).append(token)
+    first, order, rest = np.zeros(len(parents), np.int32), 0, roots[::-1]
+    while rest:
+        token = rest.pop()
+        first[token], order = order, order + 1
+        rest += children[token][::-1]
+    last = first.copy()
+    for token in range(len(parents) - 1, -1, -1):
+        if parents[token] >= 0:
+            last[parents[token]] = max(last[parents[token]], last[token])
+    return first, last
+
+
+__test__ = {name: x.function.__doc__ for name, x in list(globals().items()) if isinstance(x, Mask)}

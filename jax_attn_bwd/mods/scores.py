@@ -1,0 +1,117 @@
+"""Scores, `(logits, batch, head, row, column, *args) -> logits`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import checks
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score that reads the last of `mod_args`, so that a mask may read the first.
+
+    Attributes:
+      function: `(logits, batch, head, row, column, *args) -> logits`.
+      num_args: how many entries of `mod_args` it reads.
+    """
+
+    function: Callable[..., Any]
+    num_args: int = 0
+
+    def __call__(self, logits: Any, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
+        """The new logits."""
+        read = args[len(args) - self.num_args :]
+        return self.function(logits, batch, head, row, column, *read)
+
+
+@partial(Score, num_args=1)
+def alibi(logits: Any, batch: Any, head: Any, row: Any, column: Any, slopes: Any) -> Any:
+    """`logits - slope |row - column|`. Reads `slopes`, floating `[N]`, which have a gradient.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd import dot_product_attention, mods
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> attend = lambda slopes: dot_product_attention(q, k, v, score_mod=mods.alibi, mod_args=(slopes,))
+      >>> jax.grad(lambda slopes: attend(slopes).sum())(mods.alibi_slopes(4)).shape
+      (4,)
+
+    References:
+      Press et al., Train short, test long, 2022, arXiv:2108.12409.
+    """
+    return logits - slopes[head] * jnp.abs(row - column).astype(logits.dtype)
+
+
+def alibi_slopes(num_heads: int) -> jax.Array:
+    """The slopes of the paper, float32 `[num_heads]`: 2^(-8 i / n) for a power of two, else of two of them.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> mods.alibi_slopes(4).tolist()
+      [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    num_heads = checks.integer("mods.alibi_slopes", "num_heads", num_heads, 1)
+    whole = 2 ** (num_heads.bit_length() - 1)
+    of = lambda n: [2.0 ** (-8 * i / n) for i in range(1, n + 1)]
+    return jnp.asarray([*of(whole), *of(2 * whole)[::2]][:num_heads], jnp.float32)
+
+
+@dataclass(frozen=True)
+class _RelativeBias:
+    max_distance: int
+
+    def __call__(self, logits, batch, head, row, column, table):
+        farthest = self.max_distance
+        distance = jnp.clip(column - row, -farthest, farthest)
+        return logits + table[head, distance + farthest]
+
+
+def relative_bias(max_distance: int) -> Score:
+    """`logits + table[head, distance]`, distances clipped: a learned bias that forms no T x S array.
+
+    Reads `table`, floating `[N, 2 * max_distance + 1]`, which has a gradient: entry `max_distance + d` is for
+    the column d after the row.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import dot_product_attention, mods
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> near = mods.relative_bias(8)
+      >>> attend = lambda table: dot_product_attention(q, k, v, score_mod=near, mod_args=(table,))
+      >>> jax.grad(lambda table: attend(table).sum())(jnp.zeros((4, 17))).shape
+      (4, 17)
+
+    References:
+      Shaw et al., Self-attention with relative position representations, 2018, arXiv:1803.02155.
+    """
+    return Score(_RelativeBias(checks.integer("mods.relative_bias", "max_distance", max_distance, 0)), 1)
+
+
+@dataclass(frozen=True)
+class _SoftCap:
+    cap: float
+
+    def __call__(self, logits, batch, head, row, column):
+        return self.cap * jnp.tanh(logits / self.cap)
+
+
+def soft_cap(cap: float) -> Score:
+    """`cap * tanh(logits / cap)`, after the bias (`logits_soft_cap` comes before it).
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> float(mods.soft_cap(2.0)(0.0, 0, 0, 0, 0))
+      0.0
+    """
+    cap = checks.python_float("mods.soft_cap", "cap", cap)
+    if cap <= 0:
+        raise ValueError(checks.message("mods.soft_cap", "cap", "be positive", cap))
+    return Score(_SoftCap(cap))
+
+
+__test__ = {"alibi": alibi.function.__doc__}

@@ -1,0 +1,182 @@
+"""Dense attention with masks and scores that are functions; their arrays are named `mod_args_<i>`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd import mods
+from jax_attn_bwd._core.cases import Case
+
+PREFIX = "mod_args_"
+
+
+def _case(name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options) -> Case:
+    """`extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
+
+    def build(rng):
+        letters = {"B": B, "T": T, "S": S, "N": N}
+        arrays = {
+            "query": rng.standard_normal((*B, T, N, H)),
+            "key": rng.standard_normal((*B, S, K, H)),
+            "value": rng.standard_normal((*B, S, K, Hv)),
+        }
+        return arrays | (extra(rng, letters) if extra else {})
+
+    return Case(name, build, options, frozenset(tags))
+
+
+def _args(*draws):
+    """`mod_args_0, mod_args_1, ...` of those draws."""
+    return lambda rng, n: {f"{PREFIX}{i}": draw(rng, n) for i, draw in enumerate(draws)}
+
+
+def _slopes(rng, n):
+    return rng.random(n["N"])
+
+
+def _documents(rng, n):
+    return np.sort(rng.integers(0, 4, (*n["B"], max(n["T"], n["S"]))), -1).astype(np.int32)
+
+
+def _prefix(rng, n):
+    return rng.integers(0, n["S"], n["B"]).astype(np.int32)
+
+
+def _table(farthest):
+    return lambda rng, n: rng.standard_normal((n["N"], 2 * farthest + 1))
+
+
+def _tree(rng, n):
+    intervals = mods.tree_intervals([int(rng.integers(-1, i)) for i in range(max(n["T"], n["S"]))])
+    return {f"{PREFIX}{i}": x for i, x in enumerate(intervals)}
+
+
+def _with(more, *draws):
+    return lambda rng, n: {**more(rng, n), **_args(*draws)(rng, n)}
+
+
+def _bias_and_sink(rng, n):
+    return {"bias": rng.standard_normal((n["N"], 1, n["S"])), "sink": rng.standard_normal(n["N"])}
+
+
+def _positions_and_lengths(rng, n):
+    return {
+        "query_positions": (np.arange(n["T"]) + 4).astype(np.int32),
+        "key_value_positions": rng.permutation(n["S"]).astype(np.int32),
+        "key_value_seq_lengths": np.array([n["S"] - 2, 3], np.int32),
+    }
+
+
+def _dropout(rng, n):
+    return {"dropout_key": np.array([7, 11], np.uint32)}
+
+
+def _by_batch_and_head(batch, head, row, column, width):
+    """Each batch entry and head sees a band of its own; the last head sees nothing of the first entry."""
+    return (jnp.abs(row - column) <= width[head] + batch) & ((head < 3) | (batch > 0))
+
+
+def _scaled_where_near(logits, batch, head, row, column, factors, offsets):
+    """Not monotone in the logits, with gradients of two arrays; hides what is far by -inf."""
+    distance = (row - column).astype(logits.dtype)
+    scored = jnp.sin(logits * factors[head]) + offsets[batch] * jnp.exp(-jnp.abs(distance))
+    return jnp.where(jnp.abs(distance) < 5, scored, -jnp.inf)
+
+
+_SECOND: dict[str, Any] = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
+_TILES: dict[str, Any] = dict(B=(1,), T=531, S=2049, N=2, K=1)
+_SHARD: dict[str, Any] = dict(B=(4,), T=6, S=10, N=8, K=4)
+
+_MORE = ("hidden",)  # left to the thorough tests
+
+CASES = (
+    _case("mod_causal", mask_mod=mods.causal & mods.sliding_window(3), tags=("hidden", "check")),
+    _case("mod_global", mask_mod=mods.sliding_window(3, 1) | mods.global_tokens(2), tags=_MORE),
+    _case("mod_document", mask_mod=mods.causal & mods.document, extra=_args(_documents), tags=_MORE),
+    _case("mod_tree", mask_mod=mods.tree, extra=_tree, tags=_MORE),
+    _case(
+        "mod_combined",
+        mask_mod=mods.prefix_lm & mods.document | ~mods.dilated(2),
+        extra=_args(_prefix, _documents),
+        tags=_MORE,
+    ),
+    _case(
+        "mod_batch_and_head",
+        B=(2, 1),
+        mask_mod=_by_batch_and_head,
+        extra=_with(_bias_and_sink, lambda rng, n: np.array([0, 2, 5, 1], np.int32)),
+    ),
+    _case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=_args(_slopes), tags=("hidden", "check")),
+    _case(
+        "mod_relative",
+        score_mod=mods.relative_bias(4),
+        extra=_args(_table(4)),
+        logits_soft_cap=2.0,
+        tags=_MORE,
+    ),
+    _case(
+        "mod_score",
+        score_mod=_scaled_where_near,
+        extra=_with(_bias_and_sink, lambda rng, n: rng.random(4), lambda rng, n: rng.random(2)),
+        logits_soft_cap=3.0,
+    ),
+    _case(
+        "mod_positions",
+        mask_mod=mods.causal,
+        score_mod=mods.soft_cap(2.0),
+        extra=_positions_and_lengths,
+        tags=_MORE,
+    ),
+    _case(
+        "mod_dropout",
+        mask_mod=mods.sliding_window(4, 2),
+        score_mod=mods.soft_cap(1.0),
+        dropout_rate=0.4,
+        extra=_dropout,
+        tags=_MORE,
+    ),
+    _case("mod_edge", T=1, S=1, mask_mod=~mods.causal, tags=("edge",)),
+    _case("mod_no_rows", T=0, S=3, mask_mod=mods.causal, tags=("edge",)),
+    # several tiles of the default tiling, none of them whole
+    _case(
+        "mod_tiles",
+        **_TILES,
+        mask_mod=mods.sliding_window(200) | mods.global_tokens(3),
+        score_mod=mods.relative_bias(9),
+        extra=_args(_table(9)),
+        tags=_MORE,
+    ),
+    _case(
+        "mod_tiles_traced",
+        **_TILES,
+        is_causal=True,
+        mask_mod=mods.document,
+        score_mod=mods.alibi,
+        extra=_args(_documents, _slopes),
+    ),
+    _case(
+        "second_mod",
+        **_SECOND,
+        tags=("second",),
+        mask_mod=mods.sliding_window(2, 1),
+        score_mod=mods.relative_bias(1),
+        extra=_with(lambda rng, n: {"bias": rng.standard_normal((2, 1, 4))}, _table(1)),
+        logits_soft_cap=2.0,
+    ),
+    _case("shard_mod", **_SHARD, tags=("shard",), score_mod=mods.alibi, extra=_args(_slopes)),
+    _case(
+        "shard_mod_mask",
+        **_SHARD,
+        tags=("shard", "bounds"),
+        mask_mod=mods.causal | mods.prefix_lm,
+        extra=lambda rng, n: {f"{PREFIX}1": _prefix(rng, n)},
+    ),
+)
+
+
+def with_mod_args(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments` with the arrays `mod_args_<i>` as the tuple `mod_args`."""
+    names = sorted(name for name in arguments if name.startswith(PREFIX))
+    others = {name: x for name, x in arguments.items() if name not in names}
+    return {**others, "mod_args": tuple(arguments[name] for name in names)} if names else others

@@ -1,0 +1,201 @@
+"""`mask_mod` and `score_mod`: the caller's own functions of where an element stands, on tiles of indices.
+
+    visible_ts = mask_mod(batch, head, row, column, *mod_args)
+    logits_ts  = score_mod(logits_ts, batch, head, row, column, *mod_args)
+
+Indices are handed over as arrays that broadcast to the tile, so the functions are elementwise. Which tiles a
+mask leaves alive is told by interval arithmetic on its jaxpr, without evaluating it on the plane. The
+derivative of the caller's function is JAX's, tile by tile; nothing else is differentiated here.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks, intervals, trees
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.dot_product.spec import Options
+
+_ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, row and column"
+
+
+class Places(NamedTuple):
+    """What the functions read beside row and column."""
+
+    batch: Any  # int32 [..., 1, 1, 1, 1]
+    head: Any  # int32 [1..., K, G, 1, 1]
+    args: tuple[Any, ...]
+
+
+def places(given: Any, batch_rank: int, groups: int) -> Places | None:
+    """From the operands, in working layout; None where no function is given."""
+    if given.mod_batch is None:
+        return None
+    head = given.mod_heads.reshape(-1, groups)
+    batch, head = (to_rank(x, n) for x, n in ((given.mod_batch, batch_rank), (head, batch_rank + 2)))
+    return Places(batch[..., None, None, None, None], head[..., None, None], given.mod_args)
+
+
+def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array) -> jax.Array | None:
+    """What `mask_mod` lets be seen of a tile, in its rank; None = all."""
+    if options.mask_mod is None:
+        return None
+    assert at is not None  # prepared with the function
+    return options.mask_mod(at.batch, at.head, row, column, *at.args)
+
+
+def scored(
+    options: Options, at: Places | None, logits: jax.Array, row: jax.Array, column: jax.Array
+) -> jax.Array:
+    """`logits` of a tile through `score_mod`, in whatever order of axes all are handed over."""
+    if options.score_mod is None:
+        return logits
+    assert at is not None  # prepared with the function
+    return options.score_mod(logits, at.batch, at.head, row, column, *at.args)
+
+
+def pulled_back(
+    options: Options, at: Places, logits: jax.Array, row: Any, column: Any, dlogits: jax.Array, to_args: bool
+) -> tuple[jax.Array, Any]:
+    """(cotangent of what `scored` was handed; that of the floats in `at.args`, None unless `to_args`)."""
+    score, numbers = options.score_mod, trees.floats(at.args)
+    assert score is not None  # asked only then
+
+    def of(logits, numbers):
+        return score(logits, at.batch, at.head, row, column, *trees.filled(at.args, numbers))
+
+    if to_args:
+        return jax.vjp(of, logits, numbers)[1](dlogits)
+    return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
+
+
+class Tiles(NamedTuple):
+    """What bounds tell of each tile, `[..., query tiles, key tiles]`; NumPy where known at trace time."""
+
+    some: Any  # False: nothing is seen
+    every: Any  # True: all is seen
+    final: bool  # whether nothing more can be known at run time
+
+
+def of_tiles(mask_mod: Callable[..., Any], at: Places, row: Any, column: Any) -> Tiles:
+    """The tiles by (least, greatest) row `[..., query tiles, 1]` and column `[..., 1, key tiles]`."""
+    rank = at.batch.ndim
+
+    def laid(pair):
+        between = (x.reshape(*x.shape[:-2], 1, 1, *x.shape[-2:]) for x in pair)
+        return intervals.Interval(*(to_rank(x, rank) for x in between))
+
+    row, column, exact = laid(row), laid(column), jax.tree.map(intervals.exact, at)
+    found = intervals.bounds(mask_mod, exact.batch, exact.head, row, column, *exact.args)
+    return _of_all_heads(found)
+
+
+def known_tiles(
+    mask_mod: Callable[..., Any],
+    at: Places,
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+    by_index: bool,
+) -> Tiles:
+    """The same at trace time, where no array is known; nor are positions, unless they are indices."""
+    rank = at.batch.ndim
+    vague = jax.tree.map(lambda x: intervals.unknown(x.shape, x.dtype, vague=True), at)
+    ranges = []
+    for n, block, axis in zip(lengths, blocks, (-2, -1), strict=True):
+        start = np.arange(0, n, block, dtype=np.int32)
+        shape = [1] * rank
+        shape[axis] = len(start)
+        last = np.minimum(start + np.int32(block), np.int32(n)) - np.int32(1)
+        known = intervals.Interval(start.reshape(shape), last.reshape(shape))
+        ranges.append(known if by_index else intervals.unknown(shape, np.int32, vague=True))
+    found = intervals.bounds(mask_mod, vague.batch, vague.head, *ranges, *vague.args)
+    some, every, final = _of_all_heads(found)
+    grid = tuple(-(-n // block) for n, block in zip(lengths, blocks, strict=True))
+    lead = tuple(range(some.ndim - 2))
+    some, every = (np.broadcast_to(x, grid) for x in (some.any(lead), every.all(lead)))
+    return Tiles(some, every, final)
+
+
+def _of_all_heads(found: intervals.Interval) -> Tiles:
+    return Tiles(found.greatest.any((-4, -3)), found.least.all((-4, -3)), not found.vague)
+
+
+def prepared(
+    operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, query: jax.Array, K: int, dtype: Any
+) -> tuple[Any, ...]:
+    """The checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
+    if not isinstance(mod_args, tuple | list):
+        got = f"{type(mod_args).__name__}"
+        remedy = "write (x,) for one array"
+        raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
+    args = jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
+    (*batch, _, N, _) = query.shape
+    rank, plane = len(batch) + 4, (*batch, K, N // K, 2, 3)
+    index = lambda *shape: jax.ShapeDtypeStruct((1,) * (rank - len(shape)) + shape, jnp.int32)
+    at = (index(*batch, 1, 1, 1, 1), index(K, N // K, 1, 1), index(2, 1), index(1, 3))
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    if mask_mod is not None:
+        result = _traced(operator, "mask_mod", mask_mod, (*at, *given))
+        if result.dtype != np.bool_:
+            raise TypeError(checks.message(operator, "mask_mod", "return bool", f"dtype {result.dtype}"))
+        _broadcast(operator, "mask_mod", result.shape, plane)
+    if score_mod is not None:
+        logits = jax.ShapeDtypeStruct(plane, dtype)
+        result = _traced(operator, "score_mod", score_mod, (logits, *at, *given))
+        if result.dtype != dtype:
+            expected, remedy = f"return {dtype}, the dtype of the logits", "cast what it adds to logits.dtype"
+            got = f"dtype {result.dtype}"
+            raise TypeError(checks.message(operator, "score_mod", expected, got, remedy))
+        if result.shape != plane:
+            expected = f"return logits of the shape that it is handed, here {plane}"
+            raise ValueError(checks.message(operator, "score_mod", expected, result.shape))
+    return args
+
+
+def _argument(operator: str, x: Any, dtype: Any) -> jax.Array:
+    x = x if checks.is_array(x) else np.asarray(x)
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_)):
+        expected = "hold arrays of floats, integers or bools"
+        raise TypeError(checks.message(operator, "mod_args", expected, f"dtype {x.dtype}"))
+    x = jnp.asarray(x)
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _broadcast(operator: str, argument: str, shape: Any, plane: tuple[Any, ...]) -> None:
+    sizes = zip(reversed(shape), reversed(plane), strict=False)
+    if len(shape) > len(plane) or any(a != b and a != 1 for a, b in sizes):
+        expected = f"return what broadcasts to the tile that it is handed, here {plane}"
+        raise ValueError(checks.message(operator, argument, expected, shape))
+
+
+def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> Any:
+    """The type of the one result; raises unless the function may be static, pure and elementwise."""
+    if not callable(function):
+        expected = "be a function or None"
+        raise TypeError(checks.message(operator, argument, expected, type(function).__name__))
+    try:
+        hash(function)
+    except TypeError:
+        remedy = "it is a static argument: make it a function, or a frozen dataclass with __call__"
+        got = f"an unhashable {type(function).__name__}"
+        raise TypeError(checks.message(operator, argument, "be hashable", got, remedy)) from None
+    try:
+        closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
+    except Exception as error:
+        words = (str(error).splitlines() or [""])[0]
+        got = f"{type(error).__name__}: {words}"
+        raise TypeError(checks.message(operator, argument, _ELEMENTWISE, got)) from error
+    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+        expected, remedy = "not close over traced arrays", "hand them over in mod_args"
+        raise TypeError(checks.message(operator, argument, expected, "one that does", remedy))
+    if closed.effects:
+        remedy = "it is traced and evaluated any number of times"
+        got = ", ".join(sorted(map(str, closed.effects)))
+        raise TypeError(checks.message(operator, argument, "have no side effects", got, remedy))
+    if len(closed.out_avals) != 1:
+        got = f"{len(closed.out_avals)} of them"
+        raise TypeError(checks.message(operator, argument, "return one array", got))
+    return closed.out_avals[0]
