@@ -42,10 +42,10 @@ class Given(NamedTuple):
     key_value_segment_ids: Any = None  # [..., S]
     query_positions: Any = None
     key_value_positions: Any = None
-    query_origin: Any = None  # index of the first query; None = 0
     mod_args: Any = None  # any
     mod_batch: Any = None  # [...]
     mod_heads: Any = None  # [N]
+    query_origin: Any = None  # index of the first query; None = 0
 
 
 class Tokens(NamedTuple):
