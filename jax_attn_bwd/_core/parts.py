@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core.sharding import explicit_spec, unsharded, varying
+from jax_attn_bwd._core.sharding import explicit_spec, varying
 
 AXIS = "jax_attn_bwd_parts"  # of parts that are a batch axis
 
@@ -54,30 +54,33 @@ def cut(x: jax.Array, axis: int, batch: int) -> Cut | None:
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = jax.typeof(x).sharding.mesh.shape
         return Cut(math.prod(shape[name] for name in names), names)
-    devices, rows = auto_devices(), x.shape[axis]
+    devices, rows = auto_devices(x), x.shape[axis]
     if not isinstance(rows, int) or rows == 0 or not isinstance(batch, int) or batch % devices == 0:
         return None
     count = math.gcd(rows, devices)
     return Cut(count) if count > 1 else None
 
 
-def auto_devices() -> int:
-    """Devices along the Auto axes of the mesh that is set; 1 where none is set, and in `jax.shard_map`."""
+def auto_devices(x: jax.Array) -> int:
+    """Over how many devices Auto axes of the mesh that is set may shard `x`; 1 in `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Manual in mesh.axis_types:
+    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if mesh.empty or AxisType.Manual in mesh.axis_types or (known and len(x.sharding.device_set) == 1):
         return 1
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(n for n, kind in sizes if kind == AxisType.Auto)
 
 
 def gathered(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with all of `axis` on every device; its other axes lie as they do."""
-    x = unsharded(x, axis)
-    if auto_devices() == 1:
-        return x
+    """`x` with all of `axis` on every device of an Auto mesh, its other axes as they lie; under `jax.jit`."""
     spec = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in explicit_spec(x)]
     spec[axis] = None
     return lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def all_gathered(tree: Any) -> Any:
+    """Every array of `tree` with all of its first axis on every device of an Auto mesh; under `jax.jit`."""
+    return jax.tree.map(lambda x: gathered(x, 0) if x.ndim else x, tree)
 
 
 class Place(NamedTuple):

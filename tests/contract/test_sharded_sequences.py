@@ -17,6 +17,7 @@ from parallel.exchanges import loops_and_collectives_in_them
 from jax_attn_bwd import (
     MultiHeadAttentionParams,
     dot_product_attention,
+    mods,
     multi_head_attention,
     multi_scale_deformable_attention,
 )
@@ -159,6 +160,32 @@ def test_a_step(case, layout, kind, small_tiles):
     gathers = sum(specs.get(name, P()) != P() and sizes[1] > 1 for name in ("key", "value"))
     reductions = int(rows != P())
     assert sum(counted.values()) <= gathers + reductions + beyond, counted
+
+
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=thorough)])
+def test_functions_of_rows_and_columns(kind, small_tiles):
+    """They read indices in the whole sequence; what they read besides gets one gradient."""
+    arrays, _, names, (ct, _) = inputs("full")
+    mask = mods.document & (mods.sliding_window(13) | mods.global_tokens(3))
+    ids, slopes = jnp.asarray(np.repeat([0, 1, 2], (30, 3, 31))), jnp.asarray([0.5, 0.3, 0.1, -0.2])
+
+    def loss(inputs, slopes):
+        out = dot_product_attention(**inputs, mask_mod=mask, score_mod=mods.alibi, mod_args=(ids, slopes))
+        return (jnp.sin(out) * ct).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=QUICK)
+    given = {name: arrays[name] for name in names}
+    expected = step(given, slopes)
+    mesh = jax.make_mesh((1, 8, 1), ("b", "t", "n"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, NamedSharding(mesh, ALL[name])) for name, x in given.items()}
+        compiled = step.lower(placed, slopes).compile()
+        value, (grads, dslopes) = compiled(placed, slopes)
+    assert_close(value, expected[0], 1e-12)
+    assert_close(dslopes, expected[1][1], 1e-12)
+    for name in names:
+        assert_close(grads[name], expected[1][0][name], 1e-12, name)
+    assert loops_and_collectives_in_them(compiled)[1] == 0
 
 
 @thorough

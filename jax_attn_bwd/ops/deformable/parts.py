@@ -22,31 +22,31 @@ _QUERIES = {"sampling_locations": 1, "attention_weights": 1}  # the axis Q
 
 def forward(options: Options, operands: Operands) -> jax.Array:
     """As `forward.forward`, wherever queries and pixels lie."""
-    cut, operands = _cut_and_gathered(operands)
-    if cut is None or not cut.axes:  # what is read by one query is not summed: it may be left to XLA
-        return portable_forward.forward(options, operands)
-    return _forward(options, cut, operands)
+    cut, operands = _cut(operands), operands._replace(value=unsharded(operands.value, 1))
+    return portable_forward.forward(options, operands) if cut is None else _forward(options, cut, operands)
 
 
 def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """As `backward.backward`, wherever queries and pixels lie."""
     given, wanted = residuals
-    cut, operands = _cut_and_gathered(given)
+    cut, residuals = _cut(given), Residuals(given._replace(value=unsharded(given.value, 1)), wanted)
     if cut is None:
-        grads = portable_backward.backward(options, Residuals(operands, wanted), dout)._asdict()
+        grads = portable_backward.backward(options, residuals, dout)._asdict()
     else:
-        grads = _backward(options, cut, Residuals(operands, wanted), dout)
+        grads = _backward(options, cut, residuals, dout)
     return MultiScaleDeformableAttentionGrads(
         **{name: match_type(grads[name], getattr(given, name)) for name in wanted.names}
     )
 
 
-def _cut_and_gathered(operands: Operands) -> tuple[Cut | None, Operands]:
-    """(how the queries are cut, the operands with all pixels on every device)."""
-    value, weights = operands.value, operands.attention_weights
-    cut = parts.cut(weights, 1, weights.shape[0])
-    value = unsharded(value, 1) if cut is None else parts.gathered(value, 1)
-    return cut, operands._replace(value=value)
+def _cut(operands: Operands) -> Cut | None:
+    weights = operands.attention_weights
+    return parts.cut(weights, 1, weights.shape[0])
+
+
+def _value(cut: Cut, operands: Operands) -> jax.Array:
+    """All pixels, on every device."""
+    return operands.value if cut.axes else parts.gathered(operands.value, 1)
 
 
 def _rows(operands: Operands) -> dict[str, jax.Array]:
@@ -58,9 +58,11 @@ def _forward(options: Options, cut: Cut, operands: Operands) -> jax.Array:
     def of_part(_, rows, value):
         return {"out": portable_forward.forward(options, Operands(value, **rows))}
 
-    place = parts.place(operands.attention_weights, 1)
+    value, place = _value(cut, operands), parts.place(operands.attention_weights, 1)
+    if not cut.axes:  # what one query reads is not summed over them: XLA may cut it as it likes
+        return portable_forward.forward(options, operands._replace(value=value))
     results = {"out": place._replace(spec=place.spec[:3])}
-    return parts.over(cut, of_part, _rows(operands), operands.value, _QUERIES, results)["out"]
+    return parts.over(cut, of_part, _rows(operands), value, _QUERIES, results)["out"]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -74,4 +76,4 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any) -> di
 
     results = {name: parts.place(getattr(operands, name), _QUERIES.get(name)) for name in wanted.names}
     rows, axes = _rows(operands) | {"dout": dout}, _QUERIES | {"dout": 1}
-    return parts.over(cut, of_part, rows, operands.value, axes, results)
+    return parts.over(cut, of_part, rows, _value(cut, operands), axes, results)

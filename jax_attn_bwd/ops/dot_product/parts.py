@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout, pallas, parts
 from jax_attn_bwd._core.parts import Cut
-from jax_attn_bwd._core.sharding import explicit_spec, reshard_like
+from jax_attn_bwd._core.sharding import explicit_spec, reshard_like, unsharded
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals, Result
@@ -38,17 +38,14 @@ _of_part = pallas.with_portable_jvp(_tiled, _tiled)
 
 def forward(options: Options, operands: Operands) -> Result:
     """As `forward.forward`, wherever the sequences lie."""
-    cut, operands = _cut_and_gathered(options, operands)
+    cut, operands = _cut(options, operands), _with_whole_keys(operands)
     return _of_all(options, operands) if cut is None else _forward(options, cut, operands)
 
 
 def backward(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> DotProductAttentionGrads:
     """As `backward.backward`, wherever the sequences lie."""
     given = residuals.operands
-    cut, operands = _cut_and_gathered(options, given)
-    if cut is None and operands is given:
-        return portable_backward.backward(options, residuals, dout, dlse)
-    residuals = residuals._replace(operands=operands)
+    cut, residuals = _cut(options, given), residuals._replace(operands=_with_whole_keys(given))
     if cut is None:
         found = portable_backward.backward(options, residuals, dout, dlse)._asdict()
         grads = {name: found[name] for name in residuals.wanted.names}
@@ -57,27 +54,25 @@ def backward(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> Do
     return portable_backward.matched(grads, given)
 
 
-def _cut_and_gathered(options: Options, operands: Operands) -> tuple[Cut | None, Operands]:
-    """(how the queries are cut, the operands, if need be with all keys on every device)."""
+def _cut(options: Options, operands: Operands) -> Cut | None:
+    """How the queries are cut; None = they need not be."""
     query = operands.query
-    is_sharded = any(explicit_spec(x)[-3] is not None for x in (query, operands.key, operands.value))
-    if not is_sharded and (parts.auto_devices() == 1 or Tiling.default_for(options, operands).is_whole):
-        return None, operands
-    cut = parts.cut(query, query.ndim - 3, math.prod(query.shape[:-3]))
-    if cut is None and not is_sharded:
-        return None, operands
-    keys = {name: getattr(operands, name) for name in _KEYS}
-    gathered = {
-        name: parts.gathered(x, x.ndim - _KEYS[name])
-        for name, x in keys.items()
-        if x is not None and x.shape[-_KEYS[name]] != 1
-    }
-    return cut, operands._replace(**gathered)
+    if explicit_spec(query)[-3] is None and (
+        parts.auto_devices(query) == 1 or Tiling.default_for(options, operands).is_whole
+    ):
+        return None
+    return parts.cut(query, query.ndim - 3, math.prod(query.shape[:-3]))
+
+
+def _with_whole_keys(operands: Operands) -> Operands:
+    """`operands` with all keys on every device, as far as types tell."""
+    whole = {name: unsharded(getattr(operands, name), -3) for name in ("key", "value")}
+    return operands._replace(**whole)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
-    rows, axes, shared = _divided(operands)
+    rows, axes, shared = _divided(cut, operands)
     place = parts.place(operands.query, axes["query"])
     by_row = place._replace(spec=place.spec[:-1])
 
@@ -91,7 +86,7 @@ def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
 def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse: Any) -> dict[str, Any]:
     """The gradients in the accumulator's dtype, by name."""
     operands, result, wanted = residuals
-    rows, axes, shared = _divided(operands)
+    rows, axes, shared = _divided(cut, operands)
     results = {
         name: parts.place(getattr(operands, name), axes.get(name)) for name in wanted.names - {"mod_args"}
     }
@@ -111,8 +106,17 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse:
     return parts.over(cut, of_part, rows | own, shared, axes, results)
 
 
-def _divided(operands: Operands) -> tuple[dict[str, jax.Array], dict[str, int], Operands]:
+def _divided(cut: Cut, operands: Operands) -> tuple[dict[str, jax.Array], dict[str, int], Operands]:
     """(the operands that have the queries' axis, by name; which one it is; the others)."""
+    if not cut.axes:
+        operands = operands._replace(
+            **{
+                name: parts.gathered(x, x.ndim - axis)
+                for name, axis in _KEYS.items()
+                for x in [getattr(operands, name)]
+                if x is not None and x.shape[-axis] != 1
+            }
+        )
     given = {name: x for name in _QUERIES for x in [getattr(operands, name)] if x is not None}
     rows = {name: x for name, x in given.items() if x.shape[-_QUERIES[name]] != 1}
     axes = {name: x.ndim - _QUERIES[name] for name, x in rows.items()}

@@ -38,6 +38,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import parts
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.graph import groups, kinds, row_sums
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
@@ -45,12 +46,21 @@ from jax_attn_bwd.ops.graph.groups import Chunk, extended, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
 from jax_attn_bwd.ops.graph.row_sums import Saved
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
-from jax_attn_bwd.ops.graph.tables import factors, tables, walked
+from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
 
 
 def backward(options: Options, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(options, residuals, cotangents)
+    run = _on_every_device if parts.auto_devices(residuals.operands.src) > 1 else _backward
+    return run(options, residuals, cotangents)
+
+
+@partial(jax.jit, static_argnums=0)
+def _on_every_device(options, residuals, cotangents):
+    result, cotangents = parts.all_gathered((residuals.result, cotangents))
+    residuals = Residuals(gathered(residuals.operands), result, residuals.wanted)
+    grads = _backward(options, residuals, cotangents)
+    return {name: x if name == "attention_weights" else parts.all_gathered(x) for name, x in grads.items()}
 
 
 @partial(jax.jit, static_argnums=0)

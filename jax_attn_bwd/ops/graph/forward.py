@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import parts
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import groups, kinds
@@ -29,12 +30,18 @@ from jax_attn_bwd.ops.graph.groups import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
-from jax_attn_bwd.ops.graph.tables import factors, tables, walked
+from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
 
 
 def forward(options: Options, operands: Operands) -> Result:
     """The outputs and row values."""
-    return _forward(options, operands)
+    run = _on_every_device if parts.auto_devices(operands.src) > 1 else _forward
+    return run(options, operands)
+
+
+@partial(jax.jit, static_argnums=0)
+def _on_every_device(options, operands):
+    return parts.all_gathered(_forward(options, gathered(operands)))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core import dropout, parts
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.graph.groups import Chunk, extended, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, split_heads
@@ -23,6 +23,17 @@ def tables(kind: Kind, operands: Operands) -> Tables:
         bias = jnp.broadcast_to(bias.astype(dtype), (E, H))
     mask = None if operands.dropout_mask is None else operands.dropout_mask.astype(dtype).T
     return Tables(src, dst, message, edge, a, bias, mask, *_counters(operands, H, E))
+
+
+def gathered(operands: Operands) -> Operands:
+    """`operands` with all nodes and edges on every device of an Auto mesh; under `jax.jit`.
+
+    Any edge may ask for any node: of nodes on several devices each chunk of a loop would gather its own.
+    """
+    a, mask = operands.attention_weights, operands.dropout_mask
+    others = parts.all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
+    mask = None if mask is None else parts.gathered(mask, 1)
+    return others._replace(attention_weights=a, dropout_mask=mask)
 
 
 def walked(t: Tables, graph: BipartiteCSC) -> Tables:
