@@ -12,7 +12,7 @@ from jax_attn_bwd import ops
 from jax_attn_bwd._core import backend, console
 from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only import __doc__ as description
-from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, tpu
+from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, scale, tpu
 from jax_attn_bwd.bench.compile_only.programs import Program, registered
 
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -35,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--table",
         nargs="?",
         const="nvidia",
-        choices=tuple(TABLES),
-        help="compile for all chips of that maker and write out/<maker>_static.md",
+        choices=(*TABLES, "scale"),
+        help="compile for all chips of that maker and write out/<maker>_static.md; scale: a training step "
+        "for whole pods, out/scale.md",
     )
     parser.add_argument("--peers", action="store_true", help="JAX's own TPU kernels instead of ours")
     parser.add_argument("--implementation", choices=backend.NAMES, default="xla")
@@ -45,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON; with --table the Markdown file")
     args = parser.parse_args(argv)
     if args.table:
-        path = args.out or report.OUT / f"{args.table}_static.md"
+        name = "scale.md" if args.table == "scale" else f"{args.table}_static.md"
+        path = args.out or report.OUT / name
         report.prepare(parser, path.parent)
+        if args.table == "scale":
+            return _scale(path)
         return _table(path, args.table, tuple(args.operator))
 
     operators = registered(args.implementation, tuple(args.operator))
@@ -87,6 +91,14 @@ def _tell(what: str, programs: Sequence[Program]) -> int:
     wrong = [sentence for program in programs for sentence in compiling.violations(program)]
     print(f"{what}: {len(wrong)} violations", *wrong, sep="\n")
     return len(wrong)
+
+
+def _scale(path: Path) -> int:
+    """Compiles for the pods whose compilers are here, and writes the page."""
+    reasons = {pod: devices.missing(about.target) for pod, about in scale.PODS.items()}
+    print(*dict.fromkeys(filter(None, reasons.values())), sep="\n", end="", file=sys.stderr)
+    here = [pod for pod, reason in reasons.items() if reason is None]
+    return scale.table(path, here) if here else 2
 
 
 def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:

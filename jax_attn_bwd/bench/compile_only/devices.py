@@ -99,13 +99,17 @@ def none_of_this_machine() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def devices(target: str, gpus: int = 1) -> list[Any]:
-    """The compile-only devices of `target`: some GPUs of one host, or the smallest slice of TPUs."""
+def devices(target: str, gpus: int = 1, topology: str | None = None) -> list[Any]:
+    """The compile-only devices of `target`: some GPUs of one host, or a TPU.
+
+    With `topology`, "16x16", all TPUs of a slice of that shape.
+    """
     none_of_this_machine()
     if target in TPU:
         for name, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        return topologies.get_topology_desc(TPU[target], platform="tpu").devices[:1]
+        name, count = (TPU[target], 1) if topology is None else (f"{target}:{topology}", None)
+        return topologies.get_topology_desc(name, platform="tpu").devices[:count]
     folder = resources.files(__package__) / "targets"
     text = (folder / f"{NVIDIA[target]}.txtpb").read_text()
     if jax.__version_info__ < (0, 12):  # older plugins refuse this field
