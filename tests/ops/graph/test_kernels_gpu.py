@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,16 @@ def interpreting():
         yield
 
 
+@dataclass(frozen=True)
+class Telling(AbstractDevice):
+    compute_capability: str
+
+
 @contextlib.contextmanager
-def aimed_at(kind):
+def aimed_at(kind, capability=None):
     """Programs are for that GPU, which is not there: they are traced, and not run."""
-    device = AbstractDevice(device_kind=kind, num_cores=100, platform="gpu")
+    told = () if capability is None else (capability,)
+    device = (Telling if told else AbstractDevice)(kind, 100, "gpu", *told)
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
@@ -255,18 +262,28 @@ def shapes(num_heads=4, width=WIDTH, dtype="float32"):
 
 @interpreted
 @pytest.mark.parametrize(
-    "kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA H100 80GB HBM3", "NVIDIA GH200", "NVIDIA B200"]
+    ("kind", "capability"),
+    [
+        ("NVIDIA A100-SXM4-80GB", None),
+        ("NVIDIA L40S", None),
+        ("NVIDIA H100 80GB HBM3", "9.0"),
+        ("NVIDIA B200", None),
+        ("NVIDIA GeForce RTX 3090", "8.6"),
+        ("some kind", "10.0"),
+    ],
 )
-def test_gpus_from_ampere_on_are_accepted_and_wait_for_their_name(kind):
+def test_gpus_from_ampere_on_are_accepted_and_wait_for_their_name(kind, capability):
     reason = shapes()
-    with aimed_at(kind):
+    with aimed_at(kind, capability):
         assert "have not run on an NVIDIA GPU of compute capability 8.0 or more yet" in reason()
 
 
-@pytest.mark.parametrize("kind", ["Tesla T4", "Tesla V100-SXM2-16GB", "some kind"])
-def test_older_gpus_are_refused(kind):
+@pytest.mark.parametrize(
+    ("kind", "capability"), [("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", None), ("some kind", None)]
+)
+def test_older_gpus_are_refused(kind, capability):
     reason = shapes()
-    with aimed_at(kind):
+    with aimed_at(kind, capability):
         assert reason() == f"it needs an NVIDIA GPU of compute capability 8.0 or more, not {kind}"
 
 
