@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.blocks import take_at
 from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd.ops.dot_product import dropping, layout, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
@@ -29,7 +30,12 @@ class Working(NamedTuple):
 
 
 def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
-    """Brings the operands into working layout."""
+    """Brings the operands into working layout.
+
+    Inside `jax.shard_map` all vary alike: a derivative by what is the same on all devices is a sum over them,
+    and must not stand in a tile that some of them skip, where they would wait for the others for ever.
+    """
+    operands = vary_alike(operands)
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     groups, blocks = N // K, (tiling.block_q, tiling.block_k)
     q, k, v, live = unpoisoned(options, operands)

@@ -134,7 +134,7 @@ _EMPTY = {
 }
 _SMALL = {"graph": partial(_graph, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
 _SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
-_COMPILED = ("ci", "check", "compile")
+_COMPILED = ("ci", "check", "xla")
 
 
 def _wide(
@@ -155,10 +155,9 @@ def _wide(
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
     compiled = partial(make, graph=_hub, tags=("mosaic_gpu",), dtype="float32")
-    for H, D in ((1, 256), (2, 64), (4, 64), (16, 8), (16, 64)):
+    for H, D in ((1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D)
     yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")
-    yield compiled("compiled 4 x 64 float16", H=4, D=64, dtype="float16")
     everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
     yield compiled("compiled 8 x 64 everything", H=8, D=64, **everything)
 
