@@ -40,15 +40,17 @@ from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads,
 
 def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
-    return _backward(options, *_choices(options, residuals), residuals, dout)
+    sort, loops = _choices(options, residuals)
+    return _backward(options, sort, loops, residuals, dout)
 
 
 def gradients(options: Options, residuals: Residuals, dout: jax.Array) -> dict[str, jax.Array]:
     """What `backward` gives, accumulated in float32 or wider and of these queries alone."""
-    return _gradients(options, *_choices(options, residuals), residuals, dout)
+    sort, loops = _choices(options, residuals)
+    return _gradients(options, sort, loops, residuals, dout)
 
 
-def _choices(options, residuals):
+def _choices(options: Options, residuals: Residuals) -> tuple[bool, cpu.Loops]:
     """(whether rows are sorted before they are added, the loops)."""
     # elsewhere than on a GPU, a scatter-add adds in one order
     sort = options.deterministic and targets.platform() == "gpu"
