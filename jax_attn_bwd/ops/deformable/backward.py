@@ -50,7 +50,7 @@ def gradients(options: Options, residuals: Residuals, dout: jax.Array) -> dict[s
     return _gradients(options, sort, loops, residuals, dout)
 
 
-def _choices(options, residuals):
+def _choices(options: Options, residuals: Residuals) -> tuple[bool, cpu.Loops]:
     """(whether rows are sorted before they are added, the loops)."""
     # elsewhere than on a GPU, a scatter-add adds in one order
     sort = options.deterministic and targets.platform() == "gpu"

@@ -66,7 +66,14 @@ def dot_product_attention(
     skipped, in the forward and in the backward.
 
     Over several devices batch and heads may be sharded, and nothing is exchanged but the gradients of what
-    they share. For a sharded sequence take `jax_attn_bwd.parallel`: here XLA would do work many times.
+    they share. Sequences may be, too: keys and values are gathered once in each direction, before the loop
+    over the tiles, their gradients summed once after it, and the output lies as the query. On a mesh axis of
+    type Explicit each device skips the tiles that its own queries do not see. On Auto axes call it within
+    `jax.set_mesh(mesh)`: a trace does not tell how arrays lie there, and without a mesh XLA would exchange
+    tiles in the loop. Then, unless the batch is a multiple of the devices, queries are cut into as many parts
+    as there are devices, which take the same steps: a causal mask saves no work, a window does, and the
+    backward holds the gradients of keys and values once for each part until they are summed.
+    `jax_attn_bwd.parallel` needs no gathered keys and balances causal work.
 
     Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value
     heads (N a multiple of K: query head n uses key head n // (N / K)), H head size, Hv value head size.

@@ -66,7 +66,7 @@ def _cut(options: Options, operands: Operands) -> Cut | None:
 
 def _with_whole_keys(operands: Operands) -> Operands:
     """`operands` with all keys on every device, as far as types tell."""
-    whole = {name: unsharded(getattr(operands, name), -3) for name in ("key", "value")}
+    whole: Any = {name: unsharded(getattr(operands, name), -3) for name in ("key", "value")}
     return operands._replace(**whole)
 
 
@@ -79,7 +79,8 @@ def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
     def of_part(index, rows, shared):
         return _of_part((options, cut.in_step), _part(options, operands, index, rows, shared))._asdict()
 
-    return Result(**parts.over(cut, of_part, rows, shared, axes, Result(place, by_row, by_row)._asdict()))
+    results = {"out": place, "lse": by_row, "lse_low": by_row}
+    return Result(**parts.over(cut, of_part, rows, shared, axes, results))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -109,18 +110,15 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse:
 def _divided(cut: Cut, operands: Operands) -> tuple[dict[str, jax.Array], dict[str, int], Operands]:
     """(the operands that have the queries' axis, by name; which one it is; the others)."""
     if not cut.axes:
-        operands = operands._replace(
-            **{
-                name: parts.gathered(x, x.ndim - axis)
-                for name, axis in _KEYS.items()
-                for x in [getattr(operands, name)]
-                if x is not None and x.shape[-axis] != 1
-            }
-        )
+        keys = {name: getattr(operands, name) for name in _KEYS}
+        of_keys = {name: x for name, x in keys.items() if x is not None and x.shape[-_KEYS[name]] != 1}
+        whole: Any = {name: parts.gathered(x, x.ndim - _KEYS[name]) for name, x in of_keys.items()}
+        operands = operands._replace(**whole)
     given = {name: x for name in _QUERIES for x in [getattr(operands, name)] if x is not None}
     rows = {name: x for name, x in given.items() if x.shape[-_QUERIES[name]] != 1}
     axes = {name: x.ndim - _QUERIES[name] for name, x in rows.items()}
-    shared = operands._replace(**dict.fromkeys(rows))
+    taken: Any = dict.fromkeys(rows)
+    shared = operands._replace(**taken)
     if operands.dropout_words is not None:
         offset = _places(operands)
         rows["dropout_rows"], axes["dropout_rows"] = offset.row, 0

@@ -119,7 +119,7 @@ def tiles_in_step(
         else:
             j = np.argsort(~seen, axis=-1, kind="stable")[:, :longest]
         lists.append((np.full(longest, i, np.int32), j.astype(np.int32)))
-    i, j = (np.concatenate(x, -1) for x in zip(*lists, strict=True))
+    rows, columns = (np.concatenate(x, -1) for x in zip(*lists, strict=True))
     every = every & (np.arange(1, some.shape[2] + 1) * block_k <= S)
     every = every & (np.arange(1, some.shape[1] + 1)[:, None] * block_q <= T)
-    return i, j, not every[np.arange(tiling.parts)[:, None], i, j].all()
+    return rows, columns, not every[np.arange(tiling.parts)[:, None], rows, columns].all()

@@ -36,7 +36,7 @@ class _Plane(NamedTuple):
 
 
 def _plane(options: Options, operands: Operands) -> _Plane:
-    keys = {name: unsharded(getattr(operands, name), -3) for name in ("key", "value")}
+    keys: Any = {name: unsharded(getattr(operands, name), -3) for name in ("key", "value")}
     operands = operands._replace(**keys)
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     q, k, v, live = unpoisoned(options, operands)

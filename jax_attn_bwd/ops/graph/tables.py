@@ -22,7 +22,7 @@ def tables(kind: Kind, operands: Operands) -> Tables:
     if bias is not None:
         bias = jnp.broadcast_to(bias.astype(dtype), (E, H))
     mask = None if operands.dropout_mask is None else operands.dropout_mask.astype(dtype).T
-    return Tables(src, dst, message, edge, a, bias, mask, *_counters(operands, H, E))
+    return Tables(src, dst, message, edge, a, bias, mask, *_counters(operands, H))
 
 
 def gathered(operands: Operands) -> Operands:
@@ -44,16 +44,15 @@ def walked(t: Tables, graph: BipartiteCSC) -> Tables:
     return t._replace(src=src, dst=extended(t.dst, graph, H * D), message=message)
 
 
-def _counters(operands, H, E):
-    """(keys, counters) of dropout by key."""
+def _counters(operands, H):
+    """(keys, counters) of dropout by key; counters are of each edge, or of the first."""
     if operands.dropout_words is None:
         return None, None
     batch, head, row = (jnp.uint32(0),) * 3
     if operands.dropout_offset is not None:
         batch, head, row, _ = operands.dropout_offset
     keys = dropout.head_keys(operands.dropout_words, batch, head + jnp.arange(H, dtype=jnp.uint32))
-    rows = jnp.arange(E, dtype=jnp.uint32)
-    return keys, row if row.ndim else row + rows
+    return keys, row
 
 
 def factors(options: Options, t: Tables, chunk: Chunk) -> jax.Array | None:
@@ -62,7 +61,8 @@ def factors(options: Options, t: Tables, chunk: Chunk) -> jax.Array | None:
         return take(t.mask, chunk.number)
     if t.keys is None or t.counters is None:
         return None
-    row = take(t.counters, chunk.number)[..., None]
+    number = chunk.number.astype(jnp.uint32)
+    row = (take(t.counters, chunk.number) if t.counters.ndim else t.counters + number)[..., None]
     first, second = (to_rank(x, row.ndim) for x in t.keys)
     dtype = accumulator_dtype(t.message.dtype)
     return dropout.factors((first, second), row, jnp.zeros_like(row), options.dropout_rate, dtype)

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
-from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
@@ -228,7 +228,7 @@ def _undo_output_projection(options, through, residuals, live, dout):
     if not through:
         return grads, None
     da = matmul("...to,nho->...tnh", dy, operands.out_kernel, options.precision)
-    return grads, da.astype(a.dtype)  # (6)
+    return grads, reshard_like(da.astype(a.dtype), a, tuple(range(a.ndim)))  # (6)
 
 
 @partial(jax.jit, static_argnums=(0,))

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd._core.sharding import einsum, reshard_like
+from jax_attn_bwd._core.sharding import axis_size, einsum, explicit_spec, reshard_like
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.multi_head import dropping
@@ -46,7 +47,19 @@ def project(options: Options, operands: Operands) -> Heads:
         heads.append(y.astype(x.dtype))
     query, key, value = heads
     K = max(key.shape[-2], value.shape[-2], *(len(x) for x in (operands.bias_k,) if x is not None))
-    return Heads(_to_heads(query, options.num_heads), _to_heads(key, K), _to_heads(value, K))
+    return _placed_alike(Heads(_to_heads(query, options.num_heads), _to_heads(key, K), _to_heads(value, K)))
+
+
+def _placed_alike(heads: Heads) -> Heads:
+    """On an Explicit mesh: the heads of all three sharded alike, as those of the first that are."""
+    K, axes = heads.key.shape[-2], (explicit_spec(x)[-2] for x in heads)
+    axis = next((a for a in axes if a is not None and K % axis_size(heads.key, a) == 0), None)
+    if all(explicit_spec(x)[-2] == axis for x in heads):
+        return heads
+    mesh = jax.typeof(heads.query).sharding.mesh
+    specs = ((*explicit_spec(x)[:-2], axis, None) for x in heads)
+    placed = zip(heads, specs, strict=True)
+    return Heads(*(jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec))) for x, spec in placed))
 
 
 def _to_heads(x: jax.Array, n: int) -> jax.Array:

@@ -159,6 +159,39 @@ def test_shards_of_a_graph_share_the_scores():
     assert_trees_close({"scores": got}, {"scores": expected}, 1e-12)
 
 
+@thorough
+def test_a_batch_of_graphs_on_an_explicit_mesh():
+    """Under vmap, with dropout: exact, and one all-reduce of the parameters."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
+    graphs = [
+        BipartiteCSC.from_coo(rng.integers(0, 7, 20), rng.integers(0, 5, 20), 7, 5, capacity=20)
+        for _ in range(8)
+    ]
+    graphs = jax.tree.map(lambda *x: jnp.stack(x), *graphs)
+    arrays, a, dout = (draw(8, 7, H * D), draw(8, 5, H * D)), draw(H * D), draw(8, 5, H * D)
+    options = {"num_heads": H, "dropout_rate": 0.3, "dropout_key": jax.random.key(0)}
+
+    def step(graphs, arrays, a, dout):
+        def call(arrays, a):
+            return jax.vmap(lambda g, src, dst: graph_attention_v2(g, src, dst, a, **options))(
+                graphs, *arrays
+            )
+
+        out, pullback = jax.vjp(call, arrays, a)
+        (dsrc, ddst), da = pullback(dout)
+        return {"out": out, "src": dsrc, "dst": ddst, "a": da}
+
+    expected = jax.jit(step)(graphs, arrays, a, dout)
+    mesh = jax.make_mesh((8,), ("g",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        put = lambda tree: jax.tree.map(lambda x: jax.device_put(x, P("g")), tree)
+        args = put(graphs), put(arrays), a, put(dout)
+        compiled = jax.jit(lambda *args: step(*args)).lower(*args).compile()
+        assert_trees_close(compiled(*args), expected, 1e-12)
+    assert sum(collectives(compiled).values()) <= 1
+
+
 def test_shardings_that_are_refused():
     graph = BipartiteCSC.from_coo([0, 1, 2], [0, 0, 1], 4, 4)
     mesh = jax.make_mesh((4,), ("h",), axis_types=(AxisType.Explicit,))

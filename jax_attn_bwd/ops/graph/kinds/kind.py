@@ -32,7 +32,7 @@ class Tables(NamedTuple):
     bias: jax.Array | None  # [E, H]
     mask: jax.Array | None  # [E, H], dropout factors
     keys: dropout.Words | None  # [H] each
-    counters: jax.Array | None  # uint32 [E], what dropout counts edges by
+    counters: jax.Array | None  # uint32 [E], what dropout counts edges by; or [], that of the first
 
 
 class Rows(NamedTuple):
