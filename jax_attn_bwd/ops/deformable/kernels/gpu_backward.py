@@ -73,8 +73,7 @@ def _backward(options, interpret, residuals, dout):
     at, place = sampling.locate(options, level, x, y), sampling.place(options, level, x, y)
     grads = {}
     if "value" in wanted:
-        scales = sampling.scales(place, weight)
-        grads["value"] = gpu_value_gradient.value_gradient(options, interpret, at, scales, rows, D)
+        grads["value"] = gpu_value_gradient.value_gradient(options, interpret, at, weight, rows, D)
     if wanted & {"sampling_locations", "attention_weights"}:
         d = gpu_products.products(options, interpret, level, at, place, operands.value, rows)
         points = products.gradients(wanted, place, weight, d)

@@ -9,9 +9,9 @@ one after the other, one pixel a warp:
 and a pixel's gradient is the sum of a quarter of each of the four patches around it, XLA's again. Every sum
 has one order: the same bits in every run.
 
-A cell that many samples fall into must not keep one block busy while others idle. So the sorted samples are
-cut every `_LENGTH` places; a piece of a cell behind a cut is summed beforehand, by a block of its own, and
-the cell's block adds these sums.
+A cell that more than `_LENGTH` samples fall into must not keep one block busy while others idle. It is cut
+where the sorted samples reach a multiple of that; the pieces behind cuts are summed beforehand, each by a
+block of its own, and the cell's block adds these sums.
 """
 
 from functools import partial
@@ -29,22 +29,16 @@ from jax_attn_bwd.ops.deformable.kernels import gpu_rows
 from jax_attn_bwd.ops.deformable.sampling import Location
 from jax_attn_bwd.ops.deformable.spec import Options
 
-_LENGTH = 128  # of sorted samples that one block sums, at most
+_LENGTH = 256  # of samples that one block sums, at most
 
 
 def value_gradient(
-    options: Options,
-    interpret: bool,
-    at: Location,
-    scales: tuple[jax.Array, ...],
-    rows: jax.Array,
-    channels: int,
+    options: Options, interpret: bool, at: Location, weight: jax.Array, rows: jax.Array, channels: int
 ) -> jax.Array:
     """`dvalue [B, S, M, channels]`, float32.
 
     Args:
-      at: where the samples lie, `[B, Q, M, K]`.
-      scales: what dout is multiplied by at each corner; those missing are 0.
+      at, weight: of the samples, `[B, Q, M, K]`.
       rows: those of dout, `[B * Q * M, padded channels]`.
     """
     (B, _, M, K), D = at.row.shape, rows.shape[1]
@@ -58,8 +52,7 @@ def value_gradient(
     b, m = (lax.broadcasted_iota(jnp.int32, at.row.shape, axis) for axis in (0, 2))
     cell = (b * n + start + (at.row + 1) * width + at.column + 1) * M + m
     cell, order, low, high = _sorted(jnp.where(at.counts, cell, cells).reshape(-1), cells)
-    scales = (*scales, *(jnp.zeros_like(scales[0]),) * (4 - len(scales)))
-    samples = pallas.vary_alike((low, high, order, jnp.stack(scales, -1).reshape(-1, 2, 2), rows))
+    samples = pallas.vary_alike((low, high, order, _scales(at, weight).reshape(-1, 2, 2), rows))
 
     def sums(body, name, blocks, *more):
         out_type = pallas.out_type((blocks, 2, 2, D), jnp.float32, samples)
@@ -72,15 +65,24 @@ def value_gradient(
     return _of_pixels(options, patches.reshape(B, n, M, 2, 2, D))[..., :channels]
 
 
+def _scales(at: Location, weight: jax.Array) -> jax.Array:
+    """What dout is multiplied by at each corner, the last axis: its share of the weight; any number where
+    a sample does not count.
+    """
+    right, below, weight = (x[..., None] for x in (at.right, at.below, weight))
+    is_right, is_below = (np.array(x).reshape(1, 1, 1, 1, 4) for x in ([0, 1, 0, 1], [0, 0, 1, 1]))
+    across, down = (jnp.where(far == 1, x, 1 - x) for far, x in ((is_right, right), (is_below, below)))
+    return across * down * weight
+
+
 def _sorted(cell: jax.Array, cells: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(`cell` sorted, the order of its samples, where in it those of each of the `cells` begin, and end).
 
     A sample that is in none of them has their number, or a larger one.
     """
     samples = lax.iota(jnp.int32, cell.size)
-    # one unsigned key with one value: for these XLA has a radix sort
-    keys, order = lax.sort((cell.astype(jnp.uint32), samples), num_keys=1, is_stable=True)
-    cell = keys.astype(jnp.int32)
+    # one key with one value: for these XLA has a radix sort
+    cell, order = lax.sort((cell, samples), num_keys=1, is_stable=True)
     edge, one = cell[1:] != cell[:-1], jnp.ones_like(cell[:1], bool)
     is_first, is_last = jnp.concatenate([one, edge]), jnp.concatenate([edge, one])
     none = jnp.zeros((cells,), jnp.int32)
@@ -107,26 +109,27 @@ def _sum(K: int, order: Any, scales: Any, rows: Any, low: Any, high: Any) -> jax
 def _add_behind_cut(
     K: int, low: Any, high: Any, order: Any, scales: Any, rows: Any, cell: Any, out: Any
 ) -> None:
-    """The piece of a cell behind cut i; nothing where a cell begins there, or samples in none."""
+    """The piece of a cell behind place i * `_LENGTH`, if it is cut there."""
     i, last = lax.axis_index("block"), jnp.int32(low.shape[0] - 1)
     cut = i * _LENGTH
     this = cell[cut]
-    begun = jnp.minimum(this, last)
+    known = jnp.minimum(this, last)
+    begin, end = low[known], high[known]
 
-    @pl.when((this <= last) & (low[begun] < cut))
+    @pl.when((this <= last) & (begin < cut) & (end - begin > _LENGTH))
     def _():
-        end = jnp.minimum(high[begun], cut + _LENGTH)
-        gpu_rows.store(out.at[i], _sum(K, order, scales, rows, cut, end))
+        total = _sum(K, order, scales, rows, cut, jnp.minimum(end, cut + _LENGTH))
+        gpu_rows.store(out.at[i], total)
 
 
 def _add_cell(K: int, low: Any, high: Any, order: Any, scales: Any, rows: Any, behind: Any, out: Any) -> None:
     i, length = lax.axis_index("block"), jnp.int32(_LENGTH)
     begin, end = low[i], high[i]
-    cut = lax.div(begin, length) + 1
-    patch = _sum(K, order, scales, rows, begin, jnp.minimum(end, cut * length))
+    is_cut, cut = end - begin > length, lax.div(begin, length) + 1
+    patch = _sum(K, order, scales, rows, begin, jnp.where(is_cut, cut * length, end))
+    pieces = jnp.where(is_cut, lax.div(end - 1, length) + 1, cut)
     add = lambda j, patch: patch + gpu_rows.load(behind.at[j], gpu_rows.patch_layout(patch.shape[2]))
-    patch = lax.fori_loop(cut, lax.div(end - 1, length) + 1, add, patch)
-    gpu_rows.store(out.at[i], patch)
+    gpu_rows.store(out.at[i], lax.fori_loop(cut, pieces, add, patch))
 
 
 def _of_pixels(options: Options, patches: jax.Array) -> jax.Array:
