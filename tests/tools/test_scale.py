@@ -110,6 +110,29 @@ def test_a_schedule_is_read():
         _ = schedule.Program(SCHEDULE.replace("{{0,1,2,3}}", "all")).transfers
 
 
+CHAINED = """
+%gathering (p: bf16[4,8]) -> bf16[16,8] {
+  %inner = bf16[16,8]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="3"}
+}
+
+%beside (p: bf16[4,8]) -> bf16[16,8] {
+  %inner.1 = bf16[16,8]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="3"}
+  %dot.2 = f32[8]{0} dot(%p, %p), lhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[]) -> f32[] {
+  %chain.0 = bf16[4,8] fusion(%a), kind=kCustom, calls=%gathering
+  %chain.1 = bf16[4,8] fusion(%chain.0), kind=kCustom, calls=%beside
+}
+"""
+
+
+def test_a_chain_of_fusions_is_one_transfer():
+    assert schedule.Program(CHAINED).transfers == [("all-gather", 256 * 3 / 4, 1, True)]
+    alone = CHAINED.replace("calls=%beside", "calls=%gathering")
+    assert schedule.Program(alone).transfers == [("all-gather", 256 * 3 / 4, 1, False)]
+
+
 def test_a_loop_that_does_not_tell_how_often_it_runs():
     """As TPU programs have it: from its condition, and where its counter begins."""
     text = SCHEDULE.replace("known_trip_count", "unknown")

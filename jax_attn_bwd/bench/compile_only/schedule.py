@@ -2,7 +2,7 @@
 
 The instructions of a scheduled computation stand in the order in which they are issued. A transfer begins at
 its `-start` and has to be there at its `-done`; a kernel or a product of matrices between the two hides it.
-A transfer without the two is waited for.
+A transfer without the two is waited for; but a chain of fusions carries one on beside what they compute.
 """
 
 import math
@@ -18,6 +18,7 @@ _CALLED = re.compile(r"(?:body|to_apply|calls|(?:true|false)_computation)=%?([\w
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _INDEX = re.compile(r"index=(\d+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CHAIN = re.compile(r'chain_id="(\w+)"')
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")  # mesh['a'=2,'b'=4] {'b'}
@@ -83,6 +84,7 @@ class Program:
     def _of(self, computation: str, times: int) -> Iterator[Transfer]:
         instructions = self.computations[computation]
         places = {x.name: i for i, x in enumerate(instructions)}
+        chains: dict[str, tuple[Instruction, list[int]]] = {}
         for place, x in enumerate(instructions):
             kind = x.opcode.removesuffix("-done")
             if kind in SENT:
@@ -90,10 +92,28 @@ class Program:
                 between = instructions[places[start.name] + 1 : place]
                 sent = x.size * SENT[kind](_group(start))
                 yield Transfer(kind, sent, times, any(map(self._is_heavy, between)))
-            elif x.opcode not in ("fusion", "reduce", "async-done", "async-update"):
+            elif x.opcode == "fusion":
+                for inner in self._fused(x):
+                    chain = _CHAIN.search(inner.text)
+                    chains.setdefault(chain[1] if chain else inner.name, (inner, []))[1].append(place)
+            elif x.opcode not in ("reduce", "async-done", "async-update"):
                 more = self._trips(x, instructions) if x.opcode == "while" else 1
                 for name in x.called:
                     yield from self._of(name, times * more)
+
+        for inner, where in chains.values():
+            meanwhile = instructions[where[0] : where[-1] + 1]
+            sent = inner.size * SENT[inner.opcode](_group(inner))
+            yield Transfer(inner.opcode, sent, times, any(map(self._is_heavy, meanwhile)))
+
+    def _fused(self, fusion: Instruction) -> Iterator[Instruction]:
+        """The collectives inside a fusion."""
+        for name in fusion.called:
+            for x in self.computations[name]:
+                if x.opcode in SENT:
+                    yield x
+                elif x.opcode == "fusion":
+                    yield from self._fused(x)
 
     def _trips(self, loop: Instruction, around: list[Instruction]) -> int:
         """How often a loop runs: told, or from its condition `counter < limit` and where it begins."""
