@@ -26,7 +26,7 @@ def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str]
 
     Those with a tag of `thorough` alone are left to the thorough tier. With `kernels`, the Pallas kernels are
     implementations beside the portable ones, interpreted: cases with a tag of `kernels` in the default tier,
-    those tagged "check" beside them in the thorough one.
+    those tagged "check" or "wide" beside them in the thorough one.
     """
     found = []
     for operator in OPERATORS:
@@ -34,7 +34,7 @@ def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str]
             is_kernel = implementation.platform is not None
             if is_kernel and kernels is None:
                 continue
-            default, rest = (kernels, ("check",)) if is_kernel else (tags, thorough)
+            default, rest = (kernels, ("check", "wide")) if is_kernel else (tags, thorough)
             for case in operator.tagged(*default, *rest):
                 borrowed = is_kernel and operator.name == "multi_head_attention"  # dense attention's
                 marks = [] if case.tags & set(default) and not borrowed else [pytest.mark.thorough]

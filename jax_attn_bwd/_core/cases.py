@@ -31,6 +31,7 @@ class Case:
         GPU is at hand, "large" has many tiles, none of them whole, "any_order" those of the backward that
         `deterministic=False` allows, "repeat" and "poison" are run again for their bits, and with NaN where
         no one looks. "bench" is measured on a CPU, "quick" small enough to try that, "bench_gpu" on a GPU.
+        "kernel" is for kernels alone, "wide" too, where what takes long is run.
         "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
         the name of a TPU, by that one.
       dtype: of the floating arrays where a case is measured or compiled.

@@ -2,7 +2,7 @@
 
 import os
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,6 +14,7 @@ class Generation(NamedTuple):
     kinds: str  # regular expression of the kinds of device, as their makers call them
     words: str
     ran: str  # when and where its kernels passed on such a device; "" = not yet
+    capability: tuple[int, int] | None = None  # the least of a device of any other name that tells its own
 
 
 # By implementation, the newest last. The Mosaic GPU interpreter does not model asynchronous wgmma,
@@ -24,7 +25,12 @@ GENERATIONS = {
     "mosaic_tpu": (
         Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", "interpreted and compiled"),
     ),
-    "mosaic_gpu": (Generation("hopper", r"\b(GH|H)\d+", "a Hopper GPU (compute capability 9.0)", ""),),
+    "mosaic_gpu": (
+        Generation(
+            "gpu", r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
+        ),
+        Generation("hopper", r"\b(GH|H)\d+", "a Hopper GPU (compute capability 9.0)", ""),
+    ),
 }
 GPU_KERNELS = "JAX_ATTN_BWD_GPU_KERNELS"  # environment variable: 1 picks those that have not run yet, too
 
@@ -45,18 +51,35 @@ def device_kind() -> str:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.abstract_device is not None:
         return mesh.abstract_device.device_kind
+    return _default_device().device_kind
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """That of the GPU that is aimed at; None where it does not tell."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = _default_device()
+    if (
+        not mesh.empty
+        and (aimed := mesh.abstract_device) is not None
+        and aimed.device_kind != device.device_kind
+    ):
+        device = aimed
+    found = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _default_device() -> Any:
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if device is None or isinstance(device, str):
-        device = jax.devices(device)[0]
-    return device.device_kind
+    return jax.devices(device)[0] if device is None or isinstance(device, str) else device
 
 
 def generation(implementation: str, generations: tuple[str, ...]) -> Generation | str:
     """The one of `generations` (by their files) that the targeted device is of, or why it is of none."""
     known = [g for g in GENERATIONS[implementation] if g.files in generations]
-    kind = device_kind()
+    kind, capability = device_kind(), compute_capability()
     for found in known:
-        if re.search(found.kinds, kind):
+        least = found.capability
+        if re.search(found.kinds, kind) or (least and capability and capability >= least):
             return found
     return f"it needs {' or '.join(g.words for g in known)}, not {kind}"
 

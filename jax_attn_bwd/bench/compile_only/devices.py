@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 NVIDIA = {
     "A100": "NVIDIA_A100_SXM4_80GB",
@@ -114,6 +115,23 @@ def devices(target: str, gpus: int = 1) -> list[Any]:
     ).devices
 
 
+@dataclass(frozen=True)
+class _GPU(AbstractDevice):
+    """Mosaic GPU takes a device that does not tell its compute capability for one of 9.0."""
+
+    compute_capability: str
+
+
+def _abstract(mesh: Mesh) -> AbstractMesh:
+    """The abstract mesh of one compile-only device."""
+    device, found = mesh.devices.flat[0], mesh.abstract_mesh
+    if not hasattr(device, "compute_capability"):
+        return found
+    known = found.abstract_device
+    gpu = _GPU(known.device_kind, known.num_cores, known.platform, device.compute_capability)
+    return AbstractMesh(found.axis_sizes, found.axis_names, found.axis_types, abstract_device=gpu)
+
+
 def lower(function: Callable[..., Any], arguments: tuple[Any, ...], target: Any) -> Any:
     """`function(*arguments)` lowered for the compile-only device `target`.
 
@@ -122,6 +140,6 @@ def lower(function: Callable[..., Any], arguments: tuple[Any, ...], target: Any)
     mesh = Mesh(np.array([target]), ("x",), axis_types=(AxisType.Explicit,))
     replicated = NamedSharding(mesh, PartitionSpec())
     platform = "cuda" if target.platform == "gpu" else target.platform
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(_abstract(mesh)):
         traced = jax.jit(function, in_shardings=(replicated,) * len(arguments)).trace(*arguments)
         return traced.lower(lowering_platforms=(platform,))

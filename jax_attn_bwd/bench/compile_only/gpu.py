@@ -15,9 +15,10 @@ from jax_attn_bwd.bench.compile_only.programs import Program, did_not_compile
 
 COUNTED = (
     "HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "MUFU.EX2", "MUFU.TANH", "LDG.E.128", "STG.E.128",
-    "LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "R2UR", "SHFL", "BAR", "SYNCS", "RED",
+    "LDG", "STG", "LD.E", "ST.E", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "R2UR", "SHFL", "BAR", "SYNCS",
+    "RED",
 )  # fmt: skip
-_SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "R2UR", "total")
+_SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "LD.E", "ST.E", "SHFL", "R2UR", "total")
 _KERNEL_COLUMNS = (
     "operator",
     "case",
@@ -35,9 +36,11 @@ _LOWERED = ".before_layout_inference.txt"
 
 REGISTERS = 255
 SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and later
+GRAPH = ("graph_attention", "graph_attention_v2", "graph_transformer_attention")
 NEEDED = {  # of some kernel of the program: without these it is not the kernel it should be
     "dot_product_attention": ("HGMMA", "UTMALDG", "MUFU.EX2"),
     "scaled_masked_softmax": ("MUFU.EX2",),
+    **dict.fromkeys(GRAPH, ("MUFU.EX2", "LD.E", "ST.E")),
 }
 
 

@@ -294,7 +294,8 @@ def graph_transformer_attention(
     return _attend(name, options, operands, return_residual, implementation)
 
 
-IMPLEMENTATIONS = (backend.Implementation("xla", portable_forward.forward, portable_backward.backward),)
+_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
+IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",)), _PORTABLE)
 
 
 def _attend(

@@ -33,29 +33,19 @@ References:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import finite
-from jax_attn_bwd._core.sharding import full_like_operands, match_type, reshard_like
-from jax_attn_bwd.ops.graph import groups, kinds
+from jax_attn_bwd._core.sharding import full_like_operands, match_type
+from jax_attn_bwd.ops.graph import groups, kinds, row_sums
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
-from jax_attn_bwd.ops.graph.groups import Chunk, extended, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.groups import Chunk, extended, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
+from jax_attn_bwd.ops.graph.row_sums import Saved
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
 from jax_attn_bwd.ops.graph.tables import factors, tables, walked
-
-
-class Saved(NamedTuple):
-    """Rows of the destinations, `extended`, that the pass over the sources reads, and dw by edge."""
-
-    dout: jax.Array  # [num_dst, H, D]
-    delta: jax.Array  # [num_dst, H]
-    m: jax.Array  # [num_dst, H], finite
-    l: jax.Array  # [num_dst, H], 1 instead of 0
-    dweights: jax.Array | None  # [E, H]
 
 
 def backward(options: Options, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
@@ -74,7 +64,8 @@ def _backward(options, residuals, cotangents):
         need = need._replace(handed=True)
     sums = _zeros(need, t, residuals, cotangents)
     if has_edges(operands.graph):
-        saved, t = _saved(options, residuals, cotangents), walked(t, operands.graph)
+        saved = _extended(row_sums.saved(options, residuals, cotangents), operands.graph)
+        t = walked(t, operands.graph)
         sums = _source_pass(
             kind, t, saved, operands.graph, sums, need._replace(dst=need.dst and not two_passes)
         )
@@ -84,41 +75,12 @@ def _backward(options, residuals, cotangents):
     return {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
 
 
-def _saved(options: Options, residuals: Any, cotangents: Cotangents) -> Saved:
-    """The destinations' rows, with delta (5)."""
-    operands = residuals.operands
-    out, _, weights, lse, m, l = residuals.result
-    if m is None:
-        m, l = finite(lse), jnp.where(lse == -jnp.inf, 0, jnp.ones_like(lse))
-    dtype, H, empty = m.dtype, options.num_heads, l == 0
-    heads = lambda x: x.reshape(x.shape[0], H, x.shape[1] // H)
-    out, dout = heads(out), cotangents.out
-    if dout is None:
-        dout = jnp.zeros_like(out)
-    elif options.concat_heads:
-        dout = heads(dout)
-    else:
-        dout = jnp.broadcast_to((dout.astype(dtype) / H)[:, None], out.shape)
-        dout = reshard_like(dout, out, (0, 1, 2))
-    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
-    if cotangents.weights is not None:
-        delta = delta + _sum_by_destination(operands.graph, weights, cotangents.weights, delta)
-    if cotangents.lse is not None:
-        delta = delta - jnp.where(empty, 0, cotangents.lse)
-    dweights = None if cotangents.weights is None else cotangents.weights.astype(dtype)
-    _, H, D = out.shape
-    given = ((dout, 0), (delta, 0), (m, jnp.inf), (jnp.where(empty, 1, l), 1))  # past the end p is 0
-    dout, delta, m, l = (extended(x, operands.graph, H * D, fill) for x, fill in given)
-    return Saved(dout, delta, m, l, dweights)
-
-
-def _sum_by_destination(graph, x, y, like):
-    """Sum of x y over the edges into each destination, `[num_dst, H]`."""
-    edges = groups.whole(graph.by_destination, graph.capacity)
-    x_e, y_e = (take(a, edges.number).astype(like.dtype) for a in (x, y))
-    terms = x_e * jnp.where(x_e == 0, 0, y_e)  # the edge may be hidden, and y there anything
-    zeros = full_like_operands(like, like.shape, 0, like.dtype, (x, y, graph))
-    return groups.add(zeros, edges.node, sum_of_group(terms, edges))
+def _extended(found: Saved, graph: Any) -> Saved:
+    """`found` with a row at its end for indices past it, where p is 0."""
+    _, H, D = found.dout.shape
+    fills = {"dout": 0, "delta": 0, "m": jnp.inf, "l": 1}
+    rows = {n: extended(getattr(found, n), graph, H * D, fill) for n, fill in fills.items()}
+    return found._replace(**rows)
 
 
 def _zeros(need: Sums[bool], t: Tables, residuals: Residuals, cotangents: Cotangents) -> Sums[Any]:

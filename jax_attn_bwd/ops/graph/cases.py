@@ -82,25 +82,25 @@ def _extra(rng, graph, H, widths, names) -> dict[str, Any]:
     return found
 
 
-def _gat(name, **arguments) -> Case:
+def _gat(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         found = _extra(rng, graph, H, {"edge": 2 * H}, extra)
         size = 2 * H * D + (2 * H if "edge" in found else 0)
         return {
             "src": rng.standard_normal((graph.num_src, H * D)),
             "dst": rng.standard_normal((graph.num_dst, H * D)),
-            "attention_weights": rng.standard_normal(size),
+            "attention_weights": spread * rng.standard_normal(size),
         } | found
 
     return _case(build, name, **arguments)
 
 
-def _gatv2(name, **arguments) -> Case:
+def _gatv2(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         return {
             "src": rng.standard_normal((graph.num_src, H * D)),
             "dst": rng.standard_normal((graph.num_dst, H * D)),
-            "attention_weights": rng.standard_normal(H * D),
+            "attention_weights": spread * rng.standard_normal(H * D),
         } | _extra(rng, graph, H, {"edge": H * D}, extra)
 
     return _case(build, name, **arguments)
@@ -137,6 +137,41 @@ _SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
 _COMPILED = ("ci", "check", "compile")
 
 
+def _wide(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
+    """Heads wide enough for the GPU kernels, with scores of the size that layers begin with.
+
+    `extra` is what the operator takes beside "edge" and dropout.
+    """
+    make = make if "score_bias" in extra else partial(make, spread=0.1)
+    padded = partial(_graph, 30, 20, 90, capacity=100)
+    everything = {"graph": padded, "extra": ("edge", "dropout_mask", *extra)}
+    activations: Iterator[dict[str, Any]] = (
+        {} if "score_bias" in extra else {"activation": name}
+        for name in ("tanh", "elu", "sigmoid", "relu", "scalar")
+    )
+    yield make("wide", H=4, D=32, tags=("kernel", "repeat", "poison"), **everything)
+    wide = partial(make, graph=partial(_graph, 30, 20, 90), tags=("wide", "large"))
+    yield wide("1 x 128", H=1, D=128, **next(activations))
+    yield wide("2 x 64 mean", H=2, D=64, concat_heads=False, extra=("edge",), **next(activations))
+    yield wide("8 x 16", H=8, D=16, extra=("edge", "dropout_key"), dropout_rate=0.4, **next(activations))
+    yield wide("16 x 8", H=16, D=8, graph=padded, extra=extra, **next(activations))
+    yield wide("6 x 64", H=6, D=64, **next(activations))
+    yield wide("hub 4 x 32", H=4, D=32, **{**everything, "graph": _hub})
+
+
+def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
+    """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
+    compiled = partial(make, graph=_hub, tags=("mosaic_gpu",))
+    for H, D in ((1, 256), (2, 64), (4, 64), (8, 32), (16, 8), (16, 64)):
+        yield compiled(f"{H} x {D}", H=H, D=D, dtype="float32")
+    yield compiled("4 x 64 bfloat16", H=4, D=64)
+    yield compiled("4 x 64 float16", H=4, D=64, dtype="float16")
+    options = {"concat_heads": False, "dropout_rate": 0.4}
+    yield compiled(
+        "8 x 64 everything", H=8, D=64, dtype="float32", extra=("edge", "dropout_key", *extra), **options
+    )
+
+
 def _measured(make: Callable[..., Case]) -> Iterator[Case]:
     for nodes, edges, tags in ((400, 3000, ("quick",)), (40_000, 500_000, ("bench", "bench_gpu"))):
         name = f"random {nodes} nodes, {edges} edges, 8 x 16"
@@ -152,6 +187,8 @@ GAT_CASES = (
     *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in _EMPTY.items()),
     _gat("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gat("second_dropout", **_SMALL, extra=("dropout_mask",), concat_heads=False),
+    *_wide(_gat),
+    *_compiled(_gat),
     *_measured(_gat),
 )
 GATV2_CASES = (
@@ -168,6 +205,8 @@ GATV2_CASES = (
     *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in _EMPTY.items()),
     _gatv2("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gatv2("shard", **_SHARD),
+    *_wide(_gatv2),
+    *_compiled(_gatv2),
     *_measured(_gatv2),
 )
 TRANSFORMER_CASES = (
@@ -181,6 +220,8 @@ TRANSFORMER_CASES = (
     ),
     _transformer("second_edge_bias", **_SMALL, extra=("edge", "score_bias")),
     _transformer("shard", **_SHARD),
+    *_wide(_transformer, "score_bias"),
+    *_compiled(_transformer, "score_bias"),
     *_measured(_transformer),
 )
 SOFTMAX_CASES = (

@@ -1,0 +1,143 @@
+"""Mosaic GPU kernel of the forward: one read of each edge's rows, softmax and sum online in registers.
+
+Of the edges e into i seen so far, with Z the dropout factors:
+
+    m = max s_e,   l = sum exp(s_e - m),   acc = sum Z_e exp(s_e - m) message_e
+
+A hub's segments leave theirs in places, which are combined in order:
+
+    m = max m_k,   l = sum l_k exp(m_k - m),   acc = sum acc_k exp(m_k - m)
+
+For float32 rows of H D = 256 and H = 4, gat reads 1,044 bytes an edge: its row, the source's share of the
+score, and an index; gatv2 1,028; the transformer, whose key and value are two rows, 2,052.
+"""
+
+import functools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.sharding import full_like_operands, tie
+from jax_attn_bwd.ops.graph import groups, kinds
+from jax_attn_bwd.ops.graph.groups import by_edge, rows, take
+from jax_attn_bwd.ops.graph.kernels import gpu_inputs, gpu_kinds, gpu_walk
+from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments, segments, settled
+from jax_attn_bwd.ops.graph.kernels.gpu_walk import Plan, spread
+from jax_attn_bwd.ops.graph.kinds.kind import Tables
+from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
+from jax_attn_bwd.ops.graph.tables import factors, tables
+
+LOWEST = float(jnp.finfo(jnp.float32).min)  # not -inf: all scores of a node may be hidden
+
+
+def supports(options: Options, operands: Operands) -> str | None:
+    """Why the kernels cannot run this call; None if they can."""
+    return gpu_inputs.unsupported(options, operands)
+
+
+def forward(options: Options, operands: Operands) -> Result:
+    """The outputs and row values; see `supports`."""
+    return _forward(options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(options, interpret, operands):
+    graph, kind = operands.graph, kinds.of(options)
+    t = tables(kind, operands)
+    z = gpu_inputs.factors_by_edge(options, t, graph.capacity)
+    run = partial(_attend, options, interpret, graph.num_dst, graph.capacity)
+
+    def specs(walk, t, z):
+        heads = t.message[1]
+        row, number = PartitionSpec(None, heads, None), PartitionSpec(None, heads)
+        return {"out": row, "m": number, "l": number} | ({"s": number} if options.return_weights else {})
+
+    found = pallas.on_local_shards(run, specs, (graph.by_destination, gpu_inputs.without_keys(t), z))
+    out, m, l = found["out"], found["m"], found["l"]
+    weights = _weights(options, t, graph, found["s"], m, l, operands) if options.return_weights else None
+    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
+    mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
+    out = out.reshape(operands.dst.shape).astype(operands.src.dtype)
+    return tie(Result(out, mean, weights, lse, m, l), operands)
+
+
+def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any, t: Tables, z: Any) -> dict:
+    """Out `[num_dst, H, D]`, m, l `[num_dst, H]`, and the scores `[E, H]` if weights are asked for."""
+    _, H, D = t.message.shape
+    at = segments(walk, nodes, edges)
+    inputs = gpu_inputs.inputs(at, own={"dst": t.dst}, other={"src": t.src}, edge={"factor": z}, t=t)
+    if not kinds.of(options).message_is_src:
+        inputs.other["message"] = t.message
+    plan = _plan(options, t.message.dtype if options.concat_heads else jnp.float32)
+    found = gpu_walk.walk(plan, inputs, nodes, edges, (H, D), interpret)
+    rows = found.nodes
+    if found.places:
+        rows = _combined(at, rows, **found.places)
+    return rows | found.edges
+
+
+def _plan(options: Options, dtype: Any) -> Plan:
+    zero, hidden = np.float32(0.0), np.float32(-jnp.inf)
+
+    def step(own, edges, exists, carry):
+        scores, messages, written = [], [], []
+        for edge, one in zip(edges, exists, strict=True):
+            seen = gpu_kinds.seen_by(edge)
+            ends = gpu_kinds.Ends.of(own | edge, seen)
+            s = gpu_kinds.score(options, ends, own.get("a"), edge, seen)
+            written.append({"s": s} if options.return_weights else {})
+            scores.append(s + jnp.where(one > 0, zero, hidden))
+            messages.append(gpu_kinds.message(options, ends, edge, seen))
+        m = functools.reduce(jnp.maximum, scores, carry["m"])
+        decay = jnp.exp(carry["m"] - m)
+        l, acc = carry["l"] * decay, carry["acc"] * spread(decay, carry["acc"])
+        for s, x, edge in zip(scores, messages, edges, strict=True):
+            e = jnp.exp(s - m)
+            l = l + e
+            acc = acc + spread(e * edge["factor"] if "factor" in edge else e, acc) * x
+        return {"m": m, "l": l, "acc": acc}, written
+
+    def finish(carry):
+        m, l, acc = carry["m"], carry["l"], carry["acc"]
+        return {"out": acc / spread(jnp.where(l == 0, 1.0, l), acc), "m": m, "l": l}
+
+    return Plan(
+        "graph_forward",
+        step,
+        numbers={"m": LOWEST, "l": 0.0},
+        rows={"acc": 0.0},
+        finish=finish,
+        out={"out": (dtype, True), "m": (jnp.float32, False), "l": (jnp.float32, False)},
+        written={"s": (jnp.float32, False)} if options.return_weights else {},
+    )
+
+
+def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Array) -> dict:
+    """`rows`, with those of nodes of several segments."""
+    nodes = rows["m"].shape[0]
+    top = jnp.full_like(rows["m"], LOWEST).at[at.owner].max(m, mode="drop", indices_are_sorted=True)
+    owner = jnp.minimum(at.owner, nodes - 1)
+    decay = jnp.exp(m - top[owner])
+    total = settled(rows["l"], at.owner, l * decay)
+    inverse = 1 / jnp.where(total == 0, 1, total)[owner]
+    return {
+        "out": settled(rows["out"], at.owner, acc * (decay * inverse)[..., None]),
+        "m": rows["m"].at[at.owner].set(top[owner], mode="drop", indices_are_sorted=True),
+        "l": total,
+    }
+
+
+def _weights(options, t, graph, scores, m, l, operands):
+    """The weights that are returned, `[E, H]`, from the scores by edge."""
+    chunk = groups.whole(graph.by_destination, graph.capacity)
+    of_node = lambda x: by_edge(rows(x, chunk.node), chunk)
+    s = take(scores, chunk.number)
+    w = jnp.exp(s - of_node(m)) / of_node(jnp.where(l == 0, 1, l))
+    z = factors(options, t, chunk)
+    weights = full_like_operands(l, scores.shape, 0, operands.src.dtype, operands)
+    return groups.put(weights, chunk.number, w if z is None else w * z)

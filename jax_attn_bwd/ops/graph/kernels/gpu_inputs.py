@@ -1,0 +1,61 @@
+"""What the kernels of graph attention are given, and which calls they refuse."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import mosaic_gpu
+from jax_attn_bwd._core.sharding import axis_size, explicit_spec
+from jax_attn_bwd.ops.graph.groups import Chunk, has_edges
+from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
+from jax_attn_bwd.ops.graph.kernels.gpu_walk import WIDTHS, Inputs, heads_of_block
+from jax_attn_bwd.ops.graph.kinds.kind import Tables
+from jax_attn_bwd.ops.graph.spec import Operands, Options
+from jax_attn_bwd.ops.graph.tables import factors
+
+DTYPES = ("float32", "bfloat16", "float16")
+THREADS = 128  # of a warpgroup
+
+
+def unsupported(options: Options, operands: Operands) -> str | None:
+    """Why the kernels cannot run this call on any device; None if they can."""
+    if not mosaic_gpu.can_interpret():  # nor has it the layouts
+        return f"its kernels need JAX 0.12 or later, not {jax.__version__}"
+    graph, src, edge = operands.graph, operands.src, operands.edge
+    if not all(isinstance(n, int) for x in (src, operands.dst, graph.indices) for n in x.shape):
+        return "its shapes must be known, not symbolic"
+    for name, x in (("src", src), ("edge", edge)):
+        if x is not None and x.dtype not in DTYPES:
+            return f"features must be of one of {DTYPES}, got {name} of {x.dtype}"
+    if not has_edges(graph):
+        return "the graph has no room for edges"
+    axis = explicit_spec(src)[1]
+    H, D = options.num_heads, src.shape[1] // options.num_heads
+    H //= 1 if axis is None else axis_size(src, axis)
+    if D not in WIDTHS:
+        return f"the width of a head must be one of {WIDTHS}, got {D}"
+    if heads_of_block(H, D) * D < THREADS:
+        return (
+            f"the power of two that divides num_heads, times the width of a head, must be at least {THREADS}, "
+            f"the threads that share a row; got {H} heads of {D} on a device"
+        )
+    return None
+
+
+def inputs(at: Segments, own: dict, other: dict, edge: dict, t: Tables) -> Inputs:
+    """The tables of a kernel, beside what all of them read of an edge; what is None is left out."""
+    edge = {"edge": t.edge, "bias": t.bias, **edge}
+    groups = (own, other, edge, {"a": t.a})
+    return Inputs(at, *({name: x for name, x in group.items() if x is not None} for group in groups))
+
+
+def without_keys(t: Tables) -> Tables:
+    """`t` without what dropout is drawn from: the kernels are given the factors."""
+    return t._replace(mask=None, keys=None, counters=None)
+
+
+def factors_by_edge(options: Options, t: Tables, capacity: int) -> jax.Array | None:
+    """Dropout factors `[E, H]`, by number of the edge; None = all 1."""
+    number: Any = jnp.arange(capacity, dtype=jnp.int32)
+    return factors(options, t, Chunk(number, number, number, None))

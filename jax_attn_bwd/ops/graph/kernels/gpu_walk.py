@@ -1,0 +1,214 @@
+"""How every kernel of graph attention walks over edges, and what a warpgroup holds of a row.
+
+A program is one segment and one block of heads, `[H, D]` of at most 512 numbers: a thread holds up to four
+neighbouring ones of a head. Rows of nodes and edges are read at scalar indices, straight into registers: four
+edges at a time, all their loads first, so that as many rows are under way. Heads stand along warps and lanes,
+so that a sum over D is a few shuffles; blocks of one or two heads are held by all four or by two warps alike.
+
+A kernel itself is a `Plan`: functions of arrays in registers, `[H]` and `[H, D]`, float32. Behind the last
+edge the loop finds that edge again, with a factor of 0: nothing is read out of bounds, and what is written
+for an edge is written twice alike.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_attn_bwd._core import mosaic_gpu
+from jax_attn_bwd._core.pallas import out_type, vary_alike
+from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
+
+EDGES = 4  # at a time
+ELEMENTS = 512  # of a block of heads, at most: four of a thread
+WIDTHS = (8, 16, 32, 64, 128, 256)  # of a head
+
+Registers = dict[str, jax.Array]
+
+
+class Inputs(NamedTuple):
+    """What a kernel reads: `[n, H]` or `[n, H, D]` by node or edge."""
+
+    segments: Segments
+    own: dict[str, jax.Array]  # of the node whose edges these are
+    other: dict[str, jax.Array]  # of the node at an edge's other end
+    edge: dict[str, jax.Array]  # of an edge, by its number
+    shared: dict[str, jax.Array]  # [H, D], the same for all
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel does in registers.
+
+    Attributes:
+      name: of the kernel.
+      numbers, rows: what is carried from edge to edge, `[H]` and `[H, D]`: {name: where it starts}.
+      step: `(own and shared, edges, factors, carry) -> carry, written`: takes some edges, each a dict of
+        what is read for it, with scalars that are 1, or 0 for what is past the end. `written` is, for each
+        edge, what goes to its row.
+      finish: what of the carry goes to the node's row.
+      out: {name: (dtype, whether it is a row)} of that; None: the carry itself.
+      written: as `out`.
+      by_segment: what of the carry is kept by segment, and not by node.
+    """
+
+    name: str
+    step: Callable[..., tuple[Registers, list[Registers]]]
+    numbers: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, float] = field(default_factory=dict)
+    finish: Callable[[Registers], Registers] = lambda carry: carry
+    out: dict[str, tuple[Any, bool]] | None = None
+    written: dict[str, tuple[Any, bool]] = field(default_factory=dict)
+    by_segment: tuple[str, ...] = ()
+
+    def is_row(self, name: str) -> bool:
+        """Whether a part of the carry is `[H, D]`."""
+        return name in self.rows
+
+
+class Walked(NamedTuple):
+    """What a kernel leaves; junk in rows of nodes with several segments, and of edges that are not there."""
+
+    nodes: dict[str, jax.Array]
+    places: dict[str, jax.Array]  # the carry of each part of a node's edges; empty if there can be none
+    edges: dict[str, jax.Array]
+    segments: dict[str, jax.Array]
+
+
+def heads_of_block(H: int, D: int) -> int:
+    """Heads that one program handles: a power of two."""
+    found = H & -H
+    while found > 1 and found * D > ELEMENTS:
+        found //= 2
+    return found
+
+
+def layout(H: int, D: int) -> Any:
+    """Registers of a block: heads along warps, then lanes; D along the lanes that are left.
+
+    Blocks of fewer than four heads are held several times.
+    """
+    warps, lanes = min(H, 4), 32 // max(H // 4, 1)
+    repeated = () if warps == 4 else (plgpu.Replicated(4 // warps),)
+    found = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(((H, D), (max(H // 4, 1), D), (D // lanes,))),
+        warp_dims=(*((-5,) if warps > 1 else ()), *repeated),
+        lane_dims=(-3, -2) if H > 4 else (-2,),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tuple(found.tiling.tiles)),
+        warp_dims=found.warp_dims,
+        lane_dims=found.lane_dims,
+        vector_dim=found.vector_dim,
+    )
+
+
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """A number of each head for all of its row: `[H]` -> `[H, D]`."""
+    return lax.broadcast_in_dim(x, like.shape, (0,))
+
+
+def walk(
+    plan: Plan, inputs: Inputs, nodes: int, edges: int, heads: tuple[int, int], interpret: bool
+) -> Walked:
+    """Runs `plan` over every segment; `heads` are H and D of the rows."""
+    inputs, (H, D) = vary_alike(inputs), heads
+    S, X = inputs.segments.node.shape[0], inputs.segments.owner.shape[0]
+    carried = {name: (jnp.float32, plan.is_row(name)) for name in (*plan.numbers, *plan.rows)}
+    summed = {name: kind for name, kind in carried.items() if name not in plan.by_segment}
+
+    def types(count, kinds):
+        shape = lambda is_row: (count, H, D) if is_row else (count, H)
+        return {n: out_type(shape(is_row), dtype, inputs) for n, (dtype, is_row) in kinds.items()}
+
+    outputs = Walked(
+        types(nodes, summed if plan.out is None else plan.out),
+        types(X, summed if X else {}),
+        types(edges, plan.written),
+        types(S, {name: carried[name] for name in plan.by_segment}),
+    )
+    leaves, structure = jax.tree.flatten(outputs)
+
+    def kernel(refs, *out_refs):
+        _program(plan, refs, jax.tree.unflatten(structure, out_refs), nodes, heads)
+
+    call = mosaic_gpu.launch(
+        kernel,
+        plan.name,
+        interpret=interpret,
+        out_type=leaves,
+        scratch=(),
+        grid={"program": S * (H // heads_of_block(H, D))},
+    )
+    return jax.tree.unflatten(structure, call(inputs))
+
+
+def _program(plan: Plan, refs: Inputs, outputs: Walked, nodes: int, heads: tuple[int, int]) -> None:
+    H, D = heads
+    height = heads_of_block(H, D)
+    program, blocks = lax.axis_index("program"), jnp.int32(H // height)
+    segment, block = lax.div(program, blocks), pl.ds(lax.rem(program, blocks) * height, height)
+    row = layout(height, D)
+    number, at = row.reduce(1), refs.segments
+    node = at.node[segment]
+
+    def load(ref, *index):
+        part = ref.at[(*index, block)]
+        x = mosaic_gpu.load(part, layout=row if ref.ndim == len(index) + 2 else number, optimized=False)
+        return x.astype(jnp.float32)
+
+    def store(ref, index, x):
+        plgpu.store(ref.at[index, block], x.astype(ref.dtype), optimized=False)
+
+    def full(name, value):
+        shape, kind = ((height, D), row) if plan.is_row(name) else ((height,), number)
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), kind)
+
+    @pl.when(node < nodes)
+    def _walk():
+        own = {name: load(ref, node) for name, ref in refs.own.items()}
+        own |= {name: load(ref) for name, ref in refs.shared.items()}
+        begin, end, place = at.begin[segment], at.end[segment], at.place[segment]
+        by_number = bool(refs.edge or outputs.edges)
+
+        def step(k, carry):
+            positions = [begin + k * EDGES + u for u in range(EDGES)]
+            slots = [jnp.minimum(p, end - 1) for p in positions]
+            numbers = [at.number[slot] if by_number else None for slot in slots]
+            read = [{n: load(ref, at.other[slot]) for n, ref in refs.other.items()} for slot in slots]
+            for edge, index in zip(read, numbers, strict=True):
+                edge |= {n: load(ref, index) for n, ref in refs.edge.items()}
+            factors = [jnp.where(p < end, np.float32(1.0), np.float32(0.0)) for p in positions]
+            carry, written = plan.step(own, read, factors, carry)
+            for index, edge in zip(numbers, written, strict=True):
+                for n, x in edge.items():
+                    store(outputs.edges[n], index, x)
+            return carry
+
+        start = {name: full(name, value) for name, value in {**plan.numbers, **plan.rows}.items()}
+        count = lax.div(end - begin + (EDGES - 1), jnp.int32(EDGES))
+        carry = lax.fori_loop(jnp.int32(0), count, step, start)
+        for name, ref in outputs.segments.items():
+            store(ref, segment, carry[name])
+
+        @pl.when(place < 0)
+        def _whole():
+            results = plan.finish(carry)
+            for name, ref in outputs.nodes.items():
+                store(ref, node, results[name])
+
+        if outputs.places:
+
+            @pl.when(place >= 0)
+            def _part():
+                for name, ref in outputs.places.items():
+                    store(ref, place, carry[name])

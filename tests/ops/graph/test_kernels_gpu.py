@@ -1,0 +1,273 @@
+"""The GPU kernels of graph attention, beyond the contract: segments, dtypes, vmap, meshes, refusals."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import OPERATORS, assert_trees_close, interpreted, thorough
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ops.graph.calls import FUNCTIONS, each_kind, every_kind, inputs, random_edges
+
+from jax_attn_bwd import BipartiteCSC, check, explain, graph_attention
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.graph.kernels.gpu_segments import LENGTH, segments, settled
+
+NAME = "mosaic_gpu"
+WIDTH = 128  # of four heads
+
+
+@pytest.fixture
+def interpreting():
+    with pallas.interpreting(NAME):
+        yield
+
+
+@contextlib.contextmanager
+def aimed_at(kind):
+    """Programs are for that GPU, which is not there: they are traced, and not run."""
+    device = AbstractDevice(device_kind=kind, num_cores=100, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def small_graph(src=None, dst=None, num_src=7, num_dst=5, *, grouped=False, capacity=None):
+    """In groups of one edge, or of several, as on a GPU."""
+    if src is None:
+        src, dst = random_edges()
+    with aimed_at("NVIDIA H200") if grouped else contextlib.nullcontext(), jax.ensure_compile_time_eval():
+        graph = BipartiteCSC.from_coo(src, dst, num_src, num_dst, capacity=capacity)
+        assert (graph.by_source.other.shape[1] > 1) == grouped
+        return jax.tree.map(np.asarray, graph)  # of no mesh
+
+
+def values_and_gradients(kind, implementation, graph, arrays, wanted=None, **options):
+    """Outputs and gradients by name, under random cotangents."""
+
+    def call(inputs):
+        given = {**arrays, **inputs, **options, "implementation": implementation}
+        out, lse = FUNCTIONS[kind][0](graph, **given, num_heads=4, return_residual=True)
+        return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+    @jax.jit
+    def run(inputs):
+        outputs, pullback = jax.vjp(call, inputs)
+        rng = np.random.default_rng(5)
+        cts = tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in outputs)
+        return dict(zip(("out", "lse"), outputs, strict=True)) | pullback(cts)[0]
+
+    return jax.block_until_ready(run({name: arrays[name] for name in wanted or arrays}))
+
+
+# ---------------------------------------------------------------------- segments
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["single", "grouped"])
+@pytest.mark.parametrize("capacity", [None, 2000])
+def test_segments_hold_every_edge_once(grouped, capacity):
+    rng = np.random.default_rng(0)
+    src, dst = rng.integers(0, 40, 1500), rng.integers(0, 30, 1500)
+    src[:600], dst[700:], dst[:256] = 3, 7, 9
+    dst[dst == 29] = 0
+    graph = small_graph(src, dst, 40, 30, grouped=grouped, capacity=capacity)
+    for groups, nodes, near, far in ((graph.by_destination, 30, dst, src), (graph.by_source, 40, src, dst)):
+        at = jax.tree.map(np.asarray, segments(groups, nodes, graph.capacity))
+        seen, places = [], []
+        assert (np.diff(at.node) >= 0).all()
+        assert set(at.node) >= set(range(nodes))  # the rows of nodes without edges are written, too
+        for node, begin, end, place in zip(at.node, at.begin, at.end, at.place, strict=True):
+            if node == nodes:
+                continue
+            assert 0 <= end - begin <= LENGTH
+            numbers = at.number[begin:end]
+            assert (near[numbers] == node).all()
+            assert (far[numbers] == at.other[begin:end]).all()
+            seen += [*numbers]
+            assert (place >= 0) == (np.bincount(near, minlength=nodes)[node] > LENGTH)
+            if place >= 0:
+                assert at.owner[place] == node
+                places.append(place)
+        assert sorted(seen) == list(range(1500))
+        assert places == list(range(len(places)))
+        assert (at.owner[len(places) :] == nodes).all()
+
+
+def test_places_are_summed_in_order():
+    owner, parts = jnp.asarray([1, 1, 1, 4, 6, 6], jnp.int32), jnp.arange(12.0).reshape(6, 2)
+    got = settled(jnp.full((6, 2), jnp.nan), owner, parts)
+    assert np.isnan(np.asarray(got)[[0, 2, 3, 5]]).all()
+    np.testing.assert_array_equal(got[1], [6, 9])
+    np.testing.assert_array_equal(got[4], [6, 7])
+
+
+# ---------------------------------------------------------------------- values
+
+
+@interpreted
+@thorough
+@every_kind
+@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.usefixtures("interpreting")
+def test_groups_of_several_edges(kind, capacity):
+    """As graphs have them on a GPU; the weights are not asked for."""
+    graph = small_graph(grouped=True, capacity=capacity)
+    arrays = inputs(kind, 7, 5, edge=graph.capacity, dtype=np.float32, width=WIDTH)
+    got, expected = (values_and_gradients(kind, name, graph, arrays) for name in (NAME, "xla"))
+    assert_trees_close(got, expected, 2e-6)
+
+
+@interpreted
+@thorough
+@every_kind
+@pytest.mark.usefixtures("interpreting")
+def test_each_gradient_alone(kind):
+    graph = small_graph()
+    arrays = inputs(kind, 7, 5, edge=graph.capacity, dtype=np.float32, width=WIDTH)
+    expected = values_and_gradients(kind, "xla", graph, arrays)
+    for name in arrays:
+        got = values_and_gradients(kind, NAME, graph, arrays, wanted=(name,))
+        assert_trees_close(got, {n: expected[n] for n in got}, 2e-6)
+
+
+@interpreted
+@thorough
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("operator", [o for o in OPERATORS if o.differentiable[1:]], ids=lambda o: o.name)
+@pytest.mark.usefixtures("interpreting")
+def test_low_precision_within_twice_the_plain_formula(operator, dtype):
+    with jax.enable_x64(False):
+        for case in operator.tagged("kernel"):
+            assert explain(operator.call, **case.arrays(dtype), **case.options)[NAME] == "ok"
+            for row in check.measure(operator, NAME, case, dtype):
+                assert row.ok, row
+
+
+@interpreted
+@thorough
+@pytest.mark.usefixtures("interpreting")
+def test_huge_scores_that_tie():
+    """The two parts of lse reach the backward: log l is lost beside a maximum of 1e6."""
+    graph, arrays = small_graph(), inputs("gat", 7, 5, dtype=np.float32, width=WIDTH)
+    arrays["attention_weights"] = jnp.zeros(2 * WIDTH, np.float32).at[WIDTH].set(1e6)
+    arrays["dst"] = jnp.ones((5, WIDTH), np.float32)
+    got, expected = (values_and_gradients("gat", name, graph, arrays) for name in (NAME, "xla"))
+    assert np.abs(got["lse"]).max() > 9e5
+    assert_trees_close(got, expected, 2e-6)
+
+
+# ---------------------------------------------------------------------- transformations
+
+
+@interpreted
+@thorough
+@each_kind("gat")
+@pytest.mark.usefixtures("interpreting")
+def test_vmap(kind):
+    """Over all arrays, over one alone, and over a stack of graphs."""
+    one, two = small_graph(capacity=30), small_graph(*random_edges(seed=3), capacity=30)
+    graphs = jax.tree.map(lambda *x: jnp.stack(x), one, two)
+    arrays = inputs(kind, 7, 5, edge=30, dtype=np.float32, width=WIDTH)
+    stacks = {name: jnp.stack([x, 0.5 - x]) for name, x in arrays.items()}
+    first = next(iter(arrays))
+    for names, graph in (([*arrays], one), ([first], one), ([first], graphs)):
+        axes = {name: 0 if name in names else None for name in arrays}
+        given = {name: stacks[name] if name in names else x for name, x in arrays.items()}
+        got, expected = (
+            jax.vmap(
+                lambda g, a, i=i: values_and_gradients(kind, i, g, a), (0 if graph is graphs else None, axes)
+            )(graph, given)
+            for i in (NAME, "xla")
+        )
+        assert_trees_close(got, expected, 4e-6)
+
+
+@interpreted
+@thorough
+@each_kind()
+@pytest.mark.parametrize("how", ["explicit", "shard_map"])
+@pytest.mark.usefixtures("interpreting")
+def test_sharded_heads(kind, how):
+    """On an Explicit mesh each device runs its own heads; in `shard_map` the kernels just run."""
+    graph, arrays = small_graph(), inputs(kind, 7, 5, dtype=np.float32, width=2 * WIDTH)
+    options = {"num_heads": 8 if how == "explicit" else 4}
+
+    def step(arrays, implementation):
+        def call(arrays):
+            return FUNCTIONS[kind][0](graph, **arrays, **options, implementation=implementation)
+
+        out, pullback = jax.vjp(call, arrays)
+        return {"out": out} | pullback(jnp.sin(3 * out))[0]
+
+    mesh = jax.make_mesh((2,), ("h",), axis_types=(AxisType.Explicit,))
+    specs = {name: P() if name == "attention_weights" else P(None, "h") for name in arrays}
+    if how == "explicit":
+        expected = step(arrays, "xla")
+        with jax.set_mesh(mesh):
+            placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+            got = jax.jit(step, static_argnums=1)(placed, NAME)
+    else:
+        arrays = {name: x if x.ndim == 2 else x[: x.size // 2] for name, x in arrays.items()}
+        of = lambda name: jax.shard_map(
+            lambda a: step(a, name), mesh=mesh, in_specs=(specs,), out_specs=specs | {"out": P(None, "h")}
+        )
+        got, expected = (jax.jit(of(name))(arrays) for name in (NAME, "xla"))
+    assert_trees_close(got, expected, 4e-6)
+
+
+# ---------------------------------------------------------------------- which calls, which devices
+
+
+def shapes(num_heads=4, width=WIDTH, dtype="float32"):
+    graph = small_graph()
+    src, dst, a = ((7, width), (5, width), (2 * width,))
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (src, dst, a)]
+    return lambda: explain(graph_attention, graph, *arrays, num_heads=num_heads)[NAME]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA H100 80GB HBM3", "NVIDIA GH200", "NVIDIA B200"]
+)
+def test_gpus_from_ampere_on_are_accepted_and_wait_for_their_name(kind):
+    with aimed_at(kind):
+        assert "have not run on an NVIDIA GPU of compute capability 8.0 or more yet" in shapes()()
+
+
+@pytest.mark.parametrize("kind", ["Tesla T4", "Tesla V100-SXM2-16GB", "some kind"])
+def test_older_gpus_are_refused(kind):
+    with aimed_at(kind):
+        assert shapes()() == f"it needs an NVIDIA GPU of compute capability 8.0 or more, not {kind}"
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this JAX can run them")
+def test_older_versions_of_jax_are_refused():
+    with aimed_at("NVIDIA H200"):
+        assert shapes()() == f"its kernels need JAX 0.12 or later, not {jax.__version__}"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"width": 4 * 24}, r"width of a head must be one of \(8, 16, 32, 64, 128, 256\), got 24"),
+        ({"num_heads": 8, "width": 64}, "must be at least 128.* got 8 heads of 8 on a device"),
+        ({"num_heads": 3, "width": 192}, "the power of two that divides num_heads.* got 3 heads of 64"),
+        ({"dtype": "float64"}, r"features must be of one of \('float32', .*\), got src of float64"),
+    ],
+    ids=["width", "narrow", "odd", "float64"],
+)
+@pytest.mark.usefixtures("interpreting")
+def test_what_is_refused(given, words):
+    assert re.search(words, shapes(**given)())
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+def test_graphs_without_room_for_edges_are_refused():
+    graph, x = small_graph([], [], 3, 2), jnp.ones((3, WIDTH), np.float32)
+    with pytest.raises(NotImplementedError, match="cannot run this call: the graph has no room for edges"):
+        graph_attention(graph, x, None, jnp.ones(2 * WIDTH), num_heads=4, implementation=NAME)
