@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_attn_bwd._core.pallas import of_type
+
 NAME = "mosaic_gpu"
 
 
@@ -24,7 +26,7 @@ def launch(
     `grid` names its axes, the fastest first; the axis "wg" counts the warpgroups of a block.
     """
     threads = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
-    return plgpu.kernel(
+    run = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
@@ -35,6 +37,13 @@ def launch(
         kernel_name=name,
         **threads,  # type: ignore[arg-type]
     )
+    types = jax.tree.leaves(out_type)
+
+    def call(*operands):
+        found, structure = jax.tree.flatten(run(*operands))
+        return structure.unflatten(of_type(x, t) for x, t in zip(found, types, strict=True))
+
+    return call
 
 
 def can_interpret() -> bool:

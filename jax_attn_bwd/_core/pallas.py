@@ -88,6 +88,15 @@ def out_type(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtyp
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
 
 
+def of_type(x: jax.Array, kind: jax.ShapeDtypeStruct) -> jax.Array:
+    """`x`, a kernel's output, of its `out_type`: JAX forgets over which mesh axes it varies.
+
+    What varies and does not say so would be taken for the same on all devices, and not be summed over them.
+    """
+    missing = kind.manual_axis_type.varying - varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
 def vary_alike(operands: Any) -> Any:
     """`operands`, each varying over every mesh axis that one of them varies over."""
     axes = varying_axes(operands)

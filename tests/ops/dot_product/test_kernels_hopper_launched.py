@@ -1,10 +1,14 @@
 """Which Hopper kernels of dense attention a call runs, what they refuse and why, and what remat saves."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import thorough
+from helpers import interpreted, thorough
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from ops.dot_product.kernel_calls import BF16, OPERATOR, TILED, gpu, kernels, shapes, tiled
 
 import jax_attn_bwd
@@ -183,3 +187,20 @@ def test_which_gpus(kind, runs, monkeypatch):
             assert "not picked by themselves; ask for them by name" in got[NAME]
         else:
             assert got[NAME] == ("ok" if runs else refused)
+
+
+@interpreted
+def test_gradients_of_what_devices_share_are_summed_over_them():
+    """In `shard_map` over queries; the kernels' outputs must say that they differ from device to device."""
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,))
+    queries, keys = jnp.ones((2, 64, 1, 64), BF16), jnp.ones((1, 64, 1, 64), BF16)
+
+    def gradients(query, key, bias):
+        call = lambda key, bias: dot_product_attention(query, key, query, bias, implementation=NAME)
+        out, pullback = jax.vjp(call, key, bias)
+        return pullback(out)
+
+    specs = (P("b"), P(), P())
+    run = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs[1:])
+    program = str(jax.make_jaxpr(run)(queries, keys, jnp.ones((1, 1, 64, 64), np.float32)))
+    assert len(re.findall(r"= psum", program)) == 2

@@ -37,8 +37,8 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return f"the width of a head must be one of {WIDTHS}, got {D}"
     if heads_of_block(H, D) * D < THREADS:
         return (
-            f"the power of two that divides num_heads, times the width of a head, must be at least {THREADS}, "
-            f"the threads that share a row; got {H} heads of {D} on a device"
+            f"the power of two that divides num_heads, times the width of a head, must be at least {THREADS} "
+            f"threads that share a row; got {H} heads of {D} on a device"
         )
     return None
 

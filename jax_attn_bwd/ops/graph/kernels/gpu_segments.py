@@ -5,7 +5,7 @@ What its segments find goes to places in an array of its own and is summed there
 the same bits in every run. A node without edges is one segment of none, which writes the node's zeros.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Segments(NamedTuple):
     begin: jax.Array  # int32 [S], the first of its slots
     end: jax.Array  # int32 [S], past the last of them
     place: jax.Array  # int32 [S], where the sums of a part of a node's edges go; -1: these are all of them
-    owner: jax.Array  # int32 [X], the node of each place, not decreasing; past the end: none
+    owner: Any  # int32 [X], the node of each place, not decreasing; past the end: none. No kernel reads it
     other: jax.Array  # int32 [P], the node at the other end
     number: jax.Array  # int32 [P], of the edge in the caller's order
 

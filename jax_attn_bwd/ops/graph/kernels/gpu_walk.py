@@ -121,8 +121,8 @@ def walk(
     plan: Plan, inputs: Inputs, nodes: int, edges: int, heads: tuple[int, int], interpret: bool
 ) -> Walked:
     """Runs `plan` over every segment; `heads` are H and D of the rows."""
-    inputs, (H, D) = vary_alike(inputs), heads
-    S, X = inputs.segments.node.shape[0], inputs.segments.owner.shape[0]
+    S, X, (H, D) = inputs.segments.node.shape[0], inputs.segments.owner.shape[0], heads
+    inputs = vary_alike(inputs._replace(segments=inputs.segments._replace(owner=None)))
     carried = {name: (jnp.float32, plan.is_row(name)) for name in (*plan.numbers, *plan.rows)}
     summed = {name: kind for name, kind in carried.items() if name not in plan.by_segment}
 
