@@ -80,10 +80,10 @@ def test_every_mode_under_jit(operator, implementation, case):
             assert_close(x, expected, 1e-12, "poisoned")
 
 
-KERNELS = [  # those of the layer are the attention's
-    pytest.param(
-        o, i.name, marks=[pytest.mark.kernel, *marks, *[thorough] * (o.name == "multi_head_attention")]
-    )
+# Kernels of the layer are the attention's; the rule of the graph kernels is one and the same.
+LIKE_OTHERS = ("multi_head_attention", "graph_attention_v2", "graph_transformer_attention")
+KERNELS = [
+    pytest.param(o, i.name, marks=[pytest.mark.kernel, *marks, *[thorough] * (o.name in LIKE_OTHERS)])
     for o in OPERATORS
     for i in o.implementations
     if i.platform is not None
@@ -95,7 +95,7 @@ KERNELS = [  # those of the layer are the attention's
 def test_of_kernels_it_is_that_of_the_portable_path(operator, implementation):
     with running(operator, implementation):
         takes = lambda case: dtype_or_reason(operator, implementation, case)[0]
-        case = next(case for case in operator.tagged("second") if takes(case))
+        case = next(case for case in operator.tagged("second", "kernel") if takes(case))
         dtype = takes(case)
         arrays = case.arrays(dtype)
         inputs = differentiated(operator, arrays)

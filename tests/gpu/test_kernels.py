@@ -32,6 +32,9 @@ PIECES = {
         "any order": ("query", "key", "value"),
     },
     "scaled_masked_softmax": {"forward": (), "backward": ("x",)},
+    "graph_attention": {"forward": (), "dsrc": ("src",)},
+    "graph_attention_v2": {"forward": (), "dsrc": ("src",), "ddst": ("dst",)},
+    "graph_transformer_attention": {"forward": (), "dsrc": ("key", "value"), "ddst": ("query",)},
 }
 FAMILY = {"multi_head_attention": "dot_product_attention"}  # whose kernels it launches
 
@@ -68,7 +71,7 @@ def param(call, launched, *before):
 
 def size(operator, *tags):
     """The cases of these tags, or the smallest where they are interpreted."""
-    return list(operator.tagged(*(("second",) if INTERPRETED else tags)))
+    return list(operator.tagged(*(("second", "kernel") if INTERPRETED else tags)))
 
 
 def probed():
@@ -88,12 +91,12 @@ def probed():
 def compared():
     """Outputs and all gradients: every named case in bfloat16, some in the other dtypes."""
     for operator, implementation in kernels():
-        softmax = operator.name == "scaled_masked_softmax"
+        takes_float32 = FAMILY.get(operator.name, operator.name) != "dot_product_attention"
 
         def made(case, dtype, launched, of=(operator, implementation)):
             return param(Call(*of, case, dtype), launched, *of)
 
-        for dtype in ("bfloat16", "float16", *(("float32",) if softmax else ())):
+        for dtype in ("bfloat16", "float16", *(("float32",) if takes_float32 else ())):
             tags = ("large", "check") if dtype != "bfloat16" else ("large", "ci", "edge", "second")
             for case in size(operator, *tags):
                 launched = [p for p in pieces(operator) if p != "any order"]

@@ -18,7 +18,7 @@ COUNTED = (
     "LDG", "STG", "LD.E", "ST.E", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "R2UR", "SHFL", "BAR", "SYNCS",
     "RED",
 )  # fmt: skip
-_SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "LD.E", "ST.E", "SHFL", "R2UR", "total")
+_SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "R2UR", "total")
 _KERNEL_COLUMNS = (
     "operator",
     "case",

@@ -75,6 +75,7 @@ def graph_attention(
       return_attention_weights: also return the weights.
       return_residual: also return lse.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
       out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `src`, accumulated in
@@ -164,6 +165,7 @@ def graph_attention_v2(
       return_attention_weights: also return the weights.
       return_residual: also return lse.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
       out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `src`, accumulated in
@@ -252,6 +254,7 @@ def graph_transformer_attention(
       return_attention_weights: also return the weights.
       return_residual: also return lse.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
       out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `query`, accumulated in

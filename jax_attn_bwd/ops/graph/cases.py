@@ -134,42 +134,32 @@ _EMPTY = {
 }
 _SMALL = {"graph": partial(_graph, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
 _SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
-_COMPILED = ("ci", "check", "compile")
+_COMPILED = ("ci", "check", "xla")
 
 
-def _wide(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
+def _wide(
+    make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]]
+) -> Iterator[Case]:
     """Heads wide enough for the GPU kernels, with scores of the size that layers begin with.
 
-    `extra` is what the operator takes beside "edge" and dropout.
+    `extra` is what the operator takes beside "edge" and dropout; `heads` has options for each H and D.
     """
     make = make if "score_bias" in extra else partial(make, spread=0.1)
-    padded = partial(_graph, 30, 20, 90, capacity=100)
-    everything = {"graph": padded, "extra": ("edge", "dropout_mask", *extra)}
-    activations: Iterator[dict[str, Any]] = (
-        {} if "score_bias" in extra else {"activation": name}
-        for name in ("tanh", "elu", "sigmoid", "relu", "scalar")
-    )
-    yield make("wide", H=4, D=32, tags=("kernel", "repeat", "poison"), **everything)
-    wide = partial(make, graph=partial(_graph, 30, 20, 90), tags=("wide", "large"))
-    yield wide("1 x 128", H=1, D=128, **next(activations))
-    yield wide("2 x 64 mean", H=2, D=64, concat_heads=False, extra=("edge",), **next(activations))
-    yield wide("8 x 16", H=8, D=16, extra=("edge", "dropout_key"), dropout_rate=0.4, **next(activations))
-    yield wide("16 x 8", H=16, D=8, graph=padded, extra=extra, **next(activations))
-    yield wide("6 x 64", H=6, D=64, **next(activations))
-    yield wide("hub 4 x 32", H=4, D=32, **{**everything, "graph": _hub})
+    everything = {"extra": ("edge", "dropout_mask", *extra)}
+    yield make("wide", H=4, D=32, graph=_PADDED, tags=("kernel", "repeat", "poison"), **everything)
+    yield make("wide hub", H=4, D=32, graph=_hub, tags=("large", "repeat"), **everything)
+    for (H, D), options in heads.items():
+        yield make(f"{H} x {D}", H=H, D=D, tags=("wide", "large"), **options)
 
 
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
-    compiled = partial(make, graph=_hub, tags=("mosaic_gpu",))
-    for H, D in ((1, 256), (2, 64), (4, 64), (8, 32), (16, 8), (16, 64)):
-        yield compiled(f"{H} x {D}", H=H, D=D, dtype="float32")
-    yield compiled("4 x 64 bfloat16", H=4, D=64)
-    yield compiled("4 x 64 float16", H=4, D=64, dtype="float16")
-    options = {"concat_heads": False, "dropout_rate": 0.4}
-    yield compiled(
-        "8 x 64 everything", H=8, D=64, dtype="float32", extra=("edge", "dropout_key", *extra), **options
-    )
+    compiled = partial(make, graph=_hub, tags=("mosaic_gpu",), dtype="float32")
+    for H, D in ((1, 256), (4, 64), (16, 8), (16, 64)):
+        yield compiled(f"compiled {H} x {D}", H=H, D=D)
+    yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")
+    everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
+    yield compiled("compiled 8 x 64 everything", H=8, D=64, **everything)
 
 
 def _measured(make: Callable[..., Case]) -> Iterator[Case]:
@@ -187,7 +177,14 @@ GAT_CASES = (
     *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in _EMPTY.items()),
     _gat("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gat("second_dropout", **_SMALL, extra=("dropout_mask",), concat_heads=False),
-    *_wide(_gat),
+    *_wide(
+        _gat,
+        heads={
+            (1, 128): {"activation": "tanh"},
+            (8, 16): {"extra": ("edge", "dropout_key"), "dropout_rate": 0.4, "activation": "elu"},
+            (16, 8): {"graph": _PADDED, "activation": "relu"},
+        },
+    ),
     *_compiled(_gat),
     *_measured(_gat),
 )
@@ -205,7 +202,14 @@ GATV2_CASES = (
     *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in _EMPTY.items()),
     _gatv2("second_edge", **_SMALL, extra=("edge",), activation="tanh"),
     _gatv2("shard", **_SHARD),
-    *_wide(_gatv2),
+    *_wide(
+        _gatv2,
+        heads={
+            (2, 64): {"concat_heads": False, "activation": "elu", "extra": ("edge",)},
+            (6, 64): {"activation": "scalar"},
+            (16, 8): {"activation": "sigmoid"},
+        },
+    ),
     *_compiled(_gatv2),
     *_measured(_gatv2),
 )
@@ -220,7 +224,14 @@ TRANSFORMER_CASES = (
     ),
     _transformer("second_edge_bias", **_SMALL, extra=("edge", "score_bias")),
     _transformer("shard", **_SHARD),
-    *_wide(_transformer, "score_bias"),
+    *_wide(
+        _transformer,
+        "score_bias",
+        heads={
+            (1, 128): {"graph": _PADDED},
+            (8, 64): {"extra": ("edge", "score_bias", "dropout_key"), "dropout_rate": 0.4},
+        },
+    ),
     *_compiled(_transformer, "score_bias"),
     *_measured(_transformer),
 )

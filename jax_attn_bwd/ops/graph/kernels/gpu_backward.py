@@ -73,7 +73,7 @@ def _sums(
     found = gpu_walk.walk(plan, given, graph.num_src, E, (H, D), interpret)
 
     exists = (jnp.arange(E, dtype=jnp.int32) < graph.offsets[-1])[:, None]
-    handed = found.edges.get("handed")  # junk where there is no edge
+    handed: Any = found.edges.get("handed")  # junk where there is no edge
     sums = _by_node(found, at.owner)
     dst = edge = a = None
     if need.a:
