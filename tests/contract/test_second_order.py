@@ -80,10 +80,10 @@ def test_every_mode_under_jit(operator, implementation, case):
             assert_close(x, expected, 1e-12, "poisoned")
 
 
-KERNELS = [  # those of the layer are the attention's
-    pytest.param(
-        o, i.name, marks=[pytest.mark.kernel, *marks, *[thorough] * (o.name == "multi_head_attention")]
-    )
+# Kernels of the layer are the attention's; the rule of the graph kernels is one and the same.
+LIKE_OTHERS = ("multi_head_attention", "graph_attention_v2", "graph_transformer_attention")
+KERNELS = [
+    pytest.param(o, i.name, marks=[pytest.mark.kernel, *marks, *[thorough] * (o.name in LIKE_OTHERS)])
     for o in OPERATORS
     for i in o.implementations
     if i.platform is not None

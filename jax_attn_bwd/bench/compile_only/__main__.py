@@ -111,7 +111,7 @@ def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
             command = [sys.executable, "-m", __package__, "--target", target]
             command += ["--implementation", implementation, "--out", str(out), *more]
             done = subprocess.run(
-                [*command, *(["--operator", *names] if names and "--operator" not in more else [])],
+                [*command, *(["--operator", *names] if names else [])],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -127,12 +127,10 @@ def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
 
 
 def _combinations(maker: str, names: tuple[str, ...]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(implementation, target, more arguments): what is registered, what runs on more GPUs, peers."""
+    """(implementation, target, more arguments): what is registered, and peers."""
     for implementation, targets in TABLES[maker].items():
         if registered(implementation, names):
             yield from ((implementation, target, ()) for target in targets)
-    if maker == "nvidia" and (graph := [name for name in gpu.GRAPH if not names or name in names]):
-        yield from (("mosaic_gpu", target, ("--operator", *graph)) for target in ("A100", "B200"))
     if maker == "tpu" and "scaled_masked_softmax" not in names:
         yield from (("mosaic_tpu", target, ("--peers",)) for target in ("v5e", "v6e"))
 

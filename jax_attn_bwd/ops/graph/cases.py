@@ -154,7 +154,7 @@ def _wide(
 
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
-    compiled = partial(make, graph=_hub, tags=("mosaic_gpu",), dtype="float32")
+    compiled = partial(make, graph=_hub, tags=("mosaic_gpu", "A100", "B200"), dtype="float32")
     for H, D in ((1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D)
     yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")

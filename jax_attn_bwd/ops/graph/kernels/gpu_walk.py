@@ -1,9 +1,10 @@
 """How every kernel of graph attention walks over edges, and what a warpgroup holds of a row.
 
 A program is one segment and one block of heads, `[H, D]` of at most 512 numbers: a thread holds up to four
-neighbouring ones of a head. Rows of nodes and edges are read at scalar indices, straight into registers: four
-edges at a time, all their loads first, so that as many rows are under way. Heads stand along warps and lanes,
-so that a sum over D is a few shuffles; blocks of one or two heads are held by all four or by two warps alike.
+neighbouring ones of a head, eight of the widest. Rows of nodes and edges are read at scalar indices, straight
+into registers: four edges at a time, all their loads first, so that as many rows are under way. Heads stand
+along warps and lanes, so that a sum over D is a few shuffles; blocks of one or two heads are held by all four
+or by two warps alike.
 
 A kernel itself is a `Plan`: functions of arrays in registers, `[H]` and `[H, D]`, float32. Behind the last
 edge the loop finds that edge again, with a factor of 0: nothing is read out of bounds, and what is written
@@ -27,7 +28,7 @@ from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
 
 EDGES = 4  # at a time
-ELEMENTS = 512  # of a block of heads, at most: four of a thread
+ELEMENTS = 512  # of a block of heads, at most
 WIDTHS = (8, 16, 32, 64, 128, 256)  # of a head
 
 Registers = dict[str, jax.Array]
