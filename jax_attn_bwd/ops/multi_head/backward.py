@@ -164,11 +164,9 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         None if x is None else match_type(x, like)
         for x, like in ((shares.bias, inner.bias), (shares.sink, inner.sink))
     )
-    args = (
-        shares.mod_args
-        if shares.mod_args is None
-        else jax.tree.map(match_type, shares.mod_args, _numbers(inner))
-    )
+    args = shares.mod_args
+    if args is not None:
+        args = jax.tree.map(match_type, args, _numbers(inner))
     return grads, da, shares._replace(bias=bias, sink=sink, mod_args=args)
 
 
