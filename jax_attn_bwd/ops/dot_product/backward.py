@@ -143,7 +143,8 @@ def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
         dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
         grads["bias"] = reduce_to(dbias, bias.shape)
     if "mod_args" in sums:
-        grads["mod_args"] = sums["mod_args"]
+        numbers = trees.floats(operands.mod_args)
+        grads["mod_args"] = jax.tree.map(lambda x, like: reduce_to(x, like.shape), sums["mod_args"], numbers)
     return grads
 
 
@@ -168,8 +169,13 @@ def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Arra
     }
     if "mod_args" in wanted:
         assert w.conditions.places is not None  # differentiated with a function
-        numbers = trees.floats(w.conditions.places.args)
-        zeros["mod_args"] = jax.tree.map(lambda x: full_like_operands(x, x.shape, 0, dtype, saved), numbers)
+        lead = (*batch, K, G) if modifiers.may_lie_apart(w.conditions.places, w.q) else ()
+
+        def zero(x):  # apart: the sum over batch and heads, maybe a collective, is left to the end
+            like = w.q[..., 0, 0].reshape(*lead, *(1 for _ in x.shape)) if lead else x
+            return full_like_operands(like, (*lead, *x.shape), 0, dtype, saved)
+
+        zeros["mod_args"] = jax.tree.map(zero, trees.floats(w.conditions.places.args))
     return zeros
 
 
@@ -223,7 +229,10 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     dlogits = p * (dp - delta[..., None, :, :])  # (8)
     if options.score_mod is not None:  # (8a)
         to_args = "mod_args" in old
-        dlogits, dargs = modifiers.pulled_back(options, places, before, *at, dlogits, to_args)
+        if to_args and modifiers.may_lie_apart(places, w.q):
+            dlogits, dargs = modifiers.pulled_back_apart(options, places, before, *at, dlogits, groups=-2)
+        else:
+            dlogits, dargs = modifiers.pulled_back(options, places, before, *at, dlogits, to_args)
         if visible is not None:  # what is hidden may have no derivative
             dlogits = jnp.where(_transposed(visible), dlogits, 0)
         if to_args:

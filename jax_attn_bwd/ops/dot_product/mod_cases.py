@@ -85,7 +85,7 @@ def _scaled_where_near(logits, batch, head, row, column, factors, offsets):
 
 
 _SECOND: dict[str, Any] = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
-_TILES: dict[str, Any] = dict(B=(1,), T=531, S=2049, N=2, K=1)
+_TILES: dict[str, Any] = dict(B=(2,), T=300, S=1801, N=2, K=1)
 _SHARD: dict[str, Any] = dict(B=(4,), T=6, S=10, N=8, K=4)
 
 _MORE = ("hidden",)  # left to the thorough tests

@@ -8,6 +8,7 @@ mask leaves alive is told by interval arithmetic on its jaxpr, without evaluatin
 derivative of the caller's function is JAX's, tile by tile; nothing else is differentiated here.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ import numpy as np
 
 from jax_attn_bwd._core import checks, intervals, trees
 from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.sharding import explicit_spec
 from jax_attn_bwd.ops.dot_product.spec import Options
 
+APART = 1 << 20  # numbers: 4 MiB
 _ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, row and column"
 
 
@@ -70,6 +73,41 @@ def pulled_back(
     if to_args:
         return jax.vjp(of, logits, numbers)[1](dlogits)
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
+
+
+def pulled_back_apart(
+    options: Options, at: Places, logits: jax.Array, row: Any, column: Any, dlogits: jax.Array, groups: int
+) -> tuple[jax.Array, Any]:
+    """`pulled_back` with the cotangent of each batch entry and head apart, `[..., K, G, *shape]`.
+
+    Where these lie on several devices, their sum is the caller's to take once. `groups` is the axis of G.
+    """
+    score, numbers = options.score_mod, trees.floats(at.args)
+    assert score is not None  # asked only then
+
+    def of_head(logits, dlogits, batch, head, row, column):
+        of = lambda x, numbers: score(x, batch, head, row, column, *trees.filled(at.args, numbers))
+        return jax.vjp(of, logits, numbers)[1](dlogits)
+
+    axes = [*range(-logits.ndim, -4), -4, groups]
+    return _over(of_head, axes, (logits, dlogits, at.batch, at.head, row, column))
+
+
+def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> Any:
+    """`f` of each entry along `axes`, of which all arrays but the first two may have size 1."""
+    if not axes:
+        return f(*arrays)
+    axis, *rest = axes
+    along = [axis if i < 2 or x.shape[axis] != 1 else None for i, x in enumerate(arrays)]
+    arrays = tuple(jnp.squeeze(x, axis) if a is None else x for x, a in zip(arrays, along, strict=True))
+    return jax.vmap(lambda *xs: _over(f, rest, xs), tuple(along), (axis, 0))(*arrays)
+
+
+def may_lie_apart(at: Places, q: jax.Array) -> bool:
+    """Whether there is room for the cotangents of each batch entry and head of q `[..., K, G, T, H]`."""
+    sizes = [x.size for x in jax.tree.leaves(trees.floats(at.args))]
+    known = all(isinstance(n, int) for n in (*q.shape, *sizes))
+    return known and not any(explicit_spec(q)) and math.prod(q.shape[:-2]) * sum(sizes) <= APART
 
 
 class Tiles(NamedTuple):

@@ -50,7 +50,7 @@ class Operands(NamedTuple):
     key_value_positions: jax.Array | None = None
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None
-    mod_args: tuple[Any, ...] | None = None  # pytrees of what the functions read; with one of them, these:
+    mod_args: tuple[Any, ...] | None = None  # what `mask_mod` and `score_mod` read; None without them
     mod_batch: jax.Array | None = None  # int32 [...], the number of each batch entry
     mod_heads: jax.Array | None = None  # int32 [N], that of each query head
     query_origin: jax.Array | None = None  # int32 []: index of the first query of a part; None = 0

@@ -95,9 +95,7 @@ class Operands(NamedTuple):
     key_value_positions: Any = None
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None  # column is [] or [S']
-    mod_args: tuple[Any, ...] | None = (
-        None  # what `mask_mod` and `score_mod` read; with one of them, all three
-    )
+    mod_args: tuple[Any, ...] | None = None  # what `mask_mod` and `score_mod` read; None without them
     mod_batch: jax.Array | None = None
     mod_heads: jax.Array | None = None
 

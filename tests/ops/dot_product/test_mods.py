@@ -1,10 +1,14 @@
 """Masks and scores as functions: which tiles are visited, and gradients of what the functions read."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, quick_jit, saved_arrays, thorough
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
 from jax_attn_bwd.ops.dot_product import reference, traversal, visibility
@@ -302,3 +306,26 @@ def test_second_order_over_many_tiles(rng):
     attend = lambda *a, **o: dot_product_attention(*a, **o, return_residual=True)
     for got, wanted in zip(jax.tree.leaves(products(attend)), jax.tree.leaves(expected), strict=True):
         assert_close(got, wanted, 1e-10)
+
+
+@thorough
+def test_no_collective_stands_in_a_loop():
+    """Batch and heads over 8 devices, many tiles: the gradient of what the score reads is summed outside."""
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    whole = NamedSharding(mesh, P(None))
+    x = jax.ShapeDtypeStruct((4, 1024, 8, 4), jnp.float32, sharding=NamedSharding(mesh, P("b", None, "h")))
+    ids = jax.ShapeDtypeStruct((1024,), jnp.int32, sharding=whole)
+    slopes = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=whole)
+
+    def step(dout, q, k, v, ids, slopes):
+        functions = dict(mask_mod=mods.causal & mods.document, score_mod=mods.alibi)
+        attend = lambda q, k, v, s: dot_product_attention(q, k, v, **functions, mod_args=(ids, s))
+        return jax.vjp(attend, q, k, v, slopes)[1](dout)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(step).lower(x, x, x, x, ids, slopes).compile().as_text()
+    collective = re.compile(r"= .*? (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)")
+    parts = re.split(r"\n(?=%|ENTRY)", text)
+    found = {part.split(" ")[0]: len(collective.findall(part)) for part in parts if collective.search(part)}
+    assert found.keys() <= {"ENTRY"}, found
+    assert sum(found.values()) <= 2
