@@ -93,7 +93,8 @@ def of_type(x: jax.Array, kind: jax.ShapeDtypeStruct) -> jax.Array:
 
     What varies and does not say so would be taken for the same on all devices, and not be summed over them.
     """
-    missing = kind.manual_axis_type.varying - varying_axes(x)
+    wanted = kind.manual_axis_type.varying if kind.manual_axis_type is not None else frozenset()
+    missing = wanted - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
