@@ -131,17 +131,18 @@ or a product of matrices runs, by the schedule: nothing was timed. `5 at once`: 
 `xla_gpu_experimental_parallel_collective_overlap_limit=5`. Rewritten by
 `python -m jax_attn_bwd.bench.compile_only --table scale`."""
 _DIFFERENCES = """Where found is not predicted: compilers round gradients to bfloat16 before the last hop of a
-ring, which sends less; for v6e and TPU7x a reduce-scatter of the kernels' gradients becomes an all-reduce,
-which sends twice as much."""
+ring, which sends less; those for TPUs make all-reduces of the reduce-scatters, which sends twice as much, and
+sum the all-gather's gradients of keys and values in bfloat16. A sum above the memory of a device stands as it
+is: the compilers refuse by a count of their own."""
 _WHICH = """## Which to take
 
 * **Ulysses** where the devices along the sequence divide the key heads, here up to 8: it sends least, less
   the more devices there are, and needs no layout.
 * **A ring** everywhere else. It sends about as much as an all-gather, holds no more than a device's own
   tokens, and travels while it computes: on v6e and TPU7x by itself, on GPUs with several transfers at once.
-  For v5e beyond the 8 chips of a host the compiler waits for every hop.
 * **An all-gather** where the keys and values of the whole sequence, and their float32 gradients, are small
-  beside the memory (here 12 GiB for a layer, on every device): two collectives in the place of n."""
+  beside the memory (here 12 GiB for a layer, on every device): two collectives in the place of n. So, too,
+  for v5e beyond the 8 chips of a host, where the compiler waits for every hop of a ring."""
 
 
 def training_step(model: Model, kind: str, implementation: str | None = None) -> Callable[..., Any]:
