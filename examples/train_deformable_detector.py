@@ -286,14 +286,20 @@ def milliseconds(attend: Callable[..., jax.Array]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Composes scenes, trains, draws, measures."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Trains a deformable transformer to find digits in pictures.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=2000, help="training steps")
     parser.add_argument("--out", type=Path, default="out", help="directory for detections.png")
     parser.add_argument("--seed", type=int, default=0, help="of weights and scenes")
     args = parser.parse_args(argv)
     if args.steps < 1 or args.seed < 0:
         parser.error("--steps must be positive, --seed must not be negative")
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: cannot create {args.out}: {error.strerror}")
     data, rng = load_digits(), np.random.default_rng(args.seed)
     chosen = np.split(rng.permutation(len(data.target)), [400])
     held_out, digits = ((data.images[x], data.target[x]) for x in chosen)

@@ -45,6 +45,14 @@ def floating(operator: str, argument: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
+def floating_rows(operator: str, argument: str, x: Any) -> jax.Array:
+    """`x` as an array of a floating dtype that has an axis to normalise over."""
+    x = floating(operator, argument, x)
+    if x.ndim == 0:
+        raise ValueError(message(operator, argument, "have at least one axis", x.shape))
+    return x
+
+
 def same_dtype(operator: str, **arrays: jax.Array) -> None:
     """All arrays share one dtype."""
     if len({x.dtype for x in arrays.values()}) > 1:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -10,14 +11,25 @@ _RICH = importlib.util.find_spec("rich") is not None
 
 
 def progress(items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
-    """Yields `items`, showing how far it has come on the terminal."""
+    """Yields `items`, showing how far it has come: a bar on a terminal, else a line every ten seconds."""
     if not _RICH or not sys.stderr.isatty():
-        yield from items
+        yield from _told(items, total, description)
         return
     from rich.console import Console
     from rich.progress import track
 
     yield from track(items, description, total=total, console=Console(stderr=True), transient=True)
+
+
+def _told(items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
+    started = told = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - told >= 10:
+            of = "" if total is None else f" of {total}"
+            print(f"{description}: {done}{of} after {now - started:.0f} s", file=sys.stderr, flush=True)
+            told = now
+        yield item
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

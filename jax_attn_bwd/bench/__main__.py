@@ -1,4 +1,7 @@
-"""Command line: `python -m jax_attn_bwd.bench <operator>|programs [--out DIR] [--repeats N] [--quick]`."""
+"""Command line: `python -m jax_attn_bwd.bench <operator>|programs [--out DIR] [--repeats N] [--quick]`.
+
+Or `python -m jax_attn_bwd.bench --compare OLD.json NEW.json`.
+"""
 
 import argparse
 import importlib
@@ -17,16 +20,29 @@ from jax_attn_bwd.bench.measure import measure
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures one operator, or programs with all of them; prints a table, writes JSON and a plot."""
+    """Measures one operator, or programs with all of them; prints a table, writes JSON and a plot.
+
+    Or compares two such files: the exit code is 1 where something became slower or larger.
+    """
     known = {m.name for m in pkgutil.iter_modules(ops.__path__)}
     measured = sorted(known & {m.name for m in pkgutil.iter_modules(bench.__path__)})
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.bench", description=bench.__doc__)
-    parser.add_argument("operator", choices=[*measured, "programs"])
+    parser.add_argument("operator", nargs="?", choices=[*measured, "programs"])
+    files = ("OLD.json", "NEW.json")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=files, help="what became slower or larger")
     parser.add_argument("--out", type=Path, default=report.OUT, help="folder of what is written; default out")
     parser.add_argument("--repeats", type=_repeats, default=9, help="rounds; the median is taken; default 9")
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the command")
     parser.add_argument("--only", default="", help="of the programs, those whose names contain this")
     args = parser.parse_args(argv)
+    if (args.operator is None) == (args.compare is None):
+        parser.error("give an operator to measure, or --compare two files, not both")
+    if args.compare:
+        try:
+            old, new = map(report.read, args.compare)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"--compare must be given two files that a benchmark wrote: {error}")
+        return report.compare(old, new)
     if args.only and args.operator != "programs":
         parser.error(f"--only chooses among programs; {args.operator} has none")
     report.prepare(parser, args.out)

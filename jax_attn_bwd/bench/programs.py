@@ -57,8 +57,8 @@ def _gradients(function: Callable, args: tuple) -> Callable:
     out = jax.eval_shape(function, *args)
     (weights,) = _draw(out.shape)
 
-    def loss(*args):
-        return (function(*args) ** 2 * weights).sum()
+    def loss(*args):  # terms of one sign: a sum that cancels agrees with none
+        return (function(*args) ** 2 * abs(weights)).sum()
 
     return jax.value_and_grad(loss, tuple(range(len(args))))
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import statistics
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -81,29 +82,90 @@ def show(title: str, rows: Sequence[Row]) -> None:
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> Path | None:
-    """A bar chart of times over ours; None without matplotlib."""
+    """A chart of the contenders' times over that of the first of their case; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
         return None
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    timed = [r for r in rows if r.ratio is not None]
-    ratios = [r.ratio or 0.0 for r in timed]
-    labels = [f"{r.case}\n{r.contender}" for r in timed]
-    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(timed) + 1.2), layout="constrained")
-    ours = [r.ratio == 1.0 for r in timed]
-    bars = axes.barh(labels, ratios, color=["#0072b2" if o else "#e69f00" for o in ours])
-    axes.bar_label(bars, [f"{r.ratio:.2f}  ({r.milliseconds:.3g} ms)" for r in timed], padding=3, fontsize=7)
+    by_case: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.ratio is not None:
+            by_case.setdefault(row.case, []).append(row)
+    groups = [group for group in by_case.values() if len(group) > 1]
+    others = dict.fromkeys(row.contender for _, *rest in groups for row in rest)
+    colours = {name: f"C{i}" for i, name in enumerate(others)}
+    height = sum(len(group) for group in groups)  # of the bars, and a gap after each case
+    figure, axes = pyplot.subplots(figsize=(8, 0.25 * height + 1.2), layout="constrained")
+    y, ticks = 0, {}
+    for first, *rest in groups:
+        ticks[f"{first.case}\n{first.contender} {_shown(first)}"] = y + (len(rest) - 1) / 2
+        for row in rest:
+            ratio = row.ratio or 0.0
+            axes.barh(y, ratio - 1, left=1, color=colours[row.contender])
+            place: dict[str, Any] = {
+                "xytext": (3, 0),
+                "textcoords": "offset points",
+                "va": "center",
+                "fontsize": 7,
+            }
+            axes.annotate(f"{ratio:.2f}  ({_shown(row)})", (max(ratio, 1), y), **place)
+            y += 1
+        y += 1
+    axes.axvline(1, color="black", lw=1)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.set_yticks([*ticks.values()], [*ticks], fontsize=7)
     axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=7)
-    axes.set_xlabel("time over the first of its case (above 1: the first is faster)")
+    axes.margins(x=0.25, y=0.01)
+    axes.legend([pyplot.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()], colours, fontsize=7)
+    axes.set_xlabel("time over that of what is named under the case (right of 1: slower)")
     axes.set_title(title, fontsize=9)
-    axes.margins(x=0.2)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
     return path
+
+
+SLOWER, LARGER = 1.15, 1.05  # beyond this a time or a memory changed: medians of quiet runs differ by less
+
+
+def compare(old: Sequence[Row], new: Sequence[Row]) -> int:
+    """Prints how ours changed from one run to another; 1 if it became slower or larger anywhere, else 0.
+
+    Where both runs have peers of a case, ours is measured by theirs: the machine may have been slower.
+    """
+    before, after = ({(r.case, r.contender): r for r in rows} for rows in (old, new))
+    ours = {row.case: row.contender for row in reversed(new)}
+    lines = []
+    for case, contender in reversed(ours.items()):
+        if (case, contender) not in before:
+            continue
+        was, now = before[case, contender], after[case, contender]
+        peers = [key for key in before.keys() & after.keys() if key[0] == case and key[1] != contender]
+        changes = (_change(before[key].milliseconds, after[key].milliseconds) for key in peers)
+        machine = [x for x in changes if x is not None]
+        time = _change(was.milliseconds, now.milliseconds)
+        if time is not None and machine:
+            time /= statistics.geometric_mean(machine)
+        memory = _change(was.temporary_mib, now.temporary_mib)
+        verdict = ["slower"] * ((time or 1) > SLOWER) + ["larger"] * ((memory or 1) > LARGER)
+        lines.append([case, *(None if x is None else f"{x:.2f}" for x in (time, memory)), ", ".join(verdict)])
+    console.table("new over old", ["case", "time", "memory", "verdict"], lines)
+    print(f"{len(lines)} cases in both files, {sum(bool(line[-1]) for line in lines)} slower or larger")
+    return int(any(line[-1] for line in lines))
+
+
+def _change(old: float | None, new: float | None) -> float | None:
+    return new / old if old and new else None
+
+
+def _shown(row: Row) -> str:
+    ms = row.milliseconds or 0.0
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -23,18 +23,24 @@ for a bfloat16 value lose nothing), and sums of `grad_value` in an order of the 
 gives the same bits). `spatial_shape` and `level_start_index`, arrays on the device there, must be known
 at trace time here. A NaN or infinite location, of which the source says nothing, is skipped.
 
+Left out of all four, for it has no meaning in JAX: the two phases of a call (`...GetWorkspaceSize`, then the
+call), `workspace`, `workspaceSize`, `executor`, `stream`, and the status code: results are returned, errors
+raised. Added: defaults for `scale` (1) and `fix_triu_mask` (False), and None for `mask` and
+`level_start_index`.
+
 References:
   CANN operator library: aclnnScaledMaskedSoftmax, aclnnScaledMaskedSoftmaxBackward,
   aclnnMultiScaleDeformableAttnFunction, aclnnMultiScaleDeformableAttentionGrad.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd.ops.deformable import arguments
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention as _deformable
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention_bwd as _deformable_bwd
@@ -48,6 +54,8 @@ def scaled_masked_softmax(
     x: jax.Array, mask: jax.Array | None, scale: float = 1.0, fix_triu_mask: bool = False
 ) -> jax.Array:
     """Softmax of `scale * x` over the last axis, with -10000 where masked.
+
+    The source's names: x -> x, mask -> mask, scale -> scale, fixTriuMask -> fix_triu_mask; y is returned.
 
     Args:
       x: any rank, floating.
@@ -72,7 +80,7 @@ def scaled_masked_softmax(
       [[[[0.25, 0.25, 0.25, 0.25]]]]
     """
     name = "cann.scaled_masked_softmax"
-    x = checks.floating(name, "x", x)
+    x = checks.floating_rows(name, "x", x)
     masked = _masked(name, mask, x, fix_triu_mask)
     z = checks.scale(name, scale, x.dtype) * x.astype(accumulator_dtype(x.dtype))
     if masked is not None:
@@ -88,6 +96,9 @@ def scaled_masked_softmax_backward(
     fix_triu_mask: bool = False,
 ) -> jax.Array:
     """The gradient of `scaled_masked_softmax`: `scale * y * (g - sum(g * y))`, 0 where masked.
+
+    The source's names: gradOutput -> grad_output, y -> y, mask -> mask, scale -> scale,
+    fixTriuMask -> fix_triu_mask; out (the gradient of x) is returned.
 
     Args:
       grad_output: cotangent of `y`, its shape and dtype.
@@ -108,7 +119,8 @@ def scaled_masked_softmax_backward(
       [[0.375, -0.375]]
     """
     name = "cann.scaled_masked_softmax_backward"
-    y, grad_output = (checks.floating(name, "y", y), checks.floating(name, "grad_output", grad_output))
+    y = checks.floating_rows(name, "y", y)
+    grad_output = checks.floating(name, "grad_output", grad_output)
     checks.shape(name, "grad_output", grad_output, "the shape of y", y.shape)
     checks.same_dtype(name, y=y, grad_output=grad_output)
     masked = _masked(name, mask, y, fix_triu_mask)
@@ -136,6 +148,9 @@ def multi_scale_deformable_attention(
     value: jax.Array, spatial_shape: Any, level_start_index: Any, location: jax.Array, attn_weight: jax.Array
 ) -> jax.Array:
     """Weighted sum of feature maps at sampling points, for each query and head.
+
+    The source's names: value -> value, spatialShape -> spatial_shape, levelStartIndex -> level_start_index,
+    location -> location, attnWeight -> attn_weight; output is returned.
 
     Args:
       value: `[bs, spatial_size, num_heads, channels]`, floating: the levels one after the other.
@@ -167,6 +182,15 @@ def multi_scale_deformable_attention(
     return _deformable(*_sampling(name, value, spatial_shape, level_start_index, location, attn_weight))
 
 
+@exportable_tuple
+class MultiScaleDeformableAttentionGrad(NamedTuple):
+    """What `multi_scale_deformable_attention_grad` returns, each with the shape and dtype of its argument."""
+
+    grad_value: jax.Array
+    grad_location: jax.Array
+    grad_attn_weight: jax.Array
+
+
 def multi_scale_deformable_attention_grad(
     value: jax.Array,
     spatial_shape: Any,
@@ -174,8 +198,11 @@ def multi_scale_deformable_attention_grad(
     location: jax.Array,
     attn_weight: jax.Array,
     grad_output: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> MultiScaleDeformableAttentionGrad:
     """The gradients of `multi_scale_deformable_attention`.
+
+    The source's names: as in the forward, and gradOutput -> grad_output; gradValue, gradLocation and
+    gradAttnWeight are returned.
 
     Args:
       grad_output: cotangent of the output, `[bs, num_queries, num_heads, channels]` or, as the forward
@@ -183,7 +210,8 @@ def multi_scale_deformable_attention_grad(
       value, spatial_shape, level_start_index, location, attn_weight: as in the forward.
 
     Returns:
-      (grad_value, grad_location, grad_attn_weight), each with the shape and dtype of its argument.
+      MultiScaleDeformableAttentionGrad(grad_value, grad_location, grad_attn_weight), each with the shape and
+      dtype of its argument.
 
     Raises:
       As the forward.
@@ -193,9 +221,9 @@ def multi_scale_deformable_attention_grad(
       >>> from jax_attn_bwd.compat import cann
       >>> value = jnp.arange(6.0).reshape(1, 6, 1, 1)
       >>> at, weight = jnp.full((1, 1, 1, 1, 1, 2), 0.5), jnp.ones((1, 1, 1, 1, 1))
-      >>> _, grad_location, _ = cann.multi_scale_deformable_attention_grad(
+      >>> grads = cann.multi_scale_deformable_attention_grad(
       ...     value, ((2, 3),), (0,), at, weight, jnp.ones((1, 1, 1, 1)))
-      >>> grad_location.ravel().tolist()
+      >>> grads.grad_location.ravel().tolist()
       [3.0, 6.0]
     """
     name = "cann.multi_scale_deformable_attention_grad"
@@ -210,7 +238,7 @@ def multi_scale_deformable_attention_grad(
         apart = (bs, num_queries, num_heads, value.shape[3])
         checks.shape(name, "grad_output", grad_output, letters, apart)
     grads = _deformable_bwd(grad_output.reshape(merged), *operands)
-    return tuple(grads)  # type: ignore[return-value]
+    return MultiScaleDeformableAttentionGrad(*grads)  # type: ignore[arg-type] # one value, one gradient
 
 
 def _sampling(

@@ -116,11 +116,11 @@ class Calls:
           query: `[..., Q, C]`, with its position embedding.
           reference_points: `[..., Q, L, 2]`, (x, y) from 0 to 1 across the padded picture, or boxes
             `[..., Q, L, 4]`, (x, y of the centre, width, height). `[..., Q, 1, 2 or 4]` or
-            `[..., Q, 2 or 4]` where all levels share them. Keep them float32 also where `dtype`
-            or the query is narrower.
+            `[..., Q, 2 or 4]` where all levels share them; batch axes of size 1 broadcast. Keep them
+            float32 also where `dtype` or the query is narrower. See `encoder_reference_points`.
           value: `[..., S, C]`, the levels one after the other, each row by row.
           spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time.
-          mask: `[..., S]`, bool, **True = keep**, False = padding, whose values are zeroed. The
+          mask: broadcasts to `[..., S]`, bool, **True = keep**, False = padding, whose values are zeroed. The
             `input_padding_mask` of Deformable-DETR is its opposite, the `value_mask` of RT-DETR the same.
 
         Returns:
@@ -138,6 +138,58 @@ class Calls:
         """`[..., Q, M, sum P, 2]`, (x, y) from 0 to 1: where each head looks for each query."""
         linears = Linears(*(getattr(self, name) for name in Linears._fields))
         return sampling_locations(self.config, linears, query, reference_points, spatial_shapes)
+
+
+def encoder_reference_points(
+    spatial_shapes: Any, valid_ratios: jax.Array | None = None, dtype: Any = jnp.float32
+) -> jax.Array:
+    """The reference points of an encoder: each pixel of each level looks around its own centre.
+
+        point = (pixel + 1/2) / (valid ratio of its level * size of its level) * valid ratio of level l
+
+    Args:
+      spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time.
+      valid_ratios: `[..., L, 2]`, (x, y): the share of each padded picture that is not padding. Traced ones
+        compile once for pictures of all sizes. None = all of it.
+      dtype: of the points.
+
+    Returns:
+      `[..., S, L, 2]`, (x, y), S = sum of H W; without valid ratios `[1, S, 1, 2]`, for all pictures and
+      levels.
+
+    Gradients:
+      valid_ratios.
+
+    Raises:
+      ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
+
+    Example:
+      >>> from jax_attn_bwd.layers.flax_nnx import encoder_reference_points
+      >>> encoder_reference_points(((1, 2), (1, 1)))[0, :, 0].tolist()
+      [[0.25, 0.5], [0.75, 0.5], [0.5, 0.5]]
+
+    References:
+      Zhu et al., Deformable DETR, 2021, arXiv:2010.04159, appendix A.4.
+    """
+    name = "encoder_reference_points"
+    shapes = level_shapes(name, "spatial_shapes", spatial_shapes)
+    centres = [(np.stack(np.meshgrid(np.arange(w), np.arange(h)), -1) + 0.5) / (w, h) for h, w in shapes]
+    points = jnp.asarray(np.concatenate([x.reshape(-1, 2) for x in centres]), dtype)[None, :, None]
+    if valid_ratios is None:
+        return points
+    ratios = checks.floating(name, "valid_ratios", valid_ratios).astype(dtype)
+    if ratios.shape[-2:] != (len(shapes), 2):
+        expected = f"have shape [..., L, 2] = {('...', len(shapes), 2)}"
+        raise ValueError(checks.message(name, "valid_ratios", expected, ratios.shape))
+    points = points.reshape((1,) * (ratios.ndim - 2) + points.shape[1:])
+    own = jnp.concatenate(
+        [
+            jnp.broadcast_to(ratios[..., level, None, :], (*ratios.shape[:-2], h * w, 2))
+            for level, (h, w) in enumerate(shapes)
+        ],
+        axis=-2,
+    )
+    return points / own[..., None, :] * ratios[..., None, :, :]
 
 
 def _precise(query: jax.Array) -> jax.Array:
@@ -160,16 +212,20 @@ def _levels(config: Config, spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
 def _reference_points(config: Config, points: Any, queries: tuple) -> jax.Array:
     """`[..., Q, K or 1, 2 or 4]`, one for each sampling point of a head, or one for all."""
     points = checks.floating(_NAME, "reference_points", points)
-    counts = config.num_points
+    counts, given = config.num_points, points.shape
     if points.ndim == len(queries) + 1:  # [..., Q, 2 or 4]
         points = points[..., None, :]
     *lead, levels, coordinates = points.shape if points.ndim > 1 else (0, 0)
-    if tuple(lead) != queries or levels not in (1, len(counts)) or coordinates not in (2, 4):
+    fits = len(lead) == len(queries) and lead[-1:] == [queries[-1]]
+    fits = fits and all(n in (1, size) for n, size in zip(lead, queries, strict=True))
+    if not fits or levels not in (1, len(counts)) or coordinates not in (2, 4):
         expected = (
             f"have shape [..., Q, L, 2 or 4] = {(*queries, len(counts), '2 or 4')}, "
-            "1 for L or no such axis if all levels share them"
+            "1 for L or no such axis if all levels share them, 1 for a batch axis if its entries do"
         )
-        raise ValueError(checks.message(_NAME, "reference_points", expected, points.shape))
+        raise ValueError(checks.message(_NAME, "reference_points", expected, given))
+    points = jnp.broadcast_to(points, (*queries, levels, coordinates))
+    lead = list(queries)
     if levels == 1:
         return points
     per_level = zip(jnp.split(points, levels, axis=-2), counts, strict=True)
@@ -186,9 +242,11 @@ def _mask(mask: Any, shape: tuple) -> jax.Array | None:
         expected = "be a boolean array (True = keep, False = padding)"
         remedy = "of a padding mask pass the opposite"
         raise TypeError(checks.message(_NAME, "mask", expected, got, remedy))
-    mask = jnp.asarray(mask)
-    checks.shape(_NAME, "mask", mask, "[..., S]", shape)
-    return mask
+    checks.broadcasts(_NAME, "mask", jnp.asarray(mask), "[..., S]", shape)
+    if mask.ndim == 0 or mask.shape[-1] != shape[-1]:
+        expected = f"tell of each of the S = {shape[-1]} pixels"
+        raise ValueError(checks.message(_NAME, "mask", expected, f"shape {mask.shape}"))
+    return jnp.broadcast_to(jnp.asarray(mask), shape)
 
 
 def _keep(mask: jax.Array | None, x: jax.Array) -> jax.Array:

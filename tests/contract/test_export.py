@@ -43,13 +43,10 @@ SYMBOLIC = {
 }
 
 
+@thorough
 @parametrize(
     ("name", "dims"),
-    [
-        ("full", "t, s"),
-        *(pytest.param(name, "8*t, 8*s", marks=thorough) for name in SYMBOLIC),
-        *(pytest.param(name, "t, s", marks=thorough) for name in ("causal", "lengths")),
-    ],
+    [*((name, "8*t, 8*s") for name in SYMBOLIC), *((name, "t, s") for name in ("full", "causal", "lengths"))],
 )
 def test_export_with_symbolic_lengths(name, dims):
     options = SYMBOLIC[name]

@@ -8,7 +8,7 @@ from helpers import assert_close
 from layers.deformable_cases import LEVELS, B, C, L, M, Q, S, build, call_with, inputs, torch_state
 from layers.frameworks import FRAMEWORKS
 
-from jax_attn_bwd.layers.deformable import from_torch
+from jax_attn_bwd.layers.deformable import encoder_reference_points, from_torch
 
 
 def test_any_batch_axes(rng):
@@ -29,6 +29,36 @@ def test_reference_points_may_be_wider_than_the_rest(rng):
     assert jax.eval_shape(call, *rest).dtype == "float32"
 
 
+def test_points_and_masks_of_all_pictures(rng):
+    params, layer = from_torch(torch_state(rng)), build("flax_linen")
+    query, points, value, mask = inputs(rng, masked=True)
+    call = lambda points, mask: layer.call(params, query, points, value, LEVELS, mask)
+    every = jnp.broadcast_to(points[:1], points.shape)
+    assert_close(call(points[:1], mask[:1]), call(every, jnp.broadcast_to(mask[:1], mask.shape)), 0)
+    assert_close(call(points[:1, :, :1], mask[0]), call(every[:, :, :1], mask[:1]), 0)
+
+
+def test_reference_points_of_an_encoder(rng):
+    """As the loop of Deformable-DETR has them."""
+    ratios = rng.uniform(0.5, 1, (B, L, 2))
+    got = jax.jit(encoder_reference_points, static_argnums=(0, 2))(LEVELS, ratios, "float64")
+    expected = []
+    for level, (height, width) in enumerate(LEVELS):
+        y, x = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij")
+        x = x.reshape(1, -1) / (ratios[:, level, :1] * width)
+        y = y.reshape(1, -1) / (ratios[:, level, 1:] * height)
+        expected.append(np.stack([x, y], -1))
+    expected = np.concatenate(expected, 1)[:, :, None] * ratios[:, None]
+    assert got.shape == (B, S, L, 2)
+    assert_close(got, expected, 1e-15)
+    whole = encoder_reference_points(LEVELS, np.ones((1, L, 2)), "float64")
+    alike = encoder_reference_points(LEVELS, dtype="float64")
+    assert alike.shape == (1, S, 1, 2)
+    assert_close(jnp.broadcast_to(alike, whole.shape), whole, 0)
+    with pytest.raises(ValueError, match=r"^encoder_reference_points: valid_ratios must have shape"):
+        encoder_reference_points(LEVELS, ratios[..., :1])
+
+
 def test_no_queries_and_no_pictures(rng):
     params, layer = from_torch(torch_state(rng)), build("flax_linen")
     query, points, value, mask = inputs(rng, masked=True)
@@ -42,9 +72,14 @@ def test_no_queries_and_no_pictures(rng):
     [
         ({"query": jnp.zeros((B, Q, C + 1))}, ValueError, r"query must have shape \[..., Q, C\] with C = 6"),
         ({"query": jnp.zeros((B, Q, C), int)}, TypeError, "query must be a floating-point array"),
-        ({"points": jnp.zeros((B, Q, 3))}, ValueError, r"reference_points must .* \(2, 7, 3, '2 or 4'\)"),
+        (
+            {"points": jnp.zeros((B, Q, 3))},
+            ValueError,
+            r"reference_points must .* \(2, 7, 3, '2 or 4'\).*got \(2, 7, 3\)",
+        ),
         ({"points": jnp.zeros((B, Q, 2, 2))}, ValueError, "reference_points must"),
-        ({"points": jnp.zeros((1, Q, 3, 2))}, ValueError, "reference_points must"),
+        ({"points": jnp.zeros((B + 1, Q, 3, 2))}, ValueError, "reference_points must"),
+        ({"points": jnp.zeros((B, 1, 3, 2))}, ValueError, "reference_points must"),
         ({"points": jnp.zeros(())}, ValueError, "reference_points must"),
         ({"value": jnp.zeros((B, S + 1, C))}, ValueError, r"value must .* \(2, 25, 6\), got \(2, 26, 6\)"),
         ({"shapes": LEVELS[:2]}, ValueError, "spatial_shapes must hold one .* of the 3 levels"),
@@ -53,7 +88,8 @@ def test_no_queries_and_no_pictures(rng):
         ({"shapes": ((0, 5), (4, 2), (2, 3))}, ValueError, "spatial_shapes must be positive"),
         ({"options": {"num_heads": True}}, TypeError, "num_heads must be a positive int, got bool"),
         ({"mask": jnp.zeros((B, S))}, TypeError, "mask must be a boolean .*True = keep.* got dtype float"),
-        ({"mask": jnp.zeros((B, S, 1), bool)}, ValueError, r"mask must have shape \[..., S\]"),
+        ({"mask": jnp.zeros((B, S, 1), bool)}, ValueError, r"mask must broadcast to \[..., S\]"),
+        ({"mask": jnp.zeros((B, 1), bool)}, ValueError, r"mask must tell of each of the S = 25 pixels"),
         ({"options": {"num_heads": 4}}, ValueError, "features must be a multiple of the 4 heads, got 6"),
         ({"options": {"num_points": (1, 2)}}, ValueError, "num_points must .* of the 3 levels"),
         ({"options": {"num_points": 0}}, ValueError, "num_points must be a positive int"),

@@ -74,6 +74,7 @@ def temporary(step, T):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@thorough
 def test_memory_is_that_of_a_part():
     """Twice the devices hold twice the sequence, and each as much as before; far less than one would."""
     half, whole = (temporary(training_step("ring", n, is_causal=True), 2048 * n) for n in (4, 8))

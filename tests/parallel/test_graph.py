@@ -134,7 +134,10 @@ def assert_alike(kind, graph, cut, arrays, mesh, mode="halo", axis="graph", **op
         pytest.param(kind, mode, axis_type, marks=[] if default else [thorough])
         for kind in KINDS
         for mode in MODES
-        for axis_type, default in ((AUTO, mode == "halo"), (EXPLICIT, (kind, mode) == ("gat", "all_gather")))
+        for axis_type, default in (
+            (AUTO, mode == "halo" and kind != "transformer"),
+            (EXPLICIT, (kind, mode) == ("transformer", "all_gather")),
+        )
     ],
 )
 def test_values_and_gradients(kind, mode, axis_type):
@@ -240,7 +243,7 @@ def programs(kind, cut, graph, mesh, mode, heads_axis=None, **sizes):
     ("kind", "axis_type", "edges"),
     [
         ("gat", EXPLICIT, 900),
-        ("transformer", AUTO, 150),
+        pytest.param("transformer", AUTO, 150, marks=thorough),
         pytest.param("gatv2", AUTO, 900, marks=thorough),
         pytest.param("gat", AUTO, 150, marks=thorough),
     ],

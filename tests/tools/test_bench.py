@@ -26,9 +26,11 @@ FIELDS = {"case", "contender", "milliseconds", "ratio", "temporary_mib", "memory
 @pytest.mark.parametrize(
     "operator",
     [
-        "softmax",
         "programs",
-        *(pytest.param(o, marks=thorough) for o in ("dot_product", "multi_head", "deformable", "graph")),
+        *(
+            pytest.param(o, marks=thorough)
+            for o in ("softmax", "dot_product", "multi_head", "deformable", "graph")
+        ),
     ],
 )
 def test_bench_writes_json_and_a_plot(operator, tmp_path, capsys):
@@ -52,6 +54,28 @@ def test_bench_writes_json_and_a_plot(operator, tmp_path, capsys):
     assert str(path) in capsys.readouterr().out
 
 
+def test_two_runs_are_compared_by_their_peers(tmp_path, capsys):
+    Row = report_module.Row
+
+    def file(name, *cases):
+        rows = []
+        for case, ours, mib, peer in cases:
+            rows += [Row(case, "jax_attn_bwd", ours, 1.0, mib, 1.0), Row(case, "plain", peer, 2.0, 9.0, 2.0)]
+        report_module.write(tmp_path / name, {}, rows, finished=True)
+        return str(tmp_path / name)
+
+    old = file("old", ("same", 10.0, 5.0, 20.0), ("slow", 10.0, 5.0, 20.0), ("large", 10.0, 5.0, 20.0))
+    busy = file("busy", ("same", 20.0, 5.0, 40.0), ("other", 1.0, 1.0, 1.0))  # the machine was
+    worse = file("worse", ("same", 10.5, 5.1, 20.0), ("slow", 12.0, 5.0, 20.0), ("large", 10.0, 5.5, 20.0))
+    assert bench.main(["--compare", old, busy]) == 0
+    assert "1 cases in both files, 0 slower" in capsys.readouterr().out
+    assert bench.main(["--compare", old, worse]) == 1
+    table = capsys.readouterr().out
+    for case, verdict in (("same", ""), ("slow", "slower"), ("large", "larger")):
+        (line,) = (line for line in table.splitlines() if line.strip("│ ").startswith(case))
+        assert ("slower" in line, "larger" in line) == (verdict == "slower", verdict == "larger")
+
+
 @pytest.fixture
 def measures_nothing(monkeypatch):
     """Whatever would be measured fails instead."""
@@ -66,11 +90,13 @@ def measures_nothing(monkeypatch):
     ("argv", "words"),
     [
         (["sorting"], "invalid choice: 'sorting'"),
-        ([], "the following arguments are required: operator"),
+        ([], "give an operator to measure, or --compare two files, not both"),
+        (["softmax", "--compare", "a", "b"], "give an operator to measure, or --compare two files, not both"),
+        (["--compare", "missing.json", "b"], "two files that a benchmark wrote: [Errno 2] No such file"),
         (["softmax", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
         (["softmax", "--only", "masked"], "--only chooses among programs; softmax has none"),
     ],
-    ids=["operator", "nothing", "repeats", "only"],
+    ids=["operator", "nothing", "both", "missing", "repeats", "only"],
 )
 def test_bench_refuses_what_it_cannot_measure(argv, words, capsys, tmp_path, measures_nothing):
     with pytest.raises(SystemExit) as caught:

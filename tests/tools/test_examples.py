@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = ROOT / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
@@ -23,22 +25,28 @@ def environment() -> dict[str, str]:
     return settings | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "MPLBACKEND": "Agg"}
 
 
+def run(folder: Path, script: Path, *arguments: object) -> str:
+    """What a script prints that is run in `folder`."""
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment(),
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("layer", [(), ("--layer",)], ids=["attention", "layer"])
 def test_language_model_trains_and_plots(layer, tmp_path):
     pytest.importorskip("optax")
     pytest.importorskip("flax")
     script = ROOT / "examples" / "train_language_model.py"
-    done = subprocess.run(
-        [sys.executable, script, "--steps", "2", "--context", "32", *layer, "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run(tmp_path, script, "--steps", "2", "--context", "32", *layer, "--out", tmp_path)
     for words in (
         r"held-out text: loss \d+\.\d+, unigram entropy \d+\.\d+ bits per byte",
         r"Held-out text \(dim\), continued by the model",
@@ -46,9 +54,9 @@ def test_language_model_trains_and_plots(layer, tmp_path):
         r"One training step \(median\), context 32",
         r"jax\.nn / jax_attn_bwd",
     ):
-        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+        assert re.search(words, printed), f"{words} not in\n{printed}"
     assert (tmp_path / "loss.png").stat().st_size > 10_000
-    assert "nan" not in done.stdout.lower().split("continued by the model")[0]
+    assert "nan" not in printed.lower().split("continued by the model")[0]
 
 
 @pytest.mark.parametrize(
@@ -56,23 +64,30 @@ def test_language_model_trains_and_plots(layer, tmp_path):
     [
         ("train_language_model.py", ("--attention", "jax.nn", "--layer"), "--layer: it is a rule of jax"),
         ("train_graph_attention.py", ("--graph", "missing.npz"), "missing.npz: there is no such file"),
+        *((path.name, ("--out", "file"), "--out: cannot create") for path in EXAMPLES),
     ],
-    ids=["layer_of_another", "missing_graph"],
+    ids=["layer_of_another", "missing_graph", *(path.stem for path in EXAMPLES)],
 )
-def test_examples_refuse_what_they_cannot_do(script, arguments, words, tmp_path):
+def test_examples_refuse_what_they_cannot_do(script, arguments, words, monkeypatch, tmp_path, capsys):
     for module in ("flax", "matplotlib", "optax", "rich", "scipy", "sklearn"):
         pytest.importorskip(module)
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, *arguments, "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert words in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    Path("file").write_text("no folder")
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_say_what_they_do(path, monkeypatch, capsys):
+    pytest.importorskip("flax")
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(path), run_name="__main__")
+    usage, description, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: {path.name}")
+    assert re.match(r"[A-Z].*\.$", description.replace("\n", " ")), description
 
 
 @pytest.mark.thorough
@@ -80,24 +95,15 @@ def test_finetuning_of_a_flax_model_differs_in_one_line(tmp_path):
     for name in ("flax", "matplotlib", "optax", "rich"):
         pytest.importorskip(name)
     script = ROOT / "examples" / "finetune_flax_linen.py"
-    done = subprocess.run(
-        [sys.executable, script, "--steps", "3", "--context", "32", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    (largest,) = re.findall(r"largest difference of a loss: (\S+) bits", done.stdout)
+    printed = run(tmp_path, script, "--steps", "3", "--context", "32", "--out", tmp_path)
+    (largest,) = re.findall(r"largest difference of a loss: (\S+) bits", printed)
     assert float(largest) < 1e-4
-    rows = [re.findall(r"\d\.\d{5}", line) for line in done.stdout.splitlines()]
+    rows = [re.findall(r"\d\.\d{5}", line) for line in printed.splitlines()]
     assert [len(row) for row in rows if row] == [3, 3, 3]
     for name in ("Flax's own", "attention_fn=", "our layer"):
-        assert re.search(rf"{name}\W+\d+\W+\d+\.\d", done.stdout), done.stdout
+        assert re.search(rf"{name}\W+\d+\W+\d+\.\d", printed), printed
     assert (tmp_path / "finetune.png").stat().st_size > 10_000
-    assert "nan" not in done.stdout
+    assert "nan" not in printed
 
 
 @pytest.mark.thorough
@@ -105,16 +111,7 @@ def test_deformable_detector_trains_and_draws(tmp_path):
     for name in ("flax", "matplotlib", "optax", "rich", "scipy", "sklearn"):
         pytest.importorskip(name)
     script = ROOT / "examples" / "train_deformable_detector.py"
-    done = subprocess.run(
-        [sys.executable, script, "--steps", "2", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run(tmp_path, script, "--steps", "2", "--out", tmp_path)
     for words in (
         r"step 0: held-out AP50 0\.\d+, AP 0\.\d+",
         r"step 2: held-out AP50 0\.\d+, AP 0\.\d+",
@@ -122,9 +119,9 @@ def test_deformable_detector_trains_and_draws(tmp_path):
         r"detections: \S*",
         r"operator, forward and backward: \d+\.\d ms; gather form, by JAX: \d+\.\d ms",
     ):
-        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
+        assert re.search(words, printed), f"{words} not in\n{printed}"
     assert (tmp_path / "detections.png").stat().st_size > 10_000
-    assert "nan" not in done.stdout.lower()
+    assert "nan" not in printed.lower()
 
 
 @pytest.mark.thorough
@@ -147,16 +144,7 @@ def test_graph_attention_trains_and_plots(source, tmp_path):
         )
         arguments += ["--graph", tmp_path / "rings.npz", "--undirected"]
     script = ROOT / "examples" / "train_graph_attention.py"
-    done = subprocess.run(
-        [sys.executable, script, *arguments, "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run(tmp_path, script, *arguments, "--out", tmp_path)
     for words in (
         {"digits": r"1,797 nodes, [\d,]+ edges", "file": r"40 nodes, 122 edges"}[source],
         r"split 0: (50|10) labels, test accuracy \d+\.\d%",
@@ -165,11 +153,11 @@ def test_graph_attention_trains_and_plots(source, tmp_path):
         r"One training step \(median\), [\d,]+ edges, 4 heads",
         r"attention and accuracy: \S*",
     ):
-        assert re.search(words, done.stdout), f"{words} not in\n{done.stdout}"
-    losses = re.findall(r"(\d+\.\d{4})", done.stdout)
+        assert re.search(words, printed), f"{words} not in\n{printed}"
+    losses = re.findall(r"(\d+\.\d{4})", printed)
     assert losses
     assert losses[::2] == losses[1::2]  # the same with segment operations
-    assert "nan" not in done.stdout
+    assert "nan" not in printed
     assert (tmp_path / "attention.png").stat().st_size > 10_000
 
 
@@ -226,13 +214,4 @@ def test_each_block_of_the_readme_runs_alone(tmp_path):
     """In a namespace of its own, as a reader pastes one; stdout may be anything."""
     script = tmp_path / "readme.py"
     script.write_text(f"for block in {BLOCKS!r}:\n    exec(block, {{}})\n")
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, script)

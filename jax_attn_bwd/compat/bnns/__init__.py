@@ -1,5 +1,8 @@
 """Apple BNNS's multi-head attention layer, `BNNSApplyMultiheadAttention` and its `...Backward`, in JAX terms.
 
+`BNNSFilterCreateLayerMultiheadAttention` makes an object of the layer's parameters `F`, which the calls take;
+here they take `F` itself.
+
 Kept from the source:
   * names and order of the arguments; a layer is three input projections and one output projection, each a
     triple `(target_desc, weights, bias)`; weights are `d_model x d_key x num_heads`, the output's are
@@ -13,14 +16,17 @@ Kept from the source:
   * in the backward each `..._delta` is a triple too: deltas of the input, the weights and the bias. None
     instead of a triple, or None or False in it, is a delta that is not asked for: it is not computed, and
     None comes back. `output_param_delta.target_desc` is the cotangent of the output;
-  * where one array is given for two or three of query, key and value, each of their deltas that is asked
-    for is the sum of those that are. One array means one Python object: under `jax.jit`, pass it once;
+  * with `sum_aliased`, deltas of query, key and value that go to one destination are each the sum of those
+    that are asked for. One destination means one Python object: under `jax.jit`, pass it once;
   * `backprop_cache` is optional; without one the backward runs the forward again.
 
 Changed:
   * results are returned: the forward returns the output, and the cache if `backprop_cache` is True; in the
-    backward, True in a triple asks for that delta. `add_to_attention` may have any of its shapes there too
-    (the source documents 2-D), and has no delta, as in the source; `jax.vjp` of the forward gives one;
+    backward, True in a triple asks for that delta, and so does an array of its shape, which is not written;
+  * without `sum_aliased`, the default, each delta is its own, be the inputs one array or not, so that their
+    sum is the gradient of that array;
+  * `add_to_attention` may have any of its shapes in the backward too (the source documents 2-D), and has no
+    delta, as in the source; `jax.vjp` of the forward gives one;
   * widths of query, key, value and output may differ; `batch_size` is checked, None will do; without it
     input may be unbatched; `output` in the backward is checked, not read; None will do;
   * the `target_desc` of a layer, a shape that follows from the input, is checked, None will do;
@@ -35,12 +41,17 @@ References:
   Apple Accelerate, BNNS, BNNSApplyMultiheadAttention, BNNSApplyMultiheadAttentionBackward.
 """
 
-from jax_attn_bwd.compat.bnns.call import apply_multihead_attention as apply_multihead_attention
-from jax_attn_bwd.compat.bnns.call import (
-    apply_multihead_attention_backward as apply_multihead_attention_backward,
-)
+from jax_attn_bwd.compat.bnns.call import apply_multihead_attention, apply_multihead_attention_backward
 from jax_attn_bwd.compat.bnns.layer import (
-    BNNSLayerParametersMultiheadAttention as BNNSLayerParametersMultiheadAttention,
+    BNNSLayerParametersMultiheadAttention,
+    BNNSMHAProjectionParameters,
+    BNNSMultiheadAttentionDeltas,
 )
-from jax_attn_bwd.compat.bnns.layer import BNNSMHAProjectionParameters as BNNSMHAProjectionParameters
-from jax_attn_bwd.compat.bnns.layer import BNNSMultiheadAttentionDeltas as BNNSMultiheadAttentionDeltas
+
+__all__ = [
+    "BNNSLayerParametersMultiheadAttention",
+    "BNNSMHAProjectionParameters",
+    "BNNSMultiheadAttentionDeltas",
+    "apply_multihead_attention",
+    "apply_multihead_attention_backward",
+]

@@ -1,10 +1,12 @@
 """`apply_multihead_attention` and `apply_multihead_attention_backward`."""
 
+from operator import attrgetter
 from typing import Any
 
 import jax
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd.compat import destinations
 from jax_attn_bwd.compat.bnns.layer import (
     INPUTS,
     BNNSLayerParametersMultiheadAttention,
@@ -82,27 +84,33 @@ def apply_multihead_attention_backward(
     value: jax.Array,
     value_param_delta: BNNSMHAProjectionParameters | None,
     add_to_attention: jax.Array | None,
-    key_attn_bias_delta: bool | None,
-    value_attn_bias_delta: bool | None,
+    key_attn_bias_delta: bool | jax.Array | None,
+    value_attn_bias_delta: bool | jax.Array | None,
     output: jax.Array | None,
     output_param_delta: BNNSMHAProjectionParameters,
     backprop_cache: Any = None,
+    *,
+    sum_aliased: bool = False,
 ) -> BNNSMultiheadAttentionDeltas:
     """The gradients of `apply_multihead_attention`.
 
     Args:
-      query_param_delta, key_param_delta, value_param_delta: which deltas are asked for, a bool or None for
-        `target_desc` (the input), `weights` and `bias`; None = none of them.
-      key_attn_bias_delta, value_attn_bias_delta: whether these are asked for.
+      query_param_delta, key_param_delta, value_param_delta: which deltas are asked for: True, or an array of
+        the delta's shape and dtype (the source's destination; its contents are not read), or False or None
+        for `target_desc` (the input), `weights` and `bias`; None = none of them.
+      key_attn_bias_delta, value_attn_bias_delta: whether these are asked for, in the same way.
       output: what the forward returned, or None.
       output_param_delta: `target_desc` is the cotangent of `output`, its shape and dtype; `weights` and
         `bias` tell whether their deltas are asked for.
       backprop_cache: what the forward returned for the same arguments, or None.
+      sum_aliased: deltas of query, key and value that have one destination are each their sum, as in the
+        source. A destination is the array in `target_desc`; beside True it is that of the input itself.
       F, batch_size, query, key, key_mask, value, add_to_attention: as in the forward.
 
     Returns:
       BNNSMultiheadAttentionDeltas, each delta with its argument's shape and dtype; None where not asked for,
-      or where the layer has no such array. Deltas of one array given as several inputs are their sum.
+      or where the layer has no such array. Where one array is given as several inputs, its gradient is the
+      sum of their deltas.
 
     Gradients:
       A composition of differentiable operations: it may itself be differentiated.
@@ -148,10 +156,13 @@ def apply_multihead_attention_backward(
     if output is not None:
         checks.shape(name, "output", checks.floating(name, "output", output), letters, expected_shape)
     if backprop_cache is not None and not isinstance(backprop_cache, MultiHeadAttentionResidual):
-        expect = "be None or the cache that the forward returned"
+        expect = "be None or the cache that apply_multihead_attention(..., backprop_cache=True) returned"
         got = type(backprop_cache).__name__
         raise TypeError(checks.message(name, "backprop_cache", expect, got))
-    wanted = _wanted(name, triples, key_attn_bias_delta, value_attn_bias_delta)
+    asked = _asked(triples, key_attn_bias_delta, value_attn_bias_delta)
+    wanted = {
+        field for field, (argument, slot) in asked.items() if destinations.is_asked(name, argument, slot)
+    }
     present = {*INPUTS, *(n for n, x in call.params._asdict().items() if x is not None)}
     grads = _layer_bwd(
         dout,
@@ -162,11 +173,20 @@ def apply_multihead_attention_backward(
         wrt=sorted(wanted & present),
         **call.options,
     )
-    return deltas(_with_shared(grads, {"query": query, "key": key, "value": value}))
+    if checks.flag(name, "sum_aliased", sum_aliased):
+        given = {"query": query, "key": key, "value": value}
+        slots = {n: asked[n][1] if n in asked else None for n in given}
+        grads = _with_sums(grads, {n: slots[n] if checks.is_array(slots[n]) else given[n] for n in given})
+    found = deltas(grads)
+    for argument, slot in asked.values():
+        delta = attrgetter(argument)(found)
+        if delta is not None:
+            destinations.check(name, argument, slot, delta, (delta.dtype,))
+    return found
 
 
-def _wanted(name: str, triples: dict[str, Any], row_k: Any, row_v: Any) -> set[str]:
-    """The layer's names of what is asked for."""
+def _asked(triples: dict[str, Any], row_k: Any, row_v: Any) -> dict[str, tuple[str, Any]]:
+    """By the layer's names: the source's name of each slot, and what is in it."""
     asked = {"bias_k": ("key_attn_bias_delta", row_k), "bias_v": ("value_attn_bias_delta", row_v)}
     for part, triple in triples.items():
         argument = f"{'output' if part == 'out' else part}_param_delta"
@@ -175,18 +195,14 @@ def _wanted(name: str, triples: dict[str, Any], row_k: Any, row_v: Any) -> set[s
             asked[f"{part}_bias"] = f"{argument}.bias", triple.bias
             if part != "out":
                 asked[part] = f"{argument}.target_desc", triple.target_desc
-    return {
-        field
-        for field, (argument, flag) in asked.items()
-        if flag is not None and checks.flag(name, argument, flag)
-    }
+    return asked
 
 
-def _with_shared(grads: Any, given: dict[str, Any]) -> Any:
-    """Where one array was given for several inputs, each delta that is asked for is the sum of those."""
+def _with_sums(grads: Any, goes_to: dict[str, Any]) -> Any:
+    """Where several inputs have one destination, each delta that is asked for is the sum of those."""
     totals = {}
-    for name, x in given.items():
-        same = [getattr(grads, n) for n, y in given.items() if y is x]
+    for name, x in goes_to.items():
+        same = [getattr(grads, n) for n, y in goes_to.items() if y is x]
         parts = [g for g in same if g is not None]
         totals[name] = None if getattr(grads, name) is None else sum(parts[1:], parts[0])
     return grads._replace(**totals)

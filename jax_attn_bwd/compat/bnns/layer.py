@@ -124,9 +124,9 @@ def checked_call(
     options = _masks(operator, batch, (H, L, S), key_mask, add_to_attention)
     options["add_zero_attn"] = checks.flag(operator, "F.add_zero_attn", F.add_zero_attn)
     rate = checks.python_float(operator, "F.dropout", F.dropout)
+    if integer(operator, "F.seed", F.seed) > np.iinfo(np.uint32).max:
+        raise ValueError(checks.message(operator, "F.seed", "fit 32 bits", F.seed))
     if 0 < rate < 1:
-        if integer(operator, "F.seed", F.seed) > np.iinfo(np.uint32).max:
-            raise ValueError(checks.message(operator, "F.seed", "fit 32 bits", F.seed))
         options |= {"dropout_rate": rate, "dropout_key": jax.random.key(np.uint32(F.seed))}
     return Call(params, tuple(x.values()), options)
 

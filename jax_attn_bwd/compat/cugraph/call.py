@@ -1,15 +1,16 @@
 """From a GAT call of cugraph-ops to the operators: options, results, and what the eight calls share."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
+from jax_attn_bwd.compat import destinations
 from jax_attn_bwd.ops import graph as operators
 from jax_attn_bwd.ops.graph import BipartiteCSC, groups, kinds
 from jax_attn_bwd.ops.graph.arguments import prepare_additive
@@ -88,14 +89,31 @@ def _options(call: str, params: Any) -> dict[str, Any]:
     )
 
 
-def is_asked(call: str, argument: str, flag: Any) -> bool:
-    """Whether a gradient is: None or False refuses it; the source passes the array to write it into."""
-    if flag is None or isinstance(flag, bool | np.bool_):
-        return bool(flag)
-    if not checks.is_array(flag):
-        expected = "be None or False to refuse the gradient, or True"
-        raise TypeError(checks.message(call, argument, expected, type(flag).__name__))
-    return True
+def gradients(
+    call: str,
+    operator: Callable[..., Any],
+    dout: jax.Array,
+    graph: BipartiteCSC,
+    given: dict[str, Any],
+    slots: dict[str, tuple[str, Any]],
+    options: dict[str, Any],
+) -> list[jax.Array | None]:
+    """What a backward returns, in the order of `slots`: by the operator's names, the source's and what asks.
+
+    An array that asks may be wider than its argument: then all is computed from arrays as wide as it.
+    """
+    dtypes = {}
+    for field, (name, slot) in slots.items():
+        if destinations.is_asked(call, name, slot) and given[field] is not None:
+            own = given[field].dtype
+            destinations.check(call, name, slot, given[field], (own, accumulator_dtype(own)))
+            dtypes[field] = slot.dtype if checks.is_array(slot) else own
+    if any(dtype != given[field].dtype for field, dtype in dtypes.items()):
+        wide = accumulator_dtype(dout.dtype)
+        dout = dout.astype(wide)
+        given = {field: None if x is None else jnp.asarray(x, wide) for field, x in given.items()}
+    grads = operator(dout, graph, **given, **options, wrt=list(dtypes))
+    return [getattr(grads, field).astype(dtypes[field]) if field in dtypes else None for field in slots]
 
 
 class Call(NamedTuple):
@@ -133,13 +151,16 @@ class Call(NamedTuple):
             planes = checks.floating(call, "softmax_scores", softmax_scores)
             shape = (2, heads, self.graph.capacity)
             checks.shape(call, "softmax_scores", planes, "(2, num_heads, nnz)", shape)
-        named = zip(grads_type._fields, asked, strict=True)
-        flags = {_FIELDS[name]: is_asked(call, name, flag) for name, flag in named}
-        flags["dst"] = flags["dst"] and self.dst is not None
-        wrt = [field for field, flag in flags.items() if flag]
+        slots = {_FIELDS[n]: (n, slot) for n, slot in zip(grads_type._fields, asked, strict=True)}
         operator = operators.graph_attention_bwd if self.kind is GAT else operators.graph_attention_v2_bwd
-        grads = operator(dout, *self._arrays(), edge=self.edge, **_options(call, self.params), wrt=wrt)
-        return grads_type(*(getattr(grads, field) for field in flags))
+        given = {
+            "src": self.src,
+            "dst": self.dst,
+            "attention_weights": self.attention_weights,
+            "edge": self.edge,
+        }
+        settings = _options(call, self.params)
+        return grads_type(*gradients(call, operator, dout, self.graph, given, slots, settings))
 
     def _arrays(self) -> tuple:
         return self.graph, self.src, self.dst, self.attention_weights

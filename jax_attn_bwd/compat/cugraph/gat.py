@@ -61,9 +61,9 @@ def mha_gat_n2n_bwd(
     graph: BipartiteCSC,
     params: mha_params,
     *,
-    grad_src_node_embedding: bool | None = True,
-    grad_dst_node_embedding: bool | None = True,
-    grad_attention_weights: bool | None = True,
+    grad_src_node_embedding: bool | jax.Array | None = True,
+    grad_dst_node_embedding: bool | jax.Array | None = True,
+    grad_attention_weights: bool | jax.Array | None = True,
 ) -> MhaGatGrads:
     """The gradients of `mha_gat_n2n_fwd`.
 
@@ -72,11 +72,12 @@ def mha_gat_n2n_bwd(
       softmax_scores: `(2, num_heads, nnz)` of the forward, or None.
       src_node_embedding, dst_node_embedding, attention_weights, graph, params: as in the forward.
       grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights: None or False refuses the
-        gradient; True, or the array that the source would write into, asks for it.
+        gradient; True asks for it, and so does an array of its shape, into which the source would write:
+        of its argument's dtype, or float32 beside a narrower one, which is then the gradient's dtype.
 
     Returns:
       MhaGatGrads(grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights), each with the
-      shape and dtype of its argument, or None.
+      shape and, but for such arrays, the dtype of its argument; or None.
 
     Raises:
       As the forward.
@@ -136,10 +137,10 @@ def mha_gat_n2n_efeat_bwd(
     graph: BipartiteCSC,
     params: mha_params,
     *,
-    grad_src_node_embedding: bool | None = True,
-    grad_dst_node_embedding: bool | None = True,
-    grad_edge_embedding: bool | None = True,
-    grad_attention_weights: bool | None = True,
+    grad_src_node_embedding: bool | jax.Array | None = True,
+    grad_dst_node_embedding: bool | jax.Array | None = True,
+    grad_edge_embedding: bool | jax.Array | None = True,
+    grad_attention_weights: bool | jax.Array | None = True,
 ) -> MhaGatEfeatGrads:
     """The gradients of `mha_gat_n2n_efeat_fwd`; see `mha_gat_n2n_bwd`."""
     call = Call(

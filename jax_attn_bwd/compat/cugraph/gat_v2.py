@@ -34,9 +34,9 @@ def mha_gat_v2_n2n_bwd(
     graph: BipartiteCSC,
     params: mha_params,
     *,
-    grad_src_node_embedding: bool | None = True,
-    grad_dst_node_embedding: bool | None = True,
-    grad_attention_weights: bool | None = True,
+    grad_src_node_embedding: bool | jax.Array | None = True,
+    grad_dst_node_embedding: bool | jax.Array | None = True,
+    grad_attention_weights: bool | jax.Array | None = True,
 ) -> MhaGatGrads:
     """The gradients of `mha_gat_v2_n2n_fwd`; see `mha_gat_n2n_bwd`."""
     call = Call(
@@ -80,10 +80,10 @@ def mha_gat_v2_n2n_efeat_bwd(
     graph: BipartiteCSC,
     params: mha_params,
     *,
-    grad_src_node_embedding: bool | None = True,
-    grad_dst_node_embedding: bool | None = True,
-    grad_edge_embedding: bool | None = True,
-    grad_attention_weights: bool | None = True,
+    grad_src_node_embedding: bool | jax.Array | None = True,
+    grad_dst_node_embedding: bool | jax.Array | None = True,
+    grad_edge_embedding: bool | jax.Array | None = True,
+    grad_attention_weights: bool | jax.Array | None = True,
 ) -> MhaGatEfeatGrads:
     """The gradients of `mha_gat_v2_n2n_efeat_fwd`; see `mha_gat_n2n_bwd`."""
     call = Call(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.compat.cugraph.call import is_asked
+from jax_attn_bwd.compat.cugraph.call import gradients
 from jax_attn_bwd.ops import graph as operators
 from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_transformer
@@ -69,37 +69,34 @@ def mha_simple_n2n_bwd(
     norm_by_dim: bool = True,
     score_bias: jax.Array | None = None,
     *,
-    grad_key_emb: bool | None = True,
-    grad_query_emb: bool | None = True,
-    grad_value_emb: bool | None = True,
-    grad_edge_emb: bool | None = True,
-    grad_score_bias: bool | None = True,
+    grad_key_emb: bool | jax.Array | None = True,
+    grad_query_emb: bool | jax.Array | None = True,
+    grad_value_emb: bool | jax.Array | None = True,
+    grad_edge_emb: bool | jax.Array | None = True,
+    grad_score_bias: bool | jax.Array | None = True,
 ) -> MhaSimpleGrads:
-    """The gradients of `mha_simple_n2n`; each may be refused."""
+    """The gradients of `mha_simple_n2n`; each may be refused, or asked for, as in `mha_gat_n2n_bwd`."""
     call = "cugraph.mha_simple_n2n_bwd"
     options = _options(call, num_heads, concat_heads, norm_by_dim)
     settings, operands = _check(call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options)
     g = checks.floating(call, "grad_output_embedding", grad_output_embedding)
     check_cotangents(call, settings, operands, g, None, None, None, None)
-    flags = {
-        "key": is_asked(call, "grad_key_emb", grad_key_emb),
-        "query": is_asked(call, "grad_query_emb", grad_query_emb),
-        "value": is_asked(call, "grad_value_emb", grad_value_emb),
-        "edge": is_asked(call, "grad_edge_emb", grad_edge_emb) and edge_emb is not None,
-        "score_bias": is_asked(call, "grad_score_bias", grad_score_bias) and score_bias is not None,
+    slots = {
+        "key": ("grad_key_emb", grad_key_emb),
+        "query": ("grad_query_emb", grad_query_emb),
+        "value": ("grad_value_emb", grad_value_emb),
+        "edge": ("grad_edge_emb", grad_edge_emb),
+        "score_bias": ("grad_score_bias", grad_score_bias),
     }
-    grads = operators.graph_transformer_attention_bwd(
-        g,
-        graph,
-        query_emb,
-        key_emb,
-        value_emb,
-        edge=edge_emb,
-        score_bias=score_bias,
-        wrt=[argument for argument, flag in flags.items() if flag],
-        **options,
-    )
-    return MhaSimpleGrads(*(getattr(grads, argument) for argument in flags))
+    given = {
+        "query": query_emb,
+        "key": key_emb,
+        "value": value_emb,
+        "edge": edge_emb,
+        "score_bias": score_bias,
+    }
+    operator = operators.graph_transformer_attention_bwd
+    return MhaSimpleGrads(*gradients(call, operator, g, graph, given, slots, options))
 
 
 def _options(call: str, num_heads: Any, concat_heads: Any, norm_by_dim: Any) -> dict[str, Any]:

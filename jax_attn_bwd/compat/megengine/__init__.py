@@ -19,7 +19,9 @@ Kept from the source:
     `attn_mask` is that of head h of batch entry n;
   * cudnn-style masks are integers and both must be given: `attn_mask (2, L)`, the first key that each query
     sees and the one after its last; `key_padding_mask (2, N)`, how many queries and how many keys count;
-  * in training the weights are returned after dropout; `(N * num_heads, L, S)`, or `(N, L, S)` averaged;
+  * in training the weights are returned after dropout; `(N * num_heads, L, S)`, or `(N, L, S)` averaged. Of
+    `average_attn_weights` the source says "Default: False (i.e. average weights across heads)", which
+    contradicts itself: False, the default, is by head here, as its code has it;
   * `out_drop` drops elements of the output after its bias; dropout needs `training`.
 
 Changed:
@@ -41,7 +43,7 @@ References:
   MegEngine 1.13, megengine.functional.nn.multi_head_attention, megengine.module.MultiHeadAttention.
 """
 
-from jax_attn_bwd.compat.megengine.call import multi_head_attention as multi_head_attention
-from jax_attn_bwd.compat.megengine.packing import IOWeightBias as IOWeightBias
-from jax_attn_bwd.compat.megengine.packing import pack_io_weight_bias as pack_io_weight_bias
-from jax_attn_bwd.compat.megengine.packing import unpack_io_weight_bias as unpack_io_weight_bias
+from jax_attn_bwd.compat.megengine.call import multi_head_attention
+from jax_attn_bwd.compat.megengine.packing import IOWeightBias, pack_io_weight_bias, unpack_io_weight_bias
+
+__all__ = ["IOWeightBias", "multi_head_attention", "pack_io_weight_bias", "unpack_io_weight_bias"]

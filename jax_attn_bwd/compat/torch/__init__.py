@@ -28,4 +28,6 @@ References:
   PyTorch 2.13, torch.nn.functional.multi_head_attention_forward, torch.nn.MultiheadAttention.
 """
 
-from jax_attn_bwd.compat.torch.call import multi_head_attention_forward as multi_head_attention_forward
+from jax_attn_bwd.compat.torch.call import multi_head_attention_forward
+
+__all__ = ["multi_head_attention_forward"]

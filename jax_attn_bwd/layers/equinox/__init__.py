@@ -1,11 +1,18 @@
 """Layers for Equinox."""
 
-from jax_attn_bwd.layers.equinox.deformable import (
-    MultiScaleDeformableAttention as MultiScaleDeformableAttention,
-)
-from jax_attn_bwd.layers.equinox.graph import GATConv as GATConv
-from jax_attn_bwd.layers.equinox.graph import GATv2Conv as GATv2Conv
-from jax_attn_bwd.layers.equinox.graph import TransformerConv as TransformerConv
-from jax_attn_bwd.layers.equinox.multi_head import MultiHeadAttention as MultiHeadAttention
-from jax_attn_bwd.layers.equinox.multi_head import MultiheadAttention as MultiheadAttention
-from jax_attn_bwd.layers.equinox.published_weights import load_torch as load_torch
+from jax_attn_bwd.layers.deformable import encoder_reference_points
+from jax_attn_bwd.layers.equinox.deformable import MultiScaleDeformableAttention
+from jax_attn_bwd.layers.equinox.graph import GATConv, GATv2Conv, TransformerConv
+from jax_attn_bwd.layers.equinox.multi_head import MultiHeadAttention, MultiheadAttention
+from jax_attn_bwd.layers.equinox.published_weights import load_torch
+
+__all__ = [
+    "GATConv",
+    "GATv2Conv",
+    "MultiHeadAttention",
+    "MultiScaleDeformableAttention",
+    "MultiheadAttention",
+    "TransformerConv",
+    "encoder_reference_points",
+    "load_torch",
+]

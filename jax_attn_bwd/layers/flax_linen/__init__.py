@@ -1,13 +1,18 @@
 """Layers for Flax linen."""
 
-from jax_attn_bwd.layers.flax_linen.deformable import (
-    MultiScaleDeformableAttention as MultiScaleDeformableAttention,
-)
-from jax_attn_bwd.layers.flax_linen.graph import GATConv as GATConv
-from jax_attn_bwd.layers.flax_linen.graph import GATv2Conv as GATv2Conv
-from jax_attn_bwd.layers.flax_linen.graph import TransformerConv as TransformerConv
-from jax_attn_bwd.layers.flax_linen.multi_head import MultiHeadAttention as MultiHeadAttention
-from jax_attn_bwd.layers.flax_linen.multi_head import (
-    MultiHeadDotProductAttention as MultiHeadDotProductAttention,
-)
-from jax_attn_bwd.layers.flax_linen.published_weights import load_torch as load_torch
+from jax_attn_bwd.layers.deformable import encoder_reference_points
+from jax_attn_bwd.layers.flax_linen.deformable import MultiScaleDeformableAttention
+from jax_attn_bwd.layers.flax_linen.graph import GATConv, GATv2Conv, TransformerConv
+from jax_attn_bwd.layers.flax_linen.multi_head import MultiHeadAttention, MultiHeadDotProductAttention
+from jax_attn_bwd.layers.flax_linen.published_weights import load_torch
+
+__all__ = [
+    "GATConv",
+    "GATv2Conv",
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "MultiScaleDeformableAttention",
+    "TransformerConv",
+    "encoder_reference_points",
+    "load_torch",
+]

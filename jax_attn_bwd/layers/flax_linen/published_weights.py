@@ -10,7 +10,8 @@ def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str 
     """`params` of one layer with the values of a PyTorch module.
 
     Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face.
+    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. The GAT layers of PyTorch Geometric add self-loops
+    unless they were built with `add_self_loops=False`: hand the layer here `graph.with_self_loops()`.
 
     Args:
       params: those of the layer, `variables["params"]` of its `init` or the part of a model's that has its

@@ -82,7 +82,7 @@ def dot_product_attention(
       local_window_size: int or (left, right): a query at p sees keys from p - left to p + right.
       query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; give both.
       query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what
-        causality and windows compare, between -2**30 and 2**30; default the index (rings, packing,
+        causality and windows compare, between `-2**30` and `2**30`; default the index (rings, packing,
         bottom-right alignment). These integers, lengths and segment ids are computed with as int32.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       sink: `[N]`, floating: one more logit per row that takes probability and returns nothing.

@@ -70,6 +70,10 @@ def _positions(rng, n):
     }
 
 
+def _short(rng, n):
+    return {"key_value_seq_lengths": np.array([n["S"] - 1], np.int32)}
+
+
 def _sink(rng, n):
     return {"sink": 20.0 * rng.standard_normal(n["N"])}  # large: a sink near 0 hides errors
 
@@ -200,14 +204,7 @@ CASES = (
         tags=("second",),
         extra=_both(_sink, _bias(2, 1, 4)),
     ),
-    _case(
-        "second_lengths",
-        **_SECOND,
-        tags=("second",),
-        is_causal=True,
-        extra=lambda rng, n: {"key_value_seq_lengths": np.array([3], np.int32)},
-    ),
-    _case("second_segments", **_SECOND, tags=("second",), extra=_segments),
+    _case("second_segments", **_SECOND, tags=("second",), extra=_both(_segments, _short)),
     _case("second_dropout", **_SECOND, tags=("second",), extra=_dropout, dropout_rate=0.3),
     _case(
         "shard",

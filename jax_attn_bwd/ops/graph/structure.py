@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
+from jax_attn_bwd.ops.graph import self_loops
 from jax_attn_bwd.ops.graph.grouping import LIMIT, Groups, grouped, run_owners
 
 
@@ -83,6 +84,42 @@ class BipartiteCSC:
             edges = f"num_edges={self.num_edges}, {edges}"
         dtype = getattr(self.indices, "dtype", None)
         return f"BipartiteCSC(num_src={self.num_src}, num_dst={self.num_dst}, {edges}, dtype={dtype})"
+
+    def with_self_loops(
+        self,
+        edge: jax.Array | None = None,
+        *,
+        fill_value: float | jax.Array | str = "mean",
+        capacity: int | None = None,
+    ) -> Any:
+        """The graph with exactly one edge from each node to itself, those that were there replaced.
+
+        Args:
+          edge: edge data `[nnz, ...]`, floating, in the caller's order.
+          fill_value: what it holds for the loops: a number, an array that broadcasts to `[nodes, ...]`, or
+            "mean", "add", "min" or "max" of what the edges into the node hold.
+          capacity: as in `from_csc`.
+
+        Returns:
+          The graph, whose edges are in the caller's order without its loops, followed by one loop for each
+          node (those with a source and a destination of their number). With `edge`: (graph, edge data).
+
+        Gradients:
+          edge, and fill_value if it is an array.
+
+        Raises:
+          ValueError: shapes disagree. TypeError: the graph is traced.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jax_attn_bwd import BipartiteCSC
+          >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 1, 1], num_src=3, num_dst=3)
+          >>> graph, edge = graph.with_self_loops(jnp.array([1.0, 3.0, 7.0]))
+          >>> graph.num_edges, edge.tolist()
+          (5, [1.0, 3.0, 0.0, 2.0, 0.0])
+        """
+        found, data = self_loops.with_loops(self, edge, fill_value, capacity)
+        return found if edge is None else (found, data)
 
     @classmethod
     def from_csc(
@@ -166,6 +203,45 @@ class BipartiteCSC:
         order = _stable_order(dst)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=num_dst))])
         return _build(operator, offsets, src[order], order, num_src, capacity)
+
+    @classmethod
+    def from_edge_index(
+        cls,
+        edge_index: Any,
+        num_nodes: int | tuple[int, int],
+        *,
+        add_self_loops: bool = False,
+        capacity: int | None = None,
+    ) -> "BipartiteCSC":
+        """From the `edge_index` of PyTorch Geometric: a row of sources and a row of destinations.
+
+        Args:
+          edge_index: integers `[2, nnz]` (of a CPU tensor: its `.numpy()`).
+          num_nodes: nodes, or (sources, destinations).
+          add_self_loops: as `with_self_loops`, which also takes edge data along. The layers of PyTorch
+            Geometric do so by default.
+          capacity: as in `from_csc`, self-loops included.
+
+        Returns:
+          The graph.
+
+        Raises:
+          As `from_coo`.
+
+        Example:
+          >>> from jax_attn_bwd import BipartiteCSC
+          >>> BipartiteCSC.from_edge_index([[0, 2], [1, 1]], 3, add_self_loops=True).num_edges
+          5
+        """
+        operator = "BipartiteCSC.from_edge_index"
+        array = edge_index if isinstance(edge_index, jax.core.Tracer) else np.asarray(edge_index)
+        if array.ndim != 2 or array.shape[0] != 2:
+            raise ValueError(checks.message(operator, "edge_index", "have shape [2, nnz]", array.shape))
+        src, dst = (_integers(operator, "edge_index", x) for x in array)
+        nodes = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
+        if not checks.flag(operator, "add_self_loops", add_self_loops):
+            return cls.from_coo(src, dst, *nodes, capacity=capacity)
+        return cls.from_coo(src, dst, *nodes).with_self_loops(capacity=capacity)
 
     @classmethod
     def from_jraph(cls, graph: Any, *, capacity: int | None = None) -> "BipartiteCSC":

@@ -1,4 +1,9 @@
-from jax_attn_bwd.ops.multi_head.api import multi_head_attention as multi_head_attention
-from jax_attn_bwd.ops.multi_head.api import multi_head_attention_bwd as multi_head_attention_bwd
-from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionGrads as MultiHeadAttentionGrads
-from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionParams as MultiHeadAttentionParams
+from jax_attn_bwd.ops.multi_head.api import multi_head_attention, multi_head_attention_bwd
+from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionGrads, MultiHeadAttentionParams
+
+__all__ = [
+    "MultiHeadAttentionGrads",
+    "MultiHeadAttentionParams",
+    "multi_head_attention",
+    "multi_head_attention_bwd",
+]

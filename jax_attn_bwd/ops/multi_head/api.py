@@ -99,7 +99,7 @@ def multi_head_attention(
       query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; a query sees
         the keys of its own segment. Give both, in self-attention the same twice.
       query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what causality
-        and windows compare, between -2**30 and 2**30; default the index.
+        and windows compare, between `-2**30` and `2**30`; default the index.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       add_zero_attn: append a key and a value of zeros.
       dropout_rate: probability in [0, 1] of dropping an attention probability.

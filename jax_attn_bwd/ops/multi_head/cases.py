@@ -176,7 +176,7 @@ CASES = (
     _case("dropout_all", extra=_key, dropout_rate=1.0, **_EDGE),
     _case(
         "packed", _ALL, extra=_both(_segments, _lengths, _bias(4, 5, 7), _key), add_zero_attn=True,
-        logits_soft_cap=5.0, tags=("ci", "check"), **_DROPS,
+        logits_soft_cap=5.0, tags=("edge", "check"), **_DROPS,
     ),
     _case("packed_alone", extra=_both(_segments, _lengths), is_causal=True, **_EDGE),
     _case("positions", extra=_positions, is_causal=True, local_window_size=3, **_EDGE),

@@ -1,4 +1,5 @@
 """Scaled masked softmax."""
 
-from jax_attn_bwd.ops.softmax.api import scaled_masked_softmax as scaled_masked_softmax
-from jax_attn_bwd.ops.softmax.api import scaled_masked_softmax_bwd as scaled_masked_softmax_bwd
+from jax_attn_bwd.ops.softmax.api import scaled_masked_softmax, scaled_masked_softmax_bwd
+
+__all__ = ["scaled_masked_softmax", "scaled_masked_softmax_bwd"]

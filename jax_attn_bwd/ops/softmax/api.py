@@ -75,7 +75,7 @@ def scaled_masked_softmax(
     References:
       Bridle, Probabilistic interpretation of feedforward classification network outputs, 1990.
     """
-    x = _array(_NAME, "x", x)
+    x = checks.floating_rows(_NAME, "x", x)
     given, axis = axis, _axis(_NAME, x, axis)
     window = masks.window(_NAME, local_window_size)
     is_causal = checks.flag(_NAME, "is_causal", is_causal)
@@ -141,7 +141,7 @@ def scaled_masked_softmax_bwd(
       [0.1875, -0.1875]
     """
     name = f"{_NAME}_bwd"
-    y, dy = _array(name, "y", y), _array(name, "dy", dy)
+    y, dy = checks.floating_rows(name, "y", y), checks.floating_rows(name, "dy", dy)
     checks.shape(name, "dy", dy, "the shape of y", y.shape)
     checks.same_dtype(name, y=y, dy=dy)
     dy = reshard_like(dy, y, tuple(range(y.ndim)))
@@ -159,13 +159,6 @@ def scaled_masked_softmax_bwd(
     if mask is None:
         return dx
     return jnp.where(mask, dx, 0)
-
-
-def _array(operator: str, argument: str, x: Any) -> jax.Array:
-    x = checks.floating(operator, argument, x)
-    if x.ndim == 0:
-        raise ValueError(checks.message(operator, argument, "have at least one axis", x.shape))
-    return x
 
 
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:

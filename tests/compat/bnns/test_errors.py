@@ -42,6 +42,7 @@ ERRORS = {
     "dtypes": (dict(key=K.astype(np.float32)), TypeError, "must have one dtype"),
     "zero": (dict(F=F._replace(add_zero_attn=1)), TypeError, "F.add_zero_attn must be a Python bool"),
     "seed": (dict(F=F._replace(dropout=0.5, seed=0.5)), TypeError, "F.seed must be an int"),
+    "negative_seed": (dict(F=F._replace(seed=-1)), ValueError, "F.seed must be an int, 0 or more"),
     "long_seed": (dict(F=F._replace(dropout=0.5, seed=2**32)), ValueError, "F.seed must fit 32 bits"),
 }
 
@@ -59,8 +60,14 @@ BACKWARD_ERRORS = {
     "none": (dict(output_param_delta=None), TypeError, "output_param_delta must be a BNNSMHA"),
     "no_cotangent": (dict(output_param_delta=Triple()), TypeError, "target_desc must be a floating"),
     "cotangent": (dict(output_param_delta=Triple(Q[:, 1:])), ValueError, "target_desc must have shape"),
-    "array": (dict(key_param_delta=Triple(K)), TypeError, "key_param_delta.target_desc must be a"),
-    "row": (dict(key_attn_bias_delta=1), TypeError, "key_attn_bias_delta must be a Python bool"),
+    "slot": (dict(key_param_delta=Triple(K[:1])), ValueError, "key_param_delta.target_desc must have shape"),
+    "slot_dtype": (
+        dict(key_param_delta=Triple(K.astype(np.float32))),
+        TypeError,
+        "key_param_delta.target_desc must have dtype float64, got float32",
+    ),
+    "row": (dict(key_attn_bias_delta=1), TypeError, "key_attn_bias_delta must be None or False to refuse"),
+    "sum": (dict(sum_aliased=1), TypeError, "sum_aliased must be a Python bool"),
     "result": (dict(output=Q[:1]), ValueError, "output must have shape"),
     "cache": (dict(backprop_cache=(Q,)), TypeError, "backprop_cache must be None or the cache"),
 }

@@ -117,7 +117,7 @@ def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeyp
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=thorough), "bfloat16", pytest.param("float16", marks=thorough)]
+    "dtype", [pytest.param(d, marks=thorough) for d in ("float32", "bfloat16", "float16")]
 )
 def test_in_low_precision(forced, monkeypatch, dtype):
     """As near to float64 as the portable loops: sums are float32, results are rounded once."""

@@ -84,9 +84,8 @@ LONG = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.name, marks=[thorough] * (c.name != "causal")) for c in LONG]
-)
+@thorough
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
 def test_tiles_against_definition(case):
     measured(OPERATOR, NAME, case)
 

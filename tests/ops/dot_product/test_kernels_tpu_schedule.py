@@ -38,7 +38,7 @@ def visited(schedule, b):
 
 
 @pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=[thorough] * (i in (2, 4))) for i in range(8)])
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[thorough] * (i not in (0, 3, 7))) for i in range(8)])
 def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
     rng = np.random.default_rng(seed)
     B, T, S = 2, *((300, 500), (500, 131), (128, 256))[seed % 3]

@@ -29,7 +29,8 @@ def test_first_order(operator, implementation, case):
     test_values.test_first_order(operator, implementation, case)
 
 
-@pytest.mark.parametrize(CASE, first_of_each(dense("second")))
+@thorough
+@pytest.mark.parametrize(CASE, dense("second"))
 def test_every_mode_under_jit(operator, implementation, case):
     test_second_order.test_every_mode_under_jit(operator, implementation, case)
 

@@ -39,7 +39,7 @@ def test_weights_are_those_before_dropout_and_sum_to_one_with_the_sink():
 
 
 @pytest.mark.parametrize(
-    "save", [*(pytest.param(save, marks=thorough) for save in ("inputs", "qkv")), "probs"]
+    "save", ["inputs", *(pytest.param(save, marks=thorough) for save in ("qkv", "probs"))]
 )
 def test_a_loss_of_the_weights_alone(save):
     """The output projection, to which no cotangent leads, has the gradient 0."""
