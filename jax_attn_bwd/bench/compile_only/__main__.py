@@ -96,7 +96,8 @@ def _tell(what: str, programs: Sequence[Program]) -> int:
 def _scale(path: Path) -> int:
     """Compiles for the pods whose compilers are here, and writes the page."""
     reasons = {pod: devices.missing(about.target) for pod, about in scale.PODS.items()}
-    print(*dict.fromkeys(filter(None, reasons.values())), sep="\n", end="", file=sys.stderr)
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        print(reason, file=sys.stderr)
     here = [pod for pod, reason in reasons.items() if reason is None]
     return scale.table(path, here) if here else 2
 

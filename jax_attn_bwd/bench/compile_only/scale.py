@@ -118,10 +118,12 @@ class Row:
 
 
 _ABOUT = """A training step of the model of `examples/train_language_model.py` on one sequence of 1,048,576
-tokens, compiled in full with no such pod at hand. Sizes are those of Llama 3 8B: 32 layers of width 4,096,
-32 heads of 128 over 8 key heads; over bytes, so without its vocabulary. Layers are scanned, and recomputed in
-the backward from their inputs and what attention saved; weights and Adam's moments, float32, are split over
-all devices. Attention runs this package's kernels; but with Ulysses tokens are laid out by `zigzag`.
+tokens, compiled in full with no such pod at hand: written again inside one `jax.shard_map`, with grouped key
+heads, bfloat16 activations and norms without a scale. Sizes are those of Llama 3 8B: 32 layers of width
+4,096, 32 heads of 128 over 8 key heads; over bytes, so without its vocabulary. Layers are scanned, and
+recomputed in the backward from their inputs and what attention saved; weights and Adam's moments, float32,
+are split over all devices. Attention runs this package's kernels; tokens are laid out by `zigzag`, but in
+order with Ulysses.
 
 All figures are of one device and in GiB. `memory`: arguments, results and temporaries as the compiler counts
 them, of what the device has. `kept`: 12 bytes for each of its weights, and the saved arrays. `sent`: what
@@ -131,17 +133,18 @@ or a product of matrices runs, by the schedule: nothing was timed. `5 at once`: 
 `xla_gpu_experimental_parallel_collective_overlap_limit=5`. Rewritten by
 `python -m jax_attn_bwd.bench.compile_only --table scale`."""
 _DIFFERENCES = """Where found is not predicted: compilers round gradients to bfloat16 before the last hop of a
-ring, which sends less; for v6e and TPU7x a reduce-scatter of the kernels' gradients becomes an all-reduce,
-which sends twice as much."""
+ring, which sends less; those for TPUs make all-reduces of the reduce-scatters, which sends twice as much, and
+sum the all-gather's gradients of keys and values in bfloat16. A sum above the memory of a device stands as it
+is: the compilers refuse by a count of their own."""
 _WHICH = """## Which to take
 
 * **Ulysses** where the devices along the sequence divide the key heads, here up to 8: it sends least, less
   the more devices there are, and needs no layout.
 * **A ring** everywhere else. It sends about as much as an all-gather, holds no more than a device's own
-  tokens, and travels while it computes: on v6e and TPU7x by itself, on GPUs with several transfers at once.
-  For v5e beyond the 8 chips of a host the compiler waits for every hop.
+  tokens, and travels while it computes: on v6e by itself, on GPUs with several transfers at once.
 * **An all-gather** where the keys and values of the whole sequence, and their float32 gradients, are small
-  beside the memory (here 12 GiB for a layer, on every device): two collectives in the place of n."""
+  beside the memory (here 12 GiB for a layer, on every device): two collectives in the place of n. So, too,
+  for v5e beyond the 8 chips of a host, where the compiler waits for every hop of a ring."""
 
 
 def training_step(model: Model, kind: str, implementation: str | None = None) -> Callable[..., Any]:
