@@ -177,7 +177,9 @@ def against_float64(call):
     aim = check.target(call.operator, call.case, call.dtype)
     got = launched(compiled(call, aim.arrays, aim.cotangents), aim.arrays, aim.cotangents)
     wrong = {}
-    for name, expected in aim.expected.items():
+    assert set(aim.expected) == set(got) or call.wanted is not None
+    for name in got:
+        expected = aim.expected[name]
         error, limit = check.relative_error(got[name], expected), aim.limits[name]
         if not error <= limit:
             entries = wrong_entries(got[name], expected, limit)
