@@ -67,6 +67,7 @@ LAYERS = (
         "ops/*/cpu",
         "ops/*/tables",
     ),
+    ("ops/*/liveness",),
     ("ops/*/traversal", "ops/*/working", "ops/*/logits", "ops/*/row_sums", "ops/*/kernels/*"),
     ("ops/*/whole",),
     ("ops/*/forward",),
@@ -86,7 +87,7 @@ LAYERS = (
     ("check",),
     ("bench/*",),
 )
-DOORS = ("block", "spec", "visibility", "arguments")  # what one operator imports of another
+DOORS = ("block", "spec", "liveness", "arguments")  # what one operator imports of another
 RANKS = [(pattern, rank) for rank, row in enumerate(LAYERS) for pattern in row]
 SIZES = {"kernels": 500, "": 400}  # lines of a file, by folder
 TESTS = ROOT.parent / "tests"

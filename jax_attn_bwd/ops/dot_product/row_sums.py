@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd.ops.dot_product import liveness
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
@@ -16,7 +16,7 @@ def delta(
     """(7), `[..., T, N]`, for the row values of all keys that the queries attend to."""
     out, lse, _ = result
     dout = dout.astype(lse.dtype)
-    if not visibility.every_query_sees(options, operands):
+    if not liveness.every_query_sees(options, operands):
         # Of a row that attends to nothing, which has out = 0, dout may be anything.
         nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
         dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
@@ -26,7 +26,7 @@ def delta(
 
 def finite_rows(options: Options, operands: Operands, lse: jax.Array, dlse: jax.Array) -> jax.Array:
     """dlse, 0 where lse is -inf: it may be anything there."""
-    if visibility.every_query_sees(options, operands):
+    if liveness.every_query_sees(options, operands):
         return dlse
     return jnp.where(lse == -jnp.inf, 0, dlse)
 

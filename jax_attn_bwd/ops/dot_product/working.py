@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.blocks import take_at
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.pallas import vary_alike
-from jax_attn_bwd.ops.dot_product import dropping, layout, visibility
+from jax_attn_bwd.ops.dot_product import dropping, layout, liveness, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
@@ -54,7 +54,7 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     q = layout.split_heads(operands.query, N // K)
     k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))
-    live, seen = visibility.live_and_seen(options, operands, T, S, len(batch), N // K)
+    live, seen = liveness.live_and_seen(options, operands, T, S, len(batch), N // K)
     if live is None and options.score_mod is not None:  # it may give -inf to all that a query sees
         live = jnp.ones((1,) * (len(batch) + 2) + (T,), bool)
     if live is not None:

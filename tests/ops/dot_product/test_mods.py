@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
-from jax_attn_bwd.ops.dot_product import reference, traversal, visibility
+from jax_attn_bwd.ops.dot_product import liveness, reference, traversal, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
@@ -144,9 +144,9 @@ def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
         operands = operands._replace(mask=jnp.asarray(rng.random((1, 1, 1, S)) < 0.5))
     if "query_seq_lengths" in more:
         operands = operands._replace(query_seq_lengths=jnp.asarray([290, 3], jnp.int32))
-    run = lambda: jax.jit(lambda o: visibility.live_and_seen(options, o, T, S, 1, 2))(operands)
+    run = lambda: jax.jit(lambda o: liveness.live_and_seen(options, o, T, S, 1, 2))(operands)
     expected = run()
-    monkeypatch.setattr(visibility, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(liveness, "BLOCK_ELEMENTS", 1)
     for got, wanted in zip(run(), expected, strict=True):
         full = np.broadcast_shapes(got.shape, wanted.shape)
         np.testing.assert_array_equal(*(np.broadcast_to(x, full) for x in (got, wanted)))

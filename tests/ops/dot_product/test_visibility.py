@@ -8,7 +8,7 @@ from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd.ops.dot_product import liveness, visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals, Result, Wanted
@@ -71,12 +71,12 @@ def test_live_and_seen_are_exact(seed, block_elements):
     window = (None, (2, 1), (0, 3))[rng.integers(3)]
     options = Options(scale=1.0, is_causal=bool(rng.random() < 0.4), window=window)
     arguments = drawn(rng, T, S)
-    before = visibility.BLOCK_ELEMENTS
-    visibility.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
+    before = liveness.BLOCK_ELEMENTS
+    liveness.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
     try:
-        live, seen = visibility.live_and_seen(options, Given(**as_arrays(arguments)), T, S, 1, G)
+        live, seen = liveness.live_and_seen(options, Given(**as_arrays(arguments)), T, S, 1, G)
     finally:
-        visibility.BLOCK_ELEMENTS = before
+        liveness.BLOCK_ELEMENTS = before
     expected = whole_plane(options, arguments, T, S)
     live, seen = (True if x is None else np.asarray(x) for x in (live, seen))
     np.testing.assert_array_equal(np.broadcast_to(live, (B, K, G, T)), expected.any(-1))

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_attn_bwd._core import sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import dropping, visibility
+from jax_attn_bwd.ops.dot_product import dropping, liveness, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.visibility import Tokens
 
@@ -181,7 +181,7 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
 def live_and_seen(options: Options, operands: Operands) -> tuple[Any, Any]:
     """(queries that see a key `[..., K|1, G|1, T]`, keys that a query sees `[..., K|1, S]`); None = all."""
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
-    return visibility.live_and_seen(options, operands, T, S, len(batch), N // K)
+    return liveness.live_and_seen(options, operands, T, S, len(batch), N // K)
 
 
 def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:

@@ -1,0 +1,164 @@
+"""Which queries see a key, and which keys a query sees: what `visibility.py` says, by row and by column.
+
+NaN in a row that nothing looks at must reach nothing, so both are exact. They take memory linear in T and S.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_attn_bwd._core.blocks import put_at, take_at
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.sharding import full_like_operands
+from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
+
+BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
+
+
+def live_and_seen(
+    options: Options, given: Any, T: Any, S: Any, batch_rank: int, groups: int
+) -> tuple[Any, Any]:
+    """(which queries see a key, `[..., K|1, G|1, T]`; which keys a query sees, `[..., K|1, S]`); None = all.
+
+    Exact, and in memory linear in T and S: block after block of queries is held against all keys, unless
+    causality, windows and lengths alone decide; with a `mask_mod`, tile after tile of those that are neither
+    empty nor full. `given` has the fields of `Given`.
+    """
+    if _tell_by_index(options, given) or 0 in (T, S):
+        live, seen = _by_index(options, given, T, S, batch_rank)
+        return _unless_all(live), _unless_all(seen)
+    plane: Any = partial(visibility.of_plane, options, given, T, S, batch_rank, groups)
+    sees = jax.eval_shape(plane)
+    if sees is None:
+        return None, None
+    batch = math.prod(sees.shape[:-2])
+    if all(isinstance(n, int) for n in (batch, T, S)) and batch * T * S > BLOCK_ELEMENTS:
+        if options.mask_mod is not None:
+            return _tile_after_tile(options, given, T, S, batch_rank, groups)
+        block = max(1, BLOCK_ELEMENTS // (batch * S))
+        return _block_after_block(options, given, T, S, batch_rank, groups, block)
+    return _reduced(plane(), T, S)
+
+
+def every_query_sees(options: Options, given: Any) -> bool:
+    """Whether shapes alone tell that each query sees a key; `given` is the `Operands`."""
+    *batch, T, _, _ = given.query.shape
+    if options.score_mod is not None:  # which may give -inf
+        return False
+    if not _tell_by_index(options, given):
+        return False
+    live, _ = _by_index(options, given, T, given.key.shape[-3], len(batch))
+    return isinstance(live, np.ndarray) and bool(live.all())
+
+
+def _tell_by_index(options: Options, given: Any) -> bool:
+    """Whether who sees whom is a matter of indices and lengths alone."""
+    banded = options.is_causal or options.window is not None
+    positions = given.query_positions is not None or given.key_value_positions is not None
+    others = (given.mask, given.bias, given.query_segment_ids, options.mask_mod)
+    return all(x is None for x in others) and not (banded and positions)
+
+
+def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
+    """A query sees an interval of the keys, and a key is seen by one of the queries: is it empty?"""
+    far = 2**30
+    left, right = options.window or (far, far)
+    left, right = min(left, far), 0 if options.is_causal else min(right, far)
+
+    def meets(n, others, before, after, end, other_end, first=0, other_first=0):
+        """Whether each of n finds one of the others in [index - before, index + after]."""
+        known = all(isinstance(x, int) for x in (n, others, first, other_first))
+        index: Any = first + (np if known else jnp).arange(n, dtype=np.int32)
+        least, greatest = (np if known else jnp).maximum(index - before, other_first), index + after
+        greatest = (np if known else jnp).minimum(greatest, other_first + (others - 1))
+        if other_end is not None:
+            other_end = other_end[..., None]
+            least, greatest = (to_rank(x, other_end.ndim) for x in (least, greatest))
+            greatest = jnp.minimum(greatest, other_end - 1)
+        found = least <= greatest
+        if end is not None:
+            end = end[..., None]
+            found = to_rank(found, end.ndim) & (to_rank(index, end.ndim) < end)
+        return to_rank(found, batch_rank + 1)
+
+    q_end, k_end = given.query_seq_lengths, given.key_value_seq_lengths
+    first = 0 if visibility._origin(given) is None else visibility._origin(given)
+    live = meets(T, S, left, right, q_end, k_end, first=first)
+    seen = meets(S, T, right, left, k_end, q_end, other_first=first)
+    return live[..., None, None, :], seen[..., None, :]
+
+
+def _unless_all(x: Any) -> jax.Array | None:
+    """None if shapes alone tell that all is seen."""
+    return None if isinstance(x, np.ndarray) and x.all() else jnp.asarray(x)
+
+
+def _block_after_block(options, given, T, S, batch_rank, groups, block) -> tuple[jax.Array, jax.Array]:
+    """`live_and_seen`, `block` queries at a time."""
+    tiling, origin = Tiling(block, S, "float32"), np.int32(0)
+    found = visibility.conditions(given, T, S, batch_rank, groups, block)
+
+    def held(i):
+        return _reduced(visibility.of_tile(options, found, i, origin, True, tiling, batch_rank + 4), block, S)
+
+    def step(seen, i):
+        live, more = held(i)
+        return seen | more, live
+
+    first, seen = held(origin)
+    seen, others = lax.scan(step, seen, np.arange(1, count(T, block), dtype=np.int32))
+    live = jnp.moveaxis(jnp.concatenate([first[None], others]), 0, -2)
+    return live.reshape(*live.shape[:-2], -1)[..., :T], seen
+
+
+def _tile_after_tile(options, given, T, S, batch_rank, groups) -> tuple[jax.Array, jax.Array]:
+    """`live_and_seen`: tiles that bounds call empty are passed over, and full ones not looked into."""
+    block_q, block_k = min(T, 256), min(S, 512)
+    tiling, rank = Tiling(block_q, block_k, "float32"), batch_rank + 4
+    found = visibility.conditions(given, T, S, batch_rank, groups, block_q, block_k)
+    some, every, final = visibility.known_tiles(options, found, block_q, block_k)
+    pairs: Any = np.argwhere(some).astype(np.int32)
+    if not final:
+        lives, fulls = visibility.of_tiles(options, found.rows, found.columns, block_q, block_k, found.places)
+        batch = tuple(range(lives.ndim - 2))
+        some, every = lives.any(batch), fulls.all(batch)
+    if not all(x is None for x in (found.mask, found.bias, found.rows.valid_length)):
+        every = every & False
+    empty_mixed_full = some.astype(np.int32) + (some & every).astype(np.int32)
+
+    def held(i, j):
+        return _reduced(visibility.of_tile(options, found, i, j, True, tiling, rank), block_q, block_k)
+
+    first = held(np.int32(0), np.int32(0))
+    sizes = (count(T, block_q) * block_q, count(S, block_k) * block_k)
+    none = tuple(
+        full_like_operands(x, (*x.shape[:-1], n), False, bool, given)
+        for x, n in zip(first, sizes, strict=True)
+    )
+
+    def step(carry, x):
+        i, j, kind = x
+        blocks = {-1: (i, block_q)}, {-1: (j, block_k)}
+        old = tuple(map(take_at, carry, blocks))
+        empty = lambda old: old
+        mixed = lambda old: tuple(a | b for a, b in zip(old, held(i, j), strict=True))
+        full = lambda old: tuple(x | True for x in old)
+        new = lax.switch(kind, (empty, mixed, full), old)
+        return tuple(map(put_at, carry, new, blocks)), None
+
+    i, j = pairs.T
+    live, seen = lax.scan(step, none, (i, j, empty_mixed_full[i, j]))[0]
+    return live[..., :T], seen[..., :S]
+
+
+def _reduced(sees: jax.Array, T: Any, S: Any) -> tuple[jax.Array, jax.Array]:
+    """(live, seen) of `sees [..., K|1, G|1, T|1, S|1]`."""
+    live, seen = sees.any(-1), sees.any((-3, -2))
+    return jnp.broadcast_to(live, (*live.shape[:-1], T)), jnp.broadcast_to(seen, (*seen.shape[:-1], S))
