@@ -205,8 +205,13 @@ CASES = (
         tags=("second",),
         extra=_both(_sink, _bias(2, 1, 4)),
     ),
-    _case("second_segments", **_SECOND, tags=("second",), extra=_both(_segments, _short)),
-    _case("second_dropout", **_SECOND, tags=("second",), extra=_dropout, dropout_rate=0.3),
+    _case(
+        "second_segments",
+        **_SECOND,
+        tags=("second",),
+        extra=_both(_segments, _short, _dropout),
+        dropout_rate=0.3,
+    ),
     _case(
         "shard",
         B=(4,),

@@ -203,7 +203,8 @@ def test_vmap_over_lengths(rng):
         assert_close(got, jnp.stack(rows), 0.0)
 
 
-@pytest.mark.parametrize("where", [pytest.param("explicit mesh", marks=thorough), "shard_map"])
+@thorough
+@pytest.mark.parametrize("where", ["explicit mesh", "shard_map"])
 def test_on_shards(where, rng):
     mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
     spec = jax.P("b", None, "n")
