@@ -128,7 +128,7 @@ def apply_multihead_attention_backward(
       ...     triple(None, w), triple(None, w), triple(None, w), output=triple(None, w.reshape(8, 8)))
       >>> deltas = bnns.apply_multihead_attention_backward(
       ...     layer, None, x, triple(True, True), x, None, triple(True), x, None, None, None, None, None,
-      ...     triple(x, weights=True))
+      ...     triple(x, weights=True), sum_aliased=True)
       >>> bool((deltas.query_param_delta.target_desc == deltas.key_param_delta.target_desc).all())
       True
       >>> deltas.query_param_delta.weights.shape, deltas.key_param_delta.weights
