@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_trees_close, thorough
-from ops.graph.calls import FUNCTIONS, H, every_kind, inputs, random_edges, values_and_gradients
+from ops.graph.calls import FUNCTIONS, H, each_kind, every_kind, inputs, random_edges, values_and_gradients
 
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd.ops.graph import grouping, groups
@@ -41,7 +41,7 @@ FORMS = {  # limit, width, run
 }
 
 
-@every_kind
+@each_kind("gat")
 @pytest.mark.parametrize(
     "name", [n if n == "chunks of runs" else pytest.param(n, marks=thorough) for n in FORMS]
 )

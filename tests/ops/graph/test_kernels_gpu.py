@@ -78,9 +78,6 @@ def values_and_gradients(kind, implementation, graph, arrays, wanted=None, **opt
     return jax.block_until_ready(run({name: arrays[name] for name in wanted or arrays}))
 
 
-# ---------------------------------------------------------------------- segments
-
-
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("capacity", [None, 2000])
 def test_segments_hold_every_edge_once(width, capacity):
@@ -89,8 +86,9 @@ def test_segments_hold_every_edge_once(width, capacity):
     src[:600], dst[700:], dst[:256] = 3, 7, 9
     dst[dst == 29] = 0
     graph = small_graph(src, dst, 40, 30, width=width, capacity=capacity)
+    cut = jax.jit(segments, static_argnums=(1, 2))
     for groups, nodes, near, far in ((graph.by_destination, 30, dst, src), (graph.by_source, 40, src, dst)):
-        at = jax.tree.map(np.asarray, segments(groups, nodes, graph.capacity))
+        at = jax.tree.map(np.asarray, cut(groups, nodes, graph.capacity))
         seen, places = [], []
         assert (np.diff(at.node) >= 0).all()
         assert set(at.node) >= set(range(nodes))  # the rows of nodes without edges are written, too
@@ -117,9 +115,6 @@ def test_places_are_summed_in_order():
     assert np.isnan(np.asarray(got)[[0, 2, 3, 5]]).all()
     np.testing.assert_array_equal(got[1], [6, 9])
     np.testing.assert_array_equal(got[4], [6, 7])
-
-
-# ---------------------------------------------------------------------- values
 
 
 @pytest.fixture
@@ -190,9 +185,6 @@ def test_huge_scores_that_tie():
     assert_trees_close(got, expected, 2e-6)
 
 
-# ---------------------------------------------------------------------- transformations
-
-
 @interpreted
 @thorough
 @pytest.mark.parametrize("kind", ["gatv2"])
@@ -248,9 +240,6 @@ def test_sharded_heads(kind, how):
         )
         got, expected = (jax.jit(of(name))(arrays) for name in (NAME, "xla"))
     assert_trees_close(got, expected, 4e-6)
-
-
-# ---------------------------------------------------------------------- which calls, which devices
 
 
 def shapes(num_heads=4, width=WIDTH, dtype="float32"):

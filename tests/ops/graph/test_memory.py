@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import assert_trees_close, saved_arrays
+from helpers import assert_trees_close, saved_arrays, thorough
 from ops.graph.calls import (
     FUNCTIONS,
     D,
@@ -61,6 +61,7 @@ def test_no_array_of_edges_times_features(kind):
     assert E * H <= largest(jaxpr) <= E * width / 4
 
 
+@thorough
 @each_kind("gat")
 def test_sums_have_one_writer_off_the_cpu(kind, monkeypatch):
     """Where a scatter adds in any order, none may have two rows for one place; and the sums agree."""

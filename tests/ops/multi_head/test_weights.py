@@ -38,9 +38,8 @@ def test_weights_are_those_before_dropout_and_sum_to_one_with_the_sink():
     assert_close(mean, weights.mean(1), 1e-14)
 
 
-@pytest.mark.parametrize(
-    "save", ["inputs", *(pytest.param(save, marks=thorough) for save in ("qkv", "probs"))]
-)
+@thorough
+@pytest.mark.parametrize("save", ["inputs", "qkv", "probs"])
 def test_a_loss_of_the_weights_alone(save):
     """The output projection, to which no cotangent leads, has the gradient 0."""
     params, x = layer(), inputs()
