@@ -155,8 +155,8 @@ def _quotient(xp, divide, x, y):
 def _truncated_quotient(xp, n, d):
     if not _is_integer(n):
         return n / d
-    quotient = xp.abs(n) // xp.abs(d)
-    return xp.where((n < 0) != (d < 0), -quotient, quotient)
+    quotient = n // d  # of the least integer, too, which has no absolute value
+    return quotient + ((quotient * d != n) & ((n < 0) != (d < 0))).astype(quotient.dtype)
 
 
 def _div(xp, _, x, y):
