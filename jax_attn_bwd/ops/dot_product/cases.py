@@ -9,23 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd._core.cases import Operator
 from jax_attn_bwd.ops.dot_product import api, mod_cases, reference, workloads
-
-
-def _case(name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options) -> Case:
-    """`extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
-
-    def build(rng):
-        letters = {"B": B, "T": T, "S": S, "N": N, "K": K, "H": H}
-        arrays = {
-            "query": rng.standard_normal((*B, T, N, H)),
-            "key": rng.standard_normal((*B, S, K, H)),
-            "value": rng.standard_normal((*B, S, K, Hv)),
-        }
-        return arrays | (extra(rng, letters) if extra else {})
-
-    return Case(name, build, options, frozenset(tags))
+from jax_attn_bwd.ops.dot_product.mod_cases import case as _case
 
 
 def _bias(*shape):

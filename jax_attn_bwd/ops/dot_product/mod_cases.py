@@ -11,11 +11,11 @@ from jax_attn_bwd._core.cases import Case
 PREFIX = "mod_args_"
 
 
-def _case(name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options) -> Case:
+def case(name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6, tags=("ci",), extra=None, **options) -> Case:
     """`extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
 
     def build(rng):
-        letters = {"B": B, "T": T, "S": S, "N": N}
+        letters = {"B": B, "T": T, "S": S, "N": N, "K": K, "H": H}
         arrays = {
             "query": rng.standard_normal((*B, T, N, H)),
             "key": rng.standard_normal((*B, S, K, H)),
@@ -91,44 +91,44 @@ _SHARD: dict[str, Any] = dict(B=(4,), T=6, S=10, N=8, K=4)
 _MORE = ("hidden",)  # left to the thorough tests
 
 CASES = (
-    _case("mod_causal", mask_mod=mods.causal & mods.sliding_window(3), tags=("hidden", "check")),
-    _case("mod_global", mask_mod=mods.sliding_window(3, 1) | mods.global_tokens(2), tags=_MORE),
-    _case("mod_document", mask_mod=mods.causal & mods.document, extra=_args(_documents), tags=_MORE),
-    _case("mod_tree", mask_mod=mods.tree, extra=_tree, tags=_MORE),
-    _case(
+    case("mod_causal", mask_mod=mods.causal & mods.sliding_window(3), tags=("hidden", "check")),
+    case("mod_global", mask_mod=mods.sliding_window(3, 1) | mods.global_tokens(2), tags=_MORE),
+    case("mod_document", mask_mod=mods.causal & mods.document, extra=_args(_documents), tags=_MORE),
+    case("mod_tree", mask_mod=mods.tree, extra=_tree, tags=_MORE),
+    case(
         "mod_combined",
         mask_mod=mods.prefix_lm & mods.document | ~mods.dilated(2),
         extra=_args(_prefix, _documents),
         tags=_MORE,
     ),
-    _case(
+    case(
         "mod_batch_and_head",
         B=(2, 1),
         mask_mod=_by_batch_and_head,
         extra=_with(_bias_and_sink, lambda rng, n: np.array([0, 2, 5, 1], np.int32)),
     ),
-    _case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=_args(_slopes), tags=("hidden", "check")),
-    _case(
+    case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=_args(_slopes), tags=("hidden", "check")),
+    case(
         "mod_relative",
         score_mod=mods.relative_bias(4),
         extra=_args(_table(4)),
         logits_soft_cap=2.0,
         tags=_MORE,
     ),
-    _case(
+    case(
         "mod_score",
         score_mod=_scaled_where_near,
         extra=_with(_bias_and_sink, lambda rng, n: rng.random(4), lambda rng, n: rng.random(2)),
         logits_soft_cap=3.0,
     ),
-    _case(
+    case(
         "mod_positions",
         mask_mod=mods.causal,
         score_mod=mods.soft_cap(2.0),
         extra=_positions_and_lengths,
         tags=_MORE,
     ),
-    _case(
+    case(
         "mod_dropout",
         mask_mod=mods.sliding_window(4, 2),
         score_mod=mods.soft_cap(1.0),
@@ -136,10 +136,10 @@ CASES = (
         extra=_dropout,
         tags=_MORE,
     ),
-    _case("mod_edge", T=1, S=1, mask_mod=~mods.causal, tags=("edge",)),
-    _case("mod_no_rows", T=0, S=3, mask_mod=mods.causal, tags=("edge",)),
+    case("mod_edge", T=1, S=1, mask_mod=~mods.causal, tags=("edge",)),
+    case("mod_no_rows", T=0, S=3, mask_mod=mods.causal, tags=("edge",)),
     # several tiles of the default tiling, none of them whole
-    _case(
+    case(
         "mod_tiles",
         **_TILES,
         mask_mod=mods.sliding_window(200) | mods.global_tokens(3),
@@ -147,7 +147,7 @@ CASES = (
         extra=_args(_table(9)),
         tags=_MORE,
     ),
-    _case(
+    case(
         "mod_tiles_traced",
         **_TILES,
         is_causal=True,
@@ -155,7 +155,7 @@ CASES = (
         score_mod=mods.alibi,
         extra=_args(_documents, _slopes),
     ),
-    _case(
+    case(
         "second_mod",
         **_SECOND,
         tags=("second",),
@@ -164,8 +164,8 @@ CASES = (
         extra=_with(lambda rng, n: {"bias": rng.standard_normal((2, 1, 4))}, _table(1)),
         logits_soft_cap=2.0,
     ),
-    _case("shard_mod", **_SHARD, tags=("shard",), score_mod=mods.alibi, extra=_args(_slopes)),
-    _case(
+    case("shard_mod", **_SHARD, tags=("shard",), score_mod=mods.alibi, extra=_args(_slopes)),
+    case(
         "shard_mod_mask",
         **_SHARD,
         tags=("shard", "bounds"),
