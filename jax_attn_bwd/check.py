@@ -78,13 +78,13 @@ def _run(function: Any, operator: Operator, options: Mapping) -> Any:
 def _by_name(operator: Operator, outputs: tuple, gradients: dict) -> dict[str, np.ndarray]:
     named = dict(zip(operator.outputs, outputs, strict=True))
     named |= {f"d{name}": gradient for name, gradient in gradients.items()}
-    return {name: np.asarray(x.astype(accumulator_dtype(x.dtype))) for name, x in named.items()}
+    return {name: np.asarray(x).astype(accumulator_dtype(x.dtype)) for name, x in named.items()}
 
 
 def _finite_cotangents(operator: Operator, outputs: tuple) -> tuple:
     """Random cotangents, 0 where the output is not finite (the lse of a row that sees nothing)."""
     cts = cotangents(operator, outputs)
-    return tuple(jnp.where(jnp.isfinite(x), ct, 0) for x, ct in zip(outputs, cts, strict=True))
+    return tuple(np.where(np.isfinite(x), ct, 0) for x, ct in zip(outputs, cts, strict=True))
 
 
 def quick_jit(function: Any) -> Any:
@@ -139,11 +139,11 @@ def _target(operator: Operator, case: Case, dtype: str) -> Target:
         exact = {name: cast(x, "float64") for name, x in arrays.items()}
         define = _definition(operator, case)
         zeros = jax.eval_shape(lambda: operator.reference(**exact, **options))
-        outputs, _ = define(exact, tuple(jnp.zeros(x.shape) for x in zeros))
+        outputs, _ = define(exact, tuple(np.zeros(x.shape) for x in zeros))
         cts = _finite_cotangents(operator, outputs)
         cts = tuple(cast(cast(ct, dtype), "float64") for ct in cts)  # representable in dtype
         expected = _by_name(operator, *define(exact, cts))
-    cts = tuple(cast(np.asarray(ct), dtype) for ct in cts)
+    cts = tuple(cast(ct, dtype) for ct in cts)
     limits = dict.fromkeys(expected, FLOAT64_LIMIT)
     if dtype != "float64":
         plain = _by_name(operator, *_definition(operator, case)(arrays, cts))

@@ -130,14 +130,16 @@ def is_floating(x: Any) -> bool:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """`x` as a JAX array; floating arrays in `dtype`."""
-    return jnp.asarray(x).astype(dtype) if is_floating(x) else jnp.asarray(x)
+    """`x` as a JAX array; floating arrays in `dtype`. By NumPy: each shape would be a program to compile."""
+    if not is_floating(x):
+        return x if isinstance(x, jax.Array) else jax.device_put(np.asarray(x))
+    return jax.device_put(np.asarray(x).astype(dtype))
 
 
 def cotangents(operator: Operator, outputs: tuple, seed: int = 1) -> tuple:
     """A random cotangent for each output: a constant one proves nothing of a softmax."""
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in outputs)
+    return tuple(cast(rng.standard_normal(x.shape), x.dtype) for x in outputs)
 
 
 def value_and_gradients(
