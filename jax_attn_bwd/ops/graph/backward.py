@@ -42,11 +42,11 @@ from jax_attn_bwd._core import parts
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.graph import groups, kinds, row_sums
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
-from jax_attn_bwd.ops.graph.groups import Chunk, extended, has_edges, rows, take
+from jax_attn_bwd.ops.graph.groups import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
 from jax_attn_bwd.ops.graph.row_sums import Saved
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
-from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
+from jax_attn_bwd.ops.graph.tables import factors, for_rows, gathered, tables, walked
 
 
 def backward(options: Options, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
@@ -74,7 +74,7 @@ def _backward(options, residuals, cotangents):
         need = need._replace(handed=True)
     sums = _zeros(need, t, residuals, cotangents)
     if has_edges(operands.graph):
-        saved = _extended(row_sums.saved(options, residuals, cotangents), operands.graph)
+        saved = _walked(row_sums.saved(options, residuals, cotangents), t, operands.graph)
         t = walked(t, operands.graph)
         sums = _source_pass(
             kind, t, saved, operands.graph, sums, need._replace(dst=need.dst and not two_passes)
@@ -85,12 +85,10 @@ def _backward(options, residuals, cotangents):
     return {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
 
 
-def _extended(found: Saved, graph: Any) -> Saved:
-    """`found` with a row at its end for indices past it, where p is 0."""
-    _, H, D = found.dout.shape
+def _walked(found: Saved, t: Tables, graph: Any) -> Saved:
+    """`found` as `groups.rows` reads it; where an index past the end finds a row of its own, p is 0."""
     fills = {"dout": 0, "delta": 0, "m": jnp.inf, "l": 1}
-    rows = {n: extended(getattr(found, n), graph, H * D, fill) for n, fill in fills.items()}
-    return found._replace(**rows)
+    return found._replace(**{n: for_rows(getattr(found, n), t, graph, fill) for n, fill in fills.items()})
 
 
 def _zeros(need: Sums[bool], t: Tables, residuals: Residuals, cotangents: Cotangents) -> Sums[Any]:

@@ -38,21 +38,36 @@ class Chunk(NamedTuple):
         return [Chunk(self.node, other, number, None) for other, number in parts]
 
 
-def extended(x: Any, graph: Any, elements: Any, fill: float = 0) -> Any:
-    """`x` with a row of `fill` at its end for `rows` to find, if an index may lie past the end."""
+def extended(x: Any, graph: Any, elements: Any, fill: float = 0, whole_sums: bool = False) -> Any:
+    """`x` with a row of `fill` at its end for `rows` to find, where what an index past the end finds counts.
+
+    It does in groups of several edges, which are summed, and with `whole_sums`, over all that a chunk holds.
+    What belongs to a single edge is dropped where it would be added.
+    """
     walks = (graph.by_destination, graph.by_source)
+    single = adds_in_order() and all(walk.other.shape[1] == 1 for walk in walks)
+    if single and not whole_sums:
+        return x
     if graph.exact and all(_grid(walk, elements)[0] == 1 for walk in walks):
         return x
     return jnp.pad(x, ((0, 1), *((0, 0) for _ in x.shape[1:])), constant_values=fill)
 
 
+@jax.custom_jvp
 def rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The rows of `x` at `index`, of nodes; an index past the end finds the last row of what is `extended`.
+    """The rows of `x` at `index`, of nodes; an index past the end finds the last row, see `extended`.
 
     To compare each index with the end, as `take` does, is slower: XLA:CPU then computes an `exp` that
     follows one number at a time, and a sum of products in one more pass.
     """
     return x.at[index].get(mode="clip")
+
+
+@rows.defjvp
+def _rows_jvp(primals, tangents):
+    """Of the last row the derivative counts for those who asked for it alone."""
+    x, index = primals
+    return rows(x, index), take(tangents[0], index)
 
 
 def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:

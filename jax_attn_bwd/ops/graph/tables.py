@@ -38,10 +38,14 @@ def gathered(operands: Operands) -> Operands:
 
 def walked(t: Tables, graph: BipartiteCSC) -> Tables:
     """The tables of nodes as `groups.rows` reads them."""
+    src, dst = (for_rows(x, t, graph) for x in (t.src, t.dst))
+    return t._replace(src=src, dst=dst, message=src if t.message is t.src else for_rows(t.message, t, graph))
+
+
+def for_rows(x: jax.Array, t: Tables, graph: BipartiteCSC, fill: float = 0) -> jax.Array:
+    """`x`, by node, as `groups.rows` reads it. The gradient of `a` is a sum over all that a chunk holds."""
     _, H, D = t.message.shape
-    src = extended(t.src, graph, H * D)
-    message = src if t.message is t.src else extended(t.message, graph, H * D)
-    return t._replace(src=src, dst=extended(t.dst, graph, H * D), message=message)
+    return extended(x, graph, H * D, fill, whole_sums=t.a is not None)
 
 
 def _counters(operands, H):
