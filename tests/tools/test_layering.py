@@ -79,7 +79,7 @@ LAYERS = (
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/*/api", "ops/*/gradients", "ops/*/edge_softmax"),
     ("mods/*",),
-    ("ops/*/workloads", "ops/*/cases", "ops/*/mod_cases"),
+    ("ops/*/workloads", "ops/*/cases", "ops/*/mod_cases", "ops/*/edge_cases"),
     ("ops/*/__init__", "ops/__init__"),
     ("layers/*", "compat/*"),
     ("parallel/*",),

@@ -17,7 +17,8 @@ def tables(kind: Kind, operands: Operands) -> Tables:
     src, dst, edge, a = kind.score_tables(operands)
     message = src  # one array, which the loops hold once
     if not kind.message_is_src:
-        message = split_heads(operands.src if operands.value is None else operands.value, H)
+        value = operands.src if operands.value is None else operands.value
+        message = split_heads(value, kind.options.num_kv_heads)
     E, bias = operands.graph.capacity, operands.score_bias
     if bias is not None:
         bias = jnp.broadcast_to(bias.astype(dtype), (E, H))
@@ -36,12 +37,12 @@ def gathered(operands: Operands) -> Operands:
     return others._replace(attention_weights=a, dropout_mask=mask)
 
 
-def walked(t: Tables, graph: BipartiteCSC) -> Tables:
+def walked(kind: Kind, t: Tables, graph: BipartiteCSC) -> Tables:
     """The tables of nodes as `groups.rows` reads them."""
-    _, H, D = t.message.shape
-    src = extended(t.src, graph, H * D)
-    message = src if t.message is t.src else extended(t.message, graph, H * D)
-    return t._replace(src=src, dst=extended(t.dst, graph, H * D), message=message)
+    elements = kind.row_elements(t)
+    src = extended(t.src, graph, elements)
+    message = src if t.message is t.src else extended(t.message, graph, elements)
+    return t._replace(src=src, dst=extended(t.dst, graph, elements), message=message)
 
 
 def _counters(operands, H):
