@@ -99,10 +99,11 @@ def sharded_graph_attention(
       >>> parts.dst.collect(out).shape
       (3, 8)
 
-    Minibatches need no partition: sample a subgraph for each device, pad its nodes to one number and its
-    edges to one `capacity`, and stack them. The one exchange is then that of the shared gradients::
+    Minibatches need no partition: sample a subgraph for each device, and stack them, padded to one shape.
+    The one exchange is then that of the shared gradients::
 
-        stack = jax.tree.map(lambda *x: jnp.stack(x), *graphs)
+        batch = batch_graphs(graphs, capacity=edges, nodes=nodes, stacked=True)
+        stack, nodes = batch.graph, batch.src.join(features)
 
         @jax.shard_map(mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P())
         def loss(params, stack, nodes):

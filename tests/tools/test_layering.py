@@ -46,6 +46,7 @@ LAYERS = (
         "ops/*/structure",
         "ops/*/grouping",
         "ops/*/self_loops",
+        "ops/*/batching",
         "ops/*/groups",
         "ops/graph/softmax",
     ),
