@@ -14,9 +14,12 @@ from jax_attn_bwd.ops.dot_product import (
     dot_product_attention_bwd,
 )
 from jax_attn_bwd.ops.graph import (
+    BatchLayout,
     BipartiteCSC,
     GraphAttentionGrads,
+    GraphBatch,
     GraphTransformerAttentionGrads,
+    batch_graphs,
     edge_softmax,
     edge_softmax_bwd,
     graph_attention,
@@ -35,14 +38,17 @@ from jax_attn_bwd.ops.multi_head import (
 from jax_attn_bwd.ops.softmax import scaled_masked_softmax, scaled_masked_softmax_bwd
 
 __all__ = [
+    "BatchLayout",
     "BipartiteCSC",
     "DotProductAttentionGrads",
     "GraphAttentionGrads",
+    "GraphBatch",
     "GraphTransformerAttentionGrads",
     "MultiHeadAttentionGrads",
     "MultiHeadAttentionParams",
     "MultiScaleDeformableAttentionGrads",
     "attention_fn",
+    "batch_graphs",
     "compat",
     "dot_product_attention",
     "dot_product_attention_bwd",

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks, dropout
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
+from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
 from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph
 
@@ -63,13 +64,13 @@ def sharded_graph_attention(
       kind: "gat", "gatv2" or "transformer": the operator.
       mode: "halo" sends each part the rows that it has edges from; "all_gather" sends every row to every
         part, in one all-gather. `partitioned.traffic()` compares them.
-      value: `[n * N_src, dim]`, for the transformer. None: `src`, which then travels once for both.
+      value: `[n * N_src, K * Dv]`, for the transformer. None: `src`, which then travels once for both.
       edge: `[n * E, dim_edge]`.
       score_bias: `[n * E, H]`, or what broadcasts to it, for the transformer.
       dropout_key: as the operator takes it.
       dropout_mask: `[H, n * E]`: `partitioned.edges.place(mask.T).T`.
       dropout_offset: as the operator takes it; the edge is a scalar.
-      options: the others of the operator: concat_heads, activation, alpha, scale, dropout_rate,
+      options: the others of the operator: concat_heads, activation, alpha, scale, num_kv_heads, dropout_rate,
         return_attention_weights, return_residual, implementation.
 
     Returns:
@@ -98,10 +99,11 @@ def sharded_graph_attention(
       >>> parts.dst.collect(out).shape
       (3, 8)
 
-    Minibatches need no partition: sample a subgraph for each device, pad its nodes to one number and its
-    edges to one `capacity`, and stack them. The one exchange is then that of the shared gradients::
+    Minibatches need no partition: sample a subgraph for each device, and stack them, padded to one shape.
+    The one exchange is then that of the shared gradients::
 
-        stack = jax.tree.map(lambda *x: jnp.stack(x), *graphs)
+        batch = batch_graphs(graphs, capacity=edges, nodes=nodes, stacked=True)
+        stack, nodes = batch.graph, batch.src.join(features)
 
         @jax.shard_map(mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P())
         def loss(params, stack, nodes):
@@ -131,6 +133,8 @@ def sharded_graph_attention(
     given = {name: x for name, x in arrays.items() if x is not None or name == "src"}
     arrays = {name: checks.floating(_NAME, name, x) for name, x in given.items()}
     specs = _specs(partitioned, arrays, axis)
+    if value is not None:
+        shared = _check_value(arrays["src"], arrays["value"], num_heads, options.get("num_kv_heads"))
     offset = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
     arrays["offset"], specs["offset"] = dropout.offset(_NAME, offset, 1, 1), P()
     dropout.check_key(_NAME, dropout_key)
@@ -139,12 +143,17 @@ def sharded_graph_attention(
 
     def local(shards, arrays):
         graph, number, *indices = jax.tree.map(lambda x: x[0], shards)
-        rows = jnp.stack([arrays.pop(name) for name in ("src", "value") if name in arrays], axis=1)
-        table = _with_halo(rows, partitioned, indices, axis, mode)
+        rows, values = arrays.pop("src"), arrays.pop("value", None)
+        if values is not None:  # head by head: heads may lie along another axis of the mesh
+            width = rows.shape[1] // shared
+            rows = jnp.concatenate([split_heads(rows, shared), split_heads(values, shared)], axis=2)
+        sources = values = _with_halo(rows, partitioned, indices, axis, mode)
+        if sources.ndim == 3:
+            sources, values = (merge_heads(x) for x in jnp.split(sources, (width,), axis=2))
         batch, head, first, _ = arrays.pop("offset")
-        inputs = (table[:, 0], arrays.pop("dst"), arrays.pop("attention_weights", None))
+        inputs = (sources, arrays.pop("dst"), arrays.pop("attention_weights", None))
         if is_transformer:
-            inputs = (inputs[1], table[:, 0], table[:, -1])
+            inputs = (inputs[1], sources, values)
         at = (batch, head, first + number.astype(first.dtype), 0)
         return operator(graph, *inputs, num_heads=num_heads, dropout_offset=at, **arrays, **options)
 
@@ -153,7 +162,7 @@ def sharded_graph_attention(
 
 
 def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
-    """`[own rows, 1 or 2, dim]` -> `[own and received rows, 1 or 2, dim]`."""
+    """`[own rows, ...]` -> `[own and received rows, ...]`."""
     send, remote = indices
     sizes, rounds = partitioned.sizes, partitioned.rounds
     if not sum(sizes):
@@ -189,7 +198,16 @@ def _specs(partitioned: PartitionedGraph, arrays: dict[str, jax.Array], axis: Ax
             remedy = f"bring it into the layout by partitioned.{layouts[name]}.place"
             raise ValueError(checks.message(_NAME, name, expected, x.shape, remedy))
         specs[name] = P(*(None,) * along, axis)
-    if "value" in arrays:
-        checks.same_dtype(_NAME, src=arrays["src"], value=arrays["value"])
-        checks.shape(_NAME, "value", arrays["value"], "of src", arrays["src"].shape)
     return specs
+
+
+def _check_value(src: jax.Array, value: jax.Array, num_heads: Any, num_kv_heads: Any) -> int:
+    """The number of heads of keys and values, which travel together."""
+    checks.same_dtype(_NAME, src=src, value=value)
+    name = "num_heads" if num_kv_heads is None else "num_kv_heads"
+    heads = checks.integer(_NAME, name, num_heads if num_kv_heads is None else num_kv_heads, 1)
+    for argument, x in (("src", src), ("value", value)):
+        if x.shape[1] % heads:
+            expected = f"have a width that its {heads} heads divide"
+            raise ValueError(checks.message(_NAME, argument, expected, x.shape))
+    return heads

@@ -160,12 +160,16 @@ def test_values_and_gradients(kind, mode, axis_type):
     ],
 )
 def test_more_sources_than_destinations_and_an_empty_part(kind, mode, axis_type):
-    """Given dropout factors, a bias of the scores, the mean over heads."""
+    """Given dropout factors, a bias of the scores, the mean over heads; keys shared by heads."""
     graph, cut = bipartite()
     assert 0 in np.asarray(cut.graph.num_edges)
-    extra = ["dropout_mask"] + (["score_bias"] if kind == "transformer" else [])
-    arrays = arrays_of(kind, graph, *extra)
-    assert_alike(kind, graph, cut, arrays, mesh_of(axis_type), mode=mode, concat_heads=False)
+    extra, options = ["dropout_mask"], {"concat_heads": False, "num_heads": 4}
+    arrays = arrays_of(kind, graph, *extra, heads=4)
+    if kind == "transformer":
+        arrays = arrays_of(kind, graph, *extra, "score_bias", heads=4)
+        arrays |= {"src": arrays["src"][:, : 2 * D], "value": arrays["value"][:, :10]}
+        options["num_kv_heads"] = 2
+    assert_alike(kind, graph, cut, arrays, mesh_of(axis_type), mode=mode, **options)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +388,7 @@ def test_bad_arguments():
         (ValueError, "dropout_mask must have .* axis 1.*edges.place", {"dropout_mask": arrays["edge"]}),
         (TypeError, "attention_weights must be None for kind 'transformer'", {"kind": "transformer"}),
         (TypeError, "value must be None for kind 'gat'", {"value": src}),
-        (ValueError, "value must have shape of src", {**transformer, "value": src[:, 1:]}),
+        (ValueError, "value must have a width that its 2 heads divide", {**transformer, "value": src[:, 1:]}),
         (TypeError, "src, value must have one dtype", {**transformer, "value": src.astype(np.float32)}),
         (TypeError, "src must be a floating-point array, got dtype int64", {"src": np.ones(3, int)}),
         (TypeError, "src must be a floating-point array, got NoneType", {"src": None}),

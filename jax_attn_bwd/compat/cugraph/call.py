@@ -181,7 +181,7 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     """`[nnz, num_heads]`, the scores before the softmax; 0 in the padding."""
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
-    t = walked(tables(kind, operands), graph)
+    t = walked(kind, tables(kind, operands), graph)
     shape = (graph.capacity, options.num_heads)
     plane = full_like_operands(operands.src, shape, 0, dtype, operands)
     if not groups.has_edges(graph):

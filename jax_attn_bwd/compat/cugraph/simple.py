@@ -107,7 +107,7 @@ def _options(call: str, num_heads: Any, concat_heads: Any, norm_by_dim: Any) -> 
 def _check(call, graph, query, key, value, edge, score_bias, **options):
     """The operator's checked (options, operands); an error names `call`."""
     return prepare_transformer(
-        call, graph, query, key, value, edge=edge, score_bias=score_bias, dropout_rate=0.0,
-        dropout_key=None, dropout_mask=None, dropout_offset=None, return_attention_weights=False,
-        **options,
+        call, graph, query, key, value, num_kv_heads=None, edge=edge, score_bias=score_bias,
+        dropout_rate=0.0, dropout_key=None, dropout_mask=None, dropout_offset=None,
+        return_attention_weights=False, **options,
     )  # fmt: skip

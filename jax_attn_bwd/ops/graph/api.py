@@ -218,6 +218,7 @@ def graph_transformer_attention(
     value: jax.Array,
     *,
     num_heads: int,
+    num_kv_heads: int | None = None,
     edge: jax.Array | None = None,
     score_bias: jax.Array | None = None,
     scale: float | None = None,
@@ -236,15 +237,18 @@ def graph_transformer_attention(
         p   = softmax over the edges into a destination of s
         out = sum of dropout(p) (v_src (+ e)) over them
 
-    Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a node, head h the columns from
-    h * D to (h + 1) * D. No self-loop is ever added.
+    Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a query, head h the columns from
+    h * D to (h + 1) * D; K heads of keys and values, each read by H / K heads of the query that follow one
+    another, and Dv features of a value's head. No self-loop is ever added.
 
     Args:
       graph: the edges; see `BipartiteCSC`.
       query: `[num_dst, dim]`, floating, already projected.
-      key, value: `[num_src, dim]`, dtype of `query`.
+      key: `[num_src, K * D]`, dtype of `query`.
+      value: `[num_src, K * Dv]`, dtype of `query`.
       num_heads: H; divides dim.
-      edge: `[nnz, dim]`, floating; added to the key and to the value.
+      num_kv_heads: K; divides H; default H.
+      edge: `[nnz, K * D]`, floating; added to the key and to the value, where Dv = D.
       score_bias: broadcasts to `[nnz, H]`, floating; added to the scores. -inf hides the edge.
       scale: Python float; default `1 / sqrt(D)`. For a learned temperature multiply `query`.
       concat_heads: False takes the mean over heads instead of setting them side by side.
@@ -260,7 +264,7 @@ def graph_transformer_attention(
         GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
-      out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `query`, accumulated in
+      out: `[num_dst, H * Dv]`, or `[num_dst, Dv]` without `concat_heads`; dtype of `query`, accumulated in
         float32 (float64 for float64). 0 for a destination without edges.
       weights: `[nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
       lse: `[num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
@@ -286,15 +290,19 @@ def graph_transformer_attention(
       >>> q, k = jnp.ones((2, 8)), jnp.ones((3, 8))
       >>> graph_transformer_attention(graph, q, k, k, num_heads=2).shape
       (2, 8)
+      >>> k, v = jnp.ones((3, 4)), jnp.ones((3, 6))
+      >>> graph_transformer_attention(graph, q, k, v, num_heads=2, num_kv_heads=1).shape
+      (2, 12)
 
     References:
       Shi et al., Masked label prediction, 2021, arXiv:2009.03509, section 3.1.
+      Ainslie et al., GQA, 2023, arXiv:2305.13245: heads that share keys and values.
     """
     name = "graph_transformer_attention"
     options, operands = prepare_transformer(
-        name, graph, query, key, value, num_heads=num_heads, edge=edge, score_bias=score_bias,
-        scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        name, graph, query, key, value, num_heads=num_heads, num_kv_heads=num_kv_heads, edge=edge,
+        score_bias=score_bias, scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
     return _attend(name, options, operands, return_residual, implementation)

@@ -50,7 +50,7 @@ def prepare_additive(
     mask, words, offset = _dropout(
         operator, options, graph, src.dtype, dropout_key, dropout_mask, dropout_offset
     )
-    _check_explicit_sharding(operator, heads, src=src, dst=dst)
+    _check_explicit_sharding(operator, "num_heads", heads, src=src, dst=dst)
     if "attention_weights" not in kind.placement and any(spec := sharding.explicit_spec(attention_weights)):
         remedy = "the vectors of several sides follow one another in it; reshard it"
         expected = "not be sharded"
@@ -60,18 +60,31 @@ def prepare_additive(
 
 
 def prepare_transformer(
-    operator: str, graph, query, key, value, *, num_heads, edge, score_bias, scale, concat_heads,
-    dropout_rate, dropout_key, dropout_mask, dropout_offset, return_attention_weights,
+    operator: str, graph, query, key, value, *, num_heads, num_kv_heads, edge, score_bias, scale,
+    concat_heads, dropout_rate, dropout_key, dropout_mask, dropout_offset, return_attention_weights,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `graph_transformer_attention`."""
     graph = check_graph(operator, graph)
     query = _nodes(operator, "query", query, "num_dst", graph.num_dst)
-    key = _nodes(operator, "key", key, "num_src", graph.num_src, query.shape[1])
-    value = _nodes(operator, "value", value, "num_src", graph.num_src, query.shape[1])
-    checks.same_dtype(operator, query=query, key=key, value=value)
     heads = _num_heads(operator, num_heads, "query", query)
+    shared = _num_kv_heads(operator, num_kv_heads, heads)
+    width = query.shape[1] // heads * shared
+    key = _nodes(operator, "key", key, "num_src", graph.num_src)
+    if key.shape[1] != width:
+        expected = f"have shape [num_src, {'dim' if shared == heads else 'K * D'}] = {(graph.num_src, width)}"
+        remedy = "num_kv_heads is the number of its heads" if num_kv_heads is None else ""
+        raise ValueError(checks.message(operator, "key", expected, key.shape, remedy))
+    value = _nodes(operator, "value", value, "num_src", graph.num_src)
+    checks.same_dtype(operator, query=query, key=key, value=value)
+    if value.shape[1] % shared:
+        expected = f"have a width that its {shared} heads divide"
+        raise ValueError(checks.message(operator, "value", expected, value.shape))
     if edge is not None:
-        edge = _edge(operator, edge, graph, query.shape[1])
+        edge = _edge(operator, edge, graph, width)
+        if value.shape[1] != width:
+            expected = f"have the width of key, {width}, where edge is given"
+            remedy = "edge features are added to both"
+            raise ValueError(checks.message(operator, "value", expected, value.shape, remedy))
     if score_bias is not None:
         score_bias = checks.floating(operator, "score_bias", score_bias)
         checks.broadcasts(operator, "score_bias", score_bias, "[nnz, H]", (graph.capacity, heads))
@@ -89,11 +102,13 @@ def prepare_transformer(
         ),
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
+        sharing=heads // shared,
     )
     mask, words, offset = _dropout(
         operator, options, graph, query.dtype, dropout_key, dropout_mask, dropout_offset
     )
-    _check_explicit_sharding(operator, heads, query=query, key=key, value=value)
+    fewest = "num_heads" if shared == heads else "num_kv_heads"
+    _check_explicit_sharding(operator, fewest, shared, query=query, key=key, value=value)
     operands = Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
     return options, _placed(options, operands)
 
@@ -116,10 +131,11 @@ def check_cotangents(
     operator: str, options: Options, operands: Operands, dout, out, lse, dweights, dlse
 ) -> None:
     """Shapes and dtypes of what a `_bwd` is given beside the arguments of the forward; None passes."""
-    nodes, width = operands.dst.shape
-    heads, E = options.num_heads, operands.graph.capacity
-    per_head = (nodes, width)
-    shape = per_head if options.concat_heads else (nodes, width // heads)
+    nodes, heads, E = operands.dst.shape[0], options.num_heads, operands.graph.capacity
+    message = operands.src if operands.value is None else operands.value
+    width = message.shape[1] // options.num_kv_heads
+    per_head = (nodes, heads * width)
+    shape = per_head if options.concat_heads else (nodes, width)
     dtype, wide = operands.src.dtype, accumulator_dtype(operands.src.dtype)
     expected = {
         "dout": (dout, "the shape of out", shape, dtype),
@@ -158,6 +174,17 @@ def _num_heads(operator: str, num_heads: Any, argument: str, x: jax.Array) -> in
     return num_heads
 
 
+def _num_kv_heads(operator: str, num_kv_heads: Any, num_heads: int) -> int:
+    """K."""
+    if num_kv_heads is None:
+        return num_heads
+    num_kv_heads = checks.integer(operator, "num_kv_heads", num_kv_heads)
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        expected = f"be positive and divide num_heads, {num_heads}"
+        raise ValueError(checks.message(operator, "num_kv_heads", expected, num_kv_heads))
+    return num_kv_heads
+
+
 def _edge(operator: str, edge: Any, graph: BipartiteCSC, width: int | None) -> jax.Array:
     """Edge features, `[nnz, dim_edge]`, or as wide as the nodes'."""
     edge = checks.floating(operator, "edge", edge)
@@ -169,8 +196,8 @@ def _edge(operator: str, edge: Any, graph: BipartiteCSC, width: int | None) -> j
     return edge
 
 
-def _check_explicit_sharding(operator: str, num_heads: int, **nodes: jax.Array) -> None:
-    """On an Explicit mesh: nodes are not sharded, heads may be, alike in all arrays."""
+def _check_explicit_sharding(operator: str, name: str, heads: int, **nodes: jax.Array) -> None:
+    """On an Explicit mesh: nodes are not sharded, heads, of which `name` is the number, may be, all alike."""
     (first, like), *_ = nodes.items()
     for argument, x in nodes.items():
         spec = sharding.explicit_spec(x)
@@ -182,9 +209,9 @@ def _check_explicit_sharding(operator: str, num_heads: int, **nodes: jax.Array) 
             expected = f"be sharded like {first}, {sharding.explicit_spec(like)}"
             raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
     axis = sharding.explicit_spec(like)[1]
-    if axis is not None and num_heads % (n := sharding.axis_size(like, axis)):
+    if axis is not None and heads % (n := sharding.axis_size(like, axis)):
         expected = f"be a multiple of the size {n} of mesh axis {axis!r}"
-        raise ValueError(checks.message(operator, "num_heads", expected, num_heads, "reshard it"))
+        raise ValueError(checks.message(operator, name, expected, heads, "reshard it"))
 
 
 def _placed(options: Options, operands: Operands) -> Operands:

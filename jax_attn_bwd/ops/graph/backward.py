@@ -72,10 +72,10 @@ def _backward(options, residuals, cotangents):
     two_passes = need.dst and not (groups.adds_in_order() and operands.graph.run_owners is None)
     if two_passes:
         need = need._replace(handed=True)
-    sums = _zeros(need, t, residuals, cotangents)
+    sums = _zeros(kind, need, t, residuals, cotangents)
     if has_edges(operands.graph):
-        saved = _walked(row_sums.saved(options, residuals, cotangents), t, operands.graph)
-        t = walked(t, operands.graph)
+        saved = _walked(kind, row_sums.saved(options, residuals, cotangents), t, operands.graph)
+        t = walked(kind, t, operands.graph)
         sums = _source_pass(
             kind, t, saved, operands.graph, sums, need._replace(dst=need.dst and not two_passes)
         )
@@ -85,17 +85,20 @@ def _backward(options, residuals, cotangents):
     return {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
 
 
-def _walked(found: Saved, t: Tables, graph: Any) -> Saved:
+def _walked(kind: Kind, found: Saved, t: Tables, graph: Any) -> Saved:
     """`found` as `groups.rows` reads it; where an index past the end finds a row of its own, p is 0."""
     fills = {"dout": 0, "delta": 0, "m": jnp.inf, "l": 1}
-    return found._replace(**{n: for_rows(getattr(found, n), t, graph, fill) for n, fill in fills.items()})
+    rows = {n: for_rows(kind, getattr(found, n), t, graph, fill) for n, fill in fills.items()}
+    return found._replace(**rows)
 
 
-def _zeros(need: Sums[bool], t: Tables, residuals: Residuals, cotangents: Cotangents) -> Sums[Any]:
+def _zeros(
+    kind: Kind, need: Sums[bool], t: Tables, residuals: Residuals, cotangents: Cotangents
+) -> Sums[Any]:
     """The sums that are needed, all 0."""
     result, operands = residuals.result, (residuals.operands, residuals.result, cotangents)
     row = result.lse if result.m is None else result.m
-    by_edge = (residuals.operands.graph.capacity, t.message.shape[1])
+    by_edge = (residuals.operands.graph.capacity, kind.options.num_heads)
 
     def zeros(needed, like, shape=None):
         return full_like_operands(like, shape or like.shape, 0, row.dtype, operands) if needed else None
@@ -127,18 +130,18 @@ def _source_pass(
             src=groups.add(sums.src, chunk.node, new.src) if need.src else None,
         )
 
-    share, (_, H, D) = partial(_share, kind, t, saved, need), t.message.shape
-    return groups.scan(share, fold, sums, graph.by_source, graph.capacity, H * D)
+    share = partial(_share, kind, t, saved, need)
+    return groups.scan(share, fold, sums, graph.by_source, graph.capacity, kind.row_elements(t))
 
 
 def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
     """What the edges of a chunk give to the sums that are needed."""
     dtype, seen = saved.m.dtype, visible(t, chunk)
     single = chunk.exists is None
-    own, slots = rows(t.src, chunk.node).astype(dtype), chunk.slots()
+    own, slots = kind.to_heads(rows(t.src, chunk.node).astype(dtype)), chunk.slots()
 
     def ends_of(at):
-        return _ends(t, own, None, at, visible(t, at))
+        return _ends(kind, t, own, None, at, visible(t, at))
 
     def dout_of(at):
         return shown(rows(saved.dout, at.other).astype(dtype), visible(t, at))
@@ -149,15 +152,15 @@ def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) 
     z = factors(kind.options, t, chunk)
     w = p if z is None else p * z  # (2)
 
-    dx = None
+    dx: Any = None
     if need.message or (need.src and kind.message_is_src):
         parts = [(w, dout)] if single else zip(w, map(dout_of, slots), strict=True)
         dx = sum(w_k[..., None] * dout_k for w_k, dout_k in parts)  # (4)
-    message = dx if need.message else None
+    message = kind.from_heads(dx) if need.message else None
     if not any(need._replace(message=False)):
         return Sums(None, None, None, None, message, None)
 
-    x = rows(t.message, chunk.node).astype(dtype)
+    x = kind.to_heads(rows(t.message, chunk.node).astype(dtype))
     c = products(dout, total(x, ends.edge) if kind.edge_in_message else x)
     if saved.dweights is not None:
         c = c + take(saved.dweights, chunk.number)
@@ -178,15 +181,17 @@ def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) 
     return Sums(*(x if needed else None for x, needed in zip(found, need, strict=True)))
 
 
-def _ends(t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) -> Rows:
+def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) -> Rows:
     """What the scores of a chunk are made of, where one end's own rows are given."""
-    own = dst if src is None else src
-
-    def other(table):
-        return shown(rows(table, chunk.other).astype(own.dtype), seen)
-
-    edge = None if t.edge is None else shown(take(t.edge, chunk.number).astype(own.dtype), seen)
-    return Rows(other(t.src) if src is None else src, other(t.dst) if dst is None else dst, edge)
+    dtype = (dst if src is None else src).dtype
+    edge = None
+    if t.edge is not None:
+        edge = shown(kind.to_heads(take(t.edge, chunk.number).astype(dtype)), seen)
+    if src is None:
+        src = shown(kind.to_heads(rows(t.src, chunk.other).astype(dtype)), seen)
+    if dst is None:
+        dst = shown(rows(t.dst, chunk.other).astype(dtype), seen)
+    return Rows(src, dst, edge)
 
 
 def _destination_pass(kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
@@ -198,7 +203,7 @@ def _destination_pass(kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax
     def share(chunk):
         own, result = rows(t.dst, groups.destination(graph, chunk)).astype(dtype), 0
         for at in chunk.slots():
-            ends = _ends(t, None, own, at, visible(t, at))
+            ends = _ends(kind, t, None, own, at, visible(t, at))
             result = result + kind.to_dst(t, take(sums.handed, at.number), ends)
         return result
 

@@ -27,7 +27,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import groups, kinds
 from jax_attn_bwd.ops.graph.groups import Chunk, has_edges, rows, take
-from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables
+from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
 from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
@@ -49,15 +49,15 @@ def _forward(options, operands):
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
     t = tables(kind, operands)
-    _, H, D = t.message.shape
-    out = full_like_operands(t.message, (graph.num_dst, H, D), 0, dtype, operands)
+    H, D, like = options.num_heads, t.message.shape[2], split_heads(operands.dst, options.num_heads)
+    out = full_like_operands(like, (graph.num_dst, H, D), 0, dtype, operands)
     m = l = out.sum(-1)  # zeros
     weights = None
     if options.return_weights:
         weights = full_like_operands(l, (graph.capacity, H), 0, operands.src.dtype, operands)
 
     if has_edges(graph):
-        t = walked(t, graph)
+        t = walked(kind, t, graph)
         walk = (graph.by_destination, graph.capacity)
         s = groups.each(partial(scores, kind, t), *walk, kind.score_elements(t))
         edges = groups.whole(*walk)
@@ -66,16 +66,16 @@ def _forward(options, operands):
         w = p if z is None else p * z
         add = lambda out, rows, chunk: groups.add(out, chunk.node, rows)
         runs, count = groups.in_runs(graph)
-        sums = full_like_operands(t.message, (count, H, D), 0, dtype, operands)
+        sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
         share = partial(_weighted_messages, kind, t)
-        sums = groups.scan(share, add, sums, runs, graph.capacity, H * D, w)
+        sums = groups.scan(share, add, sums, runs, graph.capacity, kind.row_elements(t), w)
         out = groups.add_runs(out, graph, sums)
         if weights is not None:
             weights = groups.put(weights, edges.number, w)
 
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    out = out.reshape(operands.dst.shape).astype(operands.src.dtype)
+    out = merge_heads(out).astype(operands.src.dtype)
     return tie(Result(out, mean, weights, lse, m, l), operands)
 
 
@@ -83,8 +83,8 @@ def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
     """Of the edges of a chunk in groups by destination, `[(W,) R, H]`; `t` as `walked`."""
     dtype, seen = accumulator_dtype(t.message.dtype), visible(t, chunk)
     dst = rows(t.dst, chunk.node).astype(dtype)
-    src = shown(rows(t.src, chunk.other).astype(dtype), seen)
-    edge = None if t.edge is None else shown(take(t.edge, chunk.number).astype(dtype), seen)
+    src = shown(kind.to_heads(rows(t.src, chunk.other).astype(dtype)), seen)
+    edge = None if t.edge is None else shown(kind.to_heads(take(t.edge, chunk.number).astype(dtype)), seen)
     s = kind.score(t, Rows(src, dst, edge))
     return with_bias(s, t, chunk, seen)
 
@@ -119,5 +119,5 @@ def _weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> jax
         x = rows(t.message, at.other).astype(w.dtype)
         if t.edge is not None and kind.edge_in_message:
             x = x + take(t.edge, at.number).astype(w.dtype)
-        result = result + w_k[..., None] * shown(x, visible(t, at))
+        result = result + w_k[..., None] * shown(kind.to_heads(x), visible(t, at))
     return result

@@ -181,6 +181,7 @@ def graph_transformer_attention_bwd(
     dlse: jax.Array | None = None,
     wrt: Sequence[str] = ("query", "key", "value"),
     num_heads: int,
+    num_kv_heads: int | None = None,
     edge: jax.Array | None = None,
     score_bias: jax.Array | None = None,
     scale: float | None = None,
@@ -195,7 +196,7 @@ def graph_transformer_attention_bwd(
 
     Args:
       dout: cotangent of `out`, its shape and dtype; None = 0.
-      out, lse: of the forward call, `out` per head, `[num_dst, dim]`, also without `concat_heads`. If
+      out, lse: of the forward call, `out` per head, `[num_dst, H * Dv]`, also without `concat_heads`. If
         either is None, or `dweights` is given, the forward runs again. Scores of
         1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
       dweights, dlse: cotangents of the weights and of `lse`; None = 0.
@@ -223,9 +224,9 @@ def graph_transformer_attention_bwd(
     """
     name = "graph_transformer_attention_bwd"
     options, operands = prepare_transformer(
-        name, graph, query, key, value, num_heads=num_heads, edge=edge, score_bias=score_bias,
-        scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        name, graph, query, key, value, num_heads=num_heads, num_kv_heads=num_kv_heads, edge=edge,
+        score_bias=score_bias, scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=False,
     )  # fmt: skip
     present = [n for n in _TRANSFORMER_OPERANDS if getattr(operands, _TRANSFORMER_OPERANDS[n]) is not None]

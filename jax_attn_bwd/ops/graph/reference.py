@@ -110,6 +110,7 @@ def graph_transformer_attention(
     value,
     *,
     num_heads,
+    num_kv_heads=None,
     edge=None,
     score_bias=None,
     scale=None,
@@ -120,7 +121,9 @@ def graph_transformer_attention(
     source, destination = ends(graph)
     k, v = _at(key, source), _at(value, source)
     k, v = (k, v) if edge is None else (k + edge, v + edge)
+    shared = num_kv_heads or num_heads
+    k, v = (jnp.repeat(_heads(x, shared), num_heads // shared, axis=1) for x in (k, v))
     scale = (query.shape[1] // num_heads) ** -0.5 if scale is None else scale
-    scores = scale * _heads(_at(query, destination) * k, num_heads).sum(-1)
+    scores = scale * (_heads(_at(query, destination), num_heads) * k).sum(-1)
     scores = scores if score_bias is None else scores + score_bias
-    return _attend(graph, scores, _heads(v, num_heads), factor, concat_heads)
+    return _attend(graph, scores, v, factor, concat_heads)

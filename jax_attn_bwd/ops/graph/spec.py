@@ -1,7 +1,8 @@
 """Shapes, options and residuals of the graph attention operators.
 
 Shape letters: E rows of edge data (`graph.capacity`), H heads, D width of a head. Public node arrays are
-`[nodes, H * D]`, head h = columns h * D to (h + 1) * D; the loops see `[nodes, H, D]`. In the loops, R
+`[nodes, H * D]`, head h = columns h * D to (h + 1) * D; the loops see `[nodes, H, D]`. The transformer's keys
+and values have K heads, each for H / K of the query's, and values the width Dv. In the loops, R
 groups of W edges each: `[W, R, ...]` by edge, `[R, ...]` by the node that owns the group.
 """
 
@@ -30,15 +31,21 @@ class Options:
     scale: float = 1.0  # of the transformer's products
     dropout_rate: float = 0.0
     return_weights: bool = False
+    sharing: int = 1  # heads of the transformer's query that share one of key and value, H / K
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.num_heads // self.sharing
 
 
 class Operands(NamedTuple):
     """Every array of a call; None = not given. For the transformer src is the key and dst the query."""
 
     graph: BipartiteCSC
-    src: jax.Array  # [num_src, H * D]
+    src: jax.Array  # [num_src, H * D], or [num_src, K * D]
     dst: jax.Array  # [num_dst, H * D]
-    value: jax.Array | None = None  # [num_src, H * D], transformer
+    value: jax.Array | None = None  # [num_src, K * Dv], transformer
     attention_weights: jax.Array | None = None  # gat [2 * H * D (+ dim_edge)], gatv2 [H * D]
     edge: jax.Array | None = None  # [E, dim_edge]
     score_bias: jax.Array | None = None  # broadcasts to [E, H], rank 2
@@ -50,8 +57,8 @@ class Operands(NamedTuple):
 class Result(NamedTuple):
     """What a forward computes."""
 
-    out: jax.Array  # [num_dst, H * D], per head, dtype of src
-    mean: jax.Array | None  # [num_dst, D], the mean over heads, without concat_heads
+    out: jax.Array  # [num_dst, H * Dv], per head, dtype of src
+    mean: jax.Array | None  # [num_dst, Dv], the mean over heads, without concat_heads
     weights: jax.Array | None  # [E, H], with return_weights
     lse: jax.Array | None  # [num_dst, H], natural log, float32 or wider: m + log l, but for its rounding
     m: jax.Array | None  # [num_dst, H], the highest score; None: lse stands for it, and l is 1
@@ -77,7 +84,7 @@ class Residuals(NamedTuple):
 class Cotangents(NamedTuple):
     """Of what the operator returns; None = zero."""
 
-    out: jax.Array | None  # [num_dst, H * D], or [num_dst, D] without concat_heads
+    out: jax.Array | None  # [num_dst, H * Dv], or [num_dst, Dv] without concat_heads
     weights: jax.Array | None  # [E, H]
     lse: jax.Array | None  # [num_dst, H]
 

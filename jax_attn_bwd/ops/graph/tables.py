@@ -17,7 +17,8 @@ def tables(kind: Kind, operands: Operands) -> Tables:
     src, dst, edge, a = kind.score_tables(operands)
     message = src  # one array, which the loops hold once
     if not kind.message_is_src:
-        message = split_heads(operands.src if operands.value is None else operands.value, H)
+        value = operands.src if operands.value is None else operands.value
+        message = split_heads(value, kind.options.num_kv_heads)
     E, bias = operands.graph.capacity, operands.score_bias
     if bias is not None:
         bias = jnp.broadcast_to(bias.astype(dtype), (E, H))
@@ -36,16 +37,16 @@ def gathered(operands: Operands) -> Operands:
     return others._replace(attention_weights=a, dropout_mask=mask)
 
 
-def walked(t: Tables, graph: BipartiteCSC) -> Tables:
+def walked(kind: Kind, t: Tables, graph: BipartiteCSC) -> Tables:
     """The tables of nodes as `groups.rows` reads them."""
-    src, dst = (for_rows(x, t, graph) for x in (t.src, t.dst))
-    return t._replace(src=src, dst=dst, message=src if t.message is t.src else for_rows(t.message, t, graph))
+    src, dst = (for_rows(kind, x, t, graph) for x in (t.src, t.dst))
+    message = src if t.message is t.src else for_rows(kind, t.message, t, graph)
+    return t._replace(src=src, dst=dst, message=message)
 
 
-def for_rows(x: jax.Array, t: Tables, graph: BipartiteCSC, fill: float = 0) -> jax.Array:
+def for_rows(kind: Kind, x: jax.Array, t: Tables, graph: BipartiteCSC, fill: float = 0) -> jax.Array:
     """`x`, by node, as `groups.rows` reads it. The gradient of `a` is a sum over all that a chunk holds."""
-    _, H, D = t.message.shape
-    return extended(x, graph, H * D, fill, whole_sums=t.a is not None)
+    return extended(x, graph, kind.row_elements(t), fill, whole_sums=t.a is not None)
 
 
 def _counters(operands, H):

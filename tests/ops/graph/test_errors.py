@@ -62,6 +62,31 @@ BAD = {
         lambda: transformer(edge=jnp.ones((3, 2))),
         "edge must have shape [nnz, dim] = (3, 4), got (3, 2)",
     ),
+    "value beside edge": (
+        ValueError,
+        lambda: transformer(value=jnp.ones((3, 6)), edge=jnp.ones((3, 4))),
+        "value must have the width of key, 4, where edge is given, got (3, 6); edge features are added",
+    ),
+    "value width": (
+        ValueError,
+        lambda: transformer(value=jnp.ones((3, 3))),
+        "value must have a width that its 2 heads divide, got (3, 3)",
+    ),
+    "key heads": (
+        ValueError,
+        lambda: transformer(num_kv_heads=1),
+        "key must have shape [num_src, K * D] = (3, 2), got (3, 4)",
+    ),
+    "key of fewer heads": (
+        ValueError,
+        lambda: transformer(key=X[:, :2]),
+        "key must have shape [num_src, dim] = (3, 4), got (3, 2); num_kv_heads is the number",
+    ),
+    "grouped heads": (
+        ValueError,
+        lambda: transformer(num_kv_heads=3),
+        "num_kv_heads must be positive and divide num_heads, 2, got 3",
+    ),
     "activation": (ValueError, lambda: gat(activation="gelu"), "activation must be one of ('linear'"),
     "alpha": (TypeError, lambda: gat(alpha=jnp.ones(())), "alpha must be a Python float"),
     "mask": (

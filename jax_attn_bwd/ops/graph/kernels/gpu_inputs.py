@@ -31,8 +31,12 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     if not has_edges(graph):
         return "the graph has no room for edges"
     axis = explicit_spec(src)[1]
-    H, D = options.num_heads, src.shape[1] // options.num_heads
+    H, D = options.num_heads, src.shape[1] // options.num_kv_heads
     H //= 1 if axis is None else axis_size(src, axis)
+    if options.sharing > 1:
+        return f"every head must have a key of its own, got {options.sharing} heads that share one"
+    if operands.value is not None and operands.value.shape != src.shape:
+        return f"values must be as wide as keys, got {operands.value.shape[1]} and {src.shape[1]}"
     if D not in WIDTHS:
         return f"the width of a head must be one of {WIDTHS}, got {D}"
     if heads_of_block(H, D) * D < THREADS:

@@ -24,10 +24,10 @@ T = TypeVar("T")
 class Tables(NamedTuple):
     """The operands as the loops read them, by node or edge."""
 
-    src: jax.Array  # gat [num_src, H], else [num_src, H, D]
+    src: jax.Array  # gat [num_src, H], gatv2 [num_src, H, D], transformer [num_src, K, D]
     dst: jax.Array  # gat [num_dst, H], else [num_dst, H, D]
-    message: jax.Array  # [num_src, H, D]
-    edge: jax.Array | None  # gat [E, H], else [E, H, D]
+    message: jax.Array  # [num_src, H, D], transformer [num_src, K, Dv]
+    edge: jax.Array | None  # gat [E, H], gatv2 [E, H, D], transformer [E, K, D]
     a: jax.Array | None  # [H, D], gatv2
     bias: jax.Array | None  # [E, H]
     mask: jax.Array | None  # [E, H], dropout factors
@@ -48,8 +48,8 @@ class Edges(NamedTuple):
 
     ds: jax.Array  # [(W,) R, H]
     w: jax.Array  # [(W,) R, H]
-    dout: jax.Array  # [(W,) R, H, D], of the destinations
-    dx: Any  # [R, H, D], the sum over each group; None where no one needs it
+    dout: jax.Array  # [(W,) R, H, Dv], of the destinations
+    dx: Any  # [R, H, Dv], the sum over each group; None where no one needs it
     rows: Rows
     slots: list[tuple[jax.Array, Rows]]  # (ds, rows) of the k-th edge of each group, for each k
     chunk: Chunk
@@ -102,9 +102,21 @@ class Kind(ABC):
     def to_dst(self, t: Tables, handed: jax.Array, rows: Rows) -> jax.Array:
         """The cotangent of `rows.dst`, for one edge of each group."""
 
+    def row_elements(self, t: Tables) -> Any:
+        """Elements of the widest row of an edge, by which passes are cut into chunks."""
+        return self.options.num_heads * t.message.shape[2]
+
     def score_elements(self, t: Tables) -> Any:
-        """Elements of an edge's rows beside its scores, by which passes are cut into chunks."""
-        return t.message.shape[1] * t.message.shape[2]
+        """The same of the rows that its scores are made of."""
+        return self.row_elements(t)
+
+    def to_heads(self, x: jax.Array) -> jax.Array:
+        """Rows of `src`, `message` or `edge` as each head of the destinations reads them."""
+        return x
+
+    def from_heads(self, x: jax.Array) -> jax.Array:
+        """The transpose: their cotangents, summed over the heads that share them."""
+        return x
 
     @abstractmethod
     def gradients(self, operands: Operands, sums: Sums[Any], wanted: frozenset[str]) -> dict[str, jax.Array]:

@@ -2,10 +2,14 @@
 
     s_e = scale <q, k + edge> (+ bias),   x_e = v + edge
 
+Of H heads of q, each H / K that follow one another share a head of k, v and edge.
+
 With ds and dx of the derivation in `backward.py`:
 
     dq = scale sum ds (k + edge),   dk = scale sum ds q,   dv = sum dx
     dedge = scale ds q + dx,   dbias = ds                                               (11)
+
+where dk, dv and dedge are summed over the heads that share them, too.
 
 In the tables k is src and q is dst.
 
@@ -14,6 +18,9 @@ References:
 """
 
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import reduce_to
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, merge_heads, products, split_heads, total
@@ -27,9 +34,25 @@ class Transformer(Kind):
 
     def score_tables(self, operands):
         """k, q and the edges' features."""
-        H = self.options.num_heads
-        src, dst = split_heads(operands.src, H), split_heads(operands.dst, H)
-        return src, dst, None if operands.edge is None else split_heads(operands.edge, H), None
+        K = self.options.num_kv_heads
+        src, dst = split_heads(operands.src, K), split_heads(operands.dst, self.options.num_heads)
+        return src, dst, None if operands.edge is None else split_heads(operands.edge, K), None
+
+    def row_elements(self, t):
+        """Keys may be wider than values."""
+        return self.options.num_heads * jax.core.max_dim(t.src.shape[2], t.message.shape[2])
+
+    def to_heads(self, x):
+        """`[..., K, D]` -> `[..., H, D]`."""
+        if self.options.sharing == 1:
+            return x
+        shape = (*x.shape[:-1], self.options.sharing, x.shape[-1])
+        return jnp.broadcast_to(x[..., None, :], shape).reshape(*x.shape[:-2], -1, x.shape[-1])
+
+    def from_heads(self, x):
+        """`[..., H, D]` -> `[..., K, D]`."""
+        shape = (*x.shape[:-2], self.options.num_kv_heads, self.options.sharing, x.shape[-1])
+        return x if self.options.sharing == 1 else x.reshape(shape).sum(-2)
 
     def score(self, t, rows):
         """The scaled products."""
@@ -50,9 +73,10 @@ class Transformer(Kind):
         """Sums of dk by source, and dedge (11)."""
         src = edge = None
         if need.src:
-            src = sum(self._to_key(ds, rows) for ds, rows in edges.slots)
+            src = self.from_heads(sum(self._to_key(ds, rows) for ds, rows in edges.slots))
         if need.edge:
             edge = self._to_key(edges.ds, edges.rows) + edges.w[..., None] * edges.dout
+            edge = self.from_heads(edge)
         return Sums(a=None, handed=edges.ds, dst=None, edge=edge, message=None, src=src)
 
     def to_dst(self, t, handed, rows):
