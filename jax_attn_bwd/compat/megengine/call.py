@@ -138,7 +138,7 @@ def multi_head_attention(
     )
     # one array for two inputs is projected, and differentiated, as one
     k, v = None if key is query else k, None if value is key else v
-    result = _layer(
+    result: Any = _layer(
         params, q, k, v, num_heads=sizes.num_heads, scale=scale, add_zero_attn=add_zero_attn,
         dropout_rate=attn_rate, out_dropout_rate=out_rate, dropout_key=dropout_key,
         add_residual=reslink, return_weights=need_weights, **options,

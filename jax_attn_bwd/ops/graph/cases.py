@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, gradients, reference
+from jax_attn_bwd.ops.graph import api, gradients, reference, rule
 from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS as SOFTMAX_IMPLEMENTATIONS
 from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax, edge_softmax_bwd
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
@@ -323,7 +323,7 @@ def _attention(name, function, backward, definition, differentiable, cases, axes
         name=name,
         outputs=("out", "weights", "lse"),
         differentiable=differentiable,
-        implementations=api.IMPLEMENTATIONS,
+        implementations=rule.IMPLEMENTATIONS,
         call=_call(function),
         reference=_reference(definition),
         backward=_backward(backward),
