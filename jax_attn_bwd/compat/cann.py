@@ -15,7 +15,8 @@ Kept from the source: the names and order of the arguments; `spatial_shape` hold
 last axis of `location` is (x, y) (one page of the source says "y, x"; the script beside it reads x
 first); `level_start_index` is given although it follows from `spatial_shape` (it is checked; None will
 do); `attn_weight` is taken as it is, not normalised; the forward returns heads and channels on one axis
-but `grad_output` has them on two; sums are taken in float32 and rounded once, to each argument's dtype.
+but `grad_output` has them on two; sums are taken in float32 and rounded once, to each argument's dtype; at an
+integer pixel the derivative by the location is the right-hand one, under `jax.jit` too.
 
 Not kept: its limits (channels a multiple of 8 and at most 256, channels + num_points + num_levels <= 512,
 32 <= num_queries < 500000, num_levels < 10, bs <= 32), one dtype for all arguments (float32 locations

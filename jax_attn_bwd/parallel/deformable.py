@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
@@ -17,10 +19,10 @@ _NAME = "sharded_multi_scale_deformable_attention"
 
 
 def sharded_multi_scale_deformable_attention(
-    value: jax.Array | Sequence[jax.Array],
-    spatial_shapes: Any,
-    sampling_locations: jax.Array,
-    attention_weights: jax.Array,
+    value: Array | Sequence[Array],
+    spatial_shapes: Sequence[Sequence[int]] | np.ndarray,
+    sampling_locations: Array,
+    attention_weights: Array,
     *,
     mesh: Mesh,
     axis: Axes,

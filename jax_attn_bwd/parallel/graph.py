@@ -1,7 +1,7 @@
 """Graph attention over a `PartitionedGraph`: one exchange of source rows, then each device for itself."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks, dropout
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
+from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
 from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph
 
@@ -20,22 +22,65 @@ _OPERATORS = {"gat": graph_attention, "gatv2": graph_attention_v2, "transformer"
 _NAME = "sharded_graph_attention"
 
 
+class ShardedGraphAttentionKeywords(GraphAttentionKeywords, GraphTransformerAttentionKeywords, total=False):
+    """Keywords of `sharded_graph_attention` beside those that change what it returns."""
+
+    mesh: Required[Mesh]
+    axis: Required[Axes]
+    kind: str
+    mode: str
+    value: Array | None
+
+
+# fmt: off
+@overload
+def sharded_graph_attention(
+    partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
+    attention_weights: Array | None = None, *, return_attention_weights: Literal[False] = False,
+    return_residual: Literal[False] = False, **options: Unpack[ShardedGraphAttentionKeywords]
+) -> jax.Array: ...
+@overload
+def sharded_graph_attention(
+    partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
+    attention_weights: Array | None = None, *, return_attention_weights: Literal[True],
+    return_residual: Literal[False] = False, **options: Unpack[ShardedGraphAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def sharded_graph_attention(
+    partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
+    attention_weights: Array | None = None, *, return_attention_weights: Literal[False] = False,
+    return_residual: Literal[True], **options: Unpack[ShardedGraphAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def sharded_graph_attention(
+    partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
+    attention_weights: Array | None = None, *, return_attention_weights: Literal[True],
+    return_residual: Literal[True], **options: Unpack[ShardedGraphAttentionKeywords]
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def sharded_graph_attention(
+    partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
+    attention_weights: Array | None = None, *,
+    return_attention_weights: bool = False, return_residual: bool = False,
+    **options: Unpack[ShardedGraphAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
+# fmt: on
 def sharded_graph_attention(
     partitioned: PartitionedGraph,
-    src: jax.Array,
-    dst: jax.Array | None = None,
-    attention_weights: jax.Array | None = None,
+    src: Array,
+    dst: Array | None = None,
+    attention_weights: Array | None = None,
     *,
     mesh: Mesh,
     axis: Axes,
     num_heads: int,
     kind: str = "gat",
     mode: str = "halo",
-    value: jax.Array | None = None,
-    edge: jax.Array | None = None,
-    score_bias: jax.Array | None = None,
+    value: Array | None = None,
+    edge: Array | None = None,
+    score_bias: Array | None = None,
     dropout_key: jax.Array | None = None,
-    dropout_mask: jax.Array | None = None,
+    dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     **options: Any,
 ) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +13,57 @@ from jax.custom_derivatives import SymbolicZero
 from jax_attn_bwd._core import backend, checks, pallas, trees
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
+from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.dot_product import block
-from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.spec import (
+    DIFFERENTIABLE,
+    DotProductAttentionKeywords,
+    Operands,
+    Options,
+    Result,
+)
 from jax_attn_bwd.parallel import all_gather, ring, ulysses
 from jax_attn_bwd.parallel.arguments import Exchange, prepare
 
 _EXCHANGES: dict[str, Any] = {"ring_attention": ring, "all_gather_attention": all_gather}
 
 
+# fmt: off
+@overload
 def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array: ...
+@overload
+def ring_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ring_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+def ring_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
     *,
     axis_name: str,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
+    sink: Array | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
@@ -132,25 +156,42 @@ def ring_attention(
     return _exchanged("ring_attention", **locals())
 
 
+# fmt: off
+@overload
 def all_gather_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array: ...
+@overload
+def all_gather_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def all_gather_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+def all_gather_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
     *,
     axis_name: str,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
+    sink: Array | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
@@ -186,25 +227,42 @@ def all_gather_attention(
     return _exchanged("all_gather_attention", **locals())
 
 
+# fmt: off
+@overload
 def ulysses_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array: ...
+@overload
+def ulysses_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ulysses_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+def ulysses_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
     *,
     axis_name: str,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
+    sink: Array | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),

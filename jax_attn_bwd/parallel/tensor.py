@@ -1,7 +1,7 @@
 """The multi-head attention layer with its heads over one mesh axis, and its sequence over another."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, pallas
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, dropping, multi_head_attention
+from jax_attn_bwd.ops.multi_head.spec import LayerKeywords
 from jax_attn_bwd.parallel.arguments import axis_size, places, token_index
 from jax_attn_bwd.parallel.sequence import ring_attention
 
@@ -17,26 +19,51 @@ _NAME = "tensor_parallel_multi_head_attention"
 _KERNELS = ("query_kernel", "key_kernel", "value_kernel", "out_kernel")
 
 
+class TensorParallelKeywords(LayerKeywords, total=False):
+    """Keywords of `tensor_parallel_multi_head_attention` beside the one that changes what it returns."""
+
+    axis_name: Required[str]
+    reduce: str
+    sequence_axis_name: str | None
+
+
+# fmt: off
+@overload
 def tensor_parallel_multi_head_attention(
-    params: MultiHeadAttentionParams,
-    query: jax.Array,
-    key: jax.Array | None = None,
-    value: jax.Array | None = None,
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *,
+    return_weights: Literal[False] = False, **options: Unpack[TensorParallelKeywords]) -> jax.Array: ...
+@overload
+def tensor_parallel_multi_head_attention(
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *, return_weights: Literal[True], **options: Unpack[TensorParallelKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def tensor_parallel_multi_head_attention(
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *, return_weights: bool, **options: Unpack[TensorParallelKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+def tensor_parallel_multi_head_attention(
+    params: MultiHeadAttentionParams[Array],
+    query: Array,
+    key: Array | None = None,
+    value: Array | None = None,
     *,
     axis_name: str,
     reduce: str = "psum_scatter",
     sequence_axis_name: str | None = None,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
@@ -132,6 +159,7 @@ def tensor_parallel_multi_head_attention(
         )
     inputs: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_sharding(params, inputs, axis_name, n, reduce)
+    out_kernel: Any = params.out_kernel
     if reduce == "psum_scatter":
         inputs = {name: _gathered(x, axis_name) for name, x in inputs.items()}
     offset = batch, head, row, column = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
@@ -141,7 +169,7 @@ def tensor_parallel_multi_head_attention(
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
         query_positions=query_positions, key_value_positions=key_value_positions,
         logits_soft_cap=logits_soft_cap, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        dropout_offset=(batch, head + lax.axis_index(axis_name) * params.out_kernel.shape[0], row, column),
+        dropout_offset=(batch, head + lax.axis_index(axis_name) * out_kernel.shape[0], row, column),
         broadcast_dropout=broadcast_dropout, precision=precision, deterministic=deterministic,
         implementation=implementation,
     )  # fmt: skip

@@ -78,6 +78,7 @@ LAYERS = (
     # the one operator that builds on another, through its block
     ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
+    ("ops/*/rule",),
     ("ops/*/api", "ops/*/gradients", "ops/*/edge_softmax"),
     ("mods/*",),
     ("ops/*/workloads", "ops/*/cases", "ops/*/mod_cases", "ops/*/edge_cases"),

@@ -1,7 +1,7 @@
 """`apply_multihead_attention` and `apply_multihead_attention_backward`."""
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 
@@ -22,6 +22,28 @@ from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionResidual
 _SAVE = "qkv"  # what the cache holds beside the heads' output: the projected heads
 
 
+# fmt: off
+@overload
+def apply_multihead_attention(
+    F: BNNSLayerParametersMultiheadAttention, batch_size: int | None, query: jax.Array, key: jax.Array,
+    key_mask: jax.Array | None, value: jax.Array, add_to_attention: jax.Array | None = None,
+    backprop_cache: Literal[False] = False) -> jax.Array: ...
+@overload
+def apply_multihead_attention(
+    F: BNNSLayerParametersMultiheadAttention, batch_size: int | None, query: jax.Array, key: jax.Array,
+    key_mask: jax.Array | None, value: jax.Array, add_to_attention: jax.Array | None = None, *,
+    backprop_cache: Literal[True]) -> tuple[jax.Array, MultiHeadAttentionResidual]: ...
+@overload
+def apply_multihead_attention(
+    F: BNNSLayerParametersMultiheadAttention, batch_size: int | None, query: jax.Array, key: jax.Array,
+    key_mask: jax.Array | None, value: jax.Array, add_to_attention: jax.Array | None,
+    backprop_cache: Literal[True]) -> tuple[jax.Array, MultiHeadAttentionResidual]: ...
+@overload
+def apply_multihead_attention(
+    F: BNNSLayerParametersMultiheadAttention, batch_size: int | None, query: jax.Array, key: jax.Array,
+    key_mask: jax.Array | None, value: jax.Array, add_to_attention: jax.Array | None = None,
+    backprop_cache: bool = False) -> jax.Array | tuple[jax.Array, MultiHeadAttentionResidual]: ...
+# fmt: on
 def apply_multihead_attention(
     F: BNNSLayerParametersMultiheadAttention,
     batch_size: int | None,
@@ -148,8 +170,8 @@ def apply_multihead_attention_backward(
             expected = "be a BNNSMHAProjectionParameters"
             raise TypeError(checks.message(name, argument, expected, type(triple).__name__))
     dout = checks.floating(name, "output_param_delta.target_desc", output_param_delta.target_desc)
-    d_out = call.params.out_kernel.shape[-1]
-    expected_shape = (*call.inputs[0].shape[:-1], d_out)
+    out_kernel: Any = call.params.out_kernel
+    expected_shape = (*call.inputs[0].shape[:-1], out_kernel.shape[-1])
     letters = "(batch_size, L, d_model)" if len(expected_shape) == 3 else "(L, d_model)"
     checks.shape(name, "output_param_delta.target_desc", dout, letters, expected_shape)
     checks.same_dtype(name, query=call.inputs[0], **{"output_param_delta.target_desc": dout})

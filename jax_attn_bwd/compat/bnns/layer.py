@@ -119,8 +119,8 @@ def checked_call(
         checks.shape(operator, name, x[name], letters, (*batch, length, width))
         _check_target(operator, name, getattr(F, name), (length, width))
     params = _params(operator, given)
-    _check_target(operator, "output", F.output, (L, params.out_kernel.shape[-1]))
-    H = params.query_kernel.shape[1]
+    _check_target(operator, "output", F.output, (L, given["F.output.weights"].shape[-1]))
+    H = given["F.query.weights"].shape[-1]
     options = _masks(operator, batch, (H, L, S), key_mask, add_to_attention)
     options["add_zero_attn"] = checks.flag(operator, "F.add_zero_attn", F.add_zero_attn)
     rate = checks.python_float(operator, "F.dropout", F.dropout)

@@ -1,6 +1,6 @@
 """`mha_gat_v2_n2n` and `mha_gat_v2_n2n_efeat`."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 
@@ -9,6 +9,23 @@ from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.graph.kinds import GATv2
 
 
+# fmt: off
+@overload
+def mha_gat_v2_n2n_fwd(
+    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, attention_weights: jax.Array,
+    graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: Literal[False] = False
+) -> jax.Array: ...
+@overload
+def mha_gat_v2_n2n_fwd(
+    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, attention_weights: jax.Array,
+    graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: Literal[True]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def mha_gat_v2_n2n_fwd(
+    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, attention_weights: jax.Array,
+    graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
 def mha_gat_v2_n2n_fwd(
     src_node_embedding: jax.Array,
     dst_node_embedding: jax.Array | None,
@@ -46,6 +63,23 @@ def mha_gat_v2_n2n_bwd(
     return call.backward(MhaGatGrads, grad_output_embedding, softmax_scores, asked)
 
 
+# fmt: off
+@overload
+def mha_gat_v2_n2n_efeat_fwd(
+    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, edge_embedding: jax.Array,
+    attention_weights: jax.Array, graph: BipartiteCSC, params: mha_params, *,
+    return_softmax_scores: Literal[False] = False) -> jax.Array: ...
+@overload
+def mha_gat_v2_n2n_efeat_fwd(
+    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, edge_embedding: jax.Array,
+    attention_weights: jax.Array, graph: BipartiteCSC, params: mha_params, *,
+    return_softmax_scores: Literal[True]) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def mha_gat_v2_n2n_efeat_fwd(
+    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, edge_embedding: jax.Array,
+    attention_weights: jax.Array, graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
 def mha_gat_v2_n2n_efeat_fwd(
     src_node_embedding: jax.Array,
     dst_node_embedding: jax.Array | None,

@@ -1,4 +1,4 @@
-"""MegEngine's `megengine.functional.nn.multi_head_attention`, in JAX terms.
+"""MegEngine's `megengine.functional.nn.multi_head_attention` and the layer around it, in JAX terms.
 
 Kept from the source:
   * names, order and defaults of the arguments; batch first, `(N, L, embed_dim)`;
@@ -39,11 +39,30 @@ Changed:
   * `io_weight_bias` may be None where nothing is projected; dropout draws from `dropout_key`; the two
     reserve spaces do not exist; errors are `ValueError` and `TypeError`.
 
+Added: `multi_head_attention_backward`, whose place the source's automatic differentiation takes, with the
+gradients to choose. A checkpoint goes over as arrays::
+
+    np.savez("layer.npz", **module.state_dict())  # there
+    params = dict(np.load("layer.npz"))  # here
+    out, _ = megengine.MultiHeadAttn(embed_dim, num_heads)(params, x, x, x)
+
+and `unpack_io_weight_bias` gives the matrices to a layer of another kind.
+
 References:
   MegEngine 1.13, megengine.functional.nn.multi_head_attention, megengine.module.MultiHeadAttention.
 """
 
+from jax_attn_bwd.compat.megengine.backward import MultiHeadAttnGrads, multi_head_attention_backward
 from jax_attn_bwd.compat.megengine.call import multi_head_attention
+from jax_attn_bwd.compat.megengine.layer import MultiHeadAttn
 from jax_attn_bwd.compat.megengine.packing import IOWeightBias, pack_io_weight_bias, unpack_io_weight_bias
 
-__all__ = ["IOWeightBias", "multi_head_attention", "pack_io_weight_bias", "unpack_io_weight_bias"]
+__all__ = [
+    "IOWeightBias",
+    "MultiHeadAttn",
+    "MultiHeadAttnGrads",
+    "multi_head_attention",
+    "multi_head_attention_backward",
+    "pack_io_weight_bias",
+    "unpack_io_weight_bias",
+]

@@ -1,6 +1,6 @@
 """`multi_head_attention`."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,41 @@ def multi_head_attention(
       >>> out.shape, weights.shape
       ((2, 5, 8), (8, 5, 5))
     """
+    call = checked_call(
+        _NAME, query, key, value, embed_dim, num_heads, attn_drop, out_drop, io_weight_bias,
+        (qproj_size, kproj_size, vproj_size, oproj_size), (qbias, kbias, vbias, obias), bias_k, bias_v,
+        add_zero_attn, key_padding_mask, attn_mask, need_weights, average_attn_weights, is_causal,
+        maybe_cudnn_style_mask, reslink, training, dropout_key,
+    )  # fmt: skip
+    q, k, v = call.inputs
+    # one array for two inputs is projected, and differentiated, as one
+    given = q, None if key is query else k, None if value is key else v
+    result: Any = _layer(call.params, *given, return_weights=need_weights, **call.options)
+    out, weights = result if need_weights else (result, None)
+    if weights is not None:
+        weights = after_dropout(weights, call.options["dropout_rate"], dropout_key)
+        N, H, L, S = weights.shape
+        weights = weights.mean(1) if average_attn_weights else weights.reshape(N * H, L, S)
+        weights = weights[0] if average_attn_weights and not call.batched else weights
+    return out if call.batched else out[0], weights
+
+
+class Call(NamedTuple):
+    """A call of the source in the layer's terms."""
+
+    params: MultiHeadAttentionParams
+    inputs: tuple[jax.Array, jax.Array, jax.Array]  # (N, L or S, width), with an N of 1 if unbatched
+    options: dict[str, Any]  # of the layer
+    sizes: Sizes
+    batched: bool
+
+
+def checked_call(
+    operator: str, query, key, value, embed_dim, num_heads, attn_drop, out_drop, io_weight_bias, projected,
+    biases, bias_k, bias_v, add_zero_attn, key_padding_mask, attn_mask, need_weights, average_attn_weights,
+    is_causal, maybe_cudnn_style_mask, reslink, training, dropout_key,
+) -> Call:  # fmt: skip
+    """The call of these arguments, checked as `multi_head_attention` says."""
     flags = {
         "add_zero_attn": add_zero_attn,
         "need_weights": need_weights,
@@ -105,9 +140,9 @@ def multi_head_attention(
         "reslink": reslink,
     }
     for argument, flag in flags.items():
-        checks.flag(_NAME, argument, flag)
+        checks.flag(operator, argument, flag)
     given = arrays(
-        _NAME,
+        operator,
         ("query", "key", "value"),
         query=query,
         key=key,
@@ -117,18 +152,17 @@ def multi_head_attention(
         bias_v=bias_v,
     )
     batched = given["query"].ndim == 3
-    _check_inputs(given, embed_dim)
+    _check_inputs(operator, given, embed_dim)
     widths = (given["key"].shape[-1], given["value"].shape[-1])
-    projected = (qproj_size, kproj_size, vproj_size, oproj_size)
-    sizes = layer_sizes(_NAME, embed_dim, num_heads, widths, projected)
-    parts = unpack(_NAME, given["io_weight_bias"], sizes, (qbias, kbias, vbias, obias))
-    params = _params(sizes, parts, given)
-    scale = _scale(sizes, reslink)
+    sizes = layer_sizes(operator, embed_dim, num_heads, widths, projected)
+    parts = unpack(operator, given["io_weight_bias"], sizes, biases)
+    params = _params(operator, sizes, parts, given)
+    scale = _scale(operator, sizes, reslink)
     rates = {"attn_drop": attn_drop, "out_drop": out_drop}
-    attn_rate, out_rate = drops(_NAME, rates, training, dropout_key)
+    attn_rate, out_rate = drops(operator, rates, training, dropout_key)
     q, k, v = (given[x] if batched else given[x][None] for x in ("query", "key", "value"))
-    options = mask_options(
-        _NAME,
+    masks = mask_options(
+        operator,
         batched,
         (*q.shape[:2], k.shape[1], sizes.num_heads),
         key_padding_mask,
@@ -136,40 +170,33 @@ def multi_head_attention(
         is_causal,
         maybe_cudnn_style_mask,
     )
-    # one array for two inputs is projected, and differentiated, as one
-    k, v = None if key is query else k, None if value is key else v
-    result = _layer(
-        params, q, k, v, num_heads=sizes.num_heads, scale=scale, add_zero_attn=add_zero_attn,
-        dropout_rate=attn_rate, out_dropout_rate=out_rate, dropout_key=dropout_key,
-        add_residual=reslink, return_weights=need_weights, **options,
+    options: dict[str, Any] = dict(
+        num_heads=sizes.num_heads, scale=scale, add_zero_attn=add_zero_attn, dropout_rate=attn_rate,
+        out_dropout_rate=out_rate, dropout_key=dropout_key, add_residual=reslink, **masks,
     )  # fmt: skip
-    out, weights = result if need_weights else (result, None)
-    if weights is not None:
-        weights = after_dropout(weights, attn_rate, dropout_key)
-        N, H, L, S = weights.shape
-        weights = weights.mean(1) if average_attn_weights else weights.reshape(N * H, L, S)
-        weights = weights[0] if average_attn_weights and not batched else weights
-    return out if batched else out[0], weights
+    return Call(params, (q, k, v), options, sizes, batched)
 
 
-def _check_inputs(given: dict[str, Any], embed_dim: Any) -> None:
+def _check_inputs(operator: str, given: dict[str, Any], embed_dim: Any) -> None:
     """Query, key and value are all batched or none, and agree on their sizes."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if query.ndim not in (2, 3):
         expected = "have shape (N, L, embed_dim) or, without a batch, (L, embed_dim)"
-        raise ValueError(checks.message(_NAME, "query", expected, query.shape))
+        raise ValueError(checks.message(operator, "query", expected, query.shape))
     batch = query.shape[:-2]
     letters = "({}, {}, {})" if batch else "({1}, {2})"
     expected = letters.format("N", "L", "embed_dim")
-    checks.shape(_NAME, "query", query, expected, (*batch, query.shape[-2], embed_dim))
+    checks.shape(operator, "query", query, expected, (*batch, query.shape[-2], embed_dim))
     for name, x, width in (("key", key, "k_size"), ("value", value, "v_size")):
         expected = letters.format("N", "S", width)
         if x.ndim != query.ndim:
-            raise ValueError(checks.message(_NAME, name, f"have shape {expected}", x.shape))
-        checks.shape(_NAME, name, x, expected, (*batch, key.shape[-2], x.shape[-1]))
+            raise ValueError(checks.message(operator, name, f"have shape {expected}", x.shape))
+        checks.shape(operator, name, x, expected, (*batch, key.shape[-2], x.shape[-1]))
 
 
-def _params(sizes: Sizes, parts: IOWeightBias, given: dict[str, Any]) -> MultiHeadAttentionParams:
+def _params(
+    operator: str, sizes: Sizes, parts: IOWeightBias, given: dict[str, Any]
+) -> MultiHeadAttentionParams:
     """The layer's parameters; totals over heads become (heads, head size)."""
     E, k, v, H, q, kp, vp, o = sizes
 
@@ -178,7 +205,7 @@ def _params(sizes: Sizes, parts: IOWeightBias, given: dict[str, Any]) -> MultiHe
 
     out = parts.out_weight
     out = None if out is None else out.reshape(H, (vp or H * v) // H, o)
-    both(_NAME, bias_k=given["bias_k"], bias_v=given["bias_v"])
+    both(operator, bias_k=given["bias_k"], bias_v=given["bias_v"])
     found: dict[str, Any] = {"out_kernel": out, "out_bias": parts.out_bias}
     for name in ("query", "key", "value"):
         found[f"{name}_kernel"] = split(getattr(parts, f"{name}_weight"))
@@ -187,21 +214,21 @@ def _params(sizes: Sizes, parts: IOWeightBias, given: dict[str, Any]) -> MultiHe
         row = given[name]
         if row is not None:
             letters = f"(1, 1, {name[-1]}proj_size or {name[-1]}_size)"
-            checks.shape(_NAME, name, row, letters, (1, 1, size or width))
+            checks.shape(operator, name, row, letters, (1, 1, size or width))
             K = H if kp or vp else 1
             row = row.reshape(K, size // H) if size else jnp.broadcast_to(row[0], (K, width))
         found[name] = row
     return MultiHeadAttentionParams(**found)
 
 
-def _scale(sizes: Sizes, reslink: bool) -> float:
+def _scale(operator: str, sizes: Sizes, reslink: bool) -> float:
     """What the logits are multiplied by."""
     E, _, v, H, q, _, vp, o = sizes
     if q and E < H:
         expected = f"be num_heads = {H} or more: logits are divided by sqrt(embed_dim // num_heads)"
-        raise ValueError(checks.message(_NAME, "embed_dim", expected, E))
+        raise ValueError(checks.message(operator, "embed_dim", expected, E))
     width = o or vp or H * v
     if reslink and width != E:
         expected = f"be False for an output of width {width} and a query of width {E}"
-        raise ValueError(checks.message(_NAME, "reslink", expected, True))
+        raise ValueError(checks.message(operator, "reslink", expected, True))
     return float((E // H if q else E) ** -0.5)

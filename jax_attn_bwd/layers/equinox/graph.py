@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import equinox as eqx
 import jax
@@ -41,6 +41,26 @@ class _Conv(eqx.Module):
             setattr(self, name, init(next(keys), shape, kind))
         self.config, self.linears, self.inference = config, tuple(specs), arguments["inference"]
 
+    # fmt: off
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[False] = False,
+        key: jax.Array | None = None, inference: bool | None = None,
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[True],
+        key: jax.Array | None = None, inference: bool | None = None,
+    ) -> tuple[jax.Array, jax.Array]: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: bool, key: jax.Array | None = None,
+        inference: bool | None = None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    # fmt: on
     def __call__(
         self,
         x: jax.Array | tuple[jax.Array, jax.Array],

@@ -1,6 +1,6 @@
 """Graph attention layers as Flax linen modules."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,26 @@ class _Conv(nn.Module):
 
     kind: ClassVar[str]
 
+    # fmt: off
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[False] = False,
+        deterministic: bool | None = None,
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[True],
+        deterministic: bool | None = None,
+    ) -> tuple[jax.Array, jax.Array]: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: bool,
+        deterministic: bool | None = None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    # fmt: on
     @nn.compact
     def __call__(
         self,

@@ -1,7 +1,7 @@
 """Graph attention layers as Flax NNX modules."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,26 @@ class _Conv(nnx.Module):
         streams = rngs if config.dropout else None
         self.dropout = nnx.Dropout(config.dropout, deterministic=arguments["deterministic"], rngs=streams)
 
+    # fmt: off
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[False] = False,
+        deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[True],
+        deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
+    ) -> tuple[jax.Array, jax.Array]: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: bool,
+        deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    # fmt: on
     def __call__(
         self,
         x: jax.Array | tuple[jax.Array, jax.Array],

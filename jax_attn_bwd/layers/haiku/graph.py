@@ -1,6 +1,6 @@
 """Graph attention layers as Haiku modules."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import haiku as hk
 import jax
@@ -21,6 +21,26 @@ class _Conv(hk.Module):
         self._config = Config.of(self.kind, arguments)
         self._w_init = arguments["w_init"] or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
 
+    # fmt: off
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[False] = False,
+        is_training: bool | None = None,
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[True],
+        is_training: bool | None = None,
+    ) -> tuple[jax.Array, jax.Array]: ...
+    @overload
+    def __call__(
+        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
+        edge_attr: jax.Array | None = None, *, return_attention_weights: bool,
+        is_training: bool | None = None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    # fmt: on
     def __call__(
         self,
         x: jax.Array | tuple[jax.Array, jax.Array],

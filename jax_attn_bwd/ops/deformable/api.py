@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
+import numpy as np
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.deformable import parts
 from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
 from jax_attn_bwd.ops.deformable.spec import (
@@ -23,12 +24,12 @@ _NAME = "multi_scale_deformable_attention"
 
 
 def multi_scale_deformable_attention(
-    value: jax.Array | Sequence[jax.Array],
-    spatial_shapes: Any,
-    sampling_locations: jax.Array,
-    attention_weights: jax.Array,
+    value: Array | Sequence[Array],
+    spatial_shapes: Sequence[Sequence[int]] | np.ndarray,
+    sampling_locations: Array,
+    attention_weights: Array,
     *,
-    level_start_index: Any = None,
+    level_start_index: Sequence[int] | Array | None = None,
     num_points: Sequence[int] | None = None,
     padding_mode: str = "zeros",
     method: str = "bilinear",
@@ -116,14 +117,14 @@ def multi_scale_deformable_attention(
 
 
 def multi_scale_deformable_attention_bwd(
-    dout: jax.Array,
-    value: jax.Array | Sequence[jax.Array],
-    spatial_shapes: Any,
-    sampling_locations: jax.Array,
-    attention_weights: jax.Array,
+    dout: Array,
+    value: Array | Sequence[Array],
+    spatial_shapes: Sequence[Sequence[int]] | np.ndarray,
+    sampling_locations: Array,
+    attention_weights: Array,
     *,
     wrt: Sequence[str] = DIFFERENTIABLE,
-    level_start_index: Any = None,
+    level_start_index: Sequence[int] | Array | None = None,
     num_points: Sequence[int] | None = None,
     padding_mode: str = "zeros",
     method: str = "bilinear",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks, sharding
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
@@ -15,8 +16,8 @@ def prepare(
     name: str,
     value: Any,
     spatial_shapes: Any,
-    sampling_locations: jax.Array,
-    attention_weights: jax.Array,
+    sampling_locations: Array,
+    attention_weights: Array,
     *,
     level_start_index: Any,
     num_points: Sequence[int] | None,

@@ -120,10 +120,13 @@ def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
     """
     size = jnp.asarray(size, location.dtype)
     finite = jnp.abs(location) < jnp.inf
+    # The bound, below which no point counts, stands between product and sum: contracted to one operation they
+    # would round otherwise, and a location that was computed as (column + 0.5) / W fall to the left of it.
+    scaled = jnp.maximum(location * size, -1)
     if options.method == "discrete":
-        nearest = jnp.clip(jnp.floor(location * size + 0.5), 0, size - 1)
+        nearest = jnp.clip(jnp.floor(scaled + 0.5), 0, size - 1)
         return nearest, jnp.zeros_like(size), finite, False
-    at = location * size - 0.5
+    at = scaled - 0.5
     if options.padding_mode == "border":
         free = (at >= 0) & (at < size - 1)
         clamped = lax.stop_gradient(jnp.clip(at, 0, size - 1))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,12 +11,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax_attn_bwd._core import backend, checks, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
+from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.block import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionGrads,
+    DotProductAttentionKeywords,
     Operands,
     Options,
     Result,
@@ -25,24 +27,40 @@ from jax_attn_bwd.ops.dot_product.spec import (
 _NAME = "dot_product_attention"
 
 
+# fmt: off
+@overload
 def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
+    sink: Array | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
@@ -173,28 +191,28 @@ def dot_product_attention(
 
 
 def dot_product_attention_bwd(
-    dout: jax.Array,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    dout: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
     *,
-    out: jax.Array,
-    lse: jax.Array,
-    dlse: jax.Array | None = None,
+    out: Array,
+    lse: Array,
+    dlse: Array | None = None,
     wrt: Sequence[str] = ("query", "key", "value"),
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
+    sink: Array | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
@@ -251,8 +269,8 @@ def dot_product_attention_bwd(
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
     axes = tuple(range(operands.query.ndim))
 
-    def row(argument, x):
-        x, wide = checks.floating(name, argument, x), accumulator_dtype(operands.query.dtype)
+    def row(argument: str, given: Array) -> jax.Array:
+        x, wide = checks.floating(name, argument, given), accumulator_dtype(operands.query.dtype)
         checks.shape(name, argument, x, "[..., T, N]", expected[:-1])
         if x.dtype != wide:
             raise TypeError(checks.message(name, argument, f"have dtype {wide}", f"dtype {x.dtype}"))

@@ -5,14 +5,15 @@ N query heads, K key/value heads, G = N / K query heads per key head, H query/ke
 Hv value head size. Public layout `[..., T, N, H]`; working layout `[..., K, G, T, H]`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 
 from jax_attn_bwd._core import dropout, masks
 from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.types import Array, Integers
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "mod_args")
 
@@ -96,3 +97,39 @@ class DotProductAttentionGrads(NamedTuple):
     bias: jax.Array | None = None
     sink: jax.Array | None = None
     mod_args: tuple[Any, ...] | None = None  # None also in the place of what is not floating
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """Keywords of dense attention and of the layer around it that do not change what they return."""
+
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: Integers | None
+    key_value_seq_lengths: Integers | None
+    local_window_size: int | tuple[int, int] | None
+    query_segment_ids: Integers | None
+    key_value_segment_ids: Integers | None
+    query_positions: Integers | None
+    key_value_positions: Integers | None
+    logits_soft_cap: float | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    broadcast_dropout: bool
+    dropout_offset: Sequence[Any] | None
+    precision: Any
+    deterministic: bool
+    implementation: str | None
+
+
+class ModKeywords(TypedDict, total=False):
+    """Those of masks and scores as functions."""
+
+    mask_mod: Callable[..., Any] | None
+    score_mod: Callable[..., Any] | None
+    mod_args: tuple[Any, ...]
+
+
+class DotProductAttentionKeywords(AttentionKeywords, ModKeywords, total=False):
+    """Keywords of `dot_product_attention` beside the one that changes what it returns."""
+
+    sink: Array | None

@@ -1,45 +1,60 @@
-"""The graph attentions: the public functions and their custom_vjp; `gradients.py` has each one's `_bwd`."""
+"""The graph attentions: the public functions. `rule.py` has their custom_vjp, `gradients.py` the `_bwd`s."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks
-from jax_attn_bwd._core.sharding import runs_in_shard_map
-from jax_attn_bwd.ops.graph import backward as portable_backward
-from jax_attn_bwd.ops.graph import forward as portable_forward
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
-from jax_attn_bwd.ops.graph.spec import (
-    DIFFERENTIABLE,
-    Cotangents,
-    Operands,
-    Options,
-    Residuals,
-    Result,
-    Wanted,
-)
+from jax_attn_bwd.ops.graph.rule import attend
+from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
+# fmt: off
+@overload
+def graph_attention(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[False] = False, return_residual: Literal[False] = False,
+    **options: Unpack[GraphAttentionKeywords]) -> jax.Array: ...
+@overload
+def graph_attention(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[True], return_residual: Literal[False] = False,
+    **options: Unpack[GraphAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def graph_attention(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[False] = False, return_residual: Literal[True],
+    **options: Unpack[GraphAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def graph_attention(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[True], return_residual: Literal[True],
+    **options: Unpack[GraphAttentionKeywords]) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def graph_attention(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: bool = False, return_residual: bool = False,
+    **options: Unpack[GraphAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
+# fmt: on
 def graph_attention(
     graph: BipartiteCSC,
-    src: jax.Array,
-    dst: jax.Array | None,
-    attention_weights: jax.Array,
+    src: Array,
+    dst: Array | None,
+    attention_weights: Array,
     *,
     num_heads: int,
-    edge: jax.Array | None = None,
+    edge: Array | None = None,
     concat_heads: bool = True,
     activation: str = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    dropout_mask: jax.Array | None = None,
+    dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
@@ -118,23 +133,51 @@ def graph_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return _attend(name, options, operands, return_residual, implementation)
+    return attend(name, options, operands, return_residual, implementation)
 
 
+# fmt: off
+@overload
+def graph_attention_v2(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[False] = False, return_residual: Literal[False] = False,
+    **options: Unpack[GraphAttentionKeywords]) -> jax.Array: ...
+@overload
+def graph_attention_v2(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[True], return_residual: Literal[False] = False,
+    **options: Unpack[GraphAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def graph_attention_v2(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[False] = False, return_residual: Literal[True],
+    **options: Unpack[GraphAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def graph_attention_v2(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: Literal[True], return_residual: Literal[True],
+    **options: Unpack[GraphAttentionKeywords]) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def graph_attention_v2(
+    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
+    return_attention_weights: bool = False, return_residual: bool = False,
+    **options: Unpack[GraphAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
+# fmt: on
 def graph_attention_v2(
     graph: BipartiteCSC,
-    src: jax.Array,
-    dst: jax.Array | None,
-    attention_weights: jax.Array,
+    src: Array,
+    dst: Array | None,
+    attention_weights: Array,
     *,
     num_heads: int,
-    edge: jax.Array | None = None,
+    edge: Array | None = None,
     concat_heads: bool = True,
     activation: str = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    dropout_mask: jax.Array | None = None,
+    dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
@@ -208,24 +251,52 @@ def graph_attention_v2(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return _attend(name, options, operands, return_residual, implementation)
+    return attend(name, options, operands, return_residual, implementation)
 
 
+# fmt: off
+@overload
+def graph_transformer_attention(
+    graph: BipartiteCSC, query: Array, key: Array, value: Array, *,
+    return_attention_weights: Literal[False] = False, return_residual: Literal[False] = False,
+    **options: Unpack[GraphTransformerAttentionKeywords]) -> jax.Array: ...
+@overload
+def graph_transformer_attention(
+    graph: BipartiteCSC, query: Array, key: Array, value: Array, *, return_attention_weights: Literal[True],
+    return_residual: Literal[False] = False, **options: Unpack[GraphTransformerAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def graph_transformer_attention(
+    graph: BipartiteCSC, query: Array, key: Array, value: Array, *,
+    return_attention_weights: Literal[False] = False, return_residual: Literal[True],
+    **options: Unpack[GraphTransformerAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def graph_transformer_attention(
+    graph: BipartiteCSC, query: Array, key: Array, value: Array, *, return_attention_weights: Literal[True],
+    return_residual: Literal[True], **options: Unpack[GraphTransformerAttentionKeywords]
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def graph_transformer_attention(
+    graph: BipartiteCSC, query: Array, key: Array, value: Array, *,
+    return_attention_weights: bool = False, return_residual: bool = False,
+    **options: Unpack[GraphTransformerAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
+# fmt: on
 def graph_transformer_attention(
     graph: BipartiteCSC,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
-    edge: jax.Array | None = None,
-    score_bias: jax.Array | None = None,
+    edge: Array | None = None,
+    score_bias: Array | None = None,
     scale: float | None = None,
     concat_heads: bool = True,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    dropout_mask: jax.Array | None = None,
+    dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
@@ -305,57 +376,4 @@ def graph_transformer_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return _attend(name, options, operands, return_residual, implementation)
-
-
-_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
-IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",)), _PORTABLE)
-
-
-def _attend(
-    operator: str, options: Options, operands: Operands, return_residual: Any, implementation: Any
-) -> Any:
-    """out, and the weights and lse if they are asked for."""
-    return_residual = checks.flag(operator, "return_residual", return_residual)
-    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
-    out, weights, lse = _run((options, chosen.name), operands)
-    outputs = (out,) + ((weights,) if options.return_weights else ())
-    outputs += (lse,) if return_residual else ()
-    return outputs if len(outputs) > 1 else out
-
-
-def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
-    return (result.out if options.concat_heads else result.mean), result.weights, result.lse
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: tuple[Options, str], operands: Operands):
-    options, implementation = static
-    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    return _outputs(options, result)
-
-
-def _fwd(static, operands):
-    options, implementation = static
-    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    result = result._replace(
-        out=checkpoint_name(result.out, "attention_out"),
-        m=checkpoint_name(result.m, "attention_lse"),
-        l=checkpoint_name(result.l, "attention_lse"),
-    )
-    saved = result._replace(mean=None, lse=None)
-    return _outputs(options, result), (operands, saved, backend.note(wanted, DIFFERENTIABLE))
-
-
-def _bwd(static, residuals, cotangents):
-    options, implementation = static
-    *saved, note = residuals
-    residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
-    given = Cotangents(*(None if isinstance(x, SymbolicZero) else x for x in cotangents))
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, given)
-    return (Operands(None, None, None)._replace(**grads),)
-
-
-_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_attention)
+    return attend(name, options, operands, return_residual, implementation)

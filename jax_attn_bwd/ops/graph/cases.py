@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, edge_cases, gradients, reference
+from jax_attn_bwd.ops.graph import api, edge_cases, gradients, reference, rule
 from jax_attn_bwd.ops.graph.workloads import (
     COMPILED,
     EMPTY,
@@ -252,7 +252,7 @@ def _attention(name, function, backward, definition, differentiable, cases, axes
         name=name,
         outputs=("out", "weights", "lse"),
         differentiable=differentiable,
-        implementations=api.IMPLEMENTATIONS,
+        implementations=rule.IMPLEMENTATIONS,
         call=_call(function),
         reference=_reference(definition),
         backward=_backward(backward),

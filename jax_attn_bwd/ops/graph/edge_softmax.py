@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import backend, checks, parts
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph import groups
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.groups import by_edge, has_edges, rows, sum_of_group, take
@@ -24,7 +25,7 @@ from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 _NAME = "edge_softmax"
 
 
-def edge_softmax(graph: BipartiteCSC, scores: jax.Array, *, implementation: str | None = None) -> jax.Array:
+def edge_softmax(graph: BipartiteCSC, scores: Array, *, implementation: str | None = None) -> jax.Array:
     """Softmax over the edges into each destination, per head.
 
         w[e] = exp(scores[e]) / sum of exp(scores[f]) over the edges f into the same destination
@@ -63,7 +64,7 @@ def edge_softmax(graph: BipartiteCSC, scores: jax.Array, *, implementation: str 
 
 
 def edge_softmax_bwd(
-    dweights: jax.Array, graph: BipartiteCSC, weights: jax.Array, *, implementation: str | None = None
+    dweights: Array, graph: BipartiteCSC, weights: Array, *, implementation: str | None = None
 ) -> jax.Array:
     """The gradient of `edge_softmax` with respect to `scores`, as a plain function.
 
@@ -101,8 +102,8 @@ def edge_softmax_bwd(
     return chosen.backward(graph, weights, dweights)
 
 
-def _by_edge(operator: str, argument: str, graph: BipartiteCSC, x: jax.Array) -> jax.Array:
-    x = checks.floating(operator, argument, x)
+def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) -> jax.Array:
+    x = checks.floating(operator, argument, given)
     expected = (graph.capacity, *x.shape[1:2])
     if x.ndim != 2 or x.shape != expected:
         names = f"[nnz, H] with nnz = {graph.capacity}"

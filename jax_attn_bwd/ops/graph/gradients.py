@@ -8,9 +8,10 @@ import jax
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.graph.api import IMPLEMENTATIONS
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
+from jax_attn_bwd.ops.graph.rule import IMPLEMENTATIONS
 from jax_attn_bwd.ops.graph.spec import (
     Cotangents,
     GraphAttentionGrads,
@@ -33,25 +34,25 @@ _TRANSFORMER_OPERANDS = {
 
 
 def graph_attention_bwd(
-    dout: jax.Array | None,
+    dout: Array | None,
     graph: BipartiteCSC,
-    src: jax.Array,
-    dst: jax.Array | None,
-    attention_weights: jax.Array,
+    src: Array,
+    dst: Array | None,
+    attention_weights: Array,
     *,
-    out: jax.Array | None = None,
-    lse: jax.Array | None = None,
-    dweights: jax.Array | None = None,
-    dlse: jax.Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    dweights: Array | None = None,
+    dlse: Array | None = None,
     wrt: Sequence[str] | None = None,
     num_heads: int,
-    edge: jax.Array | None = None,
+    edge: Array | None = None,
     concat_heads: bool = True,
     activation: str = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    dropout_mask: jax.Array | None = None,
+    dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     implementation: str | None = None,
 ) -> GraphAttentionGrads:
@@ -101,25 +102,25 @@ def graph_attention_bwd(
 
 
 def graph_attention_v2_bwd(
-    dout: jax.Array | None,
+    dout: Array | None,
     graph: BipartiteCSC,
-    src: jax.Array,
-    dst: jax.Array | None,
-    attention_weights: jax.Array,
+    src: Array,
+    dst: Array | None,
+    attention_weights: Array,
     *,
-    out: jax.Array | None = None,
-    lse: jax.Array | None = None,
-    dweights: jax.Array | None = None,
-    dlse: jax.Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    dweights: Array | None = None,
+    dlse: Array | None = None,
     wrt: Sequence[str] | None = None,
     num_heads: int,
-    edge: jax.Array | None = None,
+    edge: Array | None = None,
     concat_heads: bool = True,
     activation: str = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    dropout_mask: jax.Array | None = None,
+    dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     implementation: str | None = None,
 ) -> GraphAttentionGrads:
@@ -169,26 +170,26 @@ def graph_attention_v2_bwd(
 
 
 def graph_transformer_attention_bwd(
-    dout: jax.Array | None,
+    dout: Array | None,
     graph: BipartiteCSC,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
-    out: jax.Array | None = None,
-    lse: jax.Array | None = None,
-    dweights: jax.Array | None = None,
-    dlse: jax.Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    dweights: Array | None = None,
+    dlse: Array | None = None,
     wrt: Sequence[str] = ("query", "key", "value"),
     num_heads: int,
     num_kv_heads: int | None = None,
-    edge: jax.Array | None = None,
-    score_bias: jax.Array | None = None,
+    edge: Array | None = None,
+    score_bias: Array | None = None,
     scale: float | None = None,
     concat_heads: bool = True,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    dropout_mask: jax.Array | None = None,
+    dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     implementation: str | None = None,
 ) -> GraphTransformerAttentionGrads:

@@ -6,13 +6,15 @@ and values have K heads, each for H / K of the query's, and values the width Dv.
 groups of W edges each: `[W, R, ...]` by edge, `[R, ...]` by the node that owns the group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict
 
 import jax
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 ACTIVATIONS = ("linear", "relu", "sigmoid", "tanh", "elu", "scalar", "leaky_relu")
@@ -108,3 +110,29 @@ class GraphTransformerAttentionGrads(NamedTuple):
     value: jax.Array | None = None
     edge: jax.Array | None = None
     score_bias: jax.Array | None = None
+
+
+class _Keywords(TypedDict, total=False):
+    num_heads: Required[int]
+    edge: Array | None
+    concat_heads: bool
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    dropout_mask: Array | None
+    dropout_offset: Sequence[Any] | None
+    implementation: str | None
+
+
+class GraphAttentionKeywords(_Keywords, total=False):
+    """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
+
+    activation: str
+    alpha: float
+
+
+class GraphTransformerAttentionKeywords(_Keywords, total=False):
+    """Keywords of `graph_transformer_attention` beside those that change what it returns."""
+
+    num_kv_heads: int | None
+    score_bias: Array | None
+    scale: float | None

@@ -1,30 +1,25 @@
-"""The multi-head attention layer: the public functions, their checks, and the custom_vjp."""
+"""The multi-head attention layer: the public functions and their checks; `rule.py` has the custom_vjp."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, trees
-from jax_attn_bwd._core.sharding import runs_in_shard_map
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
-from jax_attn_bwd.ops.multi_head import backward as layer_backward
-from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.arguments import prepare
-from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
+from jax_attn_bwd.ops.multi_head.rule import IMPLEMENTATIONS, run
 from jax_attn_bwd.ops.multi_head.spec import (
     ARRAYS,
     DIFFERENTIABLE,
     PARAMS,
     MultiHeadAttentionGrads,
+    MultiHeadAttentionKeywords,
     MultiHeadAttentionParams,
     MultiHeadAttentionResidual,
     Operands,
-    Options,
     Residuals,
     Wanted,
 )
@@ -32,24 +27,57 @@ from jax_attn_bwd.ops.multi_head.spec import (
 _NAME = "multi_head_attention"
 
 
+# fmt: off
+@overload
 def multi_head_attention(
-    params: MultiHeadAttentionParams,
-    query: jax.Array,
-    key: jax.Array | None = None,
-    value: jax.Array | None = None,
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *,
+    return_weights: Literal[False] = False, return_residual: Literal[False] = False,
+    **options: Unpack[MultiHeadAttentionKeywords]) -> jax.Array: ...
+@overload
+def multi_head_attention(
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *, return_weights: Literal[True], return_residual: Literal[False] = False,
+    **options: Unpack[MultiHeadAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def multi_head_attention(
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *, return_weights: Literal[False] = False, return_residual: Literal[True],
+    **options: Unpack[MultiHeadAttentionKeywords]) -> tuple[jax.Array, MultiHeadAttentionResidual]: ...
+@overload
+def multi_head_attention(
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *, return_weights: Literal[True], return_residual: Literal[True],
+    **options: Unpack[MultiHeadAttentionKeywords]
+) -> tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]: ...
+@overload
+def multi_head_attention(
+    params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
+    value: Array | None = None, *, return_weights: bool = False, return_residual: bool = False,
+    **options: Unpack[MultiHeadAttentionKeywords]
+) -> (
+    jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, MultiHeadAttentionResidual]
+    | tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]
+): ...
+# fmt: on
+def multi_head_attention(
+    params: MultiHeadAttentionParams[Array],
+    query: Array,
+    key: Array | None = None,
+    value: Array | None = None,
     *,
     num_heads: int | None = None,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -176,33 +204,33 @@ def multi_head_attention(
         save=save,
     )  # fmt: skip
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    outputs = _run((options, chosen.name), operands)
+    outputs = run((options, chosen.name), operands)
     given = tuple(x for x in outputs if x is not None)
     return given if len(given) > 1 else given[0]
 
 
 def multi_head_attention_bwd(
-    dout: jax.Array | None,
-    params: MultiHeadAttentionParams,
-    query: jax.Array,
-    key: jax.Array | None = None,
-    value: jax.Array | None = None,
+    dout: Array | None,
+    params: MultiHeadAttentionParams[Array],
+    query: Array,
+    key: Array | None = None,
+    value: Array | None = None,
     *,
-    dweights: jax.Array | None = None,
+    dweights: Array | None = None,
     residual: MultiHeadAttentionResidual | None = None,
     wrt: Sequence[str] | None = None,
     num_heads: int | None = None,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
+    query_segment_ids: Integers | None = None,
+    key_value_segment_ids: Integers | None = None,
+    query_positions: Integers | None = None,
+    key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -267,8 +295,8 @@ def multi_head_attention_bwd(
         return_residual=True, save=save,
     )  # fmt: skip
     chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
-    run = partial(chosen.forward, options)
-    expected = jax.eval_shape(run, operands)
+    forward = partial(chosen.forward, options)
+    expected = jax.eval_shape(forward, operands)
     for argument, x, like, letters in (
         ("dout", dout, expected.out, "[..., T, Eo]"),
         ("dweights", dweights, expected.weights, "of the weights"),
@@ -278,7 +306,7 @@ def multi_head_attention_bwd(
             checks.shape(name, argument, x, letters, like.shape)
             checks.same_dtype(name, query=operands.query, **{argument: x})
     if residual is None:
-        residual = run(operands).residual
+        residual = forward(operands).residual
     elif (got := _described(residual)) != _described(expected.residual):
         expect = f"be what the forward of the same arguments and save={save!r} returned"
         raise ValueError(checks.message(name, "residual", expect, got))
@@ -287,10 +315,10 @@ def multi_head_attention_bwd(
         require_floats(name, operands.mod_args)
     residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
     grads = chosen.backward(options, residuals, dout, dweights)
-    params = MultiHeadAttentionParams(**{n: grads.get(n) for n in PARAMS})
+    of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
     found = {n: grads.get(n) for n in ARRAYS}
     found["mod_args"] = trees.in_dtypes_of(tuple(mod_args), found["mod_args"])
-    return MultiHeadAttentionGrads(params, **found)
+    return MultiHeadAttentionGrads(of_params, **found)
 
 
 def _described(residual: Any) -> Any:
@@ -306,63 +334,3 @@ def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:
         return set(present) - {"bias", "mod_args"}
     names = set(checks.wanted(operator, wrt, ("params", *DIFFERENTIABLE), ["params", *present]))
     return names - {"params"} | (set(PARAMS) & set(present) if "params" in names else set())
-
-
-def _around(attention: backend.Implementation) -> backend.Implementation:
-    """The layer around one implementation of dense attention."""
-
-    def supports(options: Options, operands: Operands) -> str | None:
-        if attention.platform is None:
-            return None
-        inner = jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
-        return attention.supports(options.attention, inner)
-
-    return backend.Implementation(
-        attention.name,
-        partial(layer_forward.forward, attention.name),
-        partial(layer_backward.backward, attention.name),
-        attention.platform,
-        supports,
-        attention.waits,
-    )
-
-
-IMPLEMENTATIONS = tuple(_around(attention) for attention in block.IMPLEMENTATIONS)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(static: tuple[Options, str], operands: Operands) -> tuple[Any, Any, Any]:
-    options, implementation = static
-    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    return result.out, result.weights, result.residual if options.return_residual else None
-
-
-def _fwd(static, operands):
-    options, implementation = static
-    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, weights, saved = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    saved = saved._replace(
-        out=checkpoint_name(saved.out, "attention_out"),
-        lse=checkpoint_name(saved.lse, "attention_lse"),
-        lse_low=checkpoint_name(saved.lse_low, "attention_lse"),
-    )
-    residuals = (operands, saved, backend.note(wanted, DIFFERENTIABLE))
-    return (out, weights, saved if options.return_residual else None), residuals
-
-
-def _bwd(static, residuals, cotangents):
-    options, implementation = static
-    zero = lambda x: x is None or isinstance(x, SymbolicZero)
-    if not all(zero(x) for x in jax.tree.leaves(cotangents[2], is_leaf=zero)):
-        raise NotImplementedError(
-            f"{_NAME}: the residual of return_residual has no gradient; differentiate out and weights"
-        )
-    dout, dweights = (None if zero(x) else x for x in cotangents[:2])
-    *saved, note = residuals
-    residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dweights)
-    return (Operands(None)._replace(**grads),)
-
-
-_layer.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_layer)

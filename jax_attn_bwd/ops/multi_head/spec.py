@@ -6,33 +6,40 @@ and output, R appended key/value rows (0 to 2), S' = S + R.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 
 SAVE = ("inputs", "qkv", "probs")
 Wanted = dot_product.Wanted
 
 
-@exportable_tuple
-class MultiHeadAttentionParams(NamedTuple):
-    """The parameters of `multi_head_attention`; None = that piece is absent."""
+T = TypeVar("T", covariant=True)
 
-    query_kernel: Any = None  # [Eq, N, H]
-    query_bias: Any = None  # [N, H]
-    key_kernel: Any = None  # [Ek, K, H]
-    key_bias: Any = None  # [K, H]
-    value_kernel: Any = None  # [Ev, K, Hv]
-    value_bias: Any = None  # [K, Hv]
-    out_kernel: Any = None  # [N, Hv, Eo]
-    out_bias: Any = None  # [Eo]
-    bias_k: Any = None  # [K, H], one more key, after the projected ones
-    bias_v: Any = None  # [K, Hv], its value
-    sink: Any = None  # [N], one more logit, without a value
+
+@exportable_tuple
+class MultiHeadAttentionParams(NamedTuple, Generic[T]):
+    """The parameters of `multi_head_attention`; None = that piece is absent.
+
+    `MultiHeadAttentionParams[jax.Array]` to a type checker; one of `PartitionSpec`s is as well typed.
+    """
+
+    query_kernel: T | None = None  # [Eq, N, H]
+    query_bias: T | None = None  # [N, H]
+    key_kernel: T | None = None  # [Ek, K, H]
+    key_bias: T | None = None  # [K, H]
+    value_kernel: T | None = None  # [Ev, K, Hv]
+    value_bias: T | None = None  # [K, Hv]
+    out_kernel: T | None = None  # [N, Hv, Eo]
+    out_bias: T | None = None  # [Eo]
+    bias_k: T | None = None  # [K, H], one more key, after the projected ones
+    bias_v: T | None = None  # [K, Hv], its value
+    sink: T | None = None  # [N], one more logit, without a value
 
 
 PARAMS = MultiHeadAttentionParams._fields
@@ -145,9 +152,27 @@ class Residuals(NamedTuple):
 class MultiHeadAttentionGrads(NamedTuple):
     """Gradients of `multi_head_attention`, each with its argument's shape and dtype; None = not asked."""
 
-    params: MultiHeadAttentionParams
+    params: MultiHeadAttentionParams[jax.Array]
     query: jax.Array | None = None
     key: jax.Array | None = None
     value: jax.Array | None = None
     bias: jax.Array | None = None
     mod_args: tuple[Any, ...] | None = None  # None also in the place of what is not floating
+
+
+class LayerKeywords(dot_product.AttentionKeywords, total=False):
+    """Keywords of the layer, on one device or with its heads over several."""
+
+    bias: Array | None
+    mask: Array | None
+    add_zero_attn: bool
+    out_dropout_rate: float
+    add_residual: bool
+    average_weights: bool
+    save: str
+
+
+class MultiHeadAttentionKeywords(LayerKeywords, dot_product.ModKeywords, total=False):
+    """Keywords of `multi_head_attention` beside those that change what it returns."""
+
+    num_heads: int | None

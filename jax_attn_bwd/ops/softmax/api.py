@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
@@ -18,12 +19,12 @@ _NAME = "scaled_masked_softmax"
 
 
 def scaled_masked_softmax(
-    x: jax.Array,
-    mask: jax.Array | None = None,
+    x: Array,
+    mask: Array | None = None,
     *,
-    scale: float | jax.Array = 1.0,
-    bias: jax.Array | None = None,
-    sink: jax.Array | None = None,
+    scale: float | Array = 1.0,
+    bias: Array | None = None,
+    sink: Array | None = None,
     axis: int = -1,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
@@ -83,7 +84,7 @@ def scaled_masked_softmax(
         expected = "be -1, and x have rows on axis -2, with is_causal or local_window_size"
         raise ValueError(checks.message(_NAME, "axis", expected, f"{given} for rank {x.ndim}"))
 
-    def plane(argument, array):
+    def plane(argument: str, array: jax.Array) -> jax.Array:
         checks.broadcasts(_NAME, argument, array, "the shape of x", x.shape)
         return reshard_like(to_rank(array, x.ndim), x, tuple(range(x.ndim)))
 
@@ -106,12 +107,7 @@ def scaled_masked_softmax(
 
 
 def scaled_masked_softmax_bwd(
-    dy: jax.Array,
-    y: jax.Array,
-    mask: jax.Array | None = None,
-    *,
-    scale: float | jax.Array = 1.0,
-    axis: int = -1,
+    dy: Array, y: Array, mask: Array | None = None, *, scale: float | Array = 1.0, axis: int = -1
 ) -> jax.Array:
     """The gradient of `scaled_masked_softmax` with respect to `x`, as a plain function.
 

@@ -196,3 +196,20 @@ def test_under_jit_and_vmap():
     got = jax.jit(jax.vmap(gradient))(*(x[None] for x in (value, at, weight, grad_output)))
     for a, b in zip(got, expected, strict=True):
         assert_close(a[0], b, 1e-14)
+
+
+@pytest.mark.parametrize("width", [3, *(pytest.param(x, marks=thorough) for x in (6, 7, 9, 12))])
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_at_an_integer_pixel_the_derivative_is_the_right_hand_one(transform, width):
+    """Where XLA contracts `location * width - 0.5`, a pixel would otherwise lie to the left of itself."""
+    value = np.random.default_rng(0).standard_normal(width)
+    at = (np.arange(width) + 0.5) / width
+    assert (at * width - 0.5 == np.arange(width)).all()
+    location = np.stack([at, np.full(width, 0.5)], -1).reshape(1, width, 1, 1, 1, 2)
+
+    def gradient(value, location):
+        ones = np.ones((1, width, 1, 1, 1)), np.ones((1, width, 1, 1))
+        return cann.multi_scale_deformable_attention_grad(value, ((1, width),), [0], location, *ones)
+
+    got = transform(gradient)(value.reshape(1, width, 1, 1), location).grad_location[..., 0]
+    assert_close(got.ravel(), width * np.diff([*value, 0]), 1e-14)

@@ -1,0 +1,77 @@
+"""The rule of the layer: its implementations, each around one of dense attention's, and the custom_vjp."""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_attn_bwd._core import backend
+from jax_attn_bwd._core.sharding import runs_in_shard_map
+from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.multi_head import backward as layer_backward
+from jax_attn_bwd.ops.multi_head import forward as layer_forward
+from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
+from jax_attn_bwd.ops.multi_head.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
+
+
+def _around(attention: backend.Implementation) -> backend.Implementation:
+    """The layer around one implementation of dense attention."""
+
+    def supports(options: Options, operands: Operands) -> str | None:
+        if attention.platform is None:
+            return None
+        inner = jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
+        return attention.supports(options.attention, inner)
+
+    return backend.Implementation(
+        attention.name,
+        partial(layer_forward.forward, attention.name),
+        partial(layer_backward.backward, attention.name),
+        attention.platform,
+        supports,
+        attention.waits,
+    )
+
+
+IMPLEMENTATIONS = tuple(_around(attention) for attention in block.IMPLEMENTATIONS)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer(static: tuple[Options, str], operands: Operands) -> tuple[Any, Any, Any]:
+    options, implementation = static
+    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    return result.out, result.weights, result.residual if options.return_residual else None
+
+
+def _fwd(static, operands):
+    options, implementation = static
+    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    out, weights, saved = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    saved = saved._replace(
+        out=checkpoint_name(saved.out, "attention_out"),
+        lse=checkpoint_name(saved.lse, "attention_lse"),
+        lse_low=checkpoint_name(saved.lse_low, "attention_lse"),
+    )
+    residuals = (operands, saved, backend.note(wanted, DIFFERENTIABLE))
+    return (out, weights, saved if options.return_residual else None), residuals
+
+
+def _bwd(static, residuals, cotangents):
+    options, implementation = static
+    zero = lambda x: x is None or isinstance(x, SymbolicZero)
+    if not all(zero(x) for x in jax.tree.leaves(cotangents[2], is_leaf=zero)):
+        raise NotImplementedError(
+            "multi_head_attention: the residual of return_residual has no gradient; "
+            "differentiate out and weights"
+        )
+    dout, dweights = (None if zero(x) else x for x in cotangents[:2])
+    *saved, note = residuals
+    residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
+    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dweights)
+    return (Operands(None)._replace(**grads),)
+
+
+_layer.defvjp(_fwd, _bwd, symbolic_zeros=True)
+run = runs_in_shard_map(_layer)

@@ -1,0 +1,44 @@
+"""What type checkers are told of public functions is what runs; `typed_calls.py` has what they accept."""
+
+import inspect
+import typing
+
+import pytest
+
+import jax_attn_bwd
+from jax_attn_bwd import parallel
+from jax_attn_bwd.compat import bnns, cugraph
+
+FUNCTIONS = {
+    f"{module.__name__}.{name}": function
+    for module in (jax_attn_bwd, parallel, bnns, cugraph)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function)
+}
+# flags that change what is returned
+FLAGS = {
+    "return_residual",
+    "return_weights",
+    "return_attention_weights",
+    "return_softmax_scores",
+    "backprop_cache",
+}
+
+
+def keywords(function) -> dict:
+    """Its parameters' annotations by name, those of `**options: Unpack[...]` among them."""
+    hints = {name: x for name, x in typing.get_type_hints(function).items() if name != "return"}
+    options = hints.pop("options", None)
+    return hints | (typing.get_type_hints(typing.get_args(options)[0]) if typing.get_args(options) else {})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_overloads_have_the_arguments_of_the_function(name):
+    given, overloads = keywords(FUNCTIONS[name]), typing.get_overloads(FUNCTIONS[name])
+    assert overloads or not any(given.get(flag) is bool for flag in FLAGS)
+    for overload in overloads:
+        told = keywords(overload)
+        if name != "jax_attn_bwd.parallel.sharded_graph_attention":  # it hands the others on
+            assert told.keys() == given.keys()
+        for argument in given.keys() - FLAGS:
+            assert told[argument] == given[argument], argument
