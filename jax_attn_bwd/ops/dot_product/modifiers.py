@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks, intervals, trees
+from jax_attn_bwd._core.guarded import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import explicit_spec
 from jax_attn_bwd.ops.dot_product.spec import Options
@@ -50,47 +51,50 @@ def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array)
     return options.mask_mod(at.batch, at.head, row, column, *at.args)
 
 
-def scored(
-    options: Options, at: Places | None, logits: jax.Array, row: jax.Array, column: jax.Array
-) -> jax.Array:
-    """`logits` of a tile through `score_mod`, in whatever order of axes all are handed over."""
-    if options.score_mod is None:
+class Tile(NamedTuple):
+    """Where the elements of a tile stand, all in one order of axes."""
+
+    batch: jax.Array
+    head: jax.Array
+    row: jax.Array
+    column: jax.Array
+    seen: jax.Array | None  # which are; None = all
+
+
+def scored(options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...]) -> jax.Array:
+    """`logits` of a tile through `score_mod`; where they are not seen anything, with derivative 0."""
+    score, seen = options.score_mod, tile.seen
+    if score is None:
         return logits
-    assert at is not None  # prepared with the function
-    return options.score_mod(logits, at.batch, at.head, row, column, *at.args)
+    elements = (logits, *tile[:4])
+    return score(*elements, *args) if seen is None else guarded(score, seen, elements, args)
 
 
 def pulled_back(
-    options: Options, at: Places, logits: jax.Array, row: Any, column: Any, dlogits: jax.Array, to_args: bool
+    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, to_args: bool
 ) -> tuple[jax.Array, Any]:
-    """(cotangent of what `scored` was handed; that of the floats in `at.args`, None unless `to_args`)."""
-    score, numbers = options.score_mod, trees.floats(at.args)
-    assert score is not None  # asked only then
-
-    def of(logits, numbers):
-        return score(logits, at.batch, at.head, row, column, *trees.filled(at.args, numbers))
-
+    """(cotangent of what `scored` was handed; that of the floats in `args`, None unless `to_args`)."""
+    numbers = trees.floats(args)
+    of = lambda logits, numbers: scored(options, logits, tile, trees.filled(args, numbers))
     if to_args:
         return jax.vjp(of, logits, numbers)[1](dlogits)
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
 
 
 def pulled_back_apart(
-    options: Options, at: Places, logits: jax.Array, row: Any, column: Any, dlogits: jax.Array, groups: int
+    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, groups: int
 ) -> tuple[jax.Array, Any]:
     """`pulled_back` with the cotangent of each batch entry and head apart, `[..., K, G, *shape]`.
 
     Where these lie on several devices, their sum is the caller's to take once. `groups` is the axis of G.
     """
-    score, numbers = options.score_mod, trees.floats(at.args)
-    assert score is not None  # asked only then
 
-    def of_head(logits, dlogits, batch, head, row, column):
-        of = lambda x, numbers: score(x, batch, head, row, column, *trees.filled(at.args, numbers))
-        return jax.vjp(of, logits, numbers)[1](dlogits)
+    def of_head(logits, dlogits, *tile):
+        places = Tile(*tile, *(None for _ in Tile._fields[len(tile) :]))
+        return pulled_back(options, logits, places, args, dlogits, to_args=True)
 
     axes = [*range(-logits.ndim, -4), -4, groups]
-    return _over(of_head, axes, (logits, dlogits, at.batch, at.head, row, column))
+    return _over(of_head, axes, (logits, dlogits, *(x for x in tile if x is not None)))
 
 
 def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> Any:
