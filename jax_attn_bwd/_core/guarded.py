@@ -18,12 +18,13 @@ from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.intervals import called_jaxpr
 
 _HARMLESS = 0.5  # within the domain of nearly all functions: log, sqrt, 1 / x, asin, atanh
-# derivatives of 0, 1 or -1, or none
-_LINEAR = frozenset(
-    """add add_any sub neg max min clamp select_n convert_element_type copy sign floor ceil round stop_gradient
-    broadcast_in_dim reshape squeeze expand_dims transpose slice dynamic_slice gather concatenate iota pvary
-    pcast reduce_sum""".split()
+_MOVES = frozenset(
+    ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "dynamic_slice", "gather")
 )
+_STEPS = frozenset(("sign", "floor", "ceil", "round", "stop_gradient"))
+# of derivatives 0, 1 and -1
+_LINEAR = frozenset(("add", "sub", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "copy"))
+_LINEAR |= _MOVES | _STEPS | {"concatenate", "iota", "pvary", "pcast", "reduce_sum"}
 _KEEPS_FINITE = _LINEAR | {"mul", "abs"}  # of numbers that integers were converted to
 
 

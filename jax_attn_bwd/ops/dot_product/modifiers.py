@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, intervals, trees
+from jax_attn_bwd._core import checks, intervals, pallas, trees
 from jax_attn_bwd._core.guarded import guarded
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd._core.sharding import explicit_spec
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product.spec import Options
 
 APART = 1 << 20  # numbers: 4 MiB
@@ -88,13 +89,24 @@ def pulled_back_apart(
 
     Where these lie on several devices, their sum is the caller's to take once. `groups` is the axis of G.
     """
-
-    def of_head(logits, dlogits, *tile):
-        places = Tile(*tile, *(None for _ in Tile._fields[len(tile) :]))
-        return pulled_back(options, logits, places, args, dlogits, to_args=True)
-
     axes = [*range(-logits.ndim, -4), -4, groups]
-    return _over(of_head, axes, (logits, dlogits, *(x for x in tile if x is not None)))
+
+    def apart(*given):
+        logits, dlogits, args, *tile = pallas.vary_alike(given)  # else each tile's share would be summed
+
+        def of_head(logits, dlogits, *tile):
+            places = Tile(*tile, *(None for _ in Tile._fields[len(tile) :]))
+            return pulled_back(options, logits, places, args, dlogits, to_args=True)
+
+        return _over(of_head, axes, (logits, dlogits, *tile))
+
+    def out_specs(spec, dlogits, of_args, *tile):
+        lead = [spec[axis] for axis in axes]
+        specs = jax.tree.map(lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), trees.floats(args))
+        return spec, specs
+
+    places = (reshard_like(x, logits, range(logits.ndim)) for x in tile if x is not None)
+    return pallas.on_local_shards(apart, out_specs, (logits, dlogits, args, *places))
 
 
 def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> Any:
@@ -111,7 +123,7 @@ def may_lie_apart(at: Places, q: jax.Array) -> bool:
     """Whether there is room for the cotangents of each batch entry and head of q `[..., K, G, T, H]`."""
     sizes = [x.size for x in jax.tree.leaves(trees.floats(at.args))]
     known = all(isinstance(n, int) for n in (*q.shape, *sizes))
-    return known and not any(explicit_spec(q)) and math.prod(q.shape[:-2]) * sum(sizes) <= APART
+    return known and math.prod(q.shape[:-2]) * sum(sizes) <= APART
 
 
 class Tiles(NamedTuple):

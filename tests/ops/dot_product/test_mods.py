@@ -353,9 +353,10 @@ def test_second_order_over_many_tiles(rng):
 
 
 @thorough
-def test_no_collective_stands_in_a_loop():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_no_collective_stands_in_a_loop(kind):
     """Batch and heads over 8 devices, many tiles: the gradient of what the score reads is summed outside."""
-    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(kind,) * 2)
     whole = NamedSharding(mesh, P(None))
     x = jax.ShapeDtypeStruct((4, 1024, 8, 4), jnp.float32, sharding=NamedSharding(mesh, P("b", None, "h")))
     ids = jax.ShapeDtypeStruct((1024,), jnp.int32, sharding=whole)
