@@ -95,7 +95,7 @@ def _equation(equation: Any, inputs: list[Interval]) -> list[Interval]:
     all_exact = all(x.is_exact for x in inputs)
     if all_exact and not all(x.is_known for x in inputs):
         return _bound(equation, inputs)
-    called = _called(equation)
+    called = called_jaxpr(equation)
     if called is not None:
         if _is_floored(equation) and len(inputs) == 2:
             return [_by_rule(floored[equation.params["name"]], equation, inputs)]
@@ -121,7 +121,7 @@ def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
     return [exact(x) for x in (results if equation.primitive.multiple_results else [results])]
 
 
-def _called(equation: Any) -> Any:
+def called_jaxpr(equation: Any) -> Any:
     """The closed jaxpr that an equation calls once, as it is; None if it does not."""
     if equation.primitive.name in ("jit", "pjit", "closed_call", "core_closed_call"):
         return equation.params.get("jaxpr") or equation.params["call_jaxpr"]

@@ -92,8 +92,8 @@ def attention_fn(
         not known here: the layers of `jax_attn_bwd.layers` know it and take the same argument.
       query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions,
         key_value_positions, logits_soft_cap, mask_mod, score_mod, mod_args: as in `dot_product_attention`; in
-        a step of decoding the keys are those of the cache, and without `query_positions` the row of the query
-        is 0. Positions are what causality and windows compare; `rope` is handed `input_positions` alone.
+        a step of decoding the keys are those of the cache, and functions are an error as windows are.
+        Positions are what causality, windows and functions read; `rope` is handed `input_positions` alone.
       deterministic_sums: `deterministic` of `dot_product_attention`.
       implementation: as in `dot_product_attention`.
       promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
@@ -107,7 +107,8 @@ def attention_fn(
 
     Raises:
       TypeError: a mask of additive values, or another argument of the wrong kind.
-      ValueError: shapes disagree, dropout without a key, positions without `rope`, or a window in decoding.
+      ValueError: shapes disagree, dropout without a key, positions without `rope`, or a window or function in
+        decoding.
       NotImplementedError: an einsum of the caller's.
 
     Example:
@@ -130,7 +131,7 @@ def attention_by(
     input_positions, rope, local_window_size, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
     key_value_segment_ids, query_positions, key_value_positions, logits_soft_cap, deterministic_sums,
     implementation, promote_dtype, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum,
-    mask_mod=None, score_mod=None, mod_args=(),
+    mask_mod, score_mod, mod_args,
 ) -> jax.Array:  # fmt: skip
     """`attention_fn` by another `attend`, which takes the arguments of `dot_product_attention`."""
     given = {
@@ -160,7 +161,7 @@ def attention_by(
     band: dict[str, Any] = dict(is_causal=is_causal, local_window_size=local_window_size)
     one_query = query.ndim > 2 and query.shape[-3] == 1 < key.shape[-3]
     if mask is not numbers and one_query and query_positions is None:
-        band = _band_of_step(**band)
+        band = _band_of_step(**band, mask_mod=mask_mod, score_mod=score_mod)
     options = dict(
         **band,
         query_seq_lengths=query_seq_lengths,
@@ -173,9 +174,10 @@ def attention_by(
         precision=precision,
         deterministic=checks.flag(_NAME, "deterministic_sums", deterministic_sums),
         broadcast_dropout=broadcast_dropout,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        mod_args=mod_args,
     )
-    if mask_mod is not None or score_mod is not None or mod_args:
-        options |= dict(mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args)
     out = attend(
         query,
         key,
@@ -204,15 +206,17 @@ def _rotated(rope: Any, positions: Any, *arrays: jax.Array) -> tuple[jax.Array, 
     return tuple(rotate(x).astype(x.dtype) for x in arrays)
 
 
-def _band_of_step(is_causal: bool, local_window_size: Any) -> dict[str, Any]:
+def _band_of_step(is_causal: bool, local_window_size: Any, **functions: Any) -> dict[str, Any]:
     """The band of one query with a mask of numbers, as decoding in Flax makes them."""
-    if masks.window(_NAME, local_window_size) is not None:
+    for name, x in {"local_window_size": masks.window(_NAME, local_window_size), **functions}.items():
+        if x is None:
+            continue
         expected = "be None in what may be a step of decoding, where the index of the query is not known"
         remedy = (
             "give it to the layer of jax_attn_bwd.layers.flax_linen or flax_nnx in place of Flax's; "
             "elsewhere write mask != 0"
         )
-        raise ValueError(checks.message(_NAME, "local_window_size", expected, local_window_size, remedy))
+        raise ValueError(checks.message(_NAME, name, expected, x, remedy))
     is_causal = checks.flag(_NAME, "is_causal", is_causal) and not _linen_decodes()
     return dict(is_causal=is_causal, local_window_size=None)
 

@@ -9,9 +9,9 @@ attention (a norm of queries and keys, rotary embeddings, a decoding cache) or r
 One difference: a query that sees nothing gives the output bias, where the frameworks give a mean over keys
 that the mask hides.
 
-What is told of the tokens (lengths, segments, positions) is told at the call, the rest at construction. In
-layers `deterministic` is the frameworks' word for "without dropout", so the flag of the operators that allows
-sums in any order is `deterministic_sums` here.
+What is told of the tokens (lengths, segments, positions, the arrays that masks and scores read) is told at
+the call, the rest at construction. In layers `deterministic` is the frameworks' word for "without dropout",
+so the flag of the operators that allows sums in any order is `deterministic_sums` here.
 
 Shapes: ... batch, T queries, S keys, N heads, K key heads, H and Hv their sizes, Eq Ek Ev Eo widths.
 """
@@ -83,8 +83,9 @@ def flax_mask(layer: str, mask: Any) -> jax.Array | None:
 
 
 def told(layer: str, attention: Callable[..., Any], tokens: Mapping[str, Any]) -> Callable[..., Any]:
-    """`attention`, handed those of `tokens` that are not None by their names."""
-    tokens = {name: x for name, x in tokens.items() if x is not None}
+    """`attention`, handed those of `tokens` that are neither None nor an empty tuple by their names."""
+    empty = lambda x: x is None or (isinstance(x, tuple) and not x)
+    tokens = {name: x for name, x in tokens.items() if not empty(x)}
     if not tokens:
         return attention
     parameters = inspect.signature(attention).parameters
@@ -92,6 +93,6 @@ def told(layer: str, attention: Callable[..., Any], tokens: Mapping[str, Any]) -
     for name, x in tokens.items():
         if not (takes_all or name in parameters):
             expected = "be left out with an attention_fn that has no argument of this name"
-            got = f"shape {jnp.shape(x)}"
+            got = f"shape {jnp.shape(x)}" if checks.is_array(x) else f"a {type(x).__name__}"
             raise TypeError(checks.message(layer, name, expected, got, "use jax_attn_bwd.attention_fn"))
     return partial(attention, **tokens)

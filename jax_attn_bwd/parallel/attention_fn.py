@@ -137,6 +137,8 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
     if any(function is not None for function in functions):
         arrays["mod_args"] = jax.tree.map(jnp.asarray, args)
         specs["mod_args"] = jax.tree.map(lambda x: PartitionSpec(), arrays["mod_args"])
+    else:
+        options["mod_args"] = args
     run = functools.partial(_on_device, axes, kind, options, functions)
     run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs["query"])
     out = jax.jit(run)(arrays)  # outside of jit, jax.shard_map cannot run a rule like that of attention

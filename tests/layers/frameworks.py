@@ -363,8 +363,9 @@ class MultiHead:
                 mask = mask[..., 0, :, :] if mask.shape[-3] == 1 else mask
             mode = {"key": rng, "inference": rng is None}
             function = lambda *inputs: made(*inputs[:-1], **inputs[-1], **mode)
+            mapped = {name: None if name == "mod_args" else 0 for name in tokens}
             for _ in range(axes):
-                function = jax.vmap(function, in_axes=(0, 0, 0, None if mask is None else 0, 0))
+                function = jax.vmap(function, in_axes=(0, 0, 0, None if mask is None else 0, mapped))
             return function(query, key, value, mask, tokens)
 
         # Leaves alone: the trees differ in the class of their root.

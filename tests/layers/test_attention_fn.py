@@ -166,6 +166,11 @@ def test_rotary_embedding_and_its_positions():
         ({"module": object()}, TypeError, "module must be the Flax module"),
         ({"implementation": "mine"}, ValueError, "mine"),
         ({"bias": jnp.zeros((2, 2, T, S))}, ValueError, "bias must broadcast"),
+        (
+            {"mod_args": (np.ones(3),)},
+            ValueError,
+            "mod_args must be given together with mask_mod or score_mod",
+        ),
         ({"unknown": 1}, TypeError, "unknown"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -10,7 +10,7 @@ from helpers import assert_close, thorough
 from layers.frameworks import arrays, jitted, lenient, random_params
 from layers.multi_head_cases import E, N, S, T
 
-from jax_attn_bwd import attention_fn
+from jax_attn_bwd import attention_fn, mods
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -33,6 +33,7 @@ LINEN = {
     "own": flax_linen.MultiHeadDotProductAttention,
     "own_causal": partial(flax_linen.MultiHeadDotProductAttention, is_causal=True),
     "window": partial(flax_linen.MultiHeadDotProductAttention, local_window_size=2),
+    "mask_mod": partial(flax_linen.MultiHeadDotProductAttention, mask_mod=mods.sliding_window(2)),
 }
 
 
@@ -58,7 +59,7 @@ def test_decoding_in_linen(name):
         cache = state["cache"]
         steps.append(out)
     causal = jnp.tril(jnp.ones((1, 1, T, T), bool))
-    mask = causal & ~jnp.tril(causal, -3) if name == "window" else causal
+    mask = causal & ~jnp.tril(causal, -3) if name in ("window", "mask_mod") else causal
     with lenient():
         expected = jitted(LINEN["theirs"](N, **options).apply)({"params": params}, x, mask=mask)
     assert_close(jnp.concatenate(steps, 1), expected, 1e-12)
@@ -81,15 +82,16 @@ def test_weights_of_a_causal_step_of_decoding():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("flax", marks=thorough), "own", pytest.param("window", marks=thorough)]
+    "name", [pytest.param("flax", marks=thorough), "own", pytest.param("window", marks=thorough), "mask_mod"]
 )
 def test_decoding_in_nnx(name):
     """Grouped heads; `is_causal` at the call changes nothing in ours (that of Flax 0.12.8 heeds it)."""
     (x,) = arrays((2, T, E))
     kind = {"flax": partial(nnx.MultiHeadAttention, attention_fn=attention_fn)}
     cls = kind.get(name, flax_nnx.MultiHeadAttention)
-    window = {"local_window_size": 2} if name == "window" else {}
-    layer = cls(N, E, num_kv_heads=2, param_dtype="float64", **window, rngs=nnx.Rngs(0))
+    options = {"window": {"local_window_size": 2}, "mask_mod": {"mask_mod": mods.sliding_window(2)}}
+    options = {"num_kv_heads": 2, "param_dtype": "float64"} | options.get(name, {})
+    layer = cls(N, E, **options, rngs=nnx.Rngs(0))
     layer.init_cache(x.shape, "float64")
     step = nnx.jit(lambda layer, x: layer(x, decode=True, is_causal=name == "own"))
     with lenient():

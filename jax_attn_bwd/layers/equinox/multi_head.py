@@ -38,6 +38,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     is_causal: bool = eqx.field(static=True)
     local_window_size: tuple[int, int] | None = eqx.field(static=True)
     logits_soft_cap: float | None = eqx.field(static=True)
+    mask_mod: Callable[..., Any] | None = eqx.field(static=True)
+    score_mod: Callable[..., Any] | None = eqx.field(static=True)
     precision: Any = eqx.field(static=True)
     deterministic_sums: bool = eqx.field(static=True)
     save: str = eqx.field(static=True)
@@ -50,6 +52,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        score_mod: Callable[..., Any] | None = None,
         precision: Any = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
@@ -63,6 +67,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           is_causal: a query sees keys up to its own index; no mask is formed.
           local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
           logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+          mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
+            (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
           precision: of all matrix products; None follows `jax_default_matmul_precision`. Projections other
             than `equinox.nn.Linear`, or around `process_heads`, have their own.
           deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
@@ -76,6 +82,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         # As a pair of Python ints: `filter_jit` compares it with those of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
         self.logits_soft_cap = logits_soft_cap
+        self.mask_mod = mask_mod
+        self.score_mod = score_mod
         self.precision = checks.precision(_NAME, precision)
         self.deterministic_sums = deterministic_sums
         self.save = save
@@ -99,6 +107,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key_value_segment_ids: jax.Array | None = None,
         query_positions: jax.Array | None = None,
         key_value_positions: jax.Array | None = None,
+        mod_args: tuple[Any, ...] = (),
     ) -> jax.Array:
         """As Equinox's, with a bias and what tells sequences apart.
 
@@ -114,6 +123,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           bias: broadcasts to `[N, T, S]`, floating; added to the logits.
           query_seq_lengths, key_value_seq_lengths: ints; query_segment_ids, key_value_segment_ids,
             query_positions, key_value_positions: `[T]`, `[S]`: as in `jax_attn_bwd.dot_product_attention`.
+          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
+            Under `jax.vmap` each entry of the batch is its number 0: map over what differs between them.
 
         Returns:
           `[T, output_size]`.
@@ -144,6 +155,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             query_positions=query_positions,
             key_value_positions=key_value_positions,
             logits_soft_cap=self.logits_soft_cap,
+            mask_mod=self.mask_mod,
+            score_mod=self.score_mod,
+            mod_args=mod_args,
             precision=self.precision,
             deterministic=self.deterministic_sums,
             implementation=self.implementation,

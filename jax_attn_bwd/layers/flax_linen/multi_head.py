@@ -39,6 +39,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
         t is the index in the cache.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
+        (`jax_attn_bwd.mods` has named ones); in decoding a row is an index in the cache.
       deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -58,6 +60,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
     logits_soft_cap: float | None = None
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
     deterministic_sums: bool = True
     save: str = "inputs"
     implementation: str | None = None
@@ -80,6 +84,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         key_value_segment_ids: jax.Array | None = None,
         query_positions: jax.Array | None = None,
         key_value_positions: jax.Array | None = None,
+        mod_args: tuple[Any, ...] = (),
     ) -> jax.Array:
         """As Flax's.
 
@@ -98,6 +103,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             `jax_attn_bwd.dot_product_attention`. In decoding the keys are those of the cache, and a query's
             position is its index there, unless it is given. An `attention_fn` of the caller's is handed
             those that are given.
+          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
 
         Returns:
           `[..., T, out_features]`.
@@ -114,6 +120,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             key_value_segment_ids=key_value_segment_ids,
             query_positions=query_positions,
             key_value_positions=key_value_positions,
+            mod_args=mod_args,
         )
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
@@ -147,6 +154,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             local_window_size=self.local_window_size,
             **tokens,
             logits_soft_cap=self.logits_soft_cap,
+            mask_mod=self.mask_mod,
+            score_mod=self.score_mod,
             precision=self.precision,
             deterministic=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
@@ -208,6 +217,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "is_causal": self.is_causal or None,
             "local_window_size": self.local_window_size,
             "logits_soft_cap": self.logits_soft_cap,
+            "mask_mod": self.mask_mod,
+            "score_mod": self.score_mod,
             "deterministic_sums": None if self.deterministic_sums is True else self.deterministic_sums,
             "implementation": self.implementation,
         }
@@ -220,7 +231,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         else:
             if self.decode and self.has_variable("cache", "cached_key"):
                 options.pop("is_causal", None)  # Flax hides the keys that are still to come
-                if "local_window_size" in options and tokens["query_positions"] is None:
+                reads = {"local_window_size", "mask_mod", "score_mod"} & options.keys()
+                if reads and tokens["query_positions"] is None:
                     index: Any = self.get_variable("cache", "cache_index")
                     tokens = tokens | {"query_positions": index[None]}
             attention = partial(_own_attention, **options)

@@ -37,6 +37,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
         t is the index in the cache.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
+        (`jax_attn_bwd.mods` has named ones); in decoding a row is an index in the cache.
       deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -59,16 +61,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         attention_fn: Callable[..., jax.Array] = attention_fn,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        score_mod: Callable[..., Any] | None = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
         implementation: str | None = None,
         **kwargs: Any,
     ):
-        options = (local_window_size, logits_soft_cap, None if deterministic_sums is True else False)
-        if attention_fn is not _own_attention and any(x is not None for x in (*options, implementation)):
-            names = "local_window_size, logits_soft_cap, deterministic_sums, implementation"
+        options = (local_window_size, logits_soft_cap, mask_mod, score_mod, implementation)
+        others = any(x is not None for x in options) or deterministic_sums is not True
+        if attention_fn is not _own_attention and others:
+            names = (
+                "local_window_size, logits_soft_cap, mask_mod, score_mod, implementation, deterministic_sums"
+            )
             expected = "be left out with an attention_fn of the caller's"
-            got = (local_window_size, logits_soft_cap, deterministic_sums, implementation)
+            got = (*options, deterministic_sums)
             raise ValueError(checks.message(_NAME, names, expected, got, "bind them with functools.partial"))
         if implementation is not None:
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
@@ -77,6 +84,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         # As a pair of Python ints: `nnx.jit` compares it with those of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
         self.logits_soft_cap = logits_soft_cap
+        self.mask_mod = mask_mod
+        self.score_mod = score_mod
         self.deterministic_sums = deterministic_sums
         self.save = save
         self.implementation = implementation
@@ -99,6 +108,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         key_value_segment_ids: jax.Array | None = None,
         query_positions: jax.Array | None = None,
         key_value_positions: jax.Array | None = None,
+        mod_args: tuple[Any, ...] = (),
         **options: Any,
     ) -> jax.Array:
         """As Flax's.
@@ -119,6 +129,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             `jax_attn_bwd.dot_product_attention`. In decoding the keys are those of the cache, and a query's
             position is its index there, unless it is given. An `attention_fn` of the caller's is handed
             those that are given.
+          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads;
+            an `nnx.Param` may stand for its array.
           options: `input_positions`, `out_sharding`, `qkv_sharding`, where this Flax has them.
 
         Returns:
@@ -136,6 +148,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             key_value_segment_ids=key_value_segment_ids,
             query_positions=query_positions,
             key_value_positions=key_value_positions,
+            mod_args=jax.tree.map(_value, mod_args, is_leaf=_is_variable),
         )
         options = {name: x for name, x in options.items() if x is not None}
         decode = self.decode if decode is None else decode
@@ -176,6 +189,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             local_window_size=self.local_window_size,
             **tokens,
             logits_soft_cap=self.logits_soft_cap,
+            mask_mod=self.mask_mod,
+            score_mod=self.score_mod,
             precision=self.precision,
             deterministic=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
@@ -206,11 +221,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 attention,
                 local_window_size=self.local_window_size,
                 logits_soft_cap=self.logits_soft_cap,
+                mask_mod=self.mask_mod,
+                score_mod=self.score_mod,
                 deterministic_sums=self.deterministic_sums,
                 implementation=self.implementation,
             )
             index = self.cache_index if decode else None
-            if self.local_window_size and index is not None and tokens["query_positions"] is None:
+            reads = self.local_window_size or self.mask_mod or self.score_mod
+            if reads and index is not None and tokens["query_positions"] is None:
                 tokens = tokens | {"query_positions": index[...][None]}
         attention = told(_NAME, attention, tokens)
 
@@ -222,6 +240,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         other = object.__new__(type(self))
         vars(other).update(vars(self), attention_fn=sowing_here)
         return nnx.MultiHeadAttention.__call__(other, *inputs, decode=decode, **arguments)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _value(x: Any) -> Any:
+    return x[...] if _is_variable(x) else x
 
 
 def _check_rngs(rngs: Any) -> None:

@@ -1,5 +1,6 @@
 """Multi-head attention as a Haiku module."""
 
+from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
@@ -30,6 +31,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
       is_causal: a query sees keys up to its own index; no mask is formed.
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
+        (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
       precision: of all matrix products; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -63,6 +66,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        score_mod: Callable[..., Any] | None = None,
         precision: Any = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
@@ -84,6 +89,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             is_causal=is_causal,
             local_window_size=local_window_size,
             logits_soft_cap=logits_soft_cap,
+            mask_mod=mask_mod,
+            score_mod=score_mod,
             precision=precision,
             deterministic=deterministic_sums,
             save=save,
@@ -106,6 +113,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         key_value_segment_ids: jax.Array | None = None,
         query_positions: jax.Array | None = None,
         key_value_positions: jax.Array | None = None,
+        mod_args: tuple[Any, ...] = (),
     ) -> jax.Array:
         """As Haiku's, with a bias, dropout and what tells sequences apart.
 
@@ -120,6 +128,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           query_seq_lengths, key_value_seq_lengths: `[...]`; query_segment_ids, key_value_segment_ids,
             query_positions, key_value_positions: `[..., T]`, `[..., S]`: as in
             `jax_attn_bwd.dot_product_attention`.
+          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
 
         Returns:
           `[..., T, model_size]`.
@@ -135,6 +144,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             key_value_segment_ids=key_value_segment_ids,
             query_positions=query_positions,
             key_value_positions=key_value_positions,
+            mod_args=mod_args,
         )
         dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
         N, H, Hv = self.num_heads, self.key_size, self.value_size

@@ -124,8 +124,8 @@ def dot_product_attention(
         compiled anew. Define it once, and hand what changes over in `mod_args`.
       mod_args: a tuple of arrays, or pytrees of them, that both functions read by gathers (`slopes[head]`,
         `document[batch, row]`); floats arrive in the dtype of the logits. Over several devices, whole on
-        each of them; large ones, and all on an Explicit mesh, have a gradient that is summed over devices
-        tile by tile, but inside `jax.shard_map` (`parallel.attention_fn`) once.
+        each of them; large ones have a gradient that is summed over devices tile by tile, but inside
+        `jax.shard_map` (`parallel.attention_fn`) once.
       dropout_rate: probability in [0, 1] of dropping an attention probability; 1 gives zeros.
       dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
         of (key, batch, head, row, column) alone, the same on every implementation and sharding.

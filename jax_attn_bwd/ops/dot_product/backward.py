@@ -208,11 +208,11 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     bias = bias_tile(w, i, j, tiling)
     if bias is not None:
         logits = logits + _transposed(bias).astype(logits.dtype)
-    before, places, at = logits, w.conditions.places, ()
+    before, places, at = logits, w.conditions.places, None
     if options.score_mod is not None:
-        places = jax.tree.map(_transposed, places._replace(args=()))._replace(args=places.args)
-        at = tuple(map(_transposed, positions(tiling, w, i, j)))
-        logits = modifiers.scored(options, places, logits, *at)
+        at = modifiers.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
+        at = jax.tree.map(_transposed, at)
+        logits = modifiers.scored(options, logits, at, places.args)
     if visible is not None:
         logits = jnp.where(_transposed(visible), logits, -jnp.inf)
     p = jnp.exp((logits - lse[..., None, :, :]) - low[..., None, :, :])  # (2)
@@ -230,11 +230,9 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     if options.score_mod is not None:  # (8a)
         to_args = "mod_args" in old
         if to_args and modifiers.may_lie_apart(places, w.q):
-            dlogits, dargs = modifiers.pulled_back_apart(options, places, before, *at, dlogits, groups=-2)
+            dlogits, dargs = modifiers.pulled_back_apart(options, before, at, places.args, dlogits, groups=-2)
         else:
-            dlogits, dargs = modifiers.pulled_back(options, places, before, *at, dlogits, to_args)
-        if visible is not None:  # what is hidden may have no derivative
-            dlogits = jnp.where(_transposed(visible), dlogits, 0)
+            dlogits, dargs = modifiers.pulled_back(options, before, at, places.args, dlogits, to_args)
         if to_args:
             share["mod_args"] = dargs
     elif "mod_args" in old:

@@ -111,7 +111,8 @@ def _update(options, tiling, w, rows, i, j, *, mixed):
         logits = logits + bias.astype(logits.dtype)
     if options.score_mod is not None:
         places = w.conditions.places
-        logits = modifiers.scored(options, places, logits, *positions(tiling, w, i, j))
+        at = modifiers.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
+        logits = modifiers.scored(options, logits, at, places.args)
     if visible is not None:
         logits = jnp.where(visible, logits, -jnp.inf)
     m = lax.stop_gradient(jnp.maximum(rows.m, logits.max(-1)))

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, intervals, trees
+from jax_attn_bwd._core import checks, intervals, pallas, trees
+from jax_attn_bwd._core.guarded import guarded
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd._core.sharding import explicit_spec
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product.spec import Options
 
 APART = 1 << 20  # numbers: 4 MiB
@@ -50,47 +52,61 @@ def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array)
     return options.mask_mod(at.batch, at.head, row, column, *at.args)
 
 
-def scored(
-    options: Options, at: Places | None, logits: jax.Array, row: jax.Array, column: jax.Array
-) -> jax.Array:
-    """`logits` of a tile through `score_mod`, in whatever order of axes all are handed over."""
-    if options.score_mod is None:
+class Tile(NamedTuple):
+    """Where the elements of a tile stand, all in one order of axes."""
+
+    batch: jax.Array
+    head: jax.Array
+    row: jax.Array
+    column: jax.Array
+    seen: jax.Array | None  # which are; None = all
+
+
+def scored(options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...]) -> jax.Array:
+    """`logits` of a tile through `score_mod`; where they are not seen anything, with derivative 0."""
+    score, seen = options.score_mod, tile.seen
+    if score is None:
         return logits
-    assert at is not None  # prepared with the function
-    return options.score_mod(logits, at.batch, at.head, row, column, *at.args)
+    elements = (logits, *tile[:4])
+    return score(*elements, *args) if seen is None else guarded(score, seen, elements, args)
 
 
 def pulled_back(
-    options: Options, at: Places, logits: jax.Array, row: Any, column: Any, dlogits: jax.Array, to_args: bool
+    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, to_args: bool
 ) -> tuple[jax.Array, Any]:
-    """(cotangent of what `scored` was handed; that of the floats in `at.args`, None unless `to_args`)."""
-    score, numbers = options.score_mod, trees.floats(at.args)
-    assert score is not None  # asked only then
-
-    def of(logits, numbers):
-        return score(logits, at.batch, at.head, row, column, *trees.filled(at.args, numbers))
-
+    """(cotangent of what `scored` was handed; that of the floats in `args`, None unless `to_args`)."""
+    numbers = trees.floats(args)
+    of = lambda logits, numbers: scored(options, logits, tile, trees.filled(args, numbers))
     if to_args:
         return jax.vjp(of, logits, numbers)[1](dlogits)
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
 
 
 def pulled_back_apart(
-    options: Options, at: Places, logits: jax.Array, row: Any, column: Any, dlogits: jax.Array, groups: int
+    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, groups: int
 ) -> tuple[jax.Array, Any]:
     """`pulled_back` with the cotangent of each batch entry and head apart, `[..., K, G, *shape]`.
 
     Where these lie on several devices, their sum is the caller's to take once. `groups` is the axis of G.
     """
-    score, numbers = options.score_mod, trees.floats(at.args)
-    assert score is not None  # asked only then
-
-    def of_head(logits, dlogits, batch, head, row, column):
-        of = lambda x, numbers: score(x, batch, head, row, column, *trees.filled(at.args, numbers))
-        return jax.vjp(of, logits, numbers)[1](dlogits)
-
     axes = [*range(-logits.ndim, -4), -4, groups]
-    return _over(of_head, axes, (logits, dlogits, at.batch, at.head, row, column))
+
+    def apart(*given):
+        logits, dlogits, args, *tile = pallas.vary_alike(given)  # else each tile's share would be summed
+
+        def of_head(logits, dlogits, *tile):
+            places = Tile(*tile, *(None for _ in Tile._fields[len(tile) :]))
+            return pulled_back(options, logits, places, args, dlogits, to_args=True)
+
+        return _over(of_head, axes, (logits, dlogits, *tile))
+
+    def out_specs(spec, dlogits, of_args, *tile):
+        lead = [spec[axis] for axis in axes]
+        specs = jax.tree.map(lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), trees.floats(args))
+        return spec, specs
+
+    places = (reshard_like(x, logits, range(logits.ndim)) for x in tile if x is not None)
+    return pallas.on_local_shards(apart, out_specs, (logits, dlogits, args, *places))
 
 
 def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> Any:
@@ -107,7 +123,7 @@ def may_lie_apart(at: Places, q: jax.Array) -> bool:
     """Whether there is room for the cotangents of each batch entry and head of q `[..., K, G, T, H]`."""
     sizes = [x.size for x in jax.tree.leaves(trees.floats(at.args))]
     known = all(isinstance(n, int) for n in (*q.shape, *sizes))
-    return known and not any(explicit_spec(q)) and math.prod(q.shape[:-2]) * sum(sizes) <= APART
+    return known and math.prod(q.shape[:-2]) * sum(sizes) <= APART
 
 
 class Tiles(NamedTuple):

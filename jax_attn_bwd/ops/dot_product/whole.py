@@ -32,7 +32,7 @@ class _Plane(NamedTuple):
     live: jax.Array | None  # [..., K|1, G|1, T], queries that see something; None = all
     bias: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
     places: modifiers.Places | None  # with a function of them
-    at: tuple[jax.Array, jax.Array] | None  # rows and columns, with `score_mod`
+    at: modifiers.Tile | None  # with `score_mod`
 
 
 def _plane(options: Options, operands: Operands) -> _Plane:
@@ -46,7 +46,9 @@ def _plane(options: Options, operands: Operands) -> _Plane:
     places, at = modifiers.places(operands, len(batch), N // K), None
     if options.score_mod is not None:
         found = visibility.conditions(operands, T, S, len(batch), N // K)
-        at = visibility.positions(found, None, None, (T, S), len(batch) + 4)
+        rows_and_columns = visibility.positions(found, None, None, (T, S), len(batch) + 4)
+        assert places is not None  # prepared with the function
+        at = modifiers.Tile(places.batch, places.head, *rows_and_columns, sees)
     return _Plane(q, k, v, sees, live, bias, places, at)
 
 
@@ -64,8 +66,8 @@ def _before_score(options: Options, plane: _Plane, dtype: Any) -> tuple[jax.Arra
 def _logits(options: Options, plane: _Plane, dtype: Any) -> jax.Array:
     """(1): `[..., K, G, T, S]`, -inf where unseen."""
     logits, _ = _before_score(options, plane, dtype)
-    if plane.at is not None:
-        logits = modifiers.scored(options, plane.places, logits, *plane.at)
+    if plane.at is not None and plane.places is not None:
+        logits = modifiers.scored(options, logits, plane.at, plane.places.args)
     return logits if plane.sees is None else jnp.where(plane.sees, logits, -jnp.inf)
 
 
@@ -195,10 +197,8 @@ def _gradients(
         before, tanh = _before_score(options, plane, dtype)
     if plane.at is not None and before is not None:  # (8a)
         assert plane.places is not None  # with the function
-        to_args = "mod_args" in wanted
-        dlogits, dargs = modifiers.pulled_back(options, plane.places, before, *plane.at, dlogits, to_args)
-        if plane.sees is not None:  # what is hidden may have no derivative
-            dlogits = jnp.where(plane.sees, dlogits, 0)
+        to_args, args = "mod_args" in wanted, plane.places.args
+        dlogits, dargs = modifiers.pulled_back(options, before, plane.at, args, dlogits, to_args)
         if to_args:
             grads["mod_args"] = dargs
     elif "mod_args" in wanted:

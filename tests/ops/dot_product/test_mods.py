@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
-from jax_attn_bwd.ops.dot_product import liveness, reference, traversal, visibility
+from jax_attn_bwd.ops.dot_product import liveness, modifiers, reference, traversal, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
@@ -263,6 +263,50 @@ def test_a_score_may_hide_whole_rows(rng):
         assert_close(a, b, 1e-12)
 
 
+def wild(safe):
+    """A score of causal rows alone; the `safe` one has other numbers where they see nothing."""
+
+    def score(logits, batch, head, row, column, power, factor, shift):
+        distance = (row - column).astype(logits.dtype)
+        distance = jnp.where(column <= row, distance, 1.0) if safe else distance
+        at_row = jnp.where(row < 3, 1, row) if safe else row  # of rows that see nothing shift is NaN
+        near = jnp.log1p(distance) * power[head] + jnp.sqrt(distance + factor) / (distance + 1)
+        return jnp.tanh(logits * jnp.log(factor + distance)) + near * shift[at_row]
+
+    return score
+
+
+@pytest.mark.parametrize("form", ["whole", *(pytest.param(x, marks=thorough) for x in ("tiles", "together"))])
+def test_hidden_elements_give_no_gradient(rng, monkeypatch, form):
+    """Where the derivative of the score is NaN or infinite, they give nothing, to second order."""
+    T = 23
+    q, k, v, dout = inputs(rng, T, B=2)
+    if form != "whole":
+        tiling = Tiling(8, 16, "float64")
+        monkeypatch.setattr(Tiling, "default_for", lambda *_: tiling)
+    if form == "together":
+        monkeypatch.setattr(modifiers, "may_lie_apart", lambda *_: False)
+    live = (jnp.arange(T) >= 3)[:, None]
+    shift = jnp.asarray(rng.random(T)).at[0].set(jnp.nan).at[2].set(jnp.inf)
+    point = (q, jnp.asarray(rng.random(2)), jnp.asarray(rng.random()), shift)
+
+    def gradients(score):
+        def loss(q, power, factor, shift):
+            out = dot_product_attention(
+                q, k, v, mask=live, mask_mod=mods.causal, score_mod=score, mod_args=(power, factor, shift)
+            )
+            return (out * dout).sum()
+
+        gradient = jax.grad(loss, (0, 1, 2, 3))
+        again = jax.grad(lambda *point: sum((g**2).sum() for g in gradient(*point)), (0, 1, 2, 3))
+        return quick_jit(lambda *point: (gradient(*point), again(*point)))(*point)
+
+    got, expected = gradients(wild(safe=False)), gradients(wild(safe=True))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.isfinite(b).all()
+        assert_close(a, b, 1e-11)
+
+
 @thorough
 @pytest.mark.parametrize("name", ["document", "or"])
 def test_memory_is_not_that_of_the_plane(name):
@@ -309,9 +353,10 @@ def test_second_order_over_many_tiles(rng):
 
 
 @thorough
-def test_no_collective_stands_in_a_loop():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_no_collective_stands_in_a_loop(kind):
     """Batch and heads over 8 devices, many tiles: the gradient of what the score reads is summed outside."""
-    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(kind,) * 2)
     whole = NamedSharding(mesh, P(None))
     x = jax.ShapeDtypeStruct((4, 1024, 8, 4), jnp.float32, sharding=NamedSharding(mesh, P("b", None, "h")))
     ids = jax.ShapeDtypeStruct((1024,), jnp.int32, sharding=whole)
