@@ -62,7 +62,7 @@ def too_old() -> str | None:
 def _interpreter() -> Any:
     if not can_interpret():
         raise NotImplementedError("the Mosaic GPU interpreter of this JAX cannot run these kernels")
-    # When a block of one device ends, JAX 0.12 forgets the clocks of all: devices beside it would seem to race.
+    # When a block of one device ends, JAX 0.12 forgets the clocks of all: others would seem to race.
     alone = math.prod(jax.sharding.get_abstract_mesh().shape.values()) == 1
     return getattr(plgpu, "InterpretGPUParams")(detect_races=alone)  # noqa: B009 (absent before 0.12)
 
