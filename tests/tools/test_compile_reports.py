@@ -30,6 +30,8 @@ def good_row(**changes):
         ({"shared_memory": 232_449}, "shared_memory 232449, at most 232448"),
         ({"instructions": {"HGMMA": 3, "UTMALDG": 2}}, "no kernel has the instruction MUFU.EX2"),
         ({"instructions": {"HMMA": 3, "MUFU.EX2": 2}}, "no kernel has the instruction HGMMA"),
+        ({"operator": "graph_attention"}, "a kernel has the instruction RED"),
+        ({"operator": "graph_attention", "instructions": {"MUFU.EX2": 3}}, "has the instruction LD.E or LDG"),
         ({"kernels": []}, "1 launches and 0 kernels"),
         ({"expected": 0}, "0 launches and 1 kernels"),
         ({"error": "ValueError: no"}, "ValueError: no"),
@@ -42,6 +44,22 @@ def test_budgets_refuse(changes, said):
     assert any(said in sentence for sentence in compiling.violations(good_row(**changes)))
 
 
+@pytest.mark.parametrize(
+    ("registers", "shared_memory", "architecture", "expected"),
+    [
+        (32, 0, "sm_80", 1.0),
+        (64, 2048, "sm_90a", 0.5),  # 8 blocks of 4 warps
+        (73, 0, "sm_100a", 0.375),  # as 80: 6 blocks
+        (64, 100 * 1024, "sm_90a", 0.125),  # 2 blocks
+        (64, 100 * 1024, "sm_80", 0.0625),
+    ],
+)
+def test_occupancy(registers, shared_memory, architecture, expected):
+    figures = {"threads": 128, "registers": registers, "shared_memory": shared_memory}
+    (kernel,) = good_row(**figures, architecture=architecture).kernels
+    assert kernel.occupancy == expected
+
+
 SASS = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
@@ -51,13 +69,20 @@ SASS = """
         /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR44], RZ, !UPT ;
         /*0060*/                   LDGSTS.E [R5], desc[UR4][R2.64] ;
         /*0070*/             @!UPT R2UR UR4, R2 ;
+        /*0080*/                   LD.E.128 R8, [R2.64] ;
+        /*0090*/               @P1 ST.E [R2.64], R8 ;
+        /*00a0*/                   REDG.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR4][R2.64], R8 ;
+        /*00b0*/                   RED.E.ADD.STRONG.GPU [R2.64], R8 ;
+        /*00c0*/                   REDUX.SUM UR6, R8 ;
+        /*00d0*/                   ATOMG.E.CAS.STRONG.GPU PT, R8, [R2], R4, R5 ;
 """
 
 
 def test_instructions_are_counted_by_opcode_and_variant():
     counted = gpu.count(SASS)
     expected = {"LDG": 2, "LDG.E.128": 1, "UTMALDG": 1, "MUFU.EX2": 1, "HGMMA": 1, "R2UR": 1}
-    assert {name: n for name, n in counted.items() if n} == {**expected, "total": 8}
+    expected |= {"LD.E": 1, "ST.E": 1, "RED": 2, "ATOM": 1}
+    assert {name: n for name, n in counted.items() if n} == {**expected, "total": 14}
 
 
 PTX = ".version 9.0\n.target sm_90a\n.visible .entry softmax_mosaic_gpu_kernel(\n.maxntid 128, 1, 1\n"

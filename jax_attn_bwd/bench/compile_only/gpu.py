@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only.devices import tool
@@ -16,20 +16,22 @@ from jax_attn_bwd.bench.compile_only.programs import Program, did_not_compile
 COUNTED = (
     "HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "MUFU.EX2", "MUFU.TANH", "LDG.E.128", "STG.E.128",
     "LDG", "STG", "LD.E", "ST.E", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "R2UR", "SHFL", "BAR", "SYNCS",
-    "RED",
+    "RED", "ATOM",
 )  # fmt: skip
+_VARIANTS = {"RED": ("RED", "REDG"), "ATOM": ("ATOM", "ATOMG", "ATOMS")}  # by the memory they are of
 _SHOWN = ("HGMMA", "UTMALDG", "MUFU.EX2", "LDG.E.128", "STG.E.128", "R2UR", "total")
-_KERNEL_COLUMNS = (
-    "operator",
-    "case",
-    "kernel",
-    "chip",
-    "threads",
-    "registers",
-    "spilled bytes",
-    "stack bytes",
-    "shared KiB",
-    *_SHOWN,
+_SHOWN_SPARSE = (
+    "LDG.E.128",
+    "LDG",
+    "LD.E",
+    "STG.E.128",
+    "STG",
+    "ST.E",
+    "RED",
+    "ATOM",
+    "SHFL",
+    "MUFU.EX2",
+    "total",
 )
 _LOWERED = ".before_layout_inference.txt"
 
@@ -37,12 +39,30 @@ _LOWERED = ".before_layout_inference.txt"
 REGISTERS = 255
 SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and later
 GRAPH = ("graph_attention", "graph_attention_v2", "graph_transformer_attention")
-NEEDED = {  # of some kernel of the program: without these it is not the kernel it should be
-    "dot_product_attention": ("HGMMA", "UTMALDG", "MUFU.EX2"),
-    "scaled_masked_softmax": ("MUFU.EX2",),
-    **dict.fromkeys(GRAPH, ("MUFU.EX2", "LD.E", "ST.E")),
-    "multi_scale_deformable_attention": ("LD.E", "ST.E", "SHFL"),
+SPARSE = (*GRAPH, "multi_scale_deformable_attention")  # no atomics: the same bits in every run
+NEEDED = {  # of some kernel of the program, one of each row: without these it is not the kernel it should be
+    "dot_product_attention": (("HGMMA",), ("UTMALDG",), ("MUFU.EX2",)),
+    "scaled_masked_softmax": (("MUFU.EX2",),),
+    **dict.fromkeys(GRAPH, (("MUFU.EX2",), ("LD.E", "LDG.E.128"), ("ST.E", "STG.E.128"))),
+    "multi_scale_deformable_attention": (("LD.E",), ("ST.E",), ("SHFL",)),
 }
+
+
+class _Processor(NamedTuple):
+    """What the blocks on one multiprocessor share."""
+
+    shared_memory: int  # bytes
+    registers: int = 65536
+    warps: int = 64
+    blocks: int = 32
+
+
+_PROCESSORS = {
+    "sm_80": _Processor(164 * 1024),
+    "sm_90": _Processor(228 * 1024),
+    "sm_100": _Processor(228 * 1024),
+}
+_SYSTEM = 1024  # bytes of shared memory that a block takes beside its own
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,16 @@ class Kernel:
         none = dict.fromkeys(("spill_stores", "spill_loads", "stack"), 0)
         return {**none, "registers": REGISTERS, "shared_memory": SHARED_MEMORY}
 
+    @property
+    def occupancy(self) -> float:
+        """The share of a multiprocessor's warps that can be there at once, by registers and shared memory."""
+        chip = _PROCESSORS[self.architecture.rstrip("af")]
+        warps = -(-self.threads // 32)
+        of_warp = -(-self.registers // 8) * 8 * 32  # registers are handed out in eights
+        by_registers = chip.registers // of_warp // warps
+        by_memory = chip.shared_memory // (self.shared_memory + _SYSTEM)
+        return min(by_registers, by_memory, chip.warps // warps, chip.blocks) * warps / chip.warps
+
     def shown(self) -> dict[str, Any]:
         """What the terminal shows of it."""
         spills, shared = self.spill_stores + self.spill_loads, f"{self.shared_memory / 1024:.0f}"
@@ -72,9 +102,11 @@ class Kernel:
 
 def wrong(program: Program) -> list[str]:
     """What a program's kernels lack, in a few words each."""
-    used = [{name for name, n in kernel.instructions.items() if n} for kernel in program.kernels]
+    used = {name for kernel in program.kernels for name, n in kernel.instructions.items() if n}
     needed = NEEDED.get(program.operator, ())
-    return [f"no kernel has the instruction {x}" for x in needed if not any(x in u for u in used)]
+    found = [f"no kernel has the instruction {' or '.join(row)}" for row in needed if not used & {*row}]
+    atomics = used & {"RED", "ATOM"} if program.operator in SPARSE else ()
+    return found + [f"a kernel has the instruction {x}" for x in sorted(atomics)]
 
 
 def dumped(folder: Path, known: dict[str, Kernel]) -> list[Kernel]:
@@ -155,9 +187,10 @@ def disassemble(ptx: Path, architecture: str) -> str:
 def count(sass: str) -> dict[str, int]:
     """How often each instruction of `COUNTED` occurs, its variants included, and `total`."""
     opcodes = Counter(re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass))
+    starts = {name: tuple(f"{x}." for x in _VARIANTS.get(name, (name,))) for name in COUNTED}
     counts = {
-        name: sum(n for opcode, n in opcodes.items() if f"{opcode}.".startswith(f"{name}."))
-        for name in COUNTED
+        name: sum(n for opcode, n in opcodes.items() if f"{opcode}.".startswith(start))
+        for name, start in starts.items()
     }
     return {**counts, "total": opcodes.total()}
 
@@ -172,36 +205,45 @@ def markdown(rows: Sequence[Program], versions: dict[str, str]) -> str:
         "every figure is static, none is a time. Rewritten by "
         "`python -m jax_attn_bwd.bench.compile_only --table`.",
         "## Kernels",
-        _kernels(kernels) if kernels else "No kernel is registered.",
+        _kernels([row for row in kernels if row.operator not in SPARSE], _SHOWN),
+        "## Kernels of graphs and of deformable attention",
+        "Occupancy: the share of a processor's 64 warps that registers and shared memory have room for. "
+        "LD.E and ST.E are loads and stores by generic addresses; RED and ATOM would be atomics.",
+        _kernels([row for row in kernels if row.operator in SPARSE], _SHOWN_SPARSE, occupancy=True),
         "## Portable path: temporary memory, MiB",
         _portable(portable) if portable else "Not compiled.",
     ]
     return report.page(*pieces, *did_not_compile(rows))
 
 
-def _kernels(rows: Sequence[Program]) -> str:
+def _kernels(rows: Sequence[Program], shown: Sequence[str], *, occupancy: bool = False) -> str:
     """One line per kernel and case; chips with the same figures share it."""
     lines: dict[tuple, list[str]] = {}
+    columns: list[str] = []
     for row in rows:
         for kernel in row.kernels:
-            chips = lines.setdefault((row.operator, row.case, *_cells(kernel)), [])
+            cells = _cells(kernel, shown, occupancy)
+            columns = ["operator", "case", "kernel", "chip", *cells]
+            chips = lines.setdefault((row.operator, row.case, kernel.name, *cells.values()), [])
             if row.target not in chips:  # a gradient's program holds the forward's kernels too
                 chips.append(row.target)
-    return report.markdown_table(
-        _KERNEL_COLUMNS, [(*key[:3], ", ".join(chips), *key[3:]) for key, chips in lines.items()]
-    )
+    if not lines:
+        return "No kernel is registered."
+    body = [(*key[:3], ", ".join(chips), *key[3:]) for key, chips in lines.items()]
+    return report.markdown_table(columns, body)
 
 
-def _cells(kernel: Kernel) -> tuple:
-    return (
-        kernel.name,
-        kernel.threads,
-        kernel.registers,
-        kernel.spill_stores + kernel.spill_loads,
-        kernel.stack,
-        f"{kernel.shared_memory / 1024:.1f}",
-        *(kernel.instructions[name] for name in _SHOWN),
-    )
+def _cells(kernel: Kernel, shown: Sequence[str], occupancy: bool) -> dict[str, Any]:
+    """What a table says of a kernel, by column."""
+    return {
+        "threads": kernel.threads,
+        "registers": kernel.registers,
+        "spilled bytes": kernel.spill_stores + kernel.spill_loads,
+        "stack bytes": kernel.stack,
+        "shared KiB": f"{kernel.shared_memory / 1024:.1f}",
+        **({"occupancy": f"{kernel.occupancy:.0%}"} if occupancy else {}),
+        **{name: kernel.instructions[name] for name in shown},
+    }
 
 
 def _portable(rows: Sequence[Program]) -> str:

@@ -14,6 +14,7 @@ from jax_attn_bwd.ops.graph import api, edge_cases, gradients, reference, rule
 from jax_attn_bwd.ops.graph.workloads import (
     COMPILED,
     EMPTY,
+    MORE_NODES,
     PADDED,
     SHARD,
     SMALL,
@@ -74,8 +75,8 @@ def _transformer(name, *, K=None, Dv=None, **arguments) -> Case:
     return case(build, name, **arguments)
 
 
-def _wide(
-    make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]]
+def _of_kernels(
+    make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]], narrow: str = "wide"
 ) -> Iterator[Case]:
     """Heads wide enough for the GPU kernels, with scores of the size that layers begin with.
 
@@ -92,11 +93,12 @@ def _wide(
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
     compiled = partial(make, graph=hub, tags=("mosaic_gpu", "A100", "B200"), dtype="float32")
-    for H, D in ((1, 256), (4, 64), (16, 8), (16, 64)):
+    for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D)
     yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")
     everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
-    yield compiled("compiled 8 x 64 everything", H=8, D=64, **everything)
+    for H, D in ((4, 16), (8, 64)):
+        yield compiled(f"compiled {H} x {D} everything", H=H, D=D, **everything)
 
 
 def _measured(make: Callable[..., Case]) -> Iterator[Case]:
@@ -114,13 +116,15 @@ GAT_CASES = (
     *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in EMPTY.items()),
     _gat("second_edge", **SMALL, extra=("edge",), activation="tanh"),
     _gat("second_dropout", **SMALL, extra=("dropout_mask",), concat_heads=False),
-    *_wide(
+    *_of_kernels(
         _gat,
         heads={
+            (1, 8): {"activation": "scalar"},
             (1, 128): {"activation": "tanh"},
             (8, 16): {"extra": ("edge", "dropout_key"), "dropout_rate": 0.4, "activation": "elu"},
             (16, 8): {"graph": PADDED, "activation": "relu"},
         },
+        narrow="kernel",
     ),
     *_compiled(_gat),
     *_measured(_gat),
@@ -139,9 +143,11 @@ GATV2_CASES = (
     *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
     _gatv2("second_edge", **SMALL, extra=("edge",), activation="tanh"),
     _gatv2("shard", **SHARD),
-    *_wide(
+    *_of_kernels(
         _gatv2,
         heads={
+            (4, 8): {"graph": MORE_NODES, "activation": "relu"},
+            (6, 16): {"concat_heads": False, "activation": "tanh", "extra": ("edge",)},
             (2, 64): {"concat_heads": False, "activation": "elu", "extra": ("edge",)},
             (6, 64): {"activation": "scalar"},
             (16, 8): {"activation": "sigmoid"},
@@ -175,10 +181,11 @@ TRANSFORMER_CASES = (
     _transformer("second_grouped", **SMALL, K=1, Dv=3),
     _transformer("shard", **SHARD),
     _transformer("shard_grouped", H=16, K=8, D=4, Dv=2, tags=("shard",)),
-    *_wide(
+    *_of_kernels(
         _transformer,
         "score_bias",
         heads={
+            (2, 8): {"graph": MORE_NODES, "extra": ("edge", "score_bias")},
             (1, 128): {"graph": PADDED},
             (8, 64): {"extra": ("edge", "score_bias", "dropout_key"), "dropout_rate": 0.4},
         },

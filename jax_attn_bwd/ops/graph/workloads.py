@@ -65,6 +65,7 @@ def case(
 
 
 PADDED = partial(graph_of, capacity=32)
+MORE_NODES = partial(graph_of, 45, 40, 90)
 EMPTY = {
     "no_edges": partial(graph_of, nnz=0),
     "only_padding": partial(graph_of, nnz=0, capacity=4),

@@ -21,7 +21,7 @@ from jax_attn_bwd.ops.graph.kernels import gpu_segments
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import LENGTH, segments, settled
 
 NAME = "mosaic_gpu"
-WIDTH = 128  # of four heads
+WIDTH, NARROW = 128, 64  # of four heads
 
 
 @pytest.fixture
@@ -129,12 +129,13 @@ def short_segments(monkeypatch):
 @interpreted
 @thorough
 @every_kind
+@pytest.mark.parametrize("width", [WIDTH, NARROW])
 @pytest.mark.usefixtures("interpreting", "short_segments")
-def test_nodes_of_several_segments_and_groups_of_several_edges(kind):
+def test_nodes_of_several_segments_and_groups_of_several_edges(kind, width):
     """Groups are as graphs have them on a GPU; the weights are not asked for."""
     graph = small_graph(width=2, capacity=30)
     assert (segments(graph.by_source, 7, 30).place >= 0).sum() > 4
-    arrays = inputs(kind, graph.capacity)
+    arrays = inputs(kind, graph.capacity, width)
     got, expected = (values_and_gradients(kind, name, graph, arrays) for name in (NAME, "xla"))
     assert_trees_close(got, expected, 2e-6)
 
@@ -187,13 +188,13 @@ def test_huge_scores_that_tie():
 
 @interpreted
 @thorough
-@pytest.mark.parametrize("kind", ["gatv2"])
+@pytest.mark.parametrize(("kind", "width"), [("gatv2", WIDTH), ("gat", NARROW)])
 @pytest.mark.usefixtures("interpreting")
-def test_vmap(kind):
+def test_vmap(kind, width):
     """Over all arrays, and over one alone with a stack of graphs."""
     one, two = small_graph(capacity=30), small_graph(*random_edges(seed=3), capacity=30)
     graphs = jax.tree.map(lambda *x: jnp.stack(x), one, two)
-    arrays = inputs(kind, 30)
+    arrays = inputs(kind, 30, width)
     stacks = {name: jnp.stack([x, 0.5 - x]) for name, x in arrays.items()}
     first = next(iter(arrays))
     for names, graph in (([*arrays], one), ([first], graphs)):
@@ -210,12 +211,12 @@ def test_vmap(kind):
 
 @interpreted
 @thorough
-@pytest.mark.parametrize("kind", ["gat", "gatv2"])
+@pytest.mark.parametrize(("kind", "width"), [("gat", WIDTH), ("gatv2", WIDTH), ("gat", NARROW)])
 @pytest.mark.parametrize("how", ["explicit", "shard_map"])
 @pytest.mark.usefixtures("interpreting")
-def test_sharded_heads(kind, how):
+def test_sharded_heads(kind, width, how):
     """On an Explicit mesh each device runs its own heads; in `shard_map` the kernels just run."""
-    graph, arrays = small_graph(), inputs(kind, width=2 * WIDTH)
+    graph, arrays = small_graph(), inputs(kind, width=2 * width)
     options = {"num_heads": 8 if how == "explicit" else 4}
 
     def step(arrays, implementation):
@@ -288,11 +289,9 @@ def test_older_versions_of_jax_are_refused():
     ("given", "words"),
     [
         ({"width": 4 * 24}, r"width of a head must be one of \(8, 16, 32, 64, 128, 256\), got 24"),
-        ({"num_heads": 8, "width": 64}, "must be at least 128.* got 8 heads of 8 on a device"),
-        ({"num_heads": 3, "width": 192}, "the power of two that divides num_heads.* got 3 heads of 64"),
         ({"dtype": "float64"}, r"features must be of one of \('float32', .*\), got src of float64"),
     ],
-    ids=["width", "narrow", "odd", "float64"],
+    ids=["width", "float64"],
 )
 @pytest.mark.usefixtures("interpreting")
 def test_what_is_refused(given, words):

@@ -9,7 +9,8 @@ A hub's segments leave theirs in places, which are combined in order:
     m = max m_k,   l = sum l_k exp(m_k - m),   acc = sum acc_k exp(m_k - m)
 
 For float32 rows of H D = 256 and H = 4, gat reads 1,044 bytes an edge: its row, the source's share of the
-score, and an index; gatv2 1,028; the transformer, whose key and value are two rows, 2,052.
+score, and an index; gatv2 1,028; the transformer, whose key and value are two rows, 2,052. Of narrow rows, in
+lockstep, the same: 292, 260 and 516 for eight heads of 8.
 """
 
 import functools
@@ -26,8 +27,8 @@ from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import groups, kinds
 from jax_attn_bwd.ops.graph.groups import by_edge, rows, take
 from jax_attn_bwd.ops.graph.kernels import gpu_inputs, gpu_kinds, gpu_walk
+from jax_attn_bwd.ops.graph.kernels.gpu_plan import Plan, spread
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments, segments, settled
-from jax_attn_bwd.ops.graph.kernels.gpu_walk import Plan, spread
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
 from jax_attn_bwd.ops.graph.tables import factors, tables

@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu
-from jax_attn_bwd._core.sharding import axis_size, explicit_spec
 from jax_attn_bwd.ops.graph.groups import Chunk, has_edges
+from jax_attn_bwd.ops.graph.kernels.gpu_plan import WIDTHS, Inputs
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
-from jax_attn_bwd.ops.graph.kernels.gpu_walk import WIDTHS, Inputs, heads_of_block
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
 from jax_attn_bwd.ops.graph.spec import Operands, Options
 from jax_attn_bwd.ops.graph.tables import factors
 
 DTYPES = ("float32", "bfloat16", "float16")
-THREADS = 128  # of a warpgroup
 
 
 def unsupported(options: Options, operands: Operands) -> str | None:
@@ -30,20 +28,13 @@ def unsupported(options: Options, operands: Operands) -> str | None:
             return f"features must be of one of {DTYPES}, got {name} of {x.dtype}"
     if not has_edges(graph):
         return "the graph has no room for edges"
-    axis = explicit_spec(src)[1]
-    H, D = options.num_heads, src.shape[1] // options.num_kv_heads
-    H //= 1 if axis is None else axis_size(src, axis)
     if options.sharing > 1:
         return f"every head must have a key of its own, got {options.sharing} heads that share one"
     if operands.value is not None and operands.value.shape != src.shape:
         return f"values must be as wide as keys, got {operands.value.shape[1]} and {src.shape[1]}"
+    D = src.shape[1] // options.num_heads
     if D not in WIDTHS:
         return f"the width of a head must be one of {WIDTHS}, got {D}"
-    if heads_of_block(H, D) * D < THREADS:
-        return (
-            f"the power of two that divides num_heads, times the width of a head, must be at least {THREADS} "
-            f"threads that share a row; got {H} heads of {D} on a device"
-        )
     return None
 
 

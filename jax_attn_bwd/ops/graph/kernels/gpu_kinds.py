@@ -1,7 +1,7 @@
 """The kinds of graph attention in registers: the equations of `kinds/`, for one edge and a block of heads.
 
-Arrays are `[H]` or `[H, D]`, float32. tanh is made of exp, whose approximation by the hardware is good to
-the last bits; that of tanh itself is not.
+Arrays are `[H]` or `[H, D]`, of several edges `[R, H]` or `[R, H, D]`, float32. tanh is made of exp, whose
+approximation by the hardware is good to the last bits; that of tanh itself is not.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd.ops.graph.kernels.gpu_walk import Registers, spread
+from jax_attn_bwd.ops.graph.kernels.gpu_plan import Registers, spread
 from jax_attn_bwd.ops.graph.spec import Options
 
 
@@ -51,7 +51,7 @@ def shown(x: Any, seen: jax.Array | None) -> Any:
     """`x`, 0 for heads that do not see the edge; None stays None."""
     if x is None or seen is None:
         return x
-    return jnp.where(seen if x.ndim == 1 else spread(seen, x), x, 0.0)
+    return jnp.where(spread(seen, x), x, 0.0)
 
 
 def seen_by(read: Registers) -> jax.Array | None:
@@ -64,9 +64,9 @@ def score(options: Options, ends: Ends, a: Any, read: Registers, seen: jax.Array
     if options.kind == "gat":
         s = _activate(options, ends.total)
     elif options.kind == "gatv2":
-        s = jnp.sum(a * _activate(options, ends.total), axis=1)
+        s = jnp.sum(a * _activate(options, ends.total), axis=-1)
     else:
-        s = options.scale * jnp.sum(ends.dst * ends.key, axis=1)
+        s = options.scale * jnp.sum(ends.dst * ends.key, axis=-1)
     return s if seen is None else jnp.where(seen, s + read["bias"], -jnp.inf)
 
 

@@ -4,91 +4,34 @@ A program is one segment and one block of heads, `[H, D]` of at most 512 numbers
 neighbouring ones of a head, eight of the widest. Rows of nodes and edges are read at scalar indices, straight
 into registers: four edges at a time, all their loads first, so that as many rows are under way. Heads stand
 along warps and lanes, so that a sum over D is a few shuffles; blocks of one or two heads are held by all four
-or by two warps alike.
+or by two warps alike. Rows of fewer than 128 numbers: `gpu_lockstep`.
 
 A kernel itself is a `Plan`: functions of arrays in registers, `[H]` and `[H, D]`, float32. Behind the last
 edge the loop finds that edge again, with a factor of 0: nothing is read out of bounds, and what is written
 for an edge is written twice alike.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.pallas import out_type, vary_alike
-from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
-
-EDGES = 4  # at a time
-ELEMENTS = 512  # of a block of heads, at most
-WIDTHS = (8, 16, 32, 64, 128, 256)  # of a head
-
-Registers = dict[str, jax.Array]
-
-
-class Inputs(NamedTuple):
-    """What a kernel reads: `[n, H]` or `[n, H, D]` by node or edge."""
-
-    segments: Segments
-    own: dict[str, jax.Array]  # of the node whose edges these are
-    other: dict[str, jax.Array]  # of the node at an edge's other end
-    edge: dict[str, jax.Array]  # of an edge, by its number
-    shared: dict[str, jax.Array]  # [H, D], the same for all
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a kernel does in registers.
-
-    Attributes:
-      name: of the kernel.
-      numbers, rows: what is carried from edge to edge, `[H]` and `[H, D]`: {name: where it starts}.
-      step: `(own and shared, edges, factors, carry) -> carry, written`: takes some edges, each a dict of
-        what is read for it, with scalars that are 1, or 0 for what is past the end. `written` is, for each
-        edge, what goes to its row.
-      finish: what of the carry goes to the node's row.
-      out: {name: (dtype, whether it is a row)} of that; None: the carry itself.
-      written: as `out`.
-      by_segment: what of the carry is kept by segment, and not by node.
-    """
-
-    name: str
-    step: Callable[..., tuple[Registers, list[Registers]]]
-    numbers: dict[str, float] = field(default_factory=dict)
-    rows: dict[str, float] = field(default_factory=dict)
-    finish: Callable[[Registers], Registers] = lambda carry: carry
-    out: dict[str, tuple[Any, bool]] | None = None
-    written: dict[str, tuple[Any, bool]] = field(default_factory=dict)
-    by_segment: tuple[str, ...] = ()
-
-    def is_row(self, name: str) -> bool:
-        """Whether a part of the carry is `[H, D]`."""
-        return name in self.rows
-
-
-class Walked(NamedTuple):
-    """What a kernel leaves; junk in rows of nodes with several segments, and of edges that are not there."""
-
-    nodes: dict[str, jax.Array]
-    places: dict[str, jax.Array]  # the carry of each part of a node's edges; empty if there can be none
-    edges: dict[str, jax.Array]
-    segments: dict[str, jax.Array]
-
-
-def heads_of_block(H: int, D: int) -> int:
-    """Heads that one program handles: a power of two."""
-    found = H & -H
-    while found > 1 and found * D > ELEMENTS:
-        found //= 2
-    return found
+from jax_attn_bwd.ops.graph.kernels import gpu_lockstep
+from jax_attn_bwd.ops.graph.kernels.gpu_plan import (
+    EDGES,
+    Inputs,
+    Plan,
+    Walked,
+    heads_of_block,
+    is_narrow,
+    registers,
+)
 
 
 def layout(H: int, D: int) -> Any:
@@ -98,24 +41,11 @@ def layout(H: int, D: int) -> Any:
     """
     warps, lanes = min(H, 4), 32 // max(H // 4, 1)
     repeated = () if warps == 4 else (plgpu.Replicated(4 // warps),)
-    found = fragmented_array.TiledLayout(
-        fragmented_array.Tiling(((H, D), (max(H // 4, 1), D), (D // lanes,))),
-        warp_dims=(*((-5,) if warps > 1 else ()), *repeated),
-        lane_dims=(-3, -2) if H > 4 else (-2,),
-        vector_dim=-1,
-        _check_canonical=False,
-    ).canonicalize()
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(tuple(found.tiling.tiles)),
-        warp_dims=found.warp_dims,
-        lane_dims=found.lane_dims,
-        vector_dim=found.vector_dim,
+    return registers(
+        ((H, D), (max(H // 4, 1), D), (D // lanes,)),
+        (*((-5,) if warps > 1 else ()), *repeated),
+        (-3, -2) if H > 4 else (-2,),
     )
-
-
-def spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """A number of each head for all of its row: `[H]` -> `[H, D]`."""
-    return lax.broadcast_in_dim(x, like.shape, (0,))
 
 
 def walk(
@@ -139,8 +69,16 @@ def walk(
     )
     leaves, structure = jax.tree.flatten(outputs)
 
-    def kernel(refs, *out_refs):
-        _program(plan, refs, jax.tree.unflatten(structure, out_refs), nodes, heads)
+    narrow = is_narrow(H, D)
+    blocks, program = H // heads_of_block(H, D), gpu_lockstep.program if narrow else _program
+    turns, programs = None, S
+    if narrow:
+        inputs = inputs._replace(shared={name: x[None] for name, x in inputs.shared.items()})
+        turns = gpu_lockstep.turns(inputs.segments, nodes, heads)
+        programs = turns.longest.shape[0]
+
+    def kernel(refs, turns, *out_refs):
+        program(plan, refs, turns, jax.tree.unflatten(structure, out_refs), nodes, heads, interpret)
 
     call = mosaic_gpu.launch(
         kernel,
@@ -148,12 +86,20 @@ def walk(
         interpret=interpret,
         out_type=leaves,
         scratch=(),
-        grid={"program": S * (H // heads_of_block(H, D))},
+        grid={"program": programs * blocks},
     )
-    return jax.tree.unflatten(structure, call(inputs))
+    return jax.tree.unflatten(structure, call(inputs, turns))
 
 
-def _program(plan: Plan, refs: Inputs, outputs: Walked, nodes: int, heads: tuple[int, int]) -> None:
+def _program(
+    plan: Plan,
+    refs: Inputs,
+    turns: None,
+    outputs: Walked,
+    nodes: int,
+    heads: tuple[int, int],
+    interpret: bool,
+) -> None:
     H, D = heads
     height = heads_of_block(H, D)
     program, blocks = lax.axis_index("program"), jnp.int32(H // height)

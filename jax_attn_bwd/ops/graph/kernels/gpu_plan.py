@@ -1,0 +1,106 @@
+"""What a kernel of graph attention is: a `Plan`, functions of arrays in registers, its inputs and outputs.
+
+Two programs carry plans out. Rows of 128 numbers and more have a warpgroup for each segment (`gpu_walk`),
+and the registers of a plan are `[H]` and `[H, D]`; narrower ones share it (`gpu_lockstep`), and those are
+`[R, H]` and `[R, H, D]`, of R segments. All are float32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
+
+EDGES = 4  # at a time
+ELEMENTS = 512  # of a block of heads, at most
+THREADS = 128  # of a warpgroup
+WIDTHS = (8, 16, 32, 64, 128, 256)  # of a head
+
+Registers = dict[str, jax.Array]
+
+
+class Inputs(NamedTuple):
+    """What a kernel reads: `[n, H]` or `[n, H, D]` by node or edge."""
+
+    segments: Segments
+    own: dict[str, jax.Array]  # of the node whose edges these are
+    other: dict[str, jax.Array]  # of the node at an edge's other end
+    edge: dict[str, jax.Array]  # of an edge, by its number
+    shared: dict[str, jax.Array]  # [H, D], the same for all
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel does in registers.
+
+    Attributes:
+      name: of the kernel.
+      numbers, rows: what is carried from edge to edge, `[H]` and `[H, D]`: {name: where it starts}.
+      step: `(own and shared, edges, factors, carry) -> carry, written`: takes some edges, each a dict of
+        what is read for it, with a scalar or `[R, H]` that is 1, or 0 for what is past the end. `written`
+        is, for each edge, what goes to its row.
+      finish: what of the carry goes to the node's row.
+      out: {name: (dtype, whether it is a row)} of that; None: the carry itself.
+      written: as `out`.
+      by_segment: what of the carry is kept by segment, and not by node.
+    """
+
+    name: str
+    step: Callable[..., tuple[Registers, list[Registers]]]
+    numbers: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, float] = field(default_factory=dict)
+    finish: Callable[[Registers], Registers] = lambda carry: carry
+    out: dict[str, tuple[Any, bool]] | None = None
+    written: dict[str, tuple[Any, bool]] = field(default_factory=dict)
+    by_segment: tuple[str, ...] = ()
+
+    def is_row(self, name: str) -> bool:
+        """Whether a part of the carry is `[H, D]`."""
+        return name in self.rows
+
+
+class Walked(NamedTuple):
+    """What a kernel leaves; junk in rows of nodes with several segments, and of edges that are not there."""
+
+    nodes: dict[str, jax.Array]
+    places: dict[str, jax.Array]  # the carry of each part of a node's edges; empty if there can be none
+    edges: dict[str, jax.Array]
+    segments: dict[str, jax.Array]
+
+
+def heads_of_block(H: int, D: int) -> int:
+    """Heads that one program handles: a power of two."""
+    found = H & -H
+    while found > 1 and found * D > ELEMENTS:
+        found //= 2
+    return found
+
+
+def is_narrow(H: int, D: int) -> bool:
+    """Whether a block of heads is too narrow for a warpgroup of its own."""
+    return heads_of_block(H, D) * D < THREADS
+
+
+def registers(tiles: tuple[tuple[int, ...], ...], warp_dims: tuple, lane_dims: tuple) -> Any:
+    """How a warpgroup holds an array: `TiledLayout` explains it; a thread's own numbers are the last axis."""
+    found = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(tiles), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tuple(found.tiling.tiles)),
+        warp_dims=found.warp_dims,
+        lane_dims=found.lane_dims,
+        vector_dim=found.vector_dim,
+    )
+
+
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """A number of each head for all of its row, `[..., H]` -> `[..., H, D]`; scalars and rows stay."""
+    if x.ndim in (0, like.ndim):
+        return x
+    return lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
