@@ -11,7 +11,7 @@ from ops.graph.calls import normal
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import groups, grouping, reference
+from jax_attn_bwd.ops.graph import grouping, groups, reference
 
 FUNCTIONS = {"edge_sum": jab.edge_sum, "edge_mean": jab.edge_mean, "edge_max": jab.edge_max}
 
