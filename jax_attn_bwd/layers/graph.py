@@ -9,9 +9,13 @@ with `beta` the two mixed by the gate sigmoid(lin_beta([out, skip, out - skip]))
 
 Parameters: see `jax_attn_bwd.layers.graph_parameters`.
 
-Where the layers differ from PyTorch Geometric's (`add_self_loops=False`):
-  * they take a `BipartiteCSC` for an `edge_index`, never add self-loops, and return attention weights
-    `[nnz, H]` in the caller's edge order, after dropout (its TransformerConv: before);
+GATConv and GATv2Conv attend along `graph.with_self_loops()`, as PyTorch Geometric's do by default: a
+checkpoint does not tell. It is made at each call, or trace; a traced graph is an error. For a jitted function
+of the graph make it once, outside, and build the layer with `add_self_loops=False`.
+
+Where the layers differ from PyTorch Geometric's:
+  * they take a `BipartiteCSC` for an `edge_index`, and return attention weights `[nnz, H]` in the caller's
+    edge order, added self-loops last, after dropout (its TransformerConv: before);
   * an array x means that the destinations are its first `num_dst` rows, as those of a sampled neighbourhood
     are; there is no (x_src, None);
   * a layer with `edge_dim` must be given `edge_attr`, and one without must not;
@@ -59,6 +63,8 @@ def attend(
     graph = check_graph(config.kind, graph)
     x_src, x_dst = _nodes(config, x, graph)
     edge_attr = _edges(config, edge_attr, graph)
+    if config.add_self_loops:
+        graph, edge_attr = _with_self_loops(config, graph, edge_attr)
     options: dict[str, Any] = dict(
         num_heads=config.heads,
         concat_heads=config.concat,
@@ -187,6 +193,21 @@ def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | N
     checks.shape(config.kind, "edge_attr", edge_attr, "[nnz, edge_dim]", shape)
     exists = jnp.arange(graph.capacity, dtype=jnp.int32) < graph.offsets[-1]
     return jnp.where(exists[:, None], edge_attr, 0)
+
+
+def _with_self_loops(
+    config: Config, graph: BipartiteCSC, edge_attr: jax.Array | None
+) -> tuple[BipartiteCSC, jax.Array | None]:
+    """The graph with one loop for each node, and its edges' features; a capacity gets room for them."""
+    if isinstance(graph.offsets, jax.core.Tracer):
+        expected = "not be traced where add_self_loops=True"
+        remedy = "hand in graph.with_self_loops(), made outside jit, and set add_self_loops=False"
+        raise TypeError(checks.message(config.kind, "graph", expected, "a traced one", remedy))
+    padded = graph.capacity > graph.num_edges
+    capacity = graph.capacity + min(graph.num_src, graph.num_dst) if padded else None
+    if edge_attr is None:
+        return graph.with_self_loops(capacity=capacity), None
+    return graph.with_self_loops(edge_attr, fill_value=config.fill_value, capacity=capacity)
 
 
 def on_graphs_tuple(layer: Callable[..., Any]) -> Callable[..., Any]:

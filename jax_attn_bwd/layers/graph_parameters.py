@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.layers.arguments import positive
+from jax_attn_bwd.ops.graph.self_loops import FILLS
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Config:
     implementation: str | None
     negative_slope: float = 0.2  # GATConv, GATv2Conv
     residual: bool = False  # GATConv, GATv2Conv
+    add_self_loops: bool = False  # GATConv, GATv2Conv, whose default is True
+    fill_value: float | str = "mean"  # GATConv, GATv2Conv
     share_weights: bool = False  # GATv2Conv
     root_weight: bool = True  # TransformerConv
     beta: bool = False  # TransformerConv
@@ -43,8 +46,12 @@ class Config:
         """Checks everything that the operator does not."""
         for name in ("out_channels", "heads") + (() if self.edge_dim is None else ("edge_dim",)):
             positive(self.kind, name, getattr(self, name))
-        for name in ("concat", "bias", "residual", "share_weights", "root_weight", "beta"):
+        for name in ("concat", "bias", "residual", "add_self_loops", "share_weights", "root_weight", "beta"):
             checks.flag(self.kind, name, getattr(self, name))
+        if isinstance(self.fill_value, str):
+            checks.choice(self.kind, "fill_value", self.fill_value, FILLS)
+        else:
+            checks.python_float(self.kind, "fill_value", self.fill_value)
         checks.rate(self.kind, "dropout", self.dropout)
 
     @classmethod

@@ -12,6 +12,7 @@ from parallel.exchanges import loops_and_collectives_in_them
 
 from jax_attn_bwd import (
     BipartiteCSC,
+    edge_max,
     edge_softmax,
     graph_attention,
     graph_attention_v2,
@@ -37,6 +38,7 @@ CALLS = {  # name: (call, shapes of its arrays, least number of loops)
         2,
     ),
     "edge_softmax": (lambda g, scores: edge_softmax(g, scores), {"scores": (EDGES, H)}, 0),
+    "edge_max": (lambda g, edge: edge_max(g, edge), {"edge": (EDGES, H, D)}, 1),
 }
 
 

@@ -25,7 +25,8 @@ CASES = {  # kind, in_channels, options; an int stands for one array whose first
 
 def build(framework, kind, in_channels, **options):
     """`init(key, *inputs) -> params` and `call(params, *inputs)` of a layer, `params` in the tree of Flax."""
-    return graph(framework, kind, in_channels, C, H, **options)
+    own = {} if kind == "TransformerConv" else {"add_self_loops": False}
+    return graph(framework, kind, in_channels, C, H, **(own | options))
 
 
 def layout(kind, in_channels, options):

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
-from layers.frameworks import FRAMEWORKS
-from layers.graph_cases import EDGE, KINDS, N_DST, N_SRC, NNZ, H, build, inputs, parameters
+from helpers import QUICK, assert_close
+from layers.frameworks import FRAMEWORKS, values_and_gradients
+from layers.frameworks import graph as graph_layer
+from layers.graph_cases import EDGE, KINDS, N_DST, N_SRC, NNZ, C, H, build, inputs, parameters
 
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd.layers.graph import on_graphs_tuple
@@ -28,6 +29,38 @@ def test_pair_of_one_width_shares_the_layer_where_in_channels_is_an_int(rng):
     layer = build("flax_nnx", "GATConv", 6)
     pair = layer.call(params, (x, x[:N_DST]), graph)
     assert_close(pair, layer.call(params, x, graph), 1e-13)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_self_loops_are_added_by_default(rng, framework):
+    """Outputs, weights and gradients are those along `graph.with_self_loops()`; a capacity stays one."""
+    kind = "GATv2Conv" if framework in ("flax_nnx", "haiku") else "GATConv"
+    src, dst = rng.integers(0, N_SRC, (2, NNZ))
+    src[3] = dst[3]
+    x, edge = jnp.asarray(rng.standard_normal((N_SRC, 6))), jnp.asarray(rng.standard_normal((NNZ, EDGE)))
+    params = parameters(rng, kind, 6, {"edge_dim": EDGE})
+    graph = BipartiteCSC.from_coo(src, dst, N_SRC, N_SRC)
+
+    def run(layer, graph, x, edge):
+        call = lambda x, edge: layer.call(params, x, graph, edge, return_attention_weights=True)
+        return jax.jit(lambda *inputs: values_and_gradients(call, *inputs), compiler_options=QUICK)(x, edge)
+
+    layer = graph_layer(framework, kind, 6, C, H, edge_dim=EDGE, fill_value=0.5)
+    looped, filled = graph.with_self_loops(edge, fill_value=0.5)
+    without = build(framework, kind, 6, edge_dim=EDGE, add_self_loops=False)
+    (out, weights), (dx, _) = run(without, looped, x, filled)
+    (got, own), (got_dx, dedge) = run(layer, graph, x, edge)
+    for one, other in ((got, out), (own, weights), (got_dx, dx)):
+        assert_close(one, other, 1e-12)
+    assert not dedge[src == dst].any()
+
+    padded = BipartiteCSC.from_coo(src, dst, N_SRC, N_SRC, capacity=NNZ + 2)
+    (got, own), _ = run(layer, padded, x, jnp.pad(edge, ((0, 2), (0, 0))))
+    assert_close(got, out, 1e-12)
+    assert own.shape == (NNZ + 2 + N_SRC, H)
+    message = f"{kind}: graph must not be traced where add_self_loops=True, got .*; hand in graph.with_self_"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda graph: layer.call(params, x, graph, edge))(graph)
 
 
 def test_graphs_tuple(rng):
@@ -96,6 +129,9 @@ def call_with(framework="flax_nnx", kind="GATConv", in_channels=(6, 4), **change
         ({"in_channels": 0}, ValueError, "in_channels must be a positive int"),
         ({"options": {"dropout": 1.5}}, ValueError, r"dropout must lie in \[0, 1\]"),
         ({"options": {"concat": 1}}, TypeError, "concat must be a Python bool"),
+        ({"options": {"add_self_loops": 1}}, TypeError, "add_self_loops must be a Python bool"),
+        ({"options": {"fill_value": "sum"}}, ValueError, r"fill_value must be one of \('mean', 'add'"),
+        ({"options": {"fill_value": jnp.ones(4)}}, TypeError, "fill_value must be a Python float"),
         ({"options": {"edge_dim": 0}}, ValueError, "edge_dim must be a positive int"),
         ({"options": {"implementation": "mine"}}, ValueError, "mine"),
     ],

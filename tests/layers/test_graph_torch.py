@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layers.frameworks import assert_all_close
-from layers.graph_cases import CASES, N_DST, C, H, build, edge_list, inputs, parameters
+from layers.graph_cases import CASES, EDGE, N_DST, N_SRC, NNZ, C, H, build, edge_list, inputs, parameters
 
+from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd.layers.graph import from_torch
 
 
-def geometric(kind, in_channels, options):
+def geometric(kind, in_channels, options, **own):
     """A layer of PyTorch Geometric in float64."""
     pytest.importorskip("torch", reason="compares with PyTorch Geometric")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         nn = pytest.importorskip("torch_geometric.nn", reason="compares with PyTorch Geometric")
-    own = {} if kind == "TransformerConv" else {"add_self_loops": False}
     return getattr(nn, kind)(in_channels, C, H, **options, **own).double()
 
 
@@ -27,7 +27,8 @@ def geometric(kind, in_channels, options):
 )
 def test_as_pytorch_geometric_with_its_parameters(rng, name, framework):
     kind, in_channels, options = CASES[name]
-    module = geometric(kind, in_channels, options)
+    own = {} if kind == "TransformerConv" else {"add_self_loops": False}
+    module = geometric(kind, in_channels, options, **own)
     import torch
 
     for parameter in module.parameters():
@@ -62,6 +63,36 @@ def test_as_pytorch_geometric_with_its_parameters(rng, name, framework):
     dparams, *grads = pullback(tuple(jnp.asarray(g) for g in douts))
     assert_all_close(grads, [t.grad.numpy() for t in tensors], 1e-10)
     assert_all_close(dparams, from_torch(slopes), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("framework", "kind", "fill_value"),
+    [
+        ("flax_linen", "GATConv", "mean"),
+        ("flax_nnx", "GATv2Conv", "max"),
+        ("haiku", "GATv2Conv", 0.5),
+        ("equinox", "GATConv", "add"),
+    ],
+)
+def test_by_default_both_add_self_loops(framework, kind, fill_value):
+    """In place of those that are there, with edge features; weights in the same order."""
+    options = {"edge_dim": EDGE, "fill_value": fill_value}
+    module = geometric(kind, 6, options)
+    import torch
+
+    rng = np.random.default_rng(0)
+    src, dst = rng.integers(0, N_SRC, (2, NNZ))
+    src[3] = dst[3]
+    graph = BipartiteCSC.from_coo(src, dst, N_SRC, N_SRC)
+    x, edge = rng.standard_normal((N_SRC, 6)), rng.standard_normal((NNZ, EDGE))
+    expected, (_, weights) = module(
+        torch.tensor(x), torch.tensor(np.stack([src, dst])), torch.tensor(edge), return_attention_weights=True
+    )
+    layer = build(framework, kind, 6, **options, add_self_loops=True)
+    params = from_torch(module.state_dict())
+
+    got = layer.call(params, jnp.asarray(x), graph, jnp.asarray(edge), return_attention_weights=True)
+    assert_all_close(got, (expected.detach().numpy(), weights.detach().numpy()), 1e-12)
 
 
 def test_from_torch_names_what_is_missing():

@@ -6,7 +6,10 @@ from helpers import OPERATORS
 def test_every_operator_is_discovered():
     assert {operator.name for operator in OPERATORS} == {
         "dot_product_attention",
+        "edge_max",
+        "edge_mean",
         "edge_softmax",
+        "edge_sum",
         "graph_attention",
         "graph_attention_v2",
         "graph_transformer_attention",

@@ -134,6 +134,21 @@ def test_deformable_detector_trains_and_draws(tmp_path):
 
 
 @pytest.mark.thorough
+def test_minibatches_share_one_trace(tmp_path):
+    for module in ("matplotlib", "optax", "rich", "sklearn"):
+        pytest.importorskip(module)
+    script = ROOT / "examples" / "train_minibatches.py"
+    printed = run(tmp_path, script, "--quick", "--batch", "16", "--out", tmp_path)
+    fewest, most = re.findall(r"5 batches of ([\d,]+) to ([\d,]+) edges; the step was traced once", printed)[
+        0
+    ]
+    assert fewest != most
+    assert re.search(r"step 5: loss \d+\.\d+, test accuracy \d+\.\d%", printed), printed
+    assert re.search(r"the whole graph\W+1,797\W+[\d,]+\W+\d+\.\d", printed), printed
+    assert (tmp_path / "minibatches.png").stat().st_size > 10_000
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", ["digits", "file"])
 def test_graph_attention_trains_and_plots(source, tmp_path):
     for module in ("optax", "sklearn"):

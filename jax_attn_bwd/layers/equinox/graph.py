@@ -75,7 +75,7 @@ class _Conv(eqx.Module):
 
         Args:
           x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair (x_src, x_dst).
-          graph: the edges, from sources to destinations; no self-loop is added.
+          graph: the edges, from sources to destinations.
           edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           key: a PRNG key for dropout; not needed without it.
           inference: True = no dropout; None takes the attribute, which `equinox.nn.inference_mode` sets.
@@ -83,7 +83,8 @@ class _Conv(eqx.Module):
 
         Returns:
           out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order.
+          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
+            of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
@@ -162,6 +163,8 @@ class GATConv(_Conv):
         edge_dim: int | None = None,
         bias: bool = True,
         residual: bool = False,
+        add_self_loops: bool = True,
+        fill_value: float | str = "mean",
         inference: bool = False,
         implementation: str | None = None,
         dtype: Any = None,
@@ -179,6 +182,10 @@ class GATConv(_Conv):
           edge_dim: width of edge features; None = no edge features.
           bias: whether to learn an additive bias.
           residual: whether to add a linear layer of the destinations.
+          add_self_loops: whether to attend along `graph.with_self_loops()` instead; it is made at each call,
+            of a graph that is not traced.
+          fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
+            the node.
           inference: True = no dropout.
           implementation: option of `jax_attn_bwd.graph_attention`.
           dtype: of the parameters.
@@ -216,6 +223,8 @@ class GATv2Conv(_Conv):
         bias: bool = True,
         share_weights: bool = False,
         residual: bool = False,
+        add_self_loops: bool = True,
+        fill_value: float | str = "mean",
         inference: bool = False,
         implementation: str | None = None,
         dtype: Any = None,

@@ -62,7 +62,7 @@ class _Conv(nn.Module):
         Args:
           x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
             (x_src, x_dst), then with a linear layer for each side.
-          graph: the edges, from sources to destinations; no self-loop is added.
+          graph: the edges, from sources to destinations.
           edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           deterministic: True = no dropout; None takes the attribute. With dropout one of the two must be
             given, and an rng "dropout" where it is False.
@@ -70,7 +70,8 @@ class _Conv(nn.Module):
 
         Returns:
           out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order.
+          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
+            of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
@@ -123,6 +124,10 @@ class GATConv(_Conv):
       implementation: option of `jax_attn_bwd.graph_attention`.
       negative_slope: of the leaky ReLU.
       residual: whether to add a linear layer of the destinations.
+      add_self_loops: whether to attend along `graph.with_self_loops()` instead; it is made at each call,
+        of a graph that is not traced.
+      fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
+        the node.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -137,6 +142,8 @@ class GATConv(_Conv):
 
     negative_slope: float = 0.2
     residual: bool = False
+    add_self_loops: bool = True
+    fill_value: float | str = "mean"
 
     kind: ClassVar[str] = "GATConv"
 
@@ -149,13 +156,15 @@ class GATv2Conv(_Conv):
 
     Attributes:
       out_channels, heads, concat, dropout, edge_dim, bias, deterministic, dtype, param_dtype, precision,
-        kernel_init, implementation, negative_slope, residual: as in `GATConv`.
+        kernel_init, implementation, negative_slope, residual, add_self_loops, fill_value: as in `GATConv`.
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
     """
 
     negative_slope: float = 0.2
     share_weights: bool = False
     residual: bool = False
+    add_self_loops: bool = True
+    fill_value: float | str = "mean"
 
     kind: ClassVar[str] = "GATv2Conv"
 

@@ -10,8 +10,8 @@ def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str 
     """`params` of one layer with the values of a PyTorch module.
 
     Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. The GAT layers of PyTorch Geometric add self-loops
-    unless they were built with `add_self_loops=False`: hand the layer here `graph.with_self_loops()`.
+    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. A checkpoint does not tell whether a
+    GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
 
     Args:
       params: those of the layer, `variables["params"]` of its `init` or the part of a model's that has its
@@ -31,7 +31,7 @@ def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str 
       >>> from jax_attn_bwd.layers.flax_linen import GATConv, load_torch
       >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
       >>> layer, x = GATConv(3, heads=2, bias=False), jnp.ones((3, 5), "float32")
-      >>> params = jax.eval_shape(layer.init, jax.random.key(0), x, graph)["params"]
+      >>> params = jax.eval_shape(lambda key: layer.init(key, x, graph), jax.random.key(0))["params"]
       >>> vectors = {name: np.ones((1, 2, 3), "float32") for name in ("conv.att_src", "conv.att_dst")}
       >>> state = {"conv.lin.weight": np.ones((6, 5), "float32"), **vectors}
       >>> params = load_torch(params, state, "conv.")

@@ -76,7 +76,7 @@ class _Conv(nnx.Module):
 
         Args:
           x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair (x_src, x_dst).
-          graph: the edges, from sources to destinations; no self-loop is added.
+          graph: the edges, from sources to destinations.
           edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           deterministic: True = no dropout; None takes what `train()`, `eval()` or the constructor set.
           rngs: whose "dropout" is drawn from in place of the layer's own.
@@ -84,7 +84,8 @@ class _Conv(nnx.Module):
 
         Returns:
           out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order.
+          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
+            of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
@@ -115,6 +116,10 @@ class GATConv(_Conv):
       edge_dim: width of edge features; None = no edge features.
       bias: whether to learn an additive bias.
       residual: whether to add a linear layer of the destinations.
+      add_self_loops: whether to attend along `graph.with_self_loops()` instead; it is made at each call,
+        of a graph that is not traced.
+      fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
+        the node.
       deterministic: True = no dropout; `train()` and `eval()` set it.
       dtype: of the computation; None infers it from inputs and parameters.
       param_dtype: of the parameters.
@@ -148,6 +153,8 @@ class GATConv(_Conv):
         edge_dim: int | None = None,
         bias: bool = True,
         residual: bool = False,
+        add_self_loops: bool = True,
+        fill_value: float | str = "mean",
         deterministic: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -168,7 +175,8 @@ class GATv2Conv(_Conv):
     Args:
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
       in_channels, out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual,
-        deterministic, dtype, param_dtype, precision, kernel_init, implementation, rngs: as in `GATConv`.
+        add_self_loops, fill_value, deterministic, dtype, param_dtype, precision, kernel_init,
+        implementation, rngs: as in `GATConv`.
     """
 
     kind: ClassVar[str] = "GATv2Conv"
@@ -186,6 +194,8 @@ class GATv2Conv(_Conv):
         bias: bool = True,
         share_weights: bool = False,
         residual: bool = False,
+        add_self_loops: bool = True,
+        fill_value: float | str = "mean",
         deterministic: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,

@@ -12,8 +12,8 @@ def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") ->
     """Sets the parameters of `layer` to the values of a PyTorch module, in their dtypes.
 
     Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. The GAT layers of PyTorch Geometric add self-loops
-    unless they were built with `add_self_loops=False`: hand the layer here `graph.with_self_loops()`.
+    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. A checkpoint does not tell whether a
+    GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
 
     Args:
       layer: built with the options of the PyTorch module.

@@ -55,14 +55,15 @@ class _Conv(hk.Module):
         Args:
           x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
             (x_src, x_dst), then with a linear layer for each side.
-          graph: the edges, from sources to destinations; no self-loop is added.
+          graph: the edges, from sources to destinations.
           edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           is_training: whether to drop out, with `hk.next_rng_key()`; must be given to a layer with dropout.
           return_attention_weights: also return the weights.
 
         Returns:
           out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order.
+          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
+            of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
@@ -103,6 +104,10 @@ class GATConv(_Conv):
       edge_dim: width of edge features; None = no edge features.
       bias: whether to learn an additive bias.
       residual: whether to add a linear layer of the destinations.
+      add_self_loops: whether to attend along `graph.with_self_loops()` instead; it is made at each call,
+        of a graph that is not traced.
+      fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
+        the node.
       w_init: of the linear layers and the attention vectors; Xavier-uniform if None.
       implementation: option of `jax_attn_bwd.graph_attention`.
       name: of the module.
@@ -132,6 +137,8 @@ class GATConv(_Conv):
         edge_dim: int | None = None,
         bias: bool = True,
         residual: bool = False,
+        add_self_loops: bool = True,
+        fill_value: float | str = "mean",
         w_init: hk.initializers.Initializer | None = None,
         implementation: str | None = None,
         name: str | None = None,
@@ -147,8 +154,8 @@ class GATv2Conv(_Conv):
 
     Args:
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
-      out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual, w_init, implementation,
-        name: as in `GATConv`.
+      out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual, add_self_loops,
+        fill_value, w_init, implementation, name: as in `GATConv`.
     """
 
     kind: ClassVar[str] = "GATv2Conv"
@@ -165,6 +172,8 @@ class GATv2Conv(_Conv):
         bias: bool = True,
         share_weights: bool = False,
         residual: bool = False,
+        add_self_loops: bool = True,
+        fill_value: float | str = "mean",
         w_init: hk.initializers.Initializer | None = None,
         implementation: str | None = None,
         name: str | None = None,

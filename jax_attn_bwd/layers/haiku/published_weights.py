@@ -15,8 +15,8 @@ def load_torch(
     """`params` of a model with the values of a PyTorch module in one of its layers.
 
     Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. The GAT layers of PyTorch Geometric add self-loops
-    unless they were built with `add_self_loops=False`: hand the layer here `graph.with_self_loops()`.
+    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. A checkpoint does not tell whether a
+    GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
 
     Args:
       params: those of the whole model, as its `init` gives them; `jax.eval_shape` of them will do.

@@ -1,7 +1,15 @@
-"""Graph attention: GAT, GATv2, graph transformer, and the softmax over edges."""
+"""Graph attention: GAT, GATv2, graph transformer, and the softmax, sum, mean and maximum over edges."""
 
 from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.batching import BatchLayout, GraphBatch, batch_graphs
+from jax_attn_bwd.ops.graph.edge_reductions import (
+    edge_max,
+    edge_max_bwd,
+    edge_mean,
+    edge_mean_bwd,
+    edge_sum,
+    edge_sum_bwd,
+)
 from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax, edge_softmax_bwd
 from jax_attn_bwd.ops.graph.gradients import (
     graph_attention_bwd,
@@ -18,8 +26,14 @@ __all__ = [
     "GraphBatch",
     "GraphTransformerAttentionGrads",
     "batch_graphs",
+    "edge_max",
+    "edge_max_bwd",
+    "edge_mean",
+    "edge_mean_bwd",
     "edge_softmax",
     "edge_softmax_bwd",
+    "edge_sum",
+    "edge_sum_bwd",
     "graph_attention",
     "graph_attention_bwd",
     "graph_attention_v2",

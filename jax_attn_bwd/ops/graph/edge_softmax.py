@@ -7,12 +7,11 @@ With s the scores and dw the cotangent of the weights, for edge e into i:
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks, parts
+from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
 from jax_attn_bwd._core.types import Array
@@ -21,6 +20,7 @@ from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.groups import by_edge, has_edges, rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+from jax_attn_bwd.ops.graph.tables import on_every_device
 
 _NAME = "edge_softmax"
 
@@ -114,17 +114,6 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) ->
     return x
 
 
-def _run(function: Any, *operands: Any) -> jax.Array:
-    """`function(*operands)`, on an Auto mesh with all edges on every device: see `tables.gathered`."""
-    spread = parts.auto_devices(operands[1]) > 1
-    return _on_every_device(function, *operands) if spread else function(*operands)
-
-
-@partial(jax.jit, static_argnums=0)
-def _on_every_device(function, *operands):
-    return parts.all_gathered(function(*parts.all_gathered(operands)))
-
-
 @jax.jit
 def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
     """The weights (1)."""
@@ -154,7 +143,9 @@ def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> ja
     return match_type(dscores, weights)
 
 
-IMPLEMENTATIONS = (backend.Implementation("xla", partial(_run, forward), partial(_run, backward)),)
+IMPLEMENTATIONS = (
+    backend.Implementation("xla", partial(on_every_device, forward), partial(on_every_device, backward)),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

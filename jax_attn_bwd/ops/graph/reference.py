@@ -41,6 +41,17 @@ def edge_softmax(graph, scores):
     return probs.sum(0), lse[:, 0]
 
 
+def edge_reduction(how, graph, edge):
+    """`jax_attn_bwd.edge_sum`, `.edge_mean` or `.edge_max`, `[num_dst, ...]`."""
+    incoming = ends(graph)[1] == jnp.arange(graph.num_dst)[:, None]
+    incoming = jnp.expand_dims(incoming, tuple(range(2, edge.ndim + 1)))  # [num_dst, E, ...]
+    count = incoming.sum(1)
+    if how == "edge_max":
+        return jnp.where(count > 0, jnp.where(incoming, edge, -jnp.inf).max(1, initial=-jnp.inf), 0)
+    total = jnp.where(incoming, edge, 0).sum(1)
+    return total / jnp.maximum(count, 1) if how == "edge_mean" else total
+
+
 def _attend(graph, scores, message, factor, concat_heads):
     weights, lse = edge_softmax(graph, scores)
     weights = weights if factor is None else jnp.where(factor == 0, 0, weights * factor)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 
+FILLS = ("mean", "add", "min", "max")
 _OPERATOR = "BipartiteCSC.with_self_loops"
 
 
@@ -41,7 +42,7 @@ def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> 
         raise ValueError(checks.message(_OPERATOR, "edge", expected, edge.shape))
     given, of_loops = edge[kept], (nodes, *edge.shape[1:])
     if isinstance(fill_value, str):
-        checks.choice(_OPERATOR, "fill_value", fill_value, ("mean", "add", "min", "max"))
+        checks.choice(_OPERATOR, "fill_value", fill_value, FILLS)
         filled = _by_destination(given, dst[kept], graph.num_dst, fill_value)[:nodes]
     else:
         filled = jnp.broadcast_to(jnp.asarray(fill_value, edge.dtype), of_loops)

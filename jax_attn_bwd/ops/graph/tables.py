@@ -1,5 +1,9 @@
 """The operands as the loops over the edges read them, and the dropout factors of a chunk."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -35,6 +39,17 @@ def gathered(operands: Operands) -> Operands:
     others = parts.all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
     mask = None if mask is None else parts.gathered(mask, 1)
     return others._replace(attention_weights=a, dropout_mask=mask)
+
+
+def on_every_device(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+    """`function(graph, array, ...)`, on an Auto mesh with all edges on every device: see `gathered`."""
+    spread = parts.auto_devices(operands[1]) > 1
+    return _on_every_device(function, *operands) if spread else function(*operands)
+
+
+@partial(jax.jit, static_argnums=0)
+def _on_every_device(function, *operands):
+    return parts.all_gathered(function(*parts.all_gathered(operands)))
 
 
 def walked(kind: Kind, t: Tables, graph: BipartiteCSC) -> Tables:

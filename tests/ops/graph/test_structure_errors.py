@@ -30,6 +30,9 @@ CALLS = {
     "graph_transformer_attention_bwd": lambda g: jab.graph_transformer_attention_bwd(
         Y, g, Y, X, X, num_heads=2
     ),
+    "edge_sum": lambda g: jab.edge_sum(g, np.ones((6, 2))),
+    "edge_sum_bwd": lambda g: jab.edge_sum_bwd(np.ones((2, 2)), g),
+    "edge_max_bwd": lambda g: jab.edge_max_bwd(np.ones((2, 2)), g, np.ones((6, 2)), np.ones((2, 2))),
     "edge_softmax": lambda g: jab.edge_softmax(g, np.ones((6, 2))),
     "edge_softmax_bwd": lambda g: jab.edge_softmax_bwd(np.ones((6, 2)), g, np.ones((6, 2))),
 }

@@ -1,0 +1,265 @@
+"""Sums, means and maxima over the edges into each destination: the public functions and the custom_vjp."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
+from jax_attn_bwd.ops.graph import reductions
+from jax_attn_bwd.ops.graph.arguments import check_graph
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+from jax_attn_bwd.ops.graph.tables import on_every_device
+
+
+def edge_sum(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None = None) -> jax.Array:
+    """Sum over the edges into each destination.
+
+        out[i] = sum of edge[e] over the edges e into destination i
+
+    Args:
+      graph: the edges; see `BipartiteCSC`.
+      edge: `[nnz, ...]`, floating, in the caller's edge order; any further axes.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      out: `[num_dst, ...]`, dtype of `edge`, accumulated in float32 or wider; 0 for a destination without
+        edges.
+
+    Gradients:
+      edge: exact, to second order and beyond; 0 in the padding of a graph with a capacity, and what lies
+      there is not read. Saves the graph alone. The same bits in every run.
+
+    Raises:
+      ValueError: shapes disagree.
+      TypeError: an argument is of the wrong kind.
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_sum
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> edge_sum(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
+      [5.0, 4.0, 0.0]
+    """
+    return _reduced("edge_sum", graph, edge, implementation)
+
+
+def edge_mean(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None = None) -> jax.Array:
+    """Mean over the edges into each destination: `edge_sum` by their number.
+
+        out[i] = sum of edge[e] / number of edges, over the edges e into destination i
+
+    Args:
+      graph, edge, implementation: as in `edge_sum`.
+
+    Returns:
+      out: as of `edge_sum`; 0 for a destination without edges.
+
+    Gradients:
+      As of `edge_sum`.
+
+    Raises:
+      As `edge_sum`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_mean
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> edge_mean(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
+      [5.0, 2.0, 0.0]
+    """
+    return _reduced("edge_mean", graph, edge, implementation)
+
+
+def edge_max(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None = None) -> jax.Array:
+    """Maximum over the edges into each destination; for the minimum, that of `-edge`.
+
+        out[i] = max of edge[e] over the edges e into destination i
+
+    Args:
+      graph, edge, implementation: as in `edge_sum`.
+
+    Returns:
+      out: `[num_dst, ...]`, dtype of `edge`, exact; 0 for a destination without edges.
+
+    Gradients:
+      edge: edges that tie for the maximum share its cotangent in equal parts, as in `jnp.max`; the same in
+      any order of the edges. To second order and beyond; 0 in the padding. Saves `edge` and `out`.
+
+    Raises:
+      As `edge_sum`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_max
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=3)
+      >>> edge_max(graph, jnp.array([-1.0, -5.0, -3.0])).tolist()
+      [-5.0, -1.0, 0.0]
+      >>> jax.grad(lambda edge: edge_max(graph, edge).sum())(jnp.ones(3)).tolist()
+      [0.5, 1.0, 0.5]
+    """
+    return _reduced("edge_max", graph, edge, implementation)
+
+
+def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, *, implementation: str | None = None) -> jax.Array:
+    """The gradient of `edge_sum` with respect to `edge`, as a plain function.
+
+        dedge[e] = dout[i] for edge e into destination i
+
+    Args:
+      dout: `[num_dst, ...]`, floating, cotangent of `out`.
+      graph, implementation: as in the forward.
+
+    Returns:
+      dedge: `[nnz, ...]`, dtype of `dout`; 0 in the padding.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `edge_sum`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_sum_bwd
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> edge_sum_bwd(jnp.array([5.0, 2.0]), graph).tolist()
+      [2.0, 5.0, 2.0]
+    """
+    return _gradient("edge_sum", dout, graph, None, None, implementation)
+
+
+def edge_mean_bwd(dout: jax.Array, graph: BipartiteCSC, *, implementation: str | None = None) -> jax.Array:
+    """The gradient of `edge_mean` with respect to `edge`, as a plain function.
+
+        dedge[e] = dout[i] / number of edges into i, for edge e into destination i
+
+    Args:
+      dout, graph, implementation: as in `edge_sum_bwd`.
+
+    Returns:
+      dedge: as of `edge_sum_bwd`.
+
+    Gradients:
+      As of `edge_sum_bwd`.
+
+    Raises:
+      As `edge_sum`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_mean_bwd
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> edge_mean_bwd(jnp.array([5.0, 2.0]), graph).tolist()
+      [1.0, 5.0, 1.0]
+    """
+    return _gradient("edge_mean", dout, graph, None, None, implementation)
+
+
+def edge_max_bwd(
+    dout: jax.Array,
+    graph: BipartiteCSC,
+    edge: jax.Array,
+    out: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The gradient of `edge_max` with respect to `edge`, as a plain function.
+
+        dedge[e] = dout[i] / number of ties, for an edge e into i with edge[e] = out[i], else 0
+
+    Args:
+      dout: cotangent of `out`, its shape and dtype.
+      graph, edge, implementation: as in the forward.
+      out: what `edge_max` returned.
+
+    Returns:
+      dedge: shape and dtype of `edge`; 0 in the padding.
+
+    Gradients:
+      dout: a composition of differentiable operations, in either mode; 0 for edge and out.
+
+    Raises:
+      As `edge_sum`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_max, edge_max_bwd
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> edge = jnp.array([1.0, 5.0, 3.0])
+      >>> edge_max_bwd(jnp.array([5.0, 2.0]), graph, edge, edge_max(graph, edge)).tolist()
+      [0.0, 5.0, 2.0]
+    """
+    return _gradient("edge_max", dout, graph, edge, out, implementation)
+
+
+def _reduced(name: str, graph: Any, edge: Any, implementation: Any) -> jax.Array:
+    graph = check_graph(name, graph)
+    edge = _rows(name, "edge", edge, "nnz", graph.capacity)
+    chosen = backend.select(name, IMPLEMENTATIONS[name], implementation, None, (graph, edge))
+    return _reduce((name, chosen.name), graph, edge)
+
+
+def _gradient(forward: str, dout: Any, graph: Any, edge: Any, out: Any, implementation: Any) -> jax.Array:
+    name, chosen = f"{forward}_bwd", IMPLEMENTATIONS[forward]
+    graph = check_graph(name, graph)
+    dout = _rows(name, "dout", dout, "num_dst", graph.num_dst)
+    given: tuple = ()
+    if forward == "edge_max":
+        edge = _rows(name, "edge", edge, "nnz", graph.capacity)
+        axes = (None, *range(1, edge.ndim))
+        for argument, x in (("out", out), ("dout", dout)):
+            x = checks.floating(name, argument, x)
+            checks.shape(name, argument, x, "[num_dst, ...] as edge", (graph.num_dst, *edge.shape[1:]))
+        checks.same_dtype(name, edge=edge, out=jnp.asarray(out), dout=dout)
+        given = (edge, reshard_like(jnp.asarray(out), edge, axes))
+        dout = reshard_like(dout, edge, axes)
+    run = backend.select(name, chosen, implementation, None, (graph, dout))
+    return run.backward(graph, dout, *given).astype(dout.dtype)
+
+
+def _rows(operator: str, argument: str, x: Any, name: str, size: Any) -> jax.Array:
+    """What edges or destinations hold, `[size, ...]`."""
+    x = checks.floating(operator, argument, x)
+    if x.ndim < 1 or x.shape[0] != size:
+        expected = f"have shape [{name}, ...] with {name} = {size}"
+        raise ValueError(checks.message(operator, argument, expected, x.shape))
+    if (spec := explicit_spec(x))[0] is not None:
+        placed, remedy = f"not be sharded along its first axis, {name}", "shard another, or reshard it"
+        raise ValueError(checks.message(operator, argument, placed, spec, remedy))
+    return x
+
+
+def _portable(name: str) -> backend.Implementation:
+    forward, backward = (jax.jit(partial(one, name)) for one in (reductions.forward, reductions.backward))
+    return backend.Implementation(
+        "xla", partial(on_every_device, forward), partial(on_every_device, backward)
+    )
+
+
+IMPLEMENTATIONS = {name: (_portable(name),) for name in ("edge_sum", "edge_mean", "edge_max")}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reduce(static: tuple[str, str], graph: BipartiteCSC, edge: jax.Array) -> jax.Array:
+    name, implementation = static
+    return backend.named(IMPLEMENTATIONS[name], implementation).forward(graph, edge)
+
+
+def _fwd(static, graph, edge):
+    name, implementation = static
+    out = backend.named(IMPLEMENTATIONS[name], implementation).forward(graph, edge)
+    return out, (graph, (edge, out) if name == "edge_max" else (), edge[:0])
+
+
+def _bwd(static, residuals, dout):
+    graph, saved, like_edge = residuals
+    name, implementation = static
+    dedge = backend.named(IMPLEMENTATIONS[name], implementation).backward(graph, dout, *saved)
+    return None, match_type(dedge, like_edge)  # shards of the graph may share the edges' data
+
+
+_reduce.defvjp(_fwd, _bwd)

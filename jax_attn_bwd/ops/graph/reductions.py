@@ -1,0 +1,105 @@
+"""Portable passes of the sums, means and maxima over the edges into each destination.
+
+With x what the edges hold and dout the cotangent, for edge e into i, of n_i edges into it:
+
+    sum    out_i = sum_e x_e          dx_e = dout_i                                       (1)
+    mean   out_i = sum_e x_e / n_i    dx_e = dout_i / n_i                                 (2)
+    max    out_i = max_e x_e          dx_e = dout_i / t_i where x_e = out_i, else 0,      (3)
+                                      t_i the number of such e
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import full_like_operands, tie
+from jax_attn_bwd.ops.graph import groups
+from jax_attn_bwd.ops.graph.groups import Chunk, by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+
+def _sums(graph: BipartiteCSC, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
+    """Sums over the edges into each destination, `[num_dst, ...]`, of `terms(chunk)`, `[(W,) R, ...]`."""
+    dtype, rest = accumulator_dtype(x.dtype), x.shape[1:]
+    out = full_like_operands(x, (graph.num_dst, *rest), 0, dtype, (graph, x))
+    if not has_edges(graph):
+        return out
+    runs, count = groups.in_runs(graph)
+    of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
+    share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
+    add = lambda sums, new, chunk: groups.add(sums, chunk.node, new)
+    of_runs = groups.scan(share, add, of_runs, runs, graph.capacity, math.prod(rest))
+    return groups.add_runs(out, graph, of_runs)
+
+
+@jax.custom_jvp
+def _maximum(graph: BipartiteCSC, x: jax.Array) -> jax.Array:
+    """The maximum of `x` over the edges into each destination; 0 without edges."""
+    rest = x.shape[1:]
+    out = full_like_operands(x, (graph.num_dst, *rest), -jnp.inf, x.dtype, (graph, x))
+    if has_edges(graph):
+        of_edges = lambda chunk: take(x, chunk.number, -jnp.inf)
+        share = lambda chunk: of_edges(chunk) if chunk.exists is None else of_edges(chunk).max(0)
+        fold = lambda top, new, chunk: top.at[chunk.node].max(new, mode="drop", indices_are_sorted=True)
+        out = groups.scan(share, fold, out, graph.by_destination, graph.capacity, math.prod(rest))
+    return jnp.where(_spread(graph.offsets[1:] > graph.offsets[:-1], out), out, 0)
+
+
+@_maximum.defjvp
+def _maximum_jvp(primals, tangents):
+    (graph, x), (_, dx) = primals, tangents
+    out = _maximum(graph, x)
+    share = lambda chunk: jnp.where(_is_top(graph, x, out, chunk), take(dx, chunk.number), 0)
+    return out, (_sums(graph, x, share) / _ties(graph, x, out)).astype(x.dtype)
+
+
+def _is_top(graph: BipartiteCSC, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
+    """Where an edge of a chunk of `groups.in_runs` holds its destination's maximum."""
+    of_node = by_edge(rows(out, groups.destination(graph, chunk)), chunk)
+    return take(x, chunk.number, jnp.nan) == of_node
+
+
+def _ties(graph: BipartiteCSC, x: jax.Array, out: jax.Array) -> jax.Array:
+    """Edges that hold the maximum, `[num_dst, ...]`; 1 where there is none."""
+    return jnp.maximum(_sums(graph, x, partial(_is_top, graph, x, out)), 1)
+
+
+def _degree(graph: BipartiteCSC, like: jax.Array) -> jax.Array:
+    """Edges into each destination, which broadcast to `like`, in its dtype; 1 where there is none."""
+    return _spread(jnp.maximum(graph.offsets[1:] - graph.offsets[:-1], 1), like).astype(like.dtype)
+
+
+def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`[num_dst]` with the axes of `like`."""
+    return jnp.expand_dims(x, tuple(range(1, like.ndim)))
+
+
+def forward(name: str, graph: BipartiteCSC, edge: jax.Array) -> jax.Array:
+    """(1), (2) or (3)."""
+    if name == "edge_max":
+        return tie(_maximum(graph, edge), (graph, edge))
+    out = _sums(graph, edge, lambda chunk: take(edge, chunk.number))
+    out = out / _degree(graph, out) if name == "edge_mean" else out
+    return tie(out.astype(edge.dtype), (graph, edge))
+
+
+def backward(name: str, graph: BipartiteCSC, dout: jax.Array, *saved: jax.Array) -> jax.Array:
+    """The gradient, accumulated; `saved` are edge and out of `edge_max`."""
+    x = dout.astype(accumulator_dtype(dout.dtype))
+    if not has_edges(graph):
+        shape = (graph.capacity, *dout.shape[1:])
+        return full_like_operands(dout, shape, 0, x.dtype, (graph, dout))
+    chunk = groups.whole(graph.by_destination, graph.capacity)
+    node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
+    none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), graph.num_dst, node.dtype, graph)
+    at = groups.put(none, chunk.number, node)  # the destination of each edge in the caller's order
+    if name == "edge_sum":
+        return take(x, at)  # (1)
+    if name == "edge_mean":
+        return take(x / _degree(graph, x), at)  # (2)
+    edge, out = saved
+    return jnp.where(edge == take(out, at, jnp.nan), take(x / _ties(graph, edge, out), at), 0)  # (3)
