@@ -5,8 +5,8 @@
 Each function shows the vendor's call as it stands in a program (comment), then the same call of
 `jax_attn_bwd.compat`, argument for argument, and then this package's own operator, to which a program may
 move on. Forward and backward of the last two are compared, on the same random numbers; what is printed is
-their largest difference, relative to the largest number. Where they differ in meaning (what True means in a mask,
-the order of axes), the code says so.
+their largest difference, relative to the largest number. Where they differ in meaning (what True means in
+a mask, the order of axes), the code says so.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from helpers import assert_close, thorough
 from layers.frameworks import arrays, jitted, lenient, random_params
 from layers.multi_head_cases import E, N, S, T
 
-from jax_attn_bwd import attention_fn
+from jax_attn_bwd import Rotary, attention_fn
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -33,6 +33,7 @@ LINEN = {
     "own": flax_linen.MultiHeadDotProductAttention,
     "own_causal": partial(flax_linen.MultiHeadDotProductAttention, is_causal=True),
     "window": partial(flax_linen.MultiHeadDotProductAttention, local_window_size=2),
+    "rotary": partial(flax_linen.MultiHeadDotProductAttention, rotary=Rotary(size=2)),
 }
 
 
@@ -60,7 +61,8 @@ def test_decoding_in_linen(name):
     causal = jnp.tril(jnp.ones((1, 1, T, T), bool))
     mask = causal & ~jnp.tril(causal, -3) if name == "window" else causal
     with lenient():
-        expected = jitted(LINEN["theirs"](N, **options).apply)({"params": params}, x, mask=mask)
+        whole = LINEN["rotary" if name == "rotary" else "theirs"](N, **options)
+        expected = jitted(whole.apply)({"params": params}, x, mask=mask)
     assert_close(jnp.concatenate(steps, 1), expected, 1e-12)
     assert int(cache["cache_index"]) == T
 

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax.core import meta
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
@@ -39,6 +40,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
         t is the index in the cache.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
+        and `key_value_positions` of the call or the indices; in decoding the index in the cache.
       deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -58,6 +61,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
     logits_soft_cap: float | None = None
+    rotary: Rotary | None = None
     deterministic_sums: bool = True
     save: str = "inputs"
     implementation: str | None = None
@@ -147,6 +151,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             local_window_size=self.local_window_size,
             **tokens,
             logits_soft_cap=self.logits_soft_cap,
+            rotary=self.rotary,
             precision=self.precision,
             deterministic=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
@@ -208,6 +213,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "is_causal": self.is_causal or None,
             "local_window_size": self.local_window_size,
             "logits_soft_cap": self.logits_soft_cap,
+            "rotary": self.rotary,
             "deterministic_sums": None if self.deterministic_sums is True else self.deterministic_sums,
             "implementation": self.implementation,
         }
@@ -220,7 +226,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         else:
             if self.decode and self.has_variable("cache", "cached_key"):
                 options.pop("is_causal", None)  # Flax hides the keys that are still to come
-                if "local_window_size" in options and tokens["query_positions"] is None:
+                if options.keys() & {"local_window_size", "rotary"} and tokens["query_positions"] is None:
                     index: Any = self.get_variable("cache", "cache_index")
                     tokens = tokens | {"query_positions": index[None]}
             attention = partial(_own_attention, **options)

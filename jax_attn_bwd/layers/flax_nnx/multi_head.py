@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
@@ -32,11 +33,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     Args:
       num_heads, in_features, ...: all of `flax.nnx.MultiHeadAttention`, by position or by name.
-      attention_fn: between the projections, in place of the rule over the whole layer. For rotary
-        embeddings `functools.partial(jax_attn_bwd.attention_fn, rope=nnx.RoPE())`.
+      attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
+        `functools.partial(jax_attn_bwd.attention_fn, rope=nnx.RoPE())`, of which `rotary` is the faster form.
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
         t is the index in the cache.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
+        and `key_value_positions` of the call or the indices; in decoding the index in the cache.
       deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -59,16 +62,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         attention_fn: Callable[..., jax.Array] = attention_fn,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        rotary: Rotary | None = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
         implementation: str | None = None,
         **kwargs: Any,
     ):
-        options = (local_window_size, logits_soft_cap, None if deterministic_sums is True else False)
+        options = (local_window_size, logits_soft_cap, rotary, None if deterministic_sums is True else False)
         if attention_fn is not _own_attention and any(x is not None for x in (*options, implementation)):
-            names = "local_window_size, logits_soft_cap, deterministic_sums, implementation"
+            names = "local_window_size, logits_soft_cap, rotary, deterministic_sums, implementation"
             expected = "be left out with an attention_fn of the caller's"
-            got = (local_window_size, logits_soft_cap, deterministic_sums, implementation)
+            got = (local_window_size, logits_soft_cap, rotary, deterministic_sums, implementation)
             raise ValueError(checks.message(_NAME, names, expected, got, "bind them with functools.partial"))
         if implementation is not None:
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
@@ -77,6 +81,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         # As a pair of Python ints: `nnx.jit` compares it with those of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
         self.logits_soft_cap = logits_soft_cap
+        self.rotary = rotary
         self.deterministic_sums = deterministic_sums
         self.save = save
         self.implementation = implementation
@@ -176,6 +181,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             local_window_size=self.local_window_size,
             **tokens,
             logits_soft_cap=self.logits_soft_cap,
+            rotary=self.rotary,
             precision=self.precision,
             deterministic=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
@@ -206,11 +212,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 attention,
                 local_window_size=self.local_window_size,
                 logits_soft_cap=self.logits_soft_cap,
+                rotary=self.rotary,
                 deterministic_sums=self.deterministic_sums,
                 implementation=self.implementation,
             )
             index = self.cache_index if decode else None
-            if self.local_window_size and index is not None and tokens["query_positions"] is None:
+            banded = self.local_window_size or self.rotary
+            if banded and index is not None and tokens["query_positions"] is None:
                 tokens = tokens | {"query_positions": index[...][None]}
         attention = told(_NAME, attention, tokens)
 

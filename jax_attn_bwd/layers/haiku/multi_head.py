@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
@@ -30,6 +31,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
       is_causal: a query sees keys up to its own index; no mask is formed.
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
+        and `key_value_positions` of the call or the indices.
       precision: of all matrix products; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -63,6 +66,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        rotary: Rotary | None = None,
         precision: Any = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
@@ -84,6 +88,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             is_causal=is_causal,
             local_window_size=local_window_size,
             logits_soft_cap=logits_soft_cap,
+            rotary=rotary,
             precision=precision,
             deterministic=deterministic_sums,
             save=save,
