@@ -38,6 +38,7 @@ from jax_attn_bwd.ops.graph import (
 from jax_attn_bwd.ops.multi_head import (
     MultiHeadAttentionGrads,
     MultiHeadAttentionParams,
+    Rotary,
     multi_head_attention,
     multi_head_attention_bwd,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "MultiHeadAttentionGrads",
     "MultiHeadAttentionParams",
     "MultiScaleDeformableAttentionGrads",
+    "Rotary",
     "attention_fn",
     "batch_graphs",
     "compat",

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, dropout, masks
+from jax_attn_bwd._core import rotary as rotary_embedding
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.multi_head import flax_mask, promote
 from jax_attn_bwd.ops.dot_product import arguments, block, dot_product_attention
 
@@ -33,6 +35,7 @@ def attention_fn(
     is_causal: bool = False,
     input_positions: jax.Array | None = None,
     rope: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
+    rotary: Rotary | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
@@ -87,6 +90,9 @@ def attention_fn(
       input_positions: positions that are handed to `rope`.
       rope: rotary embedding of queries and keys, `(x [..., L, H], input_positions) -> x`: an `nnx.RoPE`,
         which does not know the index of the query in a step of decoding.
+      rotary: `jax_attn_bwd.Rotary`, which turns queries and keys by `query_positions` and
+        `key_value_positions`, or their indices. With one query and more keys, which may be a step of
+        decoding, `query_positions` must be given; the layers of `jax_attn_bwd.layers` do.
       local_window_size: as in `dot_product_attention`; without `query_positions` an error with one query,
         more keys and a mask of numbers, for that may be a step of decoding, where the index of the query is
         not known here: the layers of `jax_attn_bwd.layers` know it and take the same argument.
@@ -128,10 +134,10 @@ def attention_fn(
 def attention_by(
     attend: Callable[..., jax.Array], query, key, value, bias, mask, broadcast_dropout, dropout_rng,
     dropout_rate, deterministic, dtype, precision, module, *, force_fp32_for_softmax, is_causal,
-    input_positions, rope, local_window_size, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
-    key_value_segment_ids, query_positions, key_value_positions, logits_soft_cap, deterministic_sums,
-    implementation, promote_dtype, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum,
-    mask_mod, score_mod, mod_args,
+    input_positions, rope, rotary, local_window_size, query_seq_lengths, key_value_seq_lengths,
+    query_segment_ids, key_value_segment_ids, query_positions, key_value_positions, logits_soft_cap,
+    deterministic_sums, implementation, promote_dtype, einsum_dot_general, qk_attn_weights_einsum,
+    attn_weights_value_einsum, mask_mod, score_mod, mod_args,
 ) -> jax.Array:  # fmt: skip
     """`attention_fn` by another `attend`, which takes the arguments of `dot_product_attention`."""
     given = {
@@ -149,6 +155,7 @@ def attention_by(
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
     query, key = _rotated(rope, input_positions, query, key)
+    query, key = _turned(rotary, rope, query, key, query_positions, key_value_positions)
     numbers, mask = mask, flax_mask(_NAME, mask)
     checks.flag(_NAME, "force_fp32_for_softmax", force_fp32_for_softmax)
     drops = not checks.flag(_NAME, "deterministic", deterministic)
@@ -204,6 +211,26 @@ def _rotated(rope: Any, positions: Any, *arrays: jax.Array) -> tuple[jax.Array, 
         return arrays
     rotate = jax.vmap(lambda x: rope(x, positions), in_axes=-2, out_axes=-2)
     return tuple(rotate(x).astype(x.dtype) for x in arrays)
+
+
+def _turned(rotary: Any, rope: Any, query, key, *positions: Any) -> tuple[jax.Array, jax.Array]:
+    if rotary is None:
+        return query, key
+    rotary = rotary_embedding.checked(_NAME, rotary, query.shape[-1])
+    if rope is not None:
+        expected = "be None beside rope: both turn queries and keys"
+        raise ValueError(checks.message(_NAME, "rotary", expected, rotary, "leave out one"))
+    if positions[0] is None and query.ndim > 2 and query.shape[-3] == 1 < key.shape[-3]:
+        expected = "be given with rotary in what may be a step of decoding"
+        remedy = "the layers of jax_attn_bwd.layers tell the index in the cache; here pass where the query is"
+        raise ValueError(checks.message(_NAME, "query_positions", expected, None, remedy))
+    found = []
+    for name, x, at in zip(("query_positions", "key_value_positions"), (query, key), positions, strict=True):
+        at = None if at is None else checks.integers(_NAME, name, at)
+        if at is not None:
+            checks.broadcasts(_NAME, name, at, "[..., L]", x.shape[:-2])
+        found.append(rotary_embedding.rotate(rotary, x, at).astype(x.dtype))
+    return found[0], found[1]
 
 
 def _band_of_step(is_causal: bool, local_window_size: Any, **functions: Any) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
     location = reference + offset / (W_l, H_l)                  reference points (x, y)
     location = reference + offset / P_l * (width, height) / 2   reference boxes (x, y, width, height)
+    location = reference + offset / (W_l, H_l) * (width, height) / 2       with `use_4D_normalizer` (DINO)
     out = output_proj(multi_scale_deformable_attention(value_proj(value), location, softmax(logits)))
 
 with offset = sampling_offsets(query), in pixels of its level for reference points, and
-logits = attention_weights(query). With queries sharded over an axis of a mesh, a layer is told
+logits = attention_weights(query); without `projections` (D-FINE) value and out are taken as they are, and
+`offset_scale` is the 1/2. With queries sharded over an axis of a mesh, a layer is told
 
     attention_fn=partial(parallel.sharded_multi_scale_deformable_attention, mesh=mesh, axis="queries")
 
@@ -28,6 +30,7 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.layers.deformable_parameters import Config as Config
+from jax_attn_bwd.layers.deformable_parameters import Form as Form
 from jax_attn_bwd.layers.deformable_parameters import Linears as Linears
 from jax_attn_bwd.layers.deformable_parameters import Options as Options
 from jax_attn_bwd.layers.deformable_parameters import configure as configure
@@ -75,7 +78,7 @@ def sampling_locations(
     config: Config, linears: Linears, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
 ) -> jax.Array:
     """`[..., Q, M, K, 2]`, (x, y), float32 or wider: where each head looks for each query."""
-    levels = _levels(config, spatial_shapes)
+    levels, form = _levels(config, spatial_shapes), config.form
     query = checks.floating(_NAME, "query", query)
     if query.ndim < 2 or query.shape[-1] != config.width:
         expected = f"have shape [..., Q, C] with C = {config.width}"
@@ -90,11 +93,12 @@ def sampling_locations(
         size = np.repeat(np.array(levels)[:, ::-1], config.num_points, axis=0)  # [K, 2], (W, H)
         offsets = offsets / _trailing(size, offsets)
     else:
-        halves = 2 * np.repeat(config.num_points, config.num_points)[:, None]  # [K, 1]
+        units = np.array(levels)[:, ::-1] if form.use_4D_normalizer else np.array(config.num_points)[:, None]
+        scale = form.offset_scale / np.repeat(units, config.num_points, axis=0)  # [K, 1 or 2]
         # A box without a size has no points, and its NaN is in no product: none reaches a gradient.
         box = points[..., 2:]
         known = jnp.abs(box) < jnp.inf
-        offsets = offsets * jnp.where(known, box, 0) / _trailing(halves, offsets)
+        offsets = offsets * jnp.where(known, box, 0) * _trailing(scale, offsets)
         offsets = jnp.where(known, offsets, jnp.nan)
     return points[..., :2] + offsets
 
@@ -129,15 +133,28 @@ class Calls:
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
-        linears = Linears(*(getattr(self, name) for name in Linears._fields))
-        return attend(self.config, linears, query, reference_points, value, spatial_shapes, mask)
+        return attend(self.config, _linears(self), query, reference_points, value, spatial_shapes, mask)
 
     def sampling_locations(
         self: Any, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
     ) -> jax.Array:
         """`[..., Q, M, sum P, 2]`, (x, y) from 0 to 1: where each head looks for each query."""
-        linears = Linears(*(getattr(self, name) for name in Linears._fields))
-        return sampling_locations(self.config, linears, query, reference_points, spatial_shapes)
+        return sampling_locations(self.config, _linears(self), query, reference_points, spatial_shapes)
+
+
+def _linears(layer: Any) -> Linears:
+    own = layer.config.form.projections
+    return Linears(
+        layer.sampling_offsets,
+        layer.attention_weights,
+        layer.value_proj if own else as_it_is,
+        layer.output_proj if own else as_it_is,
+    )
+
+
+def as_it_is(x: jax.Array) -> jax.Array:
+    """In the place of a projection."""
+    return x
 
 
 def encoder_reference_points(

@@ -1,9 +1,9 @@
 """What a `MultiScaleDeformableAttention` is built from, in any framework.
 
 The four linear layers have the names of the published PyTorch modules (MSDeformAttn of Deformable-DETR
-and DINO, MSDeformableAttention of RT-DETR and RT-DETRv2, MultiScaleDeformableAttention of mmcv and Hugging
-Face), and the same order of heads, levels, points and (x, y) inside. With `name` one of sampling_offsets,
-attention_weights, value_proj and output_proj:
+and DINO, MSDeformableAttention of RT-DETR, RT-DETRv2 and D-FINE, which has the first two alone,
+MultiScaleDeformableAttention of mmcv and Hugging Face), and the same order of heads, levels, points and
+(x, y) inside. With `name` one of sampling_offsets, attention_weights, value_proj and output_proj:
 
     framework         matrix                      vector
     PyTorch           name.weight  [out, in]      name.bias
@@ -15,7 +15,7 @@ L levels, P_l points of a head on level l, K = sum of P_l, M heads, C width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,15 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Form:
+    """In what the published modules differ."""
+
+    use_4D_normalizer: bool = False
+    offset_scale: float = 0.5
+    projections: bool = True
+
+
+@dataclass(frozen=True)
 class Config:
     """What a layer is built from."""
 
@@ -49,6 +58,7 @@ class Config:
     num_heads: int  # M
     num_points: tuple[int, ...]  # P_l
     options: Options
+    form: Form
 
     @property
     def samples(self) -> int:
@@ -57,7 +67,7 @@ class Config:
 
 
 class Linears(NamedTuple):
-    """The four linear layers, each over the last axis."""
+    """The linear layers, each over the last axis; without projections the last two hand on what they get."""
 
     sampling_offsets: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., M * K * 2]
     attention_weights: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., M * K]
@@ -66,7 +76,12 @@ class Linears(NamedTuple):
 
 
 def configure(
-    num_heads: int, num_levels: int, num_points: int | Sequence[int], options: Options, **widths: int
+    num_heads: int,
+    num_levels: int,
+    num_points: int | Sequence[int],
+    options: Options,
+    form: Form,
+    **widths: int,
 ) -> Config:
     """The checked configuration of a layer.
 
@@ -87,7 +102,10 @@ def configure(
     if not callable(options.attention_fn):
         expected = "be a function like multi_scale_deformable_attention"
         raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
-    return Config(width, num_heads, points, options)
+    for name in ("use_4D_normalizer", "projections"):
+        checks.flag(_NAME, name, getattr(form, name))
+    form = replace(form, offset_scale=checks.python_float(_NAME, "offset_scale", form.offset_scale))
+    return Config(width, num_heads, points, options, form)
 
 
 def offsets_bias(config: Config) -> np.ndarray:
@@ -114,7 +132,8 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str
         "decoder.decoder.layers.0.cross_attn." in RT-DETR.
 
     Returns:
-      {"sampling_offsets": {"kernel", "bias"}, ...} of the four linear layers. What puts them into a layer is
+      {"sampling_offsets": {"kernel", "bias"}, ...} of the four linear layers, of the first two where `state`
+      has no others (D-FINE). What puts them into a layer is
       `load_torch` of its framework: `jax_attn_bwd.layers.equinox.load_torch` and so on.
 
     Raises:
@@ -137,6 +156,6 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str
             raise ValueError(checks.message("from_torch", "state", f"hold {key!r}", near))
         return as_array(state[key])
 
-    return {
-        name: {"kernel": entry(f"{name}.weight").T, "bias": entry(f"{name}.bias")} for name in Linears._fields
-    }
+    projected = any(f"{prefix}{name}.weight" in state for name in Linears._fields[2:])
+    names = Linears._fields if projected else Linears._fields[:2]
+    return {name: {"kernel": entry(f"{name}.weight").T, "bias": entry(f"{name}.bias")} for name in names}

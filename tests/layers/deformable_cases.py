@@ -37,7 +37,10 @@ def inputs(rng, points=(L, 2), masked=False):
     return *map(jnp.asarray, arrays), mask
 
 
-def definition(params, query, points, value, mask, num_points=2, **options):
+def definition(
+    params, query, points, value, mask, num_points=2, use_4D_normalizer=False, offset_scale=0.5,
+    projections=True, **options,
+):  # fmt: skip
     """The module written out level by level around the operator."""
     counts = (num_points,) * L if isinstance(num_points, int) else num_points
     dense = lambda name, x: x @ params[name]["kernel"] + params[name]["bias"]
@@ -47,10 +50,12 @@ def definition(params, query, points, value, mask, num_points=2, **options):
     for level, ((H, W), P) in enumerate(zip(LEVELS, counts, strict=True)):
         at = points[:, :, min(level, points.shape[2] - 1)][:, :, None, None]  # [B, Q, 1, 1, 2 or 4]
         shift = offsets[:, :, :, first : first + P]
-        unit = at[..., 2:] * 0.5 / P if at.shape[-1] == 4 else 1 / jnp.array([W, H], float)
+        unit = pixel = 1 / jnp.array([W, H], float)
+        if at.shape[-1] == 4:
+            unit = at[..., 2:] * offset_scale * (pixel if use_4D_normalizer else 1 / P)
         locations.append(at[..., :2] + shift * unit)
         first += P
-    value = dense("value_proj", value)
+    value = dense("value_proj", value) if projections else value
     value = value if mask is None else value * mask[..., None]
     weights = jax.nn.softmax(dense("attention_weights", query).reshape(B, Q, M, sum(counts)))
     out = multi_scale_deformable_attention(
@@ -61,7 +66,7 @@ def definition(params, query, points, value, mask, num_points=2, **options):
         num_points=counts,
         **options,
     )
-    return dense("output_proj", out)
+    return dense("output_proj", out) if projections else out
 
 
 CASES = {
@@ -69,6 +74,14 @@ CASES = {
     "boxes_of_all_levels": {"points": (1, 4), "masked": True},
     "ragged": {"num_points": (2, 1, 2), "masked": True},
     "ragged_boxes": {"num_points": (1, 2, 2), "points": (L, 4), "padding_mode": "border"},
+    "boxes_in_pixels": {"points": (L, 4), "use_4D_normalizer": True},
+    "not_projected": {
+        "num_points": (1, 2, 2),
+        "points": (1, 4),
+        "projections": False,
+        "offset_scale": 0.3,
+        "masked": True,
+    },
     "discrete_points_of_all_levels": {"points": (2,), "method": "discrete"},
 }
 
@@ -77,7 +90,9 @@ def arguments_of(case):
     """(options of the layer, parameters, inputs) of a case."""
     options, rng = dict(CASES[case]), np.random.default_rng(0)
     arrays = inputs(rng, options.pop("points", (L, 2)), options.pop("masked", False))
-    return options, from_torch(torch_state(rng, options.get("num_points", 2))), arrays
+    params = from_torch(torch_state(rng, options.get("num_points", 2)))
+    names = NAMES if options.get("projections", True) else NAMES[:2]
+    return options, {name: params[name] for name in names}, arrays
 
 
 def call_with(framework="flax_linen", options=None, **changed):

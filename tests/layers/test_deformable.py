@@ -47,6 +47,7 @@ def expected(case):
         ("flax_nnx", "ragged_boxes"),
         pytest.param("haiku", "ragged_boxes", marks=thorough),
         ("equinox", "ragged_boxes"),
+        *(pytest.param(f, "not_projected", marks=thorough) for f in FRAMEWORKS if f != "flax_linen"),
     ],
 )
 def test_output_and_gradients_are_those_of_the_definition(framework, case):

@@ -10,7 +10,7 @@ from helpers import assert_close, thorough
 from layers.frameworks import arrays, jitted, lenient, random_params
 from layers.multi_head_cases import E, N, S, T
 
-from jax_attn_bwd import attention_fn, mods
+from jax_attn_bwd import Rotary, attention_fn, mods
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -34,6 +34,7 @@ LINEN = {
     "own_causal": partial(flax_linen.MultiHeadDotProductAttention, is_causal=True),
     "window": partial(flax_linen.MultiHeadDotProductAttention, local_window_size=2),
     "mask_mod": partial(flax_linen.MultiHeadDotProductAttention, mask_mod=mods.sliding_window(2)),
+    "rotary": partial(flax_linen.MultiHeadDotProductAttention, rotary=Rotary(size=2)),
 }
 
 
@@ -61,7 +62,8 @@ def test_decoding_in_linen(name):
     causal = jnp.tril(jnp.ones((1, 1, T, T), bool))
     mask = causal & ~jnp.tril(causal, -3) if name in ("window", "mask_mod") else causal
     with lenient():
-        expected = jitted(LINEN["theirs"](N, **options).apply)({"params": params}, x, mask=mask)
+        whole = LINEN["rotary" if name == "rotary" else "theirs"](N, **options)
+        expected = jitted(whole.apply)({"params": params}, x, mask=mask)
     assert_close(jnp.concatenate(steps, 1), expected, 1e-12)
     assert int(cache["cache_index"]) == T
 

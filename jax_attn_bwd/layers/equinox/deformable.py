@@ -39,8 +39,8 @@ class MultiScaleDeformableAttention(eqx.Module):
 
     sampling_offsets: eqx.nn.Linear
     attention_weights: eqx.nn.Linear
-    value_proj: eqx.nn.Linear
-    output_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear | None
+    output_proj: eqx.nn.Linear | None
     config: deformable.Config = eqx.field(static=True)
 
     def __init__(
@@ -54,6 +54,9 @@ class MultiScaleDeformableAttention(eqx.Module):
         method: str = "bilinear",
         deterministic: bool = True,
         implementation: str | None = None,
+        use_4D_normalizer: bool = False,
+        offset_scale: float = 0.5,
+        projections: bool = True,
         attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
         dtype: Any = None,
         key: jax.Array,
@@ -68,6 +71,11 @@ class MultiScaleDeformableAttention(eqx.Module):
           padding_mode, method, deterministic, implementation: options of
             `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from
             run to run; the layer has no dropout.
+          use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in
+            place of boxes over the number of points.
+          offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
+          projections: False leaves out `value_proj` and `output_proj`, as D-FINE does: `value` is taken as it
+            is, and the output is that of the heads, side by side.
           attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
             `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
           dtype: of the parameters. Offsets, locations and weights are computed in float32 or wider in any
@@ -75,14 +83,17 @@ class MultiScaleDeformableAttention(eqx.Module):
           key: a PRNG key for `value_proj` and `output_proj`.
         """
         options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
-        config = deformable.configure(num_heads, num_levels, num_points, options, query_size=query_size)
+        form = deformable.Form(use_4D_normalizer, offset_scale, projections)
+        config = deformable.configure(num_heads, num_levels, num_points, options, form, query_size=query_size)
         keys = jax.random.split(key)
         linear = partial(_linear, query_size, dtype=dtype)
         xavier = jax.nn.initializers.xavier_uniform()
         self.config = config
         self.sampling_offsets = linear(2 * config.samples, key=key, bias=deformable.offsets_bias(config))
         self.attention_weights = linear(config.samples, key=key)
-        self.value_proj, self.output_proj = (linear(query_size, key=k, init=xavier) for k in keys)
+        self.value_proj, self.output_proj = (
+            linear(query_size, key=k, init=xavier) if projections else None for k in keys
+        )
 
     def __call__(
         self,
@@ -126,9 +137,8 @@ class MultiScaleDeformableAttention(eqx.Module):
 
     def _linears(self) -> deformable.Linears:
         precise = (_widen(self.sampling_offsets), _widen(self.attention_weights))
-        return deformable.Linears(
-            *(jax.vmap(linear) for linear in (*precise, self.value_proj, self.output_proj))
-        )
+        linears = (*precise, self.value_proj, self.output_proj)
+        return deformable.Linears(*(deformable.as_it_is if x is None else jax.vmap(x) for x in linears))
 
 
 def _linear(

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 
 from jax_attn_bwd._core import checks, masks
+from jax_attn_bwd._core.rotary import Rotary, checked, rotate
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask, promote
 from jax_attn_bwd.ops.dot_product import dot_product_attention
@@ -40,6 +41,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     logits_soft_cap: float | None = eqx.field(static=True)
     mask_mod: Callable[..., Any] | None = eqx.field(static=True)
     score_mod: Callable[..., Any] | None = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
     precision: Any = eqx.field(static=True)
     deterministic_sums: bool = eqx.field(static=True)
     save: str = eqx.field(static=True)
@@ -54,6 +56,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         logits_soft_cap: float | None = None,
         mask_mod: Callable[..., Any] | None = None,
         score_mod: Callable[..., Any] | None = None,
+        rotary: Rotary | None = None,
         precision: Any = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
@@ -69,6 +72,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
           mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
             (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
+          rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, those of the
+            call or the indices; in place of `process_heads` with `equinox.nn.RotaryPositionalEmbedding`.
           precision: of all matrix products; None follows `jax_default_matmul_precision`. Projections other
             than `equinox.nn.Linear`, or around `process_heads`, have their own.
           deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
@@ -84,6 +89,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         self.logits_soft_cap = logits_soft_cap
         self.mask_mod = mask_mod
         self.score_mod = score_mod
+        self.rotary = rotary
         self.precision = checks.precision(_NAME, precision)
         self.deterministic_sums = deterministic_sums
         self.save = save
@@ -166,7 +172,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         )
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if process_heads is None and all(type(x) is eqx.nn.Linear for x in linears):
-            return attend(self._params(), query, key_, value, save=self.save, **options)
+            return attend(self._params(), query, key_, value, save=self.save, rotary=self.rotary, **options)
         inputs = zip(linears, (query, key_, value), strict=False)
         heads = tuple(self._project(linear, x) for linear, x in inputs)
         if process_heads is not None:
@@ -175,7 +181,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             if [x.shape for x in heads] != shapes:
                 got = [x.shape for x in heads]
                 raise ValueError(checks.message(_NAME, "process_heads", f"keep the shapes {shapes}", got))
-        out = dot_product_attention(*promote(None, *heads), **options)
+        q, k, v = promote(None, *heads)
+        if (rotary := checked(_NAME, self.rotary, q.shape[-1])) is not None:
+            q = rotate(rotary, q, query_positions).astype(q.dtype)
+            k = rotate(rotary, k, key_value_positions).astype(k.dtype)
+        out = dot_product_attention(q, k, v, **options)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
 
     def _mask(self, mask: Any, T: int, S: int) -> Any:

@@ -34,6 +34,11 @@ class MultiScaleDeformableAttention(nn.Module):
       padding_mode, method, deterministic, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
         to run; the layer has no dropout.
+      use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
+        of boxes over the number of points.
+      offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
+      projections: False leaves out `value_proj` and `output_proj`, as D-FINE does: `value` is taken as it
+        is, and the output is that of the heads, side by side.
       attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
         `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
 
@@ -60,6 +65,9 @@ class MultiScaleDeformableAttention(nn.Module):
     method: str = "bilinear"
     deterministic: bool = True
     implementation: str | None = None
+    use_4D_normalizer: bool = False
+    offset_scale: float = 0.5
+    projections: bool = True
     attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention
 
     def setup(self) -> None:
@@ -67,8 +75,9 @@ class MultiScaleDeformableAttention(nn.Module):
         options = deformable.Options(
             self.padding_mode, self.method, self.deterministic, self.implementation, self.attention_fn
         )
+        form = deformable.Form(self.use_4D_normalizer, self.offset_scale, self.projections)
         config = deformable.configure(
-            self.num_heads, self.num_levels, self.num_points, options, features=self.features
+            self.num_heads, self.num_levels, self.num_points, options, form, features=self.features
         )
         bias = deformable.offsets_bias(config)
         dense = partial(nn.Dense, param_dtype=self.param_dtype, precision=self.precision)
@@ -78,9 +87,10 @@ class MultiScaleDeformableAttention(nn.Module):
             2 * config.samples, bias_init=lambda key, shape, dtype: jnp.asarray(bias, dtype)
         )
         self.attention_weights = zeros(config.samples)
-        self.value_proj, self.output_proj = (
-            dense(self.features, dtype=self.dtype, kernel_init=self.kernel_init) for _ in range(2)
-        )
+        if self.projections:
+            self.value_proj, self.output_proj = (
+                dense(self.features, dtype=self.dtype, kernel_init=self.kernel_init) for _ in range(2)
+            )
 
     # In the class itself: the frameworks wrap what they find there.
     __call__ = deformable.Calls.__call__

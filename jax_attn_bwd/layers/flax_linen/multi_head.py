@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax.core import meta
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
@@ -41,6 +42,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
         (`jax_attn_bwd.mods` has named ones); in decoding a row is an index in the cache.
+      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
+        and `key_value_positions` of the call or the indices; in decoding the index in the cache.
       deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -62,6 +65,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     logits_soft_cap: float | None = None
     mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
+    rotary: Rotary | None = None
     deterministic_sums: bool = True
     save: str = "inputs"
     implementation: str | None = None
@@ -156,6 +160,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             logits_soft_cap=self.logits_soft_cap,
             mask_mod=self.mask_mod,
             score_mod=self.score_mod,
+            rotary=self.rotary,
             precision=self.precision,
             deterministic=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
@@ -219,6 +224,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "logits_soft_cap": self.logits_soft_cap,
             "mask_mod": self.mask_mod,
             "score_mod": self.score_mod,
+            "rotary": self.rotary,
             "deterministic_sums": None if self.deterministic_sums is True else self.deterministic_sums,
             "implementation": self.implementation,
         }
@@ -231,7 +237,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         else:
             if self.decode and self.has_variable("cache", "cached_key"):
                 options.pop("is_causal", None)  # Flax hides the keys that are still to come
-                reads = {"local_window_size", "mask_mod", "score_mod"} & options.keys()
+                reads = {"local_window_size", "rotary", "mask_mod", "score_mod"} & options.keys()
                 if reads and tokens["query_positions"] is None:
                     index: Any = self.get_variable("cache", "cache_index")
                     tokens = tokens | {"query_positions": index[None]}

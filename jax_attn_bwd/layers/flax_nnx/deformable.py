@@ -36,6 +36,11 @@ class MultiScaleDeformableAttention(nnx.Module):
       padding_mode, method, deterministic, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
         to run, and `train()` and `eval()` leave it alone; the layer has no dropout.
+      use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
+        of boxes over the number of points.
+      offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
+      projections: False leaves out `value_proj` and `output_proj`, as D-FINE does: `value` is taken as it
+        is, and the output is that of the heads, side by side.
       attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
         `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
       rngs: rng key.
@@ -65,11 +70,17 @@ class MultiScaleDeformableAttention(nnx.Module):
         method: str = "bilinear",
         deterministic: bool = True,
         implementation: str | None = None,
+        use_4D_normalizer: bool = False,
+        offset_scale: float = 0.5,
+        projections: bool = True,
         attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
         rngs: nnx.Rngs,
     ):
         options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
-        config = deformable.configure(num_heads, num_levels, num_points, options, in_features=in_features)
+        form = deformable.Form(use_4D_normalizer, offset_scale, projections)
+        config = deformable.configure(
+            num_heads, num_levels, num_points, options, form, in_features=in_features
+        )
         bias = deformable.offsets_bias(config)
         linear = partial(nnx.Linear, in_features, param_dtype=param_dtype, precision=precision, rngs=rngs)
         zeros = partial(linear, dtype=deformable.offsets_dtype(dtype), kernel_init=nnx.initializers.zeros)
@@ -78,9 +89,10 @@ class MultiScaleDeformableAttention(nnx.Module):
             2 * config.samples, bias_init=lambda key, shape, dtype: jnp.asarray(bias, dtype)
         )
         self.attention_weights = zeros(config.samples)
-        self.value_proj, self.output_proj = (
-            linear(in_features, dtype=dtype, kernel_init=kernel_init) for _ in range(2)
-        )
+        if projections:
+            self.value_proj, self.output_proj = (
+                linear(in_features, dtype=dtype, kernel_init=kernel_init) for _ in range(2)
+            )
 
     # In the class itself: the frameworks wrap what they find there.
     __call__ = deformable.Calls.__call__

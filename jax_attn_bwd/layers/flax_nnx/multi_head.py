@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
@@ -32,13 +33,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     Args:
       num_heads, in_features, ...: all of `flax.nnx.MultiHeadAttention`, by position or by name.
-      attention_fn: between the projections, in place of the rule over the whole layer. For rotary
-        embeddings `functools.partial(jax_attn_bwd.attention_fn, rope=nnx.RoPE())`.
+      attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
+        `functools.partial(jax_attn_bwd.attention_fn, rope=nnx.RoPE())`, of which `rotary` is the faster form.
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
         t is the index in the cache.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
         (`jax_attn_bwd.mods` has named ones); in decoding a row is an index in the cache.
+      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
+        and `key_value_positions` of the call or the indices; in decoding the index in the cache.
       deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -63,16 +66,18 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         logits_soft_cap: float | None = None,
         mask_mod: Callable[..., Any] | None = None,
         score_mod: Callable[..., Any] | None = None,
+        rotary: Rotary | None = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
         implementation: str | None = None,
         **kwargs: Any,
     ):
-        options = (local_window_size, logits_soft_cap, mask_mod, score_mod, implementation)
+        options = (local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation)
         others = any(x is not None for x in options) or deterministic_sums is not True
         if attention_fn is not _own_attention and others:
             names = (
-                "local_window_size, logits_soft_cap, mask_mod, score_mod, implementation, deterministic_sums"
+                "local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation, "
+                "deterministic_sums"
             )
             expected = "be left out with an attention_fn of the caller's"
             got = (*options, deterministic_sums)
@@ -86,6 +91,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.logits_soft_cap = logits_soft_cap
         self.mask_mod = mask_mod
         self.score_mod = score_mod
+        self.rotary = rotary
         self.deterministic_sums = deterministic_sums
         self.save = save
         self.implementation = implementation
@@ -191,6 +197,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             logits_soft_cap=self.logits_soft_cap,
             mask_mod=self.mask_mod,
             score_mod=self.score_mod,
+            rotary=self.rotary,
             precision=self.precision,
             deterministic=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
@@ -223,11 +230,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 logits_soft_cap=self.logits_soft_cap,
                 mask_mod=self.mask_mod,
                 score_mod=self.score_mod,
+                rotary=self.rotary,
                 deterministic_sums=self.deterministic_sums,
                 implementation=self.implementation,
             )
             index = self.cache_index if decode else None
-            reads = self.local_window_size or self.mask_mod or self.score_mod
+            reads = self.local_window_size or self.mask_mod or self.score_mod or self.rotary
             if reads and index is not None and tokens["query_positions"] is None:
                 tokens = tokens | {"query_positions": index[...][None]}
         attention = told(_NAME, attention, tokens)

@@ -33,6 +33,11 @@ class MultiScaleDeformableAttention(hk.Module):
       padding_mode, method, deterministic, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
         to run; the layer has no dropout.
+      use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
+        of boxes over the number of points.
+      offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
+      projections: False leaves out `value_proj` and `output_proj`, as D-FINE does: `value` is taken as it
+        is, and the output is that of the heads, side by side.
       attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
         `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
       name: of the module.
@@ -62,12 +67,16 @@ class MultiScaleDeformableAttention(hk.Module):
         method: str = "bilinear",
         deterministic: bool = True,
         implementation: str | None = None,
+        use_4D_normalizer: bool = False,
+        offset_scale: float = 0.5,
+        projections: bool = True,
         attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
         name: str | None = None,
     ):
         super().__init__(name=name)
         options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
-        config = deformable.configure(num_heads, num_levels, num_points, options, model_size=model_size)
+        form = deformable.Form(use_4D_normalizer, offset_scale, projections)
+        config = deformable.configure(num_heads, num_levels, num_points, options, form, model_size=model_size)
         bias = deformable.offsets_bias(config)
         zeros = partial(hk.Linear, w_init=jnp.zeros)
         w_init = w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
@@ -76,8 +85,9 @@ class MultiScaleDeformableAttention(hk.Module):
             2 * config.samples, name="sampling_offsets", b_init=lambda shape, dtype: jnp.asarray(bias, dtype)
         )
         self.attention_weights = zeros(config.samples, name="attention_weights")
-        self.value_proj = hk.Linear(model_size, w_init=w_init, name="value_proj")
-        self.output_proj = hk.Linear(model_size, w_init=w_init, name="output_proj")
+        if projections:
+            self.value_proj = hk.Linear(model_size, w_init=w_init, name="value_proj")
+            self.output_proj = hk.Linear(model_size, w_init=w_init, name="output_proj")
 
     # In the class itself: the frameworks wrap what they find there.
     __call__ = deformable.Calls.__call__

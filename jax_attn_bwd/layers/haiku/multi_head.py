@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
@@ -33,6 +34,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
       mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
         (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
+      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
+        and `key_value_positions` of the call or the indices.
       precision: of all matrix products; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
@@ -68,6 +71,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         logits_soft_cap: float | None = None,
         mask_mod: Callable[..., Any] | None = None,
         score_mod: Callable[..., Any] | None = None,
+        rotary: Rotary | None = None,
         precision: Any = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
@@ -91,6 +95,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             logits_soft_cap=logits_soft_cap,
             mask_mod=mask_mod,
             score_mod=score_mod,
+            rotary=rotary,
             precision=precision,
             deterministic=deterministic_sums,
             save=save,

@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 
 from jax_attn_bwd._core import backend, checks, trees
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
 from jax_attn_bwd.ops.multi_head.arguments import prepare
@@ -79,6 +80,7 @@ def multi_head_attention(
     query_positions: Integers | None = None,
     key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
+    rotary: Rotary | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
@@ -99,7 +101,7 @@ def multi_head_attention(
 ) -> Any:
     """The whole layer under one rule: projections, attention, output projection, both dropouts.
 
-        q = query W_q + b_q,   k = [key W_k + b_k; bias_k; 0],   v = [value W_v + b_v; bias_v; 0]
+        q = R(query W_q + b_q),   k = [R(key W_k + b_k); bias_k; 0],   v = [value W_v + b_v; bias_v; 0]
         weights = softmax(score_mod(soft_cap(scale * q k^T) + bias), where visible)
         out     = out_dropout(dropout(weights) v W_o + b_o) (+ query)
 
@@ -131,8 +133,10 @@ def multi_head_attention(
       query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; a query sees
         the keys of its own segment. Give both, in self-attention the same twice.
       query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what causality
-        and windows compare, between `-2**30` and `2**30`; default the index.
+        and windows compare, and `rotary` turns by, between `-2**30` and `2**30`; default the index.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
+      rotary: R above: turns the projected queries and keys by their positions (`Rotary`); the appended rows
+        have none. In decoding the positions of a row's queries tell where each is: `[..., T]`, any offsets.
       mask_mod, score_mod, mod_args: masks and scores as functions, and what they read, as in
         `dot_product_attention`.
       add_zero_attn: append a key and a value of zeros.
@@ -195,7 +199,7 @@ def multi_head_attention(
         is_causal=is_causal, local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, rotary=rotary,
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
         deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
@@ -232,6 +236,7 @@ def multi_head_attention_bwd(
     query_positions: Integers | None = None,
     key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
+    rotary: Rotary | None = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
@@ -286,7 +291,7 @@ def multi_head_attention_bwd(
         is_causal=is_causal, local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, rotary=rotary,
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
         deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, sharding
+from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, TOKENS, MultiHeadAttentionParams, Operands, Options
 
@@ -37,7 +38,7 @@ class _Size(NamedTuple):
 def prepare(
     operator: str, params, query, key, value, *, num_heads, bias, mask, scale, add_zero_attn, dropout_rate,
     out_dropout_rate, dropout_key, dropout_offset, add_residual, return_weights, average_weights,
-    return_residual, save, **attention,
+    return_residual, save, rotary, **attention,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `multi_head_attention`; raises as its docstring says.
 
@@ -96,6 +97,7 @@ def prepare(
         flags["average_weights"],
         checks.choice(operator, "save", save, SAVE),
         flags["return_residual"],
+        rotary_embedding.checked(operator, rotary, H),
     )
     rates = {"dropout_rate": options.attention.dropout_rate, "out_dropout_rate": options.out_dropout_rate}
     columns = S + (params.bias_k is not None) + options.add_zero_attn

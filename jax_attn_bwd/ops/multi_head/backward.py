@@ -2,7 +2,7 @@
 
 The forward, z_o and z the factors of the two dropouts, P the weights over S' keys (with the appended rows):
 
-    q = x_q W_q + b_q,   k = [x_k W_k + b_k; bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]        (1)
+    q = R(x_q W_q + b_q),   k = [R(x_k W_k + b_k); bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]  (1)
     P = softmax(soft_cap(scale q k^T) + bias, where visible; with the sink)                     (2)
     a = (z * P) v                                                                               (3)
     out = z_o * (a W_o + b_o) + x_q                                                             (4)
@@ -23,7 +23,8 @@ over all S' keys. Here are done
                                                  cotangent, or `save` kept P                          (10)
     (7) to (9)                                   for the R appended rows, O(T) work                   (11)
 
-    dW_q = x_q^T dq,   db_q = sum dq,   dx_q += dq W_q^T;   k, v alike      from (1)            (12)
+    dq becomes R^-1 dq, dk R^-1 dk: R turns pairs by an angle, R^-1 by its negative            (12)
+    dW_q = x_q^T dq,   db_q = sum dq,   dx_q += dq W_q^T;   k, v alike      from (1)            (13)
 
 An input that has no kernel was handed to every head: its gradient is the sum over heads. Queries, keys and
 values are computed again from the inputs, unless `save` kept them.
@@ -40,6 +41,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
+from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product import spec as dot_product
@@ -233,13 +235,15 @@ def _undo_output_projection(options, through, residuals, live, dout):
 
 @partial(jax.jit, static_argnums=(0,))
 def _undo_projections(options, residuals, clean, grads, shares):
-    """(12), and every gradient in the type of its argument."""
+    """(12), (13), and every gradient in the type of its argument."""
     operands, wanted = residuals.operands, residuals.wanted.names
     grads = dict(grads)
     for name, source, x in zip(_INPUTS, _sources(operands), clean.inputs, strict=True):
         dy, kernel = getattr(shares, name), getattr(operands, f"{name}_kernel")
         if dy is None:
             continue
+        if options.rotary is not None and name != "value":
+            dy = rotate(options.rotary, dy, operands.positions(name), back=True)  # (12)
         dy = dy.astype(x.dtype)
         dtype = accumulator_dtype(x.dtype)
         if f"{name}_bias" in wanted:

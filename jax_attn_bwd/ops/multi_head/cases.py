@@ -10,6 +10,7 @@ import numpy as np
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, dropping, reference
 from jax_attn_bwd.ops.multi_head.spec import ARRAYS, PARAMS, MultiHeadAttentionParams
@@ -189,6 +190,14 @@ CASES = (
     _case("packed_alone", extra=_both(_segments, _lengths), is_causal=True, **_EDGE),
     _case("positions", extra=_positions, is_causal=True, local_window_size=3, **_EDGE),
     _case(
+        "rotary", _ALL, extra=_positions, sizes=dict(H=6), rotary=Rotary(base=100.0, size=4),
+        is_causal=True, tags=("edge", "check"),
+    ),
+    _case(
+        "rotary_saved", ("query", *_KERNELS[1:], *_ROWS), sizes=_SELF_SIZES | dict(H=6), save="qkv",
+        rotary=Rotary(interleaved=True, frequencies=(1.0, 0.3, 0.05)), add_zero_attn=True, **_EDGE,
+    ),
+    _case(
         "packed_probs", _ALL, extra=_both(_segments, _lengths), return_weights=True, save="probs",
         logits_soft_cap=1.5, **_EDGE,
     ),
@@ -232,6 +241,10 @@ CASES = (
         sizes=_SECOND | dict(Ev=1, S=2), extra=_shared_segments, tags=("second",),
     ),
     _case(
+        "second_rotary", (*_INPUTS, "query_kernel", "key_kernel"), sizes=_SECOND | dict(Ev=1),
+        rotary=Rotary(interleaved=True, frequencies=(0.3,)), tags=("second",),
+    ),
+    _case(
         "mod", (*_INPUTS, *_KERNELS, *_ROWS), mask_mod=_MASK, score_mod=mods.alibi, add_zero_attn=True,
         return_weights=True, extra=_slopes, tags=("hidden",),
     ),
@@ -250,6 +263,10 @@ CASES = (
     _case(
         "shard_packed", ("query", *_KERNELS, *_ROWS), sizes={**_SHARD, **_SELF_SIZES}, logits_soft_cap=1.5,
         extra=_shared_segments, is_causal=True, tags=("shard", "bounds"),
+    ),
+    _case(
+        "shard_rotary", ("query", *_KERNELS, *_BIASES), sizes={**_SHARD, **_SELF_SIZES, "H": 4},
+        rotary=Rotary(base=100.0), tags=("shard", "bounds"), save="qkv",
     ),
     *_measured(),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import axis_size, einsum, explicit_spec, reshard_like
 from jax_attn_bwd.ops.dot_product import liveness
 from jax_attn_bwd.ops.dot_product import spec as dot_product
@@ -34,7 +35,7 @@ def matmul_over_rows(
 
 @partial(jax.jit, static_argnums=(0,))
 def project(options: Options, operands: Operands) -> Heads:
-    """Queries, keys and values: `x W + b`, or where there is no kernel `x` itself for every head."""
+    """Queries, keys and values: `x W + b`, or where there is no kernel `x` itself for every head; turned."""
     heads = []
     names = ("query", "key", "value")
     for name, x in zip(names, operands.inputs, strict=True):
@@ -44,6 +45,8 @@ def project(options: Options, operands: Operands) -> Heads:
         else:
             y = matmul("...te,enh->...tnh", x, kernel, options.precision)
             y = y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
+        if options.rotary is not None and name != "value":
+            y = rotate(options.rotary, y, operands.positions(name))
         heads.append(y.astype(x.dtype))
     query, key, value = heads
     K = max(key.shape[-2], value.shape[-2], *(len(x) for x in (operands.bias_k,) if x is not None))

@@ -1,6 +1,7 @@
 """THE DEFINITION of the multi-head attention layer: whole matrices, plain jnp, any dtype.
 
-q = x_q W_q + b_q,   k = [x_k W_k + b_k; bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]
+q = R(x_q W_q + b_q),   k = [R(x_k W_k + b_k); bias_k; 0],   v = [x_v W_v + b_v; bias_v; 0]
+R: pair j of features at position p as a complex number, times exp(i p base^(-2 j / size))
 logits = soft_cap(scale * q k^T)   (+ bias, where visible, then score_mod, on the S columns not appended)
 weights = exp(logits) / (sum exp(logits) + exp(sink))                         [..., N, T, S']
 out = dropout(dropout(weights) v W_o + b_o) + x_q
@@ -14,7 +15,7 @@ def multi_head_attention(
     params, query, key=None, value=None, *, num_heads=None, bias=None, mask=None, scale=None,
     is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None,
     query_segment_ids=None, key_value_segment_ids=None, query_positions=None, key_value_positions=None,
-    logits_soft_cap=None, mask_mod=None, score_mod=None, mod_args=(), add_zero_attn=False,
+    logits_soft_cap=None, rotary=None, mask_mod=None, score_mod=None, mod_args=(), add_zero_attn=False,
     add_residual=False, average_weights=False, factors=1.0, out_factors=1.0,
 ):  # fmt: skip
     """(out, weights) of the layer; dropout: `factors` [..., N, T, S'] and `out_factors` [..., T, Eo]."""
@@ -28,6 +29,17 @@ def multi_head_attention(
         y = jnp.einsum("...te,enh->...tnh", x, kernel)
         return y if offset is None else y + offset
 
+    def turn(x, positions):  # [..., L, heads, H]
+        if rotary is None:
+            return x
+        n = x.shape[-1] if rotary.size is None else rotary.size
+        first = range(0, n, 2) if rotary.interleaved else range(n // 2)
+        a, b = jnp.array(first, int), jnp.array(first, int) + (1 if rotary.interleaved else n // 2)
+        frequency = jnp.array(rotary.frequencies or [rotary.base ** (-2 * j / n) for j in range(n // 2)])
+        p = jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
+        z = (x[..., a] + 1j * x[..., b]) * jnp.exp(1j * p[..., None, None] * frequency)
+        return x.at[..., a].set(z.real.astype(x.dtype)).at[..., b].set(z.imag.astype(x.dtype))
+
     def heads(x):  # [..., K, H] -> [..., N, H]
         return jnp.repeat(x, N // x.shape[-2], axis=-2)
 
@@ -38,8 +50,8 @@ def multi_head_attention(
     N = q.shape[-2]
     if p.query_kernel is None:
         N = num_heads if p.out_kernel is None else p.out_kernel.shape[0]
-    q = heads(q)
-    k = heads(project(key, p.key_kernel, p.key_bias))
+    q = heads(turn(q, query_positions))
+    k = heads(turn(project(key, p.key_kernel, p.key_bias), key_value_positions))
     v = heads(project(value, p.value_kernel, p.value_bias))
     (T, H), S = (q.shape[-3], q.shape[-1]), k.shape[-3]
     if p.bias_k is not None:

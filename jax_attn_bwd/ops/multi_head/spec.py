@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.dot_product import spec as dot_product
@@ -68,6 +69,7 @@ class Options:
     average_weights: bool = False
     save: str = "inputs"
     return_residual: bool = False
+    rotary: Rotary | None = None
 
     @property
     def precision(self) -> Any:
@@ -112,9 +114,13 @@ class Operands(NamedTuple):
         key = self.query if self.key is None else self.key
         return self.query, key, key if self.value is None else self.value
 
+    def positions(self, name: str) -> Any:
+        """Of the tokens of "query" or "key"; None = their indices."""
+        return self.query_positions if name == "query" else self.key_value_positions
+
 
 class Heads(NamedTuple):
-    """The projected inputs."""
+    """The projected inputs, queries and keys turned by `rotary`."""
 
     query: jax.Array  # [..., T, N, H]
     key: jax.Array  # [..., S, K, H]
@@ -176,3 +182,4 @@ class MultiHeadAttentionKeywords(LayerKeywords, dot_product.ModKeywords, total=F
     """Keywords of `multi_head_attention` beside those that change what it returns."""
 
     num_heads: int | None
+    rotary: Rotary | None
