@@ -84,9 +84,11 @@ def _programs(options: Options) -> Iterator[tuple[str, Any]]:
     if mask is not None:
         yield "mask_mod", jax.make_jaxpr(mask)(*at)
     if score is not None:
-        back = lambda x, *at: modifiers.pulled_back(options, x, modifiers.Tile(*at, seen=None), (), x, False)[
-            0
-        ]
+
+        def back(logits, batch, head, row, column):
+            at = modifiers.Tile(batch, head, row, column, None)
+            return modifiers.pulled_back(options, logits, at, (), logits, to_args=False)[0]
+
         yield "score_mod", jax.make_jaxpr(score)(logits, *at)
         yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at)
 
