@@ -39,11 +39,12 @@ from jax_attn_bwd.mods.masks import (
     global_tokens,
     prefix_lm,
     sliding_window,
+    static_prefix_lm,
     tree,
     tree_intervals,
 )
 from jax_attn_bwd.mods.pictures import picture, tiles
-from jax_attn_bwd.mods.scores import Score, alibi, alibi_slopes, relative_bias, soft_cap
+from jax_attn_bwd.mods.scores import Score, alibi, alibi_slopes, relative_bias, soft_cap, static_alibi
 
 __all__ = [
     "Mask",
@@ -59,6 +60,8 @@ __all__ = [
     "relative_bias",
     "sliding_window",
     "soft_cap",
+    "static_alibi",
+    "static_prefix_lm",
     "tiles",
     "tree",
     "tree_intervals",

@@ -131,6 +131,28 @@ def prefix_lm(batch: Any, head: Any, row: Any, column: Any, length: Any) -> Any:
     return (column < length) | (column <= row)
 
 
+@dataclass(frozen=True)
+class _Prefix:
+    length: int
+
+    def __call__(self, batch, head, row, column):
+        return (column < self.length) | (column <= row)
+
+
+def static_prefix_lm(length: int) -> Mask:
+    """`prefix_lm` of one length for all, known when it is written: it reads no array, so kernels trace it.
+
+    Example:
+      >>> from jax_attn_bwd import mods
+      >>> print(mods.picture(mods.static_prefix_lm(3), 8, 8, block=2))
+      ##..
+      ##..
+      ##+.
+      ###+
+    """
+    return Mask(_Prefix(checks.integer("mods.static_prefix_lm", "length", length, 0)))
+
+
 @partial(Mask, num_args=1)
 def document(batch: Any, head: Any, row: Any, column: Any, ids: Any) -> Any:
     """Rows see the columns of their own document. Reads `ids`, int `[T]` or `[..., T]`, of rows and columns.

@@ -47,6 +47,32 @@ def alibi(logits: Any, batch: Any, head: Any, row: Any, column: Any, slopes: Any
     return logits - slopes[head] * jnp.abs(row - column).astype(logits.dtype)
 
 
+@dataclass(frozen=True)
+class _StaticAlibi:
+    num_heads: int
+
+    def __call__(self, logits, batch, head, row, column):
+        whole = 2 ** (self.num_heads.bit_length() - 1)
+        number = head.astype(logits.dtype)
+        exponent = (number + 1) * (-8.0 / whole)
+        if whole != self.num_heads:
+            exponent = jnp.where(head < whole, exponent, (number - (whole - 0.5)) * (-8.0 / whole))
+        return logits - jnp.exp2(exponent) * jnp.abs(row - column).astype(logits.dtype)
+
+
+def static_alibi(num_heads: int) -> Score:
+    """`alibi` with the slopes of the paper: it reads no array, so kernels trace it.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd import dot_product_attention, mods
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> dot_product_attention(q, k, v, score_mod=mods.static_alibi(4)).shape
+      (2, 16, 4, 8)
+    """
+    return Score(_StaticAlibi(checks.integer("mods.static_alibi", "num_heads", num_heads, 1)))
+
+
 def alibi_slopes(num_heads: int) -> jax.Array:
     """The slopes of the paper, float32 `[num_heads]`: 2^(-8 i / n) for a power of two, else of two of them.
 

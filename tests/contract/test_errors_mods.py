@@ -112,11 +112,29 @@ def test_named(exception, words, call):
         call()
 
 
-@pytest.mark.parametrize("name", ["mosaic_tpu", "mosaic_gpu"])
-def test_kernels_refuse_by_name(name):
+def closing_over_an_array(logits, batch, head, row, column):
+    return logits * jnp.asarray([1.0, 2.0], logits.dtype)[head]
+
+
+REFUSED = (
+    ("mosaic_gpu", "does not trace a mask_mod", {"mask_mod": mods.causal}),
+    ("mosaic_gpu", "does not trace a score_mod", {"score_mod": mods.soft_cap(1.0)}),
+    ("mosaic_tpu", "does not read arrays of mod_args in its tiles",
+     {"mask_mod": mods.document, "mod_args": (np.arange(T, dtype=np.int32),)}),
+    ("mosaic_tpu", "does not read arrays in its tiles, and score_mod closes over one",
+     {"score_mod": closing_over_an_array}),
+    ("mosaic_tpu", "cannot lower 'erf_inv', which score_mod is made of",
+     {"score_mod": lambda x, b, h, r, c: jax.lax.erf_inv(x)}),
+    ("mosaic_tpu", "cannot lower 'population_count', which mask_mod is made of",
+     {"mask_mod": lambda b, h, r, c: jax.lax.population_count(r) > 1}),
+    ("mosaic_tpu", "tiles hold 32 bits a number, and mask_mod computes in int64",
+     {"mask_mod": lambda b, h, r, c: r.astype(np.int64) > c.astype(np.int64)}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words", "options"), REFUSED)
+def test_kernels_refuse_by_name(name, words, options):
     from jax_attn_bwd._core import pallas
 
-    with pallas.interpreting(name):
-        for function, argument in ((mods.causal, "mask_mod"), (mods.soft_cap(1.0), "score_mod")):
-            with pytest.raises(NotImplementedError, match=f"does not trace a {argument}"):
-                attention(**{argument: function}, implementation=name)
+    with pallas.interpreting(name), pytest.raises(NotImplementedError, match=words):
+        attention(**options, implementation=name)

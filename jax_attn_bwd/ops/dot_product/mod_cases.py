@@ -136,6 +136,21 @@ CASES = (
         extra=_dropout,
         tags=_MORE,
     ),
+    # of indices alone, so that kernels trace them
+    case(
+        "mod_kernel",
+        mask_mod=mods.global_tokens(2) | mods.static_prefix_lm(4) | mods.causal & mods.dilated(2),
+        score_mod=mods.static_alibi(4),
+        extra=_bias_and_sink,
+        logits_soft_cap=3.0,
+        tags=("hidden", "wide"),
+    ),
+    case(
+        "mod_kernel_mask",
+        mask_mod=~mods.sliding_window(3, 1),
+        extra=lambda rng, n: {"query_positions": (np.arange(n["T"]) + 4).astype(np.int32)},
+        tags=("hidden", "wide"),
+    ),
     case("mod_edge", T=1, S=1, mask_mod=~mods.causal, tags=("edge",)),
     case("mod_no_rows", T=0, S=3, mask_mod=mods.causal, tags=("edge",)),
     # several tiles of the default tiling, none of them whole

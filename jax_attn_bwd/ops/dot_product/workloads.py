@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_attn_bwd import mods
 from jax_attn_bwd._core.cases import Case
 
 _QUERIES, _KEYS = "query_seq_lengths", "key_value_seq_lengths"
@@ -192,6 +193,12 @@ def _for_tpus() -> Iterator[Case]:
     yield small("small planes", ("v5e", "v6e"), extra=planes, dropout_rate=0.1)
     rows = (_bias_rows, _mask_rows)
     yield small("small rows float32", ("v5e", "tpu7x"), dtype="float32", extra=rows, is_causal=True)
+    yield _case("one causal tile by a function", ("v5e", "v6e"), T=1024, mask_mod=mods.causal)
+    near = mods.static_prefix_lm(30) | mods.causal & mods.dilated(2) & ~mods.sliding_window(9)
+    functions: dict[str, Any] = {"mask_mod": mods.global_tokens(8) | near, "score_mod": mods.static_alibi(6)}
+    yield small("small functions", ("v5e", "v6e"), N=6, **functions)
+    more: dict[str, Any] = {"mask_mod": mods.sliding_window(100, 20), "score_mod": mods.soft_cap(30.0)}
+    yield small("small functions of positions", ("v5e",), extra=(_positions, _bias_rows), **more)
     yield _small("small H=256", ("v5e",), H=256, Hv=64, extra=(_bias_keys,), logits_soft_cap=30.0)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 
 import jax_attn_bwd
-from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd import dot_product_attention, mods
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.dot_product.kernels import tpu_bias_gradient as full_bias
 from jax_attn_bwd.ops.dot_product.kernels import tpu_forward as mosaic_tpu_forward
@@ -52,6 +52,22 @@ def ids(*counts):
     return np.repeat(np.arange(len(counts)), counts).astype(np.int32)
 
 
+def by_batch_and_head(batch, head, row, column):
+    """Tiles of every kind, and rows that see nothing."""
+    return (jnp.abs(row - column) <= 20 * head + 130 * batch) & ((head < 1) | (row > 7))
+
+
+def bent(logits, batch, head, row, column):
+    batch, head, row, column = (x.astype(logits.dtype) for x in (batch, head, row, column))
+    return jnp.tanh(logits * (1 + batch + head)) - 0.1 * jnp.abs(row - column)
+
+
+def wild(logits, batch, head, row, column):
+    """NaN where causality hides it, and in the rows of padding."""
+    row, column = row.astype(logits.dtype), column.astype(logits.dtype)
+    return jnp.tanh(logits) * jnp.log(row - column + jnp.sqrt(140 - row) - 0.5)
+
+
 LONG = (
     long_case("causal", lambda rng: {}, is_causal=True),
     long_case(
@@ -80,6 +96,16 @@ LONG = (
             "query_positions": rng.permutation(200)[:140].astype(np.int32),
         },
         T=140, S=200, is_causal=True, local_window_size=(80, 0),
+    ),
+    long_case(
+        "functions", lambda rng: {"bias": rng.standard_normal((2, 1, 150))},
+        B=2, T=200, S=150, mask_mod=by_batch_and_head, score_mod=bent, is_causal=True, logits_soft_cap=3.0,
+    ),
+    long_case(
+        "functions of positions",
+        lambda rng: {"query_positions": rng.permutation(250)[:140].astype(np.int32)},
+        T=140, S=200, mask_mod=mods.sliding_window(90, 20) | mods.global_tokens(9),
+        score_mod=mods.soft_cap(2.0),
     ),
 )  # fmt: skip
 
@@ -160,6 +186,21 @@ def test_nan_in_a_bias_is_no_mask(rng):
     out, _ = OPERATOR.call(query=q, key=k, value=k, bias=bias, implementation=NAME)
     assert jnp.isnan(out[0, 3]).all()
     assert jnp.isfinite(jnp.delete(out, 3, axis=1)).all()
+
+
+@thorough
+def test_a_score_is_nan_where_nothing_is_seen(rng):
+    q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), np.float32) for n in (140, 150, 140))
+
+    def gradients(implementation):
+        call = partial(
+            dot_product_attention, mask_mod=mods.causal, score_mod=wild, implementation=implementation
+        )
+        return jax.vjp(call, q, k, 2 * k)[1](dout)
+
+    for got, expected in zip(gradients(NAME), gradients("xla"), strict=True):
+        assert np.isfinite(expected).all()
+        assert_close(got, expected, 1e-4)
 
 
 @thorough

@@ -1,6 +1,7 @@
 """Masks and scores as functions: which tiles are visited, and gradients of what the functions read."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ NAMED = {
     "sliding_window": (mods.sliding_window(9), ()),
     "sliding_window of both sides": (mods.sliding_window(9, 4), ()),
     "prefix_lm": (mods.prefix_lm, (np.int32(21),)),
+    "static_prefix_lm": (mods.static_prefix_lm(21), ()),
     "document": (mods.document, (IDS,)),
     "dilated": (mods.dilated(4), ()),
     "global_tokens": (mods.global_tokens(5), ()),
@@ -174,6 +176,15 @@ def test_the_bias_form_of_alibi(rng):
                      for f in (by_function, by_array))  # fmt: skip
     for a, b in zip(got, expected, strict=True):
         assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_static_alibi_has_the_slopes_of_the_paper(rng, heads):
+    q, k, v, _ = inputs(rng, 9, heads=heads)
+    attend = partial(dot_product_attention, q, k, v)
+    slopes = mods.alibi_slopes(heads).astype(jnp.float64)
+    expected = attend(score_mod=mods.alibi, mod_args=(slopes,))
+    assert_close(attend(score_mod=mods.static_alibi(heads)), expected, 1e-7)
 
 
 def scaled(logits, batch, head, row, column, arrays, slope):

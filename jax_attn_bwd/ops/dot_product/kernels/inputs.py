@@ -14,6 +14,7 @@ import numpy as np
 from jax_attn_bwd._core import sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import dropping, liveness, visibility
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.visibility import Tokens
 
@@ -47,6 +48,8 @@ class Inputs(NamedTuple):
     dropout_keys: Any  # uint32 [B|1, N|1, 2]
     row_counter: Any  # uint32 [T]
     column_counter: Any  # uint32 [S]
+    batch_number: Any  # int32 [B], of each batch entry; with `mask_mod` or `score_mod`
+    head_number: Any  # int32 [N], of each query head
 
 
 def sharded_sequence(operands: Operands) -> str | None:
@@ -81,7 +84,7 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
     """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     positions: tuple[Any, Any] = (None, None)
-    if options.is_causal or options.window is not None:
+    if options.is_causal or options.window is not None or functions.any_given(options):
         positions = (operands.query_positions, operands.key_value_positions)
     segments = (operands.query_segment_ids, operands.key_value_segment_ids)
     (row_position, row_segment), (column_position, column_segment) = (
@@ -118,6 +121,8 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
         None if keys is None else _batched(operands, keys, 2),
         row_counter,
         column_counter,
+        None if operands.mod_batch is None else _batched(operands, operands.mod_batch, 0),
+        operands.mod_heads,
     )
 
 
@@ -187,17 +192,23 @@ def live_and_seen(options: Options, operands: Operands) -> tuple[Any, Any]:
 def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
     """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
 
-    As far as causality, window, lengths and segments tell; NumPy arrays if shapes alone decide.
+    As far as causality, window, lengths, segments and `mask_mod` tell; NumPy arrays if shapes alone decide.
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    some, every = visibility.of_tiles(options, queries, keys, rows, columns)
+    some, every = visibility.of_tiles(options, queries, keys, rows, columns, functions.places(refs))
     return to_rank(some, 3), to_rank(every, 3)
 
 
 def is_plain(options: Options, refs: Inputs) -> bool:
     """Whether logits are products times a positive number, which then goes into the exponent."""
-    return refs.bias is None and options.logits_soft_cap is None and options.scale > 0
+    free = refs.bias is None and options.logits_soft_cap is None and options.score_mod is None
+    return free and options.scale > 0
+
+
+def has_low(options: Options, given: Any) -> bool:
+    """Whether lse keeps what rounding took from it: logits may be huge; `given` has the bias."""
+    return given.bias is not None or options.score_mod is not None
 
 
 def at(ref: Any, axis: int, index: Any) -> Any:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.spec import Options
 
@@ -21,6 +23,7 @@ class Logits(NamedTuple):
     factor: float
     tanh: jax.Array | None  # of the soft cap
     is_plain: bool
+    before: jax.Array | None = None  # what `score_mod` was handed
 
     def exp(self, shift: jax.Array, low: Callable[[], jax.Array] | None = None) -> jax.Array:
         """The exponential of logits - shift - low; plain logits have no `low`, and `shift` in units of exp2.
@@ -52,6 +55,7 @@ def unmasked(
     products: jax.Array,
     tanh: Callable[[jax.Array, float], jax.Array],
     plane: Callable[[str], jax.Array],
+    place: Callable[[], modifiers.Tile] | None = None,
 ) -> tuple[Logits, list[jax.Array]]:
     """(logits of the products q k^T, what bias and mask say of visibility).
 
@@ -60,6 +64,7 @@ def unmasked(
       products: of the tile.
       tanh: `(x, cap) -> tanh(x / cap)`.
       plane: the tile of "bias" or "mask".
+      place: where the elements stand; None where no score is traced.
     """
     plain, x, factor, capped = is_plain(options, refs), products, options.scale * LOG2_E, None
     terms = []
@@ -74,4 +79,7 @@ def unmasked(
         terms.append(bias != -jnp.inf)
     if refs.mask is not None:
         terms.append(plane("mask") != 0)
-    return Logits(x, factor, capped, plain), terms
+    if options.score_mod is None or place is None:
+        return Logits(x, factor, capped, plain), terms
+    scored = functions.on_tile(modifiers.scored, options, x, place(), ())
+    return Logits(scored, factor, capped, plain, before=x), terms

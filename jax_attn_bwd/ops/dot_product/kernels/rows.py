@@ -62,5 +62,8 @@ def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
         operands.query_segment_ids,
         operands.query_positions,
         operands.key_value_positions,
+        options.window,
+        options.mask_mod,
+        options.score_mod,  # which may give -inf
     )
-    return options.window is not None or any(x is not None for x in conditions)
+    return any(x is not None for x in conditions)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.kernels import tpu_bias_gradient as full_bias
@@ -31,6 +32,7 @@ def backward(
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     run = partial(_backward, options, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
+    residuals = residuals._replace(operands=functions.numbered(residuals.operands))
     call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_specs, given))
     return call(residuals, dout, dlse, keys)
 

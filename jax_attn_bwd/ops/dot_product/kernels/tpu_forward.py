@@ -25,6 +25,7 @@ from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
@@ -47,18 +48,18 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
 
 def forward(options: Options, operands: Operands) -> Result:
     """The output and its row values."""
-    tiling = default_tiling(options, operands)
+    tiling, operands = default_tiling(options, operands), functions.numbered(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, operands)
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_specs, given))
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, partial(_out_specs, options), given))
     return tie(call(operands, keys), operands)
 
 
-def _out_specs(operands: Any, keys: Any) -> Any:
+def _out_specs(options: Options, operands: Any, keys: Any) -> Any:
     """Of the result, from those of the operands."""
     spec = operands.query
     row: Any = PartitionSpec(*spec[:-1])
-    return Result(spec, row, None if operands.bias is None else row)
+    return Result(spec, row, row if kernel_inputs.has_low(options, operands) else None)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -69,7 +70,7 @@ def _forward(options, tiling, interpret, operands, keys):
     flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
     visits = schedule(*flags)
     sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
-    steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(refs)))
+    steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(options, refs)))
     refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
     names, values = tiles.flat(refs)
     (B, _, width, _), groups = refs.v.shape, N // K
@@ -91,7 +92,8 @@ def _forward(options, tiling, interpret, operands, keys):
     )
     out_type = [
         pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs),
-        *[pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs)] * (1 if refs.bias is None else 2),
+        *[pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs)]
+        * (2 if kernel_inputs.has_low(options, refs) else 1),
     ]
     state = [(n, tiling.block_q) for n in (1, 1, width)]
     kernel = partial(_kernel, options, tiling, sides, visits, names, locate)
@@ -156,7 +158,8 @@ def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tupl
     m_old = m_ref[:, queries]
     m = jnp.maximum(m_old, logits.shift(top))
     # unless every query has seen a key
-    shift = finite(m) if mixed or refs.bias is not None or refs.mask is not None else m
+    hides = kernel_inputs.has_low(part.options, refs) or refs.mask is not None  # a bias or score may be -inf
+    shift = finite(m) if mixed or hides else m
     decay = logits.decay(m_old, shift)
     p = logits.exp(shift)
     m_ref[:, queries] = m

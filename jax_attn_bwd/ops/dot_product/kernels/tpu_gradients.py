@@ -20,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
@@ -47,7 +49,7 @@ class Saved(NamedTuple):
 
     refs: Inputs
     dout: Any  # [B, N, T, Hv]
-    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
+    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low where it is kept
 
 
 def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tiling: Tiling):
@@ -63,10 +65,10 @@ def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tilin
 
     lse = values.lse * LOG2_E if is_plain(options, refs) else values.lse
     rows = [row(lse, jnp.inf), row(values.delta)]
-    rows += [] if refs.bias is None else [row(values.low)]
+    rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
     dout = kernel_inputs.pad(kernel_inputs.merged(values.dout, 3), {-3: tiling.block_q, -1: tiles.HEAD})
     dout = jnp.swapaxes(dout, 1, 2)
-    return Saved(tiles.kernel_inputs_of(refs), dout, jnp.stack(rows, -2)), flags, sides
+    return Saved(tiles.kernel_inputs_of(options, refs), dout, jnp.stack(rows, -2)), flags, sides
 
 
 def arithmetic(part: Part, rows, products, dp, mixed: bool):
@@ -87,6 +89,10 @@ def arithmetic(part: Part, rows, products, dp, mixed: bool):
     if kept is not None:
         dp = jnp.where(kept, dp * survivors, 0.0)  # (6)
     dlogits = p * (dp - delta)  # (8)
+    if logits.before is not None:  # (8a)
+        given = (options, logits.before, part.place(), (), dlogits, False)
+        dlogits, _ = functions.on_tile(modifiers.pulled_back, *given)
+        dlogits = jnp.where(p == 0.0, 0.0, dlogits)  # what is hidden may have no derivative
     return z_p, dlogits, dlogits if logits.tanh is None else dlogits * logits.slope
 
 

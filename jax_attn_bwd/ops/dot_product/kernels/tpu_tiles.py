@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 
 from jax_attn_bwd._core import dropout, masks, mosaic_tpu
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, whole
 from jax_attn_bwd.ops.dot_product.kernels.logits import Logits, unmasked
@@ -24,7 +26,13 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 HEAD = 64  # head sizes are padded to a multiple
 _FAR = 2**30  # no position is as far as this from another
 _LONGEST = 2**17  # tokens: 1024 of the shortest tiles, so that a schedule fits scalar memory
-_SCALARS = ("rows_end", "columns_end", "sink", "dropout_keys")
+_SCALARS = ("rows_end", "columns_end", "sink", "dropout_keys", "batch_number", "head_number")
+# what functions may be made of
+_LOWERS = frozenset(
+    """eq ne lt le gt ge and or not xor select_n add add_any sub mul div rem neg abs max min clamp sign floor
+    ceil round exp exp2 log log1p tanh logistic sin cos sqrt rsqrt square pow integer_pow one_minus_square
+    convert_element_type broadcast_in_dim reshape squeeze stop_gradient""".split()
+)
 _TOKENS = {
     "row_position": 0,
     "row_segment": 0,
@@ -100,21 +108,21 @@ def is_light(options: Options, operands: Operands) -> bool:
     )
     narrow = max(operands.query.shape[-1], operands.value.shape[-1]) <= 128
     plain = options.logits_soft_cap is None and not options.dropout_rate and options.scale > 0
+    plain = plain and options.score_mod is None
     return narrow and plain and operands.query.dtype == jnp.bfloat16 and all(x is None for x in planes)
 
 
 def longest_side(options: Options, operands: Operands) -> int:
     """Of a tile of a light call: a longer one takes fewer bundles a score, but more of it is masked."""
     most_is_masked = options.is_causal and operands.key.shape[-3] <= 8192
-    return 1024 if most_is_masked or options.window is not None else 2048
+    return 1024 if most_is_masked or options.window is not None or options.mask_mod is not None else 2048
 
 
 def unsupported(options: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     q, v = operands.query, operands.value
-    for name in ("mask_mod", "score_mod"):
-        if getattr(options, name) is not None:
-            return f"it does not trace a {name} on its tiles"
+    if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
+        return reason
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
     if q.dtype not in mosaic_tpu.DTYPES:
@@ -132,7 +140,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     return kernel_inputs.sharded_sequence(operands)
 
 
-def kernel_inputs_of(refs: Inputs) -> Inputs:
+def kernel_inputs_of(options: Options, refs: Inputs) -> Inputs:
     """In the layout that the kernels read: heads before the sequence, one value a position along lanes."""
 
     def heads(x):
@@ -145,8 +153,8 @@ def kernel_inputs_of(refs: Inputs) -> Inputs:
     S = refs.k.shape[1]
     planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
     ends: dict[str, Any] = {}
-    if isinstance(refs.rows_end, np.ndarray):
-        ends["rows_end"] = None  # what lies beyond T is cut off
+    if isinstance(refs.rows_end, np.ndarray):  # what lies beyond T is cut off, but functions see it
+        ends["rows_end"] = jnp.asarray(refs.rows_end) if functions.any_given(options) else None
     if refs.columns_end is not None:
         ends["columns_end"] = jnp.asarray(refs.columns_end)
     return refs._replace(
@@ -261,7 +269,7 @@ class Part(NamedTuple):
         def plane(name):
             return self.plane(getattr(self.refs, name), getattr(self.sides, name))
 
-        found, terms = unmasked(self.options, self.refs, products, _tanh, plane)
+        found, terms = unmasked(self.options, self.refs, products, _tanh, plane, self.place)
         visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
         return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
 
@@ -274,7 +282,31 @@ class Part(NamedTuple):
             terms.append(self.offset(1) < end - self.start(1))
         if refs.row_segment is not None:
             terms.append(self.tokens("row_segment") == self.tokens("column_segment"))
+        if options.mask_mod is not None:
+            terms.append(functions.on_tile(options.mask_mod, *self.place()[:4]))
         return terms
+
+    def place(self) -> modifiers.Tile:
+        """Where the elements stand, as functions are handed it; padding stands where the last query does."""
+        refs = self.refs
+        batch, head = (
+            jnp.full((1, 1), ref[i], jnp.int32)
+            for ref, i in ((refs.batch_number, self.step.b), (refs.head_number, self.step.n))
+        )
+        row, column = (
+            self._indices(side) if getattr(refs, name) is None else self.tokens(name)
+            for side, name in enumerate(("row_position", "column_position"))
+        )
+        if refs.rows_end is not None and refs.row_position is None:
+            end = refs.rows_end[at(refs.rows_end, 0, self.step.b)]
+            row = jnp.minimum(row, jnp.maximum(end - 1, 0))
+        return modifiers.Tile(batch, head, row, column, None)
+
+    def _indices(self, side: int) -> jax.Array:
+        """Of the part's queries or keys, to broadcast over the part."""
+        axis, shape = self.axis(side), [1, 1]
+        shape[axis] = self.shape[axis]
+        return lax.broadcasted_iota(jnp.int32, shape, axis) + self.start(side)
 
     def _in_band(self) -> Any:
         options, refs = self.options, self.refs

@@ -1,0 +1,102 @@
+"""`mask_mod` and `score_mod` in the kernels of any chip: which functions lower there, and what they are handed.
+
+Of a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
+functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
+the chip has vector instructions for, and read no arrays.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.intervals import called_jaxpr
+from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+
+def any_given(options: Options) -> bool:
+    """Whether a call has a function."""
+    return options.mask_mod is not None or options.score_mod is not None
+
+
+def numbered(operands: Operands) -> Operands:
+    """With the numbers of batch entries and heads beside these: to be called before they are cut into shards."""
+    if operands.mod_batch is None or operands.mod_heads is None:
+        return operands
+    q = operands.query
+    batch = reshard_like(operands.mod_batch, q, tuple(range(q.ndim - 3)))
+    return operands._replace(mod_batch=batch, mod_heads=reshard_like(operands.mod_heads, q, (-2,)))
+
+
+def places(refs: Any) -> modifiers.Places | None:
+    """Of `Inputs` before a kernel lays them out, for bounds of tiles."""
+    if refs.batch_number is None:
+        return None
+    heads = refs.head_number.reshape(1, refs.k.shape[2], -1, 1, 1)
+    return modifiers.Places(refs.batch_number.reshape(-1, 1, 1, 1, 1), heads, ())
+
+
+def on_tile(function: Callable[..., Any], *given: Any) -> Any:
+    """`function(*given)` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
+    with jax.enable_x64(False), _unsharded():
+        return function(*given)
+
+
+def _unsharded() -> Any:
+    """A mesh of the device aimed at that has no axes."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def unsupported(options: Options, operands: Operands, lowers: frozenset[str]) -> str | None:
+    """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can."""
+    if not any_given(options):
+        return None
+    if jax.tree.leaves(operands.mod_args):
+        return (
+            "it does not read arrays of mod_args in its tiles: a function of indices and Python numbers runs"
+        )
+    with _unsharded():
+        programs = list(_programs(options))
+    for name, closed in programs:
+        if closed.consts:
+            return f"it does not read arrays in its tiles, and {name} closes over one"
+        for equation in _equations(closed.jaxpr):
+            operation = equation.primitive.name
+            if operation not in lowers:
+                return f"it cannot lower {operation!r}, which {name} is made of"
+            avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+            # Python numbers are weakly typed, and narrow in `on_tile`
+            wide = [x.dtype for x in avals if x.dtype.itemsize > 4 and not x.weak_type]
+            if wide:
+                return f"its tiles hold 32 bits a number, and {name} computes in {wide[0]}"
+    return None
+
+
+def _programs(options: Options) -> Iterator[tuple[str, Any]]:
+    """(name, jaxpr) of the functions on a tile, and of the derivative of `score_mod`."""
+    index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    at, logits = (index(1, 1), index(1, 1), index(1, 8), index(8, 1)), jax.ShapeDtypeStruct((8, 8), "float32")
+    mask, score = options.mask_mod, options.score_mod
+    if mask is not None:
+        yield "mask_mod", jax.make_jaxpr(mask)(*at)
+    if score is not None:
+
+        def back(logits, batch, head, row, column):
+            at = modifiers.Tile(batch, head, row, column, None)
+            return modifiers.pulled_back(options, logits, at, (), logits, to_args=False)[0]
+
+        yield "score_mod", jax.make_jaxpr(score)(logits, *at)
+        yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        called = called_jaxpr(equation)
+        if called is None:
+            yield equation
+        else:
+            yield from _equations(called.jaxpr)
