@@ -20,9 +20,9 @@ class BipartiteCSC:
     """A directed graph from `num_src` source nodes to `num_dst` destination nodes, for the graph operators.
 
     Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds); of edges
-    that are found inside, by `from_traced`. It is a pytree: hand it to a compiled function as an argument, or close over it. Two graphs with the same
-    node counts share one compiled program if both were given the same `capacity`; such graphs may be
-    stacked, for `jax.vmap` of a call over them.
+    that are found inside, by `from_traced`. It is a pytree: hand it to a compiled function as an argument,
+    or close over it. Two graphs with the same node counts share one compiled program if both were given the
+    same `capacity`; such graphs may be stacked, for `jax.vmap` of a call over them.
 
     Two graphs are equal if all their arrays hold the same numbers; where these cannot be read (traced
     arrays, those of other processes) an array equals itself alone. `hash` is of the node counts.
