@@ -10,8 +10,8 @@ with `beta` the two mixed by the gate sigmoid(lin_beta([out, skip, out - skip]))
 Parameters: see `jax_attn_bwd.layers.graph_parameters`.
 
 GATConv and GATv2Conv attend along `graph.with_self_loops()`, as PyTorch Geometric's do by default: a
-checkpoint does not tell. It is made at each call, or trace; a traced graph is an error. For a jitted function
-of the graph make it once, outside, and build the layer with `add_self_loops=False`.
+checkpoint does not tell. That graph is built anew at each call, or trace, and of a traced graph at each run,
+by two sorts of its edges. Faster is to build it once, to hand that in, and to set `add_self_loops=False`.
 
 Where the layers differ from PyTorch Geometric's:
   * they take a `BipartiteCSC` for an `edge_index`, and return attention weights `[nnz, H]` in the caller's
@@ -44,6 +44,7 @@ from jax_attn_bwd.ops.graph import (
     graph_transformer_attention,
 )
 from jax_attn_bwd.ops.graph.arguments import check_graph
+from jax_attn_bwd.ops.graph.self_loops import is_traced
 
 Linears = Mapping[str, Callable[[jax.Array], jax.Array]]
 Arrays = Mapping[str, jax.Array]
@@ -191,19 +192,14 @@ def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | N
     edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr
     shape = (graph.capacity, config.edge_dim)
     checks.shape(config.kind, "edge_attr", edge_attr, "[nnz, edge_dim]", shape)
-    exists = jnp.arange(graph.capacity, dtype=jnp.int32) < graph.offsets[-1]
-    return jnp.where(exists[:, None], edge_attr, 0)
+    return jnp.where(graph.exists[:, None], edge_attr, 0)
 
 
 def _with_self_loops(
     config: Config, graph: BipartiteCSC, edge_attr: jax.Array | None
 ) -> tuple[BipartiteCSC, jax.Array | None]:
     """The graph with one loop for each node, and its edges' features; a capacity gets room for them."""
-    if isinstance(graph.offsets, jax.core.Tracer):
-        expected = "not be traced where add_self_loops=True"
-        remedy = "hand in graph.with_self_loops(), made outside jit, and set add_self_loops=False"
-        raise TypeError(checks.message(config.kind, "graph", expected, "a traced one", remedy))
-    padded = graph.capacity > graph.num_edges
+    padded = is_traced(graph) or graph.capacity > graph.num_edges
     capacity = graph.capacity + min(graph.num_src, graph.num_dst) if padded else None
     if edge_attr is None:
         return graph.with_self_loops(capacity=capacity), None

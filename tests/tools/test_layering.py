@@ -46,6 +46,8 @@ LAYERS = (
         "ops/*/structure",
         "ops/*/grouping",
         "ops/*/self_loops",
+        "ops/*/on_device",
+        "ops/*/given",
         "ops/*/batching",
         "ops/*/groups",
         "ops/graph/softmax",

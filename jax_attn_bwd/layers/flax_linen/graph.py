@@ -124,8 +124,8 @@ class GATConv(_Conv):
       implementation: option of `jax_attn_bwd.graph_attention`.
       negative_slope: of the leaky ReLU.
       residual: whether to add a linear layer of the destinations.
-      add_self_loops: whether to attend along `graph.with_self_loops()` instead; it is made at each call,
-        of a graph that is not traced.
+      add_self_loops: whether to attend along `graph.with_self_loops()` instead, built at each call;
+        see `jax_attn_bwd.layers.graph`.
       fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
         the node.
 

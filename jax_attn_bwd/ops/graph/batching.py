@@ -192,7 +192,14 @@ def _ends(graphs: Any) -> list[tuple[np.ndarray, np.ndarray]]:
         raise TypeError(checks.message(_OPERATOR, "graphs", "be a list of BipartiteCSC", got))
     if not graphs:
         raise ValueError(checks.message(_OPERATOR, "graphs", "hold at least one graph", "none"))
-    return [edges(_OPERATOR, graph) for graph in graphs]
+    found = []
+    for graph in graphs:
+        src, dst, number = edges(_OPERATOR, graph)
+        if (number != np.arange(len(number))).any():
+            expected, got = "have its edges before its padding", "one with edges out of range between others"
+            raise ValueError(checks.message(_OPERATOR, "a graph", expected, got, "leave them out"))
+        found.append((src, dst))
+    return found
 
 
 def _room(argument: str, given: Any, least: int, what: str) -> int:

@@ -34,12 +34,7 @@ def grouped(operator, node, other, number, nodes, others, room, exact) -> Groups
     width = group_width(room, nodes)
     degree = np.bincount(node, minlength=nodes)
     count = -(-degree // width)
-    needed, bound = int(count.sum()), (room + (width - 1) * min(nodes, room)) // width
-    if bound * width > LIMIT:
-        expected = f"need at most {LIMIT} slots, which int32 can count"
-        remedy = "split the graph by destinations"
-        got = f"{bound * width} for {room} edges of {nodes} nodes"
-        raise ValueError(checks.message(operator, "the graph", expected, got, remedy))
+    needed, bound = int(count.sum()), most_groups(operator, room, nodes, width)
     total = needed if exact else bound
     first, start = np.cumsum(count) - count, np.cumsum(degree) - degree
     rank = np.arange(len(node)) - start[node]
@@ -55,6 +50,17 @@ def grouped(operator, node, other, number, nodes, others, room, exact) -> Groups
     return Groups(jnp.asarray(owner), fill(other, others), fill(number, room))
 
 
+def most_groups(operator: str, room: int, nodes: int, width: int) -> int:
+    """As many groups as `room` edges of `nodes` nodes may need."""
+    bound = (room + (width - 1) * min(nodes, room)) // width
+    if bound * width > LIMIT:
+        expected = f"need at most {LIMIT} slots, which int32 can count"
+        remedy = "split the graph by destinations"
+        got = f"{bound * width} for {room} edges of {nodes} nodes"
+        raise ValueError(checks.message(operator, "the graph", expected, got, remedy))
+    return bound
+
+
 def group_width(edges: int, nodes: int) -> int:
     """Edges of a group, from the mean degree: wide ones are faster, and emptier where degrees are low."""
     if targets.platform() == "cpu":
@@ -63,13 +69,18 @@ def group_width(edges: int, nodes: int) -> int:
     return 8 if mean >= 6 else 4 if mean >= 2 else 2
 
 
+def may_have_runs(room: int) -> bool:
+    """Whether edges of a graph of that capacity are summed in runs."""
+    return room > 16 * RUN
+
+
 def run_owners(node, nodes, room, exact) -> jax.Array | None:
     """The node of each run of single edges sorted by `node`: edge k is in run node + k // RUN.
 
     None if the groups are wider, or if no node has several runs (of a capacity: many).
     """
-    short = bool((np.bincount(node) <= RUN).all()) if exact else room <= 16 * RUN
-    if short or group_width(room, nodes) > 1:
+    short = exact and bool((np.bincount(node) <= RUN).all())
+    if short or group_width(room, nodes) > 1 or not (exact or may_have_runs(room)):
         return None
     owner = np.zeros(nodes + room // RUN + 1, np.int32)
     run = node + np.arange(len(node)) // RUN

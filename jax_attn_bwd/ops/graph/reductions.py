@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import groups
+from jax_attn_bwd.ops.graph.grouping import Groups
 from jax_attn_bwd.ops.graph.groups import Chunk, by_edge, has_edges, rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -36,12 +37,26 @@ def _sums(graph: BipartiteCSC, x: jax.Array, terms: Callable[[Chunk], jax.Array]
     return groups.add_runs(out, graph, of_runs)
 
 
+def _total(graph: BipartiteCSC, x: jax.Array) -> jax.Array:
+    """Sums of `x` over the edges into each destination; where a scatter adds in order, by one of them all."""
+    dtype = accumulator_dtype(x.dtype)
+    if not groups.adds_in_order() or x.dtype != dtype or not has_edges(graph):
+        return _sums(graph, x, lambda chunk: take(x, chunk.number))
+    runs, count = groups.in_runs(graph)
+    shapes = ((n, *x.shape[1:]) for n in (graph.num_dst, count))
+    out, of_runs = (full_like_operands(x, shape, 0, dtype, (graph, x)) for shape in shapes)
+    of_runs = of_runs.at[_by_number(graph, runs, count)].add(x, mode="drop")
+    return groups.add_runs(out, graph, of_runs)
+
+
 @jax.custom_jvp
 def _maximum(graph: BipartiteCSC, x: jax.Array) -> jax.Array:
     """The maximum of `x` over the edges into each destination; 0 without edges."""
     rest = x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), -jnp.inf, x.dtype, (graph, x))
-    if has_edges(graph):
+    if has_edges(graph) and groups.adds_in_order():
+        out = out.at[_by_number(graph, graph.by_destination, graph.num_dst)].max(x, mode="drop")
+    elif has_edges(graph):
         of_edges = lambda chunk: take(x, chunk.number, -jnp.inf)
         share = lambda chunk: of_edges(chunk) if chunk.exists is None else of_edges(chunk).max(0)
         fold = lambda top, new, chunk: top.at[chunk.node].max(new, mode="drop", indices_are_sorted=True)
@@ -63,6 +78,14 @@ def _is_top(graph: BipartiteCSC, x: jax.Array, out: jax.Array, chunk: Chunk) -> 
     return take(x, chunk.number, jnp.nan) == of_node
 
 
+def _by_number(graph: BipartiteCSC, found: Groups, none: int) -> jax.Array:
+    """The `node` of each edge in the caller's order, `[E]`; `none`, past their end, in the padding."""
+    chunk = groups.whole(found, graph.capacity)
+    node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
+    all_none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), none, node.dtype, graph)
+    return groups.put(all_none, chunk.number, node)
+
+
 def _ties(graph: BipartiteCSC, x: jax.Array, out: jax.Array) -> jax.Array:
     """Edges that hold the maximum, `[num_dst, ...]`; 1 where there is none."""
     return jnp.maximum(_sums(graph, x, partial(_is_top, graph, x, out)), 1)
@@ -82,7 +105,7 @@ def forward(name: str, graph: BipartiteCSC, edge: jax.Array) -> jax.Array:
     """(1), (2) or (3)."""
     if name == "edge_max":
         return tie(_maximum(graph, edge), (graph, edge))
-    out = _sums(graph, edge, lambda chunk: take(edge, chunk.number))
+    out = _total(graph, edge)
     out = out / _degree(graph, out) if name == "edge_mean" else out
     return tie(out.astype(edge.dtype), (graph, edge))
 
@@ -93,10 +116,7 @@ def backward(name: str, graph: BipartiteCSC, dout: jax.Array, *saved: jax.Array)
     if not has_edges(graph):
         shape = (graph.capacity, *dout.shape[1:])
         return full_like_operands(dout, shape, 0, x.dtype, (graph, dout))
-    chunk = groups.whole(graph.by_destination, graph.capacity)
-    node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
-    none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), graph.num_dst, node.dtype, graph)
-    at = groups.put(none, chunk.number, node)  # the destination of each edge in the caller's order
+    at = _by_number(graph, graph.by_destination, graph.num_dst)
     if name == "edge_sum":
         return take(x, at)  # (1)
     if name == "edge_mean":

@@ -7,52 +7,101 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd.ops.graph import on_device
 
 FILLS = ("mean", "add", "min", "max")
 _OPERATOR = "BipartiteCSC.with_self_loops"
 
 
-def edges(operator: str, graph: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(sources, destinations) of the edges of a graph, in the caller's order."""
-    if any(isinstance(x, jax.core.Tracer) for x in (graph.offsets, graph.indices)):
+def edges(operator: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sources, destinations, numbers) of the edges of a graph, in the caller's order."""
+    if is_traced(graph):
         remedy = "build it outside jit and hand it in as an argument"
         raise TypeError(checks.message(operator, "the graph", "be known", "a traced one", remedy))
-    if np.ndim(graph.offsets) != 1:
-        expected = "be one graph"
-        raise ValueError(checks.message(operator, "the graph", expected, "a stack of them"))
+    _check_one(operator, graph)
     offsets, number = np.asarray(graph.offsets), np.asarray(graph.map_csc_to_coo)[: graph.num_edges]
-    src, dst = np.empty(len(number), np.int64), np.empty(len(number), np.int64)
-    src[number] = np.asarray(graph.indices)[: len(number)]
-    dst[number] = np.repeat(np.arange(graph.num_dst), np.diff(offsets))
-    return src, dst
+    order = np.argsort(number)
+    dst = np.repeat(np.arange(graph.num_dst), np.diff(offsets))
+    return np.asarray(graph.indices, np.int64)[order], dst[order], number[order]
+
+
+def is_traced(graph: Any) -> bool:
+    """Whether it is not known which edges the graph has."""
+    return any(isinstance(x, jax.core.Tracer) for x in (graph.offsets, graph.indices))
 
 
 def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> tuple[Any, jax.Array | None]:
     """The graph with one loop for each node, and its edge data; see `BipartiteCSC.with_self_loops`."""
-    src, dst = edges(_OPERATOR, graph)
+    _check_one(_OPERATOR, graph)
+    if edge is not None:
+        edge = checks.floating(_OPERATOR, "edge", edge)
+        if edge.ndim == 0 or edge.shape[0] != graph.capacity:
+            expected = f"have shape [nnz, ...], nnz = {graph.capacity}"
+            raise ValueError(checks.message(_OPERATOR, "edge", expected, edge.shape))
+        if isinstance(fill_value, str):
+            checks.choice(_OPERATOR, "fill_value", fill_value, FILLS)
+    run = _on_device if is_traced(graph) else _on_host
+    return run(graph, edge, fill_value, capacity)
+
+
+def _on_host(graph, edge, fill_value, capacity):
+    src, dst, number = edges(_OPERATOR, graph)
     kept, nodes = np.flatnonzero(src != dst), min(graph.num_src, graph.num_dst)
     loops = np.arange(nodes)
     ends = (np.concatenate([x[kept], loops]) for x in (src, dst))
     found = type(graph).from_coo(*ends, graph.num_src, graph.num_dst, capacity=capacity)
     if edge is None:
         return found, None
-    edge = checks.floating(_OPERATOR, "edge", edge)
-    if edge.ndim == 0 or edge.shape[0] != graph.capacity:
-        expected = f"have shape [nnz, ...], nnz = {graph.capacity}"
-        raise ValueError(checks.message(_OPERATOR, "edge", expected, edge.shape))
-    given, of_loops = edge[kept], (nodes, *edge.shape[1:])
-    if isinstance(fill_value, str):
-        checks.choice(_OPERATOR, "fill_value", fill_value, FILLS)
-        filled = _by_destination(given, dst[kept], graph.num_dst, fill_value)[:nodes]
-    else:
-        filled = jnp.broadcast_to(jnp.asarray(fill_value, edge.dtype), of_loops)
+    given = edge[number[kept]]
+    filled = _filled(graph, given, jnp.asarray(dst[kept]), fill_value)
     room = jnp.zeros((found.capacity - len(kept) - nodes, *edge.shape[1:]), edge.dtype)
     return found, jnp.concatenate([given, filled, room])
 
 
-def _by_destination(edge: jax.Array, dst: np.ndarray, nodes: int, how: str) -> jax.Array:
+def _on_device(graph, edge, fill_value, capacity):
+    """The same of a traced graph, whose number of edges is not known."""
+    nodes = min(graph.num_src, graph.num_dst)
+    least = graph.capacity + nodes
+    room = least if capacity is None else checks.integer(_OPERATOR, "capacity", capacity)
+    if room < least:
+        expected = f"be at least {least}, that of the traced graph and a loop for each node"
+        raise ValueError(checks.message(_OPERATOR, "capacity", expected, capacity))
+    src, dst = on_device.ends(graph)
+    kept = (dst < graph.num_dst) & (src != dst)
+    loops = jnp.arange(nodes, dtype=jnp.int32)
+    place = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
+    last = kept.sum(dtype=jnp.int32) + loops
+
+    def joined(given, own, none):
+        both = jnp.full((room, *given.shape[1:]), none, given.dtype).at[place].set(given, mode="drop")
+        return both.at[last].set(own, unique_indices=True)
+
+    ends = (joined(x, loops, -1) for x in (src, dst))
+    found = type(graph).from_traced(*ends, graph.num_src, graph.num_dst)
+    if edge is None:
+        return found, None
+    into = jnp.where(kept, dst, graph.num_dst)  # past the end: of no node
+    return found, joined(edge, _filled(graph, edge, into, fill_value), 0)
+
+
+def _check_one(operator: str, graph: Any) -> None:
+    if np.ndim(graph.offsets) != 1:
+        expected = "be one graph"
+        raise ValueError(checks.message(operator, "the graph", expected, "a stack of them"))
+
+
+def _filled(graph: Any, edge: jax.Array, dst: jax.Array, fill_value: Any) -> jax.Array:
+    """What the loops hold."""
+    nodes = min(graph.num_src, graph.num_dst)
+    if not isinstance(fill_value, str):
+        return jnp.broadcast_to(jnp.asarray(fill_value, edge.dtype), (nodes, *edge.shape[1:]))
+    return _by_destination(edge, dst, graph.num_dst, fill_value)[:nodes]
+
+
+def _by_destination(edge: jax.Array, dst: jax.Array, nodes: int, how: str) -> jax.Array:
     """What the edges into each node hold, taken together; 0 for a node without any."""
     reduce = {"min": jax.ops.segment_min, "max": jax.ops.segment_max}.get(how, jax.ops.segment_sum)
-    count = np.bincount(dst, minlength=nodes).reshape(-1, *(1,) * (edge.ndim - 1))
-    found = jnp.where(jnp.asarray(count > 0), reduce(edge, dst, nodes), 0)
-    return found / jnp.asarray(np.maximum(count, 1), edge.dtype) if how == "mean" else found
+    count = jax.ops.segment_sum(jnp.ones(dst.shape, jnp.int32), dst, nodes)
+    count = count.reshape(-1, *(1,) * (edge.ndim - 1))
+    found = jnp.where(count > 0, reduce(edge, dst, nodes), 0)
+    return found / jnp.maximum(count, 1).astype(edge.dtype) if how == "mean" else found

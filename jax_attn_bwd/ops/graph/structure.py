@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
-from jax_attn_bwd.ops.graph import self_loops
-from jax_attn_bwd.ops.graph.grouping import LIMIT, Groups, grouped, run_owners
+from jax_attn_bwd.ops.graph import given, on_device, self_loops
+from jax_attn_bwd.ops.graph.grouping import Groups, grouped, run_owners
 
 
 @exportable_dataclass
@@ -19,10 +19,10 @@ from jax_attn_bwd.ops.graph.grouping import LIMIT, Groups, grouped, run_owners
 class BipartiteCSC:
     """A directed graph from `num_src` source nodes to `num_dst` destination nodes, for the graph operators.
 
-    Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds). It is
-    a pytree: hand it to a compiled function as an argument, or close over it. Two graphs with the same
-    node counts share one compiled program if both were given the same `capacity`; such graphs may be
-    stacked, for `jax.vmap` of a call over them.
+    Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds); of edges
+    that are found inside, by `from_traced`. It is a pytree: hand it to a compiled function as an argument,
+    or close over it. Two graphs with the same node counts share one compiled program if both were given the
+    same `capacity`; such graphs may be stacked, for `jax.vmap` of a call over them.
 
     Two graphs are equal if all their arrays hold the same numbers; where these cannot be read (traced
     arrays, those of other processes) an array equals itself alone. `hash` is of the node counts.
@@ -59,6 +59,14 @@ class BipartiteCSC:
     def capacity(self) -> int:
         """Edges that there is room for: rows of edge data and of returned weights."""
         return self.indices.shape[-1]
+
+    @property
+    def exists(self) -> jax.Array:
+        """Where there is an edge, bool `[capacity]`, in the caller's order."""
+        in_order = jnp.arange(self.capacity, dtype=jnp.int32) < self.offsets[-1]
+        if self.exact:
+            return in_order
+        return jnp.zeros(self.capacity, bool).at[self.map_csc_to_coo].set(in_order, unique_indices=True)
 
     @property
     def num_edges(self) -> Any:
@@ -98,7 +106,8 @@ class BipartiteCSC:
           edge: edge data `[nnz, ...]`, floating, in the caller's order.
           fill_value: what it holds for the loops: a number, an array that broadcasts to `[nodes, ...]`, or
             "mean", "add", "min" or "max" of what the edges into the node hold.
-          capacity: as in `from_csc`.
+          capacity: as in `from_csc`. Of a traced graph it must have room for its capacity and the loops,
+            which is the default there; the graph is then built by `from_traced`.
 
         Returns:
           The graph, whose edges are in the caller's order without its loops, followed by one loop for each
@@ -108,7 +117,7 @@ class BipartiteCSC:
           edge, and fill_value if it is an array.
 
         Raises:
-          ValueError: shapes disagree. TypeError: the graph is traced.
+          ValueError: shapes disagree, or `capacity` is too small.
 
         Example:
           >>> import jax.numpy as jnp
@@ -153,9 +162,9 @@ class BipartiteCSC:
           TypeError: an argument is not of integers, or is traced.
         """
         operator = "BipartiteCSC.from_csc"
-        offsets = _integers(operator, "offsets", offsets)
-        indices = _integers(operator, "indices", indices)
-        num_src = _count(operator, "num_src", num_src)
+        offsets = given.integers(operator, "offsets", offsets)
+        indices = given.integers(operator, "indices", indices)
+        num_src = given.count(operator, "num_src", num_src)
         nnz = len(indices)
         if len(offsets) == 0:
             raise ValueError(checks.message(operator, "offsets", "have shape [num_dst + 1]", "(0,)"))
@@ -168,10 +177,11 @@ class BipartiteCSC:
         if offsets[-1] != nnz:
             expected = f"end at the number of indices, {nnz}"
             raise ValueError(checks.message(operator, "offsets", expected, offsets[-1]))
-        _within(operator, "indices", indices, num_src, "num_src")
+        given.within(operator, "indices", indices, num_src, "num_src")
         number = np.arange(nnz)
         if map_csc_to_coo is not None:
-            number = _permutation(operator, _integers(operator, "map_csc_to_coo", map_csc_to_coo), nnz)
+            numbers = given.integers(operator, "map_csc_to_coo", map_csc_to_coo)
+            number = given.permutation(operator, numbers, nnz)
         return _build(operator, offsets, indices, number, num_src, capacity)
 
     @classmethod
@@ -193,16 +203,58 @@ class BipartiteCSC:
           TypeError: an argument is not of integers, or is traced.
         """
         operator = "BipartiteCSC.from_coo"
-        src, dst = _integers(operator, "src", src), _integers(operator, "dst", dst)
-        num_src = _count(operator, "num_src", num_src)
-        num_dst = _count(operator, "num_dst", num_dst)
+        src, dst = given.integers(operator, "src", src), given.integers(operator, "dst", dst)
+        num_src = given.count(operator, "num_src", num_src)
+        num_dst = given.count(operator, "num_dst", num_dst)
         if len(src) != len(dst):
             raise ValueError(checks.message(operator, "dst", f"have shape {src.shape}", dst.shape))
-        _within(operator, "src", src, num_src, "num_src")
-        _within(operator, "dst", dst, num_dst, "num_dst")
+        given.within(operator, "src", src, num_src, "num_src")
+        given.within(operator, "dst", dst, num_dst, "num_dst")
         order = _stable_order(dst)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=num_dst))])
         return _build(operator, offsets, src[order], order, num_src, capacity)
+
+    @classmethod
+    def from_traced(cls, src: Any, dst: Any, num_src: int, num_dst: int) -> "BipartiteCSC":
+        """From a list of edges that is made inside `jit`: neighbours found, or drawn, on the device.
+
+        At each call it sorts the edges twice. A graph that stays is built outside, by `from_coo`. Under
+        `vmap` it builds a graph for each member of a batch.
+
+        Args:
+          src, dst: int32 `[capacity]`, JAX arrays, traced or not: the ends of each edge, in the order of edge
+            data. Where an end is out of range, -1 for example, there is no edge: what is there of edge data
+            is never read, and of weights 0.
+          num_src, num_dst: node counts, ints.
+
+        Returns:
+          The graph, whose shapes depend on `capacity` and the node counts alone.
+
+        Raises:
+          ValueError: `src` and `dst` differ in shape, or there are more edges than int32 can count.
+          TypeError: an argument is not of integers.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from jax_attn_bwd import BipartiteCSC, edge_mean
+          >>> @jax.jit
+          ... def mean_of_the_nearest(x):
+          ...     away = abs(x[:, None] - x[None]) + jnp.diag(jnp.full(len(x), jnp.inf, x.dtype))
+          ...     _, nearest = jax.lax.top_k(-away, 2)  # two edges into each node
+          ...     nodes = jnp.repeat(jnp.arange(len(x), dtype=nearest.dtype), 2)
+          ...     graph = BipartiteCSC.from_traced(nearest.ravel(), nodes, len(x), len(x))
+          ...     return edge_mean(graph, x[nearest.ravel()])
+          >>> mean_of_the_nearest(jnp.array([0.0, 1.0, 3.0, 9.0])).tolist()
+          [2.0, 1.5, 0.5, 2.0]
+        """
+        operator = "BipartiteCSC.from_traced"
+        num_src = given.count(operator, "num_src", num_src)
+        num_dst = given.count(operator, "num_dst", num_dst)
+        src, dst = (given.indices(operator, name, x) for name, x in (("src", src), ("dst", dst)))
+        checks.shape(operator, "dst", dst, "as src", src.shape)
+        given.count(operator, "the number of edges", src.shape[0])
+        found = on_device.arrays(operator, src, dst, num_src, num_dst)
+        return cls(**found, num_src=num_src, num_dst=num_dst, exact=False)
 
     @classmethod
     def from_edge_index(
@@ -237,7 +289,7 @@ class BipartiteCSC:
         array = edge_index if isinstance(edge_index, jax.core.Tracer) else np.asarray(edge_index)
         if array.ndim != 2 or array.shape[0] != 2:
             raise ValueError(checks.message(operator, "edge_index", "have shape [2, nnz]", array.shape))
-        src, dst = (_integers(operator, "edge_index", x) for x in array)
+        src, dst = (given.integers(operator, "edge_index", x) for x in array)
         nodes = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
         if not checks.flag(operator, "add_self_loops", add_self_loops):
             return cls.from_coo(src, dst, *nodes, capacity=capacity)
@@ -262,7 +314,7 @@ class BipartiteCSC:
         if not all(hasattr(graph, name) for name in ("senders", "receivers", "n_node")):
             expected = "be a jraph.GraphsTuple, or have its senders, receivers and n_node"
             raise TypeError(checks.message(operator, "graph", expected, type(graph).__name__))
-        nodes = int(_integers(operator, "n_node", graph.n_node).sum())
+        nodes = int(given.integers(operator, "n_node", graph.n_node).sum())
         return cls.from_coo(graph.senders, graph.receivers, nodes, nodes, capacity=capacity)
 
     @classmethod
@@ -299,57 +351,10 @@ def _equal(one: Any, two: Any) -> bool:
     return readable and np.array_equal(one, two)
 
 
-def _integers(operator: str, argument: str, x: Any) -> np.ndarray:
-    """`x`, of one axis and of an integer dtype, as a NumPy array of int64."""
-    if isinstance(x, jax.core.Tracer):
-        remedy = "build the graph outside jit and hand it in as an argument"
-        raise TypeError(checks.message(operator, argument, "be a concrete array", "a tracer", remedy))
-    array = np.asarray(x)
-    if array.size == 0 and array.dtype == np.float64 and not hasattr(x, "dtype"):
-        array = array.astype(np.int32)  # an empty list
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(checks.message(operator, argument, "be integers", f"dtype {array.dtype}"))
-    if array.ndim != 1:
-        raise ValueError(checks.message(operator, argument, "have one axis", array.shape))
-    info = np.iinfo(np.int64)
-    if array.size and array.dtype == np.uint64 and array.max() > info.max:
-        raise ValueError(checks.message(operator, argument, "fit int64", array.max()))
-    return array.astype(np.int64)
-
-
-def _count(operator: str, argument: str, x: Any) -> int:
-    """A number of nodes or edges that int32 can count."""
-    x = checks.integer(operator, argument, x)
-    if not 0 <= x < LIMIT:
-        raise ValueError(checks.message(operator, argument, f"lie in [0, {LIMIT})", x))
-    return x
-
-
-def _within(operator: str, argument: str, x: np.ndarray, size: int, name: str) -> None:
-    """Every entry of `x` is in [0, size)."""
-    if not x.size:
-        return
-    low, high = int(x.min()), int(x.max())
-    if low < 0 or high >= size:
-        expected = f"lie in [0, {size}), the range of {name}"
-        got = low if low < 0 else high
-        raise ValueError(checks.message(operator, argument, expected, got))
-
-
-def _permutation(operator: str, x: np.ndarray, n: int) -> np.ndarray:
-    """`x` is a permutation of 0 to n - 1."""
-    in_range = x.shape == (n,) and (n == 0 or (x.min() >= 0 and x.max() < n))
-    if not in_range or not (np.bincount(x, minlength=n) == 1).all():
-        expected = f"be a permutation of 0 to {n} - 1"
-        got = f"shape {x.shape}" if x.shape != (n,) else "other or repeated numbers"
-        raise ValueError(checks.message(operator, "map_csc_to_coo", expected, got))
-    return x
-
-
 def _build(operator, offsets, indices, number, num_src: int, capacity: int | None) -> BipartiteCSC:
     """The graph of checked NumPy arrays: `number` is that of each edge for the caller."""
-    nnz, num_dst = len(indices), _count(operator, "num_dst", len(offsets) - 1)
-    room = nnz if capacity is None else _count(operator, "capacity", capacity)
+    nnz, num_dst = len(indices), given.count(operator, "num_dst", len(offsets) - 1)
+    room = nnz if capacity is None else given.count(operator, "capacity", capacity)
     if nnz > room:
         raise ValueError(checks.message(operator, "capacity", f"be at least nnz = {nnz}", capacity))
     destination = np.repeat(np.arange(num_dst), np.diff(offsets))

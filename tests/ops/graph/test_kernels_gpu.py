@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ops.graph import calls
 from ops.graph.calls import FUNCTIONS, each_kind, every_kind, random_edges
 
-from jax_attn_bwd import BipartiteCSC, check, explain, graph_attention
+from jax_attn_bwd import BipartiteCSC, check, explain, graph_attention, graph_transformer_attention
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.graph import grouping
 from jax_attn_bwd.ops.graph.kernels import gpu_segments
@@ -296,6 +296,22 @@ def test_older_versions_of_jax_are_refused():
 @pytest.mark.usefixtures("interpreting")
 def test_what_is_refused(given, words):
     assert re.search(words, shapes(**given)())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("key", "value", "heads", "words"),
+    [
+        (WIDTH // 2, WIDTH // 2, 2, "every head must have a key of its own, got 2 heads that share one"),
+        (WIDTH, WIDTH // 2, 4, f"values must be as wide as keys, got {WIDTH // 2} and {WIDTH}"),
+    ],
+    ids=["shared", "value"],
+)
+@pytest.mark.usefixtures("interpreting")
+def test_shared_heads_and_values_of_another_width_are_refused(key, value, heads, words):
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((5, WIDTH), (7, key), (7, value))]
+    options = {"num_heads": 4, "num_kv_heads": heads}
+    assert explain(graph_transformer_attention, small_graph(), *arrays, **options)[NAME] == words
 
 
 @interpreted

@@ -73,7 +73,7 @@ def _sums(
     plan = _source_plan(options, need, None if t.edge is None else t.edge.dtype)
     found = gpu_walk.walk(plan, given, graph.num_src, E, (H, D), interpret)
 
-    exists = (jnp.arange(E, dtype=jnp.int32) < graph.offsets[-1])[:, None]
+    exists = graph.exists[:, None]
     handed: Any = found.edges.get("handed")  # junk where there is no edge
     sums = _by_node(found, at.owner)
     dst = edge = a = None

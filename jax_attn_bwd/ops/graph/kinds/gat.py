@@ -110,8 +110,7 @@ class GAT(Kind):
         """Which nodes have an edge, and which edges there are: what lies in the others is not to be read."""
         graph = operands.graph
         has_edge = jnp.zeros(graph.num_src, bool).at[graph.by_source.node].set(True, mode="drop")
-        exists = jnp.arange(graph.capacity, dtype=jnp.int32) < graph.offsets[-1]
-        return [has_edge, graph.offsets[1:] > graph.offsets[:-1], exists]
+        return [has_edge, graph.offsets[1:] > graph.offsets[:-1], graph.exists]
 
     def _split_weights(self, operands: Operands) -> list[jax.Array]:
         """`attention_weights`, `[source | destination | edge]`, as `[H, D]` each."""
