@@ -78,14 +78,17 @@ def _transformer(name, *, K=None, Dv=None, **arguments) -> Case:
 def _of_kernels(
     make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]], narrow: str = "wide"
 ) -> Iterator[Case]:
-    """Heads wide enough for the GPU kernels, with scores of the size that layers begin with.
+    """Heads that the GPU kernels take, with scores of the size that layers begin with.
 
-    `extra` is what the operator takes beside "edge" and dropout; `heads` has options for each H and D.
+    `extra` is what the operator takes beside "edge" and dropout; `heads` has options for each H and D, and
+    `narrow` tags a small case of narrow rows.
     """
     make = make if "score_bias" in extra else partial(make, spread=0.1)
     everything = {"extra": ("edge", "dropout_mask", *extra)}
     yield make("wide", H=4, D=32, graph=PADDED, tags=("kernel", "repeat", "poison"), **everything)
-    yield make("wide hub", H=4, D=32, graph=hub, tags=("large", "repeat"), **everything)
+    yield make("narrow", H=8, D=8, graph=PADDED, tags=(narrow, "repeat", "poison"), **everything)
+    for name, D in (("wide hub", 32), ("narrow hub", 8)):
+        yield make(name, H=4, D=D, graph=hub, tags=("large", "repeat"), **everything)
     for (H, D), options in heads.items():
         yield make(f"{H} x {D}", H=H, D=D, tags=("wide", "large"), **options)
 

@@ -216,6 +216,39 @@ AXES = {
 }
 
 
+SPLIT = {"value": P(), "sampling_locations": P(None, "q"), "attention_weights": P(None, "q")}
+
+
+@thorough
+@interpreted
+@pytest.mark.kernel
+@pytest.mark.parametrize("split", ["batch", "heads", "queries"])
+def test_shards_have_the_gradients_of_the_whole(split):
+    """Batch or heads on an Explicit mesh; queries in `shard_map`, where the value is on all devices.
+
+    Races are looked for where one device runs the same programs.
+    """
+    arrays = rounded(sample(LEVELS, B=2, Q=4, M=2, D=3, P=1))
+    run = gradients(LEVELS)
+    explicit = split != "queries"
+    specs, names = (AXES, ("b", "m")) if explicit else (SPLIT, ("q",))
+    sizes = {"batch": (2, 1), "heads": (1, 2), "queries": (2,)}[split]
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+    with pallas.interpreting(NAME):
+        expected = jax.block_until_ready(jax.jit(run)(arrays, {}))
+        if explicit:
+            with jax.set_mesh(mesh):
+                placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+                got = jax.block_until_ready(jax.jit(run)(placed, {}))
+        else:
+            local = jax.shard_map(lambda x: run(x, {}), mesh=mesh, in_specs=(specs,), out_specs=specs)
+            got = jax.block_until_ready(jax.jit(local)(arrays))
+    for name, x in got.items():
+        assert len(x.sharding.device_set) == mesh.size, name
+    assert_trees_close(got, expected, 1e-6)
+
+
 @interpreted
 def test_on_an_explicit_mesh_each_device_has_its_shard():
     call = types(B=2, M=4)
@@ -240,14 +273,13 @@ def test_in_shard_map_a_replicated_value_gets_the_sum_of_the_shares():
     """Queries split over devices, replication checked."""
     call = types(Q=4)
     run = gradients(call.pop("spatial_shapes"))
-    split = {"value": P(), "sampling_locations": P(None, "q"), "attention_weights": P(None, "q")}
     with on("NVIDIA H200", (2,), ("q",)):
         mesh = jax.sharding.get_abstract_mesh()
         call = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, split[name]))
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, SPLIT[name]))
             for name, x in call.items()
         }
-        local = jax.shard_map(lambda call: run(call, {}), in_specs=(split,), out_specs=split, check_vma=True)
+        local = jax.shard_map(lambda call: run(call, {}), in_specs=(SPLIT,), out_specs=SPLIT, check_vma=True)
         program = str(jax.make_jaxpr(local)(call))
     assert len(kernels(program)) == 3
     assert len(re.findall("= psum", program)) == 1
