@@ -117,8 +117,9 @@ def closing_over_an_array(logits, batch, head, row, column):
 
 
 REFUSED = (
-    ("mosaic_gpu", "does not trace a mask_mod", {"mask_mod": mods.causal}),
-    ("mosaic_gpu", "does not trace a score_mod", {"score_mod": mods.soft_cap(1.0)}),
+    ("mosaic_gpu", "does not trace a score_mod on its tiles", {"score_mod": mods.soft_cap(1.0)}),
+    ("mosaic_gpu", "does not read arrays of mod_args in its tiles",
+     {"mask_mod": mods.prefix_lm, "mod_args": (np.int32(3),)}),
     ("mosaic_tpu", "does not read arrays of mod_args in its tiles",
      {"mask_mod": mods.document, "mod_args": (np.arange(T, dtype=np.int32),)}),
     ("mosaic_tpu", "does not read arrays in its tiles, and score_mod closes over one",

@@ -159,12 +159,15 @@ def _compiled() -> Iterator[Case]:
     yield case("mask", T=1024, extra=(_mask_plane,))
     yield case("dropout", _GPU, extra=(_dropout,), dropout_rate=0.1)
     yield case("soft cap", logits_soft_cap=30.0, **causal)
+    yield case("causal by a function", mask_mod=mods.causal)
     yield case("sink", extra=(_sink,), dtypes={"sink": "float32"}, **causal)
     yield from _crowded()
     yield from _for_tpus()
 
 
 _small = partial(_case, T=300, S=500, N=4, K=2)
+_NEAR = mods.static_prefix_lm(30) | mods.causal & mods.dilated(2) & ~mods.sliding_window(9)
+_NEAR |= mods.global_tokens(8)
 
 
 def _crowded() -> Iterator[Case]:
@@ -178,6 +181,10 @@ def _crowded() -> Iterator[Case]:
     yield small("odd lengths, soft cap", **cap)
     yield small("tokens, window, soft cap", extra=tokens, **window)
     yield small("bias and mask", extra=planes)
+    yield small("function", mask_mod=_NEAR)
+    yield small("function of positions, soft cap", extra=(_positions,), mask_mod=_NEAR, logits_soft_cap=30.0)
+    functions: dict[str, Any] = {"mask_mod": mods.sliding_window(100), "extra": everything[2:], **cap}
+    yield small("H=256, function and planes", H=256, **functions, dropout_rate=0.1)
     yield small("H=256 everything", H=256, extra=everything, **cap, dropout_rate=0.1)
     yield small("Hv=256, H=192", H=192, Hv=256, is_causal=True)
     yield small("Hv=192, H=256", H=256, Hv=192, is_causal=True)
@@ -194,8 +201,7 @@ def _for_tpus() -> Iterator[Case]:
     rows = (_bias_rows, _mask_rows)
     yield small("small rows float32", ("v5e", "tpu7x"), dtype="float32", extra=rows, is_causal=True)
     yield _case("one causal tile by a function", ("v5e", "v6e"), T=1024, mask_mod=mods.causal)
-    near = mods.static_prefix_lm(30) | mods.causal & mods.dilated(2) & ~mods.sliding_window(9)
-    functions: dict[str, Any] = {"mask_mod": mods.global_tokens(8) | near, "score_mod": mods.static_alibi(6)}
+    functions: dict[str, Any] = {"mask_mod": _NEAR, "score_mod": mods.static_alibi(6)}
     yield small("small functions", ("v5e", "v6e"), N=6, **functions)
     more: dict[str, Any] = {"mask_mod": mods.sliding_window(100, 20), "score_mod": mods.soft_cap(30.0)}
     yield small("small functions of positions", ("v5e",), extra=(_positions, _bias_rows), **more)

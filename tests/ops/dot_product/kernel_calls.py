@@ -41,12 +41,19 @@ def kernels(function, *args):
     return sorted(re.findall(r"\bname=attention_(d\w+|forward)\b", program))
 
 
+def near_or_first(batch, head, row, column):
+    """Tiles of every kind; not the same for all heads."""
+    near = (row - column <= 90 - 40 * head) & (column - row <= 20) & ~((row - column) % 3 == 1)
+    return near | (column < 5) | (row == 7)
+
+
 def tiled(head, name, T=300, S=270, Hv=None):
     """A case of several tiles of queries and of keys."""
     extra, options = {
         "full": ({}, {}),
         "causal": ({}, {"is_causal": True}),
         "window": ({}, {"local_window_size": (70, 9)}),
+        "function": ({}, {"mask_mod": near_or_first}),
         "segments": (
             {
                 "query_segment_ids": np.repeat([0, 1, 4], 100).astype(np.int32),

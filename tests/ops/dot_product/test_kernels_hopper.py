@@ -20,6 +20,7 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 
 NAME = "mosaic_gpu"
 NAMED = {case.name: case for case in OPERATOR.tagged("ci", "edge", "second", "shard")}
+FUNCTIONS = {name for name, case in NAMED.items() if {"mask_mod", "score_mod"} & case.options.keys()}
 ANY_ORDER = dataclasses.replace(OPERATOR, call=partial(OPERATOR.call, deterministic=False))
 pytestmark = pytest.mark.kernel
 
@@ -37,13 +38,10 @@ def test_every_case_runs_but_the_empty_ones_and_functions():
 
     refused = {name: reason for name, case in NAMED.items() if (reason := explained(case)) != "ok"}
     empty = ("T0_S0", "T0_S1", "T0_S3", "T1_S0", "T5_S0")
-    functions = {
-        name: f"it does not trace a {mod} on its tiles"
-        for mod in ("score_mod", "mask_mod")
-        for name, case in NAMED.items()
-        if case.options.get(mod)
-    }
-    assert refused == dict.fromkeys(empty, "there is nothing to compute") | functions
+    of_functions = [refused.pop(name) for name in [*refused] if name in FUNCTIONS]
+    assert refused == dict.fromkeys(empty, "there is nothing to compute")
+    reasons = "it does not read arrays of mod_args", "it does not trace a score_mod", "there is nothing to"
+    assert all(reason.startswith(reasons) for reason in of_functions)
     assert "not float32" in explained(NAMED["plain"], "float32")
 
 
@@ -75,6 +73,13 @@ def test_fused_backward_against_definition(head, name, monkeypatch):
 @pytest.mark.parametrize("head", [16, 96])
 def test_fused_backward_has_no_races_within_a_block(head):
     measured(ANY_ORDER, NAME, tiled(head, "causal", S=100))
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize("head", [16, 160])
+def test_a_function_against_definition(head):
+    measured(OPERATOR, NAME, tiled(head, "function", T=200, S=140))
 
 
 @thorough

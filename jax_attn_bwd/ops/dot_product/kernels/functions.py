@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jax_attn_bwd._core.intervals import called_jaxpr
 from jax_attn_bwd._core.sharding import reshard_like
@@ -43,6 +44,33 @@ def on_tile(function: Callable[..., Any], *given: Any) -> Any:
     """`function(*given)` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
     with jax.enable_x64(False), _unsharded():
         return function(*given)
+
+
+def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, where `== False` stands in the place of `not`: the compiler for GPUs fails at that of bools."""
+
+    def evaluate(jaxpr, consts, given):
+        found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
+        read = lambda x: jnp.asarray(x.val, x.aval.dtype) if isinstance(x, Literal) else found[x]
+        for equation in jaxpr.eqns:
+            inputs, called = [read(x) for x in equation.invars], called_jaxpr(equation)
+            if called is not None:
+                results = evaluate(called.jaxpr, called.consts, inputs)
+            elif equation.primitive.name == "not" and inputs[0].dtype == bool:
+                results = [inputs[0] == False]  # noqa: E712
+            else:
+                primitive = equation.primitive
+                results = primitive.bind(*inputs, **primitive.get_bind_params(equation.params))
+                results = results if primitive.multiple_results else [results]
+            found |= dict(zip(equation.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def call(*given):
+        closed = jax.make_jaxpr(function)(*given)
+        (result,) = evaluate(closed.jaxpr, closed.consts, given)
+        return result
+
+    return call
 
 
 def _unsharded() -> Any:

@@ -27,6 +27,7 @@ from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
@@ -40,6 +41,7 @@ def backward(
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     interpret = pallas.is_interpreted(mosaic_gpu.NAME)
     keys = tiles.dropout_keys(options, residuals.operands)
+    residuals = residuals._replace(operands=functions.numbered(residuals.operands))
 
     def call(options, *given):
         return pallas.on_local_shards(partial(_backward, options, interpret), _out_specs, given)

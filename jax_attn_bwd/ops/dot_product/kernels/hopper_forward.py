@@ -24,6 +24,7 @@ from jax_attn_bwd._core import dropout, hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import ROWS, WGMMA
 from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LN_2, LOG2_E, Bounds, Inputs, Tile, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
@@ -47,7 +48,7 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
 
 def forward(options: Options, operands: Operands) -> Result:
     """The output and its row values."""
-    tiling = default_tiling(options, operands)
+    tiling, operands = default_tiling(options, operands), functions.numbered(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME))
     keys = tiles.dropout_keys(options, operands)
     return tie(pallas.on_local_shards(run, _out_specs, (operands, keys)), operands)

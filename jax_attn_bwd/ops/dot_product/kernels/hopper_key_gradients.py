@@ -50,7 +50,7 @@ def can_fuse(options: Options, saved: Saved) -> bool:
     """
     H, Hv = saved.refs.q.shape[-1], saved.refs.v.shape[-1]
     extras = (saved.refs.dropout_keys, saved.refs.bias, saved.refs.mask, saved.refs.row_position)
-    plain = options.logits_soft_cap is None and extras == (None,) * 4
+    plain = options.logits_soft_cap is options.mask_mod is None and extras == (None,) * 4
     fits = H == Hv <= (128 if saved.refs.row_segment is None else 64)
     takes_references = jax.__version_info__ >= (0, 11) and not pallas.varying_axes(saved)
     return fits and plain and takes_references

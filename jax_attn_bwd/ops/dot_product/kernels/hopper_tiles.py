@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import dropout, masks, mosaic_gpu
 from jax_attn_bwd._core.hopper import COLUMNS, ROWS, WGMMA
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.inputs import (
     LN_2,
@@ -38,6 +39,11 @@ __all__ = ["LN_2", "LOG2_E", "Inputs", "at", "dropout_keys", "is_plain", "pad", 
 COMPUTE_WARPGROUPS = 2
 HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
 LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
+# what functions may be made of
+_LOWERS = frozenset(
+    """eq ne lt le gt ge and or not xor select_n add sub mul div rem neg abs max min clamp sign
+    convert_element_type broadcast_in_dim reshape squeeze""".split()
+)
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,10 @@ class Tiling:
 def unsupported(options: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     q, v = operands.query, operands.value
-    for name in ("mask_mod", "score_mod"):
-        if getattr(options, name) is not None:
-            return f"it does not trace a {name} on its tiles"
+    if options.score_mod is not None:
+        return "it does not trace a score_mod on its tiles"
+    if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
+        return reason
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -225,7 +232,7 @@ def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixe
     if terms:
         x = jnp.where(masks.conjunction(*terms), x, -jnp.inf)
     in_band = options.is_causal or options.window is not None
-    if in_band or refs.columns_end is not None or refs.row_segment is not None:
+    if in_band or options.mask_mod or refs.columns_end is not None or refs.row_segment is not None:
         masked = lambda: jnp.where(_seen(options, refs, tile), x, -jnp.inf)
         x = lax.cond(mixed, masked, lambda: x) if refs.bounds is not None else x
     return found._replace(x=x)
@@ -240,7 +247,20 @@ def _seen(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
         terms.append(tile.offset(1) < end - tile.column)
     if refs.row_segment is not None:
         terms.append(tile.tokens(refs, "row_segment") == tile.tokens(refs, "column_segment"))
+    if options.mask_mod is not None:
+        numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
+        mask_mod = functions.without_not(options.mask_mod)
+        terms.append(functions.on_tile(mask_mod, *numbers, *_positions(refs, tile)))
     return masks.conjunction(*terms)
+
+
+def _positions(refs: Inputs, tile: Tile) -> tuple[jax.Array, jax.Array]:
+    """(rows, columns) of the elements, over the tile."""
+    row, column = (
+        tile.offset(side) + tile.start(side) if getattr(refs, name) is None else tile.tokens(refs, name)
+        for side, name in enumerate(("row_position", "column_position"))
+    )
+    return row, column
 
 
 def _in_band(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
@@ -248,10 +268,7 @@ def _in_band(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
     if refs.row_position is None and refs.column_position is None:
         row, column = tile.offset(0) + (tile.row - tile.column), tile.offset(1)
     else:
-        row, column = (
-            tile.offset(side) + tile.start(side) if getattr(refs, name) is None else tile.tokens(refs, name)
-            for side, name in enumerate(("row_position", "column_position"))
-        )
+        row, column = _positions(refs, tile)
     if options.window is None:
         return column <= row
     left, right = options.window
