@@ -131,8 +131,11 @@ def is_floating(x: Any) -> bool:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """`x` as a JAX array; floating arrays in `dtype`."""
-    return jnp.asarray(x).astype(dtype) if is_floating(x) else jnp.asarray(x)
+    """`x` as a JAX array; floating arrays in `dtype`, by NumPy: nothing is compiled for it."""
+    known = is_floating(x) and not isinstance(x, jax.core.Tracer)
+    if not known:
+        return jnp.asarray(x).astype(dtype) if is_floating(x) else jnp.asarray(x)
+    return jnp.asarray(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
 def cotangents(operator: Operator, outputs: tuple, seed: int = 1) -> tuple:
