@@ -1,6 +1,7 @@
 """Command line: `python -m jax_attn_bwd.bench <operator>|programs [--out DIR] [--repeats N] [--quick]`.
 
-Or `python -m jax_attn_bwd.bench --compare OLD.json NEW.json`.
+With `--scaling` one case of the operator at many sizes. Or
+`python -m jax_attn_bwd.bench --compare OLD.json NEW.json`.
 """
 
 import argparse
@@ -9,12 +10,13 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU
 
 from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
-from jax_attn_bwd.bench import report
+from jax_attn_bwd.bench import report, scaling
 from jax_attn_bwd.bench.environment import environment
 from jax_attn_bwd.bench.measure import measure
 
@@ -33,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=report.OUT, help="folder of what is written; default out")
     parser.add_argument("--repeats", type=_repeats, default=9, help="rounds; the median is taken; default 9")
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the command")
+    parser.add_argument(
+        "--scaling", action="store_true", help="one case at many sizes: time and memory over it"
+    )
     parser.add_argument("--only", default="", help="of the programs, those whose names contain this")
     args = parser.parse_args(argv)
     if (args.operator is None) == (args.compare is None):
@@ -43,26 +48,31 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"--compare must be given two files that a benchmark wrote: {error}")
         return report.compare(old, new)
+    if args.scaling and args.operator == "programs":
+        parser.error("--scaling measures one operator; programs have one size each")
     if args.only and args.operator != "programs":
         parser.error(f"--only chooses among programs; {args.operator} has none")
     report.prepare(parser, args.out)
 
     module = importlib.import_module(f"{bench.__name__}.{args.operator}")
     context = environment()
-    stem = f"{args.operator}_{context['platform']}_jax{context['jax']}"
+    stem = f"{args.operator}{'_scaling' * args.scaling}_{context['platform']}_jax{context['jax']}"
     path, rows = args.out / f"{stem}.json", list[report.Row]()
     report.write(path, context, rows, finished=False)
-    chosen = {"only": args.only} if args.only else {}
+    chosen: dict[str, Any] = {"only": args.only} if args.only else {}
+    chosen |= {"scaling": True} if args.scaling else {}
     for workload in console.progress(module.workloads(args.quick, **chosen), None, f"bench {args.operator}"):
         rows += measure(workload, args.repeats)
         report.write(path, context, rows, finished=False)
-    report.write(path, context, rows, finished=True)
+    found = {"slopes": scaling.slopes(rows)} if args.scaling else {}
+    report.write(path, context | found, rows, finished=True)
 
     what = "" if args.operator == "programs" else " forward + backward,"
     title = f"{args.operator}:{what} {context['device']}, JAX {context['jax']}"
     report.show(title, rows)
     print(f"wrote {path}")
-    if plotted := report.plot(rows, title, path.with_suffix(".png")):
+    plot = scaling.plot if args.scaling else report.plot
+    if plotted := plot(rows, title, path.with_suffix(".png")):
         print(f"wrote {plotted}")
     return 0
 

@@ -19,10 +19,10 @@ from jax_attn_bwd.ops.deformable.reference import multi_scale_deformable_attenti
 Levels = tuple[tuple[int, int], ...]
 
 
-def workloads(quick: bool) -> Iterator[Workload]:
-    """What is measured, built one at a time; `quick` keeps it small."""
+def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small, `scaling` is one case at many sizes."""
     (operator,) = cases.OPERATORS
-    for case in operator.tagged(tag(quick)):
+    for case in operator.tagged(tag(quick, scaling)):
         arrays, dout = inputs(operator, case)
         args = (dout, *(arrays[name] for name in ("value", "sampling_locations", "attention_weights")))
         yield _workload(case, case.options["spatial_shapes"], args)
@@ -39,7 +39,8 @@ def _workload(case: Case, levels: Levels, args: tuple) -> Workload:
     makers: dict[str, Callable[[], Contender]] = {"gather form": gather}
     if peers.torch_device():
         makers["torch"] = partial(_torch, levels, args)
-    found, refused = peers.gather(case.name, makers)
+    weights, channels = args[3].size, args[1].shape[-1]
+    found, refused = peers.gather(case.name, makers, 4.0 * weights * channels)
     return Workload(case.name, [*contenders, *found], refused=refused)
 
 

@@ -16,10 +16,10 @@ from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
 
-def workloads(quick: bool) -> Iterator[Workload]:
-    """What is measured, built one at a time; `quick` keeps it small."""
+def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small, `scaling` is one case at many sizes."""
     (operator,) = cases.OPERATORS
-    for case in operator.tagged(tag(quick)):
+    for case in operator.tagged(tag(quick, scaling)):
         arrays, dout = inputs(operator, case)
         args = (dout, arrays["query"], arrays["key"], arrays["value"])
         if jax.default_backend() != "cpu":
@@ -27,10 +27,12 @@ def workloads(quick: bool) -> Iterator[Workload]:
             yield _on_gpu(case, "forward + backward", args)
         elif "memory only" in case.name:
             yield Workload(case.name, _ours(case, args), timed=False)
-        elif "local_window_size" in case.options:
+        elif "local_window_size" in case.options and not scaling:
             yield _window(case, args)
         else:
-            found, refused = peers.gather(case.name, _peers(case, step, args))
+            B, T, N, _ = args[1].shape
+            peer = _peers(case, step, args)
+            found, refused = peers.gather(case.name, peer, 4.0 * B * N * T * T, linear=("torch",))
             yield Workload(case.name, [*_ours(case, args), *found], refused=refused)
 
 

@@ -38,14 +38,14 @@ class Edges(NamedTuple):
     width: int
 
 
-def workloads(quick: bool) -> Iterator[Workload]:
-    """What is measured, built one at a time; `quick` keeps it small."""
+def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small, `scaling` is one case at many sizes."""
     path = os.environ.get("JAX_ATTN_BWD_TOLOKERS")
     for operator in cases.OPERATORS:
         if operator.name in OPERATORS:
-            for case in operator.tagged(tag(quick)):
+            for case in operator.tagged(tag(quick, scaling)):
                 yield _workload(operator, case)
-            if path and not quick:
+            if path and not (quick or scaling):
                 yield _workload(operator, _tolokers(path, operator.name))
 
 

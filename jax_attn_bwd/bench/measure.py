@@ -54,8 +54,10 @@ class Workload:
     refused: Sequence[Row] = ()  # of contenders that cannot run it
 
 
-def tag(quick: bool) -> str:
+def tag(quick: bool, scaling: bool = False) -> str:
     """Of the cases that are measured here."""
+    if scaling:
+        return "quick_scaling" if quick else "scaling"
     return "quick" if quick else "bench" if jax.default_backend() == "cpu" else "bench_gpu"
 
 

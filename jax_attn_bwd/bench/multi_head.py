@@ -20,10 +20,10 @@ _COMPARED = tuple(  # the gradient of key_bias is 0 but for rounding: no softmax
 )
 
 
-def workloads(quick: bool) -> Iterator[Workload]:
-    """What is measured, built one at a time; `quick` keeps it small."""
+def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small, `scaling` is one case at many sizes."""
     (operator,) = cases.OPERATORS
-    for case in operator.tagged(tag(quick)):
+    for case in operator.tagged(tag(quick, scaling)):
         arrays, dout = inputs(operator, case)
         x = arrays.pop("query")
         args = (x, dout, MultiHeadAttentionParams(**arrays))
@@ -34,6 +34,7 @@ def workloads(quick: bool) -> Iterator[Workload]:
                 for module, peer in (("torch", _torch), ("flax", _nnx), ("equinox", _equinox))
                 if peers.installed(module) and (module != "torch" or peers.torch_device())
             },
+            4.0 * x.shape[0] * arrays["query_bias"].shape[0] * x.shape[1] ** 2,
         )
         contenders = [*_ours(*args), *_ours(*args, save="qkv"), *found]
         tolerance = TOLERANCES[str(x.dtype)]

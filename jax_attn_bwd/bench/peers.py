@@ -11,6 +11,8 @@ import numpy as np
 from jax_attn_bwd.bench.measure import Contender, compiled_contender
 from jax_attn_bwd.bench.report import Row, sentence
 
+PLANES = 2**28  # bytes of the largest array that a peer may be asked for
+
 
 def installed(*modules: str) -> bool:
     """Whether all of `modules` can be imported."""
@@ -69,10 +71,21 @@ def ours(
     return [compiled_contender(label(name), function, *args, **rest) for name, function in found]
 
 
-def gather(case: str, makers: Mapping[str, Callable[[], Contender]]) -> tuple[list[Contender], list[Row]]:
-    """(the peers that could be made, rows that say why the others could not)."""
+def gather(
+    case: str, makers: Mapping[str, Callable[[], Contender]], needs: float = 0, linear: Sequence[str] = ()
+) -> tuple[list[Contender], list[Row]]:
+    """(the peers that could be made, rows that say why the others could not).
+
+    `needs`: the bytes of the planes that all peers but those in `linear` hold, several at a time; too many
+    for a machine that others use are not asked for.
+    """
     made, refused = [], []
     for name, make in makers.items():
+        if needs > PLANES and name not in linear:
+            refused.append(
+                Row(case, name, notes={"refused": f"holds planes of {needs / 2**30:.1f} GiB each"})
+            )
+            continue
         try:
             contender = make()
             if jax.default_backend() != "cpu":

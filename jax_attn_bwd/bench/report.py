@@ -65,12 +65,12 @@ def show(title: str, rows: Sequence[Row]) -> None:
     def number(x, digits=1):
         return None if x is None else f"{x:.{digits}f}"
 
-    columns = ["case", "contender", "time (ms)", "time / ours", "temp (MiB)", "temp / ours", "notes"]
+    columns = ["case", "contender", "time", "time / ours", "temp (MiB)", "temp / ours", "notes"]
     cells = [
         [
             row.case,
             row.contender,
-            number(row.milliseconds, 1 if (row.milliseconds or 0) > 10 else 3),
+            None if row.milliseconds is None else _shown(row),
             number(row.ratio, 2),
             number(row.temporary_mib),
             number(row.memory_ratio, 2),
@@ -165,6 +165,8 @@ def _change(old: float | None, new: float | None) -> float | None:
 
 def _shown(row: Row) -> str:
     ms = row.milliseconds or 0.0
+    if ms < 1:
+        return f"{1e3 * ms:.3g} us"
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 
 

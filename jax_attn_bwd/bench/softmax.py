@@ -14,10 +14,10 @@ from jax_attn_bwd.bench.measure import Workload, compiled_contender, inputs, tag
 from jax_attn_bwd.ops.softmax import cases
 
 
-def workloads(quick: bool) -> Iterator[Workload]:
-    """What is measured, built one at a time; `quick` keeps it small."""
+def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
+    """What is measured, built one at a time; `quick` keeps it small, `scaling` is one case at many sizes."""
     (operator,) = cases.OPERATORS
-    for case in operator.tagged(tag(quick)):
+    for case in operator.tagged(tag(quick, scaling)):
         yield _workload(case, *inputs(operator, case))
 
 

@@ -13,7 +13,7 @@ from helpers import thorough
 
 from jax_attn_bwd import MultiHeadAttentionParams
 from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import dot_product, environment, measure, multi_head, peers
+from jax_attn_bwd.bench import dot_product, environment, measure, multi_head, peers, scaling
 from jax_attn_bwd.bench import report as report_module
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import cases as named
@@ -52,6 +52,27 @@ def test_bench_writes_json_and_a_plot(operator, tmp_path, capsys):
         assert first["ratio"] == first["memory_ratio"] == 1.0
     assert path.with_suffix(".png").stat().st_size > 1000
     assert str(path) in capsys.readouterr().out
+
+
+@thorough
+def test_scaling_is_over_sizes(tmp_path, capsys):
+    bench.main(["softmax", "--scaling", "--quick", "--repeats", "1", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("softmax_scaling_*.json")
+    (series,) = json.loads(path.read_text())["slopes"].items()
+    assert series[0] == "256 rows over S"
+    assert all(by_figure["milliseconds"] is not None for by_figure in series[1].values())
+    assert path.with_suffix(".png").stat().st_size > 1000
+    assert " us " in capsys.readouterr().out  # in which small ones are told
+
+
+def test_slopes_are_powers_of_the_size():
+    rows = [
+        report_module.Row(f"full: T={T}", "ours", 1e-3 * T**2 + (T < 100), temporary_mib=5.0 * T)
+        for T in (16, 128, 1024, 512)
+    ]
+    rows.append(report_module.Row("full: T=128", "peer", notes={"refused": "holds planes"}))
+    (found,) = scaling.slopes(rows).values()
+    assert found == {"ours": {"milliseconds": pytest.approx(2), "temporary_mib": pytest.approx(1)}}
 
 
 def test_two_runs_are_compared_by_their_peers(tmp_path, capsys):
@@ -94,9 +115,10 @@ def measures_nothing(monkeypatch):
         (["softmax", "--compare", "a", "b"], "give an operator to measure, or --compare two files, not both"),
         (["--compare", "missing.json", "b"], "two files that a benchmark wrote: [Errno 2] No such file"),
         (["softmax", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
+        (["programs", "--scaling"], "--scaling measures one operator"),
         (["softmax", "--only", "masked"], "--only chooses among programs; softmax has none"),
     ],
-    ids=["operator", "nothing", "both", "missing", "repeats", "only"],
+    ids=["operator", "nothing", "both", "missing", "repeats", "scaling", "only"],
 )
 def test_bench_refuses_what_it_cannot_measure(argv, words, capsys, tmp_path, measures_nothing):
     with pytest.raises(SystemExit) as caught:

@@ -69,6 +69,15 @@ def test_the_command_prints_measurements_as_json_where_nothing_but_jax_is_instal
     assert {row["quantity"] for row in rows} == {"weights", "dscores"}
 
 
+def test_narrow_dtypes_take_turns_unless_they_are_asked_for():
+    operator = softmax_operator()
+    jobs, _ = check.plan([operator], ())
+    of_case = {case.name: [dtype for *_, c, dtype in jobs if c is case] for case in operator.cases}
+    assert list(of_case.values()) == [["float64", "float32", "bfloat16"], ["float64", "float32", "float16"]]
+    jobs, _ = check.plan([operator], ["float16"])
+    assert [dtype for *_, dtype in jobs] == ["float16", "float16"]
+
+
 @thorough
 def test_check_of_a_right_operator_returns_0(only, capsys):
     only(softmax_operator())

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jax_attn_bwd
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -239,3 +241,8 @@ def test_each_block_of_the_readme_runs_alone(tmp_path):
     script = tmp_path / "readme.py"
     script.write_text(f"for block in {BLOCKS!r}:\n    exec(block, {{}})\n")
     run(tmp_path, script)
+
+
+def test_the_version_has_its_notes():
+    notes = README.read_text().split("## Upgrading")[1].split("\n## ")[0]
+    assert re.findall(r"^### (\S+)$", notes, re.MULTILINE)[0] == jax_attn_bwd.__version__

@@ -109,6 +109,16 @@ def _measured():
         yield _case(name, **sizes, tags=tags, dtype="float32", extra=_around(levels, Q is None))
 
 
+def _scaling():
+    """A decoder that asks more and more often."""
+    levels = ((64, 64), (32, 32), (16, 16), (8, 8))
+    for Q in (32, 64, 256, 1024, 4096, 16384, 65536):
+        sizes = {"B": 1, "Q": Q, "M": 8, "D": 32, "levels": levels, "points": 4}
+        tags = ("scaling",) if Q >= 256 else ("quick_scaling",)
+        name = f"decoder, 5440 pixels: Q={Q}"
+        yield _case(name, **sizes, tags=tags, dtype="float32", extra=_around(levels, False))
+
+
 _COMPILED = ("mosaic_gpu", "A100", "B200")
 _SMALL = dict(B=1, Q=2, M=2, D=3, levels=((3, 2), (1, 2)), points=1)
 
@@ -147,6 +157,7 @@ CASES = (
     ),
     _case("bfloat16, D=256", Q=300, D=256, levels=((64, 64), (32, 32)), points=(3, 9), tags=_COMPILED),
     *_measured(),
+    *_scaling(),
 )
 
 

@@ -120,6 +120,10 @@ def _measured() -> Iterator[Case]:
     for T, window, tags in ((512, 64, ("quick",)), (4096, 256, ("bench",)), (8192, 256, ("bench",))):
         yield cpu(f"T=S={T} window {window}", tags, T=T, is_causal=True, local_window_size=(window, 0))
     yield cpu("T=S=32768 causal, memory only", ("bench",), T=32768, is_causal=True)
+    for T in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        tags = ("scaling",) if T >= 1024 else ("quick_scaling",)
+        for series, options in (("causal", {}), ("causal, window 1024", {"local_window_size": (1024, 0)})):
+            yield cpu(f"{series}: T={T}", tags, N=1, T=T, is_causal=True, **options)
     gpu = partial(_case, tags=("bench_gpu",), T=8192)
     for H, N in ((128, 16), (64, 32), (256, 8)):
         yield gpu(f"H={H} B=2 T=8192 N={N} full", N=N, H=H)

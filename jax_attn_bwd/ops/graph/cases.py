@@ -109,6 +109,10 @@ def _measured(make: Callable[..., Case]) -> Iterator[Case]:
         name = f"random {nodes} nodes, {edges} edges, 8 x 16"
         graph = partial(graph_of, nodes, nodes, edges)
         yield make(name, graph=graph, H=8, D=16, tags=tags, dtype="float32")
+    for edges in (1000, 2000, 2**14, 2**16, 2**18, 2**20):
+        graph = partial(graph_of, edges // 16, edges // 16, edges)
+        tags = ("scaling",) if edges > 2000 else ("quick_scaling",)
+        yield make(f"16 edges a node, 8 x 16: E={edges}", graph=graph, H=8, D=16, tags=tags, dtype="float32")
 
 
 GAT_CASES = (

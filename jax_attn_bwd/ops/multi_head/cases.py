@@ -128,6 +128,10 @@ def _measured():
         widths = dict.fromkeys(("Eq", "Ek", "Ev", "Eo"), E) | {"H": E // N, "Hv": E // N}
         sizes = {"B": (B,), "T": T, "S": T, "N": N, "K": N, **widths}
         yield _case(f"B={B} T={T} E={E} N={N}", _SELF, sizes=sizes, tags=(tag,), dtype=dtype)
+    for T in (64, 128, 512, 1024, 2048, 4096, 8192, 16384):
+        sizes = dict(B=(1,), T=T, S=T, N=4, K=4, H=64, Hv=64, Eq=256, Ek=256, Ev=256, Eo=256)
+        tags = ("scaling",) if T >= 512 else ("quick_scaling",)
+        yield _case(f"E=256, N=4: T={T}", _SELF, sizes=sizes, tags=tags, dtype="float32")
 
 
 _MASK = mods.sliding_window(3) | mods.global_tokens(1)

@@ -63,6 +63,10 @@ def _measured():
         for dtype in ("float32", "bfloat16"):
             mask = _mask(shape[0], 1, 1, shape[-1], keep=0.8)
             yield _case(f"{list(shape)} {dtype}", shape, tags=tags, dtype=dtype, extra=mask, scale=0.125)
+    for width in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        tags = ("scaling",) if width >= 1024 else ("quick_scaling",)
+        mask = _mask(1, width, keep=0.8)
+        yield _case(f"256 rows: S={width}", (256, width), tags=tags, dtype="float32", extra=mask)
     for width in (1024, 8192, 131072):
         for dtype in ("float32", "bfloat16"):
             shape = (2**27 // width, width)
