@@ -145,9 +145,9 @@ def _of_kernels(
     # scores of the size that layers begin with
     make = make if "score_bias" in extra else partial(make, spread=0.1)
     everything = {"extra": ("edge", "dropout_mask", *extra)}
-    for name, D, tag in (("wide", 32, "kernel"), ("narrow", 8, narrow)):
-        yield make(name, H=4, D=D, graph=_PADDED, tags=(tag, "repeat", "poison"), **everything)
-        yield make(f"{name} hub", H=4, D=D, graph=_hub, tags=("large", "repeat"), **everything)
+    for name, H, D, tag in (("wide", 4, 32, "kernel"), ("narrow", 8, 8, narrow)):
+        yield make(name, H=H, D=D, graph=_PADDED, tags=(tag, "repeat", "poison"), **everything)
+        yield make(f"{name} hub", H=H, D=D, graph=_hub, tags=("large", "repeat"), **everything)
     for (H, D), options in heads.items():
         yield make(f"{H} x {D}", H=H, D=D, tags=("wide", "large"), **options)
 
