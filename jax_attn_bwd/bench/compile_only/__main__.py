@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="JAX's own TPU kernels instead of ours")
     parser.add_argument("--implementation", choices=backend.NAMES, default="xla")
     parser.add_argument("--operator", nargs="+", choices=known, default=(), metavar="NAME")
-    parser.add_argument("--case", help="only the case of this name")
+    parser.add_argument("--case", nargs="+", default=(), metavar="NAME", help="only the cases of these names")
     parser.add_argument("--out", type=Path, help="JSON; with --table the Markdown file")
     args = parser.parse_args(argv)
     if args.table:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peers:
         programs = compiling.compile_peers(args.target)
     else:
-        programs = compiling.compile_all(args.target, args.implementation, operators, args.case)
+        programs = compiling.compile_all(args.target, args.implementation, operators, tuple(args.case))
     if args.out:
         args.out.write_text(json.dumps(compiling.document(programs), indent=1) + "\n")
     _show(programs, args.target)

@@ -41,9 +41,9 @@ def violations(program: Program) -> list[str]:
 
 
 def compile_all(
-    target: str, implementation: str, operators: Sequence[Operator], only: str | None = None
+    target: str, implementation: str, operators: Sequence[Operator], only: Sequence[str] = ()
 ) -> list[Program]:
-    """A program for each case and direction; `only`: of the case of that name."""
+    """A program for each case and direction; `only`: of the cases of these names."""
     if target in devices.TPU:
         tpu.dump_folder()
     (device,) = devices.devices(target)
@@ -51,7 +51,7 @@ def compile_all(
         (operator, case, direction)
         for operator in operators
         for case in programs.cases(operator, implementation, target)
-        if only in (None, case.name)
+        if not only or case.name in only
         for direction in programs.directions(operator, implementation, target)
     ]
     known: dict[str, gpu.Kernel] = {}

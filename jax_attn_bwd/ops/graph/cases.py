@@ -78,28 +78,25 @@ def _transformer(name, *, K=None, Dv=None, **arguments) -> Case:
 def _of_kernels(
     make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]], narrow: str = "wide"
 ) -> Iterator[Case]:
-    """Heads that the GPU kernels take, with scores of the size that layers begin with.
-
-    `extra` is what the operator takes beside "edge" and dropout; `heads` has options for each H and D, and
-    `narrow` tags a small case of narrow rows.
-    """
+    """Heads that the GPU kernels take, `heads` with options; `extra`: arrays beside "edge" and dropout."""
+    # scores of the size that layers begin with
     make = make if "score_bias" in extra else partial(make, spread=0.1)
     everything = {"extra": ("edge", "dropout_mask", *extra)}
-    yield make("wide", H=4, D=32, graph=PADDED, tags=("kernel", "repeat", "poison"), **everything)
-    yield make("narrow", H=8, D=8, graph=PADDED, tags=(narrow, "repeat", "poison"), **everything)
-    for name, D in (("wide hub", 32), ("narrow hub", 8)):
-        yield make(name, H=4, D=D, graph=hub, tags=("large", "repeat"), **everything)
+    for name, H, D, tag in (("wide", 4, 32, "kernel"), ("narrow", 8, 8, narrow)):
+        yield make(name, H=H, D=D, graph=PADDED, tags=(tag, "repeat", "poison"), **everything)
+        yield make(f"{name} hub", H=H, D=D, graph=hub, tags=("large", "repeat"), **everything)
     for (H, D), options in heads.items():
         yield make(f"{H} x {D}", H=H, D=D, tags=("wide", "large"), **options)
 
 
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
-    compiled = partial(make, graph=hub, tags=("mosaic_gpu", "A100", "B200"), dtype="float32")
+    compiled = partial(make, graph=hub, dtype="float32", tags=("mosaic_gpu",))
     for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D)
     yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")
     everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
+    everything["tags"] = ("mosaic_gpu", "A100", "B200")
     for H, D in ((4, 16), (8, 64)):
         yield compiled(f"compiled {H} x {D} everything", H=H, D=D, **everything)
 

@@ -47,7 +47,6 @@ def gather(ref: Any, row: jax.Array, column: jax.Array | None, layout: Any, inte
         at = ref[...].reshape(ref.shape[0], -1).at[row, 0 if column is None else column]
         return at.get(mode="fill", fill_value=fill, wrap_negative_indices=False)
     kind = plgpu.ShapeDtypeStruct(row.shape, ref.dtype, layout=layout)
-
     index = (row,) if column is None else (row, column)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout for _ in index)), return_type=kind)
