@@ -179,15 +179,17 @@ def plan(
 ) -> tuple[list[tuple[Operator, str, Case, str]], list[tuple[str, str, str]]]:
     """(what to measure, [(operator, implementation, why it is not available)]); jobs of a case in a row.
 
-    Without `dtypes` a case is measured in all but one: its narrow ones are bfloat16 and float16 in turn.
+    Without `dtypes` a case is measured in all but one: its narrow ones are bfloat16 and float16 in turn. What
+    runs over several devices is the operator alone where there is one device: in float32.
     """
     jobs, absent = [], []
     for operator in operators:
         missing = unavailable(operator)
         absent += [(operator.name, name, reason) for name, reason in missing.items()]
         names = [i.name for i in operator.implementations if i.name not in missing]
+        alone = operator in parallel.OPERATORS and jax.device_count() == 1
         for number, case in enumerate(operator.tagged("check")):
-            own = [d for d in dtypes or DTYPES if dtypes or d not in NARROW or d == NARROW[number % 2]]
+            own = dtypes or (["float32"] if alone else ["float64", "float32", NARROW[number % 2]])
             jobs += [(operator, name, case, dtype) for name, dtype in itertools.product(names, own)]
     return jobs, absent
 
@@ -228,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = {operator.name: operator for operator in discover()}
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")
-    narrow = "default: float64, float32, and of the narrow ones one for each case, in turn"
+    narrow = "default: float64, float32, and bfloat16 or float16 in turn; over one device float32 alone"
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=(), help=narrow)
     parser.add_argument("--json", action="store_true", help="print every measurement as JSON instead")
     args = parser.parse_args(argv)
