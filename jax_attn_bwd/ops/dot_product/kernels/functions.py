@@ -1,4 +1,4 @@
-"""`mask_mod` and `score_mod` in the kernels of any chip: which functions lower there, and what they are handed.
+"""`mask_mod` and `score_mod` in the kernels of any chip: which of them lower, and what they are handed.
 
 Of a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
 functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
@@ -17,6 +17,11 @@ from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import modifiers
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
+_ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
+_ON_NUMBERS = frozenset(("add", "sub", "mul", "div", "rem", "neg", "abs", "max", "min", "clamp", "sign"))
+# operations that the compiler of every chip has vector instructions for
+EVERYWHERE = _ON_BOOLS | _ON_NUMBERS | {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze"}
+
 
 def any_given(options: Options) -> bool:
     """Whether a call has a function."""
@@ -24,7 +29,7 @@ def any_given(options: Options) -> bool:
 
 
 def numbered(operands: Operands) -> Operands:
-    """With the numbers of batch entries and heads beside these: to be called before they are cut into shards."""
+    """With the numbers of batch entries and heads beside these: for before they are cut into shards."""
     if operands.mod_batch is None or operands.mod_heads is None:
         return operands
     q = operands.query
@@ -47,7 +52,7 @@ def on_tile(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, where `== False` stands in the place of `not`: the compiler for GPUs fails at that of bools."""
+    """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools."""
 
     def evaluate(jaxpr, consts, given):
         found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))

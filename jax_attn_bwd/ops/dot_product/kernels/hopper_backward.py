@@ -24,10 +24,10 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
-from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved

@@ -40,10 +40,7 @@ COMPUTE_WARPGROUPS = 2
 HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
 LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
 # what functions may be made of
-_LOWERS = frozenset(
-    """eq ne lt le gt ge and or not xor select_n add sub mul div rem neg abs max min clamp sign
-    convert_element_type broadcast_in_dim reshape squeeze""".split()
-)
+_LOWERS = functions.EVERYWHERE
 
 
 @dataclass(frozen=True)
