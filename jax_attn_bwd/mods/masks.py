@@ -144,7 +144,7 @@ def static_prefix_lm(length: int) -> Mask:
 
     Example:
       >>> from jax_attn_bwd import mods
-      >>> print(mods.picture(mods.static_prefix_lm(3), 8, 8, block=2))
+      >>> print(mods.picture(mods.static_prefix_lm(4), 8, 8, block=2))
       ##..
       ##..
       ##+.

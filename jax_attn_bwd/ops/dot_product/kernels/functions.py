@@ -1,4 +1,4 @@
-"""`mask_mod` and `score_mod` in the kernels of any chip: which ones lower there, and what they are handed.
+"""`mask_mod` and `score_mod` in the kernels of any chip: which of them lower, and what they are handed.
 
 Of a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
 functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
@@ -17,11 +17,10 @@ from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import modifiers
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
-ELEMENTWISE = {  # what functions may be made of on every chip
-    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "add", "sub", "mul", "div"),
-    *("rem", "neg", "abs", "max", "min", "clamp", "sign"),
-    *("convert_element_type", "broadcast_in_dim", "reshape", "squeeze"),
-}
+_ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
+_ON_NUMBERS = frozenset(("add", "sub", "mul", "div", "rem", "neg", "abs", "max", "min", "clamp", "sign"))
+# operations that the compiler of every chip has vector instructions for
+EVERYWHERE = _ON_BOOLS | _ON_NUMBERS | {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze"}
 
 
 def any_given(options: Options) -> bool:
@@ -30,7 +29,7 @@ def any_given(options: Options) -> bool:
 
 
 def numbered(operands: Operands) -> Operands:
-    """With the numbers of batch entries and heads beside these, before they are cut into shards."""
+    """With the numbers of batch entries and heads beside these: for before they are cut into shards."""
     if operands.mod_batch is None or operands.mod_heads is None:
         return operands
     q = operands.query
@@ -53,7 +52,7 @@ def on_tile(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with `== False` in the place of `not` of bools, at which the compiler for GPUs fails."""
+    """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools."""
 
     def evaluate(jaxpr, consts, given):
         found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
@@ -85,7 +84,7 @@ def _unsharded() -> Any:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-def unsupported(options: Options, operands: Operands, lowers: set[str]) -> str | None:
+def unsupported(options: Options, operands: Operands, lowers: frozenset[str]) -> str | None:
     """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can."""
     if not any_given(options):
         return None

@@ -39,6 +39,8 @@ __all__ = ["LN_2", "LOG2_E", "Inputs", "at", "dropout_keys", "is_plain", "pad", 
 COMPUTE_WARPGROUPS = 2
 HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
 LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
+# what functions may be made of
+_LOWERS = functions.EVERYWHERE
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     q, v = operands.query, operands.value
     if options.score_mod is not None:
         return "it does not trace a score_mod on its tiles"
-    if (reason := functions.unsupported(options, operands, functions.ELEMENTWISE)) is not None:
+    if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
         return reason
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"

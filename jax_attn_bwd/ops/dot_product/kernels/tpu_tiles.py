@@ -27,10 +27,11 @@ HEAD = 64  # head sizes are padded to a multiple
 _FAR = 2**30  # no position is as far as this from another
 _LONGEST = 2**17  # tokens: 1024 of the shortest tiles, so that a schedule fits scalar memory
 _SCALARS = ("rows_end", "columns_end", "sink", "dropout_keys", "batch_number", "head_number")
-_LOWERS = functions.ELEMENTWISE | {  # what functions may be made of
-    *("add_any", "floor", "ceil", "round", "exp", "exp2", "log", "log1p", "tanh", "logistic", "sin", "cos"),
-    *("sqrt", "rsqrt", "square", "pow", "integer_pow", "one_minus_square", "stop_gradient"),
-}
+# what functions may be made of
+_LOWERS = functions.EVERYWHERE | frozenset(
+    ("exp", "exp2", "log", "log1p", "tanh", "logistic", "sin", "cos", "sqrt", "rsqrt", "pow", "integer_pow")
+)
+_LOWERS |= {"square", "one_minus_square", "add_any", "floor", "ceil", "round", "stop_gradient"}
 _TOKENS = {
     "row_position": 0,
     "row_segment": 0,
