@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import QUICK, assert_close
+from helpers import QUICK, assert_close, thorough
 from layers.frameworks import FRAMEWORKS, values_and_gradients
 from layers.frameworks import graph as graph_layer
 from layers.graph_cases import EDGE, KINDS, N_DST, N_SRC, NNZ, C, H, build, inputs, parameters
@@ -31,7 +31,9 @@ def test_pair_of_one_width_shares_the_layer_where_in_channels_is_an_int(rng):
     assert_close(pair, layer.call(params, x, graph), 1e-13)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework", [pytest.param(f, marks=[thorough] * (f in ("equinox", "haiku"))) for f in FRAMEWORKS]
+)
 def test_self_loops_are_added_by_default(rng, framework):
     """Outputs, weights and gradients are those along `graph.with_self_loops()`; a capacity stays one."""
     kind = "GATv2Conv" if framework in ("flax_nnx", "haiku") else "GATConv"

@@ -131,7 +131,8 @@ def test_parts_of_a_tile_and_chunks_of_queries(monkeypatch):
     measured(OPERATOR, NAME, long_case("window", lambda rng: {}, T=200, S=257, local_window_size=(60, 20)))
 
 
-@pytest.mark.parametrize("forward", [pytest.param("mosaic_tpu", marks=thorough), "xla"])
+@thorough
+@pytest.mark.parametrize("forward", ["mosaic_tpu", "xla"])
 def test_a_forward_pairs_with_any_backward(forward, rng):
     """The residuals of one implementation, the backward of the other; empty rows among them."""
     shapes = {"query": (2, 30, 2, 8), "key": (2, 40, 1, 8), "value": (2, 40, 1, 8)}

@@ -55,14 +55,11 @@ def results(inputs, rest, cts):
     }
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=thorough)])
+@thorough
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     ("bias", "tokens"),
-    [
-        pytest.param((), (1, 2), marks=thorough),
-        pytest.param((4, 1), (4, 1), marks=thorough),
-        ((1, 2), (1, 1)),
-    ],
+    [((), (1, 2)), ((4, 1), (4, 1)), ((1, 2), (1, 1))],
     ids=["bias_shared", "bias_first", "bias_second"],
 )
 def test_parts_give_what_the_whole_gives(count, bias, tokens, rng, in_parts):
