@@ -171,7 +171,14 @@ TRANSFORMER_CASES = (
     ),
     _transformer("grouped_edge_padded", H=4, K=2, graph=PADDED, extra=("edge", "score_bias")),
     _transformer(
-        "grouped_value_width", H=4, K=1, Dv=5, extra=("dropout_key",), dropout_rate=0.4, concat_heads=False
+        "grouped_value_width",
+        H=4,
+        K=1,
+        Dv=5,
+        extra=("dropout_key",),
+        dropout_rate=0.4,
+        concat_heads=False,
+        tags=("ci", "check"),
     ),
     _transformer("value_width_hub", Dv=1, graph=hub, tags=("edge",)),
     _transformer("second_edge_bias", **SMALL, extra=("edge", "score_bias")),

@@ -54,7 +54,7 @@ def _forward(options, operands):
     m = l = out.sum(-1)  # zeros
     weights = None
     if options.return_weights:
-        weights = full_like_operands(l, (graph.capacity, H), 0, operands.src.dtype, operands)
+        weights = full_like_operands(l, (graph.capacity, H), 0, dtype, operands)
 
     if has_edges(graph):
         t = walked(kind, t, graph)
@@ -75,6 +75,8 @@ def _forward(options, operands):
 
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
+    # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
+    weights = None if weights is None else weights.astype(operands.src.dtype)
     out = merge_heads(out).astype(operands.src.dtype)
     return tie(Result(out, mean, weights, lse, m, l), operands)
 
