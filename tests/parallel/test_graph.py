@@ -330,9 +330,8 @@ def test_poison_in_a_node_without_edges():
     graph, cut = square()
     arrays = arrays_of("gat", graph)
     arrays["src"][28] = np.nan
-    step = jax.jit(
-        jax.value_and_grad(lambda a: parted("gat", cut, a, mesh_of())[0].sum()), compiler_options=QUICK
-    )
+    loss = lambda a: parted("gat", cut, a, mesh_of())[0].sum()
+    step = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)
     for x in jax.tree.leaves(step({"src": arrays["src"], "attention_weights": arrays["attention_weights"]})):
         assert np.isfinite(x[:28] if x.ndim == 2 else x).all()
 
