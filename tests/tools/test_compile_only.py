@@ -16,11 +16,7 @@ from jax_attn_bwd import ops
 from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd.bench.compile_only import devices, gpu, programs
 
-TARGETS = {
-    "xla": ("H200", "B200"),
-    "mosaic_gpu": tuple(devices.NVIDIA),
-    "mosaic_tpu": tuple(devices.TPU),
-}
+TARGETS = {"xla": ("H200", "B200"), "mosaic_gpu": tuple(devices.NVIDIA), "mosaic_tpu": tuple(devices.TPU)}
 SAMPLE = {  # an H100 runs the very code of an H200: a case shows that it is accepted there
     "dot_product_attention": ("H=128 causal",),
     "scaled_masked_softmax": ("width 4096 bfloat16",),
