@@ -34,7 +34,8 @@ class Case:
         "scaling" is one case at many sizes, named `series: letter=size`, "quick_scaling" at two small ones.
         "kernel" is for kernels alone, "wide" too, where what takes long is run.
         "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
-        the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone.
+        the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone;
+        with "table" the kernels are compiled for the pages of `bench/results`, not in every run of the tests.
       dtype: of the floating arrays where a case is measured or compiled.
       dtypes: of arguments that have one of their own, whatever the others have.
     """

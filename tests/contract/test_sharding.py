@@ -16,6 +16,7 @@ from helpers import (
     cotangents,
     differentiated,
     first_of_each,
+    firsts,
     thorough,
 )
 from jax.sharding import AxisType, NamedSharding
@@ -25,7 +26,6 @@ COLLECTIVE = re.compile(
     r"= .*? (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
 )
 CASE = ("operator", "implementation", "case")
-every_shard_case = pytest.mark.parametrize(CASE, first_of_each(case_params("shard")))
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESHES = {
     "auto-BxN": (AUTO, (2, 4)),
@@ -35,13 +35,20 @@ MESHES = {
     "explicit-N": (EXPLICIT, (1, 4)),
     "explicit-B": (EXPLICIT, (4, 1)),
 }
-every_mesh = pytest.mark.parametrize(
-    ("axis_type", "shape"),
-    [
-        pytest.param(*mesh, id=name, marks=[thorough] * (name != "explicit-BxN"))
-        for name, mesh in MESHES.items()
-    ],
-)
+SHARD = case_params("shard")
+every_shard_case = pytest.mark.parametrize(CASE, first_of_each(SHARD))
+FIRST = {param.id for param in firsts(SHARD)}
+ON_MESHES = [  # the first case of each on every mesh, the others where both axes are split
+    pytest.param(
+        *param.values,
+        *mesh,
+        id=f"{param.id}-{name}",
+        marks=[*param.marks, *[thorough] * (name != "explicit-BxN" or param.id not in FIRST)],
+    )
+    for param in SHARD
+    for name, mesh in MESHES.items()
+    if param.id in FIRST or min(mesh[1]) > 1
+]
 
 
 def collectives(compiled) -> dict[str, int]:
@@ -94,8 +101,7 @@ def on_one_device(operator, implementation, case):
     return arrays, names, cts, step, single(arrays, cts)
 
 
-@every_mesh
-@every_shard_case
+@pytest.mark.parametrize((*CASE, "axis_type", "shape"), ON_MESHES)
 def test_jit_with_sharded_operands(operator, implementation, case, axis_type, shape):
     arrays, names, cts, step, expected = on_one_device(operator, implementation, case)
     mesh = jax.make_mesh(shape, ("b", "h"), axis_types=(axis_type,) * 2)

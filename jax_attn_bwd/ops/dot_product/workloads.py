@@ -135,36 +135,37 @@ def _measured() -> Iterator[Case]:
 
 
 _HOPPER = ("mosaic_gpu",)
-_GPU = ("mosaic_gpu", "xla")
+_TABLE = ("mosaic_gpu", "table")
+_GPU = ("mosaic_gpu", "xla", "table")
 
 
 def _compiled() -> Iterator[Case]:
     """The shapes that training uses, for chips that are not there."""
 
-    def case(name, tags=_HOPPER, **arguments):
+    def case(name, tags=_TABLE, **arguments):
         return _case(name, tags, **arguments)
 
     causal: dict[str, Any] = {"is_causal": True}
     yield case("H=64", _GPU, N=32, H=64)
-    yield case("H=64 causal", N=32, H=64, **causal)
-    yield case("H=128", (*_HOPPER, "v5e", "v5p", "v6e", "tpu7x"))
+    yield case("H=64 causal", _HOPPER, N=32, H=64, **causal)
+    yield case("H=128", (*_TABLE, "v5e", "v5p", "v6e", "tpu7x"))
     yield case("H=128 causal", _GPU, **causal)
     yield case("H=256", N=8, H=256)
     yield case("H=256 causal", N=8, H=256, **causal)
-    yield case("H=128 causal, any order", **causal, deterministic=False)
+    yield case("H=128 causal, any order", _HOPPER, **causal, deterministic=False)
     yield case("H=64 window 1024", (*_GPU, "v5e"), H=64, **causal, local_window_size=(1024, 0))
     yield case("segments causal", _GPU, extra=(_segments,), **causal)
     yield case("lengths", extra=(_lengths,))
-    yield case("grouped heads", (*_HOPPER, "v5e"), K=2, **causal)
+    yield case("grouped heads", (*_TABLE, "v5e"), K=2, **causal)
     yield case("Hv=64, H=128", Hv=64)
     yield case("T=1023, S=2049", T=1023, S=2049)
-    yield case("float16 causal", dtype="float16", **causal)
+    yield case("float16 causal", _HOPPER, dtype="float16", **causal)
     yield case("bias", _GPU, T=1024, extra=(_bias,))
     yield case("mask", T=1024, extra=(_mask_plane,))
     yield case("dropout", _GPU, extra=(_dropout,), dropout_rate=0.1)
     yield case("soft cap", logits_soft_cap=30.0, **causal)
     yield case("causal by a function", mask_mod=mods.causal)
-    yield case("sink", extra=(_sink,), dtypes={"sink": "float32"}, **causal)
+    yield case("sink", _HOPPER, extra=(_sink,), dtypes={"sink": "float32"}, **causal)
     yield from _crowded()
     yield from _for_tpus()
 
@@ -182,9 +183,9 @@ def _crowded() -> Iterator[Case]:
     tokens, planes = (_segments, _positions), (_bias, _mask_plane)
     everything = (*tokens, *planes, _lengths, _dropout)
     yield small("H=64 window, soft cap", H=64, **window)
-    yield small("odd lengths, soft cap", **cap)
+    yield small("odd lengths, soft cap", tags=_TABLE, **cap)
     yield small("tokens, window, soft cap", extra=tokens, **window)
-    yield small("bias and mask", extra=planes)
+    yield small("bias and mask", tags=_TABLE, extra=planes)
     yield small("function", mask_mod=_NEAR)
     yield small("function of positions, soft cap", extra=(_positions,), mask_mod=_NEAR, logits_soft_cap=30.0)
     functions: dict[str, Any] = {"mask_mod": mods.sliding_window(100), "extra": everything[2:], **cap}
@@ -204,7 +205,7 @@ def _for_tpus() -> Iterator[Case]:
     yield small("small planes", ("v5e", "v6e"), extra=planes, dropout_rate=0.1)
     rows = (_bias_rows, _mask_rows)
     yield small("small rows float32", ("v5e", "tpu7x"), dtype="float32", extra=rows, is_causal=True)
-    yield _case("one causal tile by a function", ("v5e", "v6e"), T=1024, mask_mod=mods.causal)
+    yield _case("one causal tile by a function", ("v5e", "v6e", "table"), T=1024, mask_mod=mods.causal)
     functions: dict[str, Any] = {"mask_mod": _NEAR, "score_mod": mods.static_alibi(6)}
     yield small("small functions", ("v5e", "v6e"), N=6, **functions)
     more: dict[str, Any] = {"mask_mod": mods.sliding_window(100, 20), "score_mod": mods.soft_cap(30.0)}

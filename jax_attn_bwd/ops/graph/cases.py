@@ -91,10 +91,10 @@ def _of_kernels(
 
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
-    compiled = partial(make, graph=hub, dtype="float32", tags=("mosaic_gpu",))
+    compiled = partial(make, graph=hub, dtype="float32")
     for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
-        yield compiled(f"compiled {H} x {D}", H=H, D=D)
-    yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")
+        yield compiled(f"compiled {H} x {D}", H=H, D=D, tags=("mosaic_gpu", "table"))
+    yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16", tags=("mosaic_gpu",))
     everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
     everything["tags"] = ("mosaic_gpu", "A100", "B200")
     for H, D in ((4, 16), (8, 64)):

@@ -77,11 +77,16 @@ def _compiled():
     """The shapes that training uses, for chips that are not there."""
     tags = {
         "width 1000 float32": ("v5e",),
-        "width 4096 float32": ("xla",),
+        "width 1000 bfloat16": ("table",),
+        "width 1000 float16": ("table",),
+        "width 4096 float32": ("xla", "table"),
+        "width 4096 bfloat16": ("table",),
+        "width 131072 float32": ("table",),
+        "width 131072 float16": ("table",),
         "width 131072 bfloat16": ("xla", "v5e", "v5p", "v6e", "tpu7x"),
         "masked float32": ("v5e",),
-        "masked bfloat16": ("xla",),
-        "causal float32": ("xla",),
+        "masked bfloat16": ("xla", "table"),
+        "causal float32": ("xla", "table"),
         "causal bfloat16": ("v5e",),
     }
 
