@@ -26,7 +26,8 @@ def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str]
 
     Those with a tag of `thorough` alone are left to the thorough tier. With `kernels`, the Pallas kernels are
     implementations beside the portable ones, interpreted: cases with a tag of `kernels` in the default tier,
-    those tagged "check" or "wide" beside them in the thorough one.
+    those tagged "check" or "wide" beside them in the thorough one. The whole layer runs dense attention's: the
+    former alone, in the thorough tier.
     """
     found = []
     for operator in OPERATORS:
@@ -35,8 +36,8 @@ def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str]
             if is_kernel and kernels is None:
                 continue
             default, rest = (kernels, ("check", "wide")) if is_kernel else (tags, thorough)
-            for case in operator.tagged(*default, *rest):
-                borrowed = is_kernel and operator.name == "multi_head_attention"  # dense attention's
+            borrowed = is_kernel and operator.name == "multi_head_attention"
+            for case in operator.tagged(*default, *([] if borrowed else rest)):
                 marks = [] if case.tags & set(default) and not borrowed else [pytest.mark.thorough]
                 marks += [pytest.mark.kernel] if is_kernel else []
                 marks += [interpreted] if implementation.name == mosaic_gpu.NAME else []

@@ -18,6 +18,8 @@ from helpers import (
     differentiated,
     finite_loss,
     first_of_each,
+    firsts,
+    thorough,
 )
 
 from jax_attn_bwd import check
@@ -73,11 +75,23 @@ def test_first_order(operator, implementation, case):
         assert_close(got, expected, rtol, "poisoned")
 
 
+CHECKED = case_params("check")
+FIRST = {param.id for param in firsts(CHECKED)}
+IN_DTYPES = [  # the first case of each in all of them, the others in float32 and a narrow dtype, in turn
+    pytest.param(
+        *param.values,
+        dtype,
+        id=f"{param.id}-{dtype}",
+        marks=[*param.marks, *[thorough] * (param.id not in FIRST or dtype != "bfloat16")],
+    )
+    for number, param in enumerate(CHECKED)
+    for dtype in ("bfloat16", "float32", "float16")
+    if param.id in FIRST or dtype in ("float32", check.NARROW[number % 2])
+]
+
+
 @pytest.mark.gradients
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.thorough) for d in ("float32", "float16"))]
-)
-@pytest.mark.parametrize(CASE, first_of_each(case_params("check")))
+@pytest.mark.parametrize((*CASE, "dtype"), IN_DTYPES)
 def test_low_precision_within_twice_the_plain_formula(operator, implementation, case, dtype):
     with jax.enable_x64(False):
         for row in check.measure(operator, implementation, case, dtype):
