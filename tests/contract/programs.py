@@ -75,7 +75,7 @@ def first_order(operator, implementation: str, case) -> FirstOrder:
         plain = [{n: found[n] for n in wrt} for found, wrt in zip(again, subsets, strict=True)]
         return outputs, pullback(cts)[0], plain
 
-    compiled = jax.jit(run, compiler_options=QUICK if portable else None)
+    compiled = jax.jit(run, compiler_options=QUICK)
     return FirstOrder(aim, implementation, compiled.lower(aim.arrays, aim.cotangents).compile(), subsets)
 
 

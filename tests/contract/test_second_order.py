@@ -104,8 +104,8 @@ def test_of_kernels_it_is_that_of_the_portable_path(operator, implementation):
             options = {**case.options, "implementation": name}
             gradient = jax.grad(finite_loss(operator.call, operator, arrays, options))
             square = lambda i: sum((g.astype(np.float32) ** 2).sum() for g in gradient(i).values())
-            both = jax.jit(lambda i: (jax.grad(square)(i), jax.jvp(gradient, (i,), (i,))[1]))
-            return jax.block_until_ready(both(inputs))
+            both = lambda i: (jax.grad(square)(i), jax.jvp(gradient, (i,), (i,))[1])
+            return jax.block_until_ready(jax.jit(both, compiler_options=QUICK)(inputs))
 
         for got, expected in zip(curvature(implementation), curvature("xla"), strict=True):
             assert_trees_close(got, expected, 4 * float(jnp.finfo(dtype).eps) if dtype != "float32" else 1e-5)
@@ -121,7 +121,6 @@ def test_poison_over_several_tiles(operator, implementation, case):
     cts = cotangents(operator, jax.eval_shape(lambda: operator.call(**arrays, **options)))
     names = list(differentiated(operator, arrays))
 
-    @jax.jit
     def run(arrays, cts):
         def again(inputs, cts):
             gradients = jax.grad(loss)(inputs, arrays, cts)
@@ -133,7 +132,9 @@ def test_poison_over_several_tiles(operator, implementation, case):
     hiding = poisoned(operator, case, arrays, cts)
     if hiding is None:
         pytest.skip("every entry is read")
-    for got, expected in zip(jax.tree.leaves(run(*hiding)), jax.tree.leaves(run(arrays, cts)), strict=True):
+    program = jax.jit(run, compiler_options=QUICK)
+    results = program(*hiding), program(arrays, cts)
+    for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
         assert_close(got, expected, 1e-12)
 
 
@@ -145,5 +146,5 @@ def test_check_grads_to_order_two(operator):
     assert not is_kernel(operator, implementation)
     arrays = case.arrays(np.float64)
     options = {**case.options, "implementation": implementation}
-    loss = finite_loss(operator.call, operator, arrays, options)
+    loss = jax.jit(finite_loss(operator.call, operator, arrays, options), compiler_options=QUICK)
     check_grads(loss, (differentiated(operator, arrays),), order=2, modes=["rev"], rtol=1e-4)
