@@ -59,6 +59,7 @@ LAYERS = (
         "ops/*/layout",
         "ops/*/sampling",
         "ops/*/batch_slices",
+        "ops/*/entries",
         "ops/*/modifiers",
     ),
     (

@@ -30,9 +30,9 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return "the graph has no room for edges"
     if options.sharing > 1:
         return f"every head must have a key of its own, got {options.sharing} heads that share one"
-    if operands.value is not None and operands.value.shape != src.shape:
-        return f"values must be as wide as keys, got {operands.value.shape[1]} and {src.shape[1]}"
-    D = src.shape[1] // options.num_heads
+    if operands.value is not None and operands.value.shape[-1] != src.shape[-1]:
+        return f"values must be as wide as keys, got {operands.value.shape[-1]} and {src.shape[-1]}"
+    D = src.shape[-1] // options.num_heads
     if D not in WIDTHS:
         return f"the width of a head must be one of {WIDTHS}, got {D}"
     return None
