@@ -36,6 +36,19 @@ assert "jax_attn_bwd.layers.flax_nnx" not in sys.modules
 """)
 
 
+def test_what_a_plain_import_leaves_out():
+    """It is there when it is named."""
+    run("""
+import jax_attn_bwd
+late = {"jax_attn_bwd." + name for name in ("compat", "mods", "parallel")}
+assert not late & set(sys.modules) and "jax.extend" not in sys.modules
+assert {"compat", "mods", "parallel"} <= set(dir(jax_attn_bwd))
+assert not hasattr(jax_attn_bwd, "nothing")
+from jax_attn_bwd import *
+assert late <= set(sys.modules) and mods is jax_attn_bwd.mods and compat.torch
+""")
+
+
 def test_a_missing_framework_is_named():
     run("""
 class Missing:
