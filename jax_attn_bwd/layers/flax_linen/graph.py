@@ -116,7 +116,7 @@ class GATConv(_Conv):
       dropout: probability of dropping an edge's weight.
       edge_dim: width of edge features; None = no edge features.
       bias: whether to learn an additive bias.
-      deterministic: True = no dropout; may be given at the call instead.
+      deterministic: True = no dropout; may be given at the call instead. (Sums repeat bit for bit anyway.)
       dtype: of the computation; None infers it from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the linear layers.

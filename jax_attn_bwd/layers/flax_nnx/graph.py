@@ -121,7 +121,7 @@ class GATConv(_Conv):
         see `jax_attn_bwd.layers.graph`.
       fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
         the node.
-      deterministic: True = no dropout; `train()` and `eval()` set it.
+      deterministic: True = no dropout; `train()` and `eval()` set it. (Sums repeat bit for bit anyway.)
       dtype: of the computation; None infers it from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the linear layers.

@@ -1,7 +1,7 @@
 """`BipartiteCSC`: a graph, and the order in which the loops walk over its edges."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph import given, on_device, self_loops
 from jax_attn_bwd.ops.graph.grouping import Groups, grouped, run_owners
 
@@ -93,11 +94,19 @@ class BipartiteCSC:
         dtype = getattr(self.indices, "dtype", None)
         return f"BipartiteCSC(num_src={self.num_src}, num_dst={self.num_dst}, {edges}, dtype={dtype})"
 
+    @overload
+    def with_self_loops(
+        self, edge: None = None, *, fill_value: float | Array | str = "mean", capacity: int | None = None
+    ) -> "BipartiteCSC": ...
+    @overload
+    def with_self_loops(
+        self, edge: Array, *, fill_value: float | Array | str = "mean", capacity: int | None = None
+    ) -> tuple["BipartiteCSC", jax.Array]: ...
     def with_self_loops(
         self,
-        edge: jax.Array | None = None,
+        edge: Array | None = None,
         *,
-        fill_value: float | jax.Array | str = "mean",
+        fill_value: float | Array | str = "mean",
         capacity: int | None = None,
     ) -> Any:
         """The graph with exactly one edge from each node to itself, those that were there replaced.
