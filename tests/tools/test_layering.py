@@ -47,6 +47,7 @@ LAYERS = (
         "ops/*/grouping",
         "ops/*/self_loops",
         "ops/*/on_device",
+        "ops/*/on_host",
         "ops/*/given",
         "ops/*/batching",
         "ops/*/groups",

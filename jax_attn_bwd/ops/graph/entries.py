@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import dropout, targets
+from jax_attn_bwd._core import dropout, pallas, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import match_type, reshard_like, varying
+from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.graph.spec import Cotangents, Operands, Options, Residuals, Result
 
 RANKS = {"src": 2, "dst": 2, "value": 2, "edge": 2, "score_bias": 2, "dropout_mask": 2}  # of one entry
@@ -73,7 +73,7 @@ def backward(
         return run(options, Residuals(operands, result, wanted), cotangents)
 
     # what varies is summed over devices by no entry
-    grads = _mapped(one, _vary_alike(operands, leader(operands)), result, cotangents)
+    grads = _mapped(one, pallas.vary_alike(operands), result, cotangents)
     return {name: _summed(x, getattr(operands, name)) for name, x in grads.items()}
 
 
@@ -100,17 +100,6 @@ def _mapped(function: Callable[..., Any], operands: Operands, *of_entries: Any) 
 def one_after_another() -> bool:
     """Whether entries are computed in turn: where one CPU is all there is, which does so in half the time."""
     return targets.platform() == "cpu" and len(jax.devices("cpu")) == 1
-
-
-def _vary_alike(operands: Operands, like: jax.Array) -> Operands:
-    """`operands` whose floating arrays vary, in `jax.shard_map`, over every mesh axis that `like` does."""
-
-    def vary(x):
-        missing = varying(like) - varying(x)
-        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    given = {name: getattr(operands, name) for name in (*RANKS, "attention_weights")}
-    return operands._replace(**{name: vary(x) for name, x in given.items() if x is not None})
 
 
 def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
