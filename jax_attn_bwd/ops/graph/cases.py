@@ -97,6 +97,7 @@ def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D)
     yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16")
+    yield compiled("compiled 8 x 8, a batch", H=8, D=8, batch=(2,))
     everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
     everything["tags"] = ("mosaic_gpu", "A100", "B200")
     for H, D in ((4, 16), (8, 64)):

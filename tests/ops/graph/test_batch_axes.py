@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.test_sharding import collectives
-from helpers import assert_close, assert_trees_close, thorough
+from helpers import assert_close, assert_trees_close, interpreted, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ops.graph.calls import FUNCTIONS, QUICK, D, H, every_kind, inputs, normal, random_edges
 
-from jax_attn_bwd import BipartiteCSC, edge_softmax, graph_attention, graph_attention_bwd
+from jax_attn_bwd import BipartiteCSC, edge_softmax, explain, graph_attention, graph_attention_bwd
+from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.graph import entries
 
 GRAPH = BipartiteCSC.from_coo(*random_edges(), 7, 5)
@@ -119,6 +120,29 @@ def test_lower_precision_of_what_many_entries_share():
         np.abs(gradient(f)(arrays) - wide).max() for f in (lambda a: call(GRAPH, **a, num_heads=H), plain)
     )
     assert own <= 2 * theirs
+
+
+@interpreted
+@thorough
+@pytest.mark.parametrize("kind", ["gat", "transformer"])
+def test_kernels(kind):
+    """With what entries share; a batch over an Explicit mesh is left to the portable path."""
+    call, arrays = FUNCTIONS[kind][0], inputs(kind, 7, 5, dtype=np.float32, width=32)
+    name = "src" if kind == "gat" else "query"
+    arrays |= {name: normal(B, *arrays[name].shape, dtype=np.float32)}
+
+    def gradient(arrays, implementation):
+        options = {"num_heads": 4, "implementation": implementation}
+        return jax.grad(lambda a: jnp.sin(call(GRAPH, **a, **options)).sum())(arrays)
+
+    run = jax.jit(gradient, static_argnums=1, compiler_options=QUICK)
+    with pallas.interpreting("mosaic_gpu"):
+        assert_trees_close(run(arrays, "mosaic_gpu"), run(arrays, "xla"), 4e-6)
+        mesh = jax.make_mesh((B,), ("b",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            placed = arrays | {name: jax.device_put(arrays[name], NamedSharding(mesh, P("b")))}
+            reasons = explain(lambda **a: call(GRAPH, **a, num_heads=4), **placed)
+    assert "several devices of an Explicit mesh; call it inside" in reasons["mosaic_gpu"]
 
 
 def test_refused_shardings_of_a_batch():
