@@ -161,6 +161,12 @@ def test_errors_of_equinox():
             TypeError,
             "cache must be a KeyValueCache, got NoneType; begin",
         ),
+        (
+            lambda: layer.decode(x, x, x, jax.tree.map(lambda x: x[None], cache)),
+            ValueError,
+            "cache must be that of one",
+        ),
+        (lambda: layer.init_cache(2, "int8"), TypeError, "dtype must be a floating dtype, got int8"),
         (lambda: layer.init_cache(0), ValueError, "length must be a positive int"),
         (
             lambda: layer.decode(x[:1], x[:1], x[:1], cache, jnp.ones((1, T), bool)),

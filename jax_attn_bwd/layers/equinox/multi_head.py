@@ -201,12 +201,14 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           A pytree of zeros. For a batch: `jax.vmap(lambda _: layer.init_cache(length))(jnp.arange(batch))`.
 
         Raises:
-          TypeError, ValueError: `length` is no positive int. TypeError: a projection is no
-            `equinox.nn.Linear`.
+          TypeError, ValueError: `length` is no positive int. TypeError: `dtype` is not floating, or a
+            projection is no `equinox.nn.Linear`.
         """
         length, linears = positive(_NAME, "length", length), (self.key_proj, self.value_proj)
         self._plain("init_cache")
         dtype = jnp.result_type(*(linear.weight for linear in linears)) if dtype is None else dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(checks.message(_NAME, "dtype", "be a floating dtype", dtype))
         k, v = (jnp.zeros((length, self.num_heads, size), dtype) for size in (self.qk_size, self.vo_size))
         return KeyValueCache(k, v, jnp.zeros((), jnp.int32))
 
@@ -264,6 +266,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         if not isinstance(cache, KeyValueCache):
             got, remedy = type(cache).__name__, "begin with layer.init_cache(length)"
             raise TypeError(checks.message(_NAME, "cache", "be a KeyValueCache", got, remedy))
+        if cache.key.ndim != 3:
+            expected, remedy = "be that of one row, its keys [L, N, H]", "for a batch use jax.vmap"
+            raise ValueError(checks.message(_NAME, "cache", expected, cache.key.shape, remedy))
         params = self._plain("decode")
         mask = None if mask is None else self._mask(mask, query.shape[0], cache.key.shape[0], "L")
         return decode(

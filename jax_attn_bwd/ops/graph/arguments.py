@@ -165,9 +165,11 @@ def _nodes(
         raise ValueError(checks.message(operator, argument, f"have shape [..., {name}, dim]", x.shape))
     size = (*x.shape[:-2], nodes, x.shape[-1] if width is None else width)
     if x.shape != size:
-        remedy = (
-            f"heads lie side by side: {argument}.reshape({nodes}, -1)" if x.shape[-3:-2] == (nodes,) else ""
-        )
+        remedy = ""
+        if x.shape[-3:-2] == (nodes,):  # [nodes, heads, size], or [nodes, batch, dim]
+            remedy = (
+                f"heads lie side by side, {argument}.reshape(*{argument}.shape[:-2], -1); a batch in front"
+            )
         expected = f"have shape [..., {name}, dim] = {size}"
         raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
     return x

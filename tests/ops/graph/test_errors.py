@@ -32,7 +32,7 @@ BAD = {
         ValueError,
         lambda: gat(src=jnp.ones((3, 2, 2))),
         "src must have shape [..., num_src, dim] = (3, 3, 2), got (3, 2, 2); "
-        "heads lie side by side: src.reshape(3, -1)",
+        "heads lie side by side, src.reshape(*src.shape[:-2], -1); a batch in front",
     ),
     "batches": (
         ValueError,
