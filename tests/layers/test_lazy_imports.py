@@ -49,6 +49,7 @@ assert late <= set(sys.modules) and mods is jax_attn_bwd.mods and compat.torch
 """)
 
 
+@pytest.mark.thorough
 def test_a_second_import_in_one_process():
     """After `sys.modules` was purged: classes are new, and their names are taken."""
     run("""

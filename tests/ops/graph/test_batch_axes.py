@@ -8,7 +8,7 @@ from contract.test_sharding import collectives
 from helpers import assert_close, assert_trees_close, interpreted, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ops.graph.calls import FUNCTIONS, QUICK, D, H, every_kind, inputs, normal, random_edges
+from ops.graph.calls import FUNCTIONS, QUICK, D, H, each_kind, every_kind, inputs, normal, random_edges
 
 from jax_attn_bwd import BipartiteCSC, edge_softmax, explain, graph_attention, graph_attention_bwd
 from jax_attn_bwd._core import pallas
@@ -38,7 +38,7 @@ def test_entries_one_after_another(kind, monkeypatch):
     assert_trees_close(in_turn(arrays), expected, 1e-11)
 
 
-@every_kind
+@each_kind("gat")
 def test_an_entry_is_a_call(kind):
     """With dropout, an entry is the call whose batch offset is its number."""
     call, arrays = FUNCTIONS[kind][0], inputs(kind, 7, 5, edge=23)
@@ -50,7 +50,7 @@ def test_an_entry_is_a_call(kind):
     assert_close(got[1, 2], call(GRAPH, **one, dropout_offset=(15, 1, 2, 0), **options), 1e-13)
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("in_turn", [pytest.param(False, marks=thorough), True])
 def test_an_empty_batch(in_turn, monkeypatch):
     monkeypatch.setattr(entries, "one_after_another", lambda: in_turn)
     src = jnp.ones((0, 2, 7, H * D))
