@@ -105,7 +105,7 @@ def test_rows_that_begin_at_different_places(framework):
     (x,) = arrays((2, T, E))
     padding = np.array([[2], [0]])
     layer = decoder(
-        framework, x, rotary=Rotary(base=10.0, size=2, interleaved=True), local_window_size=(3, 0)
+        framework, x, rotary=Rotary(base=10.0, size=2, interleaved=True), local_window_size=3
     )
     keys = dict(
         key_value_positions=jnp.asarray(np.arange(T) - padding),
