@@ -1,6 +1,10 @@
 """Attention-family operators for JAX with hand-written backward rules."""
 
-from jax_attn_bwd import compat, layers, mods, parallel
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jax_attn_bwd import layers
 from jax_attn_bwd._core.backend import explain
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.ops.deformable import (
@@ -87,3 +91,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jax_attn_bwd import compat, mods, parallel
+else:  # a third of the time of importing this package
+    _WHEN_NAMED = ("compat", "mods", "parallel")
+
+    def __getattr__(name: str) -> ModuleType:
+        if name not in _WHEN_NAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_WHEN_NAMED})

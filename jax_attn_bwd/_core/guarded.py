@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.intervals import called_jaxpr
+from jax_attn_bwd._core.jaxprs import is_literal
 
 _HARMLESS = 0.5  # within the domain of nearly all functions: log, sqrt, 1 / x, asin, atanh
 _MOVES = frozenset(
@@ -80,7 +80,7 @@ def _evaluate(jaxpr: Any, consts: Any, arguments: list[_Value], guard: _Guard) -
     found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
 
     def read(variable):
-        if isinstance(variable, Literal):
+        if is_literal(variable):
             x = jnp.asarray(variable.val, variable.aval.dtype)
             return _Value(x, False, False, bool(np.isfinite(variable.val)))
         return found[variable]
@@ -121,7 +121,7 @@ def _is_tame(equation: Any, inputs: list[_Value]) -> bool:
         return (not x.varies or y.finite) and (not y.varies or x.finite)
     if name == "div":
         denominator = equation.invars[1]
-        return isinstance(denominator, Literal) and denominator.val != 0
+        return is_literal(denominator) and denominator.val != 0
     return False
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.interval_rules import RULES, STRUCTURAL, dtype_range, floored
+from jax_attn_bwd._core.jaxprs import is_literal
 from jax_attn_bwd._core.range_extrema import gathered
 
 
@@ -79,7 +79,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Interval], arguments: Sequence[Interv
     found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
     def read(variable):
-        if isinstance(variable, Literal):
+        if is_literal(variable):
             return exact(np.asarray(variable.val, variable.aval.dtype))
         return found[variable]
 

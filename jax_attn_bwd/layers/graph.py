@@ -19,6 +19,8 @@ Where the layers differ from PyTorch Geometric's:
   * an array x means that the destinations are its first `num_dst` rows, as those of a sampled neighbourhood
     are; there is no (x_src, None);
   * a layer with `edge_dim` must be given `edge_attr`, and one without must not;
+  * nodes and edges may have batch axes in front, `[..., num_src, channels]`, for one graph (its "static
+    graphs"); with dropout every entry has its own; an array of a pair that has none is shared;
   * kernels and attention vectors start Xavier-uniform in all three (its TransformerConv's uniform in
     +-1 / sqrt(fan-in)), and all biases 0 (those of its linear layers likewise).
 
@@ -34,7 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.layers.graph_parameters import Config
 from jax_attn_bwd.layers.published_weights import from_torch as from_torch
 from jax_attn_bwd.ops.graph import (
@@ -133,15 +135,15 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 def _finish(linears: Linears, arrays: Arrays, out: jax.Array, x_dst: jax.Array) -> jax.Array:
     """Adds what skips the attention, and the bias."""
     if "lin_skip" in linears:
-        skip = linears["lin_skip"](x_dst)
+        skip = jnp.broadcast_to(linears["lin_skip"](x_dst), out.shape)
         if "lin_beta" in linears:
             gate = linears["lin_beta"](jnp.concatenate([out, skip, out - skip], -1))
             gate = jax.nn.sigmoid(gate)
             return gate * skip + (1 - gate) * out
         out = out + skip
     if "res" in linears:
-        out = out + linears["res"](x_dst)
-    return out + arrays["bias"].astype(out.dtype)[None] if "bias" in arrays else out
+        out = out + to_rank(linears["res"](x_dst), out.ndim)
+    return out + to_rank(arrays["bias"].astype(out.dtype), out.ndim) if "bias" in arrays else out
 
 
 def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.Array]:
@@ -165,23 +167,24 @@ def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.
             counts = f"num_src = {graph.num_src} < num_dst = {graph.num_dst}"
             expected = f"be a pair (x_src, x_dst) where {counts}"
             raise ValueError(checks.message(config.kind, "x", expected, "one array"))
-        return x, x[: graph.num_dst]
+        return x, x[..., : graph.num_dst, :]
     x_src = _rows(config, "x_src", x[0], "num_src", graph.num_src, source)
     return x_src, _rows(config, "x_dst", x[1], "num_dst", graph.num_dst, destination)
 
 
 def _rows(config: Config, argument: str, x: Any, name: str, rows: int, width: int | None) -> jax.Array:
     x = checks.floating(config.kind, argument, x)
-    if x.ndim != 2 or x.shape[0] != rows:
-        expected = f"have shape [{name}, channels] with {name} = {rows}"
+    if x.ndim < 2 or x.shape[-2] != rows:
+        expected = f"have shape [..., {name}, channels] with {name} = {rows}"
         raise ValueError(checks.message(config.kind, argument, expected, x.shape))
     if width is not None:
-        checks.shape(config.kind, argument, x, f"[{name}, in_channels]", (rows, width))
+        shape = (*x.shape[:-1], width)
+        checks.shape(config.kind, argument, x, f"[..., {name}, in_channels]", shape)
     return x
 
 
 def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | None:
-    """Edge features `[nnz, edge_dim]`, 0 in the padding, that lin_edge would read."""
+    """Edge features `[..., nnz, edge_dim]`, 0 in the padding, that lin_edge would read."""
     if (edge_attr is None) != (config.edge_dim is None):
         expected = f"be {'None' if config.edge_dim is None else 'given'} with edge_dim = {config.edge_dim}"
         got = None if edge_attr is None else "an array"
@@ -190,9 +193,9 @@ def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | N
         return None
     edge_attr = checks.floating(config.kind, "edge_attr", edge_attr)
     edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr
-    shape = (graph.capacity, config.edge_dim)
-    checks.shape(config.kind, "edge_attr", edge_attr, "[nnz, edge_dim]", shape)
-    return jnp.where(graph.exists[:, None], edge_attr, 0)
+    shape = (*edge_attr.shape[:-2], graph.capacity, config.edge_dim)
+    checks.shape(config.kind, "edge_attr", edge_attr, "[..., nnz, edge_dim]", shape)
+    return jnp.where(to_rank(graph.exists[:, None], edge_attr.ndim), edge_attr, 0)
 
 
 def _with_self_loops(
@@ -203,7 +206,9 @@ def _with_self_loops(
     capacity = graph.capacity + min(graph.num_src, graph.num_dst) if padded else None
     if edge_attr is None:
         return graph.with_self_loops(capacity=capacity), None
-    return graph.with_self_loops(edge_attr, fill_value=config.fill_value, capacity=capacity)
+    rows = jnp.moveaxis(edge_attr, -2, 0)  # batch axes behind that of the edges
+    graph, rows = graph.with_self_loops(rows, fill_value=config.fill_value, capacity=capacity)
+    return graph, jnp.moveaxis(rows, 0, -2)
 
 
 def on_graphs_tuple(layer: Callable[..., Any]) -> Callable[..., Any]:

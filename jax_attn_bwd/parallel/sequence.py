@@ -1,31 +1,14 @@
-"""Dense attention with the sequence sharded over a mesh axis: the public functions and their custom_vjp."""
+"""Dense attention with the sequence sharded over a mesh axis: the public functions; the rule is `rule.py`."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, pallas, trees
-from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
 from jax_attn_bwd._core.types import Array, Integers
-from jax_attn_bwd.ops.dot_product import block
-from jax_attn_bwd.ops.dot_product.spec import (
-    DIFFERENTIABLE,
-    DotProductAttentionKeywords,
-    Operands,
-    Options,
-    Result,
-)
-from jax_attn_bwd.parallel import all_gather, ring, ulysses
-from jax_attn_bwd.parallel.arguments import Exchange, prepare
-
-_EXCHANGES: dict[str, Any] = {"ring_attention": ring, "all_gather_attention": all_gather}
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
+from jax_attn_bwd.parallel import ulysses
+from jax_attn_bwd.parallel.rule import exchanged
 
 
 # fmt: off
@@ -153,7 +136,7 @@ def ring_attention(
     References:
       Liu et al., Ring attention with blockwise transformers, 2023, arXiv:2310.01889.
     """
-    return _exchanged("ring_attention", **locals())
+    return exchanged("ring_attention", **locals())
 
 
 # fmt: off
@@ -224,7 +207,7 @@ def all_gather_attention(
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
-    return _exchanged("all_gather_attention", **locals())
+    return exchanged("all_gather_attention", **locals())
 
 
 # fmt: off
@@ -303,82 +286,3 @@ def ulysses_attention(
       Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509.
     """
     return ulysses.attend("ulysses_attention", **locals())
-
-
-def _exchanged(operator: str, *, return_residual: bool, implementation: str | None, **arguments: Any) -> Any:
-    exchange, options, operands = prepare(operator, **arguments)
-    return_residual = checks.flag(operator, "return_residual", return_residual)
-    example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
-    chosen = block.choose(operator, implementation, options, example)
-    out, lse = _run((operator, exchange, chosen, options), operands)
-    return (out, lse) if return_residual else out
-
-
-def _alike(exchange: Exchange, operands: Operands) -> Operands:
-    """`operands`, each varying over the axis of the sequence and every other that one of them varies over.
-
-    Then no rule of a block has anything to sum over devices: that waits until the exchange is over.
-    """
-    return pallas.vary_alike((operands, lax.axis_index(exchange.axis_name)))[0]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: tuple[str, Exchange, str, Options], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    result = _forward(static, operands)
-    return result.out, result.lse
-
-
-def _forward(static, operands) -> Result:
-    operator, exchange, implementation, options = static
-    alike = _alike(exchange, operands)
-    return tie(_EXCHANGES[operator].forward(exchange, implementation, options, alike), alike)
-
-
-def _fwd(static, operands):
-    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, *rows = _forward(static, operands)
-    named = Result(
-        checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
-    )
-    return (named.out, named.lse), (operands, named, backend.note(wanted, DIFFERENTIABLE))
-
-
-def _bwd(static, residuals, cotangents):
-    operator, exchange, implementation, options = static
-    operands, result, note = residuals
-    wanted = backend.noted(note, DIFFERENTIABLE)
-    alike, names = _alike(exchange, operands), wanted - {"sink"}
-    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    dout, dlse = _of_live_rows(alike, result, jnp.zeros_like(result.out) if dout is None else dout, dlse)
-    run, grads = _EXCHANGES[operator].backward, {}
-    if names:
-        grads = run(exchange, implementation, options, alike, result, names, dout, dlse)
-    if "sink" in wanted:
-        grads["sink"] = _gradient_of_sink(alike, result, dout, dlse)
-    matched = {
-        name: jax.tree.map(match_type, x, trees.floats(getattr(operands, name))) for name, x in grads.items()
-    }
-    return (Operands(None, None, None)._replace(**matched),)
-
-
-_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_attention)
-
-
-def _of_live_rows(operands, result, dout, dlse):
-    """The cotangents, 0 where a row attends to nothing: there they may be anything."""
-    lse = result.lse
-    nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
-    dead = (lse == nothing) & (result.out == 0).all(-1)
-    dlse = None if dlse is None else jnp.where(lse == -jnp.inf, 0, dlse)
-    return jnp.where(dead[..., None], 0, dout), dlse
-
-
-def _gradient_of_sink(operands, result, dout, dlse):
-    """(7) of `ring.py`, `[N]`."""
-    out, lse, low = result
-    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # nothing seen, and a sink of -inf
-    p = jnp.exp((to_rank(operands.sink.astype(delta.dtype), delta.ndim) - lse) - low)
-    return reduce_to(-(p * delta), operands.sink.shape)

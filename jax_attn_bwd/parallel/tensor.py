@@ -9,6 +9,7 @@ from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, pallas
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.rotary import Rotary, checked, rotate
 from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, dropping, multi_head_attention
 from jax_attn_bwd.ops.multi_head.spec import LayerKeywords
@@ -65,6 +66,7 @@ def tensor_parallel_multi_head_attention(
     query_positions: Integers | None = None,
     key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
+    rotary: Rotary | None = None,
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
     out_dropout_rate: float = 0.0,
@@ -108,6 +110,8 @@ def tensor_parallel_multi_head_attention(
       sequence_axis_name: a second mesh axis that holds the sequence, or None.
       bias, mask, lengths, segment ids, positions: of the T queries and S keys and of this device's heads, as
         in `multi_head_attention`, with `sequence_axis_name` as in `ring_attention`.
+      rotary: `Rotary`, or None: turns the projected queries and keys by their positions, or else by their
+        indices in the whole sequence.
       dropout_key: the same on all devices: the mask is that of one device.
       dropout_offset: (batch, head, row, column) of all heads of this attention in a larger array.
       scale, is_causal, local_window_size, logits_soft_cap, add_zero_attn, dropout_rate, out_dropout_rate,
@@ -176,13 +180,13 @@ def tensor_parallel_multi_head_attention(
     own, weights = params._replace(out_bias=None), None
     flags = {"return_weights": return_weights, "average_weights": average_weights}
     if sequence_axis_name is None:
-        attention |= dict(add_zero_attn=add_zero_attn, save=save, **flags)
+        attention |= dict(add_zero_attn=add_zero_attn, save=save, rotary=rotary, **flags)
         out = multi_head_attention(own, **inputs, **attention)
         out, weights = out if return_weights else (out, None)
     else:
         _check_ring(params, dropout_rate, flags | {"save": save})
         add_zero_attn = checks.flag(_NAME, "add_zero_attn", add_zero_attn)
-        out = _over_ring(own, inputs, sequence_axis_name, attention, add_zero_attn)
+        out = _over_ring(own, inputs, sequence_axis_name, attention, add_zero_attn, rotary)
     T = out.shape[-2]
     if reduce == "psum_scatter":
         out = lax.psum_scatter(out, axis_name, scatter_dimension=out.ndim - 2, tiled=True)
@@ -251,18 +255,26 @@ def _gathered(x: jax.Array | None, axis_name: str) -> jax.Array | None:
 
 
 def _over_ring(
-    params: Any, inputs: dict[str, Any], axis_name: str, attention: dict[str, Any], add_zero_attn: bool
+    params: Any,
+    inputs: dict[str, Any],
+    axis_name: str,
+    attention: dict[str, Any],
+    add_zero_attn: bool,
+    rotary: Rotary | None,
 ) -> jax.Array:
     """The layer around `ring_attention`, without the output's bias."""
     query, key, value = inputs.values()
     key = query if key is None else key
     inputs = {"query": query, "key": key, "value": key if value is None else value}
     product = dict(precision=attention["precision"], preferred_element_type=accumulator_dtype(query.dtype))
-    heads = []
+    rotary, heads = checked(_NAME, rotary, params.query_kernel.shape[-1]), []
     for name, x in inputs.items():
         kernel, bias = getattr(params, f"{name}_kernel"), getattr(params, f"{name}_bias")
         y = jnp.einsum("...te,enh->...tnh", x, kernel, **product)
         y = y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
+        if rotary is not None and name != "value":
+            argument = "query_positions" if name == "query" else "key_value_positions"
+            y = rotate(rotary, y, _positions(argument, attention[argument], y, axis_name))
         heads.append(y.astype(x.dtype))
     sink = params.sink
     if add_zero_attn:  # a key of 0 whose value is 0 takes what a sink of 0 takes
@@ -271,6 +283,14 @@ def _over_ring(
     out, lse = ring_attention(*heads, axis_name=axis_name, sink=sink, return_residual=True, **attention)
     out = out if params.bias_k is None else _with_row(params, heads[0], out, lse, attention)
     return jnp.einsum("...tnh,nho->...to", out, params.out_kernel, **product).astype(query.dtype)
+
+
+def _positions(argument: str, given: Any, y: jax.Array, axis_name: str) -> jax.Array:
+    """Of this device's tokens, `[..., T]`: those told, or the indices in the whole sequence."""
+    if given is not None:
+        given = checks.integers(_NAME, argument, given)
+        checks.broadcasts(_NAME, argument, given, "[..., T]", y.shape[:-2])
+    return token_index(given, y.shape[-3], 0, lax.axis_index(axis_name))
 
 
 def _with_row(params: Any, q: jax.Array, out: jax.Array, lse: jax.Array, attention: Any) -> jax.Array:

@@ -64,6 +64,29 @@ def test_self_loops_are_added_by_default(rng, framework):
     assert_close(traced(graph), out, 1e-12)
 
 
+@pytest.mark.parametrize(
+    "framework", [pytest.param(f, marks=[thorough] * (f != "equinox")) for f in FRAMEWORKS]
+)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[thorough] * (k != "TransformerConv")) for k in KINDS]
+)
+def test_batch_axes_for_one_graph(rng, framework, kind):
+    """Each entry as alone, edges and loops included; the destinations are shared."""
+    more = {"beta": True} if kind == "TransformerConv" else {"add_self_loops": True, "residual": True}
+    options = {"edge_dim": EDGE, **more}
+    params, (x, graph, _) = parameters(rng, kind, (6, 4), options), inputs(rng, (6, 4), options)
+    layer = build(framework, kind, (6, 4), **options)
+    sources = jnp.asarray(rng.standard_normal((2, 3, N_SRC, 6)))
+    edges = jnp.asarray(rng.standard_normal((2, 3, NNZ, EDGE)))
+
+    def both(sources, edges):
+        call = lambda src, edge: layer.call(params, (src, x[1]), graph, edge, return_attention_weights=True)
+        return call(sources, edges), call(sources[1, 2], edges[1, 2])
+
+    for got, one in zip(*jax.jit(both, compiler_options=QUICK)(sources, edges), strict=True):
+        assert_close(got[1, 2], one, 1e-12)
+
+
 def test_graphs_tuple(rng):
     """A padded batch of two graphs; nodes of the one do not see the other, and edges stay as they are."""
     jraph = pytest.importorskip("jraph")
@@ -113,7 +136,11 @@ def call_with(framework="flax_nnx", kind="GATConv", in_channels=(6, 4), **change
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"x": jnp.zeros((N_SRC + 1, 6))}, ValueError, r"x must have shape \[num_src, channels\] .* 7, got"),
+        (
+            {"x": jnp.zeros((N_SRC + 1, 6))},
+            ValueError,
+            r"x must have shape \[..., num_src, channels\] .* 7, got",
+        ),
         ({"x": jnp.zeros((N_SRC, 6), int)}, TypeError, "x must be a floating-point array"),
         ({"x": (jnp.zeros((N_SRC, 6)),)}, ValueError, r"x must be an array or a pair .* got 1 of them"),
         ({"x": (jnp.zeros((N_SRC, 6)), None)}, TypeError, "x_dst must .* not None as in PyTorch Geometric"),
@@ -125,7 +152,7 @@ def call_with(framework="flax_nnx", kind="GATConv", in_channels=(6, 4), **change
             ValueError,
             "edge_attr must be None with edge_dim = None, got an array",
         ),
-        ({"edge_attr": jnp.zeros((NNZ, 5))}, ValueError, r"edge_attr must have shape \[nnz, edge_dim\]"),
+        ({"edge_attr": jnp.zeros((NNZ, 5))}, ValueError, r"edge_attr must have shape \[..., nnz, edge_dim\]"),
         ({"in_channels": (6, 4, 4)}, ValueError, "in_channels must be an int or a pair"),
         ({"in_channels": 0}, ValueError, "in_channels must be a positive int"),
         ({"options": {"dropout": 1.5}}, ValueError, r"dropout must lie in \[0, 1\]"),
@@ -155,9 +182,9 @@ def test_every_layer_names_itself_in_errors(framework, kind):
 def test_nodes_of_another_width_than_the_layer_was_built_for_are_an_error(framework, kind):
     wide, narrow = jnp.zeros((N_SRC, 7)), jnp.zeros((N_DST, 5))
     for in_channels, x, message in (
-        ((6, 6), wide, r"x must have shape \[num_src, in_channels\] = \(7, 6\), got \(7, 7\)"),
+        ((6, 6), wide, r"x must have shape \[..., num_src, in_channels\] = \(7, 6\), got \(7, 7\)"),
         ((6, 5), (wide, narrow), r"x_src must have shape .* = \(7, 6\), got \(7, 7\)"),
-        ((7, 4), (wide, narrow), r"x_dst must have shape \[num_dst, .* = \(5, 4\), got \(5, 5\)"),
+        ((7, 4), (wide, narrow), r"x_dst must have shape \[..., num_dst, .* = \(5, 4\), got \(5, 5\)"),
         ((7, 4), wide, r"x must be a pair .* with in_channels = \(7, 4\), got one array"),
     ):
         with pytest.raises(ValueError, match=f"{kind}: {message}"):

@@ -36,6 +36,33 @@ assert "jax_attn_bwd.layers.flax_nnx" not in sys.modules
 """)
 
 
+def test_what_a_plain_import_leaves_out():
+    """It is there when it is named."""
+    run("""
+import jax_attn_bwd
+late = {"jax_attn_bwd." + name for name in ("compat", "mods", "parallel")}
+assert not late & set(sys.modules) and "jax.extend" not in sys.modules
+assert {"compat", "mods", "parallel"} <= set(dir(jax_attn_bwd))
+assert not hasattr(jax_attn_bwd, "nothing")
+from jax_attn_bwd import *
+assert late <= set(sys.modules) and mods is jax_attn_bwd.mods and compat.torch
+""")
+
+
+@pytest.mark.thorough
+def test_a_second_import_in_one_process():
+    """After `sys.modules` was purged: classes are new, and their names are taken."""
+    run("""
+import jax_attn_bwd
+for name in [name for name in sys.modules if name.split(".")[0] == "jax_attn_bwd"]:
+    del sys.modules[name]
+first, jax_attn_bwd = jax_attn_bwd, None
+import jax_attn_bwd
+assert jax_attn_bwd.BipartiteCSC is not first.BipartiteCSC
+assert jax_attn_bwd.BipartiteCSC.from_coo([0], [0], 1, 1).num_edges == 1
+""")
+
+
 def test_a_missing_framework_is_named():
     run("""
 class Missing:

@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import draw
 from parallel.test_exchange import COLLECTIVE
 
-from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
+from jax_attn_bwd import MultiHeadAttentionParams, Rotary, multi_head_attention
 from jax_attn_bwd.parallel import tensor_parallel_multi_head_attention
 
 T, E, N, K, H = 16, 6, 4, 2, 3
+ROTARY = Rotary(base=10.0, size=2, interleaved=True)
 HEADS = P(None, "heads")
 SPECS = MultiHeadAttentionParams(
     HEADS,
@@ -85,7 +86,15 @@ def compare(rng, params, reduce, sequence, options):
     [
         pytest.param("psum_scatter", False, {"add_zero_attn": True, "dropout_rate": 0.3}, marks=thorough),
         pytest.param("psum", False, {"logits_soft_cap": 2.0, "save": "qkv"}, marks=thorough),
-        ("psum_scatter", True, {"dropout_rate": 0.3, "out_dropout_rate": 0.4, "add_residual": True}),
+        (
+            "psum_scatter",
+            True,
+            {"dropout_rate": 0.3, "out_dropout_rate": 0.4, "add_residual": True, "rotary": ROTARY},
+        ),
+        pytest.param("psum_scatter", False, {"rotary": ROTARY, "local_window_size": 5}, marks=thorough),
+        pytest.param(
+            "psum", True, {"appended": True, "add_zero_attn": True, "rotary": ROTARY}, marks=thorough
+        ),
         pytest.param("psum", True, {"local_window_size": 5, "out_dropout_rate": 0.4}, marks=thorough),
         pytest.param(
             "psum_scatter",
@@ -105,6 +114,31 @@ def test_as_on_one_device(reduce, sequence, options, rng):
     options = {"is_causal": True, "dropout_key": jax.random.key(3), **options}
     appended = options.pop("appended", not sequence)
     compare(rng, parameters(rng, appended), reduce, sequence, options)
+
+
+@thorough
+def test_rotary_by_positions_around_a_ring(rng):
+    """Tokens dealt to the devices in stripes, which their positions tell."""
+    params, x, ct = parameters(rng, appended=False), draw(rng, 2, T, E), draw(rng, 2, T, E)
+    order = np.arange(T).reshape(-1, 2).T.ravel()
+    positions = jnp.asarray(order.reshape(2, -1))
+
+    def striped(params, x):
+        at = positions[jax.lax.axis_index("sequence")]
+        return tensor_parallel_multi_head_attention(
+            params, x, axis_name="heads", reduce="psum", sequence_axis_name="sequence", rotary=ROTARY,
+            is_causal=True, query_positions=at, key_value_positions=at,
+        )  # fmt: skip
+
+    tokens = P(None, "sequence")
+    specs = only_given(SPECS, params), tokens
+    run = jax.shard_map(striped, mesh=mesh(2), in_specs=specs, out_specs=tokens)
+    one = functools.partial(multi_head_attention, is_causal=True, rotary=ROTARY)
+    gradient = lambda f, x, ct: jax.jit(jax.grad(lambda p, x: (f(p, x) * ct).sum(), (0, 1)))(params, x)
+    dparams, dx = gradient(run, x[:, order], ct[:, order])
+    expected, expected_dx = gradient(one, x, ct)
+    assert_close(dx, expected_dx[:, order], 1e-12)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-12), dparams, expected)
 
 
 @thorough
@@ -169,6 +203,14 @@ def test_other_keys_than_queries(rng):
         (
             {"sequence_axis_name": "sequence", "return_weights": True},
             r"return_weights must be False with sequence_axis",
+        ),
+        (
+            {"sequence_axis_name": "sequence", "rotary": Rotary()},
+            r"rotary\.size must be even and at most the head size 3",
+        ),
+        (
+            {"sequence_axis_name": "sequence", "rotary": ROTARY, "query_positions": jnp.zeros(3, int)},
+            r"query_positions must broadcast to \[..., T\] = \(2, 16\), got \(3,\)",
         ),
         ({"sequence_axis_name": "sequence", "save": "qkv"}, r"save must be 'inputs' with sequence_axis_name"),
     ],

@@ -39,6 +39,7 @@ def layer(x: jax.Array, params: jab.MultiHeadAttentionParams[jax.Array]) -> None
 
 def graphs(graph: jab.BipartiteCSC, x: jax.Array, conv: GATConv) -> None:
     jab.graph_attention(graph, x, None, x)  # type: ignore[call-overload]
+    looped, edge = graph.with_self_loops()  # type: ignore[misc]
     jab.graph_attention((x, x), x, None, x, num_heads=2)  # type: ignore[call-overload]
     jab.graph_attention(graph, x, None, x, num_heads=2, scale=1.0)  # type: ignore[call-overload]
     jab.graph_transformer_attention(graph, x, x, x, num_heads=2, alpha=0.1)  # type: ignore[call-overload]

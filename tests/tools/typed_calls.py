@@ -54,6 +54,8 @@ def layer(x: jax.Array, w: jax.Array, numbers: np.ndarray, weights: bool) -> Non
 def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
     graph = jab.BipartiteCSC.from_coo(src=[0, 1], dst=[1, 0], num_src=2, num_dst=2)
     assert_type(graph, jab.BipartiteCSC)
+    assert_type(graph.with_self_loops(), jab.BipartiteCSC)
+    assert_type(graph.with_self_loops(edge, fill_value=1.0), tuple[jab.BipartiteCSC, jax.Array])
     assert_type(jab.graph_attention(graph, x, None, a, num_heads=2), jax.Array)
     assert_type(jab.graph_attention(graph, x, None, a, num_heads=2, return_attention_weights=True), Pair)
     assert_type(jab.graph_attention_v2(graph, x, x, a, num_heads=2, return_residual=True), Pair)

@@ -170,6 +170,10 @@ class Call(NamedTuple):
         call = f"cugraph.{self.name}"
         if "_efeat_" in self.name:
             checks.floating(call, "edge_embedding", self.edge)
+        arrays = {"src_node_embedding": self.src, "dst_node_embedding": self.dst, "edge_embedding": self.edge}
+        for name, x in arrays.items():
+            if checks.is_array(x) and x.ndim > 2:  # of the operator, batch axes
+                raise ValueError(checks.message(call, name, "have two axes", x.shape, "use jax.vmap"))
         return prepare_additive(
             call, self.kind, *self._arrays(), edge=self.edge, **_options(call, self.params),
             dropout_rate=0.0, dropout_key=None, dropout_mask=None, dropout_offset=None,

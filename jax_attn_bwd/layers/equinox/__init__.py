@@ -1,5 +1,6 @@
 """Layers for Equinox."""
 
+from jax_attn_bwd.layers.cache import KeyValueCache
 from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.equinox.deformable import MultiScaleDeformableAttention
 from jax_attn_bwd.layers.equinox.graph import GATConv, GATv2Conv, TransformerConv
@@ -9,6 +10,7 @@ from jax_attn_bwd.layers.equinox.published_weights import load_torch
 __all__ = [
     "GATConv",
     "GATv2Conv",
+    "KeyValueCache",
     "MultiHeadAttention",
     "MultiScaleDeformableAttention",
     "MultiheadAttention",

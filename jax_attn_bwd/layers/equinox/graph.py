@@ -1,5 +1,6 @@
 """Graph attention layers as Equinox modules."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
@@ -74,17 +75,18 @@ class _Conv(eqx.Module):
         """Attends.
 
         Args:
-          x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair (x_src, x_dst).
+          x: `[..., num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
+            (x_src, x_dst); any batch axes for one graph.
           graph: the edges, from sources to destinations.
-          edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          edge_attr: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           key: a PRNG key for dropout; not needed without it.
           inference: True = no dropout; None takes the attribute, which `equinox.nn.inference_mode` sets.
           return_attention_weights: also return the weights.
 
         Returns:
-          out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
-            of the loops of `add_self_loops`.
+          out: `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`.
+          weights: `[..., nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then
+            those of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
@@ -118,8 +120,10 @@ def _linear(width: int, out: int, bias: bool, dtype: Any, key: jax.Array) -> eqx
     return eqx.tree_at(lambda layer: layer.bias, linear, replace_fn=jnp.zeros_like)
 
 
-def _by_row(linear: eqx.nn.Linear, x: jax.Array) -> jax.Array:
-    return jax.vmap(linear)(x)
+def _by_row(linear: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    for _ in range(x.ndim - 1):
+        linear = jax.vmap(linear)
+    return linear(x)
 
 
 class GATConv(_Conv):

@@ -5,10 +5,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, masks
 from jax_attn_bwd._core.rotary import Rotary, checked, rotate
 from jax_attn_bwd.layers.arguments import positive
+from jax_attn_bwd.layers.cache import KeyValueCache, decode
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask, promote
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
@@ -188,11 +190,126 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         out = dot_product_attention(q, k, v, **options)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
 
-    def _mask(self, mask: Any, T: int, S: int) -> Any:
+    def init_cache(self, length: int, dtype: Any = None) -> KeyValueCache:
+        """An empty cache for `decode`.
+
+        Args:
+          length: how many tokens it has room for.
+          dtype: of the keys and values in it; None = of the parameters.
+
+        Returns:
+          A pytree of zeros. For a batch: `jax.vmap(lambda _: layer.init_cache(length))(jnp.arange(batch))`.
+
+        Raises:
+          TypeError, ValueError: `length` is no positive int. TypeError: `dtype` is not floating, or a
+            projection is no `equinox.nn.Linear`.
+        """
+        length, linears = positive(_NAME, "length", length), (self.key_proj, self.value_proj)
+        self._plain("init_cache")
+        dtype = jnp.result_type(*(linear.weight for linear in linears)) if dtype is None else dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(checks.message(_NAME, "dtype", "be a floating dtype", dtype))
+        k, v = (jnp.zeros((length, self.num_heads, size), dtype) for size in (self.qk_size, self.vo_size))
+        return KeyValueCache(k, v, jnp.zeros((), jnp.int32))
+
+    def decode(
+        self,
+        query: jax.Array,
+        key_: jax.Array,
+        value: jax.Array,
+        cache: KeyValueCache,
+        mask: jax.Array | None = None,
+        *,
+        bias: jax.Array | None = None,
+        key_value_seq_lengths: jax.Array | None = None,
+        query_segment_ids: jax.Array | None = None,
+        key_value_segment_ids: jax.Array | None = None,
+        query_positions: jax.Array | None = None,
+        key_value_positions: jax.Array | None = None,
+        mod_args: tuple[Any, ...] = (),
+    ) -> tuple[jax.Array, KeyValueCache]:
+        """The next T tokens of a sequence, of which `cache` has those before: causal, without dropout.
+
+        A prompt may be one call, and then token by token. Under `jax.vmap` each row of a batch counts its own
+        tokens.
+
+        Args:
+          query, key_, value: `[T, ...]`, of the new tokens.
+          cache: of `init_cache`, or of the call before, with room for L tokens.
+          mask: `[T, L]` or `[N, T, L]`, **bool**, True = attend.
+          bias: broadcasts to `[N, T, L]`, floating; added to the logits.
+          key_value_seq_lengths, key_value_segment_ids, key_value_positions: of the cache, `[]`, `[L]`, `[L]`.
+          query_segment_ids, query_positions: `[T]`; None takes as position the index in the cache.
+          mod_args: as in the call.
+
+        Returns:
+          out: `[T, output_size]`; NaN where a traced cache has no room for T tokens more.
+          cache: with these tokens.
+
+        Raises:
+          ValueError: shapes disagree, or the cache is full. TypeError: an argument is of the wrong kind, or a
+            projection is no `equinox.nn.Linear`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from jax_attn_bwd.layers.equinox import MultiheadAttention
+          >>> layer = MultiheadAttention(2, 8, is_causal=True, key=jax.random.key(0))
+          >>> x, cache = jax.random.normal(jax.random.key(1), (5, 8)), layer.init_cache(5)
+          >>> prompt, cache = layer.decode(x[:3], x[:3], x[:3], cache)
+          >>> last, cache = layer.decode(x[3:], x[3:], x[3:], cache)
+          >>> bool(jnp.allclose(jnp.concatenate([prompt, last]), layer(x, x, x), atol=1e-5))
+          True
+        """
+        if query.ndim != 2:
+            expected, remedy = "have shape [T, query_size]", "for a batch use jax.vmap, of the cache too"
+            raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
+        if not isinstance(cache, KeyValueCache):
+            got, remedy = type(cache).__name__, "begin with layer.init_cache(length)"
+            raise TypeError(checks.message(_NAME, "cache", "be a KeyValueCache", got, remedy))
+        if cache.key.ndim != 3:
+            expected, remedy = "be that of one row, its keys [L, N, H]", "for a batch use jax.vmap"
+            raise ValueError(checks.message(_NAME, "cache", expected, cache.key.shape, remedy))
+        params = self._plain("decode")
+        mask = None if mask is None else self._mask(mask, query.shape[0], cache.key.shape[0], "L")
+        return decode(
+            _NAME,
+            params,
+            cache,
+            query,
+            key_,
+            value,
+            mask=mask,
+            bias=bias,
+            rotary=self.rotary,
+            precision=self.precision,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            mask_mod=self.mask_mod,
+            score_mod=self.score_mod,
+            mod_args=mod_args,
+            deterministic=self.deterministic_sums,
+            implementation=self.implementation,
+            key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            query_positions=query_positions,
+            key_value_positions=key_value_positions,
+        )
+
+    def _plain(self, call: str) -> MultiHeadAttentionParams:
+        """The parameters of plain projections."""
+        linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
+        if other := [type(x).__name__ for x in linears if type(x) is not eqx.nn.Linear]:
+            raise TypeError(
+                checks.message(_NAME, "projections", f"be equinox.nn.Linear for {call}", other[0])
+            )
+        return self._params()
+
+    def _mask(self, mask: Any, T: int, S: int, of: str = "S") -> Any:
         """`mask`, checked."""
         mask = boolean_mask(_NAME, mask)
         if mask.shape not in ((T, S), (self.num_heads, T, S)):
-            expected = f"have shape [T, S] = {(T, S)} or [N, T, S] = {(self.num_heads, T, S)}"
+            expected = f"have shape [T, {of}] = {(T, S)} or [N, T, {of}] = {(self.num_heads, T, S)}"
             raise ValueError(checks.message(_NAME, "mask", expected, mask.shape))
         return mask
 

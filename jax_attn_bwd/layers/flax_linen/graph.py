@@ -60,18 +60,18 @@ class _Conv(nn.Module):
         """Attends.
 
         Args:
-          x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
-            (x_src, x_dst), then with a linear layer for each side.
+          x: `[..., num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
+            (x_src, x_dst), then with a linear layer for each side; any batch axes for one graph.
           graph: the edges, from sources to destinations.
-          edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          edge_attr: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           deterministic: True = no dropout; None takes the attribute. With dropout one of the two must be
             given, and an rng "dropout" where it is False.
           return_attention_weights: also return the weights.
 
         Returns:
-          out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
-            of the loops of `add_self_loops`.
+          out: `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`.
+          weights: `[..., nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then
+            those of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
@@ -116,7 +116,7 @@ class GATConv(_Conv):
       dropout: probability of dropping an edge's weight.
       edge_dim: width of edge features; None = no edge features.
       bias: whether to learn an additive bias.
-      deterministic: True = no dropout; may be given at the call instead.
+      deterministic: True = no dropout; may be given at the call instead. (Sums repeat bit for bit anyway.)
       dtype: of the computation; None infers it from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the linear layers.

@@ -75,17 +75,18 @@ class _Conv(nnx.Module):
         """Attends.
 
         Args:
-          x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair (x_src, x_dst).
+          x: `[..., num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
+            (x_src, x_dst); any batch axes for one graph.
           graph: the edges, from sources to destinations.
-          edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          edge_attr: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           deterministic: True = no dropout; None takes what `train()`, `eval()` or the constructor set.
           rngs: whose "dropout" is drawn from in place of the layer's own.
           return_attention_weights: also return the weights.
 
         Returns:
-          out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
-            of the loops of `add_self_loops`.
+          out: `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`.
+          weights: `[..., nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then
+            those of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
@@ -120,7 +121,7 @@ class GATConv(_Conv):
         see `jax_attn_bwd.layers.graph`.
       fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
         the node.
-      deterministic: True = no dropout; `train()` and `eval()` set it.
+      deterministic: True = no dropout; `train()` and `eval()` set it. (Sums repeat bit for bit anyway.)
       dtype: of the computation; None infers it from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the linear layers.

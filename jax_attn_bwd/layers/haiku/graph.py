@@ -53,17 +53,17 @@ class _Conv(hk.Module):
         """Attends.
 
         Args:
-          x: `[num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
-            (x_src, x_dst), then with a linear layer for each side.
+          x: `[..., num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
+            (x_src, x_dst), then with a linear layer for each side; any batch axes for one graph.
           graph: the edges, from sources to destinations.
-          edge_attr: `[nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          edge_attr: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           is_training: whether to drop out, with `hk.next_rng_key()`; must be given to a layer with dropout.
           return_attention_weights: also return the weights.
 
         Returns:
-          out: `[num_dst, heads * out_channels]`, or `[num_dst, out_channels]` without `concat`.
-          weights: `[nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then those
-            of the loops of `add_self_loops`.
+          out: `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`.
+          weights: `[..., nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then
+            those of the loops of `add_self_loops`.
 
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers.arguments import positive
+from jax_attn_bwd.layers.cache import KeyValueCache, decode
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
@@ -40,6 +41,10 @@ class MultiHeadAttention(hk.MultiHeadAttention):
       deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`.
+      cache_length: L: decode with a cache. A call then takes the next T tokens (a prompt, or one), attends to
+        those before too, causally, and keeps keys and values in Haiku's state ("cached_key",
+        "cached_value", "cache_index"): use `hk.transform_with_state`. The parameters are those of the layer
+        without it. Masks, and what is told of keys, are of the cache; dropout is left out.
       implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
 
     Example:
@@ -75,6 +80,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         precision: Any = None,
         deterministic_sums: bool = True,
         save: str = "inputs",
+        cache_length: int | None = None,
         implementation: str | None = None,
         name: str | None = None,
     ):
@@ -89,6 +95,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             model_size=model_size,
             name=name,
         )
+        self._cache_length = None if cache_length is None else positive(_NAME, "cache_length", cache_length)
         self._options: dict[str, Any] = dict(
             is_causal=is_causal,
             local_window_size=local_window_size,
@@ -161,6 +168,13 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         dtype = jnp.result_type(query, key, value)
         w, b = self._projection("linear")(N * Hv, self.model_size, dtype)
         params += [w.reshape(N, Hv, self.model_size), b]
+        if self._cache_length is not None:
+            if dropout_rate:
+                remedy = "the cache is for decoding"
+                raise ValueError(
+                    checks.message(_NAME, "dropout_rate", "be 0 with cache_length", dropout_rate, remedy)
+                )
+            return self._decoded(MultiHeadAttentionParams(*params), query, key, value, mask, bias, tokens)
         return attend(
             MultiHeadAttentionParams(*params),
             query,
@@ -174,6 +188,24 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             **tokens,
             **self._options,
         )
+
+    @hk.transparent
+    def _decoded(self, params, query, key, value, mask, bias, tokens) -> jax.Array:
+        """The next tokens, and those before in the state."""
+        size = (*key.shape[:-2], self._cache_length, self.num_heads)
+        dtype = jnp.result_type(key, value, params.key_kernel, params.value_kernel)
+        cache = KeyValueCache(
+            hk.get_state("cached_key", (*size, self.key_size), dtype, jnp.zeros),
+            hk.get_state("cached_value", (*size, self.value_size), dtype, jnp.zeros),
+            hk.get_state("cache_index", (), jnp.int32, jnp.zeros),
+        )
+        options = {name: x for name, x in self._options.items() if name not in ("is_causal", "save")}
+        out, cache = decode(
+            _NAME, params, cache, query, key, value, mask=mask, bias=bias, **tokens, **options
+        )
+        for name, x in zip(("cached_key", "cached_value", "cache_index"), cache, strict=True):
+            hk.set_state(name, x)
+        return out
 
     @hk.transparent
     def _projection(self, name: str) -> "_Projection":

@@ -69,7 +69,8 @@ def multi_scale_deformable_attention(
         level; no gradient of the locations.
       normalize: "softmax" takes `attention_weights` for logits, normalised over all L * P points;
         -inf masks a point.
-      deterministic: the same bits in every run, on every platform. False may be faster on a GPU.
+      deterministic: the same bits in every run, on every platform. False may be faster on a GPU. It is not
+        about dropout, of which there is none.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
         "mosaic_gpu" has kernels of the backward, and the portable forward; kernels that have not run on such
         a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.

@@ -135,7 +135,7 @@ def dot_product_attention(
         and column may be index arrays `[T]`, `[S]`. The batch counts over all batch axes, row-major, so
         a block of the leading one can be described.
       precision: of the matrix products; None follows `jax_default_matmul_precision`.
-      deterministic: False lets a kernel add in any order where that is faster.
+      deterministic: False lets a kernel add in any order where that is faster; it is not about dropout.
       return_residual: return `(out, lse)`.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
         GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.

@@ -71,23 +71,25 @@ def graph_attention(
     `jax_attn_bwd.parallel.sharded_graph_attention` does none of it twice.
 
     Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a node, head h the columns from
-    h * D to (h + 1) * D. Only the source carries the message; no self-loop is ever added.
+    h * D to (h + 1) * D. Only the source carries the message; no self-loop is ever added. `...` are batch
+    axes for one graph, those of the nodes: each entry is a call of its own, as under `jax.vmap`. An array
+    without them is shared by all entries.
 
     Args:
       graph: the edges; see `BipartiteCSC`.
-      src: `[num_src, dim]`, floating, already projected.
-      dst: `[num_dst, dim]`, dtype of `src`; None means `src[:num_dst]`.
+      src: `[..., num_src, dim]`, floating, already projected.
+      dst: `[..., num_dst, dim]`, dtype of `src`; None means the first num_dst rows of `src`.
       attention_weights: `[2 * dim]`, `[source | destination]`, each head by head; with `edge`
         `[2 * dim + dim_edge]`, the share of the edges last.
       num_heads: H; divides dim.
-      edge: `[nnz, dim_edge]`, floating, heads side by side as in `src`; they enter the score alone.
+      edge: `[..., nnz, dim_edge]`, floating, heads side by side as in `src`; they enter the score alone.
       concat_heads: False takes the mean over heads instead of setting them side by side.
       activation: one of linear, relu, sigmoid, tanh, elu, scalar, leaky_relu.
       alpha: slope of leaky_relu below 0, factor of scalar; a Python float.
       dropout_rate: probability in [0, 1] of dropping an edge's weight; 1 gives zeros.
       dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
-        of (key, head, number of the edge in the caller's order) alone.
-      dropout_mask: `[H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
+        of (key, number of the batch entry, head, number of the edge in the caller's order) alone.
+      dropout_mask: `[..., H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
       dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
@@ -96,18 +98,18 @@ def graph_attention(
         GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
-      out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `src`, accumulated in
-        float32 (float64 for float64). 0 for a destination without edges.
-      weights: `[nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
-      lse: `[num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
+      out: `[..., num_dst, dim]`, or `[..., num_dst, D]` without `concat_heads`; dtype of `src`, accumulated
+        in float32 (float64 for float64). 0 for a destination without edges.
+      weights: `[..., nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
+      lse: `[..., num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
         for float64); -inf for a destination without edges.
 
     Gradients:
       src, dst, attention_weights, edge: exact, in the dtype and shape of the argument; only what is
       differentiated is computed. All outputs are differentiable, to second order and beyond.
       Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
-      returned), under the checkpoint names "attention_out" and "attention_lse". No array of edges x dim
-      above 16 MiB (on a CPU) is formed, but for the gradient of edge features of that width. NaN in a
+      returned), under the checkpoint names "attention_out" and "attention_lse". No entry forms an array of
+      edges x dim above 16 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
       node that no edge refers to reaches no output and no gradient. The same bits in every run.
 
     Raises:
@@ -190,22 +192,24 @@ def graph_attention_v2(
         out = sum of dropout(p) h_src over them
 
     Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a node, head h the columns from
-    h * D to (h + 1) * D. Only the source carries the message; no self-loop is ever added.
+    h * D to (h + 1) * D. Only the source carries the message; no self-loop is ever added. `...` are batch
+    axes for one graph, those of the nodes: each entry is a call of its own, as under `jax.vmap`. An array
+    without them is shared by all entries.
 
     Args:
       graph: the edges; see `BipartiteCSC`.
-      src: `[num_src, dim]`, floating, already projected.
-      dst: `[num_dst, dim]`, dtype of `src`; None means `src[:num_dst]`.
+      src: `[..., num_src, dim]`, floating, already projected.
+      dst: `[..., num_dst, dim]`, dtype of `src`; None means the first num_dst rows of `src`.
       attention_weights: `[dim]`, head by head.
       num_heads: H; divides dim.
-      edge: `[nnz, dim]`, floating; they enter the score alone.
+      edge: `[..., nnz, dim]`, floating; they enter the score alone.
       concat_heads: False takes the mean over heads instead of setting them side by side.
       activation: one of linear, relu, sigmoid, tanh, elu, scalar, leaky_relu.
       alpha: slope of leaky_relu below 0, factor of scalar; a Python float.
       dropout_rate: probability in [0, 1] of dropping an edge's weight; 1 gives zeros.
       dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
-        of (key, head, number of the edge in the caller's order) alone.
-      dropout_mask: `[H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
+        of (key, number of the batch entry, head, number of the edge in the caller's order) alone.
+      dropout_mask: `[..., H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
       dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
@@ -214,18 +218,18 @@ def graph_attention_v2(
         GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
-      out: `[num_dst, dim]`, or `[num_dst, D]` without `concat_heads`; dtype of `src`, accumulated in
-        float32 (float64 for float64). 0 for a destination without edges.
-      weights: `[nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
-      lse: `[num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
+      out: `[..., num_dst, dim]`, or `[..., num_dst, D]` without `concat_heads`; dtype of `src`, accumulated
+        in float32 (float64 for float64). 0 for a destination without edges.
+      weights: `[..., nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
+      lse: `[..., num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
         for float64); -inf for a destination without edges.
 
     Gradients:
       src, dst, attention_weights, edge: exact, in the dtype and shape of the argument; only what is
       differentiated is computed. All outputs are differentiable, to second order and beyond.
       Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
-      returned), under the checkpoint names "attention_out" and "attention_lse". No array of edges x dim
-      above 16 MiB (on a CPU) is formed, but for the gradient of edge features of that width. NaN in a
+      returned), under the checkpoint names "attention_out" and "attention_lse". No entry forms an array of
+      edges x dim above 16 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
       node that no edge refers to reaches no output and no gradient. The same bits in every run.
 
     Raises:
@@ -240,6 +244,8 @@ def graph_attention_v2(
       >>> x, a = jnp.ones((3, 8)), jnp.ones(8)
       >>> graph_attention_v2(graph, x, None, a, num_heads=2).shape
       (2, 8)
+      >>> graph_attention_v2(graph, jnp.ones((5, 3, 8)), None, a, num_heads=2).shape
+      (5, 2, 8)
 
     References:
       Brody et al., How attentive are graph attention networks?, 2022, arXiv:2105.14491, section 3.
@@ -310,23 +316,25 @@ def graph_transformer_attention(
 
     Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a query, head h the columns from
     h * D to (h + 1) * D; K heads of keys and values, each read by H / K heads of the query that follow one
-    another, and Dv features of a value's head. No self-loop is ever added.
+    another, and Dv features of a value's head. No self-loop is ever added. `...` are batch axes for one
+    graph, those of the nodes: each entry is a call of its own, as under `jax.vmap`. An array without them is
+    shared by all entries.
 
     Args:
       graph: the edges; see `BipartiteCSC`.
-      query: `[num_dst, dim]`, floating, already projected.
-      key: `[num_src, K * D]`, dtype of `query`.
-      value: `[num_src, K * Dv]`, dtype of `query`.
+      query: `[..., num_dst, dim]`, floating, already projected.
+      key: `[..., num_src, K * D]`, dtype of `query`.
+      value: `[..., num_src, K * Dv]`, dtype of `query`.
       num_heads: H; divides dim.
       num_kv_heads: K; divides H; default H.
-      edge: `[nnz, K * D]`, floating; added to the key and to the value, where Dv = D.
-      score_bias: broadcasts to `[nnz, H]`, floating; added to the scores. -inf hides the edge.
+      edge: `[..., nnz, K * D]`, floating; added to the key and to the value, where Dv = D.
+      score_bias: broadcasts to `[..., nnz, H]`, floating; added to the scores. -inf hides the edge.
       scale: Python float; default `1 / sqrt(D)`. For a learned temperature multiply `query`.
       concat_heads: False takes the mean over heads instead of setting them side by side.
       dropout_rate: probability in [0, 1] of dropping an edge's weight; 1 gives zeros.
       dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
-        of (key, head, number of the edge in the caller's order) alone.
-      dropout_mask: `[H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
+        of (key, number of the batch entry, head, number of the edge in the caller's order) alone.
+      dropout_mask: `[..., H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
       dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
@@ -335,18 +343,18 @@ def graph_transformer_attention(
         GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
-      out: `[num_dst, H * Dv]`, or `[num_dst, Dv]` without `concat_heads`; dtype of `query`, accumulated in
-        float32 (float64 for float64). 0 for a destination without edges.
-      weights: `[nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
-      lse: `[num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
+      out: `[..., num_dst, H * Dv]`, or `[..., num_dst, Dv]` without `concat_heads`; dtype of `query`,
+        accumulated in float32 (float64 for float64). 0 for a destination without edges.
+      weights: `[..., nnz, H]`, with `return_attention_weights`: after dropout, in the caller's edge order.
+      lse: `[..., num_dst, H]`, with `return_residual`: natural log of the sum of exp(score), float32 (float64
         for float64); -inf for a destination without edges.
 
     Gradients:
       query, key, value, edge, score_bias: exact, in the dtype and shape of the argument; only what is
       differentiated is computed. All outputs are differentiable, to second order and beyond.
       Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
-      returned), under the checkpoint names "attention_out" and "attention_lse". No array of edges x dim
-      above 16 MiB (on a CPU) is formed, but for the gradient of edge features of that width. NaN in a
+      returned), under the checkpoint names "attention_out" and "attention_lse". No entry forms an array of
+      edges x dim above 16 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
       node that no edge refers to reaches no output and no gradient. The same bits in every run.
 
     Raises:

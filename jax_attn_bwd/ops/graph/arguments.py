@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.graph import kinds
+from jax_attn_bwd.ops.graph.entries import batch_axes, numbered, placed
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2, Transformer
 from jax_attn_bwd.ops.graph.spec import ACTIVATIONS, Operands, Options
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
@@ -25,18 +26,19 @@ def prepare_additive(
         if graph.num_dst > graph.num_src:
             expected = f"be given, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
             raise ValueError(checks.message(operator, "dst", expected, None))
-        dst = src[: graph.num_dst]
-    dst = _nodes(operator, "dst", dst, "num_dst", graph.num_dst, src.shape[1])
+        dst = src[..., : graph.num_dst, :]
+    dst = _nodes(operator, "dst", dst, "num_dst", graph.num_dst, src.shape[-1])
+    batch = _batch(operator, src=src, dst=dst)
     checks.same_dtype(operator, src=src, dst=dst)
     heads = _num_heads(operator, num_heads, "src", src)
-    width = src.shape[1]
+    width = src.shape[-1]
     if edge is not None:
-        edge = _edge(operator, edge, graph, kind.edge_width(width))
-        if edge.shape[1] % heads:
+        edge = _edge(operator, edge, graph, batch, kind.edge_width(width))
+        if edge.shape[-1] % heads:
             expected = f"have a width that num_heads = {heads} divides"
             raise ValueError(checks.message(operator, "edge", expected, edge.shape))
     attention_weights = checks.floating(operator, "attention_weights", attention_weights)
-    names, size = kind.weights_shape(width, None if edge is None else edge.shape[1])
+    names, size = kind.weights_shape(width, None if edge is None else edge.shape[-1])
     checks.shape(operator, "attention_weights", attention_weights, names, (size,))
     options = Options(
         kind.name,
@@ -47,16 +49,14 @@ def prepare_additive(
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
     )
-    mask, words, offset = _dropout(
-        operator, options, graph, src.dtype, dropout_key, dropout_mask, dropout_offset
-    )
+    mask, words, offset = _dropout(operator, options, graph, batch, dropout_key, dropout_mask, dropout_offset)
     _check_explicit_sharding(operator, "num_heads", heads, src=src, dst=dst)
     if "attention_weights" not in kind.placement and any(spec := sharding.explicit_spec(attention_weights)):
         remedy = "the vectors of several sides follow one another in it; reshard it"
         expected = "not be sharded"
         raise ValueError(checks.message(operator, "attention_weights", expected, spec, remedy))
     operands = Operands(graph, src, dst, None, attention_weights, edge, None, mask, words, offset)
-    return options, _placed(options, operands)
+    return options, numbered(_placed(options, operands))
 
 
 def prepare_transformer(
@@ -68,26 +68,30 @@ def prepare_transformer(
     query = _nodes(operator, "query", query, "num_dst", graph.num_dst)
     heads = _num_heads(operator, num_heads, "query", query)
     shared = _num_kv_heads(operator, num_kv_heads, heads)
-    width = query.shape[1] // heads * shared
+    width = query.shape[-1] // heads * shared
     key = _nodes(operator, "key", key, "num_src", graph.num_src)
-    if key.shape[1] != width:
-        expected = f"have shape [num_src, {'dim' if shared == heads else 'K * D'}] = {(graph.num_src, width)}"
+    if key.shape[-1] != width:
+        size = (*key.shape[:-1], width)
+        expected = f"have shape [..., num_src, {'dim' if shared == heads else 'K * D'}] = {size}"
         remedy = "num_kv_heads is the number of its heads" if num_kv_heads is None else ""
         raise ValueError(checks.message(operator, "key", expected, key.shape, remedy))
     value = _nodes(operator, "value", value, "num_src", graph.num_src)
+    batch = _batch(operator, query=query, key=key, value=value)
     checks.same_dtype(operator, query=query, key=key, value=value)
-    if value.shape[1] % shared:
+    if value.shape[-1] % shared:
         expected = f"have a width that its {shared} heads divide"
         raise ValueError(checks.message(operator, "value", expected, value.shape))
     if edge is not None:
-        edge = _edge(operator, edge, graph, width)
-        if value.shape[1] != width:
+        edge = _edge(operator, edge, graph, batch, width)
+        if value.shape[-1] != width:
             expected = f"have the width of key, {width}, where edge is given"
             remedy = "edge features are added to both"
             raise ValueError(checks.message(operator, "value", expected, value.shape, remedy))
     if score_bias is not None:
         score_bias = checks.floating(operator, "score_bias", score_bias)
-        checks.broadcasts(operator, "score_bias", score_bias, "[nnz, H]", (graph.capacity, heads))
+        own = () if score_bias.ndim <= 2 else _own_batch(operator, "score_bias", score_bias, batch)
+        size = (*own, graph.capacity, heads)
+        checks.broadcasts(operator, "score_bias", score_bias, "[..., nnz, H]", size)
         score_bias = to_rank(score_bias, 2)
     options = Options(
         Transformer.name,
@@ -96,7 +100,7 @@ def prepare_transformer(
         scale=checks.head_scale(
             operator,
             scale,
-            query.shape[1] // heads,
+            query.shape[-1] // heads,
             query.dtype,
             "multiply query by a learned or traced temperature",
         ),
@@ -104,13 +108,11 @@ def prepare_transformer(
         return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
         sharing=heads // shared,
     )
-    mask, words, offset = _dropout(
-        operator, options, graph, query.dtype, dropout_key, dropout_mask, dropout_offset
-    )
+    mask, words, offset = _dropout(operator, options, graph, batch, dropout_key, dropout_mask, dropout_offset)
     fewest = "num_heads" if shared == heads else "num_kv_heads"
     _check_explicit_sharding(operator, fewest, shared, query=query, key=key, value=value)
     operands = Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
-    return options, _placed(options, operands)
+    return options, numbered(_placed(options, operands))
 
 
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
@@ -131,18 +133,18 @@ def check_cotangents(
     operator: str, options: Options, operands: Operands, dout, out, lse, dweights, dlse
 ) -> None:
     """Shapes and dtypes of what a `_bwd` is given beside the arguments of the forward; None passes."""
-    nodes, heads, E = operands.dst.shape[0], options.num_heads, operands.graph.capacity
+    nodes, heads, E = operands.dst.shape[-2], options.num_heads, operands.graph.capacity
     message = operands.src if operands.value is None else operands.value
-    width = message.shape[1] // options.num_kv_heads
-    per_head = (nodes, heads * width)
-    shape = per_head if options.concat_heads else (nodes, width)
+    width, batch = message.shape[-1] // options.num_kv_heads, batch_axes(operands)
+    per_head = (*batch, nodes, heads * width)
+    shape = per_head if options.concat_heads else (*batch, nodes, width)
     dtype, wide = operands.src.dtype, accumulator_dtype(operands.src.dtype)
     expected = {
         "dout": (dout, "the shape of out", shape, dtype),
-        "out": (out, "[num_dst, dim] (per head)", per_head, dtype),
-        "lse": (lse, "[num_dst, H]", (nodes, heads), wide),
-        "dweights": (dweights, "[nnz, H]", (E, heads), dtype),
-        "dlse": (dlse, "[num_dst, H]", (nodes, heads), wide),
+        "out": (out, "[..., num_dst, dim] (per head)", per_head, dtype),
+        "lse": (lse, "[..., num_dst, H]", (*batch, nodes, heads), wide),
+        "dweights": (dweights, "[..., nnz, H]", (*batch, E, heads), dtype),
+        "dlse": (dlse, "[..., num_dst, H]", (*batch, nodes, heads), wide),
     }
     for argument, (x, names, size, kind) in expected.items():
         if x is None:
@@ -157,19 +159,47 @@ def check_cotangents(
 def _nodes(
     operator: str, argument: str, x: Any, name: str, nodes: int, width: int | None = None
 ) -> jax.Array:
-    """Features of all nodes of one side, `[nodes, dim]`."""
+    """Features of all nodes of one side, `[..., nodes, dim]`."""
     x = checks.floating(operator, argument, x)
-    if x.ndim != 2:
-        raise ValueError(checks.message(operator, argument, f"have shape [{name}, dim]", x.shape))
-    size = (nodes, x.shape[1] if width is None else width)
-    checks.shape(operator, argument, x, f"[{name}, dim]", size)
+    if x.ndim < 2:
+        raise ValueError(checks.message(operator, argument, f"have shape [..., {name}, dim]", x.shape))
+    size = (*x.shape[:-2], nodes, x.shape[-1] if width is None else width)
+    if x.shape != size:
+        remedy = ""
+        if x.shape[-3:-2] == (nodes,):  # [nodes, heads, size], or [nodes, batch, dim]
+            remedy = (
+                f"heads lie side by side, {argument}.reshape(*{argument}.shape[:-2], -1); a batch in front"
+            )
+        expected = f"have shape [..., {name}, dim] = {size}"
+        raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
     return x
+
+
+def _batch(operator: str, **nodes: jax.Array) -> tuple[int, ...]:
+    """The batch axes of a call: those of its nodes, all alike; an array without them is shared."""
+    batches = {argument: x.shape[:-2] for argument, x in nodes.items() if x.ndim > 2}
+    (first, batch), *_ = batches.items() or [("", ())]
+    for argument, own in batches.items():
+        if own != batch:
+            expected = f"have the batch axes of {first}, {batch}, or none"
+            raise ValueError(checks.message(operator, argument, expected, own))
+    return batch
+
+
+def _own_batch(operator: str, argument: str, x: jax.Array, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """The batch axes of what edges have, in front of two others: those of the call, or none."""
+    if (own := x.shape[:-2]) not in ((), batch):
+        expected = "have two axes, as the nodes have no batch axes"
+        if batch:
+            expected = f"have the batch axes of the nodes, {batch}, or none"
+        raise ValueError(checks.message(operator, argument, expected, own if batch else x.shape))
+    return own
 
 
 def _num_heads(operator: str, num_heads: Any, argument: str, x: jax.Array) -> int:
     num_heads = checks.integer(operator, "num_heads", num_heads)
-    if num_heads < 1 or x.shape[1] % num_heads:
-        expected = f"be positive and divide the width of {argument}, {x.shape[1]}"
+    if num_heads < 1 or x.shape[-1] % num_heads:
+        expected = f"be positive and divide the width of {argument}, {x.shape[-1]}"
         raise ValueError(checks.message(operator, "num_heads", expected, num_heads))
     return num_heads
 
@@ -185,30 +215,33 @@ def _num_kv_heads(operator: str, num_kv_heads: Any, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _edge(operator: str, edge: Any, graph: BipartiteCSC, width: int | None) -> jax.Array:
-    """Edge features, `[nnz, dim_edge]`, or as wide as the nodes'."""
+def _edge(
+    operator: str, edge: Any, graph: BipartiteCSC, batch: tuple[int, ...], width: int | None
+) -> jax.Array:
+    """Edge features, `[..., nnz, dim_edge]`, or as wide as the nodes'."""
     edge = checks.floating(operator, "edge", edge)
-    names = "[nnz, dim_edge]" if width is None else "[nnz, dim]"
-    if edge.ndim != 2:
+    names = "[..., nnz, dim_edge]" if width is None else "[..., nnz, dim]"
+    if edge.ndim < 2:
         raise ValueError(checks.message(operator, "edge", f"have shape {names}", edge.shape))
-    size = (graph.capacity, edge.shape[1] if width is None else width)
+    own = _own_batch(operator, "edge", edge, batch)
+    size = (*own, graph.capacity, edge.shape[-1] if width is None else width)
     checks.shape(operator, "edge", edge, names, size)
     return edge
 
 
 def _check_explicit_sharding(operator: str, name: str, heads: int, **nodes: jax.Array) -> None:
-    """On an Explicit mesh: nodes are not sharded, heads, of which `name` is the number, may be, all alike."""
-    (first, like), *_ = nodes.items()
+    """On an Explicit mesh: nodes are not sharded; heads, as many as `name` says, and batch may be."""
+    first, like = max(nodes.items(), key=lambda item: item[1].ndim)
     for argument, x in nodes.items():
         spec = sharding.explicit_spec(x)
-        if spec[0] is not None:
+        if spec[-2] is not None:
             expected = "not be sharded along its nodes"
             remedy = "shard the heads; inside jax.shard_map each device may have a graph of its own"
             raise ValueError(checks.message(operator, argument, expected, spec, remedy))
-        if spec != sharding.explicit_spec(like):
+        if spec != sharding.explicit_spec(like)[-x.ndim :]:
             expected = f"be sharded like {first}, {sharding.explicit_spec(like)}"
             raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
-    axis = sharding.explicit_spec(like)[1]
+    axis = sharding.explicit_spec(like)[-1]
     if axis is not None and heads % (n := sharding.axis_size(like, axis)):
         expected = f"be a multiple of the size {n} of mesh axis {axis!r}"
         raise ValueError(checks.message(operator, name, expected, heads, "reshard it"))
@@ -218,13 +251,13 @@ def _placed(options: Options, operands: Operands) -> Operands:
     """`operands` with heads sharded as those of `src`, where they come otherwise on an Explicit mesh."""
     axes = kinds.of(options).placement
     given = {name: getattr(operands, name) for name in axes}
-    placed: dict[str, Any] = {
-        name: sharding.reshard_like(x, operands.src, axes[name]) for name, x in given.items() if x is not None
+    lying: dict[str, Any] = {
+        name: placed(x, operands, axes[name]) for name, x in given.items() if x is not None
     }
-    return operands._replace(**placed)
+    return operands._replace(**lying)
 
 
-def _dropout(operator, options, graph, dtype, key, mask, offset):
+def _dropout(operator, options, graph, batch, key, mask, offset):
     """(mask, words, offset): the caller's factors, or what a key needs."""
     if mask is not None:
         if options.dropout_rate or key is not None:
@@ -232,7 +265,8 @@ def _dropout(operator, options, graph, dtype, key, mask, offset):
             remedy = "it holds the factors 0 and 1 / (1 - rate) already"
             raise ValueError(checks.message(operator, "dropout_mask", expected, "both", remedy))
         mask = checks.floating(operator, "dropout_mask", mask)
-        size = (options.num_heads, graph.capacity)
-        checks.shape(operator, "dropout_mask", mask, "[H, nnz]", size)
+        own = () if mask.ndim <= 2 else _own_batch(operator, "dropout_mask", mask, batch)
+        size = (*own, options.num_heads, graph.capacity)
+        checks.shape(operator, "dropout_mask", mask, "[..., H, nnz]", size)
     rates = {"dropout_rate": options.dropout_rate}
     return mask, *dropout.drawn(operator, rates, key, offset, graph.capacity, 1)

@@ -18,7 +18,9 @@ from jax_attn_bwd.ops.graph.workloads import (
     PADDED,
     SHARD,
     SMALL,
+    batch_of,
     case,
+    entries_of,
     graph_of,
     hidden,
     hub,
@@ -95,6 +97,7 @@ def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
     for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D, tags=("mosaic_gpu", "table"))
     yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16", tags=("mosaic_gpu",))
+    yield compiled("compiled 8 x 8, a batch", H=8, D=8, batch=(2,), tags=("mosaic_gpu",))
     everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
     everything["tags"] = ("mosaic_gpu", "A100", "B200")
     for H, D in ((4, 16), (8, 64)):
@@ -118,6 +121,15 @@ GAT_CASES = (
     _gat("mean_elu_padded", graph=PADDED, concat_heads=False, activation="elu", extra=("edge",)),
     _gat("hub", graph=hub, extra=("dropout_mask",), activation="relu", tags=("ci", "check")),
     *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in EMPTY.items()),
+    _gat(
+        "batch_edge_dropout",
+        batch=(3,),
+        extra=("edge", "dropout_key"),
+        dropout_rate=0.4,
+        concat_heads=False,
+        graph=PADDED,
+    ),
+    _gat("batches_shared_dst", batch=(2, 3), shared=("dst",), extra=("dropout_mask",), tags=("edge",)),
     _gat("second_edge", **SMALL, extra=("edge",), activation="tanh"),
     _gat("second_dropout", **SMALL, extra=("dropout_mask",), concat_heads=False),
     *_of_kernels(
@@ -146,6 +158,8 @@ GATV2_CASES = (
     ),
     *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
     _gatv2("second_edge", **SMALL, extra=("edge",), activation="tanh"),
+    _gatv2("batch_shared_edge", batch=(3,), shared=("edge",), extra=("edge",), tags=("edge",)),
+    _gatv2("shard_batch", batch=(4,), **SHARD),
     _gatv2("shard", **SHARD),
     *_of_kernels(
         _gatv2,
@@ -183,6 +197,18 @@ TRANSFORMER_CASES = (
     _transformer("value_width_hub", Dv=1, graph=hub, tags=("edge",)),
     _transformer("second_edge_bias", **SMALL, extra=("edge", "score_bias")),
     _transformer("second_grouped", **SMALL, K=1, Dv=3),
+    _transformer(
+        "batches_edge_bias",
+        batch=(2, 1),
+        shared=("query",),
+        extra=("edge", "score_bias", "dropout_key"),
+        dropout_rate=0.4,
+        tags=("edge",),
+    ),
+    _transformer(
+        "batch_shared_value", batch=(2,), shared=("key", "score_bias"), extra=("score_bias",), tags=("edge",)
+    ),
+    _transformer("shard_batch", batch=(4,), **SHARD),
     _transformer("shard", **SHARD),
     _transformer("shard_grouped", H=16, K=8, D=4, Dv=2, tags=("shard",)),
     *_of_kernels(
@@ -205,10 +231,10 @@ def _with_heads(arguments):
     arguments = dict(arguments)
     D = arguments.pop("head_size")
     if "query" not in arguments:
-        return arguments | {"num_heads": arguments["src"].shape[1] // D}
+        return arguments | {"num_heads": arguments["src"].shape[-1] // D}
     return arguments | {
-        "num_heads": arguments["query"].shape[1] // D,
-        "num_kv_heads": arguments["key"].shape[1] // D,
+        "num_heads": arguments["query"].shape[-1] // D,
+        "num_kv_heads": arguments["key"].shape[-1] // D,
     }
 
 
@@ -221,13 +247,12 @@ def _call(function):
 
 
 def _reference(function):
-    def call(dropout_rate=0.0, dropout_key=None, dropout_mask=None, **arguments):
-        arguments = _with_heads(arguments)
+    def of_entry(number, dropout_rate=0.0, dropout_key=None, dropout_mask=None, **arguments):
         factor = None if dropout_mask is None else dropout_mask.T
         if dropout_key is not None:
             E, H = arguments["graph"].capacity, arguments["num_heads"]
             words, u32 = dropout.key_words(dropout_key), jnp.uint32
-            keys = dropout.head_keys(words, u32(0), jnp.arange(H, dtype=u32)[None])
+            keys = dropout.head_keys(words, u32(number), jnp.arange(H, dtype=u32)[None])
             rows = jnp.arange(E, dtype=u32)[:, None]
             keep = dropout.keep(keys, rows, u32(0), dropout_rate)
             factor = jnp.where(keep, dropout.survivor_factor(dropout_rate), 0.0)
@@ -235,6 +260,14 @@ def _reference(function):
             dtype = arguments["query" if "query" in arguments else "src"].dtype
             factor = None if factor is None else factor.astype(dtype)
             return function(factor=factor, **arguments)
+
+    def call(**arguments):
+        arguments = _with_heads(arguments)
+        arrays = {name: arguments.pop(name) for name, x in list(arguments.items()) if hasattr(x, "ndim")}
+        found = [of_entry(i, **one, **arguments) for i, one in enumerate(entries_of(arrays))]
+        if not (batch := batch_of(arrays)):
+            return found[0]
+        return tuple(jnp.stack(x).reshape(*batch, *x[0].shape) for x in zip(*found, strict=True))
 
     return call
 
@@ -268,13 +301,13 @@ def _attention(name, function, backward, definition, differentiable, cases, axes
         reference=_reference(definition),
         backward=_backward(backward),
         cases=cases,
-        axes={"out": "TN", "weights": "SN", "lse": "TN", **axes},
+        axes={"out": "BTN", "weights": "BSN", "lse": "BTN", **axes},
         backward_wrt=differentiable,
         hidden=hidden,
     )
 
 
-_NODES = {"src": "SN", "dst": "TN", "edge": "SN"}  # columns are heads, one after the other
+_NODES = {"src": "BSN", "dst": "BTN", "edge": "BSN"}  # columns are heads, one after the other
 
 OPERATORS = (
     _attention(
@@ -302,7 +335,7 @@ OPERATORS = (
         reference.graph_transformer_attention,
         ("query", "key", "value", "edge", "score_bias"),
         TRANSFORMER_CASES,
-        {"query": "TN", "key": "SN", "value": "SN", "edge": "SN", "score_bias": "SN"},
+        {"query": "BTN", "key": "BSN", "value": "BSN", "edge": "BSN", "score_bias": "BSN"},
     ),
     *edge_cases.OPERATORS,
 )

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core.cases import Case, Operator
@@ -35,6 +36,8 @@ SOFTMAX_CASES = (
     _scores("hub", graph=hub),
     *(_scores(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
     _scores("second", **SMALL),
+    _scores("batches_padded", batch=(2, 3), graph=PADDED, tags=("edge",)),
+    _scores("shard_batch", batch=(4,), **SHARD),
     _scores("shard", **SHARD),
 )
 
@@ -55,8 +58,9 @@ def _softmax_call(head_size, **arguments):
 
 
 def _softmax_reference(head_size, graph, scores):
+    each = jnp.vectorize(lambda x: reference.edge_softmax(graph, x)[0], signature="(e,h)->(e,h)")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return (reference.edge_softmax(graph, scores)[0],)
+        return (each(scores),)
 
 
 def _softmax_backward(cotangents, outputs, arrays, options, wrt):
@@ -104,7 +108,7 @@ OPERATORS = (
         reference=_softmax_reference,
         backward=_softmax_backward,
         cases=SOFTMAX_CASES,
-        axes={"scores": "SN", "weights": "SN"},
+        axes={"scores": "BSN", "weights": "BSN"},
         backward_wrt=("scores",),
         hidden=hidden,
     ),

@@ -226,7 +226,8 @@ def _rows(operator: str, argument: str, x: Any, name: str, size: Any) -> jax.Arr
     x = checks.floating(operator, argument, x)
     if x.ndim < 1 or x.shape[0] != size:
         expected = f"have shape [{name}, ...] with {name} = {size}"
-        raise ValueError(checks.message(operator, argument, expected, x.shape))
+        remedy = "batch axes come behind it, or use jax.vmap" if size in x.shape else ""
+        raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
     if (spec := explicit_spec(x))[0] is not None:
         placed, remedy = f"not be sharded along its first axis, {name}", "shard another, or reshard it"
         raise ValueError(checks.message(operator, argument, placed, spec, remedy))

@@ -6,6 +6,7 @@ With s the scores and dw the cotangent of the weights, for edge e into i:
     ds_e = w_e (dw_e - sum_f w_f dw_f),   f the edges into the same i        from (1)     (2)
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -32,7 +33,7 @@ def edge_softmax(graph: BipartiteCSC, scores: Array, *, implementation: str | No
 
     Args:
       graph: the edges; see `BipartiteCSC`.
-      scores: `[nnz, H]`, floating, in the caller's edge order. -inf hides an edge.
+      scores: `[..., nnz, H]`, floating, in the caller's edge order; any batch axes. -inf hides an edge.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
 
     Returns:
@@ -95,20 +96,20 @@ def edge_softmax_bwd(
     name = f"{_NAME}_bwd"
     graph = check_graph(name, graph)
     weights = _by_edge(name, "weights", graph, weights)
-    dweights = reshard_like(_by_edge(name, "dweights", graph, dweights), weights, (None, 1))
+    dweights = _by_edge(name, "dweights", graph, dweights)
     checks.shape(name, "dweights", dweights, "the shape of weights", weights.shape)
     checks.same_dtype(name, weights=weights, dweights=dweights)
+    dweights = reshard_like(dweights, weights, range(weights.ndim))
     chosen = backend.select(name, IMPLEMENTATIONS, implementation, None, (graph, weights))
     return chosen.backward(graph, weights, dweights)
 
 
 def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) -> jax.Array:
     x = checks.floating(operator, argument, given)
-    expected = (graph.capacity, *x.shape[1:2])
-    if x.ndim != 2 or x.shape != expected:
-        names = f"[nnz, H] with nnz = {graph.capacity}"
+    if x.ndim < 2 or x.shape[-2] != graph.capacity:
+        names = f"[..., nnz, H] with nnz = {graph.capacity}"
         raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
-    if (spec := explicit_spec(x))[0] is not None:
+    if (spec := explicit_spec(x))[-2] is not None:
         placed, remedy = "not be sharded along its edges", "shard the heads"
         raise ValueError(checks.message(operator, argument, placed, spec, remedy))
     return x
@@ -143,8 +144,16 @@ def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> ja
     return match_type(dscores, weights)
 
 
+def _of_entries(run: Callable[..., jax.Array], graph: BipartiteCSC, *arrays: jax.Array) -> jax.Array:
+    """`run(graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
+    run = partial(on_every_device, run)
+    for _ in range(arrays[0].ndim - 2):
+        run = jax.vmap(run, in_axes=(None, *(0 for _ in arrays)))
+    return run(graph, *arrays)
+
+
 IMPLEMENTATIONS = (
-    backend.Implementation("xla", partial(on_every_device, forward), partial(on_every_device, backward)),
+    backend.Implementation("xla", partial(_of_entries, forward), partial(_of_entries, backward)),
 )
 
 
@@ -155,7 +164,7 @@ def _softmax(implementation: str, graph: BipartiteCSC, scores: jax.Array) -> jax
 
 def _fwd(implementation, graph, scores):
     weights = backend.named(IMPLEMENTATIONS, implementation).forward(graph, scores)
-    return weights, (graph, weights, scores[:0])
+    return weights, (graph, weights, scores[..., :0, :])
 
 
 def _bwd(implementation, residuals, dweights):

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks
-from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array
+from jax_attn_bwd.ops.graph import entries
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.rule import IMPLEMENTATIONS
@@ -60,13 +61,13 @@ def graph_attention_bwd(
 
     Args:
       dout: cotangent of `out`, its shape and dtype; None = 0.
-      out, lse: of the forward call, `out` per head, `[num_dst, dim]`, also without `concat_heads`. If
+      out, lse: of the forward call, `out` per head, `[..., num_dst, dim]`, also without `concat_heads`. If
         either is None, or `dweights` is given, the forward runs again. Scores of
         1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
       dweights, dlse: cotangents of the weights and of `lse`; None = 0.
       wrt: which of "src", "dst", "attention_weights", "edge" to compute;
         default: all that are given but "edge".
-      graph, src, dst, attention_weights, edge and options: as in the forward call.
+      graph, src, dst, attention_weights, edge and options: as in the forward call, batch axes too.
 
     Returns:
       GraphAttentionGrads(src, dst, attention_weights, edge), each with its argument's
@@ -128,13 +129,13 @@ def graph_attention_v2_bwd(
 
     Args:
       dout: cotangent of `out`, its shape and dtype; None = 0.
-      out, lse: of the forward call, `out` per head, `[num_dst, dim]`, also without `concat_heads`. If
+      out, lse: of the forward call, `out` per head, `[..., num_dst, dim]`, also without `concat_heads`. If
         either is None, or `dweights` is given, the forward runs again. Scores of
         1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
       dweights, dlse: cotangents of the weights and of `lse`; None = 0.
       wrt: which of "src", "dst", "attention_weights", "edge" to compute;
         default: all that are given but "edge".
-      graph, src, dst, attention_weights, edge and options: as in the forward call.
+      graph, src, dst, attention_weights, edge and options: as in the forward call, batch axes too.
 
     Returns:
       GraphAttentionGrads(src, dst, attention_weights, edge), each with its argument's
@@ -197,12 +198,12 @@ def graph_transformer_attention_bwd(
 
     Args:
       dout: cotangent of `out`, its shape and dtype; None = 0.
-      out, lse: of the forward call, `out` per head, `[num_dst, H * Dv]`, also without `concat_heads`. If
+      out, lse: of the forward call, `out` per head, `[..., num_dst, H * Dv]`, also without `concat_heads`. If
         either is None, or `dweights` is given, the forward runs again. Scores of
         1e4 and more that tie lose digits in `lse`: only the gradient of the attention itself keeps them.
       dweights, dlse: cotangents of the weights and of `lse`; None = 0.
       wrt: which of "query", "key", "value", "edge", "score_bias" to compute.
-      graph, query, key, value, edge, score_bias and options: as in the forward call.
+      graph, query, key, value, edge, score_bias and options: as in the forward call, batch axes too.
 
     Returns:
       GraphTransformerAttentionGrads(query, key, value, edge, score_bias), each with its argument's
@@ -257,15 +258,15 @@ def _gradients(
     chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
     if out is None or lse is None or dweights is not None:
         needed = dataclasses.replace(options, return_weights=dweights is not None)
-        result = chosen.forward(needed, operands)
+        result = entries.forward(chosen.forward, needed, operands)
     else:
-        out, lse = (reshard_like(x, operands.src, (None, 1)) for x in (out, lse))
+        out, lse = (entries.placed(x, operands, (None, -1)) for x in (out, lse))
         result = Result(out, None, None, lse, None, None)
-    dout_axes = (None, 1 if options.concat_heads else None)
-    axes = ((dout, dout_axes), (dweights, (None, 1)), (dlse, (None, 1)))
-    cts = (None if x is None else reshard_like(x, operands.src, at) for x, at in axes)
+    dout_axes = (None, -1 if options.concat_heads else None)
+    axes = ((dout, dout_axes), (dweights, (None, -1)), (dlse, (None, -1)))
+    cts = (None if x is None else entries.placed(x, operands, at) for x, at in axes)
     residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
-    return chosen.backward(options, residuals, Cotangents(*cts))
+    return entries.backward(chosen.backward, options, residuals, Cotangents(*cts))
 
 
 def _additive_gradients(
@@ -300,5 +301,6 @@ def _additive_gradients(
     )
     if shared:
         ddst = grads.pop("dst")
-        grads["src"] = grads["src"].at[: ddst.shape[0]].add(ddst)
+        others = grads["src"].shape[-2] - ddst.shape[-2]
+        grads["src"] = grads["src"] + jnp.pad(ddst, (*((0, 0),) * (ddst.ndim - 2), (0, others), (0, 0)))
     return GraphAttentionGrads(**grads)

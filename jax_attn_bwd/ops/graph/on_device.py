@@ -1,6 +1,6 @@
 """The order in which the loops walk over edges, made by JAX: of arrays that may be traced.
 
-The same arrays as NumPy makes in `structure.py` and `grouping.py`, at the price of two sorts of the edges.
+The same arrays as NumPy makes in `on_host.py` and `grouping.py`, at the price of two sorts of the edges.
 """
 
 from typing import Any

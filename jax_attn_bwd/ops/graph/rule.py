@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.graph import backward as portable_backward
+from jax_attn_bwd.ops.graph import entries
 from jax_attn_bwd.ops.graph import forward as portable_forward
 from jax_attn_bwd.ops.graph.spec import (
     DIFFERENTIABLE,
@@ -44,14 +45,14 @@ def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: tuple[Options, str], operands: Operands):
     options, implementation = static
-    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    result = entries.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
     return _outputs(options, result)
 
 
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    result = entries.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
         m=checkpoint_name(result.m, "attention_lse"),
@@ -66,7 +67,8 @@ def _bwd(static, residuals, cotangents):
     *saved, note = residuals
     residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
     given = Cotangents(*(None if isinstance(x, SymbolicZero) else x for x in cotangents))
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, given)
+    run = backend.named(IMPLEMENTATIONS, implementation).backward
+    grads = entries.backward(run, options, residuals, given)
     return (Operands(None, None, None)._replace(**grads),)
 
 

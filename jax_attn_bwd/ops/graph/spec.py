@@ -42,7 +42,10 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """Every array of a call; None = not given. For the transformer src is the key and dst the query."""
+    """Every array of a call; None = not given. For the transformer src is the key and dst the query.
+
+    Of a call with batch axes in front see `entries.py`: kinds and loops are given those of one entry.
+    """
 
     graph: BipartiteCSC
     src: jax.Array  # [num_src, H * D], or [num_src, K * D]

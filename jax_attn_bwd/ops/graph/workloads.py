@@ -45,12 +45,25 @@ class _Options(Mapping):
 
 
 def case(
-    build, name, *, H=2, D=3, tags=("ci",), dtype="bfloat16", graph=graph_of, extra=(), **options
+    build,
+    name,
+    *,
+    H=2,
+    D=3,
+    tags=("ci",),
+    dtype="bfloat16",
+    graph=graph_of,
+    extra=(),
+    batch=(),
+    shared=(),
+    **options,
 ) -> Case:
     """`graph` builds the graph.
 
-    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key".
+    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key". Those that are not
+    `shared` have the axes `batch` in front.
     """
+    shared = {"attention_weights", "dropout_key", *shared}
 
     @cache
     def built() -> BipartiteCSC:
@@ -58,7 +71,11 @@ def case(
             return graph()
 
     def arrays(rng):
-        return build(rng, built(), H, D, extra)
+        found = build(rng, built(), H, D, extra)
+        entries = [build(rng, built(), H, D, extra) for _ in np.ndindex(batch)] if batch else []
+        for name in set(found) - shared if batch else ():
+            found[name] = np.stack([e[name] for e in entries]).reshape(*batch, *found[name].shape)
+        return found
 
     with_graph = _Options(built, {"head_size": D, **options})
     return Case(name, arrays, with_graph, frozenset(tags), dtype)
@@ -75,11 +92,37 @@ EMPTY = {
 }
 SMALL = {"graph": partial(graph_of, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
 SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
+_WHOLE = ("attention_weights", "dropout_key")  # an array that the entries of a batch share
 COMPILED = ("ci", "check", "xla")
+
+
+def batch_of(arrays) -> tuple[int, ...]:
+    """The batch axes of a call, by its arrays."""
+    given = (x.shape[:-2] for name, x in arrays.items() if name not in ("graph", *_WHOLE))
+    return max(given, key=len, default=())
+
+
+def entries_of(arrays) -> list[dict[str, Any]]:
+    """The arrays of each entry of the batch."""
+    batch = batch_of(arrays)
+
+    def at(index, name, x):
+        return x[index] if name not in _WHOLE and x.ndim == len(batch) + 2 else x
+
+    return [{name: at(index, name, x) for name, x in arrays.items()} for index in np.ndindex(batch)]
 
 
 def hidden(arrays, options):
     """Nodes that no live edge touches, and edges of the padding or behind a bias of -inf."""
+    if not (batch := batch_of(arrays)):
+        return _hidden(arrays, options)
+    found = [_hidden(one, options) for one in entries_of(arrays)]
+    stacked = {name: np.stack([one[name] for one in found]) for name in found[0]}
+    own = {name for name, x in arrays.items() if x.ndim < len(batch) + 2}
+    return {name: x.all(0) if name in own else x.reshape(*batch, *x.shape[1:]) for name, x in stacked.items()}
+
+
+def _hidden(arrays, options):
     graph = options["graph"]
     source, destination = (np.asarray(x) for x in reference.ends(graph))
     real = (destination < graph.num_dst)[:, None]  # [E, 1], or [E, H] with a bias

@@ -1,6 +1,5 @@
 """Named inputs of the multi-head attention layer; the fields of its parameters are arguments of their own."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,106 +8,30 @@ import numpy as np
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd._core.cases import Operator
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, dropping, reference
 from jax_attn_bwd.ops.multi_head.spec import ARRAYS, PARAMS, MultiHeadAttentionParams
+from jax_attn_bwd.ops.multi_head.workloads import (
+    BIASES,
+    INPUTS,
+    KERNELS,
+    ROWS,
+    bias,
+    both,
+    case,
+    infinite_bias,
+    key,
+    lengths,
+    mask,
+    positions,
+    segments,
+    shared_segments,
+)
 
-_SIZES = dict(B=(2,), T=5, S=7, N=4, K=2, H=3, Hv=5, Eq=6, Ek=7, Ev=8, Eo=9)
-_SHAPES = {
-    "query_kernel": "Eq N H", "query_bias": "N H", "key_kernel": "Ek K H", "key_bias": "K H",
-    "value_kernel": "Ev K Hv", "value_bias": "K Hv", "out_kernel": "N Hv Eo", "out_bias": "Eo",
-    "bias_k": "K H", "bias_v": "K Hv", "sink": "N",
-    "query": "B T Eq", "key": "B S Ek", "value": "B S Ev",
-}  # fmt: skip
-_KERNELS = ("query_kernel", "key_kernel", "value_kernel", "out_kernel")
-_BIASES = ("query_bias", "key_bias", "value_bias", "out_bias")
-_INPUTS = ("query", "key", "value")
-_ROWS = ("bias_k", "bias_v")
-_BIG = {"sink": 10.0}  # near 0 it would hide errors
-
-
-def _case(
-    name: str,
-    given: tuple[str, ...] = (*_INPUTS, *_KERNELS, *_BIASES),
-    *,
-    tags: tuple[str, ...] = ("ci",),
-    extra: Callable | None = None,
-    sizes: Mapping[str, Any] | None = None,
-    dtype: str = "bfloat16",
-    **options: Any,
-) -> Case:
-    """`given` names the arrays; `extra(rng, sizes) -> {argument: array}` adds others."""
-    n = {**_SIZES, **(sizes or {})}
-
-    def build(rng):
-        arrays = {}
-        for argument in given:
-            shape = []
-            for letter in _SHAPES[argument].split():
-                size = n[letter]
-                shape += size if isinstance(size, tuple) else [size]
-            # Kernels as at initialisation: heads near 1, so that the softmax is not saturated.
-            spread = shape[0] ** -0.5 if argument in _KERNELS[:3] else _BIG.get(argument, 1.0)
-            arrays[argument] = rng.normal(0, spread, shape)
-        return arrays | (extra(rng, n) if extra else {})
-
-    return Case(name, build, options, frozenset(tags), dtype)
-
-
-def _mask(*shape, keep=0.6):
-    return lambda rng, n: {"mask": rng.random(shape) < keep}
-
-
-def _bias(*shape):
-    return lambda rng, n: {"bias": 3 * rng.standard_normal(shape)}
-
-
-def _infinite_bias(rng, n):
-    bias = rng.standard_normal((2, 1, 5, 7))
-    bias[rng.random(bias.shape) < 0.3] = -np.inf
-    bias[1, 0, 2] = -np.inf  # a query that sees nothing
-    return {"bias": bias}
-
-
-def _key(rng, n):
-    return {"dropout_key": np.array([3, 5], np.uint32)}
-
-
-def _lengths(rng, n):
-    return {
-        "query_seq_lengths": np.array([n["T"], n["T"] - 2], np.int32),
-        "key_value_seq_lengths": np.array([n["S"] - 3, 0], np.int32),
-    }
-
-
-def _segments(rng, n):
-    """Some queries and keys are of segments that the others have none of."""
-    return {
-        "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
-        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
-    }
-
-
-def _shared_segments(rng, n):
-    ids = np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32)
-    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
-
-
-def _positions(rng, n):
-    return {
-        "query_positions": rng.permutation(n["S"])[: n["T"]].astype(np.int32),
-        "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(np.int32),
-    }
-
-
-def _both(*extras):
-    return lambda rng, n: {k: v for extra in extras for k, v in extra(rng, n).items()}
-
-
-_ALL = (*_INPUTS, *_KERNELS, *_BIASES, *_ROWS, "sink")
-_SELF = ("query", *_KERNELS, *_BIASES)
+_ALL = (*INPUTS, *KERNELS, *BIASES, *ROWS, "sink")
+_SELF = ("query", *KERNELS, *BIASES)
 _SELF_SIZES = dict(S=5, Ek=6, Ev=6)
 _SECOND = dict(B=(1,), T=2, S=3, N=2, K=1, H=2, Hv=1, Eq=2, Ek=2, Ev=2, Eo=2)
 _SHARD = dict(B=(4,), N=8, K=4)
@@ -127,11 +50,11 @@ def _measured():
     ):
         widths = dict.fromkeys(("Eq", "Ek", "Ev", "Eo"), E) | {"H": E // N, "Hv": E // N}
         sizes = {"B": (B,), "T": T, "S": T, "N": N, "K": N, **widths}
-        yield _case(f"B={B} T={T} E={E} N={N}", _SELF, sizes=sizes, tags=(tag,), dtype=dtype)
+        yield case(f"B={B} T={T} E={E} N={N}", _SELF, sizes=sizes, tags=(tag,), dtype=dtype)
     for T in (64, 128, 512, 1024, 2048, 4096, 8192, 16384):
         sizes = dict(B=(1,), T=T, S=T, N=4, K=4, H=64, Hv=64, Eq=256, Ek=256, Ev=256, Eo=256)
         tags = ("scaling",) if T >= 512 else ("quick_scaling",)
-        yield _case(f"E=256, N=4: T={T}", _SELF, sizes=sizes, tags=tags, dtype="float32")
+        yield case(f"E=256, N=4: T={T}", _SELF, sizes=sizes, tags=tags, dtype="float32")
 
 
 _MASK = mods.sliding_window(3) | mods.global_tokens(1)
@@ -142,134 +65,134 @@ def _slopes(rng, n):
 
 
 CASES = (
-    _case("plain"),
-    _case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
-    _case("weights", return_weights=True),
-    _case(
-        "tiles", (*_INPUTS, *_KERNELS, *_ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),
+    case("plain"),
+    case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
+    case("weights", return_weights=True),
+    case(
+        "tiles", (*INPUTS, *KERNELS, *ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),
         is_causal=True, tags=("ci", "check", "compile"),
     ),
-    _case("key_is_value", ("query", "key", *_KERNELS), sizes=dict(Ev=7), local_window_size=2, **_EDGE),
-    _case(
-        "everything_but_weights", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key),
+    case("key_is_value", ("query", "key", *KERNELS), sizes=dict(Ev=7), local_window_size=2, **_EDGE),
+    case(
+        "everything_but_weights", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7), key),
         add_zero_attn=True, tags=("edge", "check", "compile"), **_DROPS,
     ),
-    _case(
-        "everything", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 5, 7), _key), is_causal=True,
+    case(
+        "everything", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7), key), is_causal=True,
         add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
         tags=("ci", "check"), **_DROPS,
     ),
-    _case(
-        "everything_qkv", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(1, 5, 7), _key),
+    case(
+        "everything_qkv", _ALL, extra=both(mask(2, 1, 5, 7), bias(1, 5, 7), key),
         add_zero_attn=True, return_weights=True, save="qkv", **_EDGE, **_DROPS,
     ),
-    _case(
-        "everything_probs", _ALL, extra=_both(_mask(2, 1, 5, 7), _bias(4, 1, 7), _key),
+    case(
+        "everything_probs", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 1, 7), key),
         add_zero_attn=True, return_weights=True, save="probs", **_EDGE, **_DROPS,
     ),
-    _case("probs", _ALL, add_zero_attn=True, is_causal=True, save="probs", **_EDGE),
-    _case(
-        "average_weights", (*_INPUTS, *_KERNELS, "sink"), return_weights=True, average_weights=True,
-        extra=_mask(2, 1, 1, 7, keep=0.3), **_EDGE,
+    case("probs", _ALL, add_zero_attn=True, is_causal=True, save="probs", **_EDGE),
+    case(
+        "average_weights", (*INPUTS, *KERNELS, "sink"), return_weights=True, average_weights=True,
+        extra=mask(2, 1, 1, 7, keep=0.3), **_EDGE,
     ),
-    _case(
-        "average_weights_dropout", (*_INPUTS, *_KERNELS, *_ROWS), extra=_key, return_weights=True,
+    case(
+        "average_weights_dropout", (*INPUTS, *KERNELS, *ROWS), extra=key, return_weights=True,
         average_weights=True, **_EDGE, **_DROPS,
     ),
-    _case("appended_rows", (*_INPUTS, *_KERNELS, *_ROWS), extra=_mask(2, 4, 5, 7, keep=0.1), **_EDGE),
-    _case("zero_row", add_zero_attn=True, extra=_mask(2, 1, 5, 1), **_EDGE),
-    _case("bias_key", extra=_bias(1, 4, 1, 7), **_EDGE),
-    _case("bias_minus_inf", extra=_infinite_bias, **_EDGE),
-    _case("sink", (*_INPUTS, *_KERNELS, "sink"), extra=_mask(2, 1, 5, 7, keep=0.1), **_EDGE),
-    _case("dropout_broadcast", extra=_key, dropout_rate=0.4, broadcast_dropout=True, **_EDGE),
-    _case(
-        "dropout_offset", (*_INPUTS, *_KERNELS, *_ROWS), extra=_key, dropout_offset=(3, 1, 5, 2),
+    case("appended_rows", (*INPUTS, *KERNELS, *ROWS), extra=mask(2, 4, 5, 7, keep=0.1), **_EDGE),
+    case("zero_row", add_zero_attn=True, extra=mask(2, 1, 5, 1), **_EDGE),
+    case("bias_key", extra=bias(1, 4, 1, 7), **_EDGE),
+    case("bias_minus_inf", extra=infinite_bias, **_EDGE),
+    case("sink", (*INPUTS, *KERNELS, "sink"), extra=mask(2, 1, 5, 7, keep=0.1), **_EDGE),
+    case("dropout_broadcast", extra=key, dropout_rate=0.4, broadcast_dropout=True, **_EDGE),
+    case(
+        "dropout_offset", (*INPUTS, *KERNELS, *ROWS), extra=key, dropout_offset=(3, 1, 5, 2),
         **_EDGE, **_DROPS,
     ),
-    _case("dropout_all", extra=_key, dropout_rate=1.0, **_EDGE),
-    _case(
-        "packed", _ALL, extra=_both(_segments, _lengths, _bias(4, 5, 7), _key), add_zero_attn=True,
+    case("dropout_all", extra=key, dropout_rate=1.0, **_EDGE),
+    case(
+        "packed", _ALL, extra=both(segments, lengths, bias(4, 5, 7), key), add_zero_attn=True,
         logits_soft_cap=5.0, tags=("edge", "check"), **_DROPS,
     ),
-    _case("packed_alone", extra=_both(_segments, _lengths), is_causal=True, **_EDGE),
-    _case("positions", extra=_positions, is_causal=True, local_window_size=3, **_EDGE),
-    _case(
-        "rotary", _ALL, extra=_positions, sizes=dict(H=6), rotary=Rotary(base=100.0, size=4),
+    case("packed_alone", extra=both(segments, lengths), is_causal=True, **_EDGE),
+    case("positions", extra=positions, is_causal=True, local_window_size=3, **_EDGE),
+    case(
+        "rotary", _ALL, extra=positions, sizes=dict(H=6), rotary=Rotary(base=100.0, size=4),
         is_causal=True, tags=("edge", "check"),
     ),
-    _case(
-        "rotary_saved", ("query", *_KERNELS[1:], *_ROWS), sizes=_SELF_SIZES | dict(H=6), save="qkv",
+    case(
+        "rotary_saved", ("query", *KERNELS[1:], *ROWS), sizes=_SELF_SIZES | dict(H=6), save="qkv",
         rotary=Rotary(interleaved=True, frequencies=(1.0, 0.3, 0.05)), add_zero_attn=True, **_EDGE,
     ),
-    _case(
-        "packed_probs", _ALL, extra=_both(_segments, _lengths), return_weights=True, save="probs",
+    case(
+        "packed_probs", _ALL, extra=both(segments, lengths), return_weights=True, save="probs",
         logits_soft_cap=1.5, **_EDGE,
     ),
-    _case(
-        "capped_weights", _ALL, extra=_both(_segments, _bias(4, 5, 7)), add_zero_attn=True,
+    case(
+        "capped_weights", _ALL, extra=both(segments, bias(4, 5, 7)), add_zero_attn=True,
         return_weights=True, logits_soft_cap=1.5, **_EDGE,
     ),
-    _case("no_query_kernel", (*_INPUTS, *_KERNELS[1:]), sizes=dict(Eq=3), **_EDGE),
-    _case("no_key_kernel", (*_INPUTS, "query_kernel", "value_kernel"), sizes=dict(Ek=3), **_EDGE),
-    _case(
-        "no_value_kernel", (*_INPUTS, "query_kernel", "key_kernel", "out_kernel"), sizes=dict(Hv=8),
+    case("no_query_kernel", (*INPUTS, *KERNELS[1:]), sizes=dict(Eq=3), **_EDGE),
+    case("no_key_kernel", (*INPUTS, "query_kernel", "value_kernel"), sizes=dict(Ek=3), **_EDGE),
+    case(
+        "no_value_kernel", (*INPUTS, "query_kernel", "key_kernel", "out_kernel"), sizes=dict(Hv=8),
         **_EDGE,
     ),
-    _case(
-        "no_kernels", (*_INPUTS, *_ROWS), num_heads=4, return_weights=True,
+    case(
+        "no_kernels", (*INPUTS, *ROWS), num_heads=4, return_weights=True,
         sizes=dict(Ek=6, H=6, Hv=8), **_EDGE,
     ),
-    _case("no_kernels_at_all", ("query",), num_heads=3, is_causal=True, scale=0.7, **_EDGE),
-    _case("no_batch", sizes=dict(B=()), **_EDGE),
-    _case("two_batch_axes", _ALL, sizes=dict(B=(2, 3)), extra=_bias(3, 1, 1, 7), **_EDGE),
+    case("no_kernels_at_all", ("query",), num_heads=3, is_causal=True, scale=0.7, **_EDGE),
+    case("no_batch", sizes=dict(B=()), **_EDGE),
+    case("two_batch_axes", _ALL, sizes=dict(B=(2, 3)), extra=bias(3, 1, 1, 7), **_EDGE),
     *(
-        _case(f"T{T}_S{S}", _ALL, sizes=dict(T=T, S=S), return_weights=True, **_EDGE)
+        case(f"T{T}_S{S}", _ALL, sizes=dict(T=T, S=S), return_weights=True, **_EDGE)
         for T, S in ((0, 3), (3, 0), (1, 1))
     ),
-    _case("T3_S0_no_rows", sizes=dict(T=3, S=0), **_EDGE),
-    _case(
+    case("T3_S0_no_rows", sizes=dict(T=3, S=0), **_EDGE),
+    case(
         "second", ("query", "query_kernel", "key_kernel", "value_kernel", "out_kernel"),
         sizes={**_SECOND, "S": 2}, is_causal=True, tags=("second",),
     ),
-    _case(
-        "second_weights", (*_INPUTS, "query_kernel", *_ROWS), return_weights=True,
-        sizes=_SECOND | dict(Ev=1), extra=_mask(1, 1, 2, 3), tags=("second",),
+    case(
+        "second_weights", (*INPUTS, "query_kernel", *ROWS), return_weights=True,
+        sizes=_SECOND | dict(Ev=1), extra=mask(1, 1, 2, 3), tags=("second",),
     ),
-    _case(
+    case(
         "second_probs", ("query", "value_kernel", "out_kernel", "sink"), save="probs", num_heads=2,
-        sizes=_SECOND | dict(S=2), extra=_both(_bias(2, 1, 2), _key), add_residual=True,
+        sizes=_SECOND | dict(S=2), extra=both(bias(2, 1, 2), key), add_residual=True,
         tags=("second",), **_DROPS,
     ),
-    _case(
-        "second_packed", (*_INPUTS, "query_kernel", *_ROWS), logits_soft_cap=5.0,
-        sizes=_SECOND | dict(Ev=1, S=2), extra=_shared_segments, tags=("second",),
+    case(
+        "second_packed", (*INPUTS, "query_kernel", *ROWS), logits_soft_cap=5.0,
+        sizes=_SECOND | dict(Ev=1, S=2), extra=shared_segments, tags=("second",),
     ),
-    _case(
-        "second_rotary", (*_INPUTS, "query_kernel", "key_kernel"), sizes=_SECOND | dict(Ev=1),
+    case(
+        "second_rotary", (*INPUTS, "query_kernel", "key_kernel"), sizes=_SECOND | dict(Ev=1),
         rotary=Rotary(interleaved=True, frequencies=(0.3,)), tags=("second",),
     ),
-    _case(
-        "mod", (*_INPUTS, *_KERNELS, *_ROWS), mask_mod=_MASK, score_mod=mods.alibi, add_zero_attn=True,
+    case(
+        "mod", (*INPUTS, *KERNELS, *ROWS), mask_mod=_MASK, score_mod=mods.alibi, add_zero_attn=True,
         return_weights=True, extra=_slopes, tags=("hidden",),
     ),
-    _case(
-        "mod_saved", ("query", *_KERNELS), sizes=_SELF_SIZES, mask_mod=_MASK, score_mod=mods.alibi,
+    case(
+        "mod_saved", ("query", *KERNELS), sizes=_SELF_SIZES, mask_mod=_MASK, score_mod=mods.alibi,
         save="probs", extra=_slopes,
     ),
-    _case(
-        "shard", (*_INPUTS, *_KERNELS, *_BIASES), sizes=_SHARD, is_causal=True, extra=_key,
+    case(
+        "shard", (*INPUTS, *KERNELS, *BIASES), sizes=_SHARD, is_causal=True, extra=key,
         tags=("shard",), **_DROPS,
     ),
-    _case(
-        "shard_rows", (*_INPUTS, *_KERNELS, *_ROWS, "sink"), sizes=_SHARD, add_zero_attn=True,
-        return_weights=True, extra=_both(_mask(4, 1, 5, 7), _bias(1, 8, 1, 7)), tags=("shard",),
+    case(
+        "shard_rows", (*INPUTS, *KERNELS, *ROWS, "sink"), sizes=_SHARD, add_zero_attn=True,
+        return_weights=True, extra=both(mask(4, 1, 5, 7), bias(1, 8, 1, 7)), tags=("shard",),
     ),
-    _case(
-        "shard_packed", ("query", *_KERNELS, *_ROWS), sizes={**_SHARD, **_SELF_SIZES}, logits_soft_cap=1.5,
-        extra=_shared_segments, is_causal=True, tags=("shard", "bounds"),
+    case(
+        "shard_packed", ("query", *KERNELS, *ROWS), sizes={**_SHARD, **_SELF_SIZES}, logits_soft_cap=1.5,
+        extra=shared_segments, is_causal=True, tags=("shard", "bounds"),
     ),
-    _case(
-        "shard_rotary", ("query", *_KERNELS, *_BIASES), sizes={**_SHARD, **_SELF_SIZES, "H": 4},
+    case(
+        "shard_rotary", ("query", *KERNELS, *BIASES), sizes={**_SHARD, **_SELF_SIZES, "H": 4},
         rotary=Rotary(base=100.0), tags=("shard", "bounds"), save="qkv",
     ),
     *_measured(),
@@ -373,7 +296,7 @@ OPERATORS = (
         backward=_backward,
         cases=CASES,
         axes={
-            **dict.fromkeys(_INPUTS, "BTE"),
+            **dict.fromkeys(INPUTS, "BTE"),
             "query_kernel": "ENH", "key_kernel": "ENH", "value_kernel": "ENH", "out_kernel": "NHE",
             "query_bias": "NH", "key_bias": "NH", "value_bias": "NH", "out_bias": "E",
             "bias_k": "NH", "bias_v": "NH", "sink": "N",

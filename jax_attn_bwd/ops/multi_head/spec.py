@@ -175,6 +175,7 @@ class LayerKeywords(dot_product.AttentionKeywords, total=False):
     out_dropout_rate: float
     add_residual: bool
     average_weights: bool
+    rotary: Rotary | None
     save: str
 
 
@@ -182,4 +183,3 @@ class MultiHeadAttentionKeywords(LayerKeywords, dot_product.ModKeywords, total=F
     """Keywords of `multi_head_attention` beside those that change what it returns."""
 
     num_heads: int | None
-    rotary: Rotary | None

@@ -16,6 +16,11 @@ from jax_attn_bwd.compat import cugraph
         ({"params": cugraph.mha_params(H, True, "Softplus")}, ValueError, r"one of \('ELU', 'LeakyReLU'"),
         ({"params": cugraph.mha_params(H, True, "ReLU", jnp.ones(()))}, TypeError, "alpha must be a Python"),
         ({"attention_weights": jnp.ones(DIM)}, ValueError, r"attention_weights must .* \(12,\), got \(6,\)"),
+        (
+            {"src_node_embedding": jnp.ones((2, N_SRC, DIM))},
+            ValueError,
+            "src_node_embedding must have two axes",
+        ),
         ({"softmax_scores": jnp.ones((H, NNZ))}, ValueError, r"softmax_scores must .* \(2, 2, 15\)"),
         ({"softmax_scores": np.ones((2, H, NNZ), int)}, TypeError, "softmax_scores must be a floating"),
         ({"graph": None}, TypeError, "graph must be a BipartiteCSC"),

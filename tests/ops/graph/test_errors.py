@@ -26,9 +26,40 @@ KEY = jax.random.key(0)
 
 BAD = {
     "graph": (TypeError, lambda: gat(graph=(0, 1)), "graph must be a BipartiteCSC, got tuple; build"),
-    "rank": (ValueError, lambda: gat(src=X[0]), "src must have shape [num_src, dim], got (4,)"),
-    "nodes": (ValueError, lambda: gat(src=Y), "src must have shape [num_src, dim] = (3, 4), got (2, 4)"),
-    "dst": (ValueError, lambda: gat(dst=X), "dst must have shape [num_dst, dim] = (2, 4), got (3, 4)"),
+    "rank": (ValueError, lambda: gat(src=X[0]), "src must have shape [..., num_src, dim], got (4,)"),
+    "nodes": (ValueError, lambda: gat(src=Y), "src must have shape [..., num_src, dim] = (3, 4), got (2, 4)"),
+    "heads apart": (
+        ValueError,
+        lambda: gat(src=jnp.ones((3, 2, 2))),
+        "src must have shape [..., num_src, dim] = (3, 3, 2), got (3, 2, 2); "
+        "heads lie side by side, src.reshape(*src.shape[:-2], -1); a batch in front",
+    ),
+    "batches": (
+        ValueError,
+        lambda: gat(src=jnp.ones((6, 3, 4)), dst=jnp.ones((5, 2, 4))),
+        "dst must have the batch axes of src, (6,), or none, got (5,)",
+    ),
+    "batch of edges": (
+        ValueError,
+        lambda: gat(src=jnp.ones((6, 3, 4)), edge=jnp.ones((1, 3, 2))),
+        "edge must have the batch axes of the nodes, (6,), or none, got (1,)",
+    ),
+    "batch of edges alone": (
+        ValueError,
+        lambda: gat(edge=jnp.ones((6, 3, 2))),
+        "edge must have two axes, as the nodes have no batch axes, got (6, 3, 2)",
+    ),
+    "batch of biases": (
+        ValueError,
+        lambda: transformer(query=jnp.ones((6, 2, 4)), score_bias=jnp.ones((6, 3, 3))),
+        "score_bias must broadcast to [..., nnz, H] = (6, 3, 2), got (6, 3, 3)",
+    ),
+    "dout without a batch": (
+        ValueError,
+        lambda: jab.graph_attention_bwd(Y, GRAPH, jnp.ones((6, 3, 4)), Y, A, num_heads=2),
+        "dout must have shape the shape of out = (6, 2, 4), got (2, 4)",
+    ),
+    "dst": (ValueError, lambda: gat(dst=X), "dst must have shape [..., num_dst, dim] = (2, 4), got (3, 4)"),
     "dtypes": (TypeError, lambda: gat(dst=Y.astype("bfloat16")), "src, dst must have one dtype"),
     "integers": (TypeError, lambda: gat(src=X.astype(int)), "src must be a floating-point array"),
     "heads": (
@@ -50,7 +81,7 @@ BAD = {
     "edge rows": (
         ValueError,
         lambda: gat(edge=jnp.ones((2, 2))),
-        "edge must have shape [nnz, dim_edge] = (3, 2), got (2, 2)",
+        "edge must have shape [..., nnz, dim_edge] = (3, 2), got (2, 2)",
     ),
     "edge width": (
         ValueError,
@@ -60,7 +91,7 @@ BAD = {
     "edge of transformer": (
         ValueError,
         lambda: transformer(edge=jnp.ones((3, 2))),
-        "edge must have shape [nnz, dim] = (3, 4), got (3, 2)",
+        "edge must have shape [..., nnz, dim] = (3, 4), got (3, 2)",
     ),
     "value beside edge": (
         ValueError,
@@ -75,12 +106,12 @@ BAD = {
     "key heads": (
         ValueError,
         lambda: transformer(num_kv_heads=1),
-        "key must have shape [num_src, K * D] = (3, 2), got (3, 4)",
+        "key must have shape [..., num_src, K * D] = (3, 2), got (3, 4)",
     ),
     "key of fewer heads": (
         ValueError,
         lambda: transformer(key=X[:, :2]),
-        "key must have shape [num_src, dim] = (3, 4), got (3, 2); num_kv_heads is the number",
+        "key must have shape [..., num_src, dim] = (3, 4), got (3, 2); num_kv_heads is the number",
     ),
     "grouped heads": (
         ValueError,
@@ -92,7 +123,7 @@ BAD = {
     "mask": (
         ValueError,
         lambda: gat(dropout_mask=jnp.ones((3, 2))),
-        "dropout_mask must have shape [H, nnz] = (2, 3), got (3, 2)",
+        "dropout_mask must have shape [..., H, nnz] = (2, 3), got (3, 2)",
     ),
     "mask and rate": (
         ValueError,
@@ -114,7 +145,7 @@ BAD = {
     "bias": (
         ValueError,
         lambda: transformer(score_bias=jnp.ones((2, 2))),
-        "score_bias must broadcast to [nnz, H] = (3, 2), got (2, 2)",
+        "score_bias must broadcast to [..., nnz, H] = (3, 2), got (2, 2)",
     ),
     "scale": (TypeError, lambda: transformer(scale=jnp.ones(())), "scale must be a Python float"),
     "implementation": (ValueError, lambda: gat(implementation="cuda"), "implementation must be None or"),
@@ -126,7 +157,7 @@ BAD = {
     "scores": (
         ValueError,
         lambda: jab.edge_softmax(GRAPH, jnp.ones((2, 2))),
-        "edge_softmax: scores must have shape [nnz, H] with nnz = 3, got (2, 2)",
+        "edge_softmax: scores must have shape [..., nnz, H] with nnz = 3, got (2, 2)",
     ),
     "dout": (
         ValueError,

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jax_attn_bwd._core.intervals import called_jaxpr
+from jax_attn_bwd._core.jaxprs import is_literal
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import modifiers
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
@@ -56,7 +56,7 @@ def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def evaluate(jaxpr, consts, given):
         found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-        read = lambda x: jnp.asarray(x.val, x.aval.dtype) if isinstance(x, Literal) else found[x]
+        read = lambda x: jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else found[x]
         for equation in jaxpr.eqns:
             inputs, called = [read(x) for x in equation.invars], called_jaxpr(equation)
             if called is not None:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu
+from jax_attn_bwd._core.sharding import explicit_spec
+from jax_attn_bwd.ops.graph.entries import leader
 from jax_attn_bwd.ops.graph.groups import Chunk, has_edges
 from jax_attn_bwd.ops.graph.kernels.gpu_plan import WIDTHS, Inputs
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
@@ -28,11 +30,13 @@ def unsupported(options: Options, operands: Operands) -> str | None:
             return f"features must be of one of {DTYPES}, got {name} of {x.dtype}"
     if not has_edges(graph):
         return "the graph has no room for edges"
+    if any(explicit_spec(nodes := leader(operands))[: nodes.ndim - 2]):
+        return "batch axes must not lie on several devices of an Explicit mesh; call it inside jax.shard_map"
     if options.sharing > 1:
         return f"every head must have a key of its own, got {options.sharing} heads that share one"
-    if operands.value is not None and operands.value.shape != src.shape:
-        return f"values must be as wide as keys, got {operands.value.shape[1]} and {src.shape[1]}"
-    D = src.shape[1] // options.num_heads
+    if operands.value is not None and operands.value.shape[-1] != src.shape[-1]:
+        return f"values must be as wide as keys, got {operands.value.shape[-1]} and {src.shape[-1]}"
+    D = src.shape[-1] // options.num_heads
     if D not in WIDTHS:
         return f"the width of a head must be one of {WIDTHS}, got {D}"
     return None

@@ -37,7 +37,7 @@ class GATv2(Kind):
 
     name = "gatv2"
     message_is_src = True
-    placement = MappingProxyType({**Kind.placement, "attention_weights": (1,)})
+    placement = MappingProxyType({**Kind.placement, "attention_weights": (-1,)})
 
     @staticmethod
     def edge_width(dim: int) -> int:

@@ -79,7 +79,7 @@ class Kind(ABC):
     message_is_src: ClassVar[bool] = False  # one table is both, and one sum takes both cotangents
     edge_in_message: ClassVar[bool] = False
     placement: ClassVar[Mapping[str, tuple]] = MappingProxyType(
-        {"edge": (None, 1), "score_bias": (None, 1), "dropout_mask": (1, None)}
+        {"edge": (None, -1), "score_bias": (None, -1), "dropout_mask": (-1, None)}
     )  # the axes of `src` that these operands follow on an Explicit mesh
 
     @abstractmethod
