@@ -191,7 +191,11 @@ def multi_scale_deformable_attention_bwd(
 
 
 _PORTABLE = backend.Implementation("xla", parts.forward, parts.backward)
-IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False), _PORTABLE)
+IMPLEMENTATIONS = (
+    backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
+    backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False),
+    _PORTABLE,
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
