@@ -74,7 +74,7 @@ def test_compiles_within_budgets(implementation, target, operator, tmp_path):
         for row in rows:
             found = {re.sub(r"_\d+x\d+.*", "", kernel["name"]) for kernel in row["kernels"]}
             assert sum("forward" in name for name in found) == 1, row["case"]
-            assert found - {"attention_forward", "softmax_forward"}, row["case"]
+            assert found - {"attention_forward", "softmax_forward", "deformable_forward"}, row["case"]
         return
     for case in {row["case"] for row in rows}:
         if len(programs.directions(described, implementation, target)) == 1:

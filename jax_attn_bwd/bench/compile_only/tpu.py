@@ -91,7 +91,7 @@ class Kernel:
 
 def wrong(program: Program) -> list[str]:
     """What a program's kernels lack, in a few words each."""
-    needed = program.operator == "dot_product_attention"
+    needed = program.operator in ("dot_product_attention", "multi_scale_deformable_attention")
     lacks = needed and not all(kernel.slots["MXU"] for kernel in program.kernels)
     return ["a kernel does not use the matrix unit"] if lacks else []
 

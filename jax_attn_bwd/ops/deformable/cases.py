@@ -119,7 +119,7 @@ def _scaling():
         yield _case(name, **sizes, tags=tags, dtype="float32", extra=_around(levels, False))
 
 
-_COMPILED = ("mosaic_gpu", "A100", "B200")
+_COMPILED = ("mosaic_gpu", "A100", "B200", "v6e")
 _SMALL = dict(B=1, Q=2, M=2, D=3, levels=((3, 2), (1, 2)), points=1)
 
 CASES = (
@@ -155,7 +155,14 @@ CASES = (
         normalize="softmax",
         tags=("large",),
     ),
-    _case("bfloat16, D=256", Q=300, D=256, levels=((64, 64), (32, 32)), points=(3, 9), tags=_COMPILED),
+    _case(
+        "bfloat16, D=256",
+        Q=300,
+        D=256,
+        levels=((64, 64), (32, 32)),
+        points=(3, 9),
+        tags=(*_COMPILED, "tpu7x"),
+    ),
     *_measured(),
     *_scaling(),
 )

@@ -20,7 +20,7 @@ from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.sharding import match_type, unsharded
 from jax_attn_bwd.ops.deformable import products, sampling
 from jax_attn_bwd.ops.deformable.kernels import tpu_hat as hat
-from jax_attn_bwd.ops.deformable.kernels.tpu_hat import OnLevel, Samples, Strips
+from jax_attn_bwd.ops.deformable.kernels.tpu_hat import Cut, OnLevel, Samples
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Operands, Options, Residuals
 
 _POINTS = {"sampling_locations", "attention_weights"}
@@ -62,7 +62,7 @@ def _gradients(options: Options, interpret: bool, wanted: frozenset[str], *array
                 d = [jnp.where(n < outside, x, 0) for n, x in zip(at.pixels, results.pop("d"), strict=False)]
                 points.append(products.gradients(wanted, at, on.weight, d))  # (5) to (7)
             if "value" in wanted:
-                dvalues.append(_of_pixels((H, W), on.strips, results["dvalue"], value.shape[3]))
+                dvalues.append(_of_pixels((H, W), on.cut, results["dvalue"], value.shape[3]))
         elif "value" in wanted:
             dvalues.append(jnp.zeros((B, H * W, M, value.shape[3]), jnp.float32))
     grads = {}
@@ -74,106 +74,115 @@ def _gradients(options: Options, interpret: bool, wanted: frozenset[str], *array
     return {name: match_type(grads[name], getattr(operands, name)) for name in wanted}
 
 
-def _of_pixels(size: tuple[int, int], shape: Strips, dvalue: jax.Array, D: int) -> jax.Array:
+def _of_pixels(size: tuple[int, int], cut: Cut, dvalue: jax.Array, D: int) -> jax.Array:
     """`[B, H * W, M, D]` of `[B, M, strips, pixels, channels]`."""
     (H, W), (B, M) = size, dvalue.shape[:2]
-    x = dvalue.reshape(B, M, shape.count * shape.rows, shape.width, -1)[:, :, :H, :W, :D]
+    x = dvalue.reshape(B, M, cut.strips * cut.rows, cut.width, -1)[:, :, :H, :W, :D]
     return x.transpose(0, 2, 3, 1, 4).reshape(B, H * W, M, D)
 
 
 def _of_level(
-    options: Options,
-    interpret: bool,
-    wanted: frozenset[str],
-    on: OnLevel,
-    value: jax.Array,
-    rows: jax.Array,
+    options: Options, interpret: bool, wanted: frozenset[str], on: OnLevel, value: jax.Array, rows: jax.Array
 ) -> dict[str, Any]:
-    """"dvalue" `[B, M, strips, pixels, channels]`; "d", the products at the corners, `[B, M, P, Q]` each."""
-    parts, hat_parts = hat.parts_of(value.dtype), hat.parts_of_hat(value.dtype)
-    shape, samples, plane = on.strips, hat.samples(options, on), hat.planes(on, value)
+    """By name: dvalue `[B, M, strips, pixels, channels]`; d, the products at each corner, `[B, M, P, Q]`.
+
+    `rows` are those of dout, `[B, M, D, Q]`.
+    """
+    parts, samples, plane = hat.parts_of(value.dtype), hat.samples(options, on), hat.planes(on, value)
     (B, M, P, Q), channels = samples.row.shape, plane.shape[3]
-    fit = hat.whole_tiles(hat.is_finite(rows).all(2, keepdims=True), True)
-    fit &= hat.is_finite(samples.weight).all(2, keepdims=True)
-    samples = samples._replace(weight=jnp.where(hat.is_finite(samples.weight), samples.weight, 1))
+    fit = hat.is_finite(samples.weight).all(2, keepdims=True)
+    fit &= hat.whole_tiles(hat.is_finite(rows)).all(2, keepdims=True)
+    samples = samples._replace(weight=jnp.where(fit, samples.weight, 1))
     more = ((0, 0), (0, 0), (0, channels - rows.shape[2]), (0, 0))
     dout = jnp.where(fit, hat.whole_tiles(jnp.pad(rows, more)), 0)
-    of_queries = (jnp.concatenate(hat.split(dout, parts), axis=2), 1 - fit.astype(jnp.float32), *samples)
-    flags, tiles, VMEM = hat.some_not_finite(jnp.where(fit, 0, jnp.inf)), hat.TILE, pltpu.VMEM
-    pixels, out_type, out_specs, scratch = {}, {}, {}, {}
+    of_heads, out_shapes, scratch = {}, {}, {}
     if "value" in wanted:
-        out_type["dvalue"] = (B, M, shape.count, shape.pixels, channels)
-        scratch["matrix"] = VMEM((hat_parts, shape.pixels, tiles), jnp.bfloat16)
-        scratch["across"] = VMEM((P, shape.width, tiles), jnp.float32)
-        scratch["down"] = VMEM((P, shape.rows, tiles), jnp.float32)
-        scratch["sums"] = VMEM((shape.pixels, parts * channels), jnp.float32)
+        out_shapes["dvalue"] = (B, M, on.cut.strips, on.cut.pixels, channels)
+        scratch |= _scratch_of_value(on.cut, P, channels, parts, hat.parts_of_hat(value.dtype))
     if wanted & _POINTS:
         upright = [x.swapaxes(3, 4) for x in hat.split(plane, parts)]
-        pixels["value"] = jnp.concatenate(upright, axis=4)
-        out_type["d"] = (B, M, 4 * P, Q)
-        scratch["stacked"] = VMEM((parts, parts * channels, tiles), jnp.bfloat16)
-        scratch["g"] = VMEM((shape.pixels, tiles), jnp.float32)
-        scratch["upper"] = VMEM((P, shape.width, tiles), jnp.float32)
-        scratch["lower"] = VMEM((P, shape.width, tiles), jnp.float32)
-    arrays = pallas.vary_alike((flags, *pixels.values(), *of_queries))
-    out_type = {
-        name: pallas.out_type(shape_, jnp.float32, arrays) for name, shape_ in out_type.items()
+        of_heads["value"] = jnp.concatenate(upright, axis=4)
+        out_shapes["d"] = (B, M, 4 * P, Q)
+        scratch |= _scratch_of_points(on.cut, P, channels, parts)
+    of_queries = {
+        "dout": jnp.concatenate(hat.split(dout, parts), axis=2),
+        "unfit": 1 - fit.astype(jnp.float32),
+        **samples._asdict(),
     }
-    out_specs = [hat.all_of(t) if name == "dvalue" else hat.tiles_of(t) for name, t in out_type.items()]
-    names = ("flags", *pixels, "dout", "unfit", *Samples._fields, *out_type, *scratch)
-    results = mosaic_tpu.launch(
-        partial(_kernel, shape, channels, names),
+    flags = hat.some_not_finite(jnp.where(fit, 0, jnp.inf))
+    arrays = pallas.vary_alike((flags, *of_heads.values(), *of_queries.values()))
+    outs = {name: pallas.out_type(shape, jnp.float32, arrays) for name, shape in out_shapes.items()}
+    launched = mosaic_tpu.launch(
+        partial(_kernel, on.cut, channels, ("flags", *of_heads, *of_queries, *outs, *scratch)),
         "deformable_backward",
         interpret=interpret,
-        grid=(B, M, Q // tiles),
-        parallel=2,
+        grid=(B, M, Q // hat.TILE),
+        parallel=2,  # the gradient of the value is a sum over the tiles of queries
         in_specs=[
             mosaic_tpu.scalars(),
-            *map(hat.all_of, pixels.values()),
-            *map(hat.tiles_of, of_queries),
+            *map(hat.all_of, of_heads.values()),
+            *map(hat.tiles_of, of_queries.values()),
         ],
-        out_specs=out_specs,
-        out_type=list(out_type.values()),
+        out_specs=[hat.all_of(x) if name == "dvalue" else hat.tiles_of(x) for name, x in outs.items()],
+        out_type=list(outs.values()),
         scratch=list(scratch.values()),
-    )(*arrays)
-    found = dict(zip(out_type, results, strict=True))
+    )
+    found = dict(zip(outs, launched(*arrays), strict=True))
     if "d" in found:
         d = jnp.where(fit, found["d"], jnp.nan)[..., : rows.shape[3]]
         found["d"] = jnp.split(d, 4, axis=2)
     return found
 
 
-def _kernel(shape: Strips, channels: int, names: tuple[str, ...], *all_refs: Any) -> None:
+def _scratch_of_value(cut: Cut, P: int, channels: int, parts: int, hat_parts: int) -> dict[str, Any]:
+    return {
+        "matrix": pltpu.VMEM((hat_parts, cut.pixels, hat.TILE), jnp.bfloat16),
+        "across": pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
+        "down": pltpu.VMEM((P, cut.rows, hat.TILE), jnp.float32),
+        "sums": pltpu.VMEM((cut.pixels, parts * channels), jnp.float32),
+    }
+
+
+def _scratch_of_points(cut: Cut, P: int, channels: int, parts: int) -> dict[str, Any]:
+    return {
+        "stacked": pltpu.VMEM((parts, parts * channels, hat.TILE), jnp.bfloat16),
+        "g": pltpu.VMEM((cut.pixels, hat.TILE), jnp.float32),
+        "upper": pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
+        "lower": pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
+    }
+
+
+def _kernel(cut: Cut, channels: int, names: tuple[str, ...], *all_refs: Any) -> None:
     refs = dict(zip(names, all_refs, strict=True))
     of, steps = Samples(*(refs[name] for name in Samples._fields)), []
     if "dvalue" in refs:
-        steps.append(_value_gradient(shape, channels, of, refs))
+        steps.append(_value_gradient(cut, channels, of, refs))
     if "d" in refs:
-        steps.append(_products(shape, channels, of, refs))
+        steps.append(_products(cut, channels, of, refs))
 
     def each_strip(strip, _):
         for step in steps:
             step(strip)
 
-    lax.fori_loop(*hat.touched(shape, of.row[...]), each_strip, None)
+    lax.fori_loop(*hat.touched(cut, of.row[...]), each_strip, None)
     if "d" in refs:
-        _store_corners(shape, of, refs)
+        _store_corners(cut, of, refs)
 
 
-def _value_gradient(shape: Strips, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
+def _value_gradient(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
     """Equation (8), a strip."""
     across, matrix, sums, dout, dvalue = (refs[n] for n in ("across", "matrix", "sums", "dout", "dvalue"))
     is_unfit = refs["flags"][pl.program_id(0), pl.program_id(1)] != 0
     parts = sums.shape[1] // channels
     for p in range(of.row.shape[0]):
-        across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], shape.width)
+        across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], cut.width)
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         dvalue[...] = jnp.zeros_like(dvalue)
 
     def add(strip):
-        hat.store_hat(shape, strip, of, across, refs["down"], matrix.shape[0], matrix)
+        hat.store_hat(cut, strip, of, across, refs["down"], matrix.shape[0], matrix)
         sums[...] = _product(matrix[0], dout[...])
         for i in range(1, matrix.shape[0]):  # of small parts of S, the large parts of dout
             some = max(1, parts - i) * channels
@@ -192,7 +201,7 @@ def _value_gradient(shape: Strips, channels: int, of: Samples, refs: dict[str, A
     return add
 
 
-def _products(shape: Strips, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
+def _products(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
     """Equation (4), a strip: the rows of G that samples lie in."""
     value, dout, stacked, g = (refs[n] for n in ("value", "dout", "stacked", "g"))
     parts = stacked.shape[0]
@@ -210,11 +219,11 @@ def _products(shape: Strips, channels: int, of: Samples, refs: dict[str, Any]) -
         g[...] = dot(0)
         for j in range(1, parts):
             g[...] += dot(j)
-        above = (strip * shape.rows).astype(jnp.float32)
+        above = (strip * cut.rows).astype(jnp.float32)
         for p in range(of.row.shape[0]):
             upper, lower, row = refs["upper"][p], refs["lower"][p], of.row[p : p + 1] - above
-            for y in range(shape.rows):
-                of_row = g[y * shape.width : (y + 1) * shape.width]
+            for y in range(cut.rows):
+                of_row = g[y * cut.width : (y + 1) * cut.width]
                 upper = jnp.where(row == y, of_row, upper)
                 lower = jnp.where(row == y - 1, of_row, lower)
             refs["upper"][p], refs["lower"][p] = upper, lower
@@ -222,10 +231,10 @@ def _products(shape: Strips, channels: int, of: Samples, refs: dict[str, Any]) -
     return select
 
 
-def _store_corners(shape: Strips, of: Samples, refs: dict[str, Any]) -> None:
+def _store_corners(cut: Cut, of: Samples, refs: dict[str, Any]) -> None:
     """The four products of each sample, corner by corner."""
     P, d = of.row.shape[0], refs["d"]
-    column = lax.broadcasted_iota(jnp.int32, (shape.width, hat.TILE), 0).astype(jnp.float32)
+    column = lax.broadcasted_iota(jnp.int32, (cut.width, hat.TILE), 0).astype(jnp.float32)
     for p in range(P):
         first = of.column[p : p + 1]
         for i, name in enumerate(("upper", "lower")):

@@ -14,7 +14,7 @@ from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd._core.sharding import tie, unsharded
 from jax_attn_bwd.ops.deformable.kernels import tpu_hat as hat
-from jax_attn_bwd.ops.deformable.kernels.tpu_hat import OnLevel, Samples, Strips
+from jax_attn_bwd.ops.deformable.kernels.tpu_hat import Cut, OnLevel, Samples
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
@@ -42,20 +42,20 @@ def _out_spec(value: PartitionSpec, _, weights: PartitionSpec) -> PartitionSpec:
 def _sampled(options: Options, interpret: bool, *operands: jax.Array) -> jax.Array:
     given = Operands(*operands)
     (B, Q, M, _), D = given.attention_weights.shape, given.value.shape[3]
-    sums = sum(_of_level(options, interpret, on, given.value) for on in hat.levels(options, given))
-    out = sums[:, :, :D, :Q].transpose(0, 3, 1, 2)
+    found = [_of_level(options, interpret, on, given.value) for on in hat.levels(options, given)]
+    out = sum(found[1:], found[0])[:, :, :D, :Q].transpose(0, 3, 1, 2)
     return out.reshape(B, Q, M * D).astype(given.value.dtype)
 
 
 def _of_level(options: Options, interpret: bool, on: OnLevel, value: jax.Array) -> jax.Array:
     """`[B, M, channels, Q]`, float32, channels and queries made up to whole tiles."""
     parts, hat_parts = hat.parts_of(value.dtype), hat.parts_of_hat(value.dtype)
-    shape, samples, plane = on.strips, hat.samples(options, on), hat.planes(on, value)
+    cut, samples, plane = on.cut, hat.samples(options, on), hat.planes(on, value)
     stacked = jnp.concatenate(hat.split(plane, parts), axis=3)
     arrays = pallas.vary_alike((hat.some_not_finite(plane), stacked, *samples))
     (B, M, P, Q), channels = samples.row.shape, plane.shape[3]
     (out,) = mosaic_tpu.launch(
-        partial(_kernel, shape, channels),
+        partial(_kernel, cut, channels),
         "deformable_forward",
         interpret=interpret,
         grid=(B, M, Q // hat.TILE),
@@ -64,9 +64,9 @@ def _of_level(options: Options, interpret: bool, on: OnLevel, value: jax.Array) 
         out_specs=[pl.BlockSpec((None, None, channels, hat.TILE), lambda b, m, q: (b, m, ZERO, q))],
         out_type=[pallas.out_type((B, M, channels, Q), jnp.float32, arrays)],
         scratch=[
-            pltpu.VMEM((P, shape.width, hat.TILE), jnp.float32),
-            pltpu.VMEM((P, shape.rows, hat.TILE), jnp.float32),
-            pltpu.VMEM((hat_parts, shape.pixels, hat.TILE), jnp.bfloat16),
+            pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
+            pltpu.VMEM((P, cut.rows, hat.TILE), jnp.float32),
+            pltpu.VMEM((hat_parts, cut.pixels, hat.TILE), jnp.bfloat16),
             pltpu.VMEM((parts * channels, hat.TILE), jnp.float32),
             pltpu.VMEM((channels, hat.TILE), jnp.float32),
         ],
@@ -74,16 +74,16 @@ def _of_level(options: Options, interpret: bool, on: OnLevel, value: jax.Array) 
     return out
 
 
-def _kernel(shape: Strips, channels: int, flags: Any, value: Any, *refs: Any) -> None:
+def _kernel(cut: Cut, channels: int, flags: Any, value: Any, *refs: Any) -> None:
     of, (out, across, down, matrix, sums, bad) = Samples(*refs[:5]), refs[5:]
     is_bad = flags[pl.program_id(0), pl.program_id(1)] != 0
     parts = sums.shape[0] // channels
     for p in range(of.row.shape[0]):
-        across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], shape.width)
+        across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], cut.width)
     sums[...], bad[...] = jnp.zeros_like(sums), jnp.zeros_like(bad)
 
     def add_strip(strip, _):
-        hat.store_hat(shape, strip, of, across, down, matrix.shape[0], matrix)
+        hat.store_hat(cut, strip, of, across, down, matrix.shape[0], matrix)
 
         def add(pixels):
             for i in range(matrix.shape[0]):  # of small parts of S, the large parts of the value
@@ -102,7 +102,7 @@ def _kernel(shape: Strips, channels: int, flags: Any, value: Any, *refs: Any) ->
             unfit, reads = ~finite[:channels], matrix[0].astype(jnp.float32) != 0
             bad[...] += _product(hat.ones(unfit), hat.ones(reads))
 
-    lax.fori_loop(*hat.touched(shape, of.row[...]), add_strip, None)
+    lax.fori_loop(*hat.touched(cut, of.row[...]), add_strip, None)
     total = sums[:channels]
     for i in range(1, parts):
         total += sums[i * channels : (i + 1) * channels]

@@ -42,10 +42,10 @@ _MOST_POINTS = 32  # of a query and head on a level: their sums are written out
 _MOST_CHANNELS = 256
 
 
-class Strips(NamedTuple):
-    """A level cut into `count` strips of `rows` rows, each of `width` pixels; zeros behind its own."""
+class Cut(NamedTuple):
+    """A level as so many strips of `rows` rows, each of `width` pixels; zeros behind its own."""
 
-    count: int
+    strips: int
     rows: int
     width: int
 
@@ -69,7 +69,7 @@ class OnLevel(NamedTuple):
     """A level and its sampling points, `[B, M, P, Q]`."""
 
     level: Level
-    strips: Strips
+    cut: Cut
     x: jax.Array
     y: jax.Array
     weight: jax.Array
@@ -90,9 +90,9 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     if (most := max(options.num_points)) > _MOST_POINTS:
         return f"a query and head may have at most {_MOST_POINTS} points on a level, got {most}"
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
-        shape = strips(H, W)
-        pixels, most = shape.count * shape.pixels, min(_MOST_PIXELS, _MOST_NUMBERS // _up(D, _SUBLANES))
-        if P and (pixels > most or _most_bytes(shape, P, operands.value) > mosaic_tpu.VMEM):
+        cut = cut_of(H, W)
+        pixels, most = cut.strips * cut.pixels, min(_MOST_PIXELS, _MOST_NUMBERS // _up(D, _SUBLANES))
+        if P and (pixels > most or _most_bytes(cut, P, operands.value) > mosaic_tpu.VMEM):
             return (
                 f"its hat matrix pays for levels to about {most} pixels of {D} channels, {W} of them in a "
                 f"row, got {H} x {W}"
@@ -100,23 +100,23 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     return None
 
 
-def _most_bytes(shape: Strips, P: int, value: jax.Array) -> int:
+def _most_bytes(cut: Cut, P: int, value: jax.Array) -> int:
     """Of vector memory that the backward takes, which takes more than the forward."""
     width = _up(value.shape[3], _SUBLANES)
     row, parts = _up(width, LANES) * 4, parts_of(value.dtype)
     planes = _up(parts * width, LANES) * 2
     strip = 2 * max(2, parts) * TILE + 4 * TILE + 4 * _up(parts * width, LANES)
-    whole = 2 * shape.count * shape.pixels * (row + planes) + 2 * shape.pixels * strip
-    return whole + 3 * P * shape.width * TILE * 4
+    whole = 2 * cut.strips * cut.pixels * (row + planes) + 2 * cut.pixels * strip
+    return whole + 3 * P * cut.width * TILE * 4
 
 
-def strips(height: int, width: int) -> Strips:
-    """Those of a level."""
+def cut_of(height: int, width: int) -> Cut:
+    """How a level is cut."""
     width = _up(width, _SUBLANES)
     rows = LANES // math.gcd(width, LANES)
     while rows * width < _DEPTH and rows < height:
         rows *= 2
-    return Strips(-(-height // rows), rows, width)
+    return Cut(-(-height // rows), rows, width)
 
 
 def parts_of(dtype: Any) -> int:
@@ -157,8 +157,8 @@ def levels(options: Options, operands: Operands) -> Iterator[OnLevel]:
     start = first = 0
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
         if P:
-            level = Level(*(np.int32(n) for n in (H, W, start)))
-            yield OnLevel(level, strips(H, W), *(a[:, :, first : first + P] for a in (x, y, weight)))
+            level = Level(*np.array((H, W, start), np.int32))
+            yield OnLevel(level, cut_of(H, W), *(a[:, :, first : first + P] for a in (x, y, weight)))
         start, first = start + H * W, first + P
 
 
@@ -166,8 +166,13 @@ def samples(options: Options, on: OnLevel) -> Samples:
     """Of a level, for a kernel."""
     at = sampling.locate(options, on.level, on.x, on.y)
     row, column = (jnp.where(at.counts, n.astype(jnp.float32), _NOWHERE) for n in (at.row, at.column))
-    given = Samples(row, column, at.below, at.right, jnp.where(at.counts, on.weight, 0))
-    return Samples(*(whole_tiles(x, fill) for x, fill in zip(given, (_NOWHERE,) * 2 + (0.0,) * 3)))
+    return Samples(
+        whole_tiles(row, _NOWHERE),
+        whole_tiles(column, _NOWHERE),
+        whole_tiles(at.below),
+        whole_tiles(at.right),
+        whole_tiles(jnp.where(at.counts, on.weight, 0)),
+    )
 
 
 def whole_tiles(x: jax.Array, fill: float = 0.0) -> jax.Array:
@@ -178,11 +183,11 @@ def whole_tiles(x: jax.Array, fill: float = 0.0) -> jax.Array:
 
 def planes(on: OnLevel, value: jax.Array) -> jax.Array:
     """The level's `[B, M, strips, channels, pixels of a strip]`, float32, of `value [B, S, M, D]`."""
-    (H, W, start), shape, (B, _, M, D) = map(int, on.level), on.strips, value.shape
+    (H, W, start), cut, (B, _, M, D) = map(int, on.level), on.cut, value.shape
     x = value[:, start : start + H * W].astype(jnp.float32).transpose(0, 2, 3, 1).reshape(B, M, D, H, W)
-    more = (_up(D, _SUBLANES) - D, shape.count * shape.rows - H, shape.width - W)
+    more = (_up(D, _SUBLANES) - D, cut.strips * cut.rows - H, cut.width - W)
     x = jnp.pad(x, [(0, 0), (0, 0), *((0, n) for n in more)])
-    return x.reshape(*x.shape[:3], shape.count, shape.pixels).transpose(0, 1, 3, 2, 4)
+    return x.reshape(*x.shape[:3], cut.strips, cut.pixels).transpose(0, 1, 3, 2, 4)
 
 
 def some_not_finite(x: jax.Array) -> jax.Array:
@@ -201,12 +206,12 @@ def all_of(x: Any) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *rest), lambda b, m, q: (b, m, *(ZERO,) * len(rest)))
 
 
-def touched(shape: Strips, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+def touched(cut: Cut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """In a kernel: (the first strip, one more than the last) that samples with these rows read."""
 
     def strip(y):
-        y = jnp.clip(y, 0.0, shape.count * shape.rows - 1.0).astype(jnp.int32)
-        return lax.div(y, jnp.int32(shape.rows))
+        y = jnp.clip(y, 0.0, cut.strips * cut.rows - 1.0).astype(jnp.int32)
+        return lax.div(y, jnp.int32(cut.rows))
 
     last = jnp.max(row)
     first = jnp.min(jnp.where(row == _NOWHERE, jnp.inf, row))
@@ -220,9 +225,7 @@ def share(first: jax.Array, of_next: jax.Array, count: int) -> jax.Array:
     return jnp.where(n == first, 1 - of_next, jnp.where(n == first + 1, of_next, 0.0))
 
 
-def store_hat(
-    shape: Strips, strip: jax.Array, of: Samples, across: Any, down: Any, parts: int, hat: Any
-) -> None:
+def store_hat(cut: Cut, strip: jax.Array, of: Samples, across: Any, down: Any, parts: int, hat: Any) -> None:
     """In a kernel: writes a strip of S to `hat [parts, pixels, TILE]`.
 
     Args:
@@ -230,16 +233,16 @@ def store_hat(
       across: ref `[P, width, TILE]`, what `share` gives of the columns.
       down: scratch `[P, rows, TILE]`.
     """
-    P, above = of.row.shape[0], (strip * shape.rows).astype(jnp.float32)
+    P, above = of.row.shape[0], (strip * cut.rows).astype(jnp.float32)
     for p in range(P):
         one = slice(p, p + 1)
-        down[p] = share(of.row[one] - above, of.below[one], shape.rows) * of.weight[one]
-    for y in range(shape.rows):
+        down[p] = share(of.row[one] - above, of.below[one], cut.rows) * of.weight[one]
+    for y in range(cut.rows):
         entries = down[0, y : y + 1] * across[0]
         for p in range(1, P):
             entries += down[p, y : y + 1] * across[p]
         for i, part in enumerate(split(entries, parts)):
-            hat[i, y * shape.width : (y + 1) * shape.width] = part
+            hat[i, y * cut.width : (y + 1) * cut.width] = part
 
 
 def _up(n: int, unit: int) -> int:
