@@ -90,12 +90,14 @@ def _of_level(
     """
     parts, samples, plane = hat.parts_of(value.dtype), hat.samples(options, on), hat.planes(on, value)
     (B, M, P, Q), channels = samples.row.shape, plane.shape[3]
-    fit = hat.is_finite(samples.weight).all(2, keepdims=True)
-    fit &= hat.whole_tiles(hat.is_finite(rows)).all(2, keepdims=True)
+    finite = hat.whole_tiles(hat.is_finite(rows)).all(2, keepdims=True)
+    fit = finite & hat.is_finite(samples.weight).all(2, keepdims=True)
     samples = samples._replace(weight=jnp.where(fit, samples.weight, 1))
     more = ((0, 0), (0, 0), (0, channels - rows.shape[2]), (0, 0))
-    dout = jnp.where(fit, hat.whole_tiles(jnp.pad(rows, more)), 0)
-    of_heads, out_shapes, scratch = {}, {}, {}
+    dout = jnp.where(finite, hat.whole_tiles(jnp.pad(rows, more)), 0)
+    of_heads: dict[str, Any] = {}
+    out_shapes: dict[str, tuple[int, ...]] = {}
+    scratch: dict[str, Any] = {}
     if "value" in wanted:
         out_shapes["dvalue"] = (B, M, on.cut.strips, on.cut.pixels, channels)
         scratch |= _scratch_of_value(on.cut, P, channels, parts, hat.parts_of_hat(value.dtype))
@@ -129,7 +131,7 @@ def _of_level(
     )
     found = dict(zip(outs, launched(*arrays), strict=True))
     if "d" in found:
-        d = jnp.where(fit, found["d"], jnp.nan)[..., : rows.shape[3]]
+        d = jnp.where(finite, found["d"], jnp.nan)[..., : rows.shape[3]]
         found["d"] = jnp.split(d, 4, axis=2)
     return found
 

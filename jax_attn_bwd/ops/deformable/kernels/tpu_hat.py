@@ -195,7 +195,7 @@ def some_not_finite(x: jax.Array) -> jax.Array:
     return 1 - is_finite(x).all(tuple(range(2, x.ndim))).astype(jnp.int32)
 
 
-def tiles_of(x: jax.Array) -> pl.BlockSpec:
+def tiles_of(x: Any) -> pl.BlockSpec:
     """Of an operand `[B, M, n, Q]`: all n of a tile of queries."""
     return pl.BlockSpec((None, None, x.shape[2], TILE), lambda b, m, q: (b, m, ZERO, q))
 
