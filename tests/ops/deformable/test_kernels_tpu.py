@@ -234,6 +234,9 @@ PIXELS = {**SPLIT, "value": P(None, "q")}
 
 @thorough
 @pytest.mark.kernel
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="interpreted kernels of two devices and their exchange do not end"
+)
 @pytest.mark.parametrize("split", ["heads", "queries and pixels", "queries in shard_map"])
 def test_shards_have_the_gradients_of_the_whole(split):
     arrays = rounded(sample(LEVELS, B=2, Q=4, M=2, D=3, P=1))
