@@ -6,7 +6,7 @@ Bilinear sampling is linear in the value. The samples k of a query on a level gi
 
 with shares down_k and across_k that are 0 but at two rows and two columns (one, where a coordinate is clamped
 or rounded). The output is value^T S, and the gradient of the value S dout^T: products for the matrix unit,
-where XLA's gather takes some 18 bundles of instructions for each pixel it reads, its scatter 8.
+where XLA's gather takes 9 to 18 bundles of instructions for each pixel it reads, its scatter 8 to 14.
 
 Queries lie along lanes: the share of a row of pixels is then a row of a register for all its columns, and an
 entry of S takes one multiplication and one addition for each sample. Pixels come in strips of whole rows;
