@@ -80,14 +80,17 @@ def test_every_mode_under_jit(operator, implementation, case):
             assert_close(x, expected, 1e-12, "poisoned")
 
 
-# Kernels of the layer are the attention's; the rule of the graph kernels is one and the same.
+# Kernels of the layer are the attention's; the rule of the graph kernels is one and the same, that of the TPU
+# kernels of deformable attention the other TPU kernels'.
 LIKE_OTHERS = ("multi_head_attention", "graph_attention_v2", "graph_transformer_attention")
+LIKE_OTHERS += (("multi_scale_deformable_attention", "mosaic_tpu"),)
 KERNELS = [
-    pytest.param(o, i.name, marks=[pytest.mark.kernel, *marks, *[thorough] * (o.name in LIKE_OTHERS)])
+    pytest.param(o, i.name, marks=[pytest.mark.kernel, *marks])
     for o in OPERATORS
     for i in o.implementations
     if i.platform is not None
-    for marks in ([interpreted] if i.name == "mosaic_gpu" else [],)
+    for rest in ([thorough] if o.name in LIKE_OTHERS or (o.name, i.name) in LIKE_OTHERS else [],)
+    for marks in ([*rest, interpreted] if i.name == "mosaic_gpu" else rest,)
 ]
 
 

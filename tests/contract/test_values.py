@@ -33,9 +33,17 @@ def _beyond_kernels(case) -> bool:
     return case.options.get("save") == "probs" or case.name in ("large_logits", "many_queries")
 
 
+def _marks(operator, implementation: str, case) -> list:
+    """What XLA computes for the TPU kernels of deformable attention is left to the thorough tier: their
+    interpreter is slow.
+    """
+    for_xla = operator.name == "multi_scale_deformable_attention" and case.name != "second"
+    return [pytest.mark.thorough] if for_xla and implementation == "mosaic_tpu" else []
+
+
 CASE = ("operator", "implementation", "case")
 EVERY = [
-    p
+    pytest.param(*p.values, id=p.id, marks=[*p.marks, *_marks(*p.values)])
     for p in case_params("ci", "second", thorough=("edge", "hidden"), kernels=("second", "kernel"))
     if not (is_kernel(*p.values[:2]) and _beyond_kernels(p.values[2]))
 ]

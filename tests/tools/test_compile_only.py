@@ -4,6 +4,7 @@ It needs the packages of the `compile` and `compile-tpu` extras, and skips witho
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -72,7 +73,7 @@ def test_compiles_within_budgets(implementation, target, tmp_path):
         gradients = kernels[operator, case, "gradients"]
         if implementation == "mosaic_tpu":  # the program of the gradients holds the forward, too
             forward = {name for name in gradients if "forward" in name}
-            assert len(forward) == 1, case
+            assert len({re.sub(r"_\d+x\d+.*", "", name) for name in forward}) == 1, case
         else:
             forward = kernels.get((operator, case, "forward"), set())
             assert forward or (operator, case, "forward") not in wanted, case

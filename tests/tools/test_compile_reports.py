@@ -224,6 +224,20 @@ def test_the_text_of_bundles_is_read():
         tpu.custom_calls(CALL.replace("used_scoped", "unused"))
 
 
+def test_of_calls_of_one_kernel_the_compiler_tells_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(tpu, "dump_folder", lambda: tmp_path)
+    again = CALL + CALL.replace("full.1", "full.2")
+    with pytest.raises(RuntimeError, match=r"left no file of \['attention_forward_1024x512_full'\]"):
+        tpu.dumped(again)
+    stem = "1-attention_forward_1024x512_full.2-0-final_"
+    (tmp_path / f"{stem}bundles.txt").write_text(BUNDLES)
+    (tmp_path / f"{stem}hlo-static-per-bundle-utilization.txt").write_text(USE)
+    (kernel,) = tpu.dumped(again)
+    assert (kernel.name, kernel.vmem) == ("attention_forward_1024x512_full", 4096)
+    with pytest.raises(RuntimeError, match="other"):
+        tpu.dumped(again + CALL.replace("attention_forward_1024x512_full.1", "other"))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

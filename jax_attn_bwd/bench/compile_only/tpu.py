@@ -91,7 +91,7 @@ class Kernel:
 
 def wrong(program: Program) -> list[str]:
     """What a program's kernels lack, in a few words each."""
-    needed = program.operator == "dot_product_attention"
+    needed = program.operator in ("dot_product_attention", "multi_scale_deformable_attention")
     lacks = needed and not all(kernel.slots["MXU"] for kernel in program.kernels)
     return ["a kernel does not use the matrix unit"] if lacks else []
 
@@ -116,13 +116,21 @@ def clear() -> None:
 
 
 def dumped(program: str) -> list[Kernel]:
-    """The kernels of the program that was just compiled, whose optimised HLO is `program`."""
-    found = []
+    """The kernels of the program that was just compiled, whose optimised HLO is `program`.
+
+    Of calls of one and the same kernel the compiler tells once.
+    """
+    found, untold = [], set()
     for name, vmem in custom_calls(program).items():
         stem = rf"\d+-{re.escape(name)}(?:\.refs_\d+_)?-\d+-"
         bundles = _file(rf"{stem}final_bundles\.txt")
         use = _file(rf"{stem}final_hlo-static-per-bundle-utilization\.txt")
-        found.append(parse(name, bundles.read_text(errors="replace"), use.read_text(), vmem))
+        if bundles and use:
+            found.append(parse(name, bundles.read_text(errors="replace"), use.read_text(), vmem))
+        else:
+            untold.add(_plain(name))
+    if missing := untold - {kernel.name for kernel in found}:
+        raise RuntimeError(f"the compiler left no file of {sorted(missing)}")
     return found
 
 
@@ -140,11 +148,14 @@ def custom_calls(program: str) -> dict[str, int]:
     return calls
 
 
-def _file(pattern: str) -> Path:
+def _file(pattern: str) -> Path | None:
     found = sorted(p for p in dump_folder().iterdir() if re.fullmatch(pattern, p.name))
-    if not found:
-        raise RuntimeError(f"the compiler left no file {pattern!r}")
-    return found[-1]
+    return found[-1] if found else None
+
+
+def _plain(name: str) -> str:
+    """The name of a kernel, without the number of its call."""
+    return re.sub(r"(\.\d+|\.refs_\d+_)+$", "", name)
 
 
 def parse(name: str, bundles: str, use: str, vmem: int) -> Kernel:
@@ -155,7 +166,7 @@ def parse(name: str, bundles: str, use: str, vmem: int) -> Kernel:
     counts, slots = utilisation(use)
     tile = re.search(r"_(\d+)x(\d+)_(full|mixed|both)", name)
     return Kernel(
-        name=re.sub(r"(\.\d+|\.refs_\d+_)+$", "", name),
+        name=_plain(name),
         tile=None if tile is None else (int(tile[1]), int(tile[2])),
         programs=0 if tile is None else 1 + (tile[3] == "both"),
         bundles=len(depths),

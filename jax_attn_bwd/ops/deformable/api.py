@@ -72,8 +72,9 @@ def multi_scale_deformable_attention(
       deterministic: the same bits in every run, on every platform. False may be faster on a GPU. It is not
         about dropout, of which there is none.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
-        "mosaic_gpu" has kernels of the backward, and the portable forward; kernels that have not run on such
-        a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+        "mosaic_tpu" takes levels to some 20,000 pixels; what a pixel, cotangent or weight that is not finite
+        touches is NaN. "mosaic_gpu" has kernels of the backward, and the portable forward; kernels that have
+        not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
 
     Returns:
       out: `[B, Q, M * D]`, dtype of `value`. Coordinates, weights and sums are float32 or wider.
@@ -192,7 +193,11 @@ def multi_scale_deformable_attention_bwd(
 
 
 _PORTABLE = backend.Implementation("xla", parts.forward, parts.backward)
-IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False), _PORTABLE)
+IMPLEMENTATIONS = (
+    backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
+    backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False),
+    _PORTABLE,
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
