@@ -26,8 +26,8 @@ def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str]
 
     Those with a tag of `thorough` alone are left to the thorough tier. With `kernels`, the Pallas kernels are
     implementations beside the portable ones, interpreted: cases with a tag of `kernels` in the default tier,
-    those tagged "check" or "wide" beside them in the thorough one. The whole layer runs dense attention's: the
-    former alone, in the thorough tier.
+    those tagged "check" or "wide" beside them in the thorough one. The whole layer, which runs those of dense
+    attention, has the former alone, in the thorough tier.
     """
     found = []
     for operator in OPERATORS:

@@ -102,7 +102,7 @@ def _measured():
         ("encoder, B1, Q=5440", 1, None, square, bench),
         ("decoder, B1, Q=300", 1, 300, square, bench),
         ("encoder, B2, 100x134 to 13x17", 2, None, coco, bench),
-        ("encoder, B2, 100x167 to 13x21", 2, None, detr, (*_COMPILED, "v6e")),
+        ("encoder, B2, 100x167 to 13x21", 2, None, detr, (*_COMPILED, "v6e", "table")),
     ):
         queries = Q or sum(h * w for h, w in levels)
         sizes = {"B": B, "Q": queries, "M": 8, "D": 32, "levels": levels, "points": 4}
