@@ -104,9 +104,7 @@ def test_rows_that_begin_at_different_places(framework):
     """Left-padded rows, each decoded at its own offset, as each alone; two tokens a step, or one."""
     (x,) = arrays((2, T, E))
     padding = np.array([[2], [0]])
-    layer = decoder(
-        framework, x, rotary=Rotary(base=10.0, size=2, interleaved=True), local_window_size=3
-    )
+    layer = decoder(framework, x, rotary=Rotary(base=10.0, size=2, interleaved=True), local_window_size=3)
     keys = dict(
         key_value_positions=jnp.asarray(np.arange(T) - padding),
         key_value_segment_ids=jnp.asarray(np.arange(T) < padding, int),
