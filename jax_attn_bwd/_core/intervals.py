@@ -97,7 +97,7 @@ def _equation(equation: Any, inputs: list[Interval]) -> list[Interval]:
         return _bound(equation, inputs)
     called = called_jaxpr(equation)
     if called is not None:
-        if _is_floored(equation) and len(inputs) == 2:
+        if is_floored(equation) and len(inputs) == 2:
             return [_by_rule(floored[equation.params["name"]], equation, inputs)]
         return _evaluate(called.jaxpr, [exact(x) for x in called.consts], inputs)
     if name == "gather":
@@ -130,7 +130,7 @@ def called_jaxpr(equation: Any) -> Any:
     return None
 
 
-def _is_floored(equation: Any) -> bool:
+def is_floored(equation: Any) -> bool:
     """Whether it is jnp's `//` or `%` of integers, which one rule bounds better than those of its parts."""
     name = equation.params.get("name")
     avals = [x.aval for x in equation.invars]

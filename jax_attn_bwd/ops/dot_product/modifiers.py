@@ -142,7 +142,8 @@ def of_tiles(mask_mod: Callable[..., Any], at: Places, row: Any, column: Any) ->
         between = (x.reshape(*x.shape[:-2], 1, 1, *x.shape[-2:]) for x in pair)
         return intervals.Interval(*(to_rank(x, rank) for x in between))
 
-    row, column, exact = laid(row), laid(column), jax.tree.map(intervals.exact, at)
+    as_interval = lambda x: x if isinstance(x, intervals.Interval) else intervals.exact(x)
+    row, column, exact = laid(row), laid(column), jax.tree.map(as_interval, at)
     found = intervals.bounds(mask_mod, exact.batch, exact.head, row, column, *exact.args)
     return _of_all_heads(found)
 

@@ -2,9 +2,10 @@
 
 Of a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
 functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
-the chip has vector instructions for, and read no arrays.
+the chip has vector instructions for. What they read of arrays is handed over, see `handed.py`.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jax_attn_bwd._core.intervals import called_jaxpr
+from jax_attn_bwd._core.intervals import Interval, called_jaxpr
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product.kernels import handed
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 _ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
@@ -37,17 +39,52 @@ def numbered(operands: Operands) -> Operands:
     return operands._replace(mod_batch=batch, mod_heads=reshard_like(operands.mod_heads, q, (-2,)))
 
 
-def places(refs: Any) -> modifiers.Places | None:
-    """Of `Inputs` before a kernel lays them out, for bounds of tiles."""
+def on_values(options: Options, operands: Operands) -> Options:
+    """With what kernels trace in the place of functions that read arrays."""
+
+    def replaced(function, is_score):
+        if function is None:
+            return None
+        found = handed.of(function, is_score, operands.mod_args)
+        return found if found.reads_arrays else function
+
+    mask, score = replaced(options.mask_mod, False), replaced(options.score_mod, True)
+    return dataclasses.replace(options, mask_mod=mask, score_mod=score)
+
+
+def values(options: Options, operands: Operands, *place: jax.Array) -> tuple[tuple, tuple]:
+    """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
+    options = on_values(options, operands)
+    mask, score = (
+        handed.values(f, operands.mod_args, *place) if isinstance(f, handed.OnValues) else ()
+        for f in (options.mask_mod, options.score_mod)
+    )
+    return mask, score
+
+
+def places(refs: Any, rows: int, columns: int) -> modifiers.Places | None:
+    """Of `Inputs` before a kernel lays them out, for bounds of tiles of that size."""
     if refs.batch_number is None:
         return None
-    heads = refs.head_number.reshape(1, refs.k.shape[2], -1, 1, 1)
-    return modifiers.Places(refs.batch_number.reshape(-1, 1, 1, 1, 1), heads, ())
+    K = refs.k.shape[2]
+
+    def between(x):
+        if x.dtype != jnp.float32:
+            x = x.astype(jnp.int32)
+        B, N, T, S = x.shape
+        rows_of, columns_of = (1 if n == 1 else block for n, block in ((T, rows), (S, columns)))
+        x = x.reshape(B, *((K, N // K) if N != 1 else (1, 1)), T // rows_of, rows_of, S // columns_of, columns_of)
+        return Interval(x.min((-3, -1)), x.max((-3, -1)))
+
+    heads = refs.head_number.reshape(1, K, -1, 1, 1)
+    return modifiers.Places(
+        refs.batch_number.reshape(-1, 1, 1, 1, 1), heads, tuple(map(between, refs.mask_values))
+    )
 
 
 def on_tile(function: Callable[..., Any], *given: Any) -> Any:
     """`function(*given)` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
-    with jax.enable_x64(False), _unsharded():
+    with jax.enable_x64(False), handed.unsharded():
         return function(*given)
 
 
@@ -78,25 +115,15 @@ def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _unsharded() -> Any:
-    """A mesh of the device aimed at that has no axes."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 def unsupported(options: Options, operands: Operands, lowers: frozenset[str]) -> str | None:
     """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can."""
     if not any_given(options):
         return None
-    if jax.tree.leaves(operands.mod_args):
-        return (
-            "it does not read arrays of mod_args in its tiles: a function of indices and Python numbers runs"
-        )
-    with _unsharded():
-        programs = list(_programs(options))
+    if (reason := _unsupported_arrays(options, operands)) is not None:
+        return reason
+    with handed.unsharded():
+        programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
-        if closed.consts:
-            return f"it does not read arrays in its tiles, and {name} closes over one"
         for equation in _equations(closed.jaxpr):
             operation = equation.primitive.name
             if operation not in lowers:
@@ -109,21 +136,33 @@ def unsupported(options: Options, operands: Operands, lowers: frozenset[str]) ->
     return None
 
 
+def _unsupported_arrays(options: Options, operands: Operands) -> str | None:
+    """Why a kernel cannot be handed what the functions read of arrays; None if it can."""
+    for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
+        if function is None:
+            continue
+        found = handed.of(function, name == "score_mod", operands.mod_args)
+        if found.reads_arrays and (reason := handed.unsupported(found, name)) is not None:
+            return reason
+    return None
+
+
 def _programs(options: Options) -> Iterator[tuple[str, Any]]:
     """(name, jaxpr) of the functions on a tile, and of the derivative of `score_mod`."""
     index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     at, logits = (index(1, 1), index(1, 1), index(1, 8), index(8, 1)), jax.ShapeDtypeStruct((8, 8), "float32")
     mask, score = options.mask_mod, options.score_mod
+    given = lambda function: function.examples() if isinstance(function, handed.OnValues) else ()
     if mask is not None:
-        yield "mask_mod", jax.make_jaxpr(mask)(*at)
+        yield "mask_mod", jax.make_jaxpr(mask)(*at, *given(mask))
     if score is not None:
 
-        def back(logits, batch, head, row, column):
+        def back(logits, batch, head, row, column, *values):
             at = modifiers.Tile(batch, head, row, column, None)
-            return modifiers.pulled_back(options, logits, at, (), logits, to_args=False)[0]
+            return modifiers.pulled_back(options, logits, at, values, logits, to_args=False)[0]
 
-        yield "score_mod", jax.make_jaxpr(score)(logits, *at)
-        yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at)
+        yield "score_mod", jax.make_jaxpr(score)(logits, *at, *given(score))
+        yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at, *given(score))
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

@@ -75,6 +75,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv = operands.value.shape[-1]
     saved, dsink = _prepare(options, residuals, dout, dlse, keys)
+    options = functions.on_values(options, operands)
     made = {}
     qkv = wanted & {"query", "key", "value"}
     if not options.deterministic and len(qkv) == 3 and by_key.can_fuse(options, saved):

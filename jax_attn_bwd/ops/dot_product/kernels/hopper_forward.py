@@ -67,6 +67,7 @@ def _forward(options, tiling, interpret, operands, keys):
     Hv = operands.value.shape[-1]
     rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
     refs = tiles.inputs(options, operands, keys)
+    options = functions.on_values(options, operands)
     refs = refs._replace(bounds=tiles.bounds(options, refs, rows, tiling.block_k))
     refs = pallas.vary_alike(refs)
     kernel = partial(_kernel, options, tiling)

@@ -194,6 +194,14 @@ class Tile(NamedTuple):
             return self.spread(self.staged[name](), side)
         return self.spread(self.vector(ref.at[at(ref, 0, self.b)], side), side)
 
+    def value(self, ref: Any) -> jax.Array:
+        """What a function is handed, `[B|1, N|1, T|1, S|1]`: a scalar, or over the tile."""
+        ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
+        if ref.shape == (1, 1):
+            return ref[0, 0]
+        side = 0 if ref.shape[1] == 1 else 1
+        return self.spread(self.vector(ref.at[0] if side else ref.at[:, 0], side), side)
+
     def plane(self, ref: Any) -> jax.Array:
         """The tile of a plane `[B|1, N|1, T|1, S|1]`."""
         ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
@@ -247,7 +255,8 @@ def _seen(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
     if options.mask_mod is not None:
         numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
         mask_mod = functions.without_not(options.mask_mod)
-        terms.append(functions.on_tile(mask_mod, *numbers, *_positions(refs, tile)))
+        values = (tile.value(ref) for ref in refs.mask_values)
+        terms.append(functions.on_tile(mask_mod, *numbers, *_positions(refs, tile), *values))
     return masks.conjunction(*terms)
 
 

@@ -50,6 +50,8 @@ class Inputs(NamedTuple):
     column_counter: Any  # uint32 [S]
     batch_number: Any  # int32 [B], of each batch entry; with `mask_mod` or `score_mod`
     head_number: Any  # int32 [N], of each query head
+    mask_values: tuple = ()  # what `mask_mod` reads of arrays, 32 bits [B|1, N|1, T|1, S|1], see `handed.py`
+    score_values: tuple = ()  # and `score_mod`
 
 
 def sharded_sequence(operands: Operands) -> str | None:
@@ -98,6 +100,16 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
     if keys is not None:
         counters = dropping.counters(options, operands, padding.queries, padding.keys)
         row_counter, column_counter = counters.rows, counters.columns
+    ends = (
+        _end(operands, operands.query_seq_lengths, T, padding.queries),
+        _end(operands, operands.key_value_seq_lengths, S, padding.keys),
+    )
+    numbers, values = None, ((), ())
+    if functions.any_given(options):
+        numbers = _batched(operands, operands.mod_batch, 0)
+        rows = _places(row_position, ends[0], whole(T, padding.queries))
+        columns = _places(column_position, ends[1], whole(S, padding.keys))
+        values = functions.values(options, operands, numbers, operands.mod_heads, rows, columns)
     q, k, v = (
         pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
         for x, multiple in zip(
@@ -109,8 +121,7 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
         k,
         v,
         None,
-        _end(operands, operands.query_seq_lengths, T, padding.queries),
-        _end(operands, operands.key_value_seq_lengths, S, padding.keys),
+        *ends,
         row_position,
         column_position,
         row_segment,
@@ -121,9 +132,18 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
         None if keys is None else _batched(operands, keys, 2),
         row_counter,
         column_counter,
-        None if operands.mod_batch is None else _batched(operands, operands.mod_batch, 0),
+        numbers,
         operands.mod_heads,
+        *values,
     )
+
+
+def _places(position: Any, end: Any, n: int) -> jax.Array:
+    """The queries or keys of functions, `[B|1, n]`: what lies beyond the end stands where the last one does."""
+    if position is not None:
+        return position
+    index = jnp.arange(n, dtype=jnp.int32)[None]
+    return index if end is None else jnp.minimum(index, jnp.maximum(jnp.asarray(end)[:, None] - 1, 0))
 
 
 def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
@@ -196,7 +216,7 @@ def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    some, every = visibility.of_tiles(options, queries, keys, rows, columns, functions.places(refs))
+    some, every = visibility.of_tiles(options, queries, keys, rows, columns, functions.places(refs, rows, columns))
     return to_rank(some, 3), to_rank(every, 3)
 
 

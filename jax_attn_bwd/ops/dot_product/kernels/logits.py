@@ -56,6 +56,7 @@ def unmasked(
     tanh: Callable[[jax.Array, float], jax.Array],
     plane: Callable[[str], jax.Array],
     place: Callable[[], modifiers.Tile] | None = None,
+    values: Callable[[], tuple[jax.Array, ...]] = tuple,
 ) -> tuple[Logits, list[jax.Array]]:
     """(logits of the products q k^T, what bias and mask say of visibility).
 
@@ -65,6 +66,7 @@ def unmasked(
       tanh: `(x, cap) -> tanh(x / cap)`.
       plane: the tile of "bias" or "mask".
       place: where the elements stand; None where no score is traced.
+      values: what the score is handed of arrays.
     """
     plain, x, factor, capped = is_plain(options, refs), products, options.scale * LOG2_E, None
     terms = []
@@ -81,5 +83,5 @@ def unmasked(
         terms.append(plane("mask") != 0)
     if options.score_mod is None or place is None:
         return Logits(x, factor, capped, plain), terms
-    scored = functions.on_tile(modifiers.scored, options, x, place(), ())
+    scored = functions.on_tile(modifiers.scored, options, x, place(), values())
     return Logits(scored, factor, capped, plain, before=x), terms

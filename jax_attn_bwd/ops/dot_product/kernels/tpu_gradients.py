@@ -53,10 +53,11 @@ class Saved(NamedTuple):
 
 
 def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tiling: Tiling):
-    """(`Saved`, the flags of its tiles, `PlaneSides`); `values` are the `kernel_rows.row_values`."""
+    """(the options of kernels, `Saved`, the flags of its tiles, `PlaneSides`); `values`: of `kernel_rows`."""
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
+    options = functions.on_values(options, operands)
     flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
-    sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
+    sides = PlaneSides.of(refs)
     pad = {-1: tiling.block_q}
 
     def row(x, fill=0.0):
@@ -68,7 +69,7 @@ def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tilin
     rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
     dout = kernel_inputs.pad(kernel_inputs.merged(values.dout, 3), {-3: tiling.block_q, -1: tiles.HEAD})
     dout = jnp.swapaxes(dout, 1, 2)
-    return Saved(tiles.kernel_inputs_of(options, refs), dout, jnp.stack(rows, -2)), flags, sides
+    return options, Saved(tiles.kernel_inputs_of(options, refs), dout, jnp.stack(rows, -2)), flags, sides
 
 
 def arithmetic(part: Part, rows, products, dp, mixed: bool):
@@ -90,7 +91,7 @@ def arithmetic(part: Part, rows, products, dp, mixed: bool):
         dp = jnp.where(kept, dp * survivors, 0.0)  # (6)
     dlogits = p * (dp - delta)  # (8)
     if logits.before is not None:  # (8a)
-        given = (options, logits.before, part.place(), (), dlogits, False)
+        given = (options, logits.before, part.place(), part.values("score_values"), dlogits, False)
         dlogits, _ = functions.on_tile(modifiers.pulled_back, *given)
         dlogits = jnp.where(p == 0.0, 0.0, dlogits)  # what is hidden may have no derivative
     return z_p, dlogits, dlogits if logits.tanh is None else dlogits * logits.slope
@@ -102,7 +103,7 @@ def gradients(
     """Of "query", "key", "value" in public layout, and of a "bias" that broadcasts over queries or keys."""
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv, tiling = operands.value.shape[-1], default_tiling(options, operands)
-    saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
+    options, saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
     saved = pallas.vary_alike(saved)
     n_q = saved.dout.shape[2] // tiling.block_q
     size = N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
@@ -136,9 +137,12 @@ def _cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved
     for name in ("row_position", "row_segment", "row_counter"):
         if (x := getattr(refs, name)) is not None:
             fields[name] = x[..., rows]
-    for name, side in sides._asdict().items():
+    for name, side in (("bias", sides.bias), ("mask", sides.mask)):
         if (x := getattr(refs, name)) is not None and side != 1:
             fields[name] = x[:, :, rows] if side is None else x[..., rows]
+    for name in tiles.VALUES:
+        pairs = zip(getattr(refs, name), getattr(sides, name), strict=True)
+        fields[name] = tuple(x[..., rows] if side == 0 else x for x, side in pairs)
     return Saved(refs._replace(**fields), saved.dout[:, :, rows], saved.rows[..., rows])
 
 
@@ -204,18 +208,18 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
         ),
     }
     order = [name for name in made if name in wanted]
-    names, values = tiles.flat(refs)
+    values, tree = jax.tree.flatten(refs)
     specs = tiles.input_specs(refs, call.sides, tiling, locate)
     of_dout = spec((None, None, bq, Hv), lambda s: (s.b, s.n, s.row, ZERO))
     of_rows = spec((None, None, saved.rows.shape[2], bq), lambda s: (s.b, s.n, ZERO, s.row))
     results = mosaic_tpu.launch(
-        partial(_kernel, call, names, order, locate),
+        partial(_kernel, call, tree, order, locate),
         visits.name("attention_" + "_".join(f"d{name}" for name in sorted(wanted)), tiling),
         interpret=interpret,
         grid=(B, K, visits.length, groups),
         parallel=2,
         prefetched=1,
-        in_specs=[*tiles.flat(specs)[1], of_dout, of_rows],
+        in_specs=[*jax.tree.leaves(specs), of_dout, of_rows],
         out_specs=[made[name][2] for name in order],
         out_type=[pallas.out_type(made[name][0], made[name][1], saved) for name in order],
         scratch=[made[name][3] for name in order],
@@ -228,13 +232,9 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     return found
 
 
-def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
+def _kernel(call: _Call, tree, order, locate, steps, *refs) -> None:
     tiling, sides = call.tiling, call.sides
-    inputs, (dout_ref, rows_ref), refs = (
-        tiles.gathered(names, refs[: len(names)]),
-        refs[len(names) : len(names) + 2],
-        refs[len(names) + 2 :],
-    )
+    inputs, (dout_ref, rows_ref, *refs) = tiles.gathered(tree, refs)
     outputs = dict(zip(order, refs[: len(order)], strict=True))
     sums = dict(zip(order, refs[len(order) :], strict=True))
     p, g = pl.program_id(2), pl.program_id(3)
