@@ -39,8 +39,8 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     # an output that is not of the query's shape takes shared memory of its own
     if Hv != H and H + Hv > 384:
         return Tiling(block_q=64, block_k=32, stages=3)
-    segments = operands.query_segment_ids is not None
-    crowded = head > 64 and options.logits_soft_cap is not None and segments
+    values = operands.query_segment_ids is not None or jax.tree.leaves(operands.mod_args)
+    crowded = head > 64 and options.logits_soft_cap is not None and values
     if head > 128 or crowded or options.dropout_rate or operands.bias is not None:
         return Tiling(block_q=64, block_k=64, stages=2)
     return Tiling(block_q=64, block_k=128, stages=2 if head > 64 else 4)

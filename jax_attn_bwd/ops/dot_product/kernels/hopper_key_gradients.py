@@ -35,11 +35,12 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
     # what a row of scores takes registers for, beside them
     planes = saved.refs.bias is not None and saved.refs.mask is not None
-    heavy = options.dropout_rate or options.logits_soft_cap is not None or planes
+    many = sum(max(x.shape[-2:]) > 1 for x in saved.refs.mask_values) > 2
+    heavy = options.dropout_rate or options.logits_soft_cap is not None or planes or many
     if saved.head > 64 and heavy:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
-    # segments take those that a second product in flight needs at H = 128
-    overlap = saved.head <= 64 or saved.refs.row_segment is None
+    # segments, and what functions are handed, take those that a second product in flight needs at H = 128
+    overlap = saved.head <= 64 or (saved.refs.row_segment is None and not saved.refs.mask_values)
     return Tiling(block_q=64, block_k=64, stages=2, overlap=overlap)
 
 

@@ -30,7 +30,8 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
     """Of the dq kernel and that of a full bias: block_q rows a warpgroup, steps of block_k keys."""
     if saved.head > 128:
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
-    if options.dropout_rate and saved.head > 64:
+    crowded = options.logits_soft_cap is not None and saved.refs.mask_values
+    if saved.head > 64 and (options.dropout_rate or crowded):
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
     busy = options.dropout_rate or options.logits_soft_cap is not None or saved.refs.bias is not None
     wide = saved.head <= 64 and not busy
