@@ -52,7 +52,7 @@ def on_values(options: Options, operands: Operands) -> Options:
     return dataclasses.replace(options, mask_mod=mask, score_mod=score)
 
 
-def values(options: Options, operands: Operands, *place: jax.Array) -> tuple[tuple, tuple]:
+def values(options: Options, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
     """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
     options = on_values(options, operands)
     mask, score = (

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core import mosaic_gpu, pallas, trees
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
@@ -44,7 +44,8 @@ def backward(
     residuals = residuals._replace(operands=functions.numbered(residuals.operands))
 
     def call(options, *given):
-        return pallas.on_local_shards(partial(_backward, options, interpret), _out_specs, given)
+        out_specs = kernel_rows.out_specs(residuals)
+        return pallas.on_local_shards(partial(_backward, options, interpret), out_specs, given)
 
     pair = partial(call, dataclasses.replace(options, deterministic=True))
     run = pair if options.deterministic else _batched_as(pair, partial(call, options))
@@ -62,11 +63,6 @@ def _batched_as(batched: Callable[..., Any], f: Callable[..., Any]) -> Callable[
         return results, jax.tree.map(lambda _: True, results)
 
     return call
-
-
-def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:
-    specs = residuals.operands._asdict()
-    return DotProductAttentionGrads(**{name: specs[name] for name in residuals.wanted.names})
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -88,7 +84,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         for names in [rest] if saved.head <= 128 else [frozenset({name}) for name in sorted(rest)]:
             made |= by_key.key_gradients(options, interpret, saved, names) if names else {}
 
-    grads = {}
+    grads: dict[str, Any] = {}
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
     for name, x in made.items():
         n, heads, h = shapes[name]
@@ -97,8 +93,11 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         grads["bias"] = _bias_gradient(options, interpret, saved, operands)
     if "sink" in wanted:
         grads["sink"] = dsink
+    if "mod_args" in wanted:  # which masks alone read
+        grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(operands.mod_args))
+    like = lambda name: trees.floats(getattr(operands, name))
     return DotProductAttentionGrads(
-        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
 
 

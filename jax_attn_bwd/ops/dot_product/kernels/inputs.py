@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import sharding
+from jax_attn_bwd._core import sharding, trees
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import dropping, liveness, visibility
 from jax_attn_bwd.ops.dot_product.kernels import functions
@@ -106,10 +106,9 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
     )
     numbers, values = None, ((), ())
     if functions.any_given(options):
+        assert operands.mod_batch is not None  # prepared with a function
         numbers = _batched(operands, operands.mod_batch, 0)
-        rows = _places(row_position, ends[0], whole(T, padding.queries))
-        columns = _places(column_position, ends[1], whole(S, padding.keys))
-        values = functions.values(options, operands, numbers, operands.mod_heads, rows, columns)
+        values = functions.values(options, operands, places(operands, padding))
     q, k, v = (
         pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
         for x, multiple in zip(
@@ -138,12 +137,42 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
     )
 
 
-def _places(position: Any, end: Any, n: int) -> jax.Array:
-    """The queries or keys of functions, `[B|1, n]`: what lies beyond the end stands where the last one does."""
-    if position is not None:
-        return position
-    index = jnp.arange(n, dtype=jnp.int32)[None]
-    return index if end is None else jnp.minimum(index, jnp.maximum(jnp.asarray(end)[:, None] - 1, 0))
+def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
+    """Where functions stand: the numbers of batch entries and heads, rows and columns `[B|1, T]`, `[B|1, S]`.
+
+    What lies beyond the end stands where the last one does.
+    """
+    sides = (
+        (operands.query_positions, operands.query_seq_lengths, operands.query.shape[-3], padding.queries),
+        (operands.key_value_positions, operands.key_value_seq_lengths, operands.key.shape[-3], padding.keys),
+    )
+    tokens = []
+    for position, lengths, n, multiple in sides:
+        if position is not None:
+            tokens.append(_tokens(operands, position, n, multiple))
+            continue
+        index, end = jnp.arange(whole(n, multiple), dtype=jnp.int32)[None], _end(operands, lengths, n, multiple)
+        last = None if end is None else jnp.maximum(jnp.asarray(end)[:, None] - 1, 0)
+        tokens.append(index if last is None else jnp.minimum(index, last))
+    assert operands.mod_batch is not None  # prepared with a function
+    assert operands.mod_heads is not None
+    return _batched(operands, operands.mod_batch, 0), operands.mod_heads, *tokens
+
+
+def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dvalues: Any) -> Any:
+    """Of the floats in `mod_args`, from those of the floats in `score_values`, `[B, N, T|1, S|1]` each."""
+    numbers = trees.floats(operands.mod_args)
+    if not dvalues:
+        return jax.tree.map(jnp.zeros_like, numbers)
+    place = places(operands, padding)
+
+    def read(numbers):
+        args = trees.filled(operands.mod_args, numbers)
+        found = functions.values(options, operands._replace(mod_args=args), place)[1]
+        return [x for x in found if x.dtype == jnp.float32]
+
+    found, pull_back = jax.vjp(read, numbers)
+    return pull_back([reduce_to(d, x.shape) for d, x in zip(dvalues, found, strict=True)])[0]
 
 
 def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:

@@ -1,13 +1,15 @@
 """What the backward kernels of dense attention read of each query, on any platform, as XLA prepares it."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import trees
 from jax_attn_bwd.ops.dot_product import layout, row_sums
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
 
 
 class RowValues(NamedTuple):
@@ -41,6 +43,19 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
     low = jnp.zeros_like(lse) if low is None else low
     lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
     return RowValues(query, dout, lse, low, delta, dsink)
+
+
+def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
+    """From the specs of residuals like these, and of what else is given, to those of the gradients."""
+
+    def of(specs: Residuals, *_: Any) -> DotProductAttentionGrads:
+        found = {name: getattr(specs.operands, name) for name in residuals.wanted.names}
+        if "mod_args" in found:
+            numbers = trees.floats(residuals.operands.mod_args)
+            found["mod_args"] = jax.tree.map(lambda _, spec: spec, numbers, found["mod_args"])
+        return DotProductAttentionGrads(**found)
+
+    return of
 
 
 def _sees_nothing(options: Options, operands: Operands, lse: jax.Array) -> jax.Array:

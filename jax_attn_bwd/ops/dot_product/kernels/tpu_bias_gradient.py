@@ -86,7 +86,7 @@ def _kernel(
             q, k, v = inputs.q[queries, :], inputs.k[keys, :], inputs.v[keys, :]
             products = tiles.product(options, q, k, (1, 1))
             dp = tiles.product(options, dout_ref[queries, :], v, (1, 1))
-            _, dlogits, _ = arithmetic(part, rows_ref, products, dp, mixed)
+            _, dlogits, *_ = arithmetic(part, rows_ref, products, dp, mixed)
             dbias_ref[queries, keys] += dlogits
 
     step.each_kind(visits, visit)
