@@ -58,6 +58,18 @@ def _prefixes_and_documents(rng, B, T, S, N):
     return {"mod_args_0": rng.integers(0, S, B).astype(np.int32), "mod_args_1": documents}
 
 
+def _slopes(rng, B, T, S, N):
+    return {"mod_args_2": rng.random(N)}
+
+
+def _of_rows_and_columns(rng, B, T, S, N):
+    return {"mod_args_0": rng.standard_normal((B, T)), "mod_args_1": rng.standard_normal(S)}
+
+
+def _by_row_and_column(logits, batch, head, row, column, by_row, by_column):
+    return logits * by_row[batch, row] + by_column[column]
+
+
 def _tree(rng, B, T, S, N):
     first, last = mods.tree_intervals([int(rng.integers(-1, i)) for i in range(max(T, S))])
     return {"mod_args_0": first, "mod_args_1": last}
@@ -227,8 +239,10 @@ def _for_tpus() -> Iterator[Case]:
     yield _case("one causal tile by a function", ("v5e", "v6e"), T=1024, mask_mod=mods.causal)
     functions: dict[str, Any] = {"mask_mod": _NEAR, "score_mod": mods.static_alibi(6)}
     yield small("small functions", ("v5e", "v6e"), N=6, **functions)
-    documents = {"mask_mod": mods.prefix_lm & mods.document, "extra": (_prefixes_and_documents,)}
-    yield small("small functions of arrays", ("v5e", "v6e"), **documents)
+    arrays = {"mask_mod": mods.prefix_lm & mods.document, "extra": (_prefixes_and_documents, _slopes)}
+    yield small("small functions of arrays", ("v5e", "v6e"), score_mod=mods.alibi, **arrays)
+    lines = {"score_mod": _by_row_and_column, "extra": (_of_rows_and_columns,)}
+    yield small("small score of rows and columns", ("v5e", "v6e"), **lines)
     more: dict[str, Any] = {"mask_mod": mods.sliding_window(100, 20), "score_mod": mods.soft_cap(30.0)}
     yield small("small functions of positions", ("v5e",), extra=(_positions, _bias_rows), **more)
     yield _small("small H=256", ("v5e",), H=256, Hv=64, extra=(_bias_keys,), logits_soft_cap=30.0)

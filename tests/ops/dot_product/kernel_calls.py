@@ -47,6 +47,12 @@ def near_or_first(batch, head, row, column):
     return near | (column < 5) | (row == 7)
 
 
+def near_in_document(batch, head, row, column, ids, width):
+    """The same by arrays: of rows, of columns, and of heads."""
+    near = (ids[0, row] == ids[1, column]) & (jnp.abs(row - column) <= width[head])
+    return near | (column < 5) | (row == 7)
+
+
 def tiled(head, name, T=300, S=270, Hv=None):
     """A case of several tiles of queries and of keys."""
     extra, options = {
@@ -54,6 +60,15 @@ def tiled(head, name, T=300, S=270, Hv=None):
         "causal": ({}, {"is_causal": True}),
         "window": ({}, {"local_window_size": (70, 9)}),
         "function": ({}, {"mask_mod": near_or_first}),
+        "arrays": (
+            {
+                "mod_args_0": np.stack(
+                    [np.repeat([0, 1, 4], 100), np.repeat([0, 1, 3, 4], [90, 90, 90, 30])]
+                ).astype(np.int32),
+                "mod_args_1": np.array([90, 50], np.int32),
+            },
+            {"mask_mod": near_in_document},
+        ),
         "segments": (
             {
                 "query_segment_ids": np.repeat([0, 1, 4], 100).astype(np.int32),

@@ -73,7 +73,9 @@ def places(refs: Any, rows: int, columns: int) -> modifiers.Places | None:
             x = x.astype(jnp.int32)
         B, N, T, S = x.shape
         rows_of, columns_of = (1 if n == 1 else block for n, block in ((T, rows), (S, columns)))
-        x = x.reshape(B, *((K, N // K) if N != 1 else (1, 1)), T // rows_of, rows_of, S // columns_of, columns_of)
+        x = x.reshape(
+            B, *((K, N // K) if N != 1 else (1, 1)), T // rows_of, rows_of, S // columns_of, columns_of
+        )
         return Interval(x.min((-3, -1)), x.max((-3, -1)))
 
     heads = refs.head_number.reshape(1, K, -1, 1, 1)
@@ -125,14 +127,21 @@ def unsupported(options: Options, operands: Operands, lowers: frozenset[str]) ->
         programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
         for equation in _equations(closed.jaxpr):
-            operation = equation.primitive.name
-            if operation not in lowers:
+            if (operation := equation.primitive.name) not in lowers:
                 return f"it cannot lower {operation!r}, which {name} is made of"
-            avals = [x.aval for x in (*equation.invars, *equation.outvars)]
-            # Python numbers are weakly typed, and narrow in `on_tile`
-            wide = [x.dtype for x in avals if x.dtype.itemsize > 4 and not x.weak_type]
-            if wide:
-                return f"its tiles hold 32 bits a number, and {name} computes in {wide[0]}"
+        if (reason := _too_wide(name, closed)) is not None:
+            return reason
+    return None
+
+
+def _too_wide(name: str, closed: Any) -> str | None:
+    """Why it cannot be traced on tiles of 32 bits a number; None if it can."""
+    for equation in _equations(closed.jaxpr):
+        avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+        # Python numbers are weakly typed, and narrow in `on_tile`
+        wide = [x.dtype for x in avals if x.dtype.itemsize > 4 and not x.weak_type]
+        if wide:
+            return f"its tiles hold 32 bits a number, and {name} computes in {wide[0]}"
     return None
 
 
@@ -142,7 +151,9 @@ def _unsupported_arrays(options: Options, operands: Operands) -> str | None:
         if function is None:
             continue
         found = handed.of(function, name == "score_mod", operands.mod_args)
-        if found.reads_arrays and (reason := handed.unsupported(found, name)) is not None:
+        if not found.reads_arrays:
+            continue
+        if (reason := _too_wide(name, found.program) or handed.unsupported(found, name)) is not None:
             return reason
     return None
 

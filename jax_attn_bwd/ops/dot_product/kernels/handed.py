@@ -1,4 +1,4 @@
-"""What `mask_mod` and `score_mod` read of arrays, in kernels: XLA reads it, and the kernels are handed values.
+"""What `mask_mod` and `score_mod` read of arrays, in kernels: XLA reads it, and hands them values.
 
 A function is traced on one element and cut in two. What is made of arrays and of no more than a batch entry,
 a head and a row, or a column instead (`document[row]`, `lengths[batch]`, `width[head]`), is a value for each
@@ -80,15 +80,20 @@ class OnValues:
         return self.function(*given[:count], *jax.tree.unflatten(self.tree, given[count:]))
 
     @property
-    def reads_arrays(self) -> bool:
-        """Whether it is given arrays, or closes over one."""
-        if self.types:
-            return True
+    def program(self) -> Any:
+        """The jaxpr of `on_leaves` on a tile."""
         index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         logits = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * self.is_score
         place = index(1, 1), index(1, 1), index(1, 8), index(8, 1)
-        with jax.enable_x64(False), unsharded():
-            return bool(jax.make_jaxpr(self.function)(*logits, *place).consts)
+        with unsharded():
+            return jax.make_jaxpr(self.on_leaves)(
+                *logits, *place, *(jax.ShapeDtypeStruct(*x) for x in self.types)
+            )
+
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether it is given arrays, or closes over one."""
+        return bool(self.types or self.program.consts)
 
     @property
     def cut(self) -> Cut:
@@ -170,17 +175,14 @@ def unsupported(function: OnValues, name: str) -> str | None:
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
         return f"{name} reads arrays and cannot be traced on one element: {type(error).__name__}: {words}"
-    wide = [dtype for _, dtype in function.types if dtype.itemsize > 4]
-    if cut.handed and wide:
-        return f"its tiles hold 32 bits a number, and mod_args hold {wide[0]}"
-    if any(value.aval.shape for value in cut.handed):
-        return (
-            f"{name} reads an array at places that depend on row and column together, and it is handed one "
-            f"value a row, a column, or a batch entry and head: read it so, or hand over a bias array"
-        )
     for value in cut.made:
+        operation = value.equation.primitive.name
+        if operation in ("dynamic_slice", "gather"):
+            return (
+                f"{name} reads an array at places that depend on row and column together, and it is handed "
+                f"one value a row, a column, or a batch entry and head: read it so, or hand over a bias array"
+            )
         if value.aval.shape:
-            operation = value.equation.primitive.name
             return f"{name} reads arrays and is not elementwise: {operation!r} makes several numbers of one"
     return None
 
@@ -230,8 +232,7 @@ def _results(equation: Any, given: tuple[_Value, ...]) -> list[_Value]:
     of_tile = _Value(None, reads).is_of_tile
     of_arrays = not of_tile and any(x.of_arrays for x in given)
     return [
-        _Value(v.aval, reads, of_arrays, equation, given, output)
-        for output, v in enumerate(equation.outvars)
+        _Value(v.aval, reads, of_arrays, equation, given, output) for output, v in enumerate(equation.outvars)
     ]
 
 

@@ -151,7 +151,10 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
         if position is not None:
             tokens.append(_tokens(operands, position, n, multiple))
             continue
-        index, end = jnp.arange(whole(n, multiple), dtype=jnp.int32)[None], _end(operands, lengths, n, multiple)
+        index, end = (
+            jnp.arange(whole(n, multiple), dtype=jnp.int32)[None],
+            _end(operands, lengths, n, multiple),
+        )
         last = None if end is None else jnp.maximum(jnp.asarray(end)[:, None] - 1, 0)
         tokens.append(index if last is None else jnp.minimum(index, last))
     assert operands.mod_batch is not None  # prepared with a function
@@ -172,7 +175,8 @@ def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dv
         return [x for x in found if x.dtype == jnp.float32]
 
     found, pull_back = jax.vjp(read, numbers)
-    return pull_back([reduce_to(d, x.shape) for d, x in zip(dvalues, found, strict=True)])[0]
+    pairs = zip(dvalues, found, strict=True)
+    return pull_back([sharding.match_type(reduce_to(d, x.shape), x) for d, x in pairs])[0]
 
 
 def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
@@ -245,7 +249,9 @@ def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    some, every = visibility.of_tiles(options, queries, keys, rows, columns, functions.places(refs, rows, columns))
+    some, every = visibility.of_tiles(
+        options, queries, keys, rows, columns, functions.places(refs, rows, columns)
+    )
     return to_rank(some, 3), to_rank(every, 3)
 
 

@@ -52,7 +52,7 @@ def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
         found = {name: getattr(specs.operands, name) for name in residuals.wanted.names}
         if "mod_args" in found:
             numbers = trees.floats(residuals.operands.mod_args)
-            found["mod_args"] = jax.tree.map(lambda _, spec: spec, numbers, found["mod_args"])
+            found["mod_args"] = trees.over_floats(lambda _, spec: spec, numbers, found["mod_args"])
         return DotProductAttentionGrads(**found)
 
     return of

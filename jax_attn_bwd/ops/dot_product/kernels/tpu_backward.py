@@ -10,7 +10,6 @@ Everything is added in one order and gives the same bits every time.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp

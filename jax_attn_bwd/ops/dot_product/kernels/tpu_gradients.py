@@ -75,7 +75,7 @@ def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tilin
 def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
     """(p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part; of p alone if `dp` is None.
 
-    `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, the share of each element in
+    `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what each element adds to
     the gradients of the floats that the score is handed (8a), else nothing.
     """
     options = part.options
@@ -107,7 +107,7 @@ def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = Fa
 def gradients(
     options: Options, interpret: bool, operands: Operands, keys: Any, values: Any, wanted: frozenset
 ) -> dict[str, jax.Array]:
-    """Of "query", "key", "value" in public layout, of "mod_args", and of a "bias" that broadcasts over an axis."""
+    """Of "query", "key", "value" in public layout, of "mod_args", of a "bias" that lacks an axis."""
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv, tiling, given = operands.value.shape[-1], default_tiling(options, operands), options
     options, saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
@@ -253,9 +253,9 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
 
 def _kernel(call: _Call, tree, order, locate, steps, *refs) -> None:
     tiling, sides = call.tiling, call.sides
-    inputs, (dout_ref, rows_ref, *refs) = tiles.gathered(tree, refs)
-    outputs = dict(zip(order, refs[: len(order)], strict=True))
-    sums = dict(zip(order, refs[len(order) :], strict=True))
+    inputs, (dout_ref, rows_ref, *rest) = tiles.gathered(tree, refs)
+    outputs = dict(zip(order, rest[: len(order)], strict=True))
+    sums = dict(zip(order, rest[len(order) :], strict=True))
     p, g = pl.program_id(2), pl.program_id(3)
     step = locate(pl.program_id(0), pl.program_id(1), p, g, steps)
     is_start, is_end = ((p == 0) & (g == 0), (p == pl.num_programs(2) - 1) & (g == pl.num_programs(3) - 1))

@@ -178,7 +178,7 @@ def _laid_value(x: jax.Array) -> jax.Array:
 
 
 def value_side(x: jax.Array) -> int | None:
-    """Of `Inputs.mask_values` before they are laid: 1 one value a key, 0 one value a query, None one for all."""
+    """Of what is handed before it is laid: 1 one value a key, 0 one value a query, None one for all."""
     return None if x.shape[-2:] == (1, 1) else 1 if x.shape[-2] == 1 else 0
 
 
@@ -229,7 +229,7 @@ def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) ->
     }
     specs |= {name: tokens(getattr(refs, name), side) for name, side in _TOKENS.items()}
     specs |= {name: mosaic_tpu.scalars() for name in _SCALARS}
-    given = {name: None if getattr(refs, name) is None else s for name, s in specs.items()}
+    given: dict[str, Any] = {name: None if getattr(refs, name) is None else s for name, s in specs.items()}
     for name in VALUES:
         values = zip(getattr(refs, name), getattr(sides, name), strict=True)
         given[name] = tuple(mosaic_tpu.scalars() if side is None else plane(x, side) for x, side in values)
