@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, intervals, pallas, trees
+from jax_attn_bwd._core import checks, diagonal, intervals, pallas, trees
 from jax_attn_bwd._core.guarded import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
@@ -50,6 +50,13 @@ def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array)
         return None
     assert at is not None  # prepared with the function
     return options.mask_mod(at.batch, at.head, row, column, *at.args)
+
+
+def sees_diagonal(options: Options, given: Any) -> bool:
+    """Whether `mask_mod` certainly lets each row see the column of its own position."""
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given.mod_args)
+    return diagonal.is_true(options.mask_mod, (index, index), index, args)
 
 
 class Tile(NamedTuple):

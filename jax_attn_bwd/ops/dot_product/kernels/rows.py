@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import trees
-from jax_attn_bwd.ops.dot_product import layout, row_sums
+from jax_attn_bwd.ops.dot_product import layout, liveness, row_sums
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
 
@@ -78,7 +78,8 @@ def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
         operands.query_positions,
         operands.key_value_positions,
         options.window,
-        options.mask_mod,
         options.score_mod,  # which may give -inf
     )
-    return any(x is not None for x in conditions)
+    if any(x is not None for x in conditions):
+        return True
+    return options.mask_mod is not None and not liveness.every_query_sees(options, operands)
