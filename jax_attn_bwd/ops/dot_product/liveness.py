@@ -72,7 +72,7 @@ def _tell_by_index(options: Options, given: Any) -> bool:
 
 
 def _tells_by_diagonal(options: Options, given: Any, T: Any, S: Any) -> bool:
-    """Whether each query certainly sees the key of its own index, if there is one, by a `mask_mod` as by all."""
+    """Whether with a `mask_mod` each query certainly sees the key of its own index, if there is one."""
     if options.mask_mod is None or not (isinstance(T, int) and isinstance(S, int)):
         return False
     others = (given.mask, given.bias, given.query_segment_ids, given.query_seq_lengths, given.query_positions)

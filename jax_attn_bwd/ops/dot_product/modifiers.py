@@ -89,6 +89,12 @@ def pulled_back(
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
 
 
+def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[..., Any]) -> Any:
+    """The cotangent of `numbers` from `cotangents(read(numbers))`, of what the functions `read` of them."""
+    found, pull_back = jax.vjp(read, numbers)
+    return pull_back(cotangents(found))[0]
+
+
 def pulled_back_apart(
     options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, groups: int
 ) -> tuple[jax.Array, Any]:

@@ -216,6 +216,14 @@ def _crowded() -> Iterator[Case]:
     yield small("function of positions, soft cap", extra=(_positions,), mask_mod=_NEAR, logits_soft_cap=30.0)
     of_arrays, given = {"mask_mod": mods.prefix_lm & mods.document}, (_prefixes_and_documents, _positions)
     yield small("function of arrays and positions, soft cap", extra=given, **of_arrays, logits_soft_cap=30.0)
+    yield small("score", score_mod=mods.static_alibi(4))
+    yield small(
+        "score, masked, positions", extra=(_positions,), score_mod=mods.soft_cap(30.0), mask_mod=_NEAR
+    )
+    crowd = {"extra": (_bias, _dropout, _segments), "dropout_rate": 0.1, "logits_soft_cap": 30.0}
+    yield small("score and all else", score_mod=mods.soft_cap(30.0), mask_mod=mods.causal, **crowd)
+    yield small("H=256, score", H=256, score_mod=mods.soft_cap(30.0), is_causal=True)
+    yield small("H=64, score", H=64, score_mod=mods.soft_cap(30.0), is_causal=True)
     yield small("tree", mask_mod=mods.tree, extra=(_tree,))
     more = {"extra": (*given, *planes, _dropout), "dropout_rate": 0.1}
     yield small("H=256, function of arrays, planes", H=256, **more, **of_arrays)

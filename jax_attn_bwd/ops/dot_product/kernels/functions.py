@@ -6,6 +6,7 @@ the chip has vector instructions for. What they read of arrays is handed over, s
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +53,12 @@ def on_values(options: Options, operands: Operands) -> Options:
     return dataclasses.replace(options, mask_mod=mask, score_mod=score)
 
 
+def reads_floats(options: Options, operands: Operands) -> bool:
+    """Whether `score_mod` has a gradient by floats in `mod_args`."""
+    score = on_values(options, operands).score_mod
+    return isinstance(score, handed.OnValues) and handed.reads_floats(score)
+
+
 def values(options: Options, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
     """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
     options = on_values(options, operands)
@@ -90,8 +97,16 @@ def on_tile(function: Callable[..., Any], *given: Any) -> Any:
         return function(*given)
 
 
-def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools."""
+def tanh(x: jax.Array, cap: float) -> jax.Array:
+    """tanh(x / cap) from exp2."""
+    return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * math.log2(math.e) / cap)) + 1.0)
+
+
+def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools.
+
+    And with tanh by exp2: the hardware's own has an error of 2^-11.
+    """
 
     def evaluate(jaxpr, consts, given):
         found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
@@ -102,9 +117,15 @@ def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
                 results = evaluate(called.jaxpr, called.consts, inputs)
             elif equation.primitive.name == "not" and inputs[0].dtype == bool:
                 results = [inputs[0] == False]  # noqa: E712
+            elif equation.primitive.name == "tanh":
+                results = [tanh(inputs[0], 1.0)]
+            elif equation.primitive.name == "one_minus_square":  # which it does not know
+                results = [1.0 - inputs[0] * inputs[0]]
             else:
                 primitive = equation.primitive
-                results = primitive.bind(*inputs, **primitive.get_bind_params(equation.params))
+                parameters = primitive.get_bind_params(equation.params)
+                parameters |= {"sharding": None} if "sharding" in parameters else {}
+                results = primitive.bind(*inputs, **parameters)
                 results = results if primitive.multiple_results else [results]
             found |= dict(zip(equation.outvars, results, strict=True))
         return [read(x) for x in jaxpr.outvars]

@@ -112,7 +112,7 @@ def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | N
     refs = tiles.inputs(options, residuals.operands._replace(query=values.query), keys)
     lse = values.lse * LOG2_E if tiles.is_plain(options, refs) else values.lse
     rows = [row(lse, jnp.inf), row(values.delta)]
-    rows += [] if refs.bias is None else [row(values.low)]
+    rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
     dout = tiles.pad_heads(kernel_inputs.merged(values.dout, 3))
     return Saved(refs, dout, jnp.stack(rows, -2)), values.dsink
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_attn_bwd._core import sharding, trees
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import dropping, liveness, visibility
+from jax_attn_bwd.ops.dot_product import dropping, liveness, modifiers, visibility
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.visibility import Tokens
@@ -174,9 +174,11 @@ def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dv
         found = functions.values(options, operands._replace(mod_args=args), place)[1]
         return [x for x in found if x.dtype == jnp.float32]
 
-    found, pull_back = jax.vjp(read, numbers)
-    pairs = zip(dvalues, found, strict=True)
-    return pull_back([sharding.match_type(reduce_to(d, x.shape), x) for d, x in pairs])[0]
+    def cotangents(found):
+        pairs = zip(dvalues, found, strict=True)
+        return [sharding.match_type(reduce_to(d, x.shape), x) for d, x in pairs]
+
+    return modifiers.pulled_back_to(numbers, read, cotangents)
 
 
 def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:

@@ -291,9 +291,11 @@ class Part(NamedTuple):
         def plane(name):
             return self.plane(getattr(self.refs, name), getattr(self.sides, name))
 
-        found, terms = unmasked(
-            self.options, self.refs, products, _tanh, plane, self.place, lambda: self.values("score_values")
-        )
+        def scored(x):
+            values = self.values("score_values")
+            return functions.on_tile(modifiers.scored, self.options, x, self.place(), values)
+
+        found, terms = unmasked(self.options, self.refs, products, _tanh, plane, scored)
         visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
         return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
 
