@@ -75,9 +75,10 @@ def _tells_by_diagonal(options: Options, given: Any, T: Any, S: Any) -> bool:
     """Whether with a `mask_mod` each query certainly sees the key of its own index, if there is one."""
     if options.mask_mod is None or not (isinstance(T, int) and isinstance(S, int)):
         return False
-    others = (given.mask, given.bias, given.query_segment_ids, given.query_seq_lengths, given.query_positions)
-    others += (given.key_value_seq_lengths, given.key_value_positions, visibility._origin(given))
-    return all(x is None for x in others) and modifiers.sees_diagonal(options, given)
+    planes = given.mask, given.bias, visibility._origin(given)
+    queries = given.query_segment_ids, given.query_seq_lengths, given.query_positions
+    keys = given.key_value_seq_lengths, given.key_value_positions
+    return all(x is None for x in (*planes, *queries, *keys)) and modifiers.sees_diagonal(options, given)
 
 
 def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:

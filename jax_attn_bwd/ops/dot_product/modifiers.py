@@ -54,6 +54,7 @@ def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array)
 
 def sees_diagonal(options: Options, given: Any) -> bool:
     """Whether `mask_mod` certainly lets each row see the column of its own position."""
+    assert options.mask_mod is not None
     index = jax.ShapeDtypeStruct((), jnp.int32)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given.mod_args)
     return diagonal.is_true(options.mask_mod, (index, index), index, args)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_close, interpreted, thorough
+from helpers import assert_close, assert_trees_close, interpreted, thorough
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ops.dot_product.kernel_calls import BF16, OPERATOR, measured, tiled
 
@@ -87,6 +87,30 @@ def test_fused_backward_has_no_races_within_a_block(head):
 )
 def test_a_function_against_definition(head, name):
     measured(OPERATOR, NAME, tiled(head, name, T=200, S=140))
+
+
+def wild(logits, batch, head, row, column):
+    """NaN where causality hides it, and in the rows of padding."""
+    row, column = row.astype(logits.dtype), column.astype(logits.dtype)
+    shift = (140 - row) / (140 - row) + jnp.where(column <= row, 0.0, jnp.nan)
+    return jnp.tanh(logits) * shift
+
+
+@thorough
+@interpreted
+def test_a_score_is_nan_where_nothing_is_seen():
+    rng = np.random.default_rng(0)
+    q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), BF16) for n in (140, 150, 140))
+
+    def gradients(implementation):
+        options = {"is_causal": True, "score_mod": wild, "implementation": implementation}
+        call = lambda *given: jax_attn_bwd.dot_product_attention(*given, **options)
+        return jax.block_until_ready(jax.vjp(call, q, k, 2 * k)[1](dout))
+
+    expected = gradients("xla")
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in expected)
+    for got, wanted in zip(gradients(NAME), expected, strict=True):
+        assert_close(got, wanted, 4 * float(jnp.finfo(BF16).eps))
 
 
 @thorough

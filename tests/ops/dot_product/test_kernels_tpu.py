@@ -206,13 +206,12 @@ def test_nan_in_a_bias_is_no_mask(rng):
 
 
 @thorough
-def test_a_score_is_nan_where_nothing_is_seen(rng):
+@pytest.mark.parametrize("hidden", [{"mask_mod": mods.causal}, {"is_causal": True}], ids=str)
+def test_a_score_is_nan_where_nothing_is_seen(rng, hidden):
     q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), np.float32) for n in (140, 150, 140))
 
     def gradients(implementation):
-        call = partial(
-            dot_product_attention, mask_mod=mods.causal, score_mod=wild, implementation=implementation
-        )
+        call = partial(dot_product_attention, **hidden, score_mod=wild, implementation=implementation)
         return jax.vjp(call, q, k, 2 * k)[1](dout)
 
     for got, expected in zip(gradients(NAME), gradients("xla"), strict=True):

@@ -98,7 +98,7 @@ def on_tile(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def tanh(x: jax.Array, cap: float) -> jax.Array:
-    """tanh(x / cap) from exp2."""
+    """Of x / cap, from exp2."""
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * math.log2(math.e) / cap)) + 1.0)
 
 

@@ -53,6 +53,7 @@ def probabilities(options, refs: Inputs, products, tile: Tile, mixed, rows, of_b
     low = (lambda: tile.spread(rows[2](), 0)) if len(rows) > 2 else None
     p, slope = logits.exp(tile.spread(lse(), 0), low), None if of_bias else logits.slope
     if logits.before is not None:
+        p = jnp.where(tile.spread(lse(), 0) == jnp.inf, 0.0, p)  # a score may be NaN in rows of padding
         by_score = tiles.score_slope(options, refs, logits.before, tile)
         by_score = jnp.where(p == 0.0, 0.0, by_score)  # what is hidden may have no derivative
         slope = by_score if slope is None else by_score * slope

@@ -272,8 +272,6 @@ def score_slope(options: Options, refs: Inputs, before: jax.Array, tile: Tile) -
 def _on_tile(function: Any, logits: jax.Array, refs: Inputs, tile: Tile) -> jax.Array:
     """`function(logits, where they stand, what the score is handed)`."""
     row, column = _positions(refs, tile)
-    if refs.rows_end is not None and refs.row_position is None:  # padding stands where the last query does
-        row = jnp.minimum(row, jnp.maximum(refs.rows_end[at(refs.rows_end, 0, tile.b)] - 1, 0))
     numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
     values = [tile.value(ref) for ref in refs.score_values]
 

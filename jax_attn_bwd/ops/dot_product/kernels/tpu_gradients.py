@@ -82,6 +82,8 @@ def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = Fa
     lse, delta, *low = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
     logits = part.logits(products, mixed)
     p = logits.exp(lse, (lambda: low[0]) if low else None)  # (2)
+    if logits.before is not None:  # a score may be NaN in rows of padding
+        p = jnp.where(lse == jnp.inf, 0.0, p)
     kept, z_p = part.keep(), p
     if kept is not None:
         survivors = dropout.survivor_factor(options.dropout_rate)
