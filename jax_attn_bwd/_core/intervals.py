@@ -97,7 +97,7 @@ def _equation(equation: Any, inputs: list[Interval]) -> list[Interval]:
         return _bound(equation, inputs)
     called = called_jaxpr(equation)
     if called is not None:
-        if _is_floored(equation) and len(inputs) == 2:
+        if is_floored(equation) and len(inputs) == 2:
             return [_by_rule(floored[equation.params["name"]], equation, inputs)]
         return _evaluate(called.jaxpr, [exact(x) for x in called.consts], inputs)
     if name == "gather":
@@ -121,6 +121,18 @@ def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
     return [exact(x) for x in (results if equation.primitive.multiple_results else [results])]
 
 
+def constant(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The one result of known values, by the rules; None if these do not tell it exactly."""
+    name, inputs = equation.primitive.name, [exact(x) for x in values]
+    if name in STRUCTURAL:
+        found = _rearranged(equation, inputs)
+    elif name in RULES:
+        found = _by_rule(RULES[name], equation, inputs)
+    else:
+        return None
+    return found.least if found.is_known and found.is_exact else None
+
+
 def called_jaxpr(equation: Any) -> Any:
     """The closed jaxpr that an equation calls once, as it is; None if it does not."""
     if equation.primitive.name in ("jit", "pjit", "closed_call", "core_closed_call"):
@@ -130,7 +142,7 @@ def called_jaxpr(equation: Any) -> Any:
     return None
 
 
-def _is_floored(equation: Any) -> bool:
+def is_floored(equation: Any) -> bool:
     """Whether it is jnp's `//` or `%` of integers, which one rule bounds better than those of its parts."""
     name = equation.params.get("name")
     avals = [x.aval for x in equation.invars]

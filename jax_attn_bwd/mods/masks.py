@@ -140,7 +140,7 @@ class _Prefix:
 
 
 def static_prefix_lm(length: int) -> Mask:
-    """`prefix_lm` of one length for all, known at trace time: it reads no array, so kernels trace it.
+    """`prefix_lm` of one length for all, known at trace time: it reads no array.
 
     Example:
       >>> from jax_attn_bwd import mods

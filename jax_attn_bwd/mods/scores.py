@@ -61,7 +61,7 @@ class _StaticAlibi:
 
 
 def static_alibi(num_heads: int) -> Score:
-    """`alibi` with the slopes of the paper: it reads no array, so kernels trace it.
+    """`alibi` with the slopes of the paper: it reads no array.
 
     Example:
       >>> import jax

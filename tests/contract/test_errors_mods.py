@@ -112,18 +112,26 @@ def test_named(exception, words, call):
         call()
 
 
-def closing_over_an_array(logits, batch, head, row, column):
-    return logits * jnp.asarray([1.0, 2.0], logits.dtype)[head]
+FEW = np.asarray([1, 3], np.int32)
+
+
+def closing_over_an_array(batch, head, row, column):
+    return jnp.asarray([True, False, True])[(row + column) % 3]
 
 
 REFUSED = (
-    ("mosaic_gpu", "does not trace a score_mod on its tiles", {"score_mod": mods.soft_cap(1.0)}),
-    ("mosaic_gpu", "does not read arrays of mod_args in its tiles",
-     {"mask_mod": mods.prefix_lm, "mod_args": (np.int32(3),)}),
-    ("mosaic_tpu", "does not read arrays of mod_args in its tiles",
-     {"mask_mod": mods.document, "mod_args": (np.arange(T, dtype=np.int32),)}),
-    ("mosaic_tpu", "does not read arrays in its tiles, and score_mod closes over one",
-     {"score_mod": closing_over_an_array}),
+    ("mosaic_gpu", "it sums no gradients of mod_args, and score_mod reads floats of them",
+     {"score_mod": mods.alibi, "mod_args": (ones(N),)}),
+    ("mosaic_gpu", "mask_mod reads an array at places that depend on row and column together, .* one value",
+     {"mask_mod": closing_over_an_array}),
+    ("mosaic_tpu", "score_mod reads an array at places that depend on row and column together, .* bias array",
+     {"score_mod": mods.relative_bias(2), "mod_args": (ones(N, 5),)}),
+    ("mosaic_tpu", "score_mod reads arrays and cannot be traced on one element: IndexError",
+     {"score_mod": lambda x, b, h, r, c, at: x * at[h[..., :1]], "mod_args": (ones(N),)}),
+    ("mosaic_tpu", "mask_mod reads arrays and is not elementwise: '.*' makes several numbers of one",
+     {"mask_mod": lambda b, h, r, c, few: jnp.stack([r - c, c - r]).max(0) > few[0], "mod_args": (FEW,)}),
+    ("mosaic_tpu", "its tiles hold 32 bits a number, and mask_mod computes in int64",
+     {"mask_mod": mods.document, "mod_args": (np.arange(T),)}),
     ("mosaic_tpu", "cannot lower 'erf_inv', which score_mod is made of",
      {"score_mod": lambda x, b, h, r, c: jax.lax.erf_inv(x)}),
     ("mosaic_tpu", "cannot lower 'population_count', which mask_mod is made of",

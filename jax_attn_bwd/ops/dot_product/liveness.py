@@ -15,7 +15,7 @@ from jax import lax
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd.ops.dot_product import modifiers, visibility
 from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -34,6 +34,8 @@ def live_and_seen(
     if _tell_by_index(options, given) or 0 in (T, S):
         live, seen = _by_index(options, given, T, S, batch_rank)
         return _unless_all(live), _unless_all(seen)
+    if _tells_by_diagonal(options, given, T, S) and T == S:
+        return None, None
     plane: Any = partial(visibility.of_plane, options, given, T, S, batch_rank, groups)
     sees = jax.eval_shape(plane)
     if sees is None:
@@ -49,12 +51,15 @@ def live_and_seen(
 
 def every_query_sees(options: Options, given: Any) -> bool:
     """Whether shapes alone tell that each query sees a key; `given` is the `Operands`."""
-    *batch, T, _, _ = given.query.shape
+    batch = given.query.shape[:-3]
+    T, S = given.query.shape[-3], given.key.shape[-3]
     if options.score_mod is not None:  # which may give -inf
         return False
+    if _tells_by_diagonal(options, given, T, S):
+        return T <= S
     if not _tell_by_index(options, given):
         return False
-    live, _ = _by_index(options, given, T, given.key.shape[-3], len(batch))
+    live, _ = _by_index(options, given, T, S, len(batch))
     return isinstance(live, np.ndarray) and bool(live.all())
 
 
@@ -64,6 +69,16 @@ def _tell_by_index(options: Options, given: Any) -> bool:
     positions = given.query_positions is not None or given.key_value_positions is not None
     others = (given.mask, given.bias, given.query_segment_ids, options.mask_mod)
     return all(x is None for x in others) and not (banded and positions)
+
+
+def _tells_by_diagonal(options: Options, given: Any, T: Any, S: Any) -> bool:
+    """Whether with a `mask_mod` each query certainly sees the key of its own index, if there is one."""
+    if options.mask_mod is None or not (isinstance(T, int) and isinstance(S, int)):
+        return False
+    planes = given.mask, given.bias, visibility._origin(given)
+    queries = given.query_segment_ids, given.query_seq_lengths, given.query_positions
+    keys = given.key_value_seq_lengths, given.key_value_positions
+    return all(x is None for x in (*planes, *queries, *keys)) and modifiers.sees_diagonal(options, given)
 
 
 def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:

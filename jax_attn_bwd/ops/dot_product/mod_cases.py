@@ -99,7 +99,7 @@ CASES = (
         "mod_combined",
         mask_mod=mods.prefix_lm & mods.document | ~mods.dilated(2),
         extra=_args(_prefix, _documents),
-        tags=_MORE,
+        tags=("hidden", "wide"),
     ),
     case(
         "mod_batch_and_head",
@@ -136,7 +136,7 @@ CASES = (
         extra=_dropout,
         tags=_MORE,
     ),
-    # of indices alone, so that kernels trace them
+    # of indices alone
     case(
         "mod_kernel",
         mask_mod=mods.global_tokens(2) | mods.static_prefix_lm(4) | mods.causal & mods.dilated(2),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, intervals, pallas, trees
+from jax_attn_bwd._core import checks, diagonal, intervals, pallas, trees
 from jax_attn_bwd._core.guarded import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
@@ -52,6 +52,14 @@ def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array)
     return options.mask_mod(at.batch, at.head, row, column, *at.args)
 
 
+def sees_diagonal(options: Options, given: Any) -> bool:
+    """Whether `mask_mod` certainly lets each row see the column of its own position."""
+    assert options.mask_mod is not None
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given.mod_args)
+    return diagonal.is_true(options.mask_mod, (index, index), index, args)
+
+
 class Tile(NamedTuple):
     """Where the elements of a tile stand, all in one order of axes."""
 
@@ -80,6 +88,12 @@ def pulled_back(
     if to_args:
         return jax.vjp(of, logits, numbers)[1](dlogits)
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
+
+
+def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[..., Any]) -> Any:
+    """The cotangent of `numbers` from `cotangents(read(numbers))`, of what the functions `read` of them."""
+    found, pull_back = jax.vjp(read, numbers)
+    return pull_back(cotangents(found))[0]
 
 
 def pulled_back_apart(
@@ -142,7 +156,8 @@ def of_tiles(mask_mod: Callable[..., Any], at: Places, row: Any, column: Any) ->
         between = (x.reshape(*x.shape[:-2], 1, 1, *x.shape[-2:]) for x in pair)
         return intervals.Interval(*(to_rank(x, rank) for x in between))
 
-    row, column, exact = laid(row), laid(column), jax.tree.map(intervals.exact, at)
+    as_interval = lambda x: x if isinstance(x, intervals.Interval) else intervals.exact(x)
+    row, column, exact = laid(row), laid(column), jax.tree.map(as_interval, at)
     found = intervals.bounds(mask_mod, exact.batch, exact.head, row, column, *exact.args)
     return _of_all_heads(found)
 

@@ -49,6 +49,32 @@ def _positions(rng, B, T, S, N):
     return {name: np.broadcast_to(np.arange(n, dtype=np.int32), (B, n)) for name, (B, n) in sides.items()}
 
 
+def _documents(rng, B, T, S, N):
+    return {"mod_args_0": np.sort(rng.integers(0, 4, (B, max(T, S))), -1).astype(np.int32)}
+
+
+def _prefixes_and_documents(rng, B, T, S, N):
+    documents = _documents(rng, B, T, S, N)["mod_args_0"]
+    return {"mod_args_0": rng.integers(0, S, B).astype(np.int32), "mod_args_1": documents}
+
+
+def _slopes(rng, B, T, S, N):
+    return {"mod_args_2": rng.random(N)}
+
+
+def _of_rows_and_columns(rng, B, T, S, N):
+    return {"mod_args_0": rng.standard_normal((B, T)), "mod_args_1": rng.standard_normal(S)}
+
+
+def _by_row_and_column(logits, batch, head, row, column, by_row, by_column):
+    return logits * by_row[batch, row] + by_column[column]
+
+
+def _tree(rng, B, T, S, N):
+    first, last = mods.tree_intervals([int(rng.integers(-1, i)) for i in range(max(T, S))])
+    return {"mod_args_0": first, "mod_args_1": last}
+
+
 def _sink(rng, B, T, S, N):
     return {"sink": rng.normal(0, 5, N)}
 
@@ -165,6 +191,7 @@ def _compiled() -> Iterator[Case]:
     yield case("dropout", _GPU, extra=(_dropout,), dropout_rate=0.1)
     yield case("soft cap", logits_soft_cap=30.0, **causal)
     yield case("causal by a function", mask_mod=mods.causal)
+    yield case("documents by a function", extra=(_documents,), mask_mod=mods.causal & mods.document)
     yield case("sink", _HOPPER, extra=(_sink,), dtypes={"sink": "float32"}, **causal)
     yield from _crowded()
     yield from _for_tpus()
@@ -186,8 +213,21 @@ def _crowded() -> Iterator[Case]:
     yield small("odd lengths, soft cap", tags=_TABLE, **cap)
     yield small("tokens, window, soft cap", extra=tokens, **window)
     yield small("bias and mask", tags=_TABLE, extra=planes)
-    yield small("function", mask_mod=_NEAR)
+    yield small("function", tags=_TABLE, mask_mod=_NEAR)
     yield small("function of positions, soft cap", extra=(_positions,), mask_mod=_NEAR, logits_soft_cap=30.0)
+    of_arrays, given = {"mask_mod": mods.prefix_lm & mods.document}, (_prefixes_and_documents, _positions)
+    yield small("function of arrays and positions, soft cap", extra=given, **of_arrays, logits_soft_cap=30.0)
+    yield small("score", tags=_TABLE, score_mod=mods.static_alibi(4))
+    yield small(
+        "score, masked, positions", extra=(_positions,), score_mod=mods.soft_cap(30.0), mask_mod=_NEAR
+    )
+    crowd = {"extra": (_bias, _dropout, _segments), "dropout_rate": 0.1, "logits_soft_cap": 30.0}
+    yield small("score and all else", score_mod=mods.soft_cap(30.0), mask_mod=mods.causal, **crowd)
+    yield small("H=256, score", H=256, score_mod=mods.soft_cap(30.0), is_causal=True)
+    yield small("H=64, score", tags=_TABLE, H=64, score_mod=mods.soft_cap(30.0), is_causal=True)
+    yield small("tree", tags=_TABLE, mask_mod=mods.tree, extra=(_tree,))
+    more = {"extra": (*given, *planes, _dropout), "dropout_rate": 0.1}
+    yield small("H=256, function of arrays, planes", H=256, **more, **of_arrays)
     functions: dict[str, Any] = {"mask_mod": mods.sliding_window(100), "extra": everything[2:], **cap}
     yield small("H=256, function and planes", H=256, **functions, dropout_rate=0.1)
     yield small("H=256 everything", H=256, extra=everything, **cap, dropout_rate=0.1)
@@ -207,7 +247,11 @@ def _for_tpus() -> Iterator[Case]:
     yield small("small rows float32", ("v5e", "tpu7x"), dtype="float32", extra=rows, is_causal=True)
     yield _case("one causal tile by a function", ("v5e", "v6e", "table"), T=1024, mask_mod=mods.causal)
     functions: dict[str, Any] = {"mask_mod": _NEAR, "score_mod": mods.static_alibi(6)}
-    yield small("small functions", ("v5e", "v6e"), N=6, **functions)
+    yield small("small functions", ("v5e", "v6e", "table"), N=6, **functions)
+    arrays = {"mask_mod": mods.prefix_lm & mods.document, "extra": (_prefixes_and_documents, _slopes)}
+    yield small("small functions of arrays", ("v5e", "v6e"), score_mod=mods.alibi, **arrays)
+    lines = {"score_mod": _by_row_and_column, "extra": (_of_rows_and_columns,)}
+    yield small("small score of rows and columns", ("v5e", "v6e", "table"), **lines)
     more: dict[str, Any] = {"mask_mod": mods.sliding_window(100, 20), "score_mod": mods.soft_cap(30.0)}
     yield small("small functions of positions", ("v5e",), extra=(_positions, _bias_rows), **more)
     yield _small("small H=256", ("v5e",), H=256, Hv=64, extra=(_bias_keys,), logits_soft_cap=30.0)

@@ -47,13 +47,36 @@ def near_or_first(batch, head, row, column):
     return near | (column < 5) | (row == 7)
 
 
+def near_in_document(batch, head, row, column, ids, width):
+    """The same by arrays: of rows, of columns, and of heads."""
+    near = (ids[0, row] == ids[1, column]) & (jnp.abs(row - column) <= width[head])
+    return near | (column < 5) | (row == 7)
+
+
+def bent(logits, batch, head, row, column, ids):
+    """Not monotone in the logits, of heads, columns and distances."""
+    distance = jnp.abs(row - column).astype(logits.dtype)
+    factor = jnp.where(ids[1, column] > 2, 1.0, 0.5).astype(logits.dtype)
+    return jnp.tanh(logits * (1.0 + head.astype(logits.dtype))) * factor - 0.01 * distance
+
+
 def tiled(head, name, T=300, S=270, Hv=None):
     """A case of several tiles of queries and of keys."""
+    documents = np.stack([np.repeat([0, 1, 4], 100), np.repeat([0, 1, 3, 4], [90, 90, 90, 30])])
+    documents = documents.astype(np.int32)
     extra, options = {
         "full": ({}, {}),
         "causal": ({}, {"is_causal": True}),
         "window": ({}, {"local_window_size": (70, 9)}),
         "function": ({}, {"mask_mod": near_or_first}),
+        "arrays": (
+            {"mod_args_0": documents, "mod_args_1": np.array([90, 50], np.int32)},
+            {"mask_mod": near_in_document},
+        ),
+        "score": (
+            {"mod_args_0": documents, "bias": np.cos(np.arange(2.0 * T)).reshape(2, T, 1)},
+            {"score_mod": bent, "is_causal": True, "logits_soft_cap": 3.0},
+        ),
         "segments": (
             {
                 "query_segment_ids": np.repeat([0, 1, 4], 100).astype(np.int32),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_close, interpreted, thorough
+from helpers import assert_close, assert_trees_close, interpreted, thorough
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ops.dot_product.kernel_calls import BF16, OPERATOR, measured, tiled
 
@@ -40,7 +40,12 @@ def test_every_case_runs_but_the_empty_ones_and_functions():
     empty = ("T0_S0", "T0_S1", "T0_S3", "T1_S0", "T5_S0")
     of_functions = [refused.pop(name) for name in [*refused] if name in FUNCTIONS]
     assert refused == dict.fromkeys(empty, "there is nothing to compute")
-    reasons = "it does not read arrays of mod_args", "it does not trace a score_mod", "there is nothing to"
+    reasons = (
+        "it cannot lower 'sin'",
+        "it sums no gradients",
+        "score_mod reads an array at",
+        "there is nothing to",
+    )
     assert all(reason.startswith(reasons) for reason in of_functions)
     assert "not float32" in explained(NAMED["plain"], "float32")
 
@@ -77,9 +82,35 @@ def test_fused_backward_has_no_races_within_a_block(head):
 
 @thorough
 @interpreted
-@pytest.mark.parametrize("head", [16, 160])
-def test_a_function_against_definition(head):
-    measured(OPERATOR, NAME, tiled(head, "function", T=200, S=140))
+@pytest.mark.parametrize(
+    ("head", "name"), [(16, "function"), (160, "function"), (96, "arrays"), (72, "score")]
+)
+def test_a_function_against_definition(head, name):
+    measured(OPERATOR, NAME, tiled(head, name, T=200, S=140))
+
+
+def wild(logits, batch, head, row, column):
+    """NaN where causality hides it, and in the rows of padding."""
+    row, column = row.astype(logits.dtype), column.astype(logits.dtype)
+    shift = (140 - row) / (140 - row) + jnp.where(column <= row, 0.0, jnp.nan)
+    return jnp.tanh(logits) * shift
+
+
+@thorough
+@interpreted
+def test_a_score_is_nan_where_nothing_is_seen():
+    rng = np.random.default_rng(0)
+    q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), BF16) for n in (140, 150, 140))
+
+    def gradients(implementation):
+        options = {"is_causal": True, "score_mod": wild, "implementation": implementation}
+        call = lambda *given: jax_attn_bwd.dot_product_attention(*given, **options)
+        return jax.block_until_ready(jax.vjp(call, q, k, 2 * k)[1](dout))
+
+    expected = gradients("xla")
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in expected)
+    for got, wanted in zip(gradients(NAME), expected, strict=True):
+        assert_close(got, wanted, 4 * float(jnp.finfo(BF16).eps))
 
 
 @thorough

@@ -68,6 +68,12 @@ def wild(logits, batch, head, row, column):
     return jnp.tanh(logits) * jnp.log(row - column + jnp.sqrt(140 - row) - 0.5)
 
 
+def of_arrays(logits, batch, head, row, column, width, by_row, by_column):
+    """Reads values of heads, of rows of each batch entry, and of columns."""
+    distance = jnp.abs(row - column).astype(logits.dtype) / width[head].astype(logits.dtype)
+    return jnp.tanh(logits + by_row[batch, row]) * by_column[column] - by_row[batch, row] * distance
+
+
 LONG = (
     long_case("causal", lambda rng: {}, is_causal=True),
     long_case(
@@ -100,6 +106,16 @@ LONG = (
     long_case(
         "functions", lambda rng: {"bias": rng.standard_normal((2, 1, 150))},
         B=2, T=200, S=150, mask_mod=by_batch_and_head, score_mod=bent, is_causal=True, logits_soft_cap=3.0,
+    ),
+    long_case(
+        "functions of arrays",
+        lambda rng: {
+            "bias": rng.standard_normal((2, 200, 1)), "query_seq_lengths": np.array([200, 90], np.int32),
+            "mod_args_0": np.array([60, 11], np.int32),
+            "mod_args_1": rng.standard_normal((2, 200)), "mod_args_2": rng.random(150),
+        },
+        B=2, T=200, S=150, mask_mod=lambda b, h, r, c, width, *_: jnp.abs(r - c) <= width[h] + 9 * b,
+        score_mod=of_arrays,
     ),
     long_case(
         "functions of positions",
@@ -190,13 +206,12 @@ def test_nan_in_a_bias_is_no_mask(rng):
 
 
 @thorough
-def test_a_score_is_nan_where_nothing_is_seen(rng):
+@pytest.mark.parametrize("hidden", [{"mask_mod": mods.causal}, {"is_causal": True}], ids=str)
+def test_a_score_is_nan_where_nothing_is_seen(rng, hidden):
     q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), np.float32) for n in (140, 150, 140))
 
     def gradients(implementation):
-        call = partial(
-            dot_product_attention, mask_mod=mods.causal, score_mod=wild, implementation=implementation
-        )
+        call = partial(dot_product_attention, **hidden, score_mod=wild, implementation=implementation)
         return jax.vjp(call, q, k, 2 * k)[1](dout)
 
     for got, expected in zip(gradients(NAME), gradients("xla"), strict=True):
@@ -251,18 +266,30 @@ def test_on_shards(where, rng):
     mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
     spec = jax.P("b", None, "n")
     arrays = [jnp.asarray(rng.standard_normal((2, 20, 2, 8)), np.float32) for _ in range(4)]
+    ids = jnp.asarray(np.arange(20) // 9, np.int32)
+    by_row, by_column = (jnp.asarray(rng.standard_normal(n), np.float32) for n in ((1, 20), 20))
+
+    def score(logits, batch, head, row, column, ids, by_row, by_column):
+        return of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
 
     def step(implementation, q, k, v, dout):
-        call = partial(dot_product_attention, is_causal=True, implementation=implementation)
-        out, pullback = jax.vjp(call, q, k, v)
-        return out, *pullback(dout)
+        functions = {"mask_mod": mods.document, "score_mod": score, "implementation": implementation}
+
+        def call(q, k, v, *floats):
+            return dot_product_attention(q, k, v, is_causal=True, mod_args=(ids, *floats), **functions)
+
+        out, pullback = jax.vjp(call, q, k, v, by_row, by_column)
+        dq, dk, dv, *dargs = pullback(dout)
+        if where == "shard_map" and implementation == NAME:
+            assert all(not jax.typeof(x).manual_axis_type.varying for x in dargs)
+        return (out, dq, dk, dv), dargs
 
     expected = step("xla", *arrays)
     run = partial(step, NAME)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in arrays]
         if where == "shard_map":
-            run = jax.shard_map(run, in_specs=spec, out_specs=spec)
+            run = jax.shard_map(run, in_specs=spec, out_specs=((spec,) * 4, [jax.P()] * 2))
         got = jax.jit(run)(*placed)
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert_close(a, b, 1e-5)

@@ -2,19 +2,22 @@
 
 Of a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
 functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
-the chip has vector instructions for, and read no arrays.
+the chip has vector instructions for. What they read of arrays is handed over, see `handed.py`.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.intervals import called_jaxpr
+from jax_attn_bwd._core.intervals import Interval, called_jaxpr
 from jax_attn_bwd._core.jaxprs import is_literal
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product.kernels import handed
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 _ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
@@ -37,22 +40,73 @@ def numbered(operands: Operands) -> Operands:
     return operands._replace(mod_batch=batch, mod_heads=reshard_like(operands.mod_heads, q, (-2,)))
 
 
-def places(refs: Any) -> modifiers.Places | None:
-    """Of `Inputs` before a kernel lays them out, for bounds of tiles."""
+def on_values(options: Options, operands: Operands) -> Options:
+    """With what kernels trace in the place of functions that read arrays."""
+
+    def replaced(function, is_score):
+        if function is None:
+            return None
+        found = handed.of(function, is_score, operands.mod_args)
+        return found if found.reads_arrays else function
+
+    mask, score = replaced(options.mask_mod, False), replaced(options.score_mod, True)
+    return dataclasses.replace(options, mask_mod=mask, score_mod=score)
+
+
+def reads_floats(options: Options, operands: Operands) -> bool:
+    """Whether `score_mod` has a gradient by floats in `mod_args`."""
+    score = on_values(options, operands).score_mod
+    return isinstance(score, handed.OnValues) and handed.reads_floats(score)
+
+
+def values(options: Options, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
+    """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
+    options = on_values(options, operands)
+    mask, score = (
+        handed.values(f, operands.mod_args, *place) if isinstance(f, handed.OnValues) else ()
+        for f in (options.mask_mod, options.score_mod)
+    )
+    return mask, score
+
+
+def places(refs: Any, rows: int, columns: int) -> modifiers.Places | None:
+    """Of `Inputs` before a kernel lays them out, for bounds of tiles of that size."""
     if refs.batch_number is None:
         return None
-    heads = refs.head_number.reshape(1, refs.k.shape[2], -1, 1, 1)
-    return modifiers.Places(refs.batch_number.reshape(-1, 1, 1, 1, 1), heads, ())
+    K = refs.k.shape[2]
+
+    def between(x):
+        if x.dtype != jnp.float32:
+            x = x.astype(jnp.int32)
+        B, N, T, S = x.shape
+        rows_of, columns_of = (1 if n == 1 else block for n, block in ((T, rows), (S, columns)))
+        x = x.reshape(
+            B, *((K, N // K) if N != 1 else (1, 1)), T // rows_of, rows_of, S // columns_of, columns_of
+        )
+        return Interval(x.min((-3, -1)), x.max((-3, -1)))
+
+    heads = refs.head_number.reshape(1, K, -1, 1, 1)
+    return modifiers.Places(
+        refs.batch_number.reshape(-1, 1, 1, 1, 1), heads, tuple(map(between, refs.mask_values))
+    )
 
 
 def on_tile(function: Callable[..., Any], *given: Any) -> Any:
     """`function(*given)` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
-    with jax.enable_x64(False), _unsharded():
+    with jax.enable_x64(False), handed.unsharded():
         return function(*given)
 
 
-def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools."""
+def tanh(x: jax.Array, cap: float) -> jax.Array:
+    """Of x / cap, from exp2."""
+    return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * math.log2(math.e) / cap)) + 1.0)
+
+
+def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools.
+
+    And with tanh by exp2: the hardware's own has an error of 2^-11.
+    """
 
     def evaluate(jaxpr, consts, given):
         found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
@@ -63,9 +117,15 @@ def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
                 results = evaluate(called.jaxpr, called.consts, inputs)
             elif equation.primitive.name == "not" and inputs[0].dtype == bool:
                 results = [inputs[0] == False]  # noqa: E712
+            elif equation.primitive.name == "tanh":
+                results = [tanh(inputs[0], 1.0)]
+            elif equation.primitive.name == "one_minus_square":  # which it does not know
+                results = [1.0 - inputs[0] * inputs[0]]
             else:
                 primitive = equation.primitive
-                results = primitive.bind(*inputs, **primitive.get_bind_params(equation.params))
+                parameters = primitive.get_bind_params(equation.params)
+                parameters |= {"sharding": None} if "sharding" in parameters else {}
+                results = primitive.bind(*inputs, **parameters)
                 results = results if primitive.multiple_results else [results]
             found |= dict(zip(equation.outvars, results, strict=True))
         return [read(x) for x in jaxpr.outvars]
@@ -78,34 +138,44 @@ def without_not(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _unsharded() -> Any:
-    """A mesh of the device aimed at that has no axes."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 def unsupported(options: Options, operands: Operands, lowers: frozenset[str]) -> str | None:
     """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can."""
     if not any_given(options):
         return None
-    if jax.tree.leaves(operands.mod_args):
-        return (
-            "it does not read arrays of mod_args in its tiles: a function of indices and Python numbers runs"
-        )
-    with _unsharded():
-        programs = list(_programs(options))
+    if (reason := _unsupported_arrays(options, operands)) is not None:
+        return reason
+    with handed.unsharded():
+        programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
-        if closed.consts:
-            return f"it does not read arrays in its tiles, and {name} closes over one"
         for equation in _equations(closed.jaxpr):
-            operation = equation.primitive.name
-            if operation not in lowers:
+            if (operation := equation.primitive.name) not in lowers:
                 return f"it cannot lower {operation!r}, which {name} is made of"
-            avals = [x.aval for x in (*equation.invars, *equation.outvars)]
-            # Python numbers are weakly typed, and narrow in `on_tile`
-            wide = [x.dtype for x in avals if x.dtype.itemsize > 4 and not x.weak_type]
-            if wide:
-                return f"its tiles hold 32 bits a number, and {name} computes in {wide[0]}"
+        if (reason := _too_wide(name, closed)) is not None:
+            return reason
+    return None
+
+
+def _too_wide(name: str, closed: Any) -> str | None:
+    """Why it cannot be traced on tiles of 32 bits a number; None if it can."""
+    for equation in _equations(closed.jaxpr):
+        avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+        # Python numbers are weakly typed, and narrow in `on_tile`
+        wide = [x.dtype for x in avals if x.dtype.itemsize > 4 and not x.weak_type]
+        if wide:
+            return f"its tiles hold 32 bits a number, and {name} computes in {wide[0]}"
+    return None
+
+
+def _unsupported_arrays(options: Options, operands: Operands) -> str | None:
+    """Why a kernel cannot be handed what the functions read of arrays; None if it can."""
+    for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
+        if function is None:
+            continue
+        found = handed.of(function, name == "score_mod", operands.mod_args)
+        if not found.reads_arrays:
+            continue
+        if (reason := _too_wide(name, found.program) or handed.unsupported(found, name)) is not None:
+            return reason
     return None
 
 
@@ -114,16 +184,17 @@ def _programs(options: Options) -> Iterator[tuple[str, Any]]:
     index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     at, logits = (index(1, 1), index(1, 1), index(1, 8), index(8, 1)), jax.ShapeDtypeStruct((8, 8), "float32")
     mask, score = options.mask_mod, options.score_mod
+    given = lambda function: function.examples() if isinstance(function, handed.OnValues) else ()
     if mask is not None:
-        yield "mask_mod", jax.make_jaxpr(mask)(*at)
+        yield "mask_mod", jax.make_jaxpr(mask)(*at, *given(mask))
     if score is not None:
 
-        def back(logits, batch, head, row, column):
+        def back(logits, batch, head, row, column, *values):
             at = modifiers.Tile(batch, head, row, column, None)
-            return modifiers.pulled_back(options, logits, at, (), logits, to_args=False)[0]
+            return modifiers.pulled_back(options, logits, at, values, logits, to_args=False)[0]
 
-        yield "score_mod", jax.make_jaxpr(score)(logits, *at)
-        yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at)
+        yield "score_mod", jax.make_jaxpr(score)(logits, *at, *given(score))
+        yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at, *given(score))
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

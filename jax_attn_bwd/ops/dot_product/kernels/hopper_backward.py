@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core import mosaic_gpu, pallas, trees
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
@@ -44,7 +44,8 @@ def backward(
     residuals = residuals._replace(operands=functions.numbered(residuals.operands))
 
     def call(options, *given):
-        return pallas.on_local_shards(partial(_backward, options, interpret), _out_specs, given)
+        out_specs = kernel_rows.out_specs(residuals)
+        return pallas.on_local_shards(partial(_backward, options, interpret), out_specs, given)
 
     pair = partial(call, dataclasses.replace(options, deterministic=True))
     run = pair if options.deterministic else _batched_as(pair, partial(call, options))
@@ -64,17 +65,13 @@ def _batched_as(batched: Callable[..., Any], f: Callable[..., Any]) -> Callable[
     return call
 
 
-def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:
-    specs = residuals.operands._asdict()
-    return DotProductAttentionGrads(**{name: specs[name] for name in residuals.wanted.names})
-
-
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dout, dlse, keys):
     operands, wanted = residuals.operands, residuals.wanted.names
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv = operands.value.shape[-1]
     saved, dsink = _prepare(options, residuals, dout, dlse, keys)
+    options = functions.on_values(options, operands)
     made = {}
     qkv = wanted & {"query", "key", "value"}
     if not options.deterministic and len(qkv) == 3 and by_key.can_fuse(options, saved):
@@ -87,7 +84,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         for names in [rest] if saved.head <= 128 else [frozenset({name}) for name in sorted(rest)]:
             made |= by_key.key_gradients(options, interpret, saved, names) if names else {}
 
-    grads = {}
+    grads: dict[str, Any] = {}
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
     for name, x in made.items():
         n, heads, h = shapes[name]
@@ -96,8 +93,11 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         grads["bias"] = _bias_gradient(options, interpret, saved, operands)
     if "sink" in wanted:
         grads["sink"] = dsink
+    if "mod_args" in wanted:  # which masks alone read
+        grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(operands.mod_args))
+    like = lambda name: trees.floats(getattr(operands, name))
     return DotProductAttentionGrads(
-        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
 
 
@@ -112,7 +112,7 @@ def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | N
     refs = tiles.inputs(options, residuals.operands._replace(query=values.query), keys)
     lse = values.lse * LOG2_E if tiles.is_plain(options, refs) else values.lse
     rows = [row(lse, jnp.inf), row(values.delta)]
-    rows += [] if refs.bias is None else [row(values.low)]
+    rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
     dout = tiles.pad_heads(kernel_inputs.merged(values.dout, 3))
     return Saved(refs, dout, jnp.stack(rows, -2)), values.dsink
 

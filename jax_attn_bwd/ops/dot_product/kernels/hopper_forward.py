@@ -26,6 +26,7 @@ from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LN_2, LOG2_E, Bounds, Inputs, Tile, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
@@ -39,9 +40,10 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     # an output that is not of the query's shape takes shared memory of its own
     if Hv != H and H + Hv > 384:
         return Tiling(block_q=64, block_k=32, stages=3)
-    segments = operands.query_segment_ids is not None
-    crowded = head > 64 and options.logits_soft_cap is not None and segments
-    if head > 128 or crowded or options.dropout_rate or operands.bias is not None:
+    values = operands.query_segment_ids is not None or jax.tree.leaves(operands.mod_args)
+    crowded = head > 64 and options.logits_soft_cap is not None and values
+    heavy = options.dropout_rate or operands.bias is not None or options.score_mod is not None
+    if head > 128 or crowded or heavy:
         return Tiling(block_q=64, block_k=64, stages=2)
     return Tiling(block_q=64, block_k=128, stages=2 if head > 64 else 4)
 
@@ -51,14 +53,14 @@ def forward(options: Options, operands: Operands) -> Result:
     tiling, operands = default_tiling(options, operands), functions.numbered(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME))
     keys = tiles.dropout_keys(options, operands)
-    return tie(pallas.on_local_shards(run, _out_specs, (operands, keys)), operands)
+    return tie(pallas.on_local_shards(run, partial(_out_specs, options), (operands, keys)), operands)
 
 
-def _out_specs(operands: Any, keys: Any) -> Any:
+def _out_specs(options: Options, operands: Any, keys: Any) -> Any:
     """Of the result, from those of the operands."""
     spec = operands.query
     row: Any = PartitionSpec(*spec[:-1])
-    return Result(spec, row, None if operands.bias is None else row)
+    return Result(spec, row, row if kernel_inputs.has_low(options, operands) else None)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -67,6 +69,7 @@ def _forward(options, tiling, interpret, operands, keys):
     Hv = operands.value.shape[-1]
     rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
     refs = tiles.inputs(options, operands, keys)
+    options = functions.on_values(options, operands)
     refs = refs._replace(bounds=tiles.bounds(options, refs, rows, tiling.block_k))
     refs = pallas.vary_alike(refs)
     kernel = partial(_kernel, options, tiling)
@@ -74,8 +77,8 @@ def _forward(options, tiling, interpret, operands, keys):
         kernel,
         "attention_forward",
         interpret=interpret,
-        out_type=_out_types(refs),
-        scratch=_scratch(tiling, refs, interpret),
+        out_type=_out_types(options, refs),
+        scratch=_scratch(options, tiling, refs, interpret),
         grid={"q_tile": refs.q.shape[1] // rows, "head": N, "batch": refs.q.shape[0]},
         warpgroups=tiles.COMPUTE_WARPGROUPS + 1,
     )(refs)
@@ -91,14 +94,14 @@ def _forward(options, tiling, interpret, operands, keys):
     return Result(out, lse, low[0] if low else None)
 
 
-def _out_types(refs: Inputs) -> list[Any]:
+def _out_types(options: Options, refs: Inputs) -> list[Any]:
     (B, T, N, _), Hv = refs.q.shape, refs.v.shape[-1]
     row = pallas.out_type((B, N, T), jnp.float32, refs)
     out = pallas.out_type((B, T, N, Hv), refs.q.dtype, refs)
-    return [out, row] if refs.bias is None else [out, row, row]
+    return [out, row, row] if kernel_inputs.has_low(options, refs) else [out, row]
 
 
-def _scratch(tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
+def _scratch(options: Options, tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
     dtype, H, Hv = refs.q.dtype, refs.q.shape[-1], refs.v.shape[-1]
     wgs, (bq, bk, stages) = (tiles.COMPUTE_WARPGROUPS, (tiling.block_q, tiling.block_k, tiling.stages))
     ring = partial(plgpu.Barrier, num_barriers=stages)
@@ -107,7 +110,7 @@ def _scratch(tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
         q_tile=tile((wgs, bq, H), dtype),
         k_tiles=tile((stages, bk, H), dtype),
         v_tiles=tile((stages, bk, Hv), dtype),
-        row_values=plgpu.SMEM((wgs, 1 if refs.bias is None else 2, bq), jnp.float32),
+        row_values=plgpu.SMEM((wgs, 2 if kernel_inputs.has_low(options, refs) else 1, bq), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=wgs),
         k_loaded=ring(),
         v_loaded=ring(),

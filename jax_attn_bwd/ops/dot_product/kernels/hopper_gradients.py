@@ -43,12 +43,21 @@ def at_hand(x):
     return lambda: x
 
 
-def probabilities(options, refs: Inputs, products, tile: Tile, mixed, rows):
-    """(p (2), slope of the soft cap (10)) from products q k^T; `rows` load lse, delta and low."""
+def probabilities(options, refs: Inputs, products, tile: Tile, mixed, rows, of_bias=False):
+    """(p (2), what dlogits are multiplied by) from products q k^T; `rows` load lse, delta and low.
+
+    That is the slope of `score_mod` (8a), and unless they are for a bias that of the soft cap (10); None = 1.
+    """
     logits = tiles.logits(options, refs, products, tile, mixed)
     lse, *_ = rows
     low = (lambda: tile.spread(rows[2](), 0)) if len(rows) > 2 else None
-    return logits.exp(tile.spread(lse(), 0), low), logits.slope
+    p, slope = logits.exp(tile.spread(lse(), 0), low), None if of_bias else logits.slope
+    if logits.before is not None:
+        p = jnp.where(tile.spread(lse(), 0) == jnp.inf, 0.0, p)  # a score may be NaN in rows of padding
+        by_score = tiles.score_slope(options, refs, logits.before, tile)
+        by_score = jnp.where(p == 0.0, 0.0, by_score)  # what is hidden may have no derivative
+        slope = by_score if slope is None else by_score * slope
+    return p, slope
 
 
 def signed(options, refs: Inputs, p, tile: Tile):

@@ -35,11 +35,13 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
     # what a row of scores takes registers for, beside them
     planes = saved.refs.bias is not None and saved.refs.mask is not None
-    heavy = options.dropout_rate or options.logits_soft_cap is not None or planes
+    many = sum(max(x.shape[-2:]) > 1 for x in saved.refs.mask_values) > 2
+    heavy = options.dropout_rate or options.logits_soft_cap is not None or planes or many
+    heavy = heavy or options.score_mod is not None
     if saved.head > 64 and heavy:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
-    # segments take those that a second product in flight needs at H = 128
-    overlap = saved.head <= 64 or saved.refs.row_segment is None
+    # segments, and what functions are handed, take those that a second product in flight needs at H = 128
+    overlap = saved.head <= 64 or (saved.refs.row_segment is None and not saved.refs.mask_values)
     return Tiling(block_q=64, block_k=64, stages=2, overlap=overlap)
 
 
@@ -50,7 +52,8 @@ def can_fuse(options: Options, saved: Saved) -> bool:
     """
     H, Hv = saved.refs.q.shape[-1], saved.refs.v.shape[-1]
     extras = (saved.refs.dropout_keys, saved.refs.bias, saved.refs.mask, saved.refs.row_position)
-    plain = options.logits_soft_cap is options.mask_mod is None and extras == (None,) * 4
+    plain = options.logits_soft_cap is options.mask_mod is options.score_mod is None
+    plain = plain and extras == (None,) * 4
     fits = H == Hv <= (128 if saved.refs.row_segment is None else 64)
     takes_references = jax.__version_info__ >= (0, 11) and not pallas.varying_axes(saved)
     return fits and plain and takes_references
@@ -332,13 +335,14 @@ def _dlogits(
         for r in range(saved.rows.shape[2])
     ]
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(early))
-    p, slope = gradients.probabilities(options, block.refs, s, tile, bounds.mixed(i), rows)
+    mixed, of_bias = bounds.mixed(i), "bias" in names
+    p, slope = gradients.probabilities(options, block.refs, s, tile, mixed, rows, of_bias)
     p = gradients.signed(options, block.refs, p, tile)
     if add_dv is not None:
         add_dv(p)
     if names == ["value"]:
         return None
-    if slope is not None and "bias" not in names:
+    if slope is not None:
         p = p * slope
     if not early:
         plgpu.wgmma(dp_acc, values, dout)

@@ -30,9 +30,11 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
     """Of the dq kernel and that of a full bias: block_q rows a warpgroup, steps of block_k keys."""
     if saved.head > 128:
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
-    if options.dropout_rate and saved.head > 64:
+    crowded = options.logits_soft_cap is not None and (saved.refs.mask_values or options.score_mod)
+    if saved.head > 64 and (options.dropout_rate or crowded):
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
     busy = options.dropout_rate or options.logits_soft_cap is not None or saved.refs.bias is not None
+    busy = busy or options.score_mod is not None
     wide = saved.head <= 64 and not busy
     return Tiling(block_q=64, block_k=128 if wide else 64, stages=2)
 
@@ -132,8 +134,8 @@ def _queries_kernel(
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(tiling.overlap))
                 mixed = bounds.mixed(bounds.first + t)
-                p, slope = gradients.probabilities(options, refs, s, tile, mixed, rows)
-                if slope is not None and not bias:
+                p, slope = gradients.probabilities(options, refs, s, tile, mixed, rows, of_bias=bias)
+                if slope is not None:
                     p = p * slope
                 p = gradients.signed(options, refs, p, tile)
                 if not tiling.overlap:
@@ -276,7 +278,8 @@ def _full_bias_kernel(
             s, dp = pl.run_scoped(products, acc, acc)
             plgpu.barrier_arrive(free.at[slot])
             mixed = Bounds.load(refs, b, i, refs.k.shape[1] // bk).mixed(j)
-            p, _ = gradients.probabilities(options, refs, s, tile, mixed, rows)
+            p, slope = gradients.probabilities(options, refs, s, tile, mixed, rows, of_bias=True)
+            p = p if slope is None else p * slope
             p = gradients.signed(options, refs, p, tile)
             return total + gradients.dlogits(options, p, dp, tile, rows)
 

@@ -7,6 +7,7 @@ visits, or the reverse: int32 [B|1, tiles, 4]. A kernel visits the tiles `first 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import dropout, masks, mosaic_gpu
 from jax_attn_bwd._core.hopper import COLUMNS, ROWS, WGMMA
+from jax_attn_bwd.ops.dot_product import modifiers
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.inputs import (
@@ -40,7 +42,7 @@ COMPUTE_WARPGROUPS = 2
 HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
 LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
 # what functions may be made of
-_LOWERS = functions.EVERYWHERE
+_LOWERS = functions.EVERYWHERE | frozenset(("exp", "exp2", "tanh", "one_minus_square", "add_any"))
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ class Tiling:
 def unsupported(options: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     q, v = operands.query, operands.value
-    if options.score_mod is not None:
-        return "it does not trace a score_mod on its tiles"
     if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
         return reason
+    if functions.reads_floats(options, operands):
+        return "it sums no gradients of mod_args, and score_mod reads floats of them"
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -194,6 +196,14 @@ class Tile(NamedTuple):
             return self.spread(self.staged[name](), side)
         return self.spread(self.vector(ref.at[at(ref, 0, self.b)], side), side)
 
+    def value(self, ref: Any) -> jax.Array:
+        """What a function is handed, `[B|1, N|1, T|1, S|1]`: a scalar, or over the tile."""
+        ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
+        if ref.shape == (1, 1):
+            return ref[0, 0]
+        side = 0 if ref.shape[1] == 1 else 1
+        return self.spread(self.vector(ref.at[0] if side else ref.at[:, 0], side), side)
+
     def plane(self, ref: Any) -> jax.Array:
         """The tile of a plane `[B|1, N|1, T|1, S|1]`."""
         ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
@@ -212,11 +222,6 @@ class Tile(NamedTuple):
         return plgpu.layout_cast(x, WGMMA)
 
 
-def _tanh(x: jax.Array, cap: float) -> jax.Array:
-    """tanh(x / cap) from exp2: the hardware's own tanh has an error of 2^-11."""
-    return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2_E / cap)) + 1.0)
-
-
 def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:
     """The logits of a tile of products q k^T, -inf where nothing is seen."""
 
@@ -224,7 +229,10 @@ def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixe
         x = tile.plane(getattr(refs, name))
         return x.astype(jnp.float32) if name == "bias" else x
 
-    found, terms = unmasked(options, refs, products, _tanh, plane)
+    def scored(x):
+        return _on_tile(partial(modifiers.scored, options), x, refs, tile)
+
+    found, terms = unmasked(options, refs, products, functions.tanh, plane, scored)
     x = found.x
     if terms:
         x = jnp.where(masks.conjunction(*terms), x, -jnp.inf)
@@ -246,9 +254,31 @@ def _seen(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
         terms.append(tile.tokens(refs, "row_segment") == tile.tokens(refs, "column_segment"))
     if options.mask_mod is not None:
         numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
-        mask_mod = functions.without_not(options.mask_mod)
-        terms.append(functions.on_tile(mask_mod, *numbers, *_positions(refs, tile)))
+        mask_mod = functions.for_gpus(options.mask_mod)
+        values = (tile.value(ref) for ref in refs.mask_values)
+        terms.append(functions.on_tile(mask_mod, *numbers, *_positions(refs, tile), *values))
     return masks.conjunction(*terms)
+
+
+def score_slope(options: Options, refs: Inputs, before: jax.Array, tile: Tile) -> jax.Array:
+    """The derivative of `score_mod` by the logits that it is handed (8a)."""
+
+    def slope(x, at, values):
+        return modifiers.pulled_back(options, x, at, values, jnp.ones_like(x), to_args=False)[0]
+
+    return _on_tile(slope, before, refs, tile)
+
+
+def _on_tile(function: Any, logits: jax.Array, refs: Inputs, tile: Tile) -> jax.Array:
+    """`function(logits, where they stand, what the score is handed)`."""
+    row, column = _positions(refs, tile)
+    numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
+    values = [tile.value(ref) for ref in refs.score_values]
+
+    def call(logits, batch, head, row, column, *values):
+        return function(logits, modifiers.Tile(batch, head, row, column, None), values)
+
+    return functions.on_tile(functions.for_gpus(call), logits, *numbers, row, column, *values)
 
 
 def _positions(refs: Inputs, tile: Tile) -> tuple[jax.Array, jax.Array]:

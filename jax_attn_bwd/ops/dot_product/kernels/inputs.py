@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import sharding
+from jax_attn_bwd._core import sharding, trees
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import dropping, liveness, visibility
+from jax_attn_bwd.ops.dot_product import dropping, liveness, modifiers, visibility
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.visibility import Tokens
@@ -50,6 +50,8 @@ class Inputs(NamedTuple):
     column_counter: Any  # uint32 [S]
     batch_number: Any  # int32 [B], of each batch entry; with `mask_mod` or `score_mod`
     head_number: Any  # int32 [N], of each query head
+    mask_values: tuple = ()  # what `mask_mod` reads of arrays, 32 bits [B|1, N|1, T|1, S|1], see `handed.py`
+    score_values: tuple = ()  # and `score_mod`
 
 
 def sharded_sequence(operands: Operands) -> str | None:
@@ -98,6 +100,15 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
     if keys is not None:
         counters = dropping.counters(options, operands, padding.queries, padding.keys)
         row_counter, column_counter = counters.rows, counters.columns
+    ends = (
+        _end(operands, operands.query_seq_lengths, T, padding.queries),
+        _end(operands, operands.key_value_seq_lengths, S, padding.keys),
+    )
+    numbers, values = None, ((), ())
+    if functions.any_given(options):
+        assert operands.mod_batch is not None  # prepared with a function
+        numbers = _batched(operands, operands.mod_batch, 0)
+        values = functions.values(options, operands, places(operands, padding))
     q, k, v = (
         pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
         for x, multiple in zip(
@@ -109,8 +120,7 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
         k,
         v,
         None,
-        _end(operands, operands.query_seq_lengths, T, padding.queries),
-        _end(operands, operands.key_value_seq_lengths, S, padding.keys),
+        *ends,
         row_position,
         column_position,
         row_segment,
@@ -121,9 +131,54 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
         None if keys is None else _batched(operands, keys, 2),
         row_counter,
         column_counter,
-        None if operands.mod_batch is None else _batched(operands, operands.mod_batch, 0),
+        numbers,
         operands.mod_heads,
+        *values,
     )
+
+
+def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
+    """Where functions stand: the numbers of batch entries and heads, rows and columns `[B|1, T]`, `[B|1, S]`.
+
+    What lies beyond the end stands where the last one does.
+    """
+    sides = (
+        (operands.query_positions, operands.query_seq_lengths, operands.query.shape[-3], padding.queries),
+        (operands.key_value_positions, operands.key_value_seq_lengths, operands.key.shape[-3], padding.keys),
+    )
+    tokens = []
+    for position, lengths, n, multiple in sides:
+        if position is not None:
+            tokens.append(_tokens(operands, position, n, multiple))
+            continue
+        index, end = (
+            jnp.arange(whole(n, multiple), dtype=jnp.int32)[None],
+            _end(operands, lengths, n, multiple),
+        )
+        last = None if end is None else jnp.maximum(jnp.asarray(end)[:, None] - 1, 0)
+        tokens.append(index if last is None else jnp.minimum(index, last))
+    assert operands.mod_batch is not None  # prepared with a function
+    assert operands.mod_heads is not None
+    return _batched(operands, operands.mod_batch, 0), operands.mod_heads, *tokens
+
+
+def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dvalues: Any) -> Any:
+    """Of the floats in `mod_args`, from those of the floats in `score_values`, `[B, N, T|1, S|1]` each."""
+    numbers = trees.floats(operands.mod_args)
+    if not dvalues:
+        return jax.tree.map(jnp.zeros_like, numbers)
+    place = places(operands, padding)
+
+    def read(numbers):
+        args = trees.filled(operands.mod_args, numbers)
+        found = functions.values(options, operands._replace(mod_args=args), place)[1]
+        return [x for x in found if x.dtype == jnp.float32]
+
+    def cotangents(found):
+        pairs = zip(dvalues, found, strict=True)
+        return [sharding.match_type(reduce_to(d, x.shape), x) for d, x in pairs]
+
+    return modifiers.pulled_back_to(numbers, read, cotangents)
 
 
 def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
@@ -196,7 +251,9 @@ def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    some, every = visibility.of_tiles(options, queries, keys, rows, columns, functions.places(refs))
+    some, every = visibility.of_tiles(
+        options, queries, keys, rows, columns, functions.places(refs, rows, columns)
+    )
     return to_rank(some, 3), to_rank(every, 3)
 
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd.ops.dot_product import modifiers
-from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.spec import Options
 
@@ -55,7 +53,7 @@ def unmasked(
     products: jax.Array,
     tanh: Callable[[jax.Array, float], jax.Array],
     plane: Callable[[str], jax.Array],
-    place: Callable[[], modifiers.Tile] | None = None,
+    scored: Callable[[jax.Array], jax.Array],
 ) -> tuple[Logits, list[jax.Array]]:
     """(logits of the products q k^T, what bias and mask say of visibility).
 
@@ -64,7 +62,7 @@ def unmasked(
       products: of the tile.
       tanh: `(x, cap) -> tanh(x / cap)`.
       plane: the tile of "bias" or "mask".
-      place: where the elements stand; None where no score is traced.
+      scored: `score_mod` of the tile.
     """
     plain, x, factor, capped = is_plain(options, refs), products, options.scale * LOG2_E, None
     terms = []
@@ -79,7 +77,6 @@ def unmasked(
         terms.append(bias != -jnp.inf)
     if refs.mask is not None:
         terms.append(plane("mask") != 0)
-    if options.score_mod is None or place is None:
+    if options.score_mod is None:
         return Logits(x, factor, capped, plain), terms
-    scored = functions.on_tile(modifiers.scored, options, x, place(), ())
-    return Logits(scored, factor, capped, plain, before=x), terms
+    return Logits(scored(x), factor, capped, plain, before=x), terms

@@ -1,13 +1,15 @@
 """What the backward kernels of dense attention read of each query, on any platform, as XLA prepares it."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd.ops.dot_product import layout, row_sums
+from jax_attn_bwd._core import trees
+from jax_attn_bwd.ops.dot_product import layout, liveness, row_sums
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
 
 
 class RowValues(NamedTuple):
@@ -43,6 +45,19 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
     return RowValues(query, dout, lse, low, delta, dsink)
 
 
+def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
+    """From the specs of residuals like these, and of what else is given, to those of the gradients."""
+
+    def of(specs: Residuals, *_: Any) -> DotProductAttentionGrads:
+        found = {name: getattr(specs.operands, name) for name in residuals.wanted.names}
+        if "mod_args" in found:
+            numbers = trees.floats(residuals.operands.mod_args)
+            found["mod_args"] = trees.over_floats(lambda _, spec: spec, numbers, found["mod_args"])
+        return DotProductAttentionGrads(**found)
+
+    return of
+
+
 def _sees_nothing(options: Options, operands: Operands, lse: jax.Array) -> jax.Array:
     """Which queries see no key, `[..., T, N]`; lse does not tell: with a large sink it is the sink anyway."""
     live, _ = kernel_inputs.live_and_seen(options, operands)
@@ -63,7 +78,8 @@ def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
         operands.query_positions,
         operands.key_value_positions,
         options.window,
-        options.mask_mod,
         options.score_mod,  # which may give -inf
     )
-    return any(x is not None for x in conditions)
+    if any(x is not None for x in conditions):
+        return True
+    return options.mask_mod is not None and not liveness.every_query_sees(options, operands)

@@ -10,12 +10,11 @@ Everything is added in one order and gives the same bits every time.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import mosaic_tpu, pallas
+from jax_attn_bwd._core import mosaic_tpu, pallas, trees
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
@@ -33,13 +32,9 @@ def backward(
     run = partial(_backward, options, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
     residuals = residuals._replace(operands=functions.numbered(residuals.operands))
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_specs, given))
+    out_specs = kernel_rows.out_specs(residuals)
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_specs, given))
     return call(residuals, dout, dlse, keys)
-
-
-def _out_specs(residuals: Residuals, *_: Any) -> DotProductAttentionGrads:
-    specs = residuals.operands._asdict()
-    return DotProductAttentionGrads(**{name: specs[name] for name in residuals.wanted.names})
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -48,7 +43,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     values = kernel_rows.row_values(options, residuals, dout, dlse)
     operands = operands._replace(query=values.query)
     side = None if operands.bias is None else _bias_side(operands)
-    made = wanted & {"query", "key", "value"}
+    made = wanted & {"query", "key", "value", "mod_args"}
     if "bias" in wanted and side is not None:
         made |= {"bias"}
     grads = {}
@@ -60,8 +55,9 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         grads["bias"] = kernel_inputs.bias_gradient(grads["bias"], operands)
     if "sink" in wanted:
         grads["sink"] = values.dsink
+    like = lambda name: trees.floats(getattr(residuals.operands, name))
     return DotProductAttentionGrads(
-        **{name: match_type(grad, getattr(residuals.operands, name)) for name, grad in grads.items()}
+        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
 
 

@@ -30,7 +30,7 @@ def default_tiling(operands: Operands) -> Tiling:
 def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, values: Any) -> jax.Array:
     """float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
     tiling = default_tiling(operands)
-    saved, flags, sides = saved_of(options, operands, keys, values, tiling)
+    options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
     visits = every_tile(*flags)
     steps, saved = pallas.vary_alike((jnp.asarray(visits.steps), saved))
     refs = saved.refs
@@ -46,16 +46,16 @@ def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, v
         return pl.BlockSpec(shape, lambda *where: index(locate(*where)))
 
     bq, bk = tiling.block_q, tiling.block_k
-    names, fields = tiles.flat(refs)
+    fields, tree = jax.tree.flatten(refs)
     (dbias,) = mosaic_tpu.launch(
-        partial(_kernel, options, tiling, sides, visits, names, locate),
+        partial(_kernel, options, tiling, sides, visits, tree, locate),
         visits.name("attention_dbias", tiling),
         interpret=interpret,
         grid=(*lead, visits.length, over_batch * over_heads),
         parallel=2,
         prefetched=1,
         in_specs=[
-            *tiles.flat(tiles.input_specs(refs, sides, tiling, locate))[1],
+            *jax.tree.leaves(tiles.input_specs(refs, sides, tiling, locate)),
             spec((None, None, bq, saved.dout.shape[-1]), lambda s: (s.b, s.n, s.row, ZERO)),
             spec((None, None, saved.rows.shape[2], bq), lambda s: (s.b, s.n, ZERO, s.row)),
         ],
@@ -71,9 +71,9 @@ def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, v
 
 
 def _kernel(
-    options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, names, locate, steps, *refs
+    options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
-    inputs, (dout_ref, rows_ref, dbias_ref) = (tiles.gathered(names, refs[: len(names)]), refs[len(names) :])
+    inputs, (dout_ref, rows_ref, dbias_ref) = tiles.gathered(tree, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
     @pl.when(pl.program_id(3) == 0)
@@ -86,7 +86,7 @@ def _kernel(
             q, k, v = inputs.q[queries, :], inputs.k[keys, :], inputs.v[keys, :]
             products = tiles.product(options, q, k, (1, 1))
             dp = tiles.product(options, dout_ref[queries, :], v, (1, 1))
-            _, dlogits, _ = arithmetic(part, rows_ref, products, dp, mixed)
+            _, dlogits, *_ = arithmetic(part, rows_ref, products, dp, mixed)
             dbias_ref[queries, keys] += dlogits
 
     step.each_kind(visits, visit)

@@ -67,12 +67,12 @@ def _forward(options, tiling, interpret, operands, keys):
     *batch, T, N, _ = operands.query.shape
     K, Hv = operands.value.shape[-2:]
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
+    options, sides = functions.on_values(options, operands), PlaneSides.of(refs)
     flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
     visits = schedule(*flags)
-    sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(options, refs)))
     refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
-    names, values = tiles.flat(refs)
+    values, tree = jax.tree.flatten(refs)
     (B, _, width, _), groups = refs.v.shape, N // K
 
     def locate(b, k, g, p, steps):
@@ -96,7 +96,7 @@ def _forward(options, tiling, interpret, operands, keys):
         * (2 if kernel_inputs.has_low(options, refs) else 1),
     ]
     state = [(n, tiling.block_q) for n in (1, 1, width)]
-    kernel = partial(_kernel, options, tiling, sides, visits, names, locate)
+    kernel = partial(_kernel, options, tiling, sides, visits, tree, locate)
     out, *rows = mosaic_tpu.launch(
         kernel,
         visits.name("attention_forward", tiling),
@@ -104,7 +104,7 @@ def _forward(options, tiling, interpret, operands, keys):
         grid=(B, K, groups, visits.length),
         parallel=3,
         prefetched=1,
-        in_specs=tiles.flat(specs)[1],
+        in_specs=jax.tree.leaves(specs),
         out_specs=[of_out] + [of_rows] * (len(out_type) - 1),
         out_type=out_type,
         scratch=[pltpu.VMEM(shape, jnp.float32) for shape in state],
@@ -115,10 +115,9 @@ def _forward(options, tiling, interpret, operands, keys):
 
 
 def _kernel(
-    options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, names, locate, steps, *refs
+    options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
-    inputs = tiles.gathered(names, refs[: len(names)])
-    *outputs, m_ref, l_ref, acc_ref = refs[len(names) :]
+    inputs, (*outputs, m_ref, l_ref, acc_ref) = tiles.gathered(tree, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
     @pl.when(step.first)

@@ -53,10 +53,11 @@ class Saved(NamedTuple):
 
 
 def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tiling: Tiling):
-    """(`Saved`, the flags of its tiles, `PlaneSides`); `values` are the `kernel_rows.row_values`."""
+    """(the options of kernels, `Saved`, the flags of its tiles, `PlaneSides`); `values`: of `kernel_rows`."""
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
+    options = functions.on_values(options, operands)
     flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
-    sides = PlaneSides(tiles.plane_side(refs.bias), tiles.plane_side(refs.mask))
+    sides = PlaneSides.of(refs)
     pad = {-1: tiling.block_q}
 
     def row(x, fill=0.0):
@@ -68,64 +69,82 @@ def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tilin
     rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
     dout = kernel_inputs.pad(kernel_inputs.merged(values.dout, 3), {-3: tiling.block_q, -1: tiles.HEAD})
     dout = jnp.swapaxes(dout, 1, 2)
-    return Saved(tiles.kernel_inputs_of(options, refs), dout, jnp.stack(rows, -2)), flags, sides
+    return options, Saved(tiles.kernel_inputs_of(options, refs), dout, jnp.stack(rows, -2)), flags, sides
 
 
-def arithmetic(part: Part, rows, products, dp, mixed: bool):
-    """(p with dropout applied (5), dlogits (8), dx (10)) of a part, `dp` None if only p is asked for.
+def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
+    """(p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part; of p alone if `dp` is None.
 
-    `rows` is the block `[2|3, n]` of `Saved.rows`.
+    `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what each element adds to
+    the gradients of the floats that the score is handed (8a), else nothing.
     """
     options = part.options
     lse, delta, *low = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
     logits = part.logits(products, mixed)
     p = logits.exp(lse, (lambda: low[0]) if low else None)  # (2)
+    if logits.before is not None:  # a score may be NaN in rows of padding
+        p = jnp.where(lse == jnp.inf, 0.0, p)
     kept, z_p = part.keep(), p
     if kept is not None:
         survivors = dropout.survivor_factor(options.dropout_rate)
         z_p = jnp.where(kept, p * survivors, 0.0)
     if dp is None:
-        return z_p, None, None
+        return z_p, None, None, []
     if kept is not None:
         dp = jnp.where(kept, dp * survivors, 0.0)  # (6)
-    dlogits = p * (dp - delta)  # (8)
+    dlogits, dvalues = p * (dp - delta), []  # (8)
     if logits.before is not None:  # (8a)
-        given = (options, logits.before, part.place(), (), dlogits, False)
-        dlogits, _ = functions.on_tile(modifiers.pulled_back, *given)
-        dlogits = jnp.where(p == 0.0, 0.0, dlogits)  # what is hidden may have no derivative
-    return z_p, dlogits, dlogits if logits.tanh is None else dlogits * logits.slope
+        values = part.values("score_values")
+        if to_values:  # one for each element
+            values = tuple(jnp.broadcast_to(x, part.shape) for x in values)
+        given = (options, logits.before, part.place(), values, dlogits, to_values)
+        # what is hidden may have no derivative
+        dlogits, dvalues = jax.tree.map(
+            lambda x: jnp.where(p == 0.0, 0.0, x), functions.on_tile(modifiers.pulled_back, *given)
+        )
+    dx = dlogits if logits.tanh is None else dlogits * logits.slope
+    return z_p, dlogits, dx, jax.tree.leaves(dvalues)
 
 
 def gradients(
     options: Options, interpret: bool, operands: Operands, keys: Any, values: Any, wanted: frozenset
 ) -> dict[str, jax.Array]:
-    """Of "query", "key", "value" in public layout, and of a "bias" that broadcasts over queries or keys."""
+    """Of "query", "key", "value" in public layout, of "mod_args", of a "bias" that lacks an axis."""
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
-    Hv, tiling = operands.value.shape[-1], default_tiling(options, operands)
-    saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
+    Hv, tiling, given = operands.value.shape[-1], default_tiling(options, operands), options
+    options, saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
+    lines, of_args = {} if sides.bias is None else {"bias": sides.bias}, "mod_args" in wanted
+    if of_args:
+        pairs = zip(saved.refs.score_values, sides.score_values, strict=True)
+        floats = [side for x, side in pairs if x.dtype == jnp.float32]
+        of_values = {f"score_{i}": side or 0 for i, side in enumerate(floats)}
+        lines, wanted = lines | of_values, wanted - {"mod_args"} | of_values.keys()
+    by_query = {"query", *(name for name, side in lines.items() if side == 0)}
     saved = pallas.vary_alike(saved)
     n_q = saved.dout.shape[2] // tiling.block_q
     size = N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
     chunk = n_q if not wanted & {"query"} else max(1, min(n_q, RESIDENT // size))
     pieces = []
-    for first in range(0, n_q, chunk):
+    for first in range(0, n_q, chunk) if wanted else ():
         where = slice(first, first + chunk)
         visits = schedule(some[:, where], every[:, where], by_key=True)
-        call = _Call(options, tiling, sides, visits, wanted, first, n_q > chunk)
+        call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q > chunk)
         pieces.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
-    made = {}
+    made: dict[str, Any] = {}
     for name in sorted(wanted):
         part = [piece[name] for piece in pieces]
-        by_query = name == "query" or (name == "bias" and sides.bias == 0)
-        made[name] = jnp.concatenate(part, 2) if by_query else functools.reduce(jnp.add, part)
+        made[name] = jnp.concatenate(part, 2) if name in by_query else functools.reduce(jnp.add, part)
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
-    for name in sorted(wanted - {"bias"}):
+    for name in sorted(wanted - lines.keys()):
         n, heads, h = shapes[name]
         made[name] = jnp.swapaxes(made[name], 1, 2)[:, :n, :, :h].reshape(*batch, n, heads, h)
-    if "bias" in wanted and sides.bias == 0:
-        made["bias"] = made["bias"][:, :, :T, None]
-    elif "bias" in wanted:
-        made["bias"] = made["bias"][:, :, None, :S]
+    for name in sorted(wanted & lines.keys()):
+        made[name] = made[name][..., None] if name in by_query else made[name][..., None, :]
+    if "bias" in made:
+        made["bias"] = made["bias"][:, :, :T, :S]
+    dvalues = [made.pop(name) for name in lines if name != "bias"]
+    if of_args:
+        made["mod_args"] = kernel_inputs.mod_args_gradient(given, operands, tiling.padding, dvalues)
     return made
 
 
@@ -136,9 +155,12 @@ def _cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved
     for name in ("row_position", "row_segment", "row_counter"):
         if (x := getattr(refs, name)) is not None:
             fields[name] = x[..., rows]
-    for name, side in sides._asdict().items():
+    for name, side in (("bias", sides.bias), ("mask", sides.mask)):
         if (x := getattr(refs, name)) is not None and side != 1:
             fields[name] = x[:, :, rows] if side is None else x[..., rows]
+    for name in tiles.VALUES:
+        pairs = zip(getattr(refs, name), getattr(sides, name), strict=True)
+        fields[name] = tuple(x[..., rows] if side == 0 else x for x, side in pairs)
     return Saved(refs._replace(**fields), saved.dout[:, :, rows], saved.rows[..., rows])
 
 
@@ -149,6 +171,7 @@ class _Call:
     options: Options
     tiling: Tiling
     sides: PlaneSides
+    lines: dict[str, int]  # sums of dlogits, or of dvalues, over keys (side 0) or queries (side 1), by name
     visits: Schedule
     wanted: frozenset
     first: int  # tile of queries of the chunk
@@ -189,33 +212,35 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
             spec((None, None, bk, Hv), lambda s: (s.b, s.k, s.column, ZERO)),
             pltpu.VMEM((bk, Hv), jnp.float32),
         ),
-        "bias": (
+    }
+    of_line = {
+        0: (
             (B, N, n_q, 1, bq),
             jnp.float32,
             spec((None, groups, n_q, 1, bq), lambda s: (s.b, s.k, ZERO, ZERO, ZERO)),
             pltpu.VMEM((groups, n_q, 1, bq), jnp.float32),
-        )
-        if call.sides.bias == 0
-        else (
+        ),
+        1: (
             (B, N, 1, S),
             jnp.float32,
             spec((None, groups, 1, bk), lambda s: (s.b, s.k, ZERO, s.column)),
             pltpu.VMEM((groups, bk, LANES), jnp.float32),
         ),
     }
+    made |= {name: of_line[side] for name, side in call.lines.items()}
     order = [name for name in made if name in wanted]
-    names, values = tiles.flat(refs)
+    values, tree = jax.tree.flatten(refs)
     specs = tiles.input_specs(refs, call.sides, tiling, locate)
     of_dout = spec((None, None, bq, Hv), lambda s: (s.b, s.n, s.row, ZERO))
     of_rows = spec((None, None, saved.rows.shape[2], bq), lambda s: (s.b, s.n, ZERO, s.row))
     results = mosaic_tpu.launch(
-        partial(_kernel, call, names, order, locate),
+        partial(_kernel, call, tree, order, locate),
         visits.name("attention_" + "_".join(f"d{name}" for name in sorted(wanted)), tiling),
         interpret=interpret,
         grid=(B, K, visits.length, groups),
         parallel=2,
         prefetched=1,
-        in_specs=[*tiles.flat(specs)[1], of_dout, of_rows],
+        in_specs=[*jax.tree.leaves(specs), of_dout, of_rows],
         out_specs=[made[name][2] for name in order],
         out_type=[pallas.out_type(made[name][0], made[name][1], saved) for name in order],
         scratch=[made[name][3] for name in order],
@@ -223,24 +248,20 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     found = dict(zip(order, results, strict=True))
     if "query" in found:
         found["query"] = found["query"].reshape(B, N, T, H)
-    if "bias" in found:
-        found["bias"] = found["bias"].reshape(B, N, -1)
+    for name in found.keys() & call.lines.keys():
+        found[name] = found[name].reshape(B, N, -1)
     return found
 
 
-def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
+def _kernel(call: _Call, tree, order, locate, steps, *refs) -> None:
     tiling, sides = call.tiling, call.sides
-    inputs, (dout_ref, rows_ref), refs = (
-        tiles.gathered(names, refs[: len(names)]),
-        refs[len(names) : len(names) + 2],
-        refs[len(names) + 2 :],
-    )
-    outputs = dict(zip(order, refs[: len(order)], strict=True))
-    sums = dict(zip(order, refs[len(order) :], strict=True))
+    inputs, (dout_ref, rows_ref, *rest) = tiles.gathered(tree, refs)
+    outputs = dict(zip(order, rest[: len(order)], strict=True))
+    sums = dict(zip(order, rest[len(order) :], strict=True))
     p, g = pl.program_id(2), pl.program_id(3)
     step = locate(pl.program_id(0), pl.program_id(1), p, g, steps)
     is_start, is_end = ((p == 0) & (g == 0), (p == pl.num_programs(2) - 1) & (g == pl.num_programs(3) - 1))
-    of_queries = {"query"} | ({"bias"} if sides.bias == 0 else set())
+    of_queries = {"query", *(name for name, side in call.lines.items() if side == 0)}
     by_key = [name for name in order if name not in of_queries]
     by_query = [name for name in order if name in of_queries]
 
@@ -270,8 +291,8 @@ def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
         ]
         stages = (
             partial(_products, dout_ref, sums.keys() != {"value"}),
-            partial(_elements, rows_ref, mixed),
-            partial(_add, dout_ref, sums, step.row, g),
+            partial(_elements, rows_ref, mixed, [name for name in order if name in call.lines]),
+            partial(_add, dout_ref, sums, call.lines, step.row, g),
         )
         tiles.in_stages(parts, stages, tiling.apart)
 
@@ -291,7 +312,7 @@ def _kernel(call: _Call, names, order, locate, steps, *refs) -> None:
     def _write_by_key():
         for name in by_key:
             out, total = outputs[name], sums[name]
-            if name == "bias":
+            if name in call.lines:
                 for head in range(total.shape[0]):
                     out[head] = mosaic_tpu.lie(total[head].sum(axis=1, keepdims=True))
             else:
@@ -309,28 +330,29 @@ def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
     return products, tiles.product(options, refs.v[keys, :], dout_ref[queries, :], (1, 1))
 
 
-def _elements(rows_ref, mixed: bool, part: Part, given: tuple) -> tuple:
-    """(p, dlogits for a bias, dx): what is multiplied is in the type of the operands."""
+def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple) -> tuple:
+    """(p, what is summed in `lines`, dx): what is multiplied is in the type of the operands."""
     products, dp = given
-    p, dlogits, dx = arithmetic(part, rows_ref, products, dp, mixed)
+    of_scores = [name for name in lines if name != "bias"]
+    p, dlogits, dx, dvalues = arithmetic(part, rows_ref, products, dp, mixed, to_values=bool(of_scores))
     dtype = part.refs.q.dtype
-    dlogits = dlogits if part.refs.bias is not None else None
-    return p.astype(dtype), dlogits, None if dx is None else dx.astype(dtype)
+    summed = dict(zip(of_scores, dvalues, strict=True)) | ({"bias": dlogits} if "bias" in lines else {})
+    return p.astype(dtype), summed, None if dx is None else dx.astype(dtype)
 
 
-def _add(dout_ref, sums, row, g, part: Part, given: tuple) -> None:
+def _add(dout_ref, sums, lines, row, g, part: Part, given: tuple) -> None:
     """Adds the share of a part of the tile to every sum."""
     options, refs = part.options, part.refs
     queries, keys = part.slices
     q, k, dout = refs.q[queries, :], refs.k[keys, :], dout_ref[queries, :]
-    p, dlogits, dx = given
+    p, summed, dx = given
     if "value" in sums:
         sums["value"][keys, :] += tiles.product(options, p, dout)  # (5)
-    if "bias" in sums and part.sides.bias == 0:
-        sums["bias"][g, row, :, queries] += dlogits.sum(axis=0, keepdims=True)
-    elif "bias" in sums:
-        blocks = mosaic_tpu.lane_blocks(dlogits)
-        sums["bias"][g, keys, :] += functools.reduce(jnp.add, blocks)
+    for name, x in summed.items():
+        if lines[name] == 0:
+            sums[name][g, row, :, queries] += x.sum(axis=0, keepdims=True)
+        else:
+            sums[name][g, keys, :] += functools.reduce(jnp.add, mosaic_tpu.lane_blocks(x))
     if "key" in sums:
         sums["key"][keys, :] += tiles.product(options, dx, q)  # (11)
     if "query" in sums:

@@ -32,6 +32,7 @@ _LOWERS = functions.EVERYWHERE | frozenset(
     ("exp", "exp2", "log", "log1p", "tanh", "logistic", "sin", "cos", "sqrt", "rsqrt", "pow", "integer_pow")
 )
 _LOWERS |= {"square", "one_minus_square", "add_any", "floor", "ceil", "round", "stop_gradient"}
+VALUES = ("mask_values", "score_values")
 _TOKENS = {
     "row_position": 0,
     "row_segment": 0,
@@ -151,13 +152,14 @@ def kernel_inputs_of(options: Options, refs: Inputs) -> Inputs:
     fields = {name: tokens(getattr(refs, name)) for name in _TOKENS}
     S = refs.k.shape[1]
     planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
+    values = {name: tuple(map(_laid_value, getattr(refs, name))) for name in VALUES}
     ends: dict[str, Any] = {}
     if isinstance(refs.rows_end, np.ndarray):  # what lies beyond T is cut off, but functions see it
         ends["rows_end"] = jnp.asarray(refs.rows_end) if functions.any_given(options) else None
     if refs.columns_end is not None:
         ends["columns_end"] = jnp.asarray(refs.columns_end)
     return refs._replace(
-        q=heads(refs.q), k=heads(refs.k), v=heads(refs.v), bounds=None, **fields, **planes, **ends
+        q=heads(refs.q), k=heads(refs.k), v=heads(refs.v), bounds=None, **fields, **planes, **ends, **values
     )
 
 
@@ -170,6 +172,16 @@ def _laid(plane: Any, S: int) -> Any:
     return jnp.swapaxes(plane, -1, -2)
 
 
+def _laid_value(x: jax.Array) -> jax.Array:
+    """One value a query or key `[B|1, N|1, 1, n]`, for scalar memory one for all of them `[B|1, N|1]`."""
+    return {0: jnp.swapaxes(x, -1, -2), 1: x, None: x[..., 0, 0]}[value_side(x)]
+
+
+def value_side(x: jax.Array) -> int | None:
+    """Of what is handed before it is laid: 1 one value a key, 0 one value a query, None one for all."""
+    return None if x.shape[-2:] == (1, 1) else 1 if x.shape[-2] == 1 else 0
+
+
 def plane_side(plane: Any) -> int | None:
     """Of a plane before it is laid: 1 one value a key (or one for all), 0 one value a query, None full."""
     if plane is None or (plane.shape[-2] != 1 and plane.shape[-1] != 1):
@@ -178,10 +190,18 @@ def plane_side(plane: Any) -> int | None:
 
 
 class PlaneSides(NamedTuple):
-    """`plane_side` of bias and mask."""
+    """`plane_side` of bias and mask, `value_side` of what functions are handed."""
 
     bias: int | None
     mask: int | None
+    mask_values: tuple[int | None, ...]
+    score_values: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, refs: Inputs) -> "PlaneSides":
+        """Of `Inputs` before they are laid."""
+        values = (tuple(map(value_side, getattr(refs, name))) for name in VALUES)
+        return cls(plane_side(refs.bias), plane_side(refs.mask), *values)
 
 
 def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) -> Inputs:
@@ -209,7 +229,10 @@ def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) ->
     }
     specs |= {name: tokens(getattr(refs, name), side) for name, side in _TOKENS.items()}
     specs |= {name: mosaic_tpu.scalars() for name in _SCALARS}
-    given = {name: None if getattr(refs, name) is None else s for name, s in specs.items()}
+    given: dict[str, Any] = {name: None if getattr(refs, name) is None else s for name, s in specs.items()}
+    for name in VALUES:
+        values = zip(getattr(refs, name), getattr(sides, name), strict=True)
+        given[name] = tuple(mosaic_tpu.scalars() if side is None else plane(x, side) for x, side in values)
     return Inputs(**given, bounds=None)
 
 
@@ -268,7 +291,11 @@ class Part(NamedTuple):
         def plane(name):
             return self.plane(getattr(self.refs, name), getattr(self.sides, name))
 
-        found, terms = unmasked(self.options, self.refs, products, _tanh, plane, self.place)
+        def scored(x):
+            values = self.values("score_values")
+            return functions.on_tile(modifiers.scored, self.options, x, self.place(), values)
+
+        found, terms = unmasked(self.options, self.refs, products, _tanh, plane, scored)
         visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
         return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
 
@@ -282,8 +309,18 @@ class Part(NamedTuple):
         if refs.row_segment is not None:
             terms.append(self.tokens("row_segment") == self.tokens("column_segment"))
         if options.mask_mod is not None:
-            terms.append(functions.on_tile(options.mask_mod, *self.place()[:4]))
+            values = self.values("mask_values")
+            terms.append(functions.on_tile(options.mask_mod, *self.place()[:4], *values))
         return terms
+
+    def values(self, name: str) -> tuple[jax.Array, ...]:
+        """What a function is handed, to broadcast over the part."""
+        refs, sides = getattr(self.refs, name), getattr(self.sides, name)
+        lead = lambda ref: (at(ref, 0, self.step.b), at(ref, 1, self.step.n))
+        return tuple(
+            jnp.full((1, 1), ref[lead(ref)]) if side is None else self.plane(ref, side)
+            for ref, side in zip(refs, sides, strict=True)
+        )
 
     def place(self) -> modifiers.Tile:
         """Where the elements stand, as functions are handed it; padding stands where the last query does."""
@@ -355,12 +392,7 @@ def product(options: Options, a: jax.Array, b: jax.Array, axes: tuple[int, int] 
     )
 
 
-def flat(refs: Inputs) -> tuple[list[str], list[Any]]:
-    """(names, values) of the fields that are given."""
-    given = {name: x for name, x in refs._asdict().items() if x is not None}
-    return list(given), list(given.values())
-
-
-def gathered(names: list[str], values: Any) -> Inputs:
-    """`Inputs` of the values that `flat` named."""
-    return Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(names, values, strict=True))))
+def gathered(tree: Any, refs: Sequence[Any]) -> tuple[Inputs, Sequence[Any]]:
+    """(`Inputs` of that tree, which come first among `refs`; the others)."""
+    count = tree.num_leaves
+    return jax.tree.unflatten(tree, refs[:count]), refs[count:]

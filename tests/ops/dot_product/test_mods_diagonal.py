@@ -1,0 +1,29 @@
+"""What a mask's jaxpr tells of rows that see the column of their own position."""
+
+import jax.numpy as jnp
+from ops.dot_product.test_mods import IDS, NAMED, N, evaluated
+
+from jax_attn_bwd.ops.dot_product import liveness
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+
+
+def strictly_below(batch, head, row, column, ids):
+    return (ids[row] == ids[column]) & (column < row)
+
+
+def test_what_the_jaxpr_tells_of_the_diagonal():
+    """That all see themselves is told of all masks of which it holds for any array; of others never."""
+    told = {}
+    for name, (mask, args) in (NAMED | {"strict": (strictly_below, (IDS,))}).items():
+        x = jnp.zeros((2, N, 4, 8))
+        numbers = {"mod_batch": jnp.arange(2, dtype=jnp.int32), "mod_heads": jnp.arange(4, dtype=jnp.int32)}
+        operands = Operands(x, x, x, mod_args=tuple(map(jnp.asarray, args)), **numbers)
+        found = liveness.live_and_seen(Options(scale=1.0, mask_mod=mask), operands, N, N, 1, 1)
+        told[name] = found == (None, None)
+        assert not told[name] or evaluated(mask, args).diagonal().all()
+    assert {name for name, is_told in told.items() if not is_told} == {
+        "global_tokens",
+        "tree",
+        "not",
+        "strict",
+    }
