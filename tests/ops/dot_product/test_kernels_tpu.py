@@ -206,7 +206,7 @@ def test_nan_in_a_bias_is_no_mask(rng):
 
 
 @thorough
-@pytest.mark.parametrize("hidden", [{"mask_mod": mods.causal}, {"is_causal": True}], ids=lambda hidden: next(iter(hidden)))
+@pytest.mark.parametrize("hidden", [{"mask_mod": mods.causal}, {"is_causal": True}], ids=list)
 def test_a_score_is_nan_where_nothing_is_seen(rng, hidden):
     q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), np.float32) for n in (140, 150, 140))
 
