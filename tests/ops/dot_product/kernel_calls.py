@@ -68,6 +68,7 @@ def tiled(head, name, T=300, S=270, Hv=None):
         "full": ({}, {}),
         "causal": ({}, {"is_causal": True}),
         "window": ({}, {"local_window_size": (70, 9)}),
+        "bias of keys": ({"bias": np.cos(np.arange(2.0 * S)).reshape(2, 1, S)}, {}),
         "function": ({}, {"mask_mod": near_or_first}),
         "arrays": (
             {"mod_args_0": documents, "mod_args_1": np.array([90, 50], np.int32)},

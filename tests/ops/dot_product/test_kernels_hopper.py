@@ -83,9 +83,10 @@ def test_fused_backward_has_no_races_within_a_block(head):
 @thorough
 @interpreted
 @pytest.mark.parametrize(
-    ("head", "name"), [(16, "function"), (160, "function"), (96, "arrays"), (72, "score")]
+    ("head", "name"),
+    [(16, "function"), (160, "function"), (96, "arrays"), (72, "score"), (16, "bias of keys")],
 )
-def test_a_function_against_definition(head, name):
+def test_over_several_tiles_against_definition(head, name):
     measured(OPERATOR, NAME, tiled(head, name, T=200, S=140))
 
 

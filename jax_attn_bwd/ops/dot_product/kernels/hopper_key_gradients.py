@@ -287,6 +287,7 @@ def _step(block: _Block, wg, bounds: Bounds, column, dq_ref, accs: dict[str, Any
     dlogits = pl.run_scoped(partial(_dlogits, block, here, add_dv if "value" in names else None), acc, acc)
     if "bias" in names:
         total = total + dlogits.sum(axis=1)
+        plgpu.commit_smem()  # no product comes between reading the row values and their next load
     if "key" in names:  # (11)
         dx = dlogits.astype(block.refs.q.dtype)
         spare = shared.spare and shared.spare.at[1, wg]
