@@ -265,7 +265,7 @@ def test_bench_tells_the_commit_of_this_package_alone(tmp_path):
 def test_bench_counts_what_a_layer_keeps_beside_its_arguments(save, mebibytes):
     """The heads' output is 0.5 MiB, and so is each of q, k and v; the parameters would be 4 MiB more."""
     (operator,) = named.OPERATORS
-    case = named._case("wide", named._SELF, sizes=WIDE, dtype="float32")
+    case = named.case("wide", named._SELF, sizes=WIDE, dtype="float32")
     arrays, dout = measure.inputs(operator, case)
     x = arrays.pop("query")
     (ours,) = multi_head._ours(x, dout, MultiHeadAttentionParams(**arrays), save)

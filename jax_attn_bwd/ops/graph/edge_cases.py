@@ -9,7 +9,17 @@ import numpy as np
 from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.ops.graph import edge_reductions, reference
 from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS, edge_softmax, edge_softmax_bwd
-from jax_attn_bwd.ops.graph.workloads import COMPILED, EMPTY, PADDED, SHARD, SMALL, case, hidden, hub
+from jax_attn_bwd.ops.graph.workloads import (
+    COMPILED,
+    EMPTY,
+    PADDED,
+    SHARD,
+    SMALL,
+    case,
+    hidden,
+    hidden_in_entry,
+    hub,
+)
 
 
 def _scores(name, *, spread=1.0, **arguments) -> Case:
@@ -86,7 +96,7 @@ def _reduction(name: str, backward) -> Operator:
         cases=REDUCTION_CASES,
         axes={"edge": "SN", "out": "TN"},
         backward_wrt=("edge",),
-        hidden=hidden,
+        hidden=hidden_in_entry,  # edges have their further axes behind
     )
 
 

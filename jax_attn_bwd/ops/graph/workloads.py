@@ -115,14 +115,15 @@ def entries_of(arrays) -> list[dict[str, Any]]:
 def hidden(arrays, options):
     """Nodes that no live edge touches, and edges of the padding or behind a bias of -inf."""
     if not (batch := batch_of(arrays)):
-        return _hidden(arrays, options)
-    found = [_hidden(one, options) for one in entries_of(arrays)]
+        return hidden_in_entry(arrays, options)
+    found = [hidden_in_entry(one, options) for one in entries_of(arrays)]
     stacked = {name: np.stack([one[name] for one in found]) for name in found[0]}
     own = {name for name, x in arrays.items() if x.ndim < len(batch) + 2}
     return {name: x.all(0) if name in own else x.reshape(*batch, *x.shape[1:]) for name, x in stacked.items()}
 
 
-def _hidden(arrays, options):
+def hidden_in_entry(arrays, options):
+    """`hidden` of a call without batch axes."""
     graph = options["graph"]
     source, destination = (np.asarray(x) for x in reference.ends(graph))
     real = (destination < graph.num_dst)[:, None]  # [E, 1], or [E, H] with a bias

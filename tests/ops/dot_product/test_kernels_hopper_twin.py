@@ -79,10 +79,8 @@ def gradients_of_twin(options, residuals, cts):
     """With the tiles of each kernel."""
     operands, wanted = residuals.operands, residuals.wanted.names
     head = kernel_tiles.whole(max(operands.query.shape[-1], operands.value.shape[-1]), 64)
-    saved = SimpleNamespace(
-        head=head,
-        refs=SimpleNamespace(bias=operands.bias, mask=operands.mask, row_segment=operands.query_segment_ids),
-    )
+    given = {"bias": operands.bias, "mask": operands.mask, "row_segment": operands.query_segment_ids}
+    saved = SimpleNamespace(head=head, refs=SimpleNamespace(**given, mask_values=(), score_values=()))
     made = {}
     for names, file in ((wanted & {"query"}, by_query), (wanted - {"query"}, by_key)):
         part = residuals._replace(wanted=Wanted(names))
