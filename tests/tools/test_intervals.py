@@ -124,7 +124,7 @@ def test_bounds_enclose(seed):
 
 
 @thorough
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.booleans())
 def test_bounds_of_deep_functions_enclose(seed, depth, is_number):
     rng = np.random.default_rng(seed)

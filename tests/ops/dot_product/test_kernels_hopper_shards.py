@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import OPERATORS, assert_close, cotangents, interpreted, thorough
+from helpers import OPERATORS, QUICK, assert_close, cotangents, interpreted, thorough
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import pallas
@@ -80,9 +80,9 @@ def test_shards_fit_together(case, monkeypatch):
 
     assert len(CASES) == 2
     with pallas.interpreting("mosaic_gpu"):
-        outputs, gradients = jax.jit(step)()
+        outputs, gradients = jax.jit(step, compiler_options=QUICK)()
         monkeypatch.setattr(pallas, "on_local_shards", in_turn)
-        cut_outputs, cut_gradients = jax.jit(lambda: step())()
+        cut_outputs, cut_gradients = jax.jit(lambda: step(), compiler_options=QUICK)()
     for got, expected in zip(cut_outputs, outputs, strict=True):
         assert_close(got, expected, 1e-6)
     for name in names:
