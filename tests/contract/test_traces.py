@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import QUICK, case_params, differentiated, finite_loss
+from helpers import QUICK, case_params, differentiated, finite_loss, first_of_each
 
 import jax_attn_bwd as jab
 
@@ -26,7 +26,7 @@ def changed(x):
     return jnp.maximum(x, 1) - jnp.asarray(1, x.dtype)
 
 
-@pytest.mark.parametrize(CASE, case_params("second"))
+@pytest.mark.parametrize(CASE, first_of_each(case_params("second")))
 def test_changed_arrays(operator, implementation, case):
     arrays = case.arrays(np.float64)
     names = tuple(differentiated(operator, arrays))

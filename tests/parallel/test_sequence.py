@@ -25,15 +25,15 @@ from jax_attn_bwd.ops.dot_product.reference import dot_product_attention as form
 
 DEFAULT = [
     ("ring", "causal-sink-cap", "zigzag"),
-    ("ring", "window-both-sides-sink", "contiguous"),
     ("ring", "bias-rows-mask-keys-sink", "zigzag"),
-    ("ring", "bias-keys-mask-rows", "contiguous"),
     ("ring", "dropout-causal", "zigzag"),
     ("ring", "functions", "zigzag"),
     ("all_gather", "bias-keys-mask-rows", "contiguous"),
     ("ulysses", "dropout-bias-cap", "striped"),
 ]
 REST = [
+    ("ring", "window-both-sides-sink", "contiguous"),
+    ("ring", "bias-keys-mask-rows", "contiguous"),
     ("ring", "functions", "contiguous"),
     ("all_gather", "functions", "contiguous"),
     ("ulysses", "functions", "contiguous"),

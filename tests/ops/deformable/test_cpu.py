@@ -50,6 +50,7 @@ def test_loops_of_a_cpu(forced, case):
     assert_trees_close(gradients, expected, 1e-11)
 
 
+@thorough
 @pytest.mark.parametrize("case", cases("second", "second_border"))
 def test_their_derivatives(forced, case):
     """The gradient of the gradients' norm."""

@@ -24,7 +24,7 @@ def _cut(monkeypatch):
     monkeypatch.setattr(tiling, "WHOLE_LOGITS", 0)
 
 
-@pytest.mark.parametrize(CASE, dense("check", "second", thorough=("edge", "hidden")))
+@pytest.mark.parametrize(CASE, dense("check", thorough=("second", "edge", "hidden")))
 def test_first_order(operator, implementation, case):
     test_values.test_first_order(operator, implementation, case)
 
