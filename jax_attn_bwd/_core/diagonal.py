@@ -14,7 +14,7 @@ import numpy as np
 from jax_attn_bwd._core.intervals import called_jaxpr, constant
 from jax_attn_bwd._core.jaxprs import is_literal
 
-# of one value, twice; floats may be NaN
+# of one value, twice; inexact ones may be NaN
 _OF_EQUALS = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False, "sub": 0}
 
 
@@ -71,7 +71,7 @@ def _results(numbers: dict[Any, int], equation: Any, inputs: list[Any]) -> list[
             return [np.full(equation.outvars[0].aval.shape, decides)]
     if name in _OF_EQUALS and isinstance(inputs[0], int) and inputs[0] == inputs[1]:
         aval = equation.outvars[0].aval
-        if not jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
+        if not jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact):
             return [np.full(aval.shape, _OF_EQUALS[name], aval.dtype)]
     if name == "select_n" and isinstance(inputs[0], np.ndarray) and inputs[0].ndim == 0:
         return [inputs[1 + int(inputs[0])]]

@@ -1,6 +1,7 @@
 """What a mask's jaxpr tells of rows that see the column of their own position."""
 
 import jax.numpy as jnp
+import numpy as np
 from ops.dot_product.test_mods import IDS, NAMED, N, evaluated
 
 from jax_attn_bwd.ops.dot_product import liveness
@@ -11,10 +12,22 @@ def strictly_below(batch, head, row, column, ids):
     return (ids[row] == ids[column]) & (column < row)
 
 
+def equal(batch, head, row, column, x):
+    return x[row] == x[column]
+
+
+NAN = np.where(np.arange(N) % 3 == 1, np.nan, 1.0)
+OTHERS = {
+    "strict": (strictly_below, (IDS,)),
+    "floats": (equal, (NAN,)),
+    "complex": (equal, (NAN.astype(np.complex64),)),
+}
+
+
 def test_what_the_jaxpr_tells_of_the_diagonal():
     """That all see themselves is told of all masks of which it holds for any array; of others never."""
     told = {}
-    for name, (mask, args) in (NAMED | {"strict": (strictly_below, (IDS,))}).items():
+    for name, (mask, args) in (NAMED | OTHERS).items():
         x = jnp.zeros((2, N, 4, 8))
         numbers = {"mod_batch": jnp.arange(2, dtype=jnp.int32), "mod_heads": jnp.arange(4, dtype=jnp.int32)}
         operands = Operands(x, x, x, mod_args=tuple(map(jnp.asarray, args)), **numbers)
@@ -25,5 +38,5 @@ def test_what_the_jaxpr_tells_of_the_diagonal():
         "global_tokens",
         "tree",
         "not",
-        "strict",
+        *OTHERS,
     }
