@@ -1,4 +1,4 @@
-"""Command line: `python -m jax_attn_bwd.bench <operator>|programs [--out DIR] [--repeats N] [--quick]`.
+"""Command line: `python -m jax_attn_bwd.bench <operator>|programs|mods [--out DIR] [--repeats N] [--quick]`.
 
 With `--scaling` one case of the operator at many sizes. Or
 `python -m jax_attn_bwd.bench --compare OLD.json NEW.json`.
@@ -21,15 +21,18 @@ from jax_attn_bwd.bench.environment import environment
 from jax_attn_bwd.bench.measure import measure
 
 
+NAMED = ("mods", "programs")  # what is measured under names of its own, not by an operator's cases
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Measures one operator, or programs with all of them; prints a table, writes JSON and a plot.
+    """Measures one operator, programs with all of them, or masks as functions; prints a table, writes JSON and a plot.
 
     Or compares two such files: the exit code is 1 where something became slower or larger.
     """
     known = {m.name for m in pkgutil.iter_modules(ops.__path__)}
     measured = sorted(known & {m.name for m in pkgutil.iter_modules(bench.__path__)})
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.bench", description=bench.__doc__)
-    parser.add_argument("operator", nargs="?", choices=[*measured, "programs"])
+    parser.add_argument("operator", nargs="?", choices=[*measured, *NAMED])
     files = ("OLD.json", "NEW.json")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=files, help="what became slower or larger")
     parser.add_argument("--out", type=Path, default=report.OUT, help="folder of what is written; default out")
@@ -38,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--scaling", action="store_true", help="one case at many sizes: time and memory over it"
     )
-    parser.add_argument("--only", default="", help="of the programs, those whose names contain this")
+    parser.add_argument("--only", default="", help="of the programs and masks, those whose names contain this")
     args = parser.parse_args(argv)
     if (args.operator is None) == (args.compare is None):
         parser.error("give an operator to measure, or --compare two files, not both")
@@ -48,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"--compare must be given two files that a benchmark wrote: {error}")
         return report.compare(old, new)
-    if args.scaling and args.operator == "programs":
-        parser.error("--scaling measures one operator; programs have one size each")
-    if args.only and args.operator != "programs":
-        parser.error(f"--only chooses among programs; {args.operator} has none")
+    if args.scaling and args.operator in NAMED:
+        parser.error(f"--scaling measures one operator; {args.operator} have one size each")
+    if args.only and args.operator not in NAMED:
+        parser.error(f"--only chooses among {' and '.join(NAMED)}; {args.operator} has cases of its own")
     report.prepare(parser, args.out)
 
     module = importlib.import_module(f"{bench.__name__}.{args.operator}")
@@ -67,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     found = {"slopes": scaling.slopes(rows)} if args.scaling else {}
     report.write(path, context | found, rows, finished=True)
 
-    what = "" if args.operator == "programs" else " forward + backward,"
+    what = "" if args.operator in NAMED else " forward + backward,"
     title = f"{args.operator}:{what} {context['device']}, JAX {context['jax']}"
     report.show(title, rows)
     print(f"wrote {path}")
