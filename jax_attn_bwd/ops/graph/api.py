@@ -109,7 +109,7 @@ def graph_attention(
       differentiated is computed. All outputs are differentiable, to second order and beyond.
       Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
       returned), under the checkpoint names "attention_out" and "attention_lse". No entry forms an array of
-      edges x dim above 16 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
+      edges x dim above 4 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
       node that no edge refers to reaches no output and no gradient. The same bits in every run.
 
     Raises:
@@ -229,7 +229,7 @@ def graph_attention_v2(
       differentiated is computed. All outputs are differentiable, to second order and beyond.
       Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
       returned), under the checkpoint names "attention_out" and "attention_lse". No entry forms an array of
-      edges x dim above 16 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
+      edges x dim above 4 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
       node that no edge refers to reaches no output and no gradient. The same bits in every run.
 
     Raises:
@@ -354,7 +354,7 @@ def graph_transformer_attention(
       differentiated is computed. All outputs are differentiable, to second order and beyond.
       Saves its inputs, the heads' outputs, and the two parts of lse (and the weights, if they are
       returned), under the checkpoint names "attention_out" and "attention_lse". No entry forms an array of
-      edges x dim above 16 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
+      edges x dim above 4 MiB (on a CPU), but for the gradient of edge features of that width. NaN in a
       node that no edge refers to reaches no output and no gradient. The same bits in every run.
 
     Raises:

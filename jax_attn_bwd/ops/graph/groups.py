@@ -1,9 +1,9 @@
 """Walking over the groups of a graph: all of them at once, or a chunk at a time.
 
 What takes a number of each edge and head is done at once (`each`, `whole`). What takes all the features of
-each edge is done at once too where that is no more than a cache holds: without a loop XLA compiles it
-sooner, runs it on all cores and fuses it with what is around it. Above `whole_elements` a loop handles
-`chunk_elements` at a time, by the same functions.
+each edge is done at once too where that is little: without a loop XLA compiles it sooner, runs it on all
+cores and fuses it with what is around it. Above `whole_elements` a loop handles `chunk_elements` at a time,
+by the same functions.
 """
 
 from collections.abc import Callable
@@ -226,8 +226,12 @@ def _grid(groups: Groups, elements: Any) -> tuple[int, int]:
 
 
 def whole_elements() -> int:
-    """Elements of the largest array that is formed without a loop."""
-    return 1 << 22 if targets.platform() == "cpu" else 1 << 24
+    """Elements of the largest array that is formed without a loop.
+
+    On a CPU a step then needs some 16 MiB: glibc's malloc maps a buffer above 32 MiB anew in each call, whose
+    first touch of every page takes longer than the step.
+    """
+    return 1 << 20 if targets.platform() == "cpu" else 1 << 24
 
 
 def chunk_elements() -> int:
