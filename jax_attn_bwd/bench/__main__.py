@@ -20,12 +20,11 @@ from jax_attn_bwd.bench import report, scaling
 from jax_attn_bwd.bench.environment import environment
 from jax_attn_bwd.bench.measure import measure
 
-
 NAMED = ("mods", "programs")  # what is measured under names of its own, not by an operator's cases
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures one operator, programs with all of them, or masks as functions; prints a table, writes JSON and a plot.
+    """Measures an operator, programs, or masks as functions; prints a table, writes JSON and a plot.
 
     Or compares two such files: the exit code is 1 where something became slower or larger.
     """
@@ -41,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--scaling", action="store_true", help="one case at many sizes: time and memory over it"
     )
-    parser.add_argument("--only", default="", help="of the programs and masks, those whose names contain this")
+    parser.add_argument("--only", default="", help="of programs and mods, those whose names contain this")
     args = parser.parse_args(argv)
     if (args.operator is None) == (args.compare is None):
         parser.error("give an operator to measure, or --compare two files, not both")

@@ -63,11 +63,10 @@ def _workload(name: str, modified: Modified, T: int, backward: bool) -> Workload
         more = modified.option(*modified.mod_args)
         flags = {k: x for k, x in more.items() if not hasattr(x, "shape")}
         arrays = {k: x for k, x in more.items() if k not in flags}
-        call = lambda *qkv, **arrays: dot_product_attention(*qkv, **flags, **arrays)
+        call = partial(dot_product_attention, **flags)
         contenders.append(compiled_contender("our option", _measured(call, backward), *args, arrays))
-    found, refused = [], []
-    if modified.flex and peers.torch_device():
-        found, refused = peers.gather(name, {"flex_attention": partial(_flex, modified, args, backward)})
+    flex = {"flex_attention": partial(_flex, modified, args, backward)} if modified.flex else {}
+    found, refused = peers.gather(name, flex if peers.torch_device() else {})
     return Workload(name, [*contenders, *found], tolerance=TOLERANCES["float32"], refused=refused)
 
 
@@ -100,37 +99,31 @@ def _ours(modified: Modified, args: tuple, T: int, backward: bool) -> Contender:
         given = (*mod_args, *learned.values())
         return dot_product_attention(q, k, v, **modified.options, mod_args=given)
 
-    notes = {}
+    named: dict[str, Any] = {"mod_args": modified.mod_args}
+    if modified.learned:
+        named = {"mod_args": modified.mod_args[:-1], "learned": modified.mod_args[-1]}
+    made = compiled_contender("jax_attn_bwd", _measured(call, backward), *args, named)
     if mask_mod := modified.options.get("mask_mod"):
         kinds = mods.tiles(mask_mod, T, T, modified.mod_args, block=BLOCK)
-        notes["tiles"] = f"{np.count_nonzero(kinds)} of {kinds.size} of {BLOCK[0]} x {BLOCK[1]}"
-    return compiled_contender(
-        "jax_attn_bwd", _measured(call, backward), *args, _given(modified, "mod_args"), **notes
-    )
-
-
-def _given(modified: Modified, name: str) -> dict[str, Any]:
-    """What the functions read, under `name`, and what is learned apart."""
-    if not modified.learned:
-        return {name: modified.mod_args}
-    return {name: modified.mod_args[:-1], "learned": modified.mod_args[-1]}
+        made.notes["tiles"] = f"{np.count_nonzero(kinds)} of {kinds.size} of {BLOCK[0]} x {BLOCK[1]}"
+    return made
 
 
 def _array(modified: Modified, args: tuple, T: int, backward: bool) -> Contender:
     """Our own call with the mask, or what the score adds, as an array, made outside."""
-    at = (np.int32(0), jnp.arange(HEADS)[:, None, None], jnp.arange(T)[:, None], jnp.arange(T))
-    batch, *at = (jnp.asarray(x).reshape((1,) * (4 - np.ndim(x)) + np.shape(x)) for x in at)
+    at = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in (1, HEADS, T, T)))  # batch, head, row, column
     name = "our call with an array"
     if mask_mod := modified.options.get("mask_mod"):
-        plane = jax.jit(lambda *read: mask_mod(batch, *at, *read))(*modified.mod_args)
-        function = _measured(lambda *qkv, mask: dot_product_attention(*qkv, mask=mask), backward)
+        plane = jax.jit(lambda *read: mask_mod(*at, *read))(*modified.mod_args)
+        function = _measured(dot_product_attention, backward)
         return compiled_contender(name, function, *args, {"mask": plane})
     score_mod = modified.options["score_mod"]
-    added = lambda *read: score_mod(jnp.zeros((1, HEADS, T, T)), batch, *at, *read)
+    added = lambda *read: score_mod(jnp.zeros((1, HEADS, T, T)), *at, *read)
     if modified.learned:  # its gradient goes through the array
-        function = _measured(lambda *qkv, learned: dot_product_attention(*qkv, added(learned)), backward)
+        call = lambda q, k, v, learned: dot_product_attention(q, k, v, added(learned))
+        function = _measured(call, backward)
         return compiled_contender(name, function, *args, {"learned": modified.mod_args[-1]})
-    function = _measured(lambda *qkv, bias: dot_product_attention(*qkv, bias), backward)
+    function = _measured(dot_product_attention, backward)
     return compiled_contender(name, function, *args, {"bias": jax.jit(added)(*modified.mod_args)})
 
 
@@ -182,7 +175,9 @@ def _masked(
     return Modified({"mask_mod": mask}, mod_args, option, flex=flex)
 
 
-def _scored(score: mods.Score, *mod_args: Any, learned: bool = False, flex: Callable | None = None) -> Modified:
+def _scored(
+    score: mods.Score, *mod_args: Any, learned: bool = False, flex: Callable | None = None
+) -> Modified:
     return Modified({"score_mod": score}, mod_args, learned=learned, flex=flex)
 
 

@@ -117,7 +117,7 @@ def measures_nothing(monkeypatch):
         (["--compare", "missing.json", "b"], "two files that a benchmark wrote: [Errno 2] No such file"),
         (["softmax", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
         (["programs", "--scaling"], "--scaling measures one operator"),
-        (["softmax", "--only", "masked"], "--only chooses among mods and programs; softmax has cases of its own"),
+        (["softmax", "--only", "masked"], "--only chooses among mods and programs; softmax has"),
     ],
     ids=["operator", "nothing", "both", "missing", "repeats", "scaling", "only"],
 )
