@@ -10,6 +10,8 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.mods.reads import Read, check
+from jax_attn_bwd.ops.dot_product.modifiers import Sizes
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Mask:
     Attributes:
       function: `(batch, head, row, column, *args) -> bool`.
       num_args: how many entries of `mod_args` it reads, the first ones.
+      reads: what these must be; None, or nothing, where it is not known, and not checked.
 
     Example:
       >>> from jax_attn_bwd import mods
@@ -29,10 +32,15 @@ class Mask:
 
     function: Callable[..., Any]
     num_args: int = 0
+    reads: tuple[Read | None, ...] = ()
 
     def __call__(self, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
         """Whether the row sees the column."""
         return self.function(batch, head, row, column, *args[: self.num_args])
+
+    def check(self, operator: str, args: Sequence[Any], sizes: Sizes) -> None:
+        """Raises unless `mod_args` begin with what it reads, for a call of those sizes."""
+        check(operator, "mask_mod", self.num_args, self.reads, args[: self.num_args], sizes)
 
     def __and__(self, other: "Mask") -> "Mask":
         """Where both are True; the first arguments are those of the left one."""
@@ -44,7 +52,7 @@ class Mask:
 
     def __invert__(self) -> "Mask":
         """Where it is False."""
-        return Mask(_Not(self), self.num_args)
+        return Mask(_Not(self), self.num_args, self.reads)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ def _joined(join: Callable[..., Any], left: Mask, right: Any) -> Mask:
     if not isinstance(right, Mask):
         expected, remedy = "be combined with a Mask", "write mods.Mask(function, num_args)"
         raise TypeError(checks.message("mods", "a mask", expected, type(right).__name__, remedy))
-    return Mask(_Joined(join, left, right), left.num_args + right.num_args)
+    reads = [read for mask in (left, right) for read in mask.reads or (None,) * mask.num_args]
+    return Mask(_Joined(join, left, right), left.num_args + right.num_args, tuple(reads))
 
 
 @dataclass(frozen=True)
@@ -114,9 +123,9 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     return Mask(_Window(left, right))
 
 
-@partial(Mask, num_args=1)
+@partial(Mask, num_args=1, reads=(Read("the length of prefix_lm", jnp.integer, (), has_batch=True),))
 def prefix_lm(batch: Any, head: Any, row: Any, column: Any, length: Any) -> Any:
-    """All see the prefix; what follows is causal. Reads the length of the prefix, int `[]` or `[batch]`.
+    """All see the prefix; what follows is causal. Reads the length of the prefix, int `[]` or `[...]`.
 
     Example:
       >>> import numpy as np
@@ -127,7 +136,7 @@ def prefix_lm(batch: Any, head: Any, row: Any, column: Any, length: Any) -> Any:
       ##+.
       ###+
     """
-    length = to_rank(length, batch.ndim) if length.ndim == 0 else length[batch]
+    length = to_rank(length, batch.ndim) if length.ndim == 0 else length.reshape(-1)[batch]
     return (column < length) | (column <= row)
 
 
@@ -153,7 +162,7 @@ def static_prefix_lm(length: int) -> Mask:
     return Mask(_Prefix(checks.integer("mods.static_prefix_lm", "length", length, 0)))
 
 
-@partial(Mask, num_args=1)
+@partial(Mask, num_args=1, reads=(Read("the ids of document", jnp.integer, ("T",), has_batch=True),))
 def document(batch: Any, head: Any, row: Any, column: Any, ids: Any) -> Any:
     """Rows see the columns of their own document. Reads `ids`, int `[T]` or `[..., T]`, of rows and columns.
 
@@ -227,7 +236,10 @@ def global_tokens(number: int) -> Mask:
     return Mask(_Global(checks.integer("mods.global_tokens", "number", number, 0)))
 
 
-@partial(Mask, num_args=2)
+_NUMBERS = partial(Read, kind=jnp.integer, shape=("T",), has_batch=True)
+
+
+@partial(Mask, num_args=2, reads=(_NUMBERS("the first of tree"), _NUMBERS("the last of tree")))
 def tree(batch: Any, head: Any, row: Any, column: Any, first: Any, last: Any) -> Any:
     """A token sees itself and its ancestors, as drafts in speculative decoding. Reads `tree_intervals`.
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_attn_bwd._core import checks
 from jax_attn_bwd.ops.dot_product import modifiers
 
 
@@ -37,6 +38,9 @@ def tiles(
              [2, 1],
              [2, 2]], dtype=int8)
     """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mod_args)):
+        got = checks.message("mods.tiles", "mod_args", "be known", "a traced array", "call it outside of jit")
+        raise TypeError(got)
     blocks = (block, block) if isinstance(block, int) else block
     index = lambda n: np.full((1, 1, 1, 1), n, np.int32)
     at: Any = modifiers.Places(index(batch), index(head), jax.tree.map(np.asarray, tuple(mod_args)))

@@ -1,6 +1,6 @@
 """Scores, `(logits, batch, head, row, column, *args) -> logits`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd.mods.reads import Read, check
+from jax_attn_bwd.ops.dot_product.modifiers import Sizes
 
 
 @dataclass(frozen=True)
@@ -18,18 +20,25 @@ class Score:
     Attributes:
       function: `(logits, batch, head, row, column, *args) -> logits`.
       num_args: how many entries of `mod_args` it reads.
+      reads: what these must be; None, or nothing, where it is not known, and not checked.
     """
 
     function: Callable[..., Any]
     num_args: int = 0
+    reads: tuple[Read | None, ...] = ()
 
     def __call__(self, logits: Any, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
         """The new logits."""
         read = args[len(args) - self.num_args :]
         return self.function(logits, batch, head, row, column, *read)
 
+    def check(self, operator: str, args: Sequence[Any], sizes: Sizes) -> None:
+        """Raises unless `mod_args` end with what it reads, for a call of those sizes."""
+        read = args[max(len(args) - self.num_args, 0) :]
+        check(operator, "score_mod", self.num_args, self.reads, read, sizes)
 
-@partial(Score, num_args=1)
+
+@partial(Score, num_args=1, reads=(Read("the slopes of alibi", jnp.floating, ("N",)),))
 def alibi(logits: Any, batch: Any, head: Any, row: Any, column: Any, slopes: Any) -> Any:
     """`logits - slope |row - column|`. Reads `slopes`, floating `[N]`, which have a gradient.
 
@@ -115,7 +124,9 @@ def relative_bias(max_distance: int) -> Score:
     References:
       Shaw et al., Self-attention with relative position representations, 2018, arXiv:1803.02155.
     """
-    return Score(_RelativeBias(checks.integer("mods.relative_bias", "max_distance", max_distance, 0)), 1)
+    max_distance = checks.integer("mods.relative_bias", "max_distance", max_distance, 0)
+    table = Read("the table of relative_bias", jnp.floating, ("N", 2 * max_distance + 1))
+    return Score(_RelativeBias(max_distance), 1, (table,))
 
 
 @dataclass(frozen=True)

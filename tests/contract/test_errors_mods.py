@@ -7,9 +7,10 @@ import pytest
 from contract.errors import HV, B, N, T, attention, check, ones, rows
 from contract.test_errors_dot_product import attention_bwd
 
-from jax_attn_bwd import mods
+from jax_attn_bwd import dot_product_attention, mods
 
 NAME = "dot_product_attention"
+FEW = np.asarray([1, 3], np.int32)
 
 
 def check_call(call, operator, exception, words, arguments):
@@ -46,7 +47,27 @@ MASKS = rows(
      "score_mod must return float32, the dtype of the logits, got dtype float64; cast what it adds",
      {"score_mod": lambda x, b, h, r, c: x.astype(np.float64)}),
     ("score shape", ValueError, "score_mod must return logits of the shape that it is handed, here .*, got",
-     {"score_mod": lambda x, b, h, r, c: x[..., 0]}),
+     {"score_mod": lambda x, b, h, r, c: x[..., None]}),
+    ("of a constant", ValueError,
+     "mask_mod must be elementwise .*, got what it returns has an array's own axis where the tile has its",
+     {"mask_mod": lambda b, h, r, c: jnp.asarray([True, False, True])}),
+    ("few args", ValueError, "mod_args must hold the 2 that mask_mod reads, got 1",
+     {"mask_mod": mods.tree, "mod_args": (FEW,)}),
+    ("many args", ValueError, "mod_args must hold the 1 that are read, got 2",
+     {"mask_mod": mods.causal, "score_mod": mods.alibi, "mod_args": (FEW, ones(N))}),
+    ("documents of few", ValueError,
+     r"ids of document in mod_args must have shape \[T\] or \[..., T\] with T at least 7, ... = \(2,\), got",
+     {"mask_mod": mods.causal & mods.document, "mod_args": (FEW,)}),
+    ("documents of another batch", ValueError, r"the ids of document in mod_args must have .*, got \(1, 5\)",
+     {"mask_mod": mods.document, "mod_args": (ones(1, 5, dtype=np.int32),)}),
+    ("documents of floats", TypeError, "ids of document in mod_args must be an array of integers, got dtype",
+     {"mask_mod": ~mods.document, "mod_args": (ones(T),)}),
+    ("slopes of few heads", ValueError, r"slopes of alibi in mod_args must have shape \[N\] with N = 6, got",
+     {"score_mod": mods.alibi, "mod_args": (ones(N - 1),)}),
+    ("a table of ints", TypeError, "table of relative_bias in mod_args must be a floating-point array, got",
+     {"score_mod": mods.relative_bias(2), "mod_args": (ones(N, 5, dtype=np.int32),)}),
+    ("a small table", ValueError, r"relative_bias in mod_args must have shape \[N, 5\] with N = 6, got",
+     {"score_mod": mods.relative_bias(2), "mod_args": (ones(N, 4),)}),
     ("score of nothing", TypeError, "score_mod must be a function or None, got str", {"score_mod": "alibi"}),
     ("args an array", TypeError, r"mod_args must be a tuple of arrays, got ndarray; write \(x,\)",
      {"score_mod": mods.alibi, "mod_args": ones(N)}),
@@ -60,6 +81,55 @@ MASKS = rows(
 @pytest.mark.parametrize(("exception", "words", "arguments"), MASKS)
 def test_dot_product_attention(exception, words, arguments):
     check_call(attention, NAME, exception, words, arguments)
+
+
+ON_TILES = rows(
+    ("a maximum", "'reduce_max' along the columns", lambda x: x - x.max(-1, keepdims=True)),
+    ("a mean over rows", "'reduce_sum' along the rows", lambda x: x - x.mean(-2, keepdims=True)),
+    ("the greatest", "'argmax' along the columns", lambda x: x + x.argmax(-1, keepdims=True).astype(x.dtype)),
+    ("turned round", "'rev' along the rows", lambda x: x[..., ::-1, :]),
+    ("running sums", "'cumsum' along the columns", lambda x: jnp.cumsum(x, -1)),
+    ("sorted", "'sort' along the columns", lambda x: jnp.sort(x, -1)),
+    ("a neighbour", "'slice' along the columns",
+     lambda x: jnp.concatenate([x[..., 1:], x[..., :1]], -1)),
+    ("over heads", "'reduce_sum' along the heads", lambda x: x - x.sum(-4, keepdims=True)),
+    ("own columns", "'add' of an array's own axis with the columns",
+     lambda x: x + jnp.arange(x.shape[-1], dtype=x.dtype).reshape(1, 1, 1, 1, -1)),
+    ("random bits", "of an array's own axis with the batch",
+     lambda x: x + jax.random.normal(jax.random.key(0), x.shape, x.dtype)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "score"), ON_TILES)
+def test_functions_of_a_whole_tile(what, score):
+    """Each would compute something else where the tiles are others."""
+    words = f"score_mod must be elementwise .*, got .*{what}; it is evaluated on tiles of any size"
+    check_call(attention, NAME, ValueError, words, {"score_mod": lambda x, *place: score(x)})
+
+
+ELEMENTWISE = {
+    "constant": lambda b, h, r, c: True,
+    "of no axis": lambda b, h, r, c: jnp.asarray(True),
+    "of a row": lambda b, h, r, c: r > 1,
+    "of pairs": lambda b, h, r, c: (jnp.stack([r, r + 2], -1) == c[..., None]).any(-1),
+    "of a table's rows": lambda b, h, r, c: jnp.asarray(TABLE)[r % 3].sum(-1) > c.astype(float) - 3,
+    "of a table's product": lambda b, h, r, c: jnp.asarray(TABLE)[c % 3] @ jnp.ones(2) < r.astype(float),
+    "by a branch": lambda b, h, r, c: jax.lax.cond(True, lambda: r < c, lambda: r > c),
+    "squeezed": lambda b, h, r, c: jnp.expand_dims(jnp.squeeze(r, -1), -1) >= c,
+}
+TABLE = np.arange(6.0).reshape(3, 2)
+
+
+@pytest.mark.parametrize("mask_mod", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_functions_that_are_elementwise(mask_mod):
+    """As the mask that they are on the plane."""
+    q, k, v = (np.random.default_rng(0).standard_normal((2, n, 4, 3)) for n in (5, 7, 7))
+    index = lambda *axes: jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in axes))
+    plane = jnp.broadcast_to(mask_mod(*index(2, 4, 5, 7)), (2, 4, 5, 7))
+    got, expected = (
+        dot_product_attention(q, k, v, **options) for options in ({"mask_mod": mask_mod}, {"mask": plane})
+    )
+    np.testing.assert_allclose(got, expected, 1e-12, 1e-12)
 
 
 def test_unhashable():
@@ -112,9 +182,6 @@ def test_named(exception, words, call):
         call()
 
 
-FEW = np.asarray([1, 3], np.int32)
-
-
 def closing_over_an_array(batch, head, row, column):
     return jnp.asarray([True, False, True])[(row + column) % 3]
 
@@ -131,7 +198,7 @@ REFUSED = (
     ("mosaic_tpu", "mask_mod reads arrays and is not elementwise: '.*' makes several numbers of one",
      {"mask_mod": lambda b, h, r, c, few: jnp.stack([r - c, c - r]).max(0) > few[0], "mod_args": (FEW,)}),
     ("mosaic_tpu", "its tiles hold 32 bits a number, and mask_mod computes in int64",
-     {"mask_mod": mods.document, "mod_args": (np.arange(T),)}),
+     {"mask_mod": mods.document, "mod_args": (np.arange(7),)}),
     ("mosaic_tpu", "cannot lower 'erf_inv', which score_mod is made of",
      {"score_mod": lambda x, b, h, r, c: jax.lax.erf_inv(x)}),
     ("mosaic_tpu", "cannot lower 'population_count', which mask_mod is made of",

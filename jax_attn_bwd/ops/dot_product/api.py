@@ -117,7 +117,8 @@ def dot_product_attention(
       mask_mod: `(batch, head, row, column, *mod_args) -> bool`, True attends; `jax_attn_bwd.mods` has named
         ones. Elementwise jnp operations on int32 arrays that broadcast to a tile: batch counts over all batch
         axes, row-major, head over the query heads, row and column are positions where these are given, else
-        indices. Its jaxpr is evaluated on intervals, so tiles are skipped without a T x S evaluation.
+        indices. Its jaxpr is evaluated on intervals, so tiles are skipped without a T x S evaluation. What
+        would differ from tile to tile (a maximum over columns, a count of them) is refused.
       score_mod: `(logits, batch, head, row, column, *mod_args) -> logits`, likewise, in the dtype in which
         logits are computed (float32, or float64). -inf hides, but no tile is skipped for it.
         Both functions are static, told apart by identity: a function that is defined anew for each call is

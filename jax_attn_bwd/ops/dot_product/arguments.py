@@ -78,7 +78,10 @@ def prepare(
     mods: tuple[Any, Any, Any] = (None, None, None)
     if mask_mod is not None or score_mod is not None:
         wide = numerics.accumulator_dtype(query.dtype)
-        args = modifiers.prepared(operator, mask_mod, score_mod, mod_args, query, key.shape[-2], wide)
+        sides = (T, query_positions), (S, key_value_positions)
+        by_index = [n for n, x in sides if x is None and isinstance(n, int)]
+        sizes = modifiers.Sizes(batch, N, max(by_index, default=0))
+        args = modifiers.prepared(operator, mask_mod, score_mod, mod_args, sizes, key.shape[-2], wide)
         mods = args, _count(batch), jnp.arange(N, dtype=jnp.int32)
         mods = jax.tree.map(lambda x: sharding.reshard_like(x, query, (None,) * x.ndim), mods)
     elif jax.tree.leaves(mod_args):

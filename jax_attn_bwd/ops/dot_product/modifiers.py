@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, diagonal, intervals, pallas, trees
+from jax_attn_bwd._core import checks, diagonal, elementwise, intervals, pallas, trees
 from jax_attn_bwd._core.guarded import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
@@ -49,7 +49,7 @@ def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array)
     if options.mask_mod is None:
         return None
     assert at is not None  # prepared with the function
-    return options.mask_mod(at.batch, at.head, row, column, *at.args)
+    return to_rank(jnp.asarray(options.mask_mod(at.batch, at.head, row, column, *at.args)), at.batch.ndim)
 
 
 def sees_diagonal(options: Options, given: Any) -> bool:
@@ -159,7 +159,7 @@ def of_tiles(mask_mod: Callable[..., Any], at: Places, row: Any, column: Any) ->
     as_interval = lambda x: x if isinstance(x, intervals.Interval) else intervals.exact(x)
     row, column, exact = laid(row), laid(column), jax.tree.map(as_interval, at)
     found = intervals.bounds(mask_mod, exact.batch, exact.head, row, column, *exact.args)
-    return _of_all_heads(found)
+    return _of_all_heads(found, rank)
 
 
 def known_tiles(
@@ -181,19 +181,28 @@ def known_tiles(
         known = intervals.Interval(start.reshape(shape), last.reshape(shape))
         ranges.append(known if by_index else intervals.unknown(shape, np.int32, vague=True))
     found = intervals.bounds(mask_mod, vague.batch, vague.head, *ranges, *vague.args)
-    some, every, final = _of_all_heads(found)
+    some, every, final = _of_all_heads(found, rank)
     grid = tuple(-(-n // block) for n, block in zip(lengths, blocks, strict=True))
     lead = tuple(range(some.ndim - 2))
     some, every = (np.broadcast_to(x, grid) for x in (some.any(lead), every.all(lead)))
     return Tiles(some, every, final)
 
 
-def _of_all_heads(found: intervals.Interval) -> Tiles:
-    return Tiles(found.greatest.any((-4, -3)), found.least.all((-4, -3)), not found.vague)
+def _of_all_heads(found: intervals.Interval, rank: int) -> Tiles:
+    least, greatest = (to_rank(x, rank) for x in (found.least, found.greatest))
+    return Tiles(greatest.any((-4, -3)), least.all((-4, -3)), not found.vague)
+
+
+class Sizes(NamedTuple):
+    """Of a call, for functions that have a method `check` of what they read."""
+
+    batch: tuple[Any, ...]
+    heads: Any
+    tokens: Any  # the more of rows and columns, where their positions are indices; else 0
 
 
 def prepared(
-    operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, query: jax.Array, K: int, dtype: Any
+    operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, sizes: Sizes, K: int, dtype: Any
 ) -> tuple[Any, ...]:
     """The checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
     if not isinstance(mod_args, tuple | list):
@@ -201,19 +210,23 @@ def prepared(
         remedy = "write (x,) for one array"
         raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
     args = jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
-    (*batch, _, N, _) = query.shape
+    _check_arguments(operator, (mask_mod, score_mod), args, sizes)
+    batch, N, _ = sizes
     rank, plane = len(batch) + 4, (*batch, K, N // K, 2, 3)
     index = lambda *shape: jax.ShapeDtypeStruct((1,) * (rank - len(shape)) + shape, jnp.int32)
     at = (index(*batch, 1, 1, 1, 1), index(K, N // K, 1, 1), index(2, 1), index(1, 3))
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     if mask_mod is not None:
-        result = _traced(operator, "mask_mod", mask_mod, (*at, *given))
+        closed = _traced(operator, "mask_mod", mask_mod, (*at, *given))
+        result = closed.out_avals[0]
         if result.dtype != np.bool_:
             raise TypeError(checks.message(operator, "mask_mod", "return bool", f"dtype {result.dtype}"))
         _broadcast(operator, "mask_mod", result.shape, plane)
+        _elementwise(operator, "mask_mod", closed, len(at))
     if score_mod is not None:
         logits = jax.ShapeDtypeStruct(plane, dtype)
-        result = _traced(operator, "score_mod", score_mod, (logits, *at, *given))
+        closed = _traced(operator, "score_mod", score_mod, (logits, *at, *given))
+        result = closed.out_avals[0]
         if result.dtype != dtype:
             expected, remedy = f"return {dtype}, the dtype of the logits", "cast what it adds to logits.dtype"
             got = f"dtype {result.dtype}"
@@ -221,7 +234,21 @@ def prepared(
         if result.shape != plane:
             expected = f"return logits of the shape that it is handed, here {plane}"
             raise ValueError(checks.message(operator, "score_mod", expected, result.shape))
+        _elementwise(operator, "score_mod", closed, 1 + len(at))
     return args
+
+
+def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: Sizes) -> None:
+    """Raises where functions that know it do not find what they read, or leave something."""
+    given = [function for function in functions if function is not None]
+    for function in given:
+        if hasattr(function, "check"):
+            function.check(operator, args, sizes)
+    counts = [getattr(function, "num_args", None) for function in given]
+    known = [n for n in counts if n is not None]
+    if len(known) == len(counts) and len(args) > sum(known):
+        expected = f"hold the {sum(known)} that are read"
+        raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
 
 
 def _argument(operator: str, x: Any, dtype: Any) -> jax.Array:
@@ -240,8 +267,14 @@ def _broadcast(operator: str, argument: str, shape: Any, plane: tuple[Any, ...])
         raise ValueError(checks.message(operator, argument, expected, shape))
 
 
+def _elementwise(operator: str, argument: str, closed: Any, tile_inputs: int) -> None:
+    if (got := elementwise.violation(closed, tile_inputs)) is not None:
+        remedy = "it is evaluated on tiles of any size: hand over what it computes of all in mod_args"
+        raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
+
+
 def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> Any:
-    """The type of the one result; raises unless the function may be static, pure and elementwise."""
+    """The jaxpr, of one result; raises unless the function may be static and is pure."""
     if not callable(function):
         expected = "be a function or None"
         raise TypeError(checks.message(operator, argument, expected, type(function).__name__))
@@ -267,4 +300,4 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
     if len(closed.out_avals) != 1:
         got = f"{len(closed.out_avals)} of them"
         raise TypeError(checks.message(operator, argument, "return one array", got))
-    return closed.out_avals[0]
+    return closed

@@ -115,15 +115,12 @@ def _attention(operator: str, operands: Operands, N: Any, **arguments: Any) -> t
     """
     widthless = (lax.slice_in_dim(x, 0, 0, axis=-1) for x in operands.inputs[:2])
     query, key = (lax.expand_dims(x, (-2,)) for x in widthless)  # [..., T, 1, 0], [..., S, 1, 0]
+    query = jnp.broadcast_to(query, (*query.shape[:-2], N, 0))
     options, checked = dot_product.prepare(
         operator, query, key, key, None, None, sink=None, dropout_rate=0.0, dropout_key=None,
         dropout_offset=None, **arguments,
     )  # fmt: skip
-    found = {name: getattr(checked, name) for name in (*TOKENS, "mod_args", "mod_batch")}
-    if checked.mod_heads is not None:
-        heads = jnp.arange(N, dtype=jnp.int32)
-        found["mod_heads"] = sharding.reshard_like(heads, query, (None,))
-    return options, found
+    return options, {name: getattr(checked, name) for name in (*TOKENS, "mod_args", "mod_batch", "mod_heads")}
 
 
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
