@@ -204,7 +204,8 @@ def _gather(equation: Any, operand: Interval, indices: Interval) -> Interval:
         and sorted(numbers.start_index_map) == list(range(rank))
     )
     vague = operand.vague or indices.vague
-    if vague or not elements or not operand.is_exact or 0 in operand.least.shape:
+    symbolic = not all(isinstance(n, int) for n in (*operand.least.shape, *aval.shape))
+    if vague or symbolic or not elements or not operand.is_exact or 0 in operand.least.shape:
         return unknown(aval.shape, aval.dtype, vague)
     parts = indices.parts
     if any(x.least.shape[-1] != 1 for x in parts) or len(parts) != rank:
