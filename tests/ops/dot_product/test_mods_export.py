@@ -10,7 +10,7 @@ from jax_attn_bwd import dot_product_attention, mods
 
 @thorough
 def test_export_of_documents_with_symbolic_sizes():
-    """What is read of arrays of unknown length is not bounded; values and the gradient of the slopes are right."""
+    """What is read of an array of unknown length is not bounded."""
     b, t = jax.export.symbolic_shape("b, t")
     shapes = ((b, t, 2, 4), np.float32), ((b, t), np.int32), ((2,), np.float32)
 
