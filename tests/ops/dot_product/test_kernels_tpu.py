@@ -74,6 +74,23 @@ def of_arrays(logits, batch, head, row, column, width, by_row, by_column):
     return jnp.tanh(logits + by_row[batch, row]) * by_column[column] - by_row[batch, row] * distance
 
 
+def bucket(distance):
+    """T5's: exact below 8, then logarithmic; those of the future apart."""
+    near = jnp.abs(distance)
+    far = 8 + (jnp.log(jnp.maximum(near, 1).astype(jnp.float32) / 8) * 3.0).astype(jnp.int32)
+    return jnp.where(near < 8, near, jnp.minimum(far, 15)) + jnp.where(distance > 0, 16, 0)
+
+
+def by_bucket(logits, batch, head, row, column, allowed, table, by_row):
+    """A learned bias of heads and distances, which each row scales."""
+    return logits + table[head, bucket(column - row)].astype(logits.dtype) * by_row[row]
+
+
+def allowed_at(batch, head, row, column, allowed, *_):
+    """Tiles of every kind by an array of distances, not the same for the batch entries."""
+    return allowed[batch, jnp.abs(row - column)]
+
+
 LONG = (
     long_case("causal", lambda rng: {}, is_causal=True),
     long_case(
@@ -118,6 +135,15 @@ LONG = (
         score_mod=of_arrays,
     ),
     long_case(
+        "functions of distances",
+        lambda rng: {
+            "bias": rng.standard_normal((2, 2, 200, 270)), "query_seq_lengths": np.array([200, 90], np.int32),
+            "mod_args_0": np.stack([np.arange(270) < 110, np.arange(270) % 140 > 3]),
+            "mod_args_1": rng.standard_normal((2, 32)), "mod_args_2": rng.random(200),
+        },
+        B=2, T=200, mask_mod=allowed_at, score_mod=by_bucket,
+    ),
+    long_case(
         "functions of positions",
         lambda rng: {"query_positions": rng.permutation(250)[:140].astype(np.int32)},
         T=140, S=200, mask_mod=mods.sliding_window(90, 20) | mods.global_tokens(9),
@@ -144,7 +170,9 @@ def test_parts_of_a_tile_and_chunks_of_queries(monkeypatch):
     """Eight parts a tile, in stages; dq is too much for the memory it is given, so queries are cut."""
     set_tiling(monkeypatch, PARTS)
     monkeypatch.setattr(mosaic_tpu_gradients, "RESIDENT", 1)
-    measured(OPERATOR, NAME, long_case("window", lambda rng: {}, T=200, S=257, local_window_size=(60, 20)))
+    table = lambda rng: {"mod_args_0": rng.standard_normal((4, 81))}
+    window = {"local_window_size": (60, 20), "score_mod": mods.relative_bias(40)}
+    measured(OPERATOR, NAME, long_case("window", table, T=400, S=257, N=4, K=2, **window))
 
 
 @thorough
