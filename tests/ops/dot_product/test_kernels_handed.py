@@ -99,6 +99,17 @@ def test_bounds_on_tiles_are_exact(block_q, block_k, rng):
     np.testing.assert_array_equal(bounds.greatest, tiles.max((-3, -1)))
 
 
+@pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.relu6])
+def test_functions_with_a_derivative_of_their_own(function):
+    """Beside an array, on a tile: with that derivative, which of relu is 0 at 0."""
+    score = handed.of(lambda x, b, h, r, c, table: function(x) + table[h, r], True, (TABLE,))
+    zero, x = np.zeros((1, 1), np.int32), jnp.asarray([[-1.5, 0.25], [0.0, 7.0]], np.float32)
+    call = lambda x: score(x, zero, zero, np.arange(2)[:, None], np.arange(2)[None], TABLE[:1, :2].T)
+    of = lambda x: function(x) + TABLE[0, :2, None]
+    np.testing.assert_array_equal(call(x), of(x))
+    np.testing.assert_array_equal(*(jax.vjp(f, x)[1](jnp.ones_like(x))[0] for f in (call, of)))
+
+
 def test_gradients_of_too_many_distances_are_refused():
     def reason(T):
         shapes = {"query": (1, T, 8, 64), "key": (1, T, 1, 64), "value": (1, T, 1, 64)}
