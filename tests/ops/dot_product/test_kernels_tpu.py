@@ -289,6 +289,54 @@ def test_vmap_over_lengths(rng):
 
 
 @thorough
+@pytest.mark.parametrize("batched", ["arrays", "operands"])
+def test_vmap_over_what_functions_are_handed_or_over_all_else(batched, rng):
+    """Values and gradients; those of what is not batched are summed."""
+    T, S = 60, 50
+    shapes = {"query": (1, T, 2, 8), "key": (1, S, 1, 8), "value": (1, S, 1, 8)}
+    arrays = {"table": (2, 21), "by_row": (T,), "slopes": (2,)}
+
+    def drawn(shapes, more):
+        return {n: jnp.asarray(rng.standard_normal((*more, *s)), np.float32) for n, s in shapes.items()}
+
+    ids = jnp.asarray(np.arange(T) // np.array([[20], [35]]), np.int32)
+    if batched == "arrays":
+        axes, given = (None, 0, 0), (drawn(shapes, ()), drawn(arrays, (2,)), ids)
+    else:
+        axes, given = (0, None, None), (drawn(shapes, (2,)), drawn(arrays, ()), ids[0])
+
+    def score(logits, batch, head, row, column, ids, arrays):
+        near = arrays["table"][head, jnp.clip(column - row, -10, 10) + 10] * arrays["by_row"][row]
+        return mods.alibi(logits + near, batch, head, row, column, arrays["slopes"])
+
+    same = lambda batch, head, row, column, ids, arrays: ids[row] == ids[column]
+
+    def loss(implementation, operands, arrays, ids):
+        functions = {"mask_mod": same, "score_mod": score, "mod_args": (ids, arrays)}
+        return (dot_product_attention(**operands, **functions, implementation=implementation) ** 2).sum()
+
+    rows = []
+    for i in range(2):
+        pairs = zip(given, axes, strict=True)
+        row = (jax.tree.map(lambda x, i=i: x[i], x) if a == 0 else x for x, a in pairs)
+        rows.append(jax.value_and_grad(partial(loss, "xla"), (0, 1))(*row))
+    losses, gradients = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    # of what is not batched: the sum of both
+    gradients = [
+        g if a == 0 else jax.tree.map(lambda x: x.sum(0), g) for g, a in zip(gradients, axes[:2], strict=True)
+    ]
+
+    def mapped(*given):
+        losses = jax.vmap(partial(loss, NAME), axes)(*given)
+        return losses.sum(), losses
+
+    (_, got), got_gradients = jax.jit(jax.value_and_grad(mapped, (0, 1), has_aux=True))(*given)
+    assert_close(got, losses, 1e-5)
+    for a, b in zip(jax.tree.leaves(got_gradients), jax.tree.leaves(gradients), strict=True):
+        assert_close(a, b, 1e-5)
+
+
+@thorough
 @pytest.mark.parametrize("where", ["explicit mesh", "shard_map"])
 def test_on_shards(where, rng):
     mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
