@@ -44,6 +44,10 @@ def test_values_of_distances(name):
     numbers = np.arange(2, dtype=np.int32), np.arange(N, dtype=np.int32)
     found = handed.values(function, (TABLE,), *numbers, rows, columns)
     assert len(function.cut.of_distance) == 1
+    (vector,) = (x for x, of in zip(found, function.cut.handed, strict=True) if of.is_of_distance)
+    ends = S - columns.max(), S + rows.max()  # entries: what lies beyond is as far, or it may be NaN
+    for beyond, end in ((vector[..., : ends[0]], ends[0]), (vector[..., ends[1] :], ends[1])):
+        np.testing.assert_array_equal(beyond, jnp.broadcast_to(vector[..., end, None], beyond.shape))
     row, column = np.arange(T - 2)[:, None], np.arange(S - 2)[None]
     x = jnp.linspace(0.5, 2.0, row.size * column.size, dtype=np.float32).reshape(row.size, column.size)
     for batch in range(2):

@@ -346,10 +346,14 @@ def test_on_shards(where, rng):
     by_row, by_column = (jnp.asarray(rng.standard_normal(n), np.float32) for n in ((1, 20), 20))
 
     def score(logits, batch, head, row, column, ids, by_row, by_column):
-        return of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
+        logits = of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
+        return logits + by_column[jnp.abs(row - column)]
+
+    def visible(batch, head, row, column, ids, by_row, by_column):
+        return mods.document(batch, head, row, column, ids) | (ids[jnp.abs(row - column)] == 1)
 
     def step(implementation, q, k, v, dout):
-        functions = {"mask_mod": mods.document, "score_mod": score, "implementation": implementation}
+        functions = {"mask_mod": visible, "score_mod": score, "implementation": implementation}
 
         def call(q, k, v, *floats):
             return dot_product_attention(q, k, v, is_causal=True, mod_args=(ids, *floats), **functions)
