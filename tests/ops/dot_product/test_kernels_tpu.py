@@ -137,11 +137,11 @@ LONG = (
     long_case(
         "functions of distances",
         lambda rng: {
-            "bias": rng.standard_normal((2, 2, 200, 270)), "query_seq_lengths": np.array([200, 90], np.int32),
-            "mod_args_0": np.stack([np.arange(270) < 110, np.arange(270) % 140 > 3]),
+            "bias": rng.standard_normal((2, 2, 200, 140)), "query_seq_lengths": np.array([200, 90], np.int32),
+            "mod_args_0": np.stack([np.arange(200) < 110, np.arange(200) % 140 > 3]),
             "mod_args_1": rng.standard_normal((2, 32)), "mod_args_2": rng.random(200),
         },
-        B=2, T=200, mask_mod=allowed_at, score_mod=by_bucket,
+        B=2, T=200, S=140, mask_mod=allowed_at, score_mod=by_bucket,
     ),
     long_case(
         "functions of positions",
