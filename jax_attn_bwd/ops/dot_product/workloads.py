@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core.cases import Case
 
+_FARTHEST = 128  # distance of a learned bias
 _QUERIES, _KEYS = "query_seq_lengths", "key_value_seq_lengths"
 
 
@@ -68,6 +70,14 @@ def _of_rows_and_columns(rng, B, T, S, N):
 
 def _by_row_and_column(logits, batch, head, row, column, by_row, by_column):
     return logits * by_row[batch, row] + by_column[column]
+
+
+def _distances(rng, B, T, S, N):
+    return {"mod_args_0": rng.standard_normal((N, 2 * _FARTHEST + 1))}
+
+
+def _near_by_array(batch, head, row, column, table):
+    return table[head, jnp.clip(row - column, 0, _FARTHEST)] > 0
 
 
 def _tree(rng, B, T, S, N):
@@ -252,6 +262,10 @@ def _for_tpus() -> Iterator[Case]:
     yield small("small functions of arrays", ("v5e", "v6e"), score_mod=mods.alibi, **arrays)
     lines = {"score_mod": _by_row_and_column, "extra": (_of_rows_and_columns,)}
     yield small("small score of rows and columns", ("v5e", "v6e", "table"), **lines)
+    distances = {"score_mod": mods.relative_bias(_FARTHEST), "extra": (_distances,)}
+    yield small("small score of distances", ("v5e", "v6e", "table"), **distances)
+    both = {**distances, "mask_mod": _near_by_array, "extra": (_distances, _bias)}
+    yield small("small functions of distances, bias", ("v5e", "v6e", "table"), **both)
     more: dict[str, Any] = {"mask_mod": mods.sliding_window(100, 20), "score_mod": mods.soft_cap(30.0)}
     yield small("small functions of positions", ("v5e",), extra=(_positions, _bias_rows), **more)
     yield _small("small H=256", ("v5e",), H=256, Hv=64, extra=(_bias_keys,), logits_soft_cap=30.0)

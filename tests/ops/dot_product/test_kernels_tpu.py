@@ -74,6 +74,23 @@ def of_arrays(logits, batch, head, row, column, width, by_row, by_column):
     return jnp.tanh(logits + by_row[batch, row]) * by_column[column] - by_row[batch, row] * distance
 
 
+def bucket(distance):
+    """T5's: exact below 8, then logarithmic; those of the future apart."""
+    near = jnp.abs(distance)
+    far = 8 + (jnp.log(jnp.maximum(near, 1).astype(jnp.float32) / 8) * 3.0).astype(jnp.int32)
+    return jnp.where(near < 8, near, jnp.minimum(far, 15)) + jnp.where(distance > 0, 16, 0)
+
+
+def by_bucket(logits, batch, head, row, column, allowed, table, by_row):
+    """A learned bias of heads and distances, which each row scales."""
+    return logits + table[head, bucket(column - row)].astype(logits.dtype) * by_row[row]
+
+
+def allowed_at(batch, head, row, column, allowed, *_):
+    """Tiles of every kind by an array of distances, not the same for the batch entries."""
+    return allowed[batch, jnp.abs(row - column)]
+
+
 LONG = (
     long_case("causal", lambda rng: {}, is_causal=True),
     long_case(
@@ -118,6 +135,15 @@ LONG = (
         score_mod=of_arrays,
     ),
     long_case(
+        "functions of distances",
+        lambda rng: {
+            "bias": rng.standard_normal((2, 2, 200, 140)), "query_seq_lengths": np.array([200, 90], np.int32),
+            "mod_args_0": np.stack([np.arange(200) < 110, np.arange(200) % 140 > 3]),
+            "mod_args_1": rng.standard_normal((2, 32)), "mod_args_2": rng.random(200),
+        },
+        B=2, T=200, S=140, mask_mod=allowed_at, score_mod=by_bucket,
+    ),
+    long_case(
         "functions of positions",
         lambda rng: {"query_positions": rng.permutation(250)[:140].astype(np.int32)},
         T=140, S=200, mask_mod=mods.sliding_window(90, 20) | mods.global_tokens(9),
@@ -144,7 +170,9 @@ def test_parts_of_a_tile_and_chunks_of_queries(monkeypatch):
     """Eight parts a tile, in stages; dq is too much for the memory it is given, so queries are cut."""
     set_tiling(monkeypatch, PARTS)
     monkeypatch.setattr(mosaic_tpu_gradients, "RESIDENT", 1)
-    measured(OPERATOR, NAME, long_case("window", lambda rng: {}, T=200, S=257, local_window_size=(60, 20)))
+    table = lambda rng: {"mod_args_0": rng.standard_normal((4, 81))}
+    window = {"local_window_size": (60, 20), "score_mod": mods.relative_bias(40)}
+    measured(OPERATOR, NAME, long_case("window", table, T=400, S=257, N=4, K=2, **window))
 
 
 @thorough
@@ -261,6 +289,54 @@ def test_vmap_over_lengths(rng):
 
 
 @thorough
+@pytest.mark.parametrize("batched", ["arrays", "operands"])
+def test_vmap_over_what_functions_are_handed_or_over_all_else(batched, rng):
+    """Values and gradients; those of what is not batched are summed."""
+    T, S = 60, 50
+    shapes = {"query": (1, T, 2, 8), "key": (1, S, 1, 8), "value": (1, S, 1, 8)}
+    arrays = {"table": (2, 21), "by_row": (T,), "slopes": (2,)}
+
+    def drawn(shapes, more):
+        return {n: jnp.asarray(rng.standard_normal((*more, *s)), np.float32) for n, s in shapes.items()}
+
+    ids = jnp.asarray(np.arange(T) // np.array([[20], [35]]), np.int32)
+    if batched == "arrays":
+        axes, given = (None, 0, 0), (drawn(shapes, ()), drawn(arrays, (2,)), ids)
+    else:
+        axes, given = (0, None, None), (drawn(shapes, (2,)), drawn(arrays, ()), ids[0])
+
+    def score(logits, batch, head, row, column, ids, arrays):
+        near = arrays["table"][head, jnp.clip(column - row, -10, 10) + 10] * arrays["by_row"][row]
+        return mods.alibi(logits + near, batch, head, row, column, arrays["slopes"])
+
+    same = lambda batch, head, row, column, ids, arrays: ids[row] == ids[column]
+
+    def loss(implementation, operands, arrays, ids):
+        functions = {"mask_mod": same, "score_mod": score, "mod_args": (ids, arrays)}
+        return (dot_product_attention(**operands, **functions, implementation=implementation) ** 2).sum()
+
+    rows = []
+    for i in range(2):
+        pairs = zip(given, axes, strict=True)
+        row = (jax.tree.map(lambda x, i=i: x[i], x) if a == 0 else x for x, a in pairs)
+        rows.append(jax.value_and_grad(partial(loss, "xla"), (0, 1))(*row))
+    losses, gradients = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    # of what is not batched: the sum of both
+    gradients = [
+        g if a == 0 else jax.tree.map(lambda x: x.sum(0), g) for g, a in zip(gradients, axes[:2], strict=True)
+    ]
+
+    def mapped(*given):
+        losses = jax.vmap(partial(loss, NAME), axes)(*given)
+        return losses.sum(), losses
+
+    (_, got), got_gradients = jax.jit(jax.value_and_grad(mapped, (0, 1), has_aux=True))(*given)
+    assert_close(got, losses, 1e-5)
+    for a, b in zip(jax.tree.leaves(got_gradients), jax.tree.leaves(gradients), strict=True):
+        assert_close(a, b, 1e-5)
+
+
+@thorough
 @pytest.mark.parametrize("where", ["explicit mesh", "shard_map"])
 def test_on_shards(where, rng):
     mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
@@ -270,10 +346,14 @@ def test_on_shards(where, rng):
     by_row, by_column = (jnp.asarray(rng.standard_normal(n), np.float32) for n in ((1, 20), 20))
 
     def score(logits, batch, head, row, column, ids, by_row, by_column):
-        return of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
+        logits = of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
+        return logits + by_column[jnp.abs(row - column)]
+
+    def visible(batch, head, row, column, ids, by_row, by_column):
+        return mods.document(batch, head, row, column, ids) | (ids[jnp.abs(row - column)] == 1)
 
     def step(implementation, q, k, v, dout):
-        functions = {"mask_mod": mods.document, "score_mod": score, "implementation": implementation}
+        functions = {"mask_mod": visible, "score_mod": score, "implementation": implementation}
 
         def call(q, k, v, *floats):
             return dot_product_attention(q, k, v, is_causal=True, mod_args=(ids, *floats), **functions)

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core.intervals import Interval, called_jaxpr
 from jax_attn_bwd._core.jaxprs import is_literal
+from jax_attn_bwd._core.range_extrema import gathered
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import modifiers
-from jax_attn_bwd.ops.dot_product.kernels import handed
+from jax_attn_bwd.ops.dot_product.kernels import cutting, handed
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 _ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
@@ -59,6 +61,13 @@ def reads_floats(options: Options, operands: Operands) -> bool:
     return isinstance(score, handed.OnValues) and handed.reads_floats(score)
 
 
+def floats_of_distance(options: Options, operands: Operands) -> int:
+    """How many floats of each distance `score_mod` is handed."""
+    score = on_values(options, operands).score_mod
+    found = score.cut.of_distance if isinstance(score, handed.OnValues) else ()
+    return sum(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in found)
+
+
 def values(options: Options, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
     """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
     options = on_values(options, operands)
@@ -78,6 +87,8 @@ def places(refs: Any, rows: int, columns: int) -> modifiers.Places | None:
     def between(x):
         if x.dtype != jnp.float32:
             x = x.astype(jnp.int32)
+        if is_of_distance(x):
+            return _of_distances(x, refs, rows, columns)
         B, N, T, S = x.shape
         rows_of, columns_of = (1 if n == 1 else block for n, block in ((T, rows), (S, columns)))
         x = x.reshape(
@@ -91,9 +102,29 @@ def places(refs: Any, rows: int, columns: int) -> modifiers.Places | None:
     )
 
 
+def is_of_distance(x: Any) -> bool:
+    """Whether what `values` gave is one value for each distance."""
+    return x.ndim == 3
+
+
+def _of_distances(x: jax.Array, refs: Any, rows: int, columns: int) -> Interval:
+    """Bounds of a value of each distance, on tiles of that size."""
+    B, N, _ = x.shape
+    T, (S, K) = refs.q.shape[1], refs.k.shape[1:3]
+    row, column = (np.arange(0, n, size, dtype=np.int32) for n, size in ((T, rows), (S, columns)))
+    first: Any = row[:, None] - column + S  # entry of a tile's first row and column
+    pair = first - (columns - 1), first + (rows - 1)
+    batch, head = (
+        np.arange(n, dtype=np.int32).reshape(-1, *ones) for n, ones in ((B, (1, 1, 1)), (N, (1, 1)))
+    )
+    found = gathered(x, [(batch, batch), (head, head), pair], "clip")
+    by_group = (B, *((K, N // K) if N != 1 else (1, 1)), *first.shape)
+    return Interval(*(x.reshape(by_group) for x in found))
+
+
 def on_tile(function: Callable[..., Any], *given: Any) -> Any:
     """`function(*given)` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
-    with jax.enable_x64(False), handed.unsharded():
+    with jax.enable_x64(False), cutting.unsharded():
         return function(*given)
 
 
@@ -138,13 +169,18 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def unsupported(options: Options, operands: Operands, lowers: frozenset[str]) -> str | None:
-    """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can."""
+def unsupported(
+    options: Options, operands: Operands, lowers: frozenset[str], distances: bool = False
+) -> str | None:
+    """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can.
+
+    With `distances` it takes values for each distance between row and column.
+    """
     if not any_given(options):
         return None
-    if (reason := _unsupported_arrays(options, operands)) is not None:
+    if (reason := _unsupported_arrays(options, operands, distances)) is not None:
         return reason
-    with handed.unsharded():
+    with cutting.unsharded():
         programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
         for equation in _equations(closed.jaxpr):
@@ -166,7 +202,7 @@ def _too_wide(name: str, closed: Any) -> str | None:
     return None
 
 
-def _unsupported_arrays(options: Options, operands: Operands) -> str | None:
+def _unsupported_arrays(options: Options, operands: Operands, distances: bool) -> str | None:
     """Why a kernel cannot be handed what the functions read of arrays; None if it can."""
     for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
         if function is None:
@@ -174,8 +210,16 @@ def _unsupported_arrays(options: Options, operands: Operands) -> str | None:
         found = handed.of(function, name == "score_mod", operands.mod_args)
         if not found.reads_arrays:
             continue
-        if (reason := _too_wide(name, found.program) or handed.unsupported(found, name)) is not None:
+        reason = _too_wide(name, found.program) or handed.unsupported(found, name, distances)
+        if reason is not None:
             return reason
+        of_indices = operands.query_positions is None and operands.key_value_positions is None
+        if found.cut.of_distance and not of_indices:
+            return (
+                f"{name} reads an array at row - column, and it is handed one value for each difference of "
+                f"indices, not of query_positions and key_value_positions: leave these out, or hand over a "
+                f"bias array"
+            )
     return None
 
 

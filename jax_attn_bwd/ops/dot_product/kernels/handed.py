@@ -1,68 +1,23 @@
 """What `mask_mod` and `score_mod` read of arrays, in kernels: XLA reads it, and hands them values.
 
-A function is traced on one element and cut in two. What is made of arrays and of no more than a batch entry,
-a head and a row, or a column instead (`document[row]`, `lengths[batch]`, `width[head]`), is a value for each
-of these, and computed before the kernel: `values`. What is left is made of those values and of the logits,
-row and column together: `OnValues`, which is evaluated on tiles, and must be elementwise.
+A function is traced on one element and cut in two, see `cutting.py`. What is made of arrays and of no more
+than a batch entry, a head and a row, or a column or the distance instead (`document[row]`, `lengths[batch]`,
+`table[head, column - row]`), is a value for each of these, and computed before the kernel: `values`. What is
+left is made of those values and of the logits, row and column together: `OnValues`, which is evaluated on
+tiles, and must be elementwise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd._core.intervals import called_jaxpr, is_floored
-from jax_attn_bwd._core.jaxprs import is_literal
-
-_PLACE = ("batch", "head", "row", "column")
-_OF_ONE_ELEMENT = frozenset(("broadcast_in_dim", "reshape", "squeeze"))  # which move nothing
-
-
-@dataclass(frozen=True, eq=False)
-class _Value:
-    """A value in a function of one element.
-
-    Attributes:
-      aval: its type.
-      reads: what of an element's place it depends on, or "logits".
-      of_arrays: whether it is made of arrays, and not of row and column together: kernels do not make it.
-      equation, inputs, output: what computes it from what, and which of the results it is.
-      constant: what it is, if it is that.
-      argument: its number, if it is an array.
-    """
-
-    aval: Any
-    reads: frozenset[str] = frozenset()
-    of_arrays: bool = False
-    equation: Any = None
-    inputs: tuple["_Value", ...] = ()
-    output: int = 0
-    constant: Any = None
-    argument: int | None = None
-
-    @property
-    def is_of_tile(self) -> bool:
-        """Whether it has a value for each element, not each row or column alone."""
-        return "logits" in self.reads or {"row", "column"} <= self.reads
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A function of one element, cut in two.
-
-    Attributes:
-      result: the value that it returns.
-      handed: the values that its kernel part begins with.
-      made: the values that its kernel part makes.
-    """
-
-    result: _Value
-    handed: tuple[_Value, ...]
-    made: tuple[_Value, ...]
+from jax_attn_bwd._core.intervals import called_jaxpr
+from jax_attn_bwd.ops.dot_product.kernels import cutting
+from jax_attn_bwd.ops.dot_product.kernels.cutting import PLACE, Cut, Value
 
 
 @dataclass(frozen=True)
@@ -76,7 +31,7 @@ class OnValues:
 
     def on_leaves(self, *given: Any) -> Any:
         """`function`, with the leaves of `mod_args` one after the other."""
-        count = len(_PLACE) + self.is_score
+        count = len(PLACE) + self.is_score
         return self.function(*given[:count], *jax.tree.unflatten(self.tree, given[count:]))
 
     @property
@@ -85,7 +40,7 @@ class OnValues:
         index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         logits = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * self.is_score
         place = index(1, 1), index(1, 1), index(1, 8), index(8, 1)
-        with unsharded():
+        with cutting.unsharded():
             return jax.make_jaxpr(self.on_leaves)(
                 *logits, *place, *(jax.ShapeDtypeStruct(*x) for x in self.types)
             )
@@ -98,7 +53,7 @@ class OnValues:
     @property
     def cut(self) -> Cut:
         """Its parts."""
-        return _cut(self)
+        return cutting.cut(self)
 
     def examples(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Types of what it may be handed on a tile of two axes."""
@@ -107,17 +62,11 @@ class OnValues:
 
     def __call__(self, *given: Any) -> Any:
         """On a tile: arrays of one rank that broadcast to it, or scalars."""
-        count = len(_PLACE) + self.is_score
-        names = ("logits", *_PLACE) if self.is_score else _PLACE
+        count = len(PLACE) + self.is_score
+        names = ("logits", *PLACE) if self.is_score else PLACE
         found = dict(zip(names, given[:count], strict=True))
         values = zip(self.cut.handed, given[count:], strict=True)
         return _on_tile(self.cut.result, found, {v: _as_before(x, v.aval.dtype) for v, x in values})
-
-
-def unsharded() -> Any:
-    """A mesh of the device aimed at that has no axes: what stands in a kernel is not sharded."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def of(function: Callable[..., Any], is_score: bool, mod_args: Any) -> OnValues:
@@ -131,9 +80,12 @@ def values(
 ) -> tuple[jax.Array, ...]:
     """What it is handed: 32 bits `[B|1, N|1, T|1, S|1]`, of which no more than one of the last two is not 1.
 
+    Of a distance `[B|1, N|1, T + S]`: entry `S + row - column`.
+
     Args:
       batch, heads: their numbers, `[B]` and `[N]`.
-      rows, columns: as the function is handed them, `[B|1, T]` and `[B|1, S]`.
+      rows, columns: as the function is handed them, `[B|1, T]` and `[B|1, S]`; where a value is one of the
+        distance, indices.
     """
     given = pallas.vary_alike((jax.tree.leaves(mod_args), batch, heads, {"row": rows, "column": columns}))
     arrays, batch, heads, tokens = given
@@ -141,20 +93,34 @@ def values(
         return tuple(_laid(value, arrays, batch, heads, tokens) for value in function.cut.handed)
 
 
-def _laid(value: _Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> jax.Array:
-    side = next((name for name in tokens if name in value.reads), None)
-    along = jnp.zeros((1, 1), jnp.int32) if side is None else tokens[side]
+def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> jax.Array:
+    if value.is_of_distance:
+        along = _distances(tokens["row"], tokens["column"])
+    else:
+        along = {name: x for name, x in tokens.items() if name in value.reads}
+    (lead,) = {x.shape[0] for x in along.values()} or {1}
 
     def of_element(b, n, t):
-        return _as_handed(_outside(value, arrays, {"batch": b, "head": n, side: t}))
+        return _as_handed(_outside(value, arrays, {"batch": b, "head": n, **t}))
 
-    of_batch = None if along.shape[0] == 1 else 0
-    run = jax.vmap(of_element, (None, None, 0))
+    of_batch = None if lead == 1 else 0
+    run = jax.vmap(of_element, (None, None, 0)) if along else of_element
     run = jax.vmap(jax.vmap(run, (None, 0, None)), (0, None, of_batch))
     batch = batch if of_batch == 0 or "batch" in value.reads else batch[:1]
     heads = heads if "head" in value.reads else heads[:1]
-    found = run(batch, heads, along[0] if of_batch is None else along)
-    return found[..., None, :] if side == "column" else found[..., None]
+    found = run(batch, heads, {n: x[0] for n, x in along.items()} if of_batch is None else along)
+    if value.is_of_distance:
+        return found
+    found = found if along else found[..., None]
+    return found[..., None, :] if "column" in along else found[..., None]
+
+
+def _distances(rows: jax.Array, columns: jax.Array) -> dict[str, jax.Array]:
+    """A row and a column for each distance of padded ones; what lies beyond the ends stands at these."""
+    S = columns.shape[-1]
+    distance = jnp.arange(rows.shape[-1] + S, dtype=jnp.int32) - S
+    distance = jnp.clip(distance, -columns.max(), rows.max())[None]
+    return {"row": jnp.maximum(distance, 0), "column": jnp.maximum(-distance, 0)}
 
 
 def _as_handed(x: jax.Array) -> jax.Array:
@@ -180,87 +146,37 @@ def reads_floats(function: OnValues) -> bool:
     return any(map(reads, function.cut.handed))
 
 
-def unsupported(function: OnValues, name: str) -> str | None:
-    """Why a kernel cannot be handed what it reads of arrays; None if it can."""
+def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
+    """Why a kernel cannot be handed what it reads of arrays; None if it can.
+
+    Args:
+      function: read under the name `name`.
+      distances: whether the kernel takes a value for each distance.
+    """
     try:
         cut = function.cut
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
         return f"{name} reads arrays and cannot be traced on one element: {type(error).__name__}: {words}"
+    both = (
+        f"{name} reads an array at places that depend on row and column together, and it is handed one value "
+        f"a row, a column, {'a distance row - column, ' if distances else ''}or a batch entry and head: read "
+        f"it so, or hand over a bias array"
+    )
+    if cut.of_distance and not distances:
+        return both
     for value in cut.made:
         operation = value.equation.primitive.name
         if operation in ("dynamic_slice", "gather"):
-            return (
-                f"{name} reads an array at places that depend on row and column together, and it is handed "
-                f"one value a row, a column, or a batch entry and head: read it so, or hand over a bias array"
-            )
+            return both
         if value.aval.shape:
             return f"{name} reads arrays and is not elementwise: {operation!r} makes several numbers of one"
     return None
 
 
-@lru_cache(maxsize=256)
-def _cut(function: OnValues) -> Cut:
-    element = lambda dtype: jax.ShapeDtypeStruct((), dtype)
-    place = [element(jnp.int32) for _ in _PLACE]
-    lead = [element(jnp.float32), *place] if function.is_score else place
-    names = ("logits", *_PLACE) if function.is_score else _PLACE
-    arrays = [jax.ShapeDtypeStruct(*x) for x in function.types]
-    with jax.enable_x64(False), unsharded():
-        closed = jax.make_jaxpr(function.on_leaves)(*lead, *arrays)
-    inputs = [_Value(v.aval, frozenset((n,))) for n, v in zip(names, closed.jaxpr.invars, strict=False)]
-    inputs += [
-        _Value(v.aval, of_arrays=True, argument=i) for i, v in enumerate(closed.jaxpr.invars[len(lead) :])
-    ]
-    (result,) = _traced(closed, inputs)
-    handed: dict[_Value, None] = {}
-    made: dict[_Value, None] = {}
-    _walk(result, handed, made)
-    return Cut(result, tuple(handed), tuple(made))
-
-
-def _traced(closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
-    jaxpr = closed.jaxpr
-    consts = [
-        _Value(v.aval, of_arrays=True, constant=x)
-        for v, x in zip(jaxpr.constvars, closed.consts, strict=True)
-    ]
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    read = lambda x: _Value(x.aval, constant=x.val) if is_literal(x) else found[x]
-    for equation in jaxpr.eqns:
-        given = tuple(read(x) for x in equation.invars)
-        called = called_jaxpr(equation)
-        whole = called is None or equation.primitive.name.startswith("custom_")
-        if whole or (is_floored(equation) and not any(x.of_arrays for x in given)):
-            results = _results(equation, given)
-        else:
-            results = _traced(called, given)
-        found |= dict(zip(equation.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _results(equation: Any, given: tuple[_Value, ...]) -> list[_Value]:
-    reads = frozenset().union(*(x.reads for x in given))
-    of_tile = _Value(None, reads).is_of_tile
-    of_arrays = not of_tile and any(x.of_arrays for x in given)
-    return [
-        _Value(v.aval, reads, of_arrays, equation, given, output) for output, v in enumerate(equation.outvars)
-    ]
-
-
-def _walk(value: _Value, handed: dict[_Value, None], made: dict[_Value, None]) -> None:
-    """Notes what the kernel part of `value` begins with, and what it makes."""
-    if value.of_arrays:
-        handed[value] = None
-    elif value.equation is not None and value not in made:
-        made[value] = None
-        for x in value.inputs:
-            _walk(x, handed, made)
-
-
-def _outside(value: _Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
+def _outside(value: Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
     """It, of one element."""
-    known: dict[_Value, Any] = {}
+    known: dict[Value, Any] = {}
 
     def find(value):
         if value in known:
@@ -279,13 +195,13 @@ def _outside(value: _Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
     return find(value)
 
 
-def _bound(value: _Value, inputs: list[Any]) -> Any:
+def _bound(value: Value, inputs: list[Any]) -> Any:
     primitive = value.equation.primitive
     found = primitive.bind(*inputs, **primitive.get_bind_params(value.equation.params))
     return found[value.output] if primitive.multiple_results else found
 
 
-def _on_tile(value: _Value, place: dict[str, Any], handed: dict[_Value, Any]) -> Any:
+def _on_tile(value: Value, place: dict[str, Any], handed: dict[Value, Any]) -> Any:
     known = dict(handed)
 
     def find(value):
@@ -302,12 +218,17 @@ def _on_tile(value: _Value, place: dict[str, Any], handed: dict[_Value, Any]) ->
     return find(value)
 
 
-def _elementwise(value: _Value, inputs: list[Any]) -> Any:
+def _elementwise(value: Value, inputs: list[Any]) -> Any:
     """The equation of one element, of all elements of arrays that broadcast."""
     name = value.equation.primitive.name
-    if name in _OF_ONE_ELEMENT:
+    if name in cutting.OF_ONE_ELEMENT:
         return inputs[0]
+    shape, alike = jnp.broadcast_shapes(*(x.shape for x in inputs)), name in ("select_n", "clamp")
+    if name.startswith("custom_"):  # with its own derivative, as jax.nn.relu
+        run = lambda *inputs: _bound(value, inputs)
+        for _ in shape:
+            run = jax.vmap(run)
+        return run(*(jnp.broadcast_to(x, shape) for x in inputs))
     if called_jaxpr(value.equation) is not None:  # jnp's own // or %
         return getattr(jnp, value.equation.params["name"])(*inputs)
-    shape, alike = jnp.broadcast_shapes(*(x.shape for x in inputs)), name in ("select_n", "clamp")
     return _bound(value, [jnp.broadcast_to(x, shape) if alike or x.shape else x for x in inputs])

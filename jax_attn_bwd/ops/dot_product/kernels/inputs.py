@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     column_counter: Any  # uint32 [S]
     batch_number: Any  # int32 [B], of each batch entry; with `mask_mod` or `score_mod`
     head_number: Any  # int32 [N], of each query head
-    mask_values: tuple = ()  # what `mask_mod` reads of arrays, 32 bits [B|1, N|1, T|1, S|1], see `handed.py`
+    mask_values: tuple = ()  # what `mask_mod` reads of arrays, see `handed.values`
     score_values: tuple = ()  # and `score_mod`
 
 
@@ -163,7 +163,10 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
 
 
 def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dvalues: Any) -> Any:
-    """Of the floats in `mod_args`, from those of the floats in `score_values`, `[B, N, T|1, S|1]` each."""
+    """Of the floats in `mod_args`, from those of the floats in `score_values`.
+
+    Each `[B, N, T|1, S|1]`, or `[B, N, T + S]`.
+    """
     numbers = trees.floats(operands.mod_args)
     if not dvalues:
         return jax.tree.map(jnp.zeros_like, numbers)

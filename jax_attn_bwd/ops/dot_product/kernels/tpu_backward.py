@@ -3,7 +3,8 @@
 XLA computes delta (7) and the gradient of the sink (9); the rest are kernels:
 
     tpu_gradients.py        dq, dk and dv in one kernel of five products a tile; row and column sums of
-                                   dlogits, which are the gradients of a bias that broadcasts
+                                   dlogits, which are the gradients of a bias that broadcasts, and sums of
+                                   what `score_mod` adds for rows, columns and distances
     tpu_bias_gradient.py    the gradient of a full bias, summed over the batch and heads it broadcasts
 
 Everything is added in one order and gives the same bits every time.

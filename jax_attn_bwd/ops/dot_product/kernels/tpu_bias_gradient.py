@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
-from jax_attn_bwd.ops.dot_product.kernels.tpu_gradients import arithmetic, saved_of
+from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
+from jax_attn_bwd.ops.dot_product.kernels.tpu_saved import arithmetic, saved_of
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, every_tile
-from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 
@@ -66,6 +67,7 @@ def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, v
             )
         ],
         out_type=[pallas.out_type((*lead, T, S), jnp.float32, saved)],
+        scratch=tiles.bands(refs, sides, tiling),
     )(steps, *fields, saved.dout, saved.rows)
     return dbias[:, :, : operands.query.shape[-3], : operands.key.shape[-3]]
 
@@ -73,7 +75,7 @@ def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, v
 def _kernel(
     options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
-    inputs, (dout_ref, rows_ref, dbias_ref) = tiles.gathered(tree, refs)
+    inputs, (dout_ref, rows_ref, dbias_ref), bands = tiles.gathered(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
     @pl.when(pl.program_id(3) == 0)
@@ -81,11 +83,12 @@ def _kernel(
         dbias_ref[...] = jnp.zeros(dbias_ref.shape, jnp.float32)
 
     def visit(mixed):
+        given = tiles.spread(inputs, sides, bands, mixed)
         for queries, keys in tiling.parts():
-            part = Part(options, inputs, sides, tiling, step, (queries, keys))
+            part = Part(options, given, sides, tiling, step, (queries, keys))
             q, k, v = inputs.q[queries, :], inputs.k[keys, :], inputs.v[keys, :]
-            products = tiles.product(options, q, k, (1, 1))
-            dp = tiles.product(options, dout_ref[queries, :], v, (1, 1))
+            products = product(options, q, k, (1, 1))
+            dp = product(options, dout_ref[queries, :], v, (1, 1))
             _, dlogits, *_ = arithmetic(part, rows_ref, products, dp, mixed)
             dbias_ref[queries, keys] += dlogits
 

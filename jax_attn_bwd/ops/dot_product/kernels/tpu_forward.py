@@ -29,8 +29,9 @@ from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
-from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 supports = tiles.unsupported
@@ -70,7 +71,8 @@ def _forward(options, tiling, interpret, operands, keys):
     options, sides = functions.on_values(options, operands), PlaneSides.of(refs)
     flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
     visits = schedule(*flags)
-    steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), tiles.kernel_inputs_of(options, refs)))
+    refs = tiles.kernel_inputs_of(options, refs, tiling)
+    steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), refs))
     refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
     values, tree = jax.tree.flatten(refs)
     (B, _, width, _), groups = refs.v.shape, N // K
@@ -107,7 +109,7 @@ def _forward(options, tiling, interpret, operands, keys):
         in_specs=jax.tree.leaves(specs),
         out_specs=[of_out] + [of_rows] * (len(out_type) - 1),
         out_type=out_type,
-        scratch=[pltpu.VMEM(shape, jnp.float32) for shape in state],
+        scratch=[*(pltpu.VMEM(shape, jnp.float32) for shape in state), *tiles.bands(refs, sides, tiling)],
     )(steps, *values)
     out = jnp.swapaxes(out, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
     lse, *low = (jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N) for x in rows)
@@ -117,7 +119,7 @@ def _forward(options, tiling, interpret, operands, keys):
 def _kernel(
     options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
-    inputs, (*outputs, m_ref, l_ref, acc_ref) = tiles.gathered(tree, refs)
+    inputs, (*outputs, m_ref, l_ref, acc_ref), bands = tiles.gathered(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
     @pl.when(step.first)
@@ -127,8 +129,9 @@ def _kernel(
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
     def visit(mixed):
+        given = tiles.spread(inputs, sides, bands, mixed)
         parts = [
-            Part(options, inputs, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
+            Part(options, given, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
         ]
         stages = _products, partial(_weights, mixed, m_ref, l_ref), partial(_add, acc_ref)
         tiles.in_stages(parts, stages, tiling.apart)
@@ -143,7 +146,7 @@ def _kernel(
 def _products(part: Part, _: Any) -> jax.Array:
     """`[keys, queries]` of a part."""
     queries, keys = part.slices
-    return tiles.product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
+    return product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
 
 
 def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
@@ -173,7 +176,7 @@ def _add(acc_ref, part: Part, given: tuple) -> None:
     """Adds a part's weighted values to the sums of its queries."""
     p, decay = given
     queries, keys = part.slices
-    weighted = tiles.product(part.options, part.refs.v[:, keys], p)
+    weighted = product(part.options, part.refs.v[:, keys], p)
     acc_ref[:, queries] = acc_ref[:, queries] * decay + weighted
 
 

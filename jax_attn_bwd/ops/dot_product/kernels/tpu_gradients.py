@@ -10,7 +10,7 @@ into chunks, a call for each, whose dk and dv are added.
 import functools
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
+from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
-from jax_attn_bwd.ops.dot_product import modifiers
-from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
-from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
+from jax_attn_bwd.ops.dot_product.kernels.tpu_saved import Saved, arithmetic, cut, saved_of
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
-from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import Part, PlaneSides, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two copies on their way out
@@ -42,68 +42,6 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     part_q, part_k = ((256, 256) if wide else (1024, 512)) if light else (128, 128)
     parts = tiles.even_part(block_q, part_q), tiles.even_part(block_k, part_k)
     return Tiling(block_q, block_k, *parts, apart=int(light and wide))
-
-
-class Saved(NamedTuple):
-    """What the backward kernels read, in kernel layout."""
-
-    refs: Inputs
-    dout: Any  # [B, N, T, Hv]
-    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low where it is kept
-
-
-def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tiling: Tiling):
-    """(the options of kernels, `Saved`, the flags of its tiles, `PlaneSides`); `values`: of `kernel_rows`."""
-    refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
-    options = functions.on_values(options, operands)
-    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
-    sides = PlaneSides.of(refs)
-    pad = {-1: tiling.block_q}
-
-    def row(x, fill=0.0):
-        x = jnp.swapaxes(kernel_inputs.merged(x, 2), -1, -2)
-        return kernel_inputs.pad(x, pad, constant_values=fill)
-
-    lse = values.lse * LOG2_E if is_plain(options, refs) else values.lse
-    rows = [row(lse, jnp.inf), row(values.delta)]
-    rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
-    dout = kernel_inputs.pad(kernel_inputs.merged(values.dout, 3), {-3: tiling.block_q, -1: tiles.HEAD})
-    dout = jnp.swapaxes(dout, 1, 2)
-    return options, Saved(tiles.kernel_inputs_of(options, refs), dout, jnp.stack(rows, -2)), flags, sides
-
-
-def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
-    """(p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part; of p alone if `dp` is None.
-
-    `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what each element adds to
-    the gradients of the floats that the score is handed (8a), else nothing.
-    """
-    options = part.options
-    lse, delta, *low = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
-    logits = part.logits(products, mixed)
-    p = logits.exp(lse, (lambda: low[0]) if low else None)  # (2)
-    if logits.before is not None:  # a score may be NaN in rows of padding
-        p = jnp.where(lse == jnp.inf, 0.0, p)
-    kept, z_p = part.keep(), p
-    if kept is not None:
-        survivors = dropout.survivor_factor(options.dropout_rate)
-        z_p = jnp.where(kept, p * survivors, 0.0)
-    if dp is None:
-        return z_p, None, None, []
-    if kept is not None:
-        dp = jnp.where(kept, dp * survivors, 0.0)  # (6)
-    dlogits, dvalues = p * (dp - delta), []  # (8)
-    if logits.before is not None:  # (8a)
-        values = part.values("score_values")
-        if to_values:  # one for each element
-            values = tuple(jnp.broadcast_to(x, part.shape) for x in values)
-        given = (options, logits.before, part.place(), values, dlogits, to_values)
-        # what is hidden may have no derivative
-        dlogits, dvalues = jax.tree.map(
-            lambda x: jnp.where(p == 0.0, 0.0, x), functions.on_tile(modifiers.pulled_back, *given)
-        )
-    dx = dlogits if logits.tanh is None else dlogits * logits.slope
-    return z_p, dlogits, dx, jax.tree.leaves(dvalues)
 
 
 def gradients(
@@ -128,8 +66,8 @@ def gradients(
     for first in range(0, n_q, chunk) if wanted else ():
         where = slice(first, first + chunk)
         visits = schedule(some[:, where], every[:, where], by_key=True)
-        call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q > chunk)
-        pieces.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
+        call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q)
+        pieces.append(_chunk(call, interpret, cut(saved, sides, where, tiling)))
     made: dict[str, Any] = {}
     for name in sorted(wanted):
         part = [piece[name] for piece in pieces]
@@ -139,29 +77,14 @@ def gradients(
         n, heads, h = shapes[name]
         made[name] = jnp.swapaxes(made[name], 1, 2)[:, :n, :, :h].reshape(*batch, n, heads, h)
     for name in sorted(wanted & lines.keys()):
-        made[name] = made[name][..., None] if name in by_query else made[name][..., None, :]
+        if lines[name] != distances.SIDE:
+            made[name] = made[name][..., None] if name in by_query else made[name][..., None, :]
     if "bias" in made:
         made["bias"] = made["bias"][:, :, :T, :S]
     dvalues = [made.pop(name) for name in lines if name != "bias"]
     if of_args:
         made["mod_args"] = kernel_inputs.mod_args_gradient(given, operands, tiling.padding, dvalues)
     return made
-
-
-def _cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved:
-    """The chunk of queries that lies in the tiles `where`."""
-    rows = slice(where.start * tiling.block_q, where.stop * tiling.block_q)
-    refs, fields = saved.refs, {"q": saved.refs.q[:, :, rows]}
-    for name in ("row_position", "row_segment", "row_counter"):
-        if (x := getattr(refs, name)) is not None:
-            fields[name] = x[..., rows]
-    for name, side in (("bias", sides.bias), ("mask", sides.mask)):
-        if (x := getattr(refs, name)) is not None and side != 1:
-            fields[name] = x[:, :, rows] if side is None else x[..., rows]
-    for name in tiles.VALUES:
-        pairs = zip(getattr(refs, name), getattr(sides, name), strict=True)
-        fields[name] = tuple(x[..., rows] if side == 0 else x for x, side in pairs)
-    return Saved(refs._replace(**fields), saved.dout[:, :, rows], saved.rows[..., rows])
 
 
 @dataclass(frozen=True)
@@ -171,11 +94,17 @@ class _Call:
     options: Options
     tiling: Tiling
     sides: PlaneSides
-    lines: dict[str, int]  # sums of dlogits, or of dvalues, over keys (side 0) or queries (side 1), by name
+    lines: dict[str, int]  # by name: sums of dlogits, or of dvalues, for a query, key or distance (the side)
     visits: Schedule
     wanted: frozenset
     first: int  # tile of queries of the chunk
-    is_partial: bool  # whether dk and dv of several chunks are added
+    tiles: int  # of queries, of all chunks: dk and dv of several are added
+
+    @property
+    def of_distances(self) -> list[str]:
+        """The lines that have a sum for each distance."""
+        sides = self.lines.items()
+        return [name for name, side in sides if side == distances.SIDE and name in self.wanted]
 
 
 def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
@@ -184,7 +113,8 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     refs = saved.refs
     (B, N, T, H), (K, S), Hv = refs.q.shape, refs.k.shape[1:3], refs.v.shape[-1]
     groups, bq, bk = N // K, tiling.block_q, tiling.block_k
-    n_q, key_type = T // bq, jnp.float32 if call.is_partial else refs.k.dtype
+    n_q = T // bq
+    key_type = jnp.float32 if n_q < call.tiles else refs.k.dtype
     steps = pallas.vary_alike((jnp.asarray(visits.steps), saved))[0]
 
     def locate(b, k, p, g, steps):
@@ -227,6 +157,14 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
             pltpu.VMEM((groups, bk, LANES), jnp.float32),
         ),
     }
+    if distances.SIDE in call.lines.values():
+        shape = (distances.count(tiling, T, S), 1, distances.width(tiling))
+        of_line[distances.SIDE] = (
+            (B, N, *shape),
+            jnp.float32,
+            spec((None, groups, *shape), lambda s: (s.b, s.k, ZERO, ZERO, ZERO)),
+            pltpu.VMEM((groups, *shape), jnp.float32),
+        )
     made |= {name: of_line[side] for name, side in call.lines.items()}
     order = [name for name in made if name in wanted]
     values, tree = jax.tree.flatten(refs)
@@ -234,7 +172,7 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     of_dout = spec((None, None, bq, Hv), lambda s: (s.b, s.n, s.row, ZERO))
     of_rows = spec((None, None, saved.rows.shape[2], bq), lambda s: (s.b, s.n, ZERO, s.row))
     results = mosaic_tpu.launch(
-        partial(_kernel, call, tree, order, locate),
+        partial(_kernel, call, tree, order, locate, S),
         visits.name("attention_" + "_".join(f"d{name}" for name in sorted(wanted)), tiling),
         interpret=interpret,
         grid=(B, K, visits.length, groups),
@@ -243,70 +181,86 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
         in_specs=[*jax.tree.leaves(specs), of_dout, of_rows],
         out_specs=[made[name][2] for name in order],
         out_type=[pallas.out_type(made[name][0], made[name][1], saved) for name in order],
-        scratch=[made[name][3] for name in order],
+        scratch=[
+            *(made[name][3] for name in order),
+            *(distances.band(tiling, jnp.float32) for _ in call.of_distances),
+            *tiles.bands(refs, call.sides, tiling),
+        ],
     )(steps, *values, saved.dout, saved.rows)
     found = dict(zip(order, results, strict=True))
     if "query" in found:
         found["query"] = found["query"].reshape(B, N, T, H)
     for name in found.keys() & call.lines.keys():
-        found[name] = found[name].reshape(B, N, -1)
+        if call.lines[name] == distances.SIDE:
+            found[name] = distances.vector(found[name], tiling, call.first, call.tiles * bq + S)
+        else:
+            found[name] = found[name].reshape(B, N, -1)
     return found
 
 
-def _kernel(call: _Call, tree, order, locate, steps, *refs) -> None:
+def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
     tiling, sides = call.tiling, call.sides
-    inputs, (dout_ref, rows_ref, *rest) = tiles.gathered(tree, refs)
-    outputs = dict(zip(order, rest[: len(order)], strict=True))
-    sums = dict(zip(order, rest[len(order) :], strict=True))
+    inputs, (dout_ref, rows_ref, *rest), bands = tiles.gathered(tree, sides, refs)
+    count = len(order)
+    outputs = dict(zip(order, rest[:count], strict=True))
+    sums = dict(zip(order, rest[count : 2 * count], strict=True))
+    of_tile = dict(zip(call.of_distances, rest[2 * count :], strict=True))  # their sums over this tile
     p, g = pl.program_id(2), pl.program_id(3)
     step = locate(pl.program_id(0), pl.program_id(1), p, g, steps)
     is_start, is_end = ((p == 0) & (g == 0), (p == pl.num_programs(2) - 1) & (g == pl.num_programs(3) - 1))
-    of_queries = {"query", *(name for name, side in call.lines.items() if side == 0)}
-    by_key = [name for name in order if name not in of_queries]
-    by_query = [name for name in order if name in of_queries]
+    by_key = [name for name in order if name in ("key", "value") or call.lines.get(name) == 1]
+    whole = [name for name in order if name not in by_key]
 
     def clear(names):
         for name in names:
             sums[name][...] = jnp.zeros(sums[name].shape, jnp.float32)
 
-    def each_query_tile(run):
-        """`run(head of the group, tile)`: a loop, or the program would grow with the number of queries."""
-        heads, n_q = sums[by_query[0]].shape[:2]
-        step = lambda t, _: run(lax.div(t, jnp.int32(n_q)), lax.rem(t, jnp.int32(n_q)))
-        lax.fori_loop(jnp.int32(0), jnp.int32(heads * n_q), step, None)
+    def each_block(run):
+        """`run(name, head of the group, block)` of what is there whole: loops, or the program would grow."""
+        for heads, n in dict.fromkeys(sums[name].shape[:2] for name in whole):
+            names = [name for name in whole if sums[name].shape[:2] == (heads, n)]
 
-    def clear_by_query(head, tile):
-        for name in by_query:
-            sums[name][head, tile] = jnp.zeros(sums[name].shape[2:], jnp.float32)
+            def of_all(t, _, n=n, names=names):
+                for name in names:
+                    run(name, lax.div(t, jnp.int32(n)), lax.rem(t, jnp.int32(n)))
 
-    if by_query:
-        pl.when(is_start)(partial(each_query_tile, clear_by_query))
+            lax.fori_loop(jnp.int32(0), jnp.int32(heads * n), of_all, None)
+
+    def clear_block(name, head, block):
+        sums[name][head, block] = jnp.zeros(sums[name].shape[2:], jnp.float32)
+
+    if whole:
+        pl.when(is_start)(partial(each_block, clear_block))
     if by_key:
         pl.when(step.first & (g == 0))(partial(clear, by_key))
 
     def visit(mixed):
+        given = tiles.spread(inputs, sides, bands, mixed)
+        for ref in of_tile.values():
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
         parts = [
-            Part(call.options, inputs, sides, tiling, step, slices, True, call.first * tiling.block_q)
+            Part(call.options, given, sides, tiling, step, slices, True, call.first * tiling.block_q)
             for slices in tiling.parts()
         ]
         stages = (
             partial(_products, dout_ref, sums.keys() != {"value"}),
             partial(_elements, rows_ref, mixed, [name for name in order if name in call.lines]),
-            partial(_add, dout_ref, sums, call.lines, step.row, g),
+            partial(_add, dout_ref, sums | of_tile, call.lines, step.row, g),
         )
         tiles.in_stages(parts, stages, tiling.apart)
+        for name, ref in of_tile.items():
+            sums[name][g, distances.window(step, tiling, keys)] += distances.fold(ref)
 
     step.each_kind(call.visits, visit)
     scale = call.options.scale
 
-    def write_by_query(head, tile):
-        for name in by_query:
-            total = sums[name][head, tile]
-            total = scale * total if name == "query" else total
-            outputs[name][head, tile] = total.astype(outputs[name].dtype)
+    def write_block(name, head, block):
+        total = sums[name][head, block]
+        total = scale * total if name == "query" else total
+        outputs[name][head, block] = total.astype(outputs[name].dtype)
 
-    if by_query:
-        pl.when(is_end)(partial(each_query_tile, write_by_query))
+    if whole:
+        pl.when(is_end)(partial(each_block, write_block))
 
     @pl.when(step.last & (g == pl.num_programs(3) - 1))
     def _write_by_key():
@@ -324,10 +278,10 @@ def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
     """(k q^T, v dout^T or None) of a part, `[keys, queries]`."""
     options, refs = part.options, part.refs
     queries, keys = part.slices
-    products = tiles.product(options, refs.k[keys, :], refs.q[queries, :], (1, 1))
+    products = product(options, refs.k[keys, :], refs.q[queries, :], (1, 1))
     if not with_dp:
         return products, None
-    return products, tiles.product(options, refs.v[keys, :], dout_ref[queries, :], (1, 1))
+    return products, product(options, refs.v[keys, :], dout_ref[queries, :], (1, 1))
 
 
 def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple) -> tuple:
@@ -347,13 +301,15 @@ def _add(dout_ref, sums, lines, row, g, part: Part, given: tuple) -> None:
     q, k, dout = refs.q[queries, :], refs.k[keys, :], dout_ref[queries, :]
     p, summed, dx = given
     if "value" in sums:
-        sums["value"][keys, :] += tiles.product(options, p, dout)  # (5)
+        sums["value"][keys, :] += product(options, p, dout)  # (5)
     for name, x in summed.items():
-        if lines[name] == 0:
+        if lines[name] == distances.SIDE:
+            distances.add(sums[name], x, part.slices, part.tiling)
+        elif lines[name] == 0:
             sums[name][g, row, :, queries] += x.sum(axis=0, keepdims=True)
         else:
             sums[name][g, keys, :] += functools.reduce(jnp.add, mosaic_tpu.lane_blocks(x))
     if "key" in sums:
-        sums["key"][keys, :] += tiles.product(options, dx, q)  # (11)
+        sums["key"][keys, :] += product(options, dx, q)  # (11)
     if "query" in sums:
-        sums["query"][g, row, queries, :] += tiles.product(options, dx, k, (0, 0))  # (11)
+        sums["query"][g, row, queries, :] += product(options, dx, k, (0, 0))  # (11)
