@@ -233,11 +233,17 @@ def _crowded() -> Iterator[Case]:
     yield small("score and all else", score_mod=mods.soft_cap(30.0), mask_mod=mods.causal, **crowd)
     yield small("H=256, score", H=256, score_mod=mods.soft_cap(30.0), is_causal=True)
     yield small("H=64, score", tags=_TABLE, H=64, score_mod=mods.soft_cap(30.0), is_causal=True)
+    alibi, lines = {"score_mod": mods.alibi}, {"score_mod": _by_row_and_column}
     for H in (64, 128, 256):
-        how: dict[str, Any] = {"H": H, "tags": _HOPPER if H == 128 else _TABLE}
-        alibi, lines = {"score_mod": mods.alibi}, {"score_mod": _by_row_and_column}
-        yield small(f"H={H}, learned alibi", extra=(_learned_slopes,), is_causal=True, **alibi, **how)
-        yield small(f"H={H}, score of rows and columns", extra=(_of_rows_and_columns,), **lines, **how)
+        tags = _HOPPER if H == 128 else _TABLE
+        yield small(
+            f"H={H}, learned alibi", tags=tags, H=H, extra=(_learned_slopes,), is_causal=True, **alibi
+        )
+        yield small(
+            f"H={H}, score of rows and columns", tags=_TABLE, H=H, extra=(_of_rows_and_columns,), **lines
+        )
+    crowd = {"extra": (_of_rows_and_columns, _bias, _segments), "logits_soft_cap": 30.0}
+    yield small("score of rows and columns and all else", **lines, mask_mod=_NEAR, **crowd)
     yield small("tree", tags=_TABLE, mask_mod=mods.tree, extra=(_tree,))
     more = {"extra": (*given, *planes, _dropout), "dropout_rate": 0.1}
     yield small("H=256, function of arrays, planes", H=256, **more, **of_arrays)

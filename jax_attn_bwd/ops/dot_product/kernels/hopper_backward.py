@@ -82,7 +82,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     else:
         if names := wanted & {"query"} | ({"rows"} if 0 in sides else set()):
             made |= by_query.query_gradients(options, interpret, saved, names)
-        for names in _by_key(wanted & {"key", "value"}, saved, 1 in sides):
+        for names in _by_key(options, wanted & {"key", "value"}, saved, 1 in sides):
             made |= by_key.key_gradients(options, interpret, saved, names)
 
     grads: dict[str, Any] = {}
@@ -103,10 +103,14 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     )
 
 
-def _by_key(names: frozenset[str], saved: Saved, with_columns: bool) -> list[frozenset[str]]:
+def _by_key(
+    options: Options, names: frozenset[str], saved: Saved, with_columns: bool
+) -> list[frozenset[str]]:
     """What each kernel by tiles of keys makes of `names`, dk and dv, and of sums over queries."""
     # the accumulators of dk and dv fit the registers together up to H = 128
-    parts = [names] if saved.head <= 128 else [frozenset({name}) for name in sorted(names)]
+    crowded = options.dropout_rate and options.score_mod is not None  # whose terms take some of them
+    together = saved.head <= (64 if crowded else 128)
+    parts = [names] if together else [frozenset({name}) for name in sorted(names)]
     if with_columns:
         # beside dk the query heads of a group are added up; what differs from head to head is not to be
         values = [x for x in saved.refs.score_values if x.dtype == jnp.float32 and x.shape[-1] != 1]

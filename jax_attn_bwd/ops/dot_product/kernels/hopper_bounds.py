@@ -74,7 +74,12 @@ class Run(NamedTuple):
 
     ref: Any  # int32 [4] in global memory; None: all, and all full
     first: Any
-    count: Any
+    end: Any
+
+    @property
+    def count(self) -> Any:
+        """How many they are."""
+        return self.end - self.first
 
     def tile(self, step: Any) -> Any:
         """The tile that is visited at a step."""
@@ -82,7 +87,7 @@ class Run(NamedTuple):
 
     def visits(self, tile: Any) -> Any:
         """Whether a tile is visited."""
-        return (tile >= self.first) & (tile < self.first + self.count)
+        return (tile >= self.first) & (tile < self.end)
 
     def compares(self, tile: Any) -> Any:
         """Whether a tile must be compared element by element."""
@@ -150,5 +155,4 @@ def load(refs: Inputs, b: Any, tile: Any, count: int) -> Any:
         return Steps(ref, ref[0])
     if isinstance(refs.bounds, Each):
         return Kinds(ref)
-    first = ref[0]
-    return Run(ref, first, ref[3] - first)
+    return Run(ref, ref[0], ref[3])

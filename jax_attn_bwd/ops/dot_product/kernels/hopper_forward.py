@@ -138,12 +138,14 @@ def _kernel(
     groups = refs.q.shape[2] // refs.k.shape[2]
     wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
-    bounds = hopper_bounds.load(refs, b, i, refs.k.shape[1] // bk)
+    load_bounds = partial(hopper_bounds.load, refs, b, i, refs.k.shape[1] // bk)
+    # a list has more to be read, and what is known before the warpgroups part costs registers
+    known = None if isinstance(refs.bounds, hopper_bounds.Listed) else load_bounds()
 
     @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
-        head = lax.div(n, jnp.int32(groups))
+        head, bounds = lax.div(n, jnp.int32(groups)), known or load_bounds()
 
         def keys(ref):
             return lambda step: [ref.at[b, pl.ds(bounds.tile(step) * bk, bk), head]]
@@ -157,7 +159,7 @@ def _kernel(
     @pl.when(wg < tiles.COMPUTE_WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
-        row = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq
+        row, bounds = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq, known or load_bounds()
         plgpu.copy_gmem_to_smem(refs.q.at[b, pl.ds(row, bq), n], q_tile.at[wg], q_loaded.at[wg])
         plgpu.barrier_wait(q_loaded.at[wg])
         pl.when(wg == 1)(partial(hopper.meet, turn))  # warpgroup 0 has the first turn

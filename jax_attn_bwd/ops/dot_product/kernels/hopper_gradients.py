@@ -55,21 +55,23 @@ class Weights(NamedTuple):
 
     Attributes:
       p: (2).
-      slope: what dlogits are multiplied by: of the soft cap (10), of `score_mod` (8a); None = 1.
-      before: what `score_mod` was handed, if its derivative is not in `slope` but is taken of dlogits.
+      slope: what p is multiplied by for dlogits, of the soft cap (10) and of `score_mod` (8a); None = 1.
+      later: what dlogits are multiplied by, where that is not to be in p.
+      before: what `score_mod` was handed, if its derivative is in neither.
     """
 
     p: Any
-    slope: Any
+    slope: Any = None
+    later: Any = None
     before: Any = None
 
     def with_slope(self) -> jax.Array:
-        """P, times the slope if that is all that is left."""
-        return self.p if self.slope is None or self.before is not None else self.p * self.slope
+        """P, times the slope."""
+        return self.p if self.slope is None else self.p * self.slope
 
     def left(self) -> "Weights":
-        """What is left of them when p is used: few registers."""
-        return Weights(None, None) if self.before is None else self._replace(p=None)
+        """What is left of them when p is used."""
+        return self._replace(p=None, slope=None)
 
 
 def weights(
@@ -77,8 +79,8 @@ def weights(
 ) -> Weights:
     """From products q k^T; `rows` load lse, delta and low.
 
-    What is for a bias has no slope of the soft cap. The derivative of `score_mod` is taken of dlogits for its
-    values, and with dropout: there the sign of p says what is dropped, and a slope may be negative.
+    What is for a bias has no slope of the soft cap. For the values of the score its derivative is taken of
+    dlogits. With dropout the sign of p says what is dropped: a slope that may be negative comes later.
     """
     logits = tiles.logits(options, refs, products, tile, mixed)
     lse, *_ = rows
@@ -87,11 +89,12 @@ def weights(
     if logits.before is None:
         return Weights(p, slope)
     p = jnp.where(tile.spread(lse(), 0) == jnp.inf, 0.0, p)  # a score may be NaN in rows of padding
-    if to_values or options.dropout_rate:
-        return Weights(p, slope, logits.before)
+    if to_values:
+        return Weights(p, later=slope, before=logits.before)
     by_score = tiles.score_slope(options, refs, logits.before, tile)
     by_score = jnp.where(p == 0.0, 0.0, by_score)  # what is hidden may have no derivative
-    return Weights(p, by_score if slope is None else by_score * slope)
+    by_score = by_score if slope is None else by_score * slope
+    return Weights(p, later=by_score) if options.dropout_rate else Weights(p, by_score)
 
 
 def signed(options, refs: Inputs, p, tile: Tile):
@@ -114,17 +117,14 @@ def dlogits(options, p, dp, tile: Tile, rows):
 
 
 def through_score(options, refs: Inputs, found: Weights, tile: Tile, dlogits, side=None):
-    """(dx, of each of the `value_sides` that are `side` what elements add to its gradient) from dlogits (8).
-
-    Where the slope is in p, and so in the dlogits, that is all.
-    """
-    if found.before is None:
-        return dlogits, []
-    through = tiles.pulled_back(options, refs, found.before, tile, dlogits, to_values=side is not None)
-    # what is hidden may have no derivative
-    dx, dvalues = jax.tree.map(lambda x: jnp.where(dlogits == 0.0, 0.0, x), through)
-    dx = dx if found.slope is None else dx * found.slope
-    return dx, [x for x, of in zip(dvalues, value_sides(refs), strict=False) if of == side]
+    """(dx, of each of the `value_sides` that are `side` what elements add to its gradient) from dlogits."""
+    dx, dvalues = dlogits, []
+    if found.before is not None:
+        through = tiles.pulled_back(options, refs, found.before, tile, dlogits)
+        # what is hidden may have no derivative
+        dx, dvalues = jax.tree.map(lambda x: jnp.where(dlogits == 0.0, 0.0, x), through)
+        dvalues = [x for x, of in zip(dvalues, value_sides(refs), strict=True) if of == side]
+    return dx if found.later is None else dx * found.later, dvalues
 
 
 def zeros(shape, layout):

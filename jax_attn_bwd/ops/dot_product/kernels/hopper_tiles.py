@@ -212,17 +212,16 @@ def score_slope(options: Options, refs: Inputs, before: jax.Array, tile: Tile) -
 
 
 def pulled_back(
-    options: Options, refs: Inputs, before: jax.Array, tile: Tile, dlogits: jax.Array, to_values: bool
+    options: Options, refs: Inputs, before: jax.Array, tile: Tile, dlogits: jax.Array
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """(cotangent of what `score_mod` was handed, with `to_values` those of the floats in its values) (8a).
+    """(cotangent of what `score_mod` was handed, of each float in its values) (8a).
 
     Each is of the size of the tile: what belongs to a row or a column is the sum of its elements.
     """
 
     def of(x, at, values, dlogits):
-        if to_values:  # one for each element
-            values = [jnp.broadcast_to(value, x.shape) for value in values]
-        dx, dvalues = modifiers.pulled_back(options, x, at, tuple(values), dlogits, to_values)
+        values = tuple(jnp.broadcast_to(value, x.shape) for value in values)
+        dx, dvalues = modifiers.pulled_back(options, x, at, values, dlogits, to_args=True)
         return dx, jax.tree.leaves(dvalues)
 
     return _on_tile(of, refs, tile, before, dlogits)
