@@ -187,8 +187,6 @@ def closing_over_an_array(batch, head, row, column):
 
 
 REFUSED = (
-    ("mosaic_gpu", "it sums no gradients of mod_args, and score_mod reads floats of them",
-     {"score_mod": mods.alibi, "mod_args": (ones(N),)}),
     ("mosaic_gpu", "mask_mod reads an array at places that depend on row and column together, .* one value",
      {"mask_mod": closing_over_an_array}),
     ("mosaic_tpu", "score_mod reads an array at places that depend on row and column together, .* bias array",

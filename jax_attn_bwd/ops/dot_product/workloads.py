@@ -64,6 +64,10 @@ def _slopes(rng, B, T, S, N):
     return {"mod_args_2": rng.random(N)}
 
 
+def _learned_slopes(rng, B, T, S, N):
+    return {"mod_args_0": rng.random(N)}
+
+
 def _of_rows_and_columns(rng, B, T, S, N):
     return {"mod_args_0": rng.standard_normal((B, T)), "mod_args_1": rng.standard_normal(S)}
 
@@ -174,6 +178,8 @@ _HOPPER = ("mosaic_gpu",)
 _TABLE = ("mosaic_gpu", "table")
 _GPU = ("mosaic_gpu", "xla", "table")
 
+_WINDOW_AND_FIRST = mods.sliding_window(1024) | mods.global_tokens(4)
+
 
 def _compiled() -> Iterator[Case]:
     """The shapes that training uses, for chips that are not there."""
@@ -202,6 +208,8 @@ def _compiled() -> Iterator[Case]:
     yield case("soft cap", logits_soft_cap=30.0, **causal)
     yield case("causal by a function", mask_mod=mods.causal)
     yield case("documents by a function", extra=(_documents,), mask_mod=mods.causal & mods.document)
+    yield case("window and first tokens by a function", mask_mod=_WINDOW_AND_FIRST)
+    yield case("learned alibi", extra=(_learned_slopes,), score_mod=mods.alibi, **causal)
     yield case("sink", _HOPPER, extra=(_sink,), dtypes={"sink": "float32"}, **causal)
     yield from _crowded()
     yield from _for_tpus()
@@ -235,6 +243,17 @@ def _crowded() -> Iterator[Case]:
     yield small("score and all else", score_mod=mods.soft_cap(30.0), mask_mod=mods.causal, **crowd)
     yield small("H=256, score", H=256, score_mod=mods.soft_cap(30.0), is_causal=True)
     yield small("H=64, score", tags=_TABLE, H=64, score_mod=mods.soft_cap(30.0), is_causal=True)
+    alibi, lines = {"score_mod": mods.alibi}, {"score_mod": _by_row_and_column}
+    for H in (64, 128, 256):
+        tags = _HOPPER if H == 128 else _TABLE
+        yield small(
+            f"H={H}, learned alibi", tags=tags, H=H, extra=(_learned_slopes,), is_causal=True, **alibi
+        )
+        yield small(
+            f"H={H}, score of rows and columns", tags=_TABLE, H=H, extra=(_of_rows_and_columns,), **lines
+        )
+    crowd = {"extra": (_of_rows_and_columns, _bias, _segments), "logits_soft_cap": 30.0}
+    yield small("score of rows and columns and all else", **lines, mask_mod=_NEAR, **crowd)
     yield small("tree", tags=_TABLE, mask_mod=mods.tree, extra=(_tree,))
     more = {"extra": (*given, *planes, _dropout), "dropout_rate": 0.1}
     yield small("H=256, function of arrays, planes", H=256, **more, **of_arrays)

@@ -6,7 +6,9 @@ import pytest
 from helpers import thorough
 from ops.dot_product.kernel_calls import BF16
 
+from jax_attn_bwd import mods
 from jax_attn_bwd.ops.dot_product.cases import seen
+from jax_attn_bwd.ops.dot_product.kernels import functions, hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.kernel
 def visited(options, operands, rows, columns, by_key):
     """[B, tiles of one side, 4]; all and all full where the kernels are told nothing."""
     refs = kernel_tiles.inputs(options, operands, None)
-    found = kernel_tiles.bounds(options, refs, rows, columns, by_key)
+    found = hopper_bounds.bounds(options, refs, rows, columns, by_key)
     n_q, n_k = refs.q.shape[1] // rows, refs.k.shape[1] // columns
     outer, inner = (n_k, n_q) if by_key else (n_q, n_k)
     found = np.array([[[0, 0, inner, inner]] * outer]) if found is None else np.asarray(found)
@@ -90,3 +92,41 @@ def test_bounds_of_fixed_shapes_are_exact(shape, window, is_causal, blocks):
     np.testing.assert_array_equal(end - first, some.sum(-1))
     full = np.minimum(full_end, end) - np.maximum(full_first, first)
     np.testing.assert_array_equal(np.maximum(full, 0), every.sum(-1))
+
+
+HOLES = {
+    "window and first tokens": (mods.sliding_window(70) | mods.global_tokens(5), ()),
+    "far or near": (~mods.sliding_window(300, 300) | mods.sliding_window(9), ()),
+    "documents in turns": (mods.document, (np.repeat([0, 1, 2, 0, 1, 0], 128).astype(np.int32),)),
+    "causal": (mods.causal, ()),  # without holes
+}
+
+
+@pytest.mark.parametrize(
+    "blocks", [BLOCKS[1], *(pytest.param(b, marks=thorough) for b in BLOCKS[::2])], ids=str
+)
+@pytest.mark.parametrize("name", HOLES)
+def test_visited_are_the_tiles_of_the_evaluated_mask(name, blocks):
+    """Exactly: those of a hole are not visited, and those that are full are not compared."""
+    (mask, args), (rows, columns, by_key), n = HOLES[name], blocks, 768
+    args = tuple(map(jnp.asarray, args))
+    x, number = jnp.zeros((1, n, 1, 2), BF16), jnp.zeros(1, jnp.int32)
+    options = Options(scale=1.0, mask_mod=mask)
+    operands = Operands(x, x, x, mod_args=args, mod_batch=number, mod_heads=number)
+    refs, at = kernel_tiles.inputs(options, operands, None), jnp.arange(n)
+    options = functions.on_values(options, operands)
+    plane = np.asarray(mask(0, 0, at[:, None], at[None], *args))[None]
+    grid = n // rows, n // columns
+    some, every = tile_flags(plane, rows, columns, grid, [n])
+    each = hopper_bounds.bounds(options, refs, rows, columns, each=True)
+    if name == "causal":
+        assert each.shape == (1, grid[0], 4)
+        return
+    np.testing.assert_array_equal(each.words, np.where(every, 1, 2 * some))
+    some, every = (x[0].T if by_key else x[0] for x in (some, every))
+    (words,) = np.asarray(hopper_bounds.bounds(options, refs, rows, columns, by_key).words)
+    assert len(words) == len(some)
+    for (count, *steps), live, full in zip(words, some, every, strict=True):
+        visited = {step // 2: bool(step % 2) for step in steps[:count]}
+        assert list(visited) == np.flatnonzero(live).tolist()
+        assert visited == {j: not full[j] for j in visited}

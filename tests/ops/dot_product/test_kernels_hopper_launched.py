@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ops.dot_product.kernel_calls import BF16, OPERATOR, TILED, gpu, kernels, shapes, tiled
 
 import jax_attn_bwd
-from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd import dot_product_attention, mods
 from jax_attn_bwd._core import pallas
 
 NAME = "mosaic_gpu"
@@ -113,6 +113,45 @@ def test_only_what_is_asked_is_computed(wanted, bias, expected, deterministic):
     if bias is not None:
         arrays["bias"] = jax.ShapeDtypeStruct(bias, BF16)
     assert backward_kernels(wanted, arrays, deterministic=deterministic) == expected
+
+
+def by_lines(logits, batch, head, row, column, slopes, by_row, by_column, by_head):
+    near = slopes[head] * jnp.abs(row - column).astype(logits.dtype)
+    return (logits + by_row[batch, row]) * by_column[column] * by_head[head, column] - near
+
+
+def by_column(logits, batch, head, row, column, values):
+    return logits + values[column]
+
+
+ALIBI = mods.alibi, ((4,),)
+LINES = by_lines, ((4,), (2, 40), (70,), (4, 70))
+COLUMN = by_column, ((70,),)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "score", "options", "expected"),
+    [
+        ("query key value mod_args", ALIBI, {}, ["dkey_dvalue", "dq_drows"]),
+        ("query key value", ALIBI, {}, PAIR),
+        ("key mod_args", ALIBI, {"H": 160}, ["dkey", "drows"]),
+        ("mod_args", ALIBI, {}, ["drows"]),
+        # of heads that share keys each has sums of its own
+        ("query key value mod_args", LINES, {}, ["dcolumns", "dkey_dvalue", "dq_drows"]),
+        ("query key value mod_args", LINES, {"K": 4}, ["dcolumns_dkey_dvalue", "dq_drows"]),
+        ("query key value mod_args", COLUMN, {}, ["dcolumns_dkey_dvalue", "dq"]),
+        ("query key value mod_args", COLUMN, {"H": 160}, ["dcolumns_dkey", "dq", "dvalue"]),
+        ("value mod_args", COLUMN, {}, ["dcolumns", "dvalue"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=thorough)])
+def test_gradients_of_what_a_score_reads_are_summed_beside_others(
+    wanted, score, options, expected, deterministic
+):
+    function, sizes = score
+    arrays = shapes(**options) | {"mod_args": tuple(jax.ShapeDtypeStruct(x, np.float32) for x in sizes)}
+    assert backward_kernels(wanted, arrays, score_mod=function, deterministic=deterministic) == expected
 
 
 def test_nothing_differentiated_runs_the_forward_alone():

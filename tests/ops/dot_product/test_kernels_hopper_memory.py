@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
+from jax_attn_bwd.ops.dot_product.mod_cases import with_mod_args
 
 NAME = "mosaic_gpu"
 B, T, S, N, K = 3, 130, 190, 4, 2
@@ -29,9 +30,18 @@ ARRAYS = {
     "key_value_positions": ((B, S), jnp.int32),
     "query_segment_ids": ((B, T), jnp.int32),
     "key_value_segment_ids": ((B, S), jnp.int32),
+    "mod_args_0": ((B, T), jnp.float32),
+    "mod_args_1": ((S,), jnp.float32),
 }
 SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 DROPOUT = {"dropout_rate": 0.1}
+
+
+def lines(logits, batch, head, row, column, by_row, by_column):
+    """Its gradients are sums over keys and over queries."""
+    return logits * by_row[batch, row] + by_column[column]
+
+
 CALLS = {
     "plain": ((), {}),
     "any order": ((), {"deterministic": False}),
@@ -40,7 +50,7 @@ CALLS = {
     "segments and soft cap": (SEGMENTS, {"logits_soft_cap": 5.0, "is_causal": True}),
     "dropout": (("dropout_key",), DROPOUT),
     "bias": (("bias",), {}),
-    "everything": (tuple(ARRAYS), {**DROPOUT, "logits_soft_cap": 5.0, "is_causal": True}),
+    "everything": (tuple(ARRAYS), {**DROPOUT, "logits_soft_cap": 5.0, "is_causal": True, "score_mod": lines}),
 }
 
 
@@ -89,7 +99,8 @@ def test_scratch_fits_shared_memory(H, Hv, call, launched):
         inputs = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
         def loss(inputs):
-            out = dot_product_attention(**{**arrays, **inputs}, **options, implementation=NAME)
+            given = with_mod_args({**arrays, **inputs})
+            out = dot_product_attention(**given, **options, implementation=NAME)
             return out.astype(np.float32).sum()
 
         return jax.grad(loss)(inputs)

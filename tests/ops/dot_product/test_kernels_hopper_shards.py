@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jax_attn_bwd._core import pallas
 
 (OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
-CASES = [c for c in OPERATOR.tagged("shard") if c.name in ("shard_dropout", "shard_broadcast_bias")]
+NAMES = ("shard_dropout", "shard_broadcast_bias", "shard_mod")
+CASES = [c for c in OPERATOR.tagged("shard") if c.name in NAMES]
 pytestmark = [pytest.mark.kernel, thorough]
-AXES = {"query": "bTnH", "key": "bSnH", "value": "bSnH", "bias": "1n1S"}
+AXES = {"query": "bTnH", "key": "bSnH", "value": "bSnH", "bias": "1n1S", "mod_batch": "b", "mod_heads": "n"}
 
 
 def spec(axes):
@@ -39,7 +40,7 @@ def in_turn(f, out_specs, operands):
     def specs_of(operands):
         if hasattr(operands, "query"):  # Operands
             given = operands._asdict().items()
-            known = {n: None if x is None else spec(AXES.get(n, "")) for n, x in given}
+            known = {n: jax.tree.map(lambda _, n=n: spec(AXES.get(n, "")), x) for n, x in given}
             return operands._replace(**known)
         if hasattr(operands, "result"):  # Residuals
             result = operands.result
@@ -60,7 +61,7 @@ def in_turn(f, out_specs, operands):
     def join(spec, *parts):
         (w, x), (y, z) = parts[:2], parts[2:]
         heads = spec.index("n") if "n" in spec else None
-        rows = [jnp.concatenate(pair, heads) for pair in ((w, x), (y, z))]
+        rows = [sum(pair) if heads is None else jnp.concatenate(pair, heads) for pair in ((w, x), (y, z))]
         return jnp.concatenate(rows, spec.index("b")) if "b" in spec else rows[0] + rows[1]
 
     return jax.tree.map(join, made, *(pieces[p] for p in sorted(pieces)), is_leaf=is_spec)
@@ -78,7 +79,7 @@ def test_shards_fit_together(case, monkeypatch):
         outputs, pull = jax.vjp(call, {name: jnp.asarray(arrays[name]) for name in names})
         return outputs, pull(cotangents(OPERATOR, outputs))[0]
 
-    assert len(CASES) == 2
+    assert len(CASES) == len(NAMES)
     with pallas.interpreting("mosaic_gpu"):
         outputs, gradients = jax.jit(step, compiler_options=QUICK)()
         monkeypatch.setattr(pallas, "on_local_shards", in_turn)

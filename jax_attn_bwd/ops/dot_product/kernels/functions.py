@@ -55,12 +55,6 @@ def on_values(options: Options, operands: Operands) -> Options:
     return dataclasses.replace(options, mask_mod=mask, score_mod=score)
 
 
-def reads_floats(options: Options, operands: Operands) -> bool:
-    """Whether `score_mod` has a gradient by floats in `mod_args`."""
-    score = on_values(options, operands).score_mod
-    return isinstance(score, handed.OnValues) and handed.reads_floats(score)
-
-
 def floats_of_distance(options: Options, operands: Operands) -> int:
     """How many floats of each distance `score_mod` is handed."""
     score = on_values(options, operands).score_mod
@@ -162,9 +156,9 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
         return [read(x) for x in jaxpr.outvars]
 
     def call(*given):
-        closed = jax.make_jaxpr(function)(*given)
-        (result,) = evaluate(closed.jaxpr, closed.consts, given)
-        return result
+        closed, form = jax.make_jaxpr(function, return_shape=True)(*given)
+        results = evaluate(closed.jaxpr, closed.consts, given)
+        return jax.tree.unflatten(jax.tree.structure(form), results)
 
     return call
 
@@ -235,7 +229,8 @@ def _programs(options: Options) -> Iterator[tuple[str, Any]]:
 
         def back(logits, batch, head, row, column, *values):
             at = modifiers.Tile(batch, head, row, column, None)
-            return modifiers.pulled_back(options, logits, at, values, logits, to_args=False)[0]
+            values = tuple(jnp.broadcast_to(x, logits.shape) for x in values)
+            return modifiers.pulled_back(options, logits, at, values, logits, to_args=True)
 
         yield "score_mod", jax.make_jaxpr(score)(logits, *at, *given(score))
         yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at, *given(score))

@@ -134,18 +134,6 @@ def _as_before(x: Any, dtype: Any) -> Any:
     return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
 
 
-def reads_floats(function: OnValues) -> bool:
-    """Whether what it is handed has a gradient by floats in `mod_args`."""
-    floats = {i for i, (_, dtype) in enumerate(function.types) if jnp.issubdtype(dtype, jnp.floating)}
-
-    def reads(value):
-        if not jnp.issubdtype(value.aval.dtype, jnp.floating):
-            return False
-        return value.argument in floats or any(map(reads, value.inputs))
-
-    return any(map(reads, function.cut.handed))
-
-
 def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
     """Why a kernel cannot be handed what it reads of arrays; None if it can.
 

@@ -2,13 +2,14 @@
 
 XLA computes delta (7) and the gradient of the sink (9); the rest are kernels:
 
-    hopper_query_gradients.py   dq; row sums of dlogits; the gradient of a full bias
-    hopper_key_gradients.py     dk and dv; column sums of dlogits; the fused kernel
+    hopper_query_gradients.py   dq; sums over keys; the gradient of a full bias
+    hopper_key_gradients.py     dk and dv; sums over queries; the fused kernel
 
 The pair dq; dk, dv needs seven products a tile and no workspace beyond two row values, adds in one order,
 and gives the same bits every time. With `deterministic=False` the fused kernel needs five; under `jax.vmap`
 the pair runs all the same. A bias gradient is summed in the kernels over what the bias broadcasts: never more
-than the gradient itself is stored.
+than the gradient itself is stored. The gradient of what `score_mod` reads of arrays, by row or
+by column, is summed beside dq or dk, and XLA pulls it back to the arrays.
 
 References:
   Shah et al., FlashAttention-3, 2024, arXiv:2407.08608.
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import mosaic_gpu, pallas, trees
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
@@ -71,34 +73,62 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv = operands.value.shape[-1]
     saved, dsink = _prepare(options, residuals, dout, dlse, keys)
-    options = functions.on_values(options, operands)
+    given, options = options, functions.on_values(options, operands)
     made = {}
     qkv = wanted & {"query", "key", "value"}
+    sides = gradients.value_sides(saved.refs) if "mod_args" in wanted else []
     if not options.deterministic and len(qkv) == 3 and by_key.can_fuse(options, saved):
         made = by_key.key_gradients(options, interpret, saved, qkv)
     else:
-        if "query" in qkv:
-            made["query"] = by_query.query_gradients(options, interpret, saved)["query"]
-        rest = qkv - {"query"}
-        # the accumulators of dk and dv fit the registers together up to H = 128
-        for names in [rest] if saved.head <= 128 else [frozenset({name}) for name in sorted(rest)]:
-            made |= by_key.key_gradients(options, interpret, saved, names) if names else {}
+        if names := wanted & {"query"} | ({"rows"} if 0 in sides else set()):
+            made |= by_query.query_gradients(options, interpret, saved, names)
+        for names in _by_key(options, wanted & {"key", "value"}, saved, 1 in sides):
+            made |= by_key.key_gradients(options, interpret, saved, names)
 
     grads: dict[str, Any] = {}
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
-    for name, x in made.items():
+    for name in qkv:
         n, heads, h = shapes[name]
-        grads[name] = x[:, :n, :, :h].reshape(*batch, n, heads, h)
+        grads[name] = made[name][:, :n, :, :h].reshape(*batch, n, heads, h)
     if "bias" in wanted:
         grads["bias"] = _bias_gradient(options, interpret, saved, operands)
     if "sink" in wanted:
         grads["sink"] = dsink
-    if "mod_args" in wanted:  # which masks alone read
-        grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(operands.mod_args))
+    if "mod_args" in wanted:
+        dvalues = _of_values(sides, made)
+        grads["mod_args"] = kernel_inputs.mod_args_gradient(given, operands, tiles.PADDING, dvalues)
     like = lambda name: trees.floats(getattr(operands, name))
     return DotProductAttentionGrads(
         **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
+
+
+def _by_key(
+    options: Options, names: frozenset[str], saved: Saved, with_columns: bool
+) -> list[frozenset[str]]:
+    """What each kernel by tiles of keys makes of `names`, dk and dv, and of sums over queries."""
+    # the accumulators of dk and dv fit the registers together up to H = 128
+    crowded = options.dropout_rate and options.score_mod is not None  # whose terms take some of them
+    together = saved.head <= (64 if crowded else 128)
+    parts = [names] if together else [frozenset({name}) for name in sorted(names)]
+    if with_columns:
+        # beside dk the query heads of a group are added up; what differs from head to head is not to be
+        values = [x for x in saved.refs.score_values if x.dtype == jnp.float32 and x.shape[-1] != 1]
+        shared = saved.refs.q.shape[2] == saved.refs.k.shape[2] or all(x.shape[1] == 1 for x in values)
+        beside = "key" if shared else None
+        parts = [part | {"columns"} if beside in part else part for part in parts]
+        if not any("columns" in part for part in parts):
+            parts.append(frozenset({"columns"}))
+    return [part for part in parts if part]
+
+
+def _of_values(sides: list[int], made: dict[str, Any]) -> list[jax.Array]:
+    """Of each float that the score is handed, `[B, N, T|1, S|1]`, from the sums of kernels."""
+    lines = lambda name: iter(
+        [made[name][:, :, i] for i in range(made[name].shape[2])] if name in made else []
+    )
+    rows, columns = lines("rows"), lines("columns")
+    return [next(columns)[..., None, :] if side else next(rows)[..., None] for side in sides]
 
 
 def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | None]:
@@ -125,7 +155,8 @@ def _bias_gradient(options, interpret, saved: Saved, operands: Operands) -> jax.
     if shape[-2] != 1 and shape[-1] != 1:
         dbias = by_query.full_bias_gradient(options, interpret, saved)[..., :T, :S]
     elif shape[-1] != 1:
-        dbias = by_key.key_gradients(options, interpret, saved, frozenset({"bias"}))["bias"][..., None, :S]
+        dbias = by_key.key_gradients(options, interpret, saved, frozenset({"bias"}))["bias"][..., :S]
     else:
-        dbias = by_query.query_gradients(options, interpret, saved, bias=True)["bias"][..., :T, None]
+        sums = by_query.query_gradients(options, interpret, saved, frozenset({"bias"}))["bias"]
+        dbias = sums[:, :, 0, :T, None]
     return kernel_inputs.bias_gradient(dbias, operands)

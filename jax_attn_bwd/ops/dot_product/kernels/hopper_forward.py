@@ -24,10 +24,10 @@ from jax_attn_bwd._core import dropout, hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import ROWS, WGMMA
 from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import tie
-from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels import functions, hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LN_2, LOG2_E, Bounds, Inputs, Tile, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LN_2, LOG2_E, Inputs, Tile, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 supports = tiles.unsupported
@@ -70,7 +70,7 @@ def _forward(options, tiling, interpret, operands, keys):
     rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
     refs = tiles.inputs(options, operands, keys)
     options = functions.on_values(options, operands)
-    refs = refs._replace(bounds=tiles.bounds(options, refs, rows, tiling.block_k))
+    refs = refs._replace(bounds=hopper_bounds.bounds(options, refs, rows, tiling.block_k))
     refs = pallas.vary_alike(refs)
     kernel = partial(_kernel, options, tiling)
     out, *row_values = mosaic_gpu.launch(
@@ -138,18 +138,20 @@ def _kernel(
     groups = refs.q.shape[2] // refs.k.shape[2]
     wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
-    bounds = Bounds.load(refs, b, i, refs.k.shape[1] // bk)
+    load_bounds = partial(hopper_bounds.load, refs, b, i, refs.k.shape[1] // bk)
+    # a list has more to be read, and what is known before the warpgroups part costs registers
+    known = None if isinstance(refs.bounds, hopper_bounds.Listed) else load_bounds()
 
     @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
-        head = lax.div(n, jnp.int32(groups))
+        head, bounds = lax.div(n, jnp.int32(groups)), known or load_bounds()
 
         def keys(ref):
-            return lambda step: [ref.at[b, pl.ds((bounds.first + step) * bk, bk), head]]
+            return lambda step: [ref.at[b, pl.ds(bounds.tile(step) * bk, bk), head]]
 
         hopper.stream(
-            bounds.end - bounds.first,
+            bounds.count,
             stages,
             [(keys(refs.k), [k_tiles], k_loaded, k_free), (keys(refs.v), [v_tiles], v_loaded, v_free)],
         )
@@ -157,13 +159,13 @@ def _kernel(
     @pl.when(wg < tiles.COMPUTE_WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
-        row = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq
+        row, bounds = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq, known or load_bounds()
         plgpu.copy_gmem_to_smem(refs.q.at[b, pl.ds(row, bq), n], q_tile.at[wg], q_loaded.at[wg])
         plgpu.barrier_wait(q_loaded.at[wg])
         pl.when(wg == 1)(partial(hopper.meet, turn))  # warpgroup 0 has the first turn
 
         def step(t, carry):
-            j, slot = bounds.first + t, lax.rem(t, jnp.int32(stages))
+            slot = lax.rem(t, jnp.int32(stages))
             mine = wg + bounds.opaque_zero() if wide else wg
             plgpu.barrier_wait(k_loaded.at[slot])
 
@@ -174,8 +176,8 @@ def _kernel(
 
             s = pl.run_scoped(product, plgpu.ACC((bq, bk), jnp.float32))
             plgpu.barrier_arrive(k_free.at[slot])
-            tile = Tile(b, n, row, j * bk, (bq, bk))
-            decay, p, m, l = _softmax(options, refs, s, tile, bounds.mixed(j), *carry[1:])
+            tile = Tile(b, n, row, bounds.tile(t) * bk, (bq, bk))
+            decay, p, m, l = _softmax(options, refs, s, tile, bounds.mixed(t), *carry[1:])
             acc = carry[0] * lax.broadcast_in_dim(decay, carry[0].shape, [0])
             acc, m, l, p = lax.optimization_barrier((acc, m, l, p))
             plgpu.barrier_arrive(turn)
@@ -186,8 +188,8 @@ def _kernel(
             return acc, m, l
 
         # steps count from 0: a carry that starts with a value from memory would vary over mesh axes
-        start, count = _initial(options, refs, bq, n), bounds.end - bounds.first
-        acc, m, l = lax.fori_loop(jnp.int32(0), count, step, start)
+        start = _initial(options, refs, bq, n)
+        acc, m, l = lax.fori_loop(jnp.int32(0), bounds.count, step, start)
         pl.when(wg == 0)(partial(hopper.meet, turn))
 
         factor = dropout.survivor_factor(options.dropout_rate) if options.dropout_rate else 1.0

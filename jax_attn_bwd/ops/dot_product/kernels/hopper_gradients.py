@@ -6,10 +6,12 @@ Equation numbers are those of `backward.py`.
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import dropout, pallas
+from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Inputs, Tile
 from jax_attn_bwd.ops.dot_product.spec import Options
@@ -22,9 +24,9 @@ class Saved(NamedTuple):
     dout: Any  # [B, T, N, Hv]
     rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
 
-    def bounded(self, options: Options, rows: int, columns: int, by_key: bool = False) -> "Saved":
-        """With the bounds of a kernel's tiles."""
-        found = tiles.bounds(options, self.refs, rows, columns, by_key)
+    def bounded(self, options: Options, rows: int, columns: int, **how: bool) -> "Saved":
+        """With the bounds of a kernel's tiles; `how` as in `hopper_bounds.bounds`."""
+        found = hopper_bounds.bounds(options, self.refs, rows, columns, **how)
         return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found)))
 
     def row_loaders(self, tile: Tile) -> list[Any]:
@@ -38,26 +40,61 @@ class Saved(NamedTuple):
         return max(self.refs.q.shape[-1], self.refs.v.shape[-1])
 
 
+def value_sides(refs: Inputs) -> list[int]:
+    """Of each float that `score_mod` is handed: 0 if it belongs to a row or to all of them, 1 to a column."""
+    return [int(x.shape[-1] != 1) for x in refs.score_values if x.dtype == jnp.float32]
+
+
 def at_hand(x):
     """The loader of a value that is in registers."""
     return lambda: x
 
 
-def probabilities(options, refs: Inputs, products, tile: Tile, mixed, rows, of_bias=False):
-    """(p (2), what dlogits are multiplied by) from products q k^T; `rows` load lse, delta and low.
+class Weights(NamedTuple):
+    """What a tile weighs, and what is left of the way from its dlogits (8) to dx (10).
 
-    That is the slope of `score_mod` (8a), and unless they are for a bias that of the soft cap (10); None = 1.
+    Attributes:
+      p: (2).
+      slope: what p is multiplied by for dlogits, of the soft cap (10) and of `score_mod` (8a); None = 1.
+      later: what dlogits are multiplied by, where that is not to be in p.
+      before: what `score_mod` was handed, if its derivative is in neither.
+    """
+
+    p: Any
+    slope: Any = None
+    later: Any = None
+    before: Any = None
+
+    def with_slope(self) -> jax.Array:
+        """P, times the slope."""
+        return self.p if self.slope is None else self.p * self.slope
+
+    def left(self) -> "Weights":
+        """What is left of them when p is used."""
+        return self._replace(p=None, slope=None)
+
+
+def weights(
+    options, refs: Inputs, products, tile: Tile, mixed, rows, of_bias=False, to_values=False
+) -> Weights:
+    """From products q k^T; `rows` load lse, delta and low.
+
+    What is for a bias has no slope of the soft cap. For the values of the score its derivative is taken of
+    dlogits. With dropout the sign of p says what is dropped: a slope that may be negative comes later.
     """
     logits = tiles.logits(options, refs, products, tile, mixed)
     lse, *_ = rows
     low = (lambda: tile.spread(rows[2](), 0)) if len(rows) > 2 else None
     p, slope = logits.exp(tile.spread(lse(), 0), low), None if of_bias else logits.slope
-    if logits.before is not None:
-        p = jnp.where(tile.spread(lse(), 0) == jnp.inf, 0.0, p)  # a score may be NaN in rows of padding
-        by_score = tiles.score_slope(options, refs, logits.before, tile)
-        by_score = jnp.where(p == 0.0, 0.0, by_score)  # what is hidden may have no derivative
-        slope = by_score if slope is None else by_score * slope
-    return p, slope
+    if logits.before is None:
+        return Weights(p, slope)
+    p = jnp.where(tile.spread(lse(), 0) == jnp.inf, 0.0, p)  # a score may be NaN in rows of padding
+    if to_values:
+        return Weights(p, later=slope, before=logits.before)
+    by_score = tiles.score_slope(options, refs, logits.before, tile)
+    by_score = jnp.where(p == 0.0, 0.0, by_score)  # what is hidden may have no derivative
+    by_score = by_score if slope is None else by_score * slope
+    return Weights(p, later=by_score) if options.dropout_rate else Weights(p, by_score)
 
 
 def signed(options, refs: Inputs, p, tile: Tile):
@@ -77,6 +114,17 @@ def dlogits(options, p, dp, tile: Tile, rows):
     """(8), from signed p; times the slope of the soft cap if that is in p already."""
     dp = survivors(options, p, dp) - tile.spread(rows[1](), 0)
     return (jnp.abs(p) if options.dropout_rate else p) * dp
+
+
+def through_score(options, refs: Inputs, found: Weights, tile: Tile, dlogits, side=None):
+    """(dx, of each of the `value_sides` that are `side` what elements add to its gradient) from dlogits."""
+    dx, dvalues = dlogits, []
+    if found.before is not None:
+        through = tiles.pulled_back(options, refs, found.before, tile, dlogits)
+        # what is hidden may have no derivative
+        dx, dvalues = jax.tree.map(lambda x: jnp.where(dlogits == 0.0, 0.0, x), through)
+        dvalues = [x for x, of in zip(dvalues, value_sides(refs), strict=True) if of == side]
+    return dx if found.later is None else dx * found.later, dvalues
 
 
 def zeros(shape, layout):

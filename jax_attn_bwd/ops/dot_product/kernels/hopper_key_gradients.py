@@ -1,4 +1,4 @@
-"""Hopper backward of dense attention by tiles of keys: dk, dv, and the gradient of a bias that has no rows.
+"""Hopper backward of dense attention by tiles of keys: dk, dv, and sums over queries for a bias or a score.
 
 Products per tile, held transposed (equation numbers of `backward.py`):
 
@@ -22,10 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import COLUMNS, ROWS
+from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
-from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Bounds, Tile, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Tile, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Options
 
 
@@ -62,19 +63,19 @@ def can_fuse(options: Options, saved: Saved) -> bool:
 def key_gradients(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]) -> dict[str, Any]:
     """Of "key" and "value", those in `wanted`: dk [B, S, K, H] and dv [B, S, K, Hv].
 
-    All three with "query": the fused kernel. "bias" alone: column sums of dlogits, float32 [B, N, S].
+    All three with "query": the fused kernel. Sums over queries are float32 [B, heads, sums, S]: "columns",
+    of each of the `value_sides` that are 1, beside dk of key heads, or by themselves of query heads; "bias",
+    of dlogits, by themselves.
     """
     fused = "query" in wanted
     tiling = default_tiling(options, saved)
     wgs, block_k = tiles.COMPUTE_WARPGROUPS, tiling.block_k
     saved = saved.bounded(options, tiling.block_q, wgs * block_k, by_key=True)
-    (B, S, K, H), Hv, dtype = saved.refs.k.shape, saved.refs.v.shape[-1], saved.refs.q.dtype
-    heads = saved.refs.q.shape[2] if "bias" in wanted else K
-    types = {
-        "key": ((B, S, K, H), dtype),
-        "value": ((B, S, K, Hv), dtype),
-        "bias": ((B, heads, S), jnp.float32),
-    }
+    (B, S, K, _), dtype = saved.refs.k.shape, saved.refs.q.dtype
+    heads = K if wanted & {"key", "value"} else saved.refs.q.shape[2]
+    sums = gradients.value_sides(saved.refs).count(1) if "columns" in wanted else 1
+    types = {"key": (saved.refs.k.shape, dtype), "value": (saved.refs.v.shape, dtype)}
+    types |= dict.fromkeys(("bias", "columns"), ((B, heads, sums, S), jnp.float32))
     names = sorted(wanted - {"query"})
     out_types = [pallas.out_type(*types[name], saved) for name in names]
     run = mosaic_gpu.launch(
@@ -82,7 +83,7 @@ def key_gradients(options: Options, interpret: bool, saved: Saved, wanted: froze
         f"attention_d{'_d'.join(sorted(wanted))}",
         interpret=interpret,
         out_type=() if fused else out_types,
-        scratch=_scratch(tiling, saved, fused, interpret),
+        scratch=_scratch(tiling, saved, sums, fused, interpret),
         grid={"k_tile": S // (wgs * block_k), "head": heads, "batch": B},
         warpgroups=wgs + 1,
     )
@@ -104,7 +105,7 @@ class _Shared(NamedTuple):
     dout_tiles: Any  # [stages, block_q, Hv]
     row_tiles: Any  # float32 [stages, 2|3, block_q], of `Saved.rows`
     token_tiles: dict[str, Any]  # int32 [stages, block_q], by the field of `Inputs` that has a value a query
-    sums: Any  # float32 [wgs, block_k], column sums of dlogits
+    sums: Any  # float32 [wgs, sums, block_k], over queries
     loaded: Any  # barriers: k and v of a warpgroup
     q_loaded: Any  # q with row values and tokens of a stage
     dout_loaded: Any
@@ -114,7 +115,7 @@ class _Shared(NamedTuple):
     spare: Any = None  # of the interpreter, see `hopper.product`: for p and dx of each warpgroup
 
 
-def _scratch(tiling: Tiling, saved: Saved, fused: bool, interpret: bool) -> dict[str, Any]:
+def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bool) -> dict[str, Any]:
     """The types of `_Shared`."""
     H, Hv, dtype = saved.refs.k.shape[-1], saved.refs.v.shape[-1], saved.refs.q.dtype
     bq, bk, stages, wgs = tiling.block_q, tiling.block_k, tiling.stages, tiles.COMPUTE_WARPGROUPS
@@ -129,7 +130,7 @@ def _scratch(tiling: Tiling, saved: Saved, fused: bool, interpret: bool) -> dict
         dout_tiles=tile((stages, bq, Hv), dtype),
         row_tiles=plgpu.SMEM((stages, saved.rows.shape[2], bq), jnp.float32),
         token_tiles={name: plgpu.SMEM((stages, bq), jnp.int32) for name in tokens},
-        sums=plgpu.SMEM((wgs, bk), jnp.float32),
+        sums=plgpu.SMEM((wgs, sums, bk), jnp.float32),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
         q_loaded=ring(num_arrivals=2 + len(tokens)),
         dout_loaded=ring(),
@@ -152,7 +153,7 @@ class _Block(NamedTuple):
 
     options: Options
     tiling: Tiling
-    names: list[str]  # what is summed: "key", "value" or both, or "bias" alone
+    names: list[str]  # what is summed, in the order of the results
     saved: Saved
     shared: _Shared
     b: Any
@@ -165,23 +166,23 @@ class _Block(NamedTuple):
     def refs(self) -> tiles.Inputs:
         return self.saved.refs
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> Any:
         """The tiles of queries that see the block.
 
         Each warpgroup asks for itself: what is known before they part costs registers.
         """
-        return Bounds.load(self.refs, self.b, self.j, self.refs.q.shape[1] // self.tiling.block_q)
+        return hopper_bounds.load(self.refs, self.b, self.j, self.refs.q.shape[1] // self.tiling.block_q)
 
-    def steps(self, bounds: Bounds) -> Any:
+    def steps(self, bounds: Any) -> Any:
         """How many (query head, tile of queries) the block visits."""
-        return (bounds.end - bounds.first) * self.groups
+        return bounds.count * self.groups
 
-    def at(self, bounds: Bounds, step: Any) -> tuple[Any, Any]:
-        """(query head, tile of queries) of a step."""
+    def at(self, step: Any) -> tuple[Any, Any]:
+        """(query head, step of the bounds) of a step."""
         if self.groups == 1:
-            return self.head, bounds.first + step
+            return self.head, step
         g = jnp.int32(self.groups)
-        return self.head * g + lax.rem(step, g), bounds.first + lax.div(step, g)
+        return self.head * g + lax.rem(step, g), lax.div(step, g)
 
 
 def _kernel(
@@ -190,7 +191,7 @@ def _kernel(
     b, head, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
     j = lax.axis_index("k_tile")
     groups, key_head = saved.refs.q.shape[2] // saved.refs.k.shape[2], head
-    if names == ["bias"]:
+    if not {"key", "value"} & {*names}:
         key_head, groups = lax.div(head, jnp.int32(groups)), 1
     block = _Block(options, tiling, names, saved, _Shared(**scratch), b, head, key_head, j, groups)
     wgs = tiles.COMPUTE_WARPGROUPS
@@ -203,22 +204,22 @@ def _load(block: _Block) -> None:
     plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
     bounds, refs, shared, bq = block.bounds(), block.refs, block.shared, block.tiling.block_q
 
-    def rows_of(ref: Any, step: Any) -> Any:
-        n, i = block.at(bounds, step)
-        return ref.at[block.b, pl.ds(i * bq, bq), n]
+    def place(step: Any) -> tuple[Any, Any]:
+        n, t = block.at(step)
+        return n, pl.ds(bounds.tile(t) * bq, bq)
 
     def q_and_row_values(step):
-        n, i = block.at(bounds, step)
-        span = pl.ds(i * bq, bq)
+        n, span = place(step)
         tokens = [getattr(refs, name) for name in shared.token_tiles]
         return [
-            rows_of(refs.q, step),
+            refs.q.at[block.b, span, n],
             block.saved.rows.at[block.b, n, :, span],
             *(x.at[tiles.at(x, 0, block.b), span] for x in tokens),
         ]
 
     def dout(step):
-        return [rows_of(block.saved.dout, step)]
+        n, span = place(step)
+        return [block.saved.dout.at[block.b, span, n]]
 
     q_targets = [shared.q_tiles, shared.row_tiles, *shared.token_tiles.values()]
     rings = [
@@ -241,39 +242,40 @@ def _compute(block: _Block, wg: Any, results: tuple[Any, ...]) -> None:
     dq_ref, *outputs = results if shared.exchange else (None, *results)
     run = partial(_step, block, wg, bounds, column, dq_ref)
 
-    def column_sums():
-        start = gradients.zeros((bk,), ROWS)
-        return [lax.fori_loop(jnp.int32(0), block.steps(bounds), partial(run, {}), start)]
+    def accumulate(*given):
+        by_name = dict(zip(accs, given, strict=True))
+        start = [gradients.zeros((bk,), ROWS)] * (shared.sums.shape[1] if len(accs) < len(names) else 0)
+        totals = lax.fori_loop(jnp.int32(0), block.steps(bounds), partial(run, by_name), start)
+        return {name: acc[...] for name, acc in by_name.items()}, totals
 
-    def accumulate(*accs):
-        by_name = dict(zip(names, accs, strict=True))
-        lax.fori_loop(jnp.int32(0), block.steps(bounds), partial(run, by_name), ())
-        return [by_name[name][...] for name in names]
-
-    if names == ["bias"]:
-        totals = column_sums()
-    else:
-        sizes = {"key": refs.k.shape[-1], "value": refs.v.shape[-1]}
-        accs = [plgpu.ACC((bk, sizes[name]), jnp.float32) for name in names]
-        totals = pl.run_scoped(accumulate, *accs)
+    sizes = {"key": refs.k.shape[-1], "value": refs.v.shape[-1]}
+    accs = {name: plgpu.ACC((bk, sizes[name]), jnp.float32) for name in names if name in sizes}
+    made, totals = pl.run_scoped(accumulate, *accs.values()) if accs else accumulate()
     if shared.exchange:  # the other warpgroup may still read this one's keys, whose place dk takes
         hopper.meet(shared.exchange["written"])
-    for name, total, result in zip(names, totals, outputs, strict=True):
-        place = (block.b, block.head, pl.ds(column, bk)) if name == "bias" else keys
-        _write(block, name, total, wg, result.at[place])
+    for name, result in zip(names, outputs, strict=True):
+        if name == "key":
+            _write(shared.k_tile.at[wg], made[name] * block.options.scale, result.at[keys])
+        elif name == "value":
+            _write(shared.v_tile.at[wg], made[name], result.at[keys])
+        else:
+            for line, total in enumerate(totals):
+                place = (block.b, block.head, line, pl.ds(column, bk))
+                _write(shared.sums.at[wg, line], total, result.at[place])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(block: _Block, wg, bounds: Bounds, column, dq_ref, accs: dict[str, Any], step, total):
-    """Adds a tile of queries to `accs`, or to the column sums `total`, which it returns."""
+def _step(block: _Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], step, totals):
+    """Adds a tile of queries to `accs`, and to the sums `totals`, which it returns."""
     shared, names, (bq, bk) = block.shared, block.names, (block.tiling.block_q, block.tiling.block_k)
     slot = lax.rem(step, jnp.int32(block.tiling.stages))
     mine = wg + bounds.opaque_zero() if block.saved.head > 128 or shared.exchange else wg
-    n, i = block.at(bounds, step)
+    n, t = block.at(step)
+    row = bounds.tile(t) * bq
     staged = {
         name: partial(mosaic_gpu.load, x.at[slot], layout=COLUMNS) for name, x in shared.token_tiles.items()
     }
-    tile = Tile(block.b, n, i * bq, column, (bk, bq), transposed=True, staged=staged)
+    tile = Tile(block.b, n, row, column, (bk, bq), transposed=True, staged=staged)
     plgpu.barrier_wait(shared.q_loaded.at[slot])
     plgpu.barrier_wait(shared.dout_loaded.at[slot])
 
@@ -283,18 +285,18 @@ def _step(block: _Block, wg, bounds: Bounds, column, dq_ref, accs: dict[str, Any
         hopper.product(accs["value"], z_p, shared.dout_tiles.at[slot], spare)
 
     acc = plgpu.ACC((bk, bq), jnp.float32)
-    here = _Here(bounds, i, tile, mine, slot)
-    dlogits = pl.run_scoped(partial(_dlogits, block, here, add_dv if "value" in names else None), acc, acc)
-    if "bias" in names:
-        total = total + dlogits.sum(axis=1)
+    here = _Here(bounds, t, tile, mine, slot)
+    dx, added = pl.run_scoped(partial(_dx, block, here, add_dv if "value" in names else None), acc, acc)
+    totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
+    if not accs:
         plgpu.commit_smem()  # no product comes between reading the row values and their next load
     if "key" in names:  # (11)
-        dx = dlogits.astype(block.refs.q.dtype)
+        dx = dx.astype(block.refs.q.dtype)
         spare = shared.spare and shared.spare.at[1, wg]
         hopper.product(accs["key"], dx, shared.q_tiles.at[slot], spare)
         if shared.exchange:
             there = dq_ref.at[block.b, :, n]
-            _add_dq(dx, shared.k_tile, there, i * bq, step, spare is not None, **shared.exchange)
+            _add_dq(dx, shared.k_tile, there, row, step, spare is not None, **shared.exchange)
         elif "value" in names:
             plgpu.wgmma_wait(1)  # all but the product just started: dout has been read
     if names == ["value"]:
@@ -303,28 +305,28 @@ def _step(block: _Block, wg, bounds: Bounds, column, dq_ref, accs: dict[str, Any
     if "key" in names:
         plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(shared.q_free.at[slot])
-    return total
+    return totals
 
 
 class _Here(NamedTuple):
     """Where a computing warpgroup is in its loop."""
 
-    bounds: Bounds
-    i: Any  # tile of queries
+    bounds: Any
+    t: Any  # their step
     tile: Tile
     mine: Any  # place of its k and v in shared memory
     slot: Any  # place of q and dout
 
 
-def _dlogits(
+def _dx(
     block: _Block, here: _Here, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
-) -> jax.Array | None:
-    """The dlogits of a tile; for dk times the slope of the soft cap, for a bias without it.
+) -> tuple[jax.Array | None, list[jax.Array]]:
+    """(dx of a tile, for a bias without the slope of the soft cap; what it adds to the sums).
 
-    Hands p to `add_dv`, if that is given, as soon as p is known; None if dv alone is asked for.
+    Hands p to `add_dv`, if that is given, as soon as p is known; no dx if dv alone is asked for.
     """
     shared, names, saved, options = block.shared, block.names, block.saved, block.options
-    bounds, i, tile, mine, slot = here
+    bounds, t, tile, mine, slot = here
     keys, values = shared.k_tile.at[mine], shared.v_tile.at[mine]
     queries, dout = shared.q_tiles.at[slot].T, shared.dout_tiles.at[slot].T
     plgpu.wgmma(s_acc, keys, queries)
@@ -336,30 +338,29 @@ def _dlogits(
         for r in range(saved.rows.shape[2])
     ]
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(early))
-    mixed, of_bias = bounds.mixed(i), "bias" in names
-    p, slope = gradients.probabilities(options, block.refs, s, tile, mixed, rows, of_bias)
-    p = gradients.signed(options, block.refs, p, tile)
+    side = 1 if "columns" in names else None
+    how = {"of_bias": "bias" in names, "to_values": side is not None}
+    found = gradients.weights(options, block.refs, s, tile, bounds.mixed(t), rows, **how)
+    p = gradients.signed(options, block.refs, found.p, tile)
     if add_dv is not None:
         add_dv(p)
     if names == ["value"]:
-        return None
-    if slope is not None:
-        p = p * slope
+        return None, []
+    p = found._replace(p=p).with_slope()
     if not early:
         plgpu.wgmma(dp_acc, values, dout)
     in_flight = int(early and add_dv is not None)  # the product for dv started after that for dp
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=in_flight)
-    return gradients.dlogits(options, p, dp, tile, rows)
+    dlogits = gradients.dlogits(options, p, dp, tile, rows)
+    dx, dvalues = gradients.through_score(options, block.refs, found, tile, dlogits, side)
+    return dx, [dx] if "bias" in names else dvalues
 
 
-def _write(block: _Block, name: str, total: jax.Array, wg: Any, there: Any) -> None:
+def _write(there: Any, total: jax.Array, result: Any) -> None:
     """Starts the copy of a warpgroup's sum to its place in global memory, by way of shared memory."""
-    shared = block.shared
-    target = {"key": shared.k_tile, "value": shared.v_tile, "bias": shared.sums}[name].at[wg]
-    total = total * block.options.scale if name == "key" else total
-    target[...] = total.astype(target.dtype)
+    there[...] = total.astype(there.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(target, there)
+    plgpu.copy_smem_to_gmem(there, result)
 
 
 def _add_dq(dx, k_tile, dq_ref, row, step, interpret, *, dx_tiles, dq_tile, written):

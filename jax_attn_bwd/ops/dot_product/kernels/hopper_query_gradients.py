@@ -19,19 +19,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import ROWS, WGMMA
+from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
-from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Bounds, Tile, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Tile, Tiling
 from jax_attn_bwd.ops.dot_product.spec import Options
 
 
-def default_tiling(options: Options, saved: Saved) -> Tiling:
-    """Of the dq kernel and that of a full bias: block_q rows a warpgroup, steps of block_k keys."""
+def default_tiling(options: Options, saved: Saved, of_values: bool = False) -> Tiling:
+    """Of the dq kernel and that of a full bias: block_q rows a warpgroup, steps of block_k keys.
+
+    `of_values`: with the sums for what a score reads, whose terms take registers of their own.
+    """
     if saved.head > 128:
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
     crowded = options.logits_soft_cap is not None and (saved.refs.mask_values or options.score_mod)
-    if saved.head > 64 and (options.dropout_rate or crowded):
+    if saved.head > 64 and (options.dropout_rate or crowded or of_values):
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
     busy = options.dropout_rate or options.logits_soft_cap is not None or saved.refs.bias is not None
     busy = busy or options.score_mod is not None
@@ -39,13 +43,21 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
     return Tiling(block_q=64, block_k=128 if wide else 64, stages=2)
 
 
-def query_gradients(options: Options, interpret: bool, saved: Saved, bias: bool = False) -> dict[str, Any]:
-    """{"query": dq [B, T, N, H]}, or with `bias` {"bias": row sums of dlogits, float32 [B, N, T]}."""
-    tiling = default_tiling(options, saved)
+def query_gradients(
+    options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Of `wanted`, in one pass: dq and sums over keys, float32.
+
+    "query"     dq [B, T, N, H]
+    "rows"      [B, N, sums, T], for each of the `value_sides` that are 0 what its elements add up to
+    "bias"      [B, N, 1, T], row sums of dlogits; not beside the others
+    """
+    tiling = default_tiling(options, saved, "rows" in wanted)
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     wgs = tiles.COMPUTE_WARPGROUPS
     saved = saved.bounded(options, wgs * bq, bk)
     (B, T, N, H), Hv, dtype = saved.refs.q.shape, saved.refs.v.shape[-1], saved.refs.q.dtype
+    sums = gradients.value_sides(saved.refs).count(0) if "rows" in wanted else 1
     ring = partial(plgpu.Barrier, num_barriers=stages)
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
     scratch = dict(
@@ -53,7 +65,7 @@ def query_gradients(options: Options, interpret: bool, saved: Saved, bias: bool 
         dout_tile=tile((wgs, bq, Hv), dtype),
         k_tiles=tile((stages, bk, H), dtype),
         v_tiles=tile((stages, bk, Hv), dtype),
-        sums=plgpu.SMEM((wgs, bq), jnp.float32),
+        sums=plgpu.SMEM((wgs, sums, bq), jnp.float32),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
         k_loaded=ring(),
         v_loaded=ring(),
@@ -62,25 +74,24 @@ def query_gradients(options: Options, interpret: bool, saved: Saved, bias: bool 
     )
     if interpret:
         scratch["spare"] = tile((wgs, bq, bk), dtype)
-    made = (
-        pallas.out_type((B, N, T), jnp.float32, saved)
-        if bias
-        else pallas.out_type((B, T, N, H), dtype, saved)
-    )
-    result = mosaic_gpu.launch(
-        partial(_queries_kernel, options, tiling, bias),
-        "attention_dbias_rows" if bias else "attention_dq",
+    types: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(wanted, ((B, N, sums, T), jnp.float32)) | {
+        "query": ((B, T, N, H), dtype)
+    }
+    names = sorted(wanted)
+    results = mosaic_gpu.launch(
+        partial(_queries_kernel, options, tiling, names),
+        "_".join(["attention", *({"query": "dq", "bias": "dbias_rows", "rows": "drows"}[n] for n in names)]),
         interpret=interpret,
-        out_type=made,
+        out_type=[pallas.out_type(*types[name], saved) for name in names],
         scratch=scratch,
         grid={"q_tile": T // (wgs * bq), "head": N, "batch": B},
         warpgroups=wgs + 1,
     )(saved)
-    return {"bias" if bias else "query": result}
+    return dict(zip(names, results, strict=True))
 
 
 def _queries_kernel(
-    options: Options, tiling: Tiling, bias: bool, saved: Saved, result,
+    options: Options, tiling: Tiling, names: list[str], saved: Saved, *results,
     q_tile, dout_tile, k_tiles, v_tiles, sums, loaded, k_loaded, v_loaded, k_free, v_free, spare=None,
 ):  # fmt: skip
     b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
@@ -91,7 +102,7 @@ def _queries_kernel(
         i = jnp.int32(refs.q.shape[1] // (wgs * bq) - 1) - i
 
     def load_bounds():  # by each warpgroup for itself: what is known before they part costs registers
-        return Bounds.load(refs, b, i, refs.k.shape[1] // bk)
+        return hopper_bounds.load(refs, b, i, refs.k.shape[1] // bk)
 
     @pl.when(wg == wgs)
     def _load():
@@ -100,10 +111,10 @@ def _queries_kernel(
         head = lax.div(n, jnp.int32(refs.q.shape[2] // refs.k.shape[2]))
 
         def block(ref):
-            return lambda step: [ref.at[b, pl.ds((bounds.first + step) * bk, bk), head]]
+            return lambda step: [ref.at[b, pl.ds(bounds.tile(step) * bk, bk), head]]
 
         hopper.stream(
-            bounds.end - bounds.first,
+            bounds.count,
             stages,
             [(block(refs.k), [k_tiles], k_loaded, k_free), (block(refs.v), [v_tiles], v_loaded, v_free)],
         )
@@ -112,7 +123,6 @@ def _queries_kernel(
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
         bounds = load_bounds()
-        count = bounds.end - bounds.first
         row = (i * wgs + wg) * bq
         here = (b, pl.ds(row, bq), n)
         plgpu.copy_gmem_to_smem(refs.q.at[here], q_tile.at[wg], loaded.at[wg])
@@ -120,11 +130,13 @@ def _queries_kernel(
         place = Tile(b, n, row, jnp.int32(0), (bq, bk))
         rows = [gradients.at_hand(load()) for load in saved.row_loaders(place)]
         plgpu.barrier_wait(loaded.at[wg])
+        side = 0 if "rows" in names else None
+        how = {"of_bias": "bias" in names, "to_values": side is not None}
 
-        def step(t, total, dq_acc):
+        def step(dq_acc, t, totals):
             slot = lax.rem(t, jnp.int32(stages))
             mine = wg + bounds.opaque_zero() if saved.head > 128 else wg
-            tile = place._replace(column=(bounds.first + t) * bk)
+            tile = place._replace(column=bounds.tile(t) * bk)
             plgpu.barrier_wait(k_loaded.at[slot])
             plgpu.barrier_wait(v_loaded.at[slot])
 
@@ -133,44 +145,45 @@ def _queries_kernel(
                 if tiling.overlap:
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(tiling.overlap))
-                mixed = bounds.mixed(bounds.first + t)
-                p, slope = gradients.probabilities(options, refs, s, tile, mixed, rows, of_bias=bias)
-                if slope is not None:
-                    p = p * slope
-                p = gradients.signed(options, refs, p, tile)
+                found = gradients.weights(options, refs, s, tile, bounds.mixed(t), rows, **how)
+                p = gradients.signed(options, refs, found.with_slope(), tile)
                 if not tiling.overlap:
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
-                return p, dp_acc[...]
+                return found.left(), p, dp_acc[...]
 
             acc = plgpu.ACC((bq, bk), jnp.float32)
-            p, dp = pl.run_scoped(products, acc, acc)
+            found, p, dp = pl.run_scoped(products, acc, acc)
             plgpu.barrier_arrive(v_free.at[slot])
             dlogits = gradients.dlogits(options, p, dp, tile, rows)
-            if bias:
-                plgpu.barrier_arrive(k_free.at[slot])
-                return total + dlogits.sum(axis=1)
-            dx = dlogits.astype(refs.q.dtype)
-            hopper.product(dq_acc, dx, k_tiles.at[slot], spare and spare.at[wg])  # (11)
-            plgpu.wgmma_wait(0)
+            dx, dvalues = gradients.through_score(options, refs, found, tile, dlogits, side)
+            added = [dx] if "bias" in names else dvalues
+            totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
+            if "query" in names:
+                dx = dx.astype(refs.q.dtype)
+                hopper.product(dq_acc, dx, k_tiles.at[slot], spare and spare.at[wg])  # (11)
+                plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(k_free.at[slot])
-            return total
+            return totals
 
-        start = gradients.zeros((bq,), ROWS) if bias else ()
-        if bias:
-            total = lax.fori_loop(jnp.int32(0), count, lambda t, total: step(t, total, None), start)
-            sums[wg] = total
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(sums.at[wg], result.at[b, n, pl.ds(row, bq)])
-        else:
+        def accumulate(*dq_acc):
+            start = [gradients.zeros((bq,), ROWS)] * (sums.shape[1] if names != ["query"] else 0)
+            run = partial(step, *(dq_acc or [None]))
+            totals = lax.fori_loop(jnp.int32(0), bounds.count, run, start)
+            return totals, [acc[...] for acc in dq_acc]
 
-            def accumulate(dq_acc):
-                lax.fori_loop(jnp.int32(0), count, lambda t, _: step(t, (), dq_acc), ())
-                return dq_acc[...]
-
-            dq = pl.run_scoped(accumulate, plgpu.ACC((bq, refs.q.shape[-1]), jnp.float32))
-            q_tile[wg] = (dq * options.scale).astype(refs.q.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile.at[wg], result.at[here])
+        accs = [plgpu.ACC((bq, refs.q.shape[-1]), jnp.float32)] if "query" in names else []
+        totals, dq = pl.run_scoped(accumulate, *accs) if accs else accumulate()
+        for x in dq:
+            q_tile[wg] = (x * options.scale).astype(refs.q.dtype)
+        for line, total in enumerate(totals):
+            sums[wg, line] = total
+        plgpu.commit_smem()
+        for name, result in zip(names, results, strict=True):
+            if name == "query":
+                plgpu.copy_smem_to_gmem(q_tile.at[wg], result.at[here])
+                continue
+            for line in range(len(totals)):
+                plgpu.copy_smem_to_gmem(sums.at[wg, line], result.at[b, n, line, pl.ds(row, bq)])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -184,7 +197,7 @@ def full_bias_gradient(options: Options, interpret: bool, saved: Saved) -> jax.A
         tiling = dataclasses.replace(tiling, stages=1)
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     wgs = tiles.COMPUTE_WARPGROUPS
-    saved = saved.bounded(options, wgs * bq, bk)
+    saved = saved.bounded(options, wgs * bq, bk, each=True)
     (_, T, _, H), (_, S, _, Hv) = saved.refs.q.shape, saved.refs.v.shape
     B, N, _, _ = saved.refs.bias.shape
     dtype, ring = saved.refs.q.dtype, partial(plgpu.Barrier, num_barriers=stages)
@@ -235,9 +248,9 @@ def _full_bias_kernel(
         return [t if r > 1 else o for o, t, r in zip(own, turn, repeats, strict=True)]
 
     count = jnp.int32(repeats[0] * repeats[1])
-    if refs.bounds is not None and refs.bounds.shape[0] == 1:  # the same tiles for all
-        bounds = Bounds.load(refs, jnp.int32(0), i, refs.k.shape[1] // bk)
-        count = jnp.where((j >= bounds.first) & (j < bounds.end), count, 0)
+    if refs.bounds is not None and hopper_bounds.are_of_all(refs):
+        bounds = hopper_bounds.load(refs, jnp.int32(0), i, refs.k.shape[1] // bk)
+        count = jnp.where(bounds.visits(j), count, 0)
 
     @pl.when(wg == wgs)
     def _load():
@@ -277,11 +290,11 @@ def _full_bias_kernel(
             acc = plgpu.ACC((bq, bk), jnp.float32)
             s, dp = pl.run_scoped(products, acc, acc)
             plgpu.barrier_arrive(free.at[slot])
-            mixed = Bounds.load(refs, b, i, refs.k.shape[1] // bk).mixed(j)
-            p, slope = gradients.probabilities(options, refs, s, tile, mixed, rows, of_bias=True)
-            p = p if slope is None else p * slope
-            p = gradients.signed(options, refs, p, tile)
-            return total + gradients.dlogits(options, p, dp, tile, rows)
+            mixed = hopper_bounds.load(refs, b, i, refs.k.shape[1] // bk).compares(j)
+            found = gradients.weights(options, refs, s, tile, mixed, rows, of_bias=True)
+            p = gradients.signed(options, refs, found.with_slope(), tile)
+            dlogits = gradients.dlogits(options, p, dp, tile, rows)
+            return total + gradients.through_score(options, refs, found, tile, dlogits)[0]
 
         total = lax.fori_loop(jnp.int32(0), count, step, gradients.zeros((bq, bk), WGMMA))
         total_tile[wg] = total

@@ -1,8 +1,6 @@
-"""What the Hopper kernels of dense attention share: which tiles they visit, what a tile sees.
+"""What the Hopper kernels of dense attention share: their tiles, and what a tile sees.
 
-XLA prepares the inputs (`inputs.py`), and for each tile of queries the run of key tiles that it
-visits, or the reverse: int32 [B|1, tiles, 4]. A kernel visits the tiles `first <= j < end`; those with
-`full_first <= j < full_end` need no comparison.
+XLA prepares the inputs (`inputs.py`), and which tiles are visited (`hopper_bounds.py`).
 """
 
 import math
@@ -12,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,7 +27,6 @@ from jax_attn_bwd.ops.dot_product.kernels.inputs import (
     dropout_keys,
     is_plain,
     pad,
-    tile_flags,
     whole,
 )
 from jax_attn_bwd.ops.dot_product.kernels.logits import Logits, unmasked
@@ -41,6 +37,7 @@ __all__ = ["LN_2", "LOG2_E", "Inputs", "at", "dropout_keys", "is_plain", "pad", 
 COMPUTE_WARPGROUPS = 2
 HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
 LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
+PADDING = kernel_inputs.Padding(LENGTH, LENGTH, HEAD)
 # what functions may be made of
 _LOWERS = functions.EVERYWHERE | frozenset(("exp", "exp2", "tanh", "one_minus_square", "add_any"))
 
@@ -72,8 +69,6 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     q, v = operands.query, operands.value
     if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
         return reason
-    if functions.reads_floats(options, operands):
-        return "it sums no gradients of mod_args, and score_mod reads floats of them"
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -93,8 +88,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
 
 def inputs(options: Options, operands: Operands, keys: jax.Array | None) -> Inputs:
     """`kernel_inputs.inputs`, padded for these kernels."""
-    padding = kernel_inputs.Padding(LENGTH, LENGTH, HEAD)
-    refs = kernel_inputs.inputs(options, operands, keys, padding)
+    refs = kernel_inputs.inputs(options, operands, keys, PADDING)
     end = refs.columns_end
     return refs._replace(columns_end=None if end is None else jnp.asarray(end))
 
@@ -102,58 +96,6 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None) -> Inpu
 def pad_heads(x: jax.Array) -> jax.Array:
     """`[B, T, N, H]` with whole T and H."""
     return pad(x, {-3: LENGTH, -1: HEAD})
-
-
-def bounds(options: Options, refs: Inputs, rows: int, columns: int, by_key: bool = False) -> jax.Array | None:
-    """Which tiles a tile visits, as `Inputs.bounds`: rows x columns is the size of a tile.
-
-    For each tile of queries over the tiles of keys; with `by_key` the reverse. None: all, and all full.
-    """
-    some, every = tile_flags(options, refs, rows, columns)
-    if by_key:
-        some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
-    if isinstance(every, np.ndarray) and every.all():
-        return None
-    xp = np if isinstance(every, np.ndarray) else jnp
-    n = some.shape[-1]
-    first = some.argmax(-1)
-    end = xp.where(some.any(-1), n - some[..., ::-1].argmax(-1), 0)
-    full_first = every.argmax(-1)
-    after = ~every & (xp.arange(n)[None, None] >= full_first[..., None])
-    full_end = xp.where(after.any(-1), after.argmax(-1), n)
-    return jnp.stack([jnp.asarray(x, jnp.int32) for x in (first, full_first, full_end, end)], -1)
-
-
-class Bounds(NamedTuple):
-    """Which tiles one tile of the other side visits."""
-
-    ref: Any  # int32 [4] in global memory, or None
-    first: Any
-    end: Any
-
-    @classmethod
-    def load(cls, refs: Inputs, b: Any, tile: Any, count: int) -> "Bounds":
-        """Of `tile`; `count` is the number of tiles if all are visited."""
-        if refs.bounds is None:
-            return cls(None, jnp.int32(0), jnp.int32(count))
-        ref = refs.bounds.at[at(refs.bounds, 0, b), tile]
-        return cls(ref, ref[0], ref[3])
-
-    def mixed(self, step: Any) -> Any:
-        """Whether tile `step` must be compared element by element.
-
-        Reads memory at every step: registers are scarcer than loads that hit the cache.
-        """
-        if self.ref is None:
-            return jnp.bool_(False)
-        return (step < self.ref[1]) | (step >= self.ref[2])
-
-    def opaque_zero(self) -> Any:
-        """0, which compilers cannot know: addresses it is added to are computed inside the loop.
-
-        Hoisted out of it, the descriptors of a tile with H = 256 take more registers than there are.
-        """
-        return jnp.int32(0) if self.ref is None else lax.shift_right_logical(self.ref[1], jnp.int32(31))
 
 
 class Tile(NamedTuple):
@@ -230,7 +172,7 @@ def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixe
         return x.astype(jnp.float32) if name == "bias" else x
 
     def scored(x):
-        return _on_tile(partial(modifiers.scored, options), x, refs, tile)
+        return _on_tile(partial(modifiers.scored, options), refs, tile, x)
 
     found, terms = unmasked(options, refs, products, functions.tanh, plane, scored)
     x = found.x
@@ -266,19 +208,36 @@ def score_slope(options: Options, refs: Inputs, before: jax.Array, tile: Tile) -
     def slope(x, at, values):
         return modifiers.pulled_back(options, x, at, values, jnp.ones_like(x), to_args=False)[0]
 
-    return _on_tile(slope, before, refs, tile)
+    return _on_tile(slope, refs, tile, before)
 
 
-def _on_tile(function: Any, logits: jax.Array, refs: Inputs, tile: Tile) -> jax.Array:
-    """`function(logits, where they stand, what the score is handed)`."""
+def pulled_back(
+    options: Options, refs: Inputs, before: jax.Array, tile: Tile, dlogits: jax.Array
+) -> tuple[jax.Array, list[jax.Array]]:
+    """(cotangent of what `score_mod` was handed, of each float in its values) (8a).
+
+    Each is of the size of the tile: what belongs to a row or a column is the sum of its elements.
+    """
+
+    def of(x, at, values, dlogits):
+        values = tuple(jnp.broadcast_to(value, x.shape) for value in values)
+        dx, dvalues = modifiers.pulled_back(options, x, at, values, dlogits, to_args=True)
+        return dx, jax.tree.leaves(dvalues)
+
+    return _on_tile(of, refs, tile, before, dlogits)
+
+
+def _on_tile(function: Any, refs: Inputs, tile: Tile, logits: jax.Array, *more: jax.Array) -> Any:
+    """`function(logits, where they stand, what the score is handed, *more)`."""
     row, column = _positions(refs, tile)
     numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
     values = [tile.value(ref) for ref in refs.score_values]
 
-    def call(logits, batch, head, row, column, *values):
-        return function(logits, modifiers.Tile(batch, head, row, column, None), values)
+    def call(logits, batch, head, row, column, *others):
+        place, count = modifiers.Tile(batch, head, row, column, None), len(values)
+        return function(logits, place, others[:count], *others[count:])
 
-    return functions.on_tile(functions.for_gpus(call), logits, *numbers, row, column, *values)
+    return functions.on_tile(functions.for_gpus(call), logits, *numbers, row, column, *values, *more)
 
 
 def _positions(refs: Inputs, tile: Tile) -> tuple[jax.Array, jax.Array]:

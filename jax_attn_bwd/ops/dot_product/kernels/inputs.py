@@ -260,6 +260,12 @@ def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple
     return to_rank(some, 3), to_rank(every, 3)
 
 
+def live_first(live: Any) -> tuple[Any, Any]:
+    """Along the last axis: (where something is live, in order, then the others; how many are, `[..., 1]`)."""
+    xp: Any = np if isinstance(live, np.ndarray) else jnp
+    return xp.argsort(~live, axis=-1, stable=True), live.sum(-1, keepdims=True)
+
+
 def is_plain(options: Options, refs: Inputs) -> bool:
     """Whether logits are products times a positive number, which then goes into the exponent."""
     free = refs.bias is None and options.logits_soft_cap is None and options.score_mod is None

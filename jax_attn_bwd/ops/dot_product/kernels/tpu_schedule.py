@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from jax_attn_bwd.ops.dot_product.kernels.inputs import at
+from jax_attn_bwd.ops.dot_product.kernels.inputs import at, live_first
 
 _MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
 _LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
@@ -50,9 +50,9 @@ def schedule(some: Any, every: Any, by_key: bool = False) -> Schedule:
     idle = ~some.any(-1, keepdims=True)
     visited = (some | (idle & (xp.arange(minors) == 0)[None, None])).reshape(B, -1)
     some, every = some.reshape(B, -1), every.reshape(B, -1)
-    counts = visited.sum(-1, keepdims=True)
+    order, counts = live_first(visited)
     steps = int(counts.max()) if xp is np else visited.shape[1]
-    order = xp.argsort(~visited, axis=-1, stable=True)[:, :steps]
+    order = order[:, :steps]
     rank = xp.arange(steps)[None]
     valid = rank < counts
     order = xp.take_along_axis(order, xp.minimum(rank, counts - 1), axis=-1)  # repeats the last
