@@ -122,8 +122,8 @@ def dot_product_attention(
         logits are computed (float32, or float64). -inf hides, but no tile is skipped for it.
         Both functions are static, told apart by identity: a function that is defined anew for each call is
         compiled anew. Define it once, and hand what changes over in `mod_args`. Kernels for TPUs and
-        Hopper GPUs trace them if they read arrays at the row, or the column, and the batch and head alone (on
-        Hopper a score integers): what reads one at `row - column` runs in "xla".
+        Hopper GPUs trace them if they read arrays at the row, or the column, and the batch and head alone:
+        what reads one at `row - column` runs in "xla".
       mod_args: a tuple of arrays, or pytrees of them, that both functions read by gathers (`slopes[head]`,
         `document[batch, row]`); floats arrive in the dtype of the logits. Over several devices, whole on
         each of them; large ones have a gradient that is summed over devices tile by tile, but inside
