@@ -60,15 +60,15 @@ def falling(logits, batch, head, row, column):
     return -logits
 
 
-def scaled(logits, batch, head, row, column, factors):
-    return logits * factors[head]
+def divided(logits, batch, head, row, column, divisors):
+    return logits / divisors[head]
 
 
-@pytest.mark.parametrize("score", [falling, scaled])
+@pytest.mark.parametrize("score", [falling, divided])
 def test_dropout_of_a_score_that_falls(score):
     def extra(rng):
         arrays = {"dropout_key": np.array([3, 4], np.uint32), "bias": rng.standard_normal((2, 20, 30))}
-        return arrays | ({"mod_args_0": np.array([-1.0, 0.5])} if score is scaled else {})
+        return arrays | ({"mod_args_0": np.array([-1.0, 0.5])} if score is divided else {})
 
     measured(OPERATOR, NAME, case("falling", 16, 20, 30, extra=extra, score_mod=score, dropout_rate=0.4))
 

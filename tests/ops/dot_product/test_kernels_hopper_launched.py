@@ -124,6 +124,11 @@ def by_column(logits, batch, head, row, column, values):
     return logits + values[column]
 
 
+def quotient(logits, batch, head, row, column, divisors):
+    """Its derivative has a power of what it reads."""
+    return logits / divisors[head]
+
+
 ALIBI = mods.alibi, ((4,),)
 LINES = by_lines, ((4,), (2, 40), (70,), (4, 70))
 COLUMN = by_column, ((70,),)
@@ -136,6 +141,7 @@ COLUMN = by_column, ((70,),)
         ("query key value", ALIBI, {}, PAIR),
         ("key mod_args", ALIBI, {"H": 160}, ["dkey", "drows"]),
         ("mod_args", ALIBI, {}, ["drows"]),
+        ("mod_args", (quotient, ((4,),)), {}, ["drows"]),
         # of heads that share keys each has sums of its own
         ("query key value mod_args", LINES, {}, ["dcolumns", "dkey_dvalue", "dq_drows"]),
         ("query key value mod_args", LINES, {"K": 4}, ["dcolumns_dkey_dvalue", "dq_drows"]),

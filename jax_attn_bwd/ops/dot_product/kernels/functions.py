@@ -127,6 +127,14 @@ def tanh(x: jax.Array, cap: float) -> jax.Array:
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * math.log2(math.e) / cap)) + 1.0)
 
 
+def _power(x: jax.Array, y: int) -> jax.Array:
+    """X to the power of y, by products."""
+    result = jnp.ones_like(x)
+    for _ in range(abs(y)):
+        result = result * x
+    return 1.0 / result if y < 0 else result
+
+
 def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools.
 
@@ -146,6 +154,8 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
                 results = [tanh(inputs[0], 1.0)]
             elif equation.primitive.name == "one_minus_square":  # which it does not know
                 results = [1.0 - inputs[0] * inputs[0]]
+            elif equation.primitive.name in ("integer_pow", "square"):  # of the derivative of a quotient
+                results = [_power(inputs[0], equation.params.get("y", 2))]
             else:
                 primitive = equation.primitive
                 parameters = primitive.get_bind_params(equation.params)

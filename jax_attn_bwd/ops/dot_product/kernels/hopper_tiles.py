@@ -39,7 +39,9 @@ HEAD = 64  # head sizes are padded to a multiple: 128 bytes, one swizzled row
 LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it that divides the length
 PADDING = kernel_inputs.Padding(LENGTH, LENGTH, HEAD)
 # what functions may be made of
-_LOWERS = functions.EVERYWHERE | frozenset(("exp", "exp2", "tanh", "one_minus_square", "add_any"))
+_LOWERS = functions.EVERYWHERE | frozenset(
+    ("exp", "exp2", "tanh", "one_minus_square", "integer_pow", "square", "add_any")
+)
 
 
 @dataclass(frozen=True)
