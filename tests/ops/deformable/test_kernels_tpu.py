@@ -240,8 +240,7 @@ PIXELS = {**SPLIT, "value": P(None, "q")}
 )
 @pytest.mark.parametrize("split", ["heads", "queries and pixels", "queries in shard_map"])
 def test_shards_have_the_gradients_of_the_whole(split):
-    heads = 2 if split == "heads" else 1
-    arrays = rounded(sample(LEVELS, Q=2 * (3 - heads), M=heads, D=3, P=1))
+    arrays = rounded(sample(LEVELS, B=2, Q=4, M=2, D=3, P=1))
     explicit = "shard_map" not in split
     specs = {"heads": AXES, "queries and pixels": PIXELS}.get(split, SPLIT)
     sizes, names = ((1, 2), ("b", "m")) if specs is AXES else ((2,), ("q",))
