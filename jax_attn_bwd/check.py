@@ -29,7 +29,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.parallel import cases as parallel
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-NARROW = ("bfloat16", "float16")
+FIRST, IN_TURN = ("float32", "bfloat16"), ("float16", "float32", "bfloat16")  # beside float64
 FLOAT64_LIMIT = 1e-10
 _RUNNING = threading.Lock()  # two programs of several devices at once may wait for each other
 # of the compiler, for a program that runs once or twice: most of the time goes into compiling
@@ -179,8 +179,9 @@ def plan(
 ) -> tuple[list[tuple[Operator, str, Case, str]], list[tuple[str, str, str]]]:
     """(what to measure, [(operator, implementation, why it is not available)]); jobs of a case in a row.
 
-    Without `dtypes` a case is measured in all but one: its narrow ones are bfloat16 and float16 in turn. What
-    runs over several devices is the operator alone where there is one device: in float32.
+    Without `dtypes` an operator's first case is measured in float64, float32 and bfloat16, the others in
+    float64 and one of float16, float32 and bfloat16 in turn. What runs over several devices is the operator
+    alone where there is one device: in float32.
     """
     jobs, absent = [], []
     for operator in operators:
@@ -189,7 +190,8 @@ def plan(
         names = [i.name for i in operator.implementations if i.name not in missing]
         alone = operator in parallel.OPERATORS and jax.device_count() == 1
         for number, case in enumerate(operator.tagged("check")):
-            own = dtypes or (["float32"] if alone else ["float64", "float32", NARROW[number % 2]])
+            narrower = (IN_TURN[(number - 1) % 3],) if number else FIRST
+            own = dtypes or (("float32",) if alone else ("float64", *narrower))
             jobs += [(operator, name, case, dtype) for name, dtype in itertools.product(names, own)]
     return jobs, absent
 
@@ -230,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = {operator.name: operator for operator in discover()}
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")
-    narrow = "default: float64, float32, and bfloat16 or float16 in turn; over one device float32 alone"
+    narrow = "default: float64, and the others in turn; of what is for several devices, on one float32 alone"
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=(), help=narrow)
     parser.add_argument("--json", action="store_true", help="print every measurement as JSON instead")
     args = parser.parse_args(argv)

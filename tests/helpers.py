@@ -14,6 +14,8 @@ from jax_attn_bwd._core.cases import Case, Operator, cotangents, value_and_gradi
 from jax_attn_bwd.check import QUICK, quick_jit
 
 OPERATORS = ops.discover()
+# one of those that share their rules
+FAMILIES = tuple({o.call.__module__: o for o in reversed(OPERATORS)}.values())[::-1]
 thorough = pytest.mark.thorough
 interpreted = pytest.mark.skipif(
     not mosaic_gpu.can_interpret(), reason="the Mosaic GPU interpreter of this JAX cannot run the kernels"
@@ -44,6 +46,12 @@ def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str]
                 name = f"{operator.name}[{implementation.name}]-{case.name}"
                 found.append(pytest.param(operator, implementation.name, case, id=name, marks=marks))
     return found
+
+
+def families(params: list) -> list:
+    """All of them, those of `FAMILIES` as they are, the others in the thorough tier."""
+    rest = {p.id: [] if p.values[0] in FAMILIES else [pytest.mark.thorough] for p in params}
+    return [pytest.param(*p.values, id=p.id, marks=[*p.marks, *rest[p.id]]) for p in params]
 
 
 def firsts(params: list) -> list:
@@ -107,6 +115,7 @@ def differentiated(operator: Operator, arrays: dict) -> dict:
 
 
 __all__ = [
+    "FAMILIES",
     "OPERATORS",
     "QUICK",
     "Case",
@@ -117,6 +126,7 @@ __all__ = [
     "cotangents",
     "count_gradients",
     "differentiated",
+    "families",
     "finite_loss",
     "first_of_each",
     "firsts",

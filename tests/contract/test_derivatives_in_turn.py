@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from helpers import QUICK, assert_trees_close, case_params, differentiated, finite_loss, thorough
+from helpers import QUICK, assert_trees_close, case_params, differentiated, families, finite_loss, thorough
 from parallel.sequences import AXIS, TOKENS, draw, mesh
 
 from jax_attn_bwd import parallel
@@ -39,7 +39,13 @@ def check_in_turn(loss, inputs):
         assert_trees_close(gradients(around(once), names), {n: expected[n] for n in names}, 1e-12)
 
 
-@pytest.mark.parametrize(("operator", "implementation", "case"), richest(case_params("second", "ci")))
+@pytest.mark.parametrize(
+    ("operator", "implementation", "case"),
+    [
+        pytest.param(*p.values, id=p.id, marks=[*p.marks, *[thorough] * (p.values[2].name == "everything")])
+        for p in families(richest(case_params("second", "ci")))
+    ],
+)
 def test_of_every_operator(operator, implementation, case):
     arrays = case.arrays(np.float64)
     options = {**case.options, "implementation": implementation}

@@ -80,6 +80,7 @@ DEFAULT = (
     ("causal", "all", AUTO), ("window", "all", AUTO), ("causal", "all", EXPLICIT),
     ("lengths", "all-BxTxN", EXPLICIT), ("rows", "query", AUTO),
 )  # fmt: skip
+IN_TURN = [(case, "all-BxTxN", (AUTO, EXPLICIT)[number % 2]) for number, case in enumerate(CASES)]
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def program(options, names):
         for case in CASES
         for layout in LAYOUTS
         for kind in (AUTO, EXPLICIT)
-        if case == "causal" or layout == "all-BxTxN" or (case, layout, kind) in DEFAULT
+        if case == "causal" or (case, layout, kind) in {*DEFAULT, *IN_TURN}
     ],
 )
 def test_a_step(case, layout, kind, small_tiles):

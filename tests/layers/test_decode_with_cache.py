@@ -83,8 +83,16 @@ def by_default(chosen):
     return pytest.mark.parametrize("framework", [pytest.param(n, marks=m) for n, m in marks.items()])
 
 
-@by_default("haiku")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[thorough] * (n != "rotary")) for n in OPTIONS])
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    [
+        ("haiku", "rotary"),
+        *(
+            pytest.param(*of, marks=thorough)
+            for of in (("equinox", "rotary"), ("haiku", "window"), ("equinox", "mask_mod"))
+        ),
+    ],
+)
 def test_steps_are_the_causal_pass(framework, name):
     """A prompt in one call, then token by token, as the pass over the whole sequence; with gradients."""
     (x,) = arrays((2, T, E))

@@ -70,7 +70,6 @@ def nnx_step(attention_fn, x, y):
     [
         pytest.param(linen_step, "Explicit", "ring", marks=thorough),
         (nnx_step, "Auto", "ring"),
-        pytest.param(linen_step, "Auto", "ring", marks=thorough),
         pytest.param(nnx_step, "Explicit", "ring", marks=thorough),
         pytest.param(linen_step, "Auto", "ulysses", marks=thorough),
         pytest.param(linen_step, "Explicit", "all_gather", marks=thorough),

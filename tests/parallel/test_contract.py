@@ -8,8 +8,7 @@ import pytest
 from contract import test_derivatives_in_turn as in_turn
 from contract import test_second_order as second_order
 from contract import test_transforms as transforms
-from helpers import OPERATORS as BARE
-from helpers import QUICK, assert_close, assert_trees_close, differentiated, finite_loss, thorough
+from helpers import FAMILIES, QUICK, assert_close, assert_trees_close, differentiated, finite_loss, thorough
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, TOKENS, draw, mesh
@@ -36,12 +35,12 @@ def test_all_have_cases():
     assert {operator.name for operator in check.discover()} >= exported
 
 
-# All of them of the ring; the others, which share its rules or have one call of an operator, two in turn.
+# All of them of the ring; of the others, which share its rules or have one call of an operator, one in turn.
 OF_EACH = [
     (operator, contract)
     for i, operator in enumerate(OPERATORS)
     for j, contract in enumerate(CONTRACTS)
-    if operator.name == "ring_attention" or (i + j) % 5 < 2
+    if operator.name == "ring_attention" or (i + j) % 5 == 0
 ]
 
 
@@ -54,12 +53,12 @@ def test_contract(contract, operator):
 @thorough
 @by_name
 def test_values(operator):
-    for case in operator.tagged("check"):
-        assert not [row for row in check.measure(operator, "xla", case, "float64") if not row.ok]
+    case = next(operator.tagged("check"))
+    assert not [row for row in check.measure(operator, "xla", case, "float64") if not row.ok]
 
 
 @pytest.mark.parametrize(
-    "operator", [pytest.param(o, id=o.name, marks=() if o.name in QUICKEST else thorough) for o in BARE]
+    "operator", [pytest.param(o, id=o.name, marks=() if o.name in QUICKEST else thorough) for o in FAMILIES]
 )
 def test_without_jit_inside_shard_map(operator):
     """By itself JAX runs no rule with symbolic zeros there, if nothing is differentiated."""

@@ -84,28 +84,42 @@ def compare(rng, params, reduce, sequence, options):
 @pytest.mark.parametrize(
     ("reduce", "sequence", "options"),
     [
-        pytest.param("psum_scatter", False, {"add_zero_attn": True, "dropout_rate": 0.3}, marks=thorough),
-        pytest.param("psum", False, {"logits_soft_cap": 2.0, "save": "qkv"}, marks=thorough),
         (
             "psum_scatter",
             True,
             {"dropout_rate": 0.3, "out_dropout_rate": 0.4, "add_residual": True, "rotary": ROTARY},
         ),
-        pytest.param("psum_scatter", False, {"rotary": ROTARY, "local_window_size": 5}, marks=thorough),
-        pytest.param(
-            "psum", True, {"appended": True, "add_zero_attn": True, "rotary": ROTARY}, marks=thorough
-        ),
-        pytest.param("psum", True, {"local_window_size": 5, "out_dropout_rate": 0.4}, marks=thorough),
-        pytest.param(
-            "psum_scatter",
-            True,
-            {"appended": True, "add_zero_attn": True, "logits_soft_cap": 2.0},
-            marks=thorough,
-        ),
-        pytest.param("psum", True, {"appended": True}, marks=thorough),
-        pytest.param("psum_scatter", True, {"add_zero_attn": True, "dropout_rate": 0.3}, marks=thorough),
-        pytest.param(
-            "psum", False, {"out_dropout_rate": 0.4, "dropout_offset": (3, 2, 5, 1)}, marks=thorough
+        *(
+            pytest.param(*of, marks=thorough)
+            for of in (
+                (
+                    "psum_scatter",
+                    False,
+                    {"add_zero_attn": True, "dropout_rate": 0.3, "rotary": ROTARY, "local_window_size": 5},
+                ),
+                (
+                    "psum",
+                    False,
+                    {
+                        "logits_soft_cap": 2.0,
+                        "save": "qkv",
+                        "out_dropout_rate": 0.4,
+                        "dropout_offset": (3, 2, 5, 1),
+                    },
+                ),
+                ("psum", True, {"appended": True, "add_zero_attn": True, "rotary": ROTARY}),
+                (
+                    "psum",
+                    True,
+                    {
+                        "local_window_size": 5,
+                        "dropout_rate": 0.3,
+                        "out_dropout_rate": 0.4,
+                        "add_zero_attn": True,
+                    },
+                ),
+                ("psum_scatter", True, {"appended": True, "add_zero_attn": True, "logits_soft_cap": 2.0}),
+            )
         ),
     ],
     ids=str,

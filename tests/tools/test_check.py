@@ -69,13 +69,18 @@ def test_the_command_prints_measurements_as_json_where_nothing_but_jax_is_instal
     assert {row["quantity"] for row in rows} == {"weights", "dscores"}
 
 
-def test_narrow_dtypes_take_turns_unless_they_are_asked_for():
+def test_dtypes_take_turns_unless_they_are_asked_for():
+    """An operator of one case has three of them, one of more all four."""
     operator = softmax_operator()
     jobs, _ = check.plan([operator], ())
-    of_case = {case.name: [dtype for *_, c, dtype in jobs if c is case] for case in operator.cases}
-    assert list(of_case.values()) == [["float64", "float32", "bfloat16"], ["float64", "float32", "float16"]]
+    of_case = [[dtype for *_, c, dtype in jobs if c is case] for case in operator.cases]
+    assert of_case == [["float64", "float32", "bfloat16"], ["float64", "float16"]]
     jobs, _ = check.plan([operator], ["float16"])
     assert [dtype for *_, dtype in jobs] == ["float16", "float16"]
+    for operator in check.ops.discover():
+        jobs, _ = check.plan([operator], ())
+        several = len(list(operator.tagged("check"))) > 1
+        assert {dtype for *_, dtype in jobs} == {*check.DTYPES} - ({"float16"} if not several else set())
 
 
 @thorough

@@ -62,8 +62,7 @@ def test_sorted_samples_of_each_cell():
 @interpreted
 @pytest.mark.kernel
 @pytest.mark.parametrize(
-    ("channels", "dtype"),
-    [*((D, "float32") for D in (1, 33, 100, 256)), (64, "bfloat16"), (130, "bfloat16"), (32, "float16")],
+    ("channels", "dtype"), [*((D, "float32") for D in (1, 33, 256)), (130, "bfloat16"), (32, "float16")]
 )
 def test_channels(channels, dtype):
     arrays = rounded(sample(LEVELS, Q=2, M=1, D=channels, P=1), dtype)
@@ -84,7 +83,7 @@ def test_options_on_thin_levels_with_ragged_points(options):
 @thorough
 @interpreted
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", ["upstream", "ragged", "far_locations", "thin_levels", "one_level"])
+@pytest.mark.parametrize("name", ["ragged", "far_locations"])
 def test_other_named_cases(name):
     (case,) = (case for case in operator.cases if case.name == name)
     with pallas.interpreting(NAME):
@@ -95,9 +94,7 @@ def test_other_named_cases(name):
 @thorough
 @interpreted
 @pytest.mark.kernel
-@pytest.mark.parametrize(
-    ("batched", "x64"), [(("value",), False), (("sampling_locations",), True), (None, False)], ids=str
-)
+@pytest.mark.parametrize(("batched", "x64"), [(("sampling_locations",), True), (None, False)], ids=str)
 def test_vmap_scan_and_remat(batched, x64):
     arrays = rounded(sample(LEVELS, Q=2, M=2, D=3, P=1))
     rng = np.random.default_rng(3)

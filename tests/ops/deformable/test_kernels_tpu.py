@@ -47,14 +47,15 @@ def test_several_tiles_of_queries_and_strips_of_pixels():
 @pytest.mark.parametrize(
     ("channels", "dtype"), [(1, "float32"), (100, "float32"), (33, "bfloat16"), (17, "float16")]
 )
-def test_channels(channels, dtype):
-    arrays = rounded(sample(LEVELS, Q=2, M=1, D=channels, P=1), dtype)
-    both(arrays, max(2e-6, 2 * float(jnp.finfo(dtype).eps)), spatial_shapes=LEVELS)
+def test_channels_on_thin_levels(channels, dtype):
+    levels = ((1, 7), (5, 1))
+    arrays = rounded(sample(levels, Q=2, M=1, D=channels, P=1), dtype)
+    both(arrays, max(2e-6, 2 * float(jnp.finfo(dtype).eps)), spatial_shapes=levels)
 
 
 @thorough
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", ["ragged", "far_locations", "thin_levels"])
+@pytest.mark.parametrize("name", ["ragged", "far_locations"])
 def test_other_named_cases(name):
     (case,) = (case for case in operator.cases if case.name == name)
     with pallas.interpreting(NAME):

@@ -10,17 +10,14 @@ from ops.deformable.calls import LEVELS, assert_as_defined, evaluate, operator, 
 
 # The shapes that other implementations are tested with, and those that broke them.
 GRID = {
-    "upstream": dict(Q=2),
-    **{f"D{D}": dict(levels=((3, 5),), D=D) for D in (1, 4, 8, 16, 30, 32, 37, 64, 71, 128, 147, 256, 1025)},
-    **{f"P{P}": dict(levels=((5, 3),), P=P) for P in (1, 3, 4, 8, 16, 21)},
+    **{f"D{D}": dict(levels=((3, 5),), D=D) for D in (1, 4, 30, 64, 71, 256, 1025)},
+    **{f"P{P}": dict(levels=((5, 3),), P=P) for P in (1, 16)},
     "P21_D147_M7": dict(levels=((3, 5), (2, 1)), P=21, D=147, M=7, Q=1),
     **{
         f"L{L}": dict(levels=((6, 4), (3, 5), (1, 1), (1, 7), (5, 1), (2, 2), (9, 1), (3, 3))[:L], P=1)
-        for L in (3, 5, 8)
+        for L in (8,)
     },
     "one_pixel_level": dict(levels=((1, 1),)),
-    "row": dict(levels=((1, 9),)),
-    "column": dict(levels=((9, 1),)),
     "one_query": dict(Q=1),
     "prime_batch_and_queries": dict(B=7, Q=13),
     "many_queries": dict(B=8, Q=900, levels=((8, 5),), M=1, D=1, P=1),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_trees_close, thorough
+from helpers import QUICK, assert_close, assert_trees_close, thorough
 
 from jax_attn_bwd import dot_product_attention
 
@@ -62,7 +62,7 @@ def outputs_and_gradients(function, arrays, cts, options):
     inputs = {name: x for name, x in arrays.items() if x.dtype == np.float32}
     rest = {name: x for name, x in arrays.items() if name not in inputs}
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def run(inputs, cts):
         out, pullback = jax.vjp(lambda i: function(**i, **rest, **options), inputs)
         return out, pullback(cts)[0]

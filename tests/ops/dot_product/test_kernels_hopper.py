@@ -47,9 +47,8 @@ def test_every_case_runs_but_the_empty_ones_and_functions():
 
 @thorough
 @interpreted
-@pytest.mark.parametrize("name", ["causal_window_cap", "segments_causal", "dropout"])
-def test_float16_against_definition(name):
-    measured(OPERATOR, NAME, NAMED[name], "float16")
+def test_float16_against_definition():
+    measured(OPERATOR, NAME, NAMED["dropout"], "float16")
 
 
 @thorough
@@ -57,7 +56,7 @@ def test_float16_against_definition(name):
 @pytest.mark.parametrize(
     ("head", "name"),
     [
-        *((16, name) for name in ("causal", "full", "segments", "both_lengths")),
+        *((16, name) for name in ("full", "segments", "both_lengths")),
         *((96, name) for name in ("causal", "window", "lengths")),
     ],
 )
@@ -111,7 +110,7 @@ def test_a_score_is_nan_where_nothing_is_seen():
 
 @thorough
 @interpreted
-@pytest.mark.parametrize(("head", "Hv"), [(72, 72), (150, 250), (256, 192)])
+@pytest.mark.parametrize(("head", "Hv"), [(150, 250), (256, 192)])  # 72: over several tiles
 def test_wide_heads_against_definition(head, Hv):
     measured(OPERATOR, NAME, tiled(head, "causal", T=100, S=140, Hv=Hv))
 
@@ -153,8 +152,10 @@ def test_in_any_order_poison_is_as_good_as_zeros(name):
     ],
     ids=str,
 )
-def test_vmap_and_nested_vmap(batched, deterministic):
-    """In any order the fused kernel is compared with the pair, which runs under vmap."""
+def test_nested_vmap(batched, deterministic):
+    """The rule of one level makes what the second maps over; in any order the fused kernel is compared with
+    the pair, which runs under vmap.
+    """
     case = NAMED["second_causal"]
     arrays, options = case.arrays(BF16), {**case.options, "implementation": NAME}
     if not deterministic:  # what the fused kernel takes
@@ -170,10 +171,8 @@ def test_vmap_and_nested_vmap(batched, deterministic):
         return {"out": out, "lse": lse} | pullback((jnp.cos(out), jnp.sin(lse)))[0]
 
     axes = ({n: 0 if n in batched else None for n in arrays},)
-    pick = lambda *i: {n: x[i] if n in batched else x for n, x in arrays.items()}
-    rows = jax.block_until_ready(jax.vmap(step, axes)(pick(0)))
     both = jax.block_until_ready(jax.vmap(jax.vmap(step, axes), axes)(arrays))
-    for b in range(2):
-        expected = jax.block_until_ready(step(pick(0, b)))
-        for got in (jax.tree.map(lambda x, b=b: x[b], rows), jax.tree.map(lambda x, b=b: x[0, b], both)):
-            assert_trees_close(got, expected, 2 * float(jnp.finfo(BF16).eps))
+    for i in ((0, 1), (1, 0)):
+        one = {n: x[i] if n in batched else x for n, x in arrays.items()}
+        got = jax.tree.map(lambda x, i=i: x[i], both)
+        assert_trees_close(got, jax.block_until_ready(step(one)), 2 * float(jnp.finfo(BF16).eps))

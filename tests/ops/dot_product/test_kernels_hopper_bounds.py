@@ -41,7 +41,7 @@ BLOCKS = [(128, 64, False), (128, 128, False), (64, 128, True), (32, 128, True)]
 
 
 @thorough
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_bounds_miss_nothing_and_call_nothing_full_that_is_not(seed):
     rng = np.random.default_rng(seed)
     B, T, S = 3, *((300, 500), (500, 131), (128, 256))[seed % 3]

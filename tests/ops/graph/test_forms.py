@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_trees_close, thorough
-from ops.graph.calls import FUNCTIONS, H, each_kind, every_kind, inputs, random_edges, values_and_gradients
+from ops.graph.calls import FUNCTIONS, H, every_kind, inputs, random_edges, values_and_gradients
 
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd.ops.graph import grouping, groups
@@ -41,11 +41,14 @@ FORMS = {  # limit, width, run
 }
 
 
-@each_kind("gat")
 @pytest.mark.parametrize(
-    "name", [n if n == "chunks of runs" else pytest.param(n, marks=thorough) for n in FORMS]
+    ("kind", "name", "capacity"),
+    [
+        pytest.param(kind, name, (None, ROOM)[(i + j) % 2], marks=[thorough] * ((i, j) != (0, 1)))
+        for i, name in enumerate(("chunks of runs", "chunks", "runs", "groups", "chunks of groups"))
+        for j, kind in enumerate(("transformer", "gat", "gatv2"))
+    ],
 )
-@pytest.mark.parametrize("capacity", [pytest.param(None, marks=thorough), ROOM])
 def test_every_form_gives_the_same(kind, name, capacity, form):
     """Values and gradients, with edge data, dropout by key, returned weights, and a bias that hides edges."""
     arrays = inputs(kind, 7, 5, edge=capacity or NNZ)
