@@ -17,7 +17,7 @@ from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.dot_product import mod_cases
 
 (OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
-# bits by batch entry and head; a bias and slopes whose gradients are sums over shards; one pair of heads on each
+# bits by batch entry and head; gradients of a bias and of slopes, sums over shards; one pair of heads on each
 CASE = mod_cases.case(
     "shards",
     T=6,
