@@ -30,7 +30,7 @@ def start(folder, *more, mesh="data=2,sequence=4", devices=8, through=()):
     command = [sys.executable, *map(str, through or (SCRIPT,)), *sizes, "--checkpoints", str(folder), *more]
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
     env = kept | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    env |= {"MPLBACKEND": "agg", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiling takes longest
+    env |= {"MPLBACKEND": "agg"}
     folder.parent.mkdir(exist_ok=True, parents=True)
     return subprocess.Popen(
         [*command, "--out", str(folder.parent / "out")],

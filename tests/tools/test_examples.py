@@ -22,14 +22,10 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE |
 
 
 def environment() -> dict[str, str]:
-    """One CPU device, and this package first, as for a reader who works in the repository.
-
-    What is compiled runs a few times: compiling takes longer.
-    """
+    """One CPU device, and this package first, as for a reader who works in the repository."""
     settings = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
     path = os.pathsep.join(filter(None, [str(ROOT), settings.get("PYTHONPATH")]))
-    settings |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return settings | {"PYTHONPATH": path, "MPLBACKEND": "Agg"}
+    return settings | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "MPLBACKEND": "Agg"}
 
 
 def run(folder: Path, script: Path, *arguments: object) -> str:
