@@ -149,7 +149,7 @@ COLUMN = by_column, ((70,),)
         ("query key value mod_args", COLUMN, {"H": 160}, ["dcolumns_dkey", "dq", "dvalue"]),
         ("value mod_args", COLUMN, {}, ["dcolumns", "dvalue"]),
     ],
-    ids=str,
+    ids=lambda x: str(x[1] if isinstance(x, tuple) else x),  # of a score the shapes: no addresses
 )
 @pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=thorough)])
 def test_gradients_of_what_a_score_reads_are_summed_beside_others(
