@@ -117,6 +117,11 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
 
 
+def without_ones(x: jax.Array) -> jax.Array:
+    """`x` with no axis of size 1 on an axis of an Explicit mesh: some operations keep that, others do not."""
+    return reshard_like(x, x, range(x.ndim))
+
+
 def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
     """`jnp.einsum` of two operands; on an Explicit mesh each axis of the result is sharded as in an operand.
 

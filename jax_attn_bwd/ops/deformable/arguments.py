@@ -42,6 +42,7 @@ def prepare(
     expected = (B, Q, M, *layout)
     checks.shape(name, "attention_weights", weights, f"{letters}]", expected)
     checks.shape(name, "sampling_locations", locations, f"{letters}, 2]", (*expected, 2))
+    value, locations, weights = map(sharding.without_ones, (value, locations, weights))
     arrays = {"value": value, "sampling_locations": locations, "attention_weights": weights}
     _check_explicit_sharding(name, arrays, heads=2)
     if normalize not in (None, "softmax"):

@@ -143,6 +143,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
         remedy = f"key and value have K = {K}; the layout is [..., T, N, H]"
         expected = "be a positive multiple of the key heads K"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
+    query, key, value = map(sharding.without_ones, (query, key, value))
     _check_explicit_sharding(operator, query, key, value)
     return query, key, value
 

@@ -51,8 +51,9 @@ def prepare(
         raise TypeError(checks.message(operator, "query", "be a floating-point array", None))
     narrow = {n: x for n, x in params._asdict().items() if x is not None and n != "sink"}
     checks.same_dtype(operator, **inputs, **narrow)
-    query = inputs["query"]
-    operands = Operands(query, inputs.get("key"), inputs.get("value"))._replace(**params._asdict())
+    operands = Operands(*map(inputs.get, given))._replace(**params._asdict())
+    operands = jax.tree.map(sharding.without_ones, operands)
+    query = operands.query
     sizes = _sizes(operator, params, operands, num_heads)
     *batch, T, _ = query.shape
     S = operands.inputs[1].shape[-2]
