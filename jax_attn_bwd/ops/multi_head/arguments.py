@@ -51,7 +51,8 @@ def prepare(
         raise TypeError(checks.message(operator, "query", "be a floating-point array", None))
     narrow = {n: x for n, x in params._asdict().items() if x is not None and n != "sink"}
     checks.same_dtype(operator, **inputs, **narrow)
-    operands = Operands(*map(inputs.get, given))._replace(**params._asdict())
+    operands = Operands(inputs["query"], inputs.get("key"), inputs.get("value"))
+    operands = operands._replace(**params._asdict())
     operands = jax.tree.map(sharding.without_ones, operands)
     query = operands.query
     sizes = _sizes(operator, params, operands, num_heads)
