@@ -75,7 +75,9 @@ def _followed(closed: Any, inputs: Sequence[Axes | None]) -> list[Axes | None]:
             results = [None for _ in equation.outvars]
         else:
             results = _results(equation, given)
-        found |= dict(zip(equation.outvars, results, strict=True))
+        ranks = [len(v.aval.shape) for v in equation.outvars]
+        known = [x if x is None or len(x) == n else None for x, n in zip(results, ranks, strict=True)]
+        found |= dict(zip(equation.outvars, known, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
@@ -166,7 +168,8 @@ def _cut(equation: Any, given: list[Axes]) -> Axes:
 def _gather(equation: Any, given: list[Axes]) -> Axes:
     """What is read lies where the indices do, with the axes of what is read of the array."""
     numbers, shape = equation.params["dimension_numbers"], equation.outvars[0].aval.shape
-    _nothing_along("gather", given[:1], range(len(given[0])))
+    own = (i for i in range(len(given[0])) if i not in numbers.operand_batching_dims)
+    _nothing_along("gather", given[:1], own)
     indices = iter(given[1][:-1])
     return tuple(
         (OWN if n != 1 else None) if i in numbers.offset_dims else next(indices) for i, n in enumerate(shape)

@@ -107,6 +107,11 @@ def test_functions_of_a_whole_tile(what, score):
     check_call(attention, NAME, ValueError, words, {"score_mod": lambda x, *place: score(x)})
 
 
+def greatest(x):
+    """Along the last axis, by an operation that JAX has no name for."""
+    return jax.lax.reduce(x, np.int32(0), lambda x, y: jnp.where(x > y, x, y), (x.ndim - 1,))
+
+
 ELEMENTWISE = {
     "constant": lambda b, h, r, c: True,
     "of no axis": lambda b, h, r, c: jnp.asarray(True),
@@ -115,6 +120,13 @@ ELEMENTWISE = {
     "of a table's rows": lambda b, h, r, c: jnp.asarray(TABLE)[r % 3].sum(-1) > c.astype(float) - 3,
     "of a table's product": lambda b, h, r, c: jnp.asarray(TABLE)[c % 3] @ jnp.ones(2) < r.astype(float),
     "by a branch": lambda b, h, r, c: jax.lax.cond(True, lambda: r < c, lambda: r > c),
+    "of rows of its own": lambda b, h, r, c: (
+        jax.vmap(lambda x, i: x[i])(
+            jnp.stack([r.reshape(-1), 2 * r.reshape(-1)], -1), r.reshape(-1) % 2
+        ).reshape(r.shape)
+        >= c
+    ),
+    "of a reduction of pairs": lambda b, h, r, c: greatest(jnp.stack([r, r + 1], -1)) > c,
     "squeezed": lambda b, h, r, c: jnp.expand_dims(jnp.squeeze(r, -1), -1) >= c,
 }
 TABLE = np.arange(6.0).reshape(3, 2)
