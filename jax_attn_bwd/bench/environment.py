@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,7 @@ import jax_attn_bwd
 def environment() -> dict[str, str]:
     """{what: its version}, of what the measurements depend on."""
     device = jax.devices()[0]
-    cpu = f"{platform.machine()} CPU, {_cores()} cores"
+    cpu = f"{_processor()}, {_cores()} cores"
     versions = {}
     for name in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "tokamax"):
         try:
@@ -49,6 +50,13 @@ def commit(package: Path) -> str:
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):  # git is not installed, or does not know it
         return "unknown"
+
+
+def _processor() -> str:
+    """The CPU's name, where the system tells: libraries that are beside one another differ by it."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return f"{platform.machine()} CPU ({names[0]})" if names else f"{platform.machine()} CPU"
 
 
 def _cores() -> int:
