@@ -1,7 +1,9 @@
 """Bounds of what a gather reads at indices of which bounds are known.
 
 Along one axis: least and greatest of any stretch of n entries, from those of stretches of 2^k, two of which
-cover it (a sparse table: n log n numbers, and two reads for each answer). NumPy in, NumPy out.
+cover it (a sparse table: n log n numbers, and two reads for each answer). Where it is known at trace time
+which stretches are asked for, and they hold few entries together, as those of tiles do, these are read.
+NumPy in, NumPy out.
 """
 
 from typing import Any
@@ -19,13 +21,15 @@ def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
     clipped.
     """
     ends = [x for pair in places for x in pair]
-    xp: Any = np if all(isinstance(x, np.ndarray) for x in (operand, *ends)) else jnp
+    xp = _module(operand, *ends)
     operand = xp.asarray(operand)
     outside, inside = xp.zeros(np.broadcast_shapes(*(x.shape for x in ends)), bool), []
     for (first, last), n in zip(places, operand.shape, strict=True):
         if "CLIP" not in mode.upper():
             outside = outside | (first < 0) | (last >= n)
-        within = [xp.clip(x, np.asarray(0, x.dtype), np.asarray(n - 1, x.dtype)) for x in (first, last)]
+        within = [
+            _module(x).clip(x, np.asarray(0, x.dtype), np.asarray(n - 1, x.dtype)) for x in (first, last)
+        ]
         inside.append((within[0], within[0] if first is last else within[1]))
     wide = [axis for axis, (first, last) in enumerate(inside) if first is not last]
     if len(wide) > 1:
@@ -35,6 +39,10 @@ def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
     else:
         least = greatest = operand[tuple(first for first, _ in inside)]
     return unless(xp, outside, least, greatest)
+
+
+def _module(*arrays: Any) -> Any:
+    return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
 
 
 def _at_points(xp: Any, operand: Any, places: list[Any]) -> tuple[Any, Any]:
@@ -54,12 +62,16 @@ def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, An
     longest = operand.shape[axis]
     if isinstance(length, np.ndarray):
         longest = min(longest, int(length.max(initial=1)))
+    rows = xp.moveaxis(operand, axis, -1)
+    if isinstance(length, np.ndarray) and length.size * longest <= 2 * operand.shape[axis]:
+        within = np.minimum(first[..., None] + np.arange(longest, dtype=first.dtype), last[..., None])
+        read = rows[(*(x[..., None] for x in others), within)]
+        return (read.all(-1), read.any(-1)) if rows.dtype == np.bool_ else (read.min(-1), read.max(-1))
     levels = max(longest, 1).bit_length()
     level = xp.zeros_like(length)
     for k in range(1, levels):
         level = level + (length >= 2**k).astype(length.dtype)
     second = last - (xp.ones_like(level) << level) + np.asarray(1, first.dtype)
-    rows = xp.moveaxis(operand, axis, -1)
 
     def extremum(pick):
         table = _table(xp, rows, levels, pick)
