@@ -27,7 +27,7 @@ score is the caller's `score_mod` of arrays a, `mod_args`; without it c is the l
 derivative is JAX's, of the function alone, tile by tile.
 
 p is recomputed from lse tile by tile, so nothing of size T x S is kept. A tile is held transposed,
-`[..., K, S, G, T]`: then (5) and (11) for dk are plain matrix products, and dq is accumulated as its
+`[..., K, S, G, T]`: then (5) and (11) for dk are plain matrix products, and a tile of dq is formed as its
 transpose, k^T dx^T, for the same reason (on a CPU a product that contracts the major axis of both
 factors takes 2.3 times as long).
 
@@ -128,14 +128,8 @@ def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
     sums = _zeros(wanted, saved, accumulator_dtype(operands.query.dtype))
     sums = traversal.scan_tiles(step, sums, options, w.conditions, tiling)
 
-    grads = {}
-    if "query" in sums:
-        dq = options.scale * jnp.moveaxis(sums["query"], -3, -1)  # [..., K, G, T, H]
-        grads["query"] = layout.merge_heads(dq)[..., :T, :, :]
-    if "key" in sums:
-        grads["key"] = options.scale * jnp.swapaxes(sums["key"], -2, -3)[..., :S, :, :]
-    if "value" in sums:
-        grads["value"] = jnp.swapaxes(sums["value"], -2, -3)[..., :S, :, :]
+    lengths = {"query": T, "key": S, "value": S}
+    grads = {name: sums[name][..., :length, :, :] for name, length in lengths.items() if name in sums}
     if "bias" in sums:
         bias = operands.bias
         *_, t, s = layout.plane(bias, w.q.ndim - 4, G).shape
@@ -149,14 +143,14 @@ def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
 
 
 def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Array]:
-    """What the tiles are summed into, by operand; all but `query` in working layout."""
+    """What the tiles are summed into, by operand.
+
+    Of query, key and value in the caller's layout: these are their gradients then, and no copy is made.
+    """
     w: Working = saved[0]
-    *batch, K, G, T, H = w.q.shape
-    like = {
-        "query": (jnp.moveaxis(w.q, -1, -3), (*batch, K, H, G, T)),
-        "key": (w.k, w.k.shape),
-        "value": (w.v, w.v.shape),
-    }
+    *batch, K, G, _, _ = w.q.shape
+    operands = layout.merge_heads(w.q), jnp.swapaxes(w.k, -2, -3), jnp.swapaxes(w.v, -2, -3)
+    like = {name: (x, x.shape) for name, x in zip(("query", "key", "value"), operands, strict=True)}
     if w.bias is not None:
         shape = w.bias.shape
         if 1 in shape[-2:]:  # small: leave the sum over the batch, maybe a collective, to the end
@@ -182,7 +176,7 @@ def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Arra
 def _step(options, tiling, saved, sums, i, j, mixed, live):
     """Adds the share of tile (i, j) to every sum."""
     q, k = (i, tiling.block_q), (j, tiling.block_k)
-    blocks = {"query": {-1: q}, "key": {-2: k}, "value": {-2: k}, "bias": {-2: q, -1: k}}
+    blocks = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
     old = {name: take_at(x, blocks[name]) if name in blocks else x for name, x in sums.items()}
     share = partial(_share, options, tiling, saved, mixed=mixed)
 
@@ -222,7 +216,8 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
         z = _transposed(dropping.of_tile(options, tiling, w.counters, i, j, p.dtype))
     share = {}
     if "value" in old:
-        share["value"] = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)
+        dv = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)
+        share["value"] = jnp.swapaxes(dv, -2, -3)
     if old.keys() == {"value"}:
         return share
     dp = z * matmul("...sh,...gth->...sgt", v, dout)  # (6)
@@ -243,9 +238,11 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
         dlogits = dlogits * (1 - tanh * tanh)  # (10)
     dx = dlogits.astype(q.dtype)
     if "query" in old:
-        share["query"] = matmul("...sh,...sgt->...hgt", k, dx)  # (11)
+        dq = options.scale * matmul("...sh,...sgt->...hgt", k, dx)  # (11)
+        share["query"] = layout.merge_heads(jnp.moveaxis(dq, -3, -1))
     if "key" in old:
-        share["key"] = matmul("...sgt,...gth->...sh", dx, q)  # (11)
+        dk = options.scale * matmul("...sgt,...gth->...sh", dx, q)  # (11)
+        share["key"] = jnp.swapaxes(dk, -2, -3)
     return share
 
 
