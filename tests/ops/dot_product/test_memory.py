@@ -1,5 +1,7 @@
 """Memory is linear in the sequence; what is saved."""
 
+from functools import partial
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import saved_arrays, thorough
 
-from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd import dot_product_attention, mods
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -43,6 +45,19 @@ def test_memory_is_linear_in_the_sequence(options):
     short, long = temporary_bytes(2048, **options), temporary_bytes(8192, **options)
     assert long < 4.5 * short
     assert long < 8192 * 8192 * 4 / 4, "an array of T x S would need more"
+
+
+def test_a_step_with_a_mask_as_a_function_needs_a_small_part_of_its_plane():
+    """No copies of the gradients, no table of the ranges of documents: beside tiles the output alone."""
+    T = 16384
+    x, documents = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.float32), jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def step(q, k, v, dout, documents):
+        attend = partial(dot_product_attention, mask_mod=mods.causal & mods.document, mod_args=(documents,))
+        return jax.grad(lambda *a: (attend(*a) * dout).sum(), (0, 1, 2))(q, k, v)
+
+    compiled = jax.jit(step).lower(x, x, x, x, documents).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * T / 40
 
 
 @thorough
