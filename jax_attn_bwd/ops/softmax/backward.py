@@ -71,8 +71,8 @@ def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str,
 def _dz(y: jax.Array, dy: jax.Array, axis: int, hidden: bool) -> tuple[jax.Array, jax.Array]:
     """(dz, dot); where entries may be hidden, what dy holds at y = 0 is not read."""
     dtype = accumulator_dtype(y.dtype)
-    y, dy = y.astype(dtype), dy.astype(dtype)
-    if hidden:
+    if hidden:  # before the casts, which then need no array of their own
         dy = jnp.where(y == 0, 0, dy)
+    y, dy = y.astype(dtype), dy.astype(dtype)
     dot = (y * dy).sum(axis, keepdims=True)  # (4)
     return y * (dy - dot), dot  # (5)

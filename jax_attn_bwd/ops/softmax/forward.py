@@ -34,7 +34,7 @@ def forward(options: Options, operands: Operands) -> Result:
 def _forward(options, x, scale, mask, bias, sink) -> Result:
     """The result in the accumulator's dtype."""
     axis, dtype = options.axis, accumulator_dtype(x.dtype)
-    x = x.astype(dtype)
+    given, x = x, x.astype(dtype)
     visible = masks.conjunction(mask, None if bias is None else bias != -jnp.inf)
     if options.hides:
         row, column = (jnp.arange(n, dtype=jnp.int32) for n in x.shape[-2:])
@@ -47,6 +47,8 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
     shared_scale = scale is None or scale.shape[axis] == 1
     if bias is None and scale is None and options.scale >= _OVERFLOW_IS_ZERO:
         z, after = x, options.scale
+        if visible is not None:  # before the cast, which then needs no array of its own
+            z, visible = jnp.where(visible, given, -jnp.inf).astype(dtype), None
     elif bias is None and shared_scale:
         return _from_halves(options, x, scale, visible, sink)
     else:

@@ -33,3 +33,15 @@ def test_gradient_alone_takes_the_loops_of_the_plain_formula():
         loops(jax.grad(lambda x, f=f: (f(x) ** 2).sum()), x) for f in (scaled_masked_softmax, jax.nn.softmax)
     )
     assert ours <= plain
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones compute bfloat16 in arrays of float32")
+def test_a_masked_step_in_bfloat16_makes_no_array_in_float32():
+    x, mask = jax.ShapeDtypeStruct((8, 8, 256, 256), jnp.bfloat16), jnp.arange(256) < 200
+
+    def step(x, dy):
+        y, pullback = jax.vjp(lambda x: scaled_masked_softmax(x, mask), x)
+        return y, *pullback(dy)
+
+    temporary = jax.jit(step).lower(x, x).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 1.1 * x.size * x.dtype.itemsize
