@@ -59,9 +59,12 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
     top = lax.stop_gradient(z).max(axis, keepdims=True, initial=-jnp.inf)
     live, top = top != -jnp.inf, jnp.maximum(top, jnp.finfo(dtype).min)
-    z = z - top
-    if after != 1:
-        z, top = after * z, after * top
+    if after == 1:
+        z = z - top
+    else:
+        # The sign sets the factor apart from the backward's: of one that library loops share XLA:CPU makes
+        # an array as large as x.
+        z, top = -after * (top - z), after * top
     return _normalised(options, z, top, live, sink)
 
 

@@ -35,13 +35,24 @@ def test_gradient_alone_takes_the_loops_of_the_plain_formula():
     assert ours <= plain
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones compute bfloat16 in arrays of float32")
-def test_a_masked_step_in_bfloat16_makes_no_array_in_float32():
-    x, mask = jax.ShapeDtypeStruct((8, 8, 256, 256), jnp.bfloat16), jnp.arange(256) < 200
+def temporary_bytes(x, **options):
+    """Of a step, forward and backward."""
 
     def step(x, dy):
-        y, pullback = jax.vjp(lambda x: scaled_masked_softmax(x, mask), x)
+        y, pullback = jax.vjp(lambda x: scaled_masked_softmax(x, **options), x)
         return y, *pullback(dy)
 
-    temporary = jax.jit(step).lower(x, x).compile().memory_analysis().temp_size_in_bytes
-    assert temporary < 1.1 * x.size * x.dtype.itemsize
+    return jax.jit(step).lower(x, x).compile().memory_analysis().temp_size_in_bytes
+
+
+NARROW = jax.ShapeDtypeStruct((8, 8, 256, 256), jnp.bfloat16)
+
+
+def test_a_scale_is_not_made_an_array():
+    assert temporary_bytes(NARROW, scale=0.125) < 0.1 * NARROW.size
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones compute bfloat16 in arrays of float32")
+def test_a_masked_step_in_bfloat16_makes_no_array_in_float32():
+    mask = jnp.arange(256) < 200
+    assert temporary_bytes(NARROW, mask=mask, scale=0.125) < 1.1 * 2 * NARROW.size
