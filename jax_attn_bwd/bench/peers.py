@@ -11,7 +11,7 @@ import numpy as np
 from jax_attn_bwd.bench.measure import Contender, compiled_contender
 from jax_attn_bwd.bench.report import Row, sentence
 
-PLANES = 2**28  # bytes of the largest array that a peer may be asked for
+PLANES = 2**29  # bytes of the largest array that a peer may be asked for
 
 
 def installed(*modules: str) -> bool:
