@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, KINDS, TOKENS, mesh
 
+from jax_attn_bwd import mods
+
 n, T, N = 4, 8, 4
 
 
@@ -68,6 +70,10 @@ AT = ("query_positions", "key_value_positions")
         (dict(dropout_rate=0.5), r"dropout_key must be given"),
         (dict(implementation="mine"), r"ring_attention: implementation must be None or one of"),
         (dict(is_causal=1), r"is_causal must be a Python bool"),
+        (
+            dict(mask_mod=mods.document, mod_args=(jnp.zeros((T,), jnp.int32),)),
+            r"ring_attention: the ids of document in mod_args must have shape .* with T at least 32",
+        ),
     ],
 )
 def test_errors(arguments, message):
