@@ -3,7 +3,7 @@
     python examples/train_language_model.py --steps 500 --context 1024 --out out
 
 With `--layer` each block's projections and attention are one rule, `multi_head_attention`; positions are then
-learned, as nothing can stand between the two to rotate queries and keys.
+learned (it could rotate queries and keys, too: `rotary=`).
 
 Over several devices, here eight virtual ones, batch and sequence are sharded:
 

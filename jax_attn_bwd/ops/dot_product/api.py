@@ -121,10 +121,11 @@ def dot_product_attention(
         would differ from tile to tile (a maximum over columns, a count of them) is refused.
       score_mod: `(logits, batch, head, row, column, *mod_args) -> logits`, likewise, in the dtype in which
         logits are computed (float32, or float64). -inf hides, but no tile is skipped for it.
-        Both functions are static, told apart by identity: a function that is defined anew for each call is
-        compiled anew. Define it once, and hand what changes over in `mod_args`. Kernels for TPUs and
-        Hopper GPUs trace them if they read arrays at the row, or the column, and the batch and head alone,
-        those for TPUs also at `row - column` of indices: what reads one elsewhere runs in "xla".
+        Both functions are static, told apart by `==`, which for a plain function is identity: one that is
+        defined anew for each call is compiled anew. Define it once, and hand what changes over in
+        `mod_args`. Kernels for TPUs and Hopper GPUs trace them if they read arrays at the row, or the column,
+        and the batch and head alone, those for TPUs also at `row - column` of indices: what reads one
+        elsewhere runs in "xla".
       mod_args: a tuple of arrays, or pytrees of them, that both functions read by gathers (`slopes[head]`,
         `document[batch, row]`); floats arrive in the dtype of the logits. Over several devices, whole on
         each of them; large ones have a gradient that is summed over devices tile by tile, but inside
@@ -160,9 +161,10 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes disagree, an option is out of range, or a length or position is. A traced one is
-        not checked: a length beyond the sequence then hides nothing, a negative one hides all.
+        not checked: a length beyond the sequence then hides nothing, a negative one hides all. Or a function
+        is not elementwise, or `mod_args` are not as many, or not as long, as named ones read.
       TypeError: an argument is of the wrong kind (float mask, mixed dtypes, array for `scale`), or a function
-        closes over traced arrays, has side effects, does not broadcast or returns another dtype.
+        closes over traced arrays, has side effects, cannot be traced or returns another dtype.
       NotImplementedError: the named implementation cannot run this call.
 
     Example:
