@@ -1,6 +1,6 @@
 """The multi-head attention layer with its heads over one mesh axis, and its sequence over another."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Required, Unpack, overload
 
 import jax
@@ -14,6 +14,7 @@ from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, dropping, multi_head_attention
 from jax_attn_bwd.ops.multi_head.spec import LayerKeywords
 from jax_attn_bwd.parallel.arguments import axis_size, places, token_index
+from jax_attn_bwd.parallel.functions import beginning_at
 from jax_attn_bwd.parallel.sequence import ring_attention
 
 _NAME = "tensor_parallel_multi_head_attention"
@@ -67,6 +68,9 @@ def tensor_parallel_multi_head_attention(
     key_value_positions: Integers | None = None,
     logits_soft_cap: float | None = None,
     rotary: Rotary | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
     add_zero_attn: bool = False,
     dropout_rate: float = 0.0,
     out_dropout_rate: float = 0.0,
@@ -112,6 +116,9 @@ def tensor_parallel_multi_head_attention(
         in `multi_head_attention`, with `sequence_axis_name` as in `ring_attention`.
       rotary: `Rotary`, or None: turns the projected queries and keys by their positions, or else by their
         indices in the whole sequence.
+      mask_mod, score_mod, mod_args: as in `multi_head_attention`; heads count over all devices, rows and
+        columns in the whole sequence, and mod_args are the same on all devices: those of all heads and of
+        whole sequences.
       dropout_key: the same on all devices: the mask is that of one device.
       dropout_offset: (batch, head, row, column) of all heads of this attention in a larger array.
       scale, is_causal, local_window_size, logits_soft_cap, add_zero_attn, dropout_rate, out_dropout_rate,
@@ -124,7 +131,8 @@ def tensor_parallel_multi_head_attention(
       device's heads, or with `average_weights` `[..., T, S']` of all.
 
     Gradients:
-      Every field of `params`, query, key, value and bias, to second order, as in `multi_head_attention`.
+      Every field of `params`, query, key, value, bias and the floats in mod_args, to second order, as in
+      `multi_head_attention`.
       Forward and backward of self-attention take two all-gathers and two reduce-scatters, or with "psum" two
       all-reduces, beside the ring's exchange.
 
@@ -166,6 +174,7 @@ def tensor_parallel_multi_head_attention(
     out_kernel: Any = params.out_kernel
     if reduce == "psum_scatter":
         inputs = {name: _gathered(x, axis_name) for name, x in inputs.items()}
+    first_head = lax.axis_index(axis_name) * out_kernel.shape[0]
     offset = batch, head, row, column = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
     attention: dict[str, Any] = dict(
         bias=bias, mask=mask, scale=scale, is_causal=is_causal, local_window_size=local_window_size,
@@ -173,10 +182,12 @@ def tensor_parallel_multi_head_attention(
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
         query_positions=query_positions, key_value_positions=key_value_positions,
         logits_soft_cap=logits_soft_cap, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        dropout_offset=(batch, head + lax.axis_index(axis_name) * out_kernel.shape[0], row, column),
+        dropout_offset=(batch, head + first_head, row, column),
         broadcast_dropout=broadcast_dropout, precision=precision, deterministic=deterministic,
         implementation=implementation,
     )  # fmt: skip
+    functions = mask_mod, score_mod, mod_args
+    attention |= beginning_at(0, first_head, *functions) or {"mod_args": mod_args}
     own, weights = params._replace(out_bias=None), None
     flags = {"return_weights": return_weights, "average_weights": average_weights}
     if sequence_axis_name is None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import draw
 from parallel.test_exchange import COLLECTIVE
 
-from jax_attn_bwd import MultiHeadAttentionParams, Rotary, multi_head_attention
+from jax_attn_bwd import MultiHeadAttentionParams, Rotary, mods, multi_head_attention
 from jax_attn_bwd.parallel import tensor_parallel_multi_head_attention
 
 T, E, N, K, H = 16, 6, 4, 2, 3
@@ -128,6 +128,37 @@ def test_as_on_one_device(reduce, sequence, options, rng):
     options = {"is_causal": True, "dropout_key": jax.random.key(3), **options}
     appended = options.pop("appended", not sequence)
     compare(rng, parameters(rng, appended), reduce, sequence, options)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "sequence"), [pytest.param("psum", False, marks=thorough), ("psum_scatter", True)], ids=str
+)
+def test_functions_count_heads_and_tokens_of_the_whole(reduce, sequence, rng):
+    params, x, ct = parameters(rng, False), draw(rng, 2, T, E), draw(rng, 2, T, E)
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1), jnp.int32)
+    slopes = jnp.asarray(rng.random(N))
+    functions = {"mask_mod": mods.causal & mods.document, "score_mod": mods.alibi}
+
+    def gradients(function):
+        def loss(params, x, slopes):
+            out = function(params, x, ids, slopes)
+            return (out * ct).sum(), out
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=QUICK)(params, x, slopes)
+
+    def sharded(params, x, *args):
+        tokens = ("sequence", "heads") if sequence else None
+        call = lambda params, x, *args: tensor_parallel_multi_head_attention(
+            params, x, axis_name="heads", reduce=reduce, mod_args=args, **functions,
+            sequence_axis_name="sequence" if sequence else None,
+        )  # fmt: skip
+        specs = only_given(SPECS, params), P(None, tokens), P(), P()
+        run = jax.shard_map(call, mesh=mesh(1 + sequence), in_specs=specs, out_specs=P(None, tokens))
+        return run(params, x, *args)
+
+    one = lambda params, x, *args: multi_head_attention(params, x, mod_args=args, **functions)
+    got, expected = gradients(sharded), gradients(one)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-12), got, expected)
 
 
 @thorough
