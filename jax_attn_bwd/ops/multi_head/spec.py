@@ -166,7 +166,7 @@ class MultiHeadAttentionGrads(NamedTuple):
     mod_args: tuple[Any, ...] | None = None  # None also in the place of what is not floating
 
 
-class LayerKeywords(dot_product.AttentionKeywords, total=False):
+class LayerKeywords(dot_product.AttentionKeywords, dot_product.ModKeywords, total=False):
     """Keywords of the layer, on one device or with its heads over several."""
 
     bias: Array | None
@@ -179,7 +179,7 @@ class LayerKeywords(dot_product.AttentionKeywords, total=False):
     save: str
 
 
-class MultiHeadAttentionKeywords(LayerKeywords, dot_product.ModKeywords, total=False):
+class MultiHeadAttentionKeywords(LayerKeywords, total=False):
     """Keywords of `multi_head_attention` beside those that change what it returns."""
 
     num_heads: int | None
