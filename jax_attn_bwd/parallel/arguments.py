@@ -15,7 +15,6 @@ from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, numerics, pallas
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
-from jax_attn_bwd.ops.dot_product import modifiers
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 HIDDEN_QUERY, HIDDEN_KEY = 2**31 - 1, -(2**31)  # segments that no token of the other side has
@@ -76,13 +75,8 @@ def prepare(
         operator, query, key, value, heads.get("bias"), heads.get("mask"), query_seq_lengths=None,
         key_value_seq_lengths=None, query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, **others,
+        key_value_positions=key_value_positions, sequence_parts=n, **others,
     )  # fmt: skip
-    if operands.mod_args is not None and query_positions is None:  # rows count through the whole sequence
-        (*batch, T, N, _), S = operands.query.shape, operands.key.shape[-3]
-        sizes = modifiers.Sizes(tuple(batch), N, n * max(T, S))
-        functions = options.mask_mod, options.score_mod
-        modifiers.check_arguments(operator, functions, operands.mod_args, sizes)
     for name, x in heads.items():  # in the rank that dense attention brings them to
         short, x = getattr(operands, name), planes[name]
         operands = operands._replace(**{name: x.reshape(x.shape[x.ndim - short.ndim :])})

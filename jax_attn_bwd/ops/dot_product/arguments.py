@@ -23,9 +23,12 @@ def prepare(
     key_value_seq_lengths, local_window_size, query_segment_ids, key_value_segment_ids,
     query_positions, key_value_positions, logits_soft_cap, sink, dropout_rate, dropout_key,
     broadcast_dropout, dropout_offset, precision, deterministic,
-    mask_mod=None, score_mod=None, mod_args=(),
+    mask_mod=None, score_mod=None, mod_args=(), sequence_parts=1,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of `dot_product_attention`; raises as its docstring says."""
+    """Checks every argument of `dot_product_attention`; raises as its docstring says.
+
+    `sequence_parts`: how many parts as long as these the sequence has, through which rows and columns count.
+    """
     query, key, value = _query_key_value(operator, query, key, value)
     (*batch, T, N, H), S = query.shape, key.shape[-3]
     batch = tuple(batch)
@@ -80,7 +83,7 @@ def prepare(
         wide = numerics.accumulator_dtype(query.dtype)
         sides = (T, query_positions), (S, key_value_positions)
         by_index = [n for n, x in sides if x is None and isinstance(n, int)]
-        sizes = modifiers.Sizes(batch, N, max(by_index, default=0))
+        sizes = modifiers.Sizes(batch, N, sequence_parts * max(by_index, default=0))
         args = modifiers.prepared(operator, mask_mod, score_mod, mod_args, sizes, key.shape[-2], wide)
         mods = args, _count(batch), jnp.arange(N, dtype=jnp.int32)
         mods = jax.tree.map(lambda x: sharding.reshard_like(x, query, (None,) * x.ndim), mods)

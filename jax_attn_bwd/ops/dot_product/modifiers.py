@@ -210,7 +210,7 @@ def prepared(
         remedy = "write (x,) for one array"
         raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
     args = jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
-    check_arguments(operator, (mask_mod, score_mod), args, sizes)
+    _check_arguments(operator, (mask_mod, score_mod), args, sizes)
     batch, N, _ = sizes
     rank, plane = len(batch) + 4, (*batch, K, N // K, 2, 3)
     index = lambda *shape: jax.ShapeDtypeStruct((1,) * (rank - len(shape)) + shape, jnp.int32)
@@ -238,7 +238,7 @@ def prepared(
     return args
 
 
-def check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: Sizes) -> None:
+def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: Sizes) -> None:
     """Raises where functions that know it do not find what they read, or leave something."""
     given = [function for function in functions if function is not None]
     for function in given:
