@@ -8,17 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, pallas
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd._core.rotary import Rotary, checked, rotate
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Integers
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, dropping, multi_head_attention
 from jax_attn_bwd.ops.multi_head.spec import LayerKeywords
+from jax_attn_bwd.parallel import tensor_ring
 from jax_attn_bwd.parallel.arguments import axis_size, places, token_index
 from jax_attn_bwd.parallel.functions import beginning_at
-from jax_attn_bwd.parallel.sequence import ring_attention
-
-_NAME = "tensor_parallel_multi_head_attention"
-_KERNELS = ("query_kernel", "key_kernel", "value_kernel", "out_kernel")
+from jax_attn_bwd.parallel.tensor_ring import KERNELS, NAME
 
 
 class TensorParallelKeywords(LayerKeywords, total=False):
@@ -163,11 +161,11 @@ def tensor_parallel_multi_head_attention(
       Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, section 3.
       Korthikanti et al., Reducing activation recomputation, 2022, arXiv:2205.05198, section 4.2.2.
     """
-    n = axis_size(_NAME, axis_name)
-    checks.choice(_NAME, "reduce", reduce, ("psum_scatter", "psum"))
+    n = axis_size(NAME, axis_name)
+    checks.choice(NAME, "reduce", reduce, ("psum_scatter", "psum"))
     if not isinstance(params, MultiHeadAttentionParams):
         raise TypeError(
-            checks.message(_NAME, "params", "be a MultiHeadAttentionParams", type(params).__name__)
+            checks.message(NAME, "params", "be a MultiHeadAttentionParams", type(params).__name__)
         )
     inputs: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_sharding(params, inputs, axis_name, n, reduce)
@@ -195,24 +193,24 @@ def tensor_parallel_multi_head_attention(
         out = multi_head_attention(own, **inputs, **attention)
         out, weights = out if return_weights else (out, None)
     else:
-        _check_ring(params, dropout_rate, flags | {"save": save})
-        add_zero_attn = checks.flag(_NAME, "add_zero_attn", add_zero_attn)
-        out = _over_ring(own, inputs, sequence_axis_name, attention, add_zero_attn, rotary)
+        tensor_ring.check(params, dropout_rate, flags | {"save": save})
+        add_zero_attn = checks.flag(NAME, "add_zero_attn", add_zero_attn)
+        out = tensor_ring.attend(own, inputs, sequence_axis_name, attention, add_zero_attn, rotary)
     T = out.shape[-2]
     if reduce == "psum_scatter":
         out = lax.psum_scatter(out, axis_name, scatter_dimension=out.ndim - 2, tiled=True)
     else:
         out = lax.psum(out, axis_name)
     out = out if params.out_bias is None else out + to_rank(params.out_bias, out.ndim)
-    rate = checks.rate(_NAME, "out_dropout_rate", out_dropout_rate)
-    words, at = dropout.drawn(_NAME, {"out_dropout_rate": rate}, dropout_key, (*offset[:3], 0), T, 0)
+    rate = checks.rate(NAME, "out_dropout_rate", out_dropout_rate)
+    words, at = dropout.drawn(NAME, {"out_dropout_rate": rate}, dropout_key, (*offset[:3], 0), T, 0)
     if at is not None:
         row = _rows(at.row, T, query_positions, sequence_axis_name)
         if reduce == "psum_scatter":
             row = lax.dynamic_slice_in_dim(row, lax.axis_index(axis_name) * (T // n), T // n)
         out = out * dropping.of_output(rate, words, at._replace(row=row), out)
-    if checks.flag(_NAME, "add_residual", add_residual):
-        checks.shape(_NAME, "the output, with add_residual,", out, "of query", query.shape)
+    if checks.flag(NAME, "add_residual", add_residual):
+        checks.shape(NAME, "the output, with add_residual,", out, "of query", query.shape)
         out = out + query
     if average_weights:
         weights = lax.pmean(weights, axis_name)
@@ -223,98 +221,30 @@ def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int,
     """Heads vary over the axis; tokens do where they are to be gathered."""
     if params.out_kernel is None:
         expected = "be given: it is what sums over the heads of all devices"
-        raise ValueError(checks.message(_NAME, "params.out_kernel", expected, None))
+        raise ValueError(checks.message(NAME, "params.out_kernel", expected, None))
     if n == 1:
         return
     varies = lambda x: axis_name in pallas.varying_axes(jnp.asarray(x))
-    for name in _KERNELS:
+    for name in KERNELS:
         x = getattr(params, name)
         if x is not None and not varies(x):
             expected = f"hold this device's heads, sharded over {axis_name!r}"
-            raise ValueError(checks.message(_NAME, f"params.{name}", expected, "the same on all its devices"))
+            raise ValueError(checks.message(NAME, f"params.{name}", expected, "the same on all its devices"))
     for name, x in inputs.items():
         if x is not None and varies(x) != (reduce == "psum_scatter"):
             expected, got = f"be sharded over {axis_name!r}", "the same on all its devices"
             if reduce == "psum":
                 expected, got = f"be the same on all devices along {axis_name!r}", "tokens sharded over it"
             other = "psum" if reduce == "psum_scatter" else "psum_scatter"
-            raise ValueError(checks.message(_NAME, name, expected, got, f"or choose reduce={other!r}"))
+            raise ValueError(checks.message(NAME, name, expected, got, f"or choose reduce={other!r}"))
 
 
 def _rows(start: jax.Array, T: int, positions: Any, sequence_axis_name: str | None) -> jax.Array:
     """The rows of the T gathered tokens in masks of dropout, uint32 `[T]`."""
     device = jnp.int32(0) if sequence_axis_name is None else lax.axis_index(sequence_axis_name)
     positions = None if positions is None or sequence_axis_name is None else jnp.asarray(positions)
-    return places(_NAME, start, token_index(positions, T, 0, device))
-
-
-def _check_ring(params: MultiHeadAttentionParams, dropout_rate: float, options: dict[str, Any]) -> None:
-    for name in _KERNELS:
-        if getattr(params, name) is None:
-            raise ValueError(
-                checks.message(_NAME, f"params.{name}", "be given with sequence_axis_name", None)
-            )
-    options |= {} if params.bias_k is None else {"dropout_rate with params.bias_k": dropout_rate}
-    for argument, x in options.items():
-        if x != (expected := "inputs" if argument == "save" else False):
-            expected = f"be {expected!r} with sequence_axis_name"
-            raise ValueError(checks.message(_NAME, argument, expected, x, "leave it out"))
+    return places(NAME, start, token_index(positions, T, 0, device))
 
 
 def _gathered(x: jax.Array | None, axis_name: str) -> jax.Array | None:
     return None if x is None else lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
-
-
-def _over_ring(
-    params: Any,
-    inputs: dict[str, Any],
-    axis_name: str,
-    attention: dict[str, Any],
-    add_zero_attn: bool,
-    rotary: Rotary | None,
-) -> jax.Array:
-    """The layer around `ring_attention`, without the output's bias."""
-    query, key, value = inputs.values()
-    key = query if key is None else key
-    inputs = {"query": query, "key": key, "value": key if value is None else value}
-    product = dict(precision=attention["precision"], preferred_element_type=accumulator_dtype(query.dtype))
-    rotary, heads = checked(_NAME, rotary, params.query_kernel.shape[-1]), []
-    for name, x in inputs.items():
-        kernel, bias = getattr(params, f"{name}_kernel"), getattr(params, f"{name}_bias")
-        y = jnp.einsum("...te,enh->...tnh", x, kernel, **product)
-        y = y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
-        if rotary is not None and name != "value":
-            argument = "query_positions" if name == "query" else "key_value_positions"
-            y = rotate(rotary, y, _positions(argument, attention[argument], y, axis_name))
-        heads.append(y.astype(x.dtype))
-    sink = params.sink
-    if add_zero_attn:  # a key of 0 whose value is 0 takes what a sink of 0 takes
-        zero = jnp.zeros(heads[0].shape[-2], query.dtype)
-        sink = zero if sink is None else jnp.logaddexp(sink, zero)
-    out, lse = ring_attention(*heads, axis_name=axis_name, sink=sink, return_residual=True, **attention)
-    out = out if params.bias_k is None else _with_row(params, heads[0], out, lse, attention)
-    return jnp.einsum("...tnh,nho->...to", out, params.out_kernel, **product).astype(query.dtype)
-
-
-def _positions(argument: str, given: Any, y: jax.Array, axis_name: str) -> jax.Array:
-    """Of this device's tokens, `[..., T]`: those told, or the indices in the whole sequence."""
-    if given is not None:
-        given = checks.integers(_NAME, argument, given)
-        checks.broadcasts(_NAME, argument, given, "[..., T]", y.shape[:-2])
-    return token_index(given, y.shape[-3], 0, lax.axis_index(axis_name))
-
-
-def _with_row(params: Any, q: jax.Array, out: jax.Array, lse: jax.Array, attention: Any) -> jax.Array:
-    """`out` of attention over all keys, with the one more that `bias_k` and `bias_v` add for every query.
-
-    x = soft_cap(scale <q, bias_k>),   lse' = log(exp(lse) + exp(x))
-    out' = exp(lse - lse') out + exp(x - lse') bias_v
-    """
-    (N, H), cap = q.shape[-2:], attention["logits_soft_cap"]
-    k, v = (jnp.repeat(x.astype(lse.dtype), N // x.shape[0], axis=0) for x in (params.bias_k, params.bias_v))
-    x = jnp.einsum("...tnh,nh->...tn", q.astype(lse.dtype), k, precision=attention["precision"])
-    x = x * checks.head_scale(_NAME, attention["scale"], H, q.dtype, "")
-    x = x if cap is None else cap * jnp.tanh(x / cap)
-    total = jnp.logaddexp(lse, x)
-    out = jnp.exp(lse - total)[..., None] * out + jnp.exp(x - total)[..., None] * to_rank(v, out.ndim)
-    return out.astype(q.dtype)
