@@ -39,9 +39,9 @@ def prepared(case, dtype=BF16):
     """(options, operands, cotangents) of a case."""
     given = {**case.arrays(dtype), **case.options}
     defaults = inspect.signature(dot_product_attention).parameters
-    names = inspect.signature(arguments.prepare).parameters
+    taken = inspect.signature(arguments.prepare).parameters
     options, operands = arguments.prepare(
-        **{n: given.get(n, defaults[n].default) for n in names if n != "operator"},
+        **{n: given.get(n, parameter.default) for n, parameter in defaults.items() if n in taken},
         operator="dot_product_attention",
     )
     q = operands.query
