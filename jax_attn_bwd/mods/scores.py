@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.mods.reads import Read, check
-from jax_attn_bwd.ops.dot_product.modifiers import Sizes
+from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ LAYERS = (
         "ops/*/batch_slices",
         "ops/*/entries",
         "ops/*/modifiers",
+        "ops/*/mod_arguments",
     ),
     (
         "ops/*/visibility",

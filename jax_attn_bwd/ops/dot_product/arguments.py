@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding, trees
-from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product import mod_arguments
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 # a difference of two positions must fit int32
@@ -83,8 +83,8 @@ def prepare(
         wide = numerics.accumulator_dtype(query.dtype)
         sides = (T, query_positions), (S, key_value_positions)
         by_index = [n for n, x in sides if x is None and isinstance(n, int)]
-        sizes = modifiers.Sizes(batch, N, sequence_parts * max(by_index, default=0))
-        args = modifiers.prepared(operator, mask_mod, score_mod, mod_args, sizes, key.shape[-2], wide)
+        sizes = mod_arguments.Sizes(batch, N, sequence_parts * max(by_index, default=0))
+        args = mod_arguments.prepared(operator, mask_mod, score_mod, mod_args, sizes, key.shape[-2], wide)
         mods = args, _count(batch), jnp.arange(N, dtype=jnp.int32)
         mods = jax.tree.map(lambda x: sharding.reshard_like(x, query, (None,) * x.ndim), mods)
     elif jax.tree.leaves(mod_args):

@@ -17,14 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, diagonal, elementwise, intervals, pallas, trees
+from jax_attn_bwd._core import diagonal, intervals, pallas, trees
 from jax_attn_bwd._core.guarded import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product.spec import Options
 
 APART = 1 << 20  # numbers: 4 MiB
-_ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, row and column"
 
 
 class Places(NamedTuple):
@@ -191,113 +190,3 @@ def known_tiles(
 def _of_all_heads(found: intervals.Interval, rank: int) -> Tiles:
     least, greatest = (to_rank(x, rank) for x in (found.least, found.greatest))
     return Tiles(greatest.any((-4, -3)), least.all((-4, -3)), not found.vague)
-
-
-class Sizes(NamedTuple):
-    """Of a call, for functions that have a method `check` of what they read."""
-
-    batch: tuple[Any, ...]
-    heads: Any
-    tokens: Any  # the more of rows and columns, where their positions are indices; else 0
-
-
-def prepared(
-    operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, sizes: Sizes, K: int, dtype: Any
-) -> tuple[Any, ...]:
-    """The checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
-    if not isinstance(mod_args, tuple | list):
-        got = f"{type(mod_args).__name__}"
-        remedy = "write (x,) for one array"
-        raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
-    args = jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
-    _check_arguments(operator, (mask_mod, score_mod), args, sizes)
-    batch, N, _ = sizes
-    rank, plane = len(batch) + 4, (*batch, K, N // K, 2, 3)
-    index = lambda *shape: jax.ShapeDtypeStruct((1,) * (rank - len(shape)) + shape, jnp.int32)
-    at = (index(*batch, 1, 1, 1, 1), index(K, N // K, 1, 1), index(2, 1), index(1, 3))
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    if mask_mod is not None:
-        closed = _traced(operator, "mask_mod", mask_mod, (*at, *given))
-        result = closed.out_avals[0]
-        if result.dtype != np.bool_:
-            raise TypeError(checks.message(operator, "mask_mod", "return bool", f"dtype {result.dtype}"))
-        _broadcast(operator, "mask_mod", result.shape, plane)
-        _elementwise(operator, "mask_mod", closed, len(at))
-    if score_mod is not None:
-        logits = jax.ShapeDtypeStruct(plane, dtype)
-        closed = _traced(operator, "score_mod", score_mod, (logits, *at, *given))
-        result = closed.out_avals[0]
-        if result.dtype != dtype:
-            expected, remedy = f"return {dtype}, the dtype of the logits", "cast what it adds to logits.dtype"
-            got = f"dtype {result.dtype}"
-            raise TypeError(checks.message(operator, "score_mod", expected, got, remedy))
-        if result.shape != plane:
-            expected = f"return logits of the shape that it is handed, here {plane}"
-            raise ValueError(checks.message(operator, "score_mod", expected, result.shape))
-        _elementwise(operator, "score_mod", closed, 1 + len(at))
-    return args
-
-
-def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: Sizes) -> None:
-    """Raises where functions that know it do not find what they read, or leave something."""
-    given = [function for function in functions if function is not None]
-    for function in given:
-        if hasattr(function, "check"):
-            function.check(operator, args, sizes)
-    counts = [getattr(function, "num_args", None) for function in given]
-    known = [n for n in counts if n is not None]
-    if len(known) == len(counts) and len(args) > sum(known):
-        expected = f"hold the {sum(known)} that are read"
-        raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
-
-
-def _argument(operator: str, x: Any, dtype: Any) -> jax.Array:
-    x = x if checks.is_array(x) else np.asarray(x)
-    if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_)):
-        expected = "hold arrays of floats, integers or bools"
-        raise TypeError(checks.message(operator, "mod_args", expected, f"dtype {x.dtype}"))
-    x = jnp.asarray(x)
-    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _broadcast(operator: str, argument: str, shape: Any, plane: tuple[Any, ...]) -> None:
-    sizes = zip(reversed(shape), reversed(plane), strict=False)
-    if len(shape) > len(plane) or any(a != b and a != 1 for a, b in sizes):
-        expected = f"return what broadcasts to the tile that it is handed, here {plane}"
-        raise ValueError(checks.message(operator, argument, expected, shape))
-
-
-def _elementwise(operator: str, argument: str, closed: Any, tile_inputs: int) -> None:
-    if (got := elementwise.violation(closed, tile_inputs)) is not None:
-        remedy = "it is evaluated on tiles of any size: hand over what it computes of all in mod_args"
-        raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
-
-
-def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> Any:
-    """The jaxpr, of one result; raises unless the function may be static and is pure."""
-    if not callable(function):
-        expected = "be a function or None"
-        raise TypeError(checks.message(operator, argument, expected, type(function).__name__))
-    try:
-        hash(function)
-    except TypeError:
-        remedy = "it is a static argument: make it a function, or a frozen dataclass with __call__"
-        got = f"an unhashable {type(function).__name__}"
-        raise TypeError(checks.message(operator, argument, "be hashable", got, remedy)) from None
-    try:
-        closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
-    except Exception as error:
-        words = (str(error).splitlines() or [""])[0]
-        got = f"{type(error).__name__}: {words}"
-        raise TypeError(checks.message(operator, argument, _ELEMENTWISE, got)) from error
-    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        expected, remedy = "not close over traced arrays", "hand them over in mod_args"
-        raise TypeError(checks.message(operator, argument, expected, "one that does", remedy))
-    if closed.effects:
-        remedy = "it is traced and evaluated any number of times"
-        got = ", ".join(sorted(map(str, closed.effects)))
-        raise TypeError(checks.message(operator, argument, "have no side effects", got, remedy))
-    if len(closed.out_avals) != 1:
-        got = f"{len(closed.out_avals)} of them"
-        raise TypeError(checks.message(operator, argument, "return one array", got))
-    return closed
