@@ -45,7 +45,7 @@ from jax_attn_bwd.ops.graph import (
     graph_attention_v2,
     graph_transformer_attention,
 )
-from jax_attn_bwd.ops.graph.arguments import check_graph
+from jax_attn_bwd.ops.graph.arguments import check_graph, rows_of_destinations
 from jax_attn_bwd.ops.graph.self_loops import is_traced
 
 Linears = Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -163,11 +163,7 @@ def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.
         if source != destination:
             expected = f"be a pair (x_src, x_dst) with in_channels = {widths}"
             raise ValueError(checks.message(config.kind, "x", expected, "one array"))
-        if graph.num_dst > graph.num_src:
-            counts = f"num_src = {graph.num_src} < num_dst = {graph.num_dst}"
-            expected = f"be a pair (x_src, x_dst) where {counts}"
-            raise ValueError(checks.message(config.kind, "x", expected, "one array"))
-        return x, x[..., : graph.num_dst, :]
+        return x, rows_of_destinations(config.kind, "x", "be a pair (x_src, x_dst)", graph, x, "one array")
     x_src = _rows(config, "x_src", x[0], "num_src", graph.num_src, source)
     return x_src, _rows(config, "x_dst", x[1], "num_dst", graph.num_dst, destination)
 

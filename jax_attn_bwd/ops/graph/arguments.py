@@ -22,11 +22,7 @@ def prepare_additive(
     """Checks every argument of `graph_attention` or `graph_attention_v2`."""
     graph = check_graph(operator, graph)
     src = _nodes(operator, "src", src, "num_src", graph.num_src)
-    if dst is None:
-        if graph.num_dst > graph.num_src:
-            expected = f"be given, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
-            raise ValueError(checks.message(operator, "dst", expected, None))
-        dst = src[..., : graph.num_dst, :]
+    dst = rows_of_destinations(operator, "dst", "be given", graph, src) if dst is None else dst
     dst = _nodes(operator, "dst", dst, "num_dst", graph.num_dst, src.shape[-1])
     batch = _batch(operator, src=src, dst=dst)
     checks.same_dtype(operator, src=src, dst=dst)
@@ -57,6 +53,21 @@ def prepare_additive(
         raise ValueError(checks.message(operator, "attention_weights", expected, spec, remedy))
     operands = Operands(graph, src, dst, None, attention_weights, edge, None, mask, words, offset)
     return options, numbered(_placed(options, operands))
+
+
+def rows_of_destinations(
+    operator: str, argument: str, needed: str, graph: BipartiteCSC, src: jax.Array, got: Any = None
+) -> jax.Array:
+    """The first rows of `src`, where they are those of the destinations; `needed` says what is elsewhere."""
+    if graph.num_dst > graph.num_src:
+        expected = f"{needed}, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
+        raise ValueError(checks.message(operator, argument, expected, got))
+    if not graph.aligned:
+        expected = f"{needed} for graphs side by side with more sources than destinations"
+        raise ValueError(
+            checks.message(operator, argument, expected, got, "batch.dst.join makes that of dst")
+        )
+    return src[..., : graph.num_dst, :]
 
 
 def prepare_transformer(
@@ -118,7 +129,7 @@ def prepare_transformer(
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
     """`graph` is one `BipartiteCSC`, not a stack of them."""
     if not isinstance(graph, BipartiteCSC):
-        remedy = "build one with BipartiteCSC.from_coo or from_csc"
+        remedy = "build one with BipartiteCSC.from_edge_index, from_coo or from_csc"
         got = type(graph).__name__
         raise TypeError(checks.message(operator, "graph", "be a BipartiteCSC", got, remedy))
     if (stack := jnp.shape(graph.offsets)[:-1]) != ():

@@ -1,7 +1,7 @@
 """Several graphs as one: side by side in a padded graph, or stacked for `jax.vmap`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
 from jax_attn_bwd.ops.graph.grouping import LIMIT
 from jax_attn_bwd.ops.graph.self_loops import edges
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC, equal
 
 _OPERATOR = "batch_graphs"
 
@@ -37,6 +37,15 @@ class BatchLayout:
     sizes: Any
     rows: int = field(metadata={"static": True})
     stacked: bool = field(metadata={"static": True})
+
+    def __eq__(self, other: object) -> bool:
+        return equal(self, other) if isinstance(other, BatchLayout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.stacked))
+
+    def __repr__(self) -> str:
+        return f"BatchLayout(graphs={len(self.counts)}, rows={self.rows}, stacked={self.stacked})"
 
     def join(self, arrays: Sequence[Any]) -> Any:
         """An array `[size, ...]` of each graph -> `[rows, ...]` (stacked: `[graphs, rows, ...]`).
@@ -104,6 +113,12 @@ class GraphBatch:
     dst: BatchLayout
     edges: BatchLayout
 
+    def __eq__(self, other: object) -> bool:
+        return equal(self, other) if isinstance(other, GraphBatch) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.src, self.dst, self.edges))
+
     def __repr__(self) -> str:
         counts = f"graphs={len(self.src.counts)}, stacked={self.src.stacked}"
         rows = ", ".join(f"{name}_rows={getattr(self, name).rows}" for name in ("src", "dst", "edges"))
@@ -134,8 +149,9 @@ def batch_graphs(
     Returns:
       GraphBatch: the graph, and `src`, `dst`, `edges`, by which `batch.src.join([x_1, ...])` makes one array
       of each graph's, and `batch.dst.split(out)` takes them apart again. Edges are in the order of the
-      graphs, each in its caller's order. Side by side, `dst=None` of an operator means the right nodes only
-      if every graph has as many sources as destinations: otherwise pass `batch.dst.join` of theirs.
+      graphs, each in its caller's order. Side by side, `dst=None` of an operator and self-loops need graphs
+      with as many sources as destinations: for others pass `batch.dst.join` of the destinations' rows, and
+      add loops to each graph before.
 
     Raises:
       ValueError: `capacity` or `nodes` is too small; there is no graph, or a stack of them.
@@ -176,10 +192,11 @@ def batch_graphs(
         built = [jax.tree.map(np.asarray, graph_of(*of_one, rows["edges"])) for of_one in ends]
         graph = jax.tree.map(lambda *x: jnp.stack(x), *built)
     else:
-        starts = (np.cumsum(counts[name]) - counts[name] for name in ("src", "dst"))
+        starts = [np.cumsum(counts[name]) - counts[name] for name in ("src", "dst")]
         sides = zip(zip(*ends, strict=True), starts, strict=True)
         src, dst = (np.concatenate(list(map(np.add, side, start))) for side, start in sides)
-        graph = graph_of(src, dst, capacity)
+        aligned = np.array_equal(*starts) and all(graph.aligned for graph in graphs)
+        graph = replace(graph_of(src, dst, capacity), aligned=aligned)
     sizes = counts | {"edges": np.array([graph.capacity for graph in graphs])}
     return GraphBatch(graph, *(_layout(counts[name], sizes[name], rows[name], stacked) for name in rows))
 

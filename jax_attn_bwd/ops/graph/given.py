@@ -28,6 +28,16 @@ def integers(operator: str, argument: str, x: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
+def rows(operator: str, argument: str, x: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The two rows of `x`, of integers, as NumPy arrays of int64."""
+    shapes = [np.shape(row) for row in x] if isinstance(x, tuple | list) else []
+    shape = (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes or np.shape(x)
+    if len(set(shapes)) > 1 or len(shape) != 2 or shape[0] != 2:
+        raise ValueError(checks.message(operator, argument, "have shape [2, nnz]", shape))
+    src, dst = (integers(operator, argument, row) for row in x)
+    return src, dst
+
+
 def indices(operator: str, argument: str, x: Any) -> jax.Array:
     """`x`, of one axis and of an integer dtype, as a JAX array."""
     x = jnp.asarray(x)

@@ -11,6 +11,7 @@ With x what the edges hold and dout the cotangent, for edge e into i, of n_i edg
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,9 @@ from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import groups
 from jax_attn_bwd.ops.graph.grouping import Groups
 from jax_attn_bwd.ops.graph.groups import Chunk, by_edge, has_edges, rows, sum_of_group, take
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
-def _sums(graph: BipartiteCSC, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
+def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
     """Sums over the edges into each destination, `[num_dst, ...]`, of `terms(chunk)`, `[(W,) R, ...]`."""
     dtype, rest = accumulator_dtype(x.dtype), x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), 0, dtype, (graph, x))
@@ -37,7 +37,7 @@ def _sums(graph: BipartiteCSC, x: jax.Array, terms: Callable[[Chunk], jax.Array]
     return groups.add_runs(out, graph, of_runs)
 
 
-def _total(graph: BipartiteCSC, x: jax.Array) -> jax.Array:
+def _total(graph: Any, x: jax.Array) -> jax.Array:
     """Sums of `x` over the edges into each destination; where a scatter adds in order, by one of them all."""
     dtype = accumulator_dtype(x.dtype)
     if not groups.adds_in_order() or x.dtype != dtype or not has_edges(graph):
@@ -50,7 +50,7 @@ def _total(graph: BipartiteCSC, x: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def _maximum(graph: BipartiteCSC, x: jax.Array) -> jax.Array:
+def _maximum(graph: Any, x: jax.Array) -> jax.Array:
     """The maximum of `x` over the edges into each destination; 0 without edges."""
     rest = x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), -jnp.inf, x.dtype, (graph, x))
@@ -72,13 +72,13 @@ def _maximum_jvp(primals, tangents):
     return out, (_sums(graph, x, share) / _ties(graph, x, out)).astype(x.dtype)
 
 
-def _is_top(graph: BipartiteCSC, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
+def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
     """Where an edge of a chunk of `groups.in_runs` holds its destination's maximum."""
     of_node = by_edge(rows(out, groups.destination(graph, chunk)), chunk)
     return take(x, chunk.number, jnp.nan) == of_node
 
 
-def _by_number(graph: BipartiteCSC, found: Groups, none: int) -> jax.Array:
+def _by_number(graph: Any, found: Groups, none: int) -> jax.Array:
     """The `node` of each edge in the caller's order, `[E]`; `none`, past their end, in the padding."""
     chunk = groups.whole(found, graph.capacity)
     node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
@@ -86,12 +86,12 @@ def _by_number(graph: BipartiteCSC, found: Groups, none: int) -> jax.Array:
     return groups.put(all_none, chunk.number, node)
 
 
-def _ties(graph: BipartiteCSC, x: jax.Array, out: jax.Array) -> jax.Array:
+def _ties(graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:
     """Edges that hold the maximum, `[num_dst, ...]`; 1 where there is none."""
     return jnp.maximum(_sums(graph, x, partial(_is_top, graph, x, out)), 1)
 
 
-def _degree(graph: BipartiteCSC, like: jax.Array) -> jax.Array:
+def _degree(graph: Any, like: jax.Array) -> jax.Array:
     """Edges into each destination, which broadcast to `like`, in its dtype; 1 where there is none."""
     return _spread(jnp.maximum(graph.offsets[1:] - graph.offsets[:-1], 1), like).astype(like.dtype)
 
@@ -101,7 +101,7 @@ def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.expand_dims(x, tuple(range(1, like.ndim)))
 
 
-def forward(name: str, graph: BipartiteCSC, edge: jax.Array) -> jax.Array:
+def forward(name: str, graph: Any, edge: jax.Array) -> jax.Array:
     """(1), (2) or (3)."""
     if name == "edge_max":
         return tie(_maximum(graph, edge), (graph, edge))
@@ -110,7 +110,7 @@ def forward(name: str, graph: BipartiteCSC, edge: jax.Array) -> jax.Array:
     return tie(out.astype(edge.dtype), (graph, edge))
 
 
-def backward(name: str, graph: BipartiteCSC, dout: jax.Array, *saved: jax.Array) -> jax.Array:
+def backward(name: str, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.Array:
     """The gradient, accumulated; `saved` are edge and out of `edge_max`."""
     x = dout.astype(accumulator_dtype(dout.dtype))
     if not has_edges(graph):

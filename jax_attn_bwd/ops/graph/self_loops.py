@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.graph import on_device
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.graph import on_device, reductions
 
 FILLS = ("mean", "add", "min", "max")
 _OPERATOR = "BipartiteCSC.with_self_loops"
@@ -33,15 +34,33 @@ def is_traced(graph: Any) -> bool:
 def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> tuple[Any, jax.Array | None]:
     """The graph with one loop for each node, and its edge data; see `BipartiteCSC.with_self_loops`."""
     _check_one(_OPERATOR, graph)
+    if not graph.aligned:
+        expected = "hold as its first sources the destinations"
+        got = "several graphs side by side, each with sources of its own before the next one's"
+        remedy = "add the loops to each graph before batch_graphs"
+        raise ValueError(checks.message(_OPERATOR, "the graph", expected, got, remedy))
+    if isinstance(fill_value, str):
+        checks.choice(_OPERATOR, "fill_value", fill_value, FILLS)
+    elif not checks.is_array(fill_value) and type(fill_value) not in (int, float):
+        expected, got = f"be a number, an array or one of {FILLS}", type(fill_value).__name__
+        raise TypeError(checks.message(_OPERATOR, "fill_value", expected, got))
     if edge is not None:
         edge = checks.floating(_OPERATOR, "edge", edge)
         if edge.ndim == 0 or edge.shape[0] != graph.capacity:
             expected = f"have shape [nnz, ...], nnz = {graph.capacity}"
             raise ValueError(checks.message(_OPERATOR, "edge", expected, edge.shape))
-        if isinstance(fill_value, str):
-            checks.choice(_OPERATOR, "fill_value", fill_value, FILLS)
+        if not isinstance(fill_value, str):
+            fill_value = _loops(graph, edge, fill_value)
     run = _on_device if is_traced(graph) else _on_host
     return run(graph, edge, fill_value, capacity)
+
+
+def _loops(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
+    """What was given for the loops, for each node."""
+    shape = (min(graph.num_src, graph.num_dst), *edge.shape[1:])
+    fill_value = jnp.asarray(fill_value, edge.dtype)
+    checks.broadcasts(_OPERATOR, "fill_value", fill_value, "[nodes, ...] as edge", shape)
+    return jnp.broadcast_to(fill_value, shape)
 
 
 def _on_host(graph, edge, fill_value, capacity):
@@ -52,8 +71,7 @@ def _on_host(graph, edge, fill_value, capacity):
     found = type(graph).from_coo(*ends, graph.num_src, graph.num_dst, capacity=capacity)
     if edge is None:
         return found, None
-    given = edge[number[kept]]
-    filled = _filled(graph, given, jnp.asarray(dst[kept]), fill_value)
+    given, filled = edge[number[kept]], _filled(graph, edge, fill_value)
     room = jnp.zeros((found.capacity - len(kept) - nodes, *edge.shape[1:]), edge.dtype)
     return found, jnp.concatenate([given, filled, room])
 
@@ -80,8 +98,7 @@ def _on_device(graph, edge, fill_value, capacity):
     found = type(graph).from_traced(*ends, graph.num_src, graph.num_dst)
     if edge is None:
         return found, None
-    into = jnp.where(kept, dst, graph.num_dst)  # past the end: of no node
-    return found, joined(edge, _filled(graph, edge, into, fill_value), 0)
+    return found, joined(edge, _filled(graph, edge, fill_value), 0)
 
 
 def _check_one(operator: str, graph: Any) -> None:
@@ -90,18 +107,21 @@ def _check_one(operator: str, graph: Any) -> None:
         raise ValueError(checks.message(operator, "the graph", expected, "a stack of them"))
 
 
-def _filled(graph: Any, edge: jax.Array, dst: jax.Array, fill_value: Any) -> jax.Array:
-    """What the loops hold."""
-    nodes = min(graph.num_src, graph.num_dst)
+def _filled(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
+    """What the loops hold: `fill_value`, or what the edges into each node hold taken together, 0 without any.
+
+    The loops that are replaced count for nothing.
+    """
     if not isinstance(fill_value, str):
-        return jnp.broadcast_to(jnp.asarray(fill_value, edge.dtype), (nodes, *edge.shape[1:]))
-    return _by_destination(edge, dst, graph.num_dst, fill_value)[:nodes]
-
-
-def _by_destination(edge: jax.Array, dst: jax.Array, nodes: int, how: str) -> jax.Array:
-    """What the edges into each node hold, taken together; 0 for a node without any."""
-    reduce = {"min": jax.ops.segment_min, "max": jax.ops.segment_max}.get(how, jax.ops.segment_sum)
-    count = jax.ops.segment_sum(jnp.ones(dst.shape, jnp.int32), dst, nodes)
-    count = count.reshape(-1, *(1,) * (edge.ndim - 1))
-    found = jnp.where(count > 0, reduce(edge, dst, nodes), 0)
-    return found / jnp.maximum(count, 1).astype(edge.dtype) if how == "mean" else found
+        return fill_value
+    src, dst = on_device.ends(graph)
+    replaced = (src == dst) & (dst < graph.num_dst)
+    count = (graph.offsets[1:] - graph.offsets[:-1]).at[dst].add(-replaced.astype(jnp.int32), mode="drop")
+    spread = lambda x: jnp.expand_dims(x, tuple(range(1, edge.ndim)))
+    neutral, sign = (0, 1) if fill_value in ("mean", "add") else (-jnp.inf, -1 if fill_value == "min" else 1)
+    given = jnp.where(spread(replaced), neutral, sign * edge.astype(accumulator_dtype(edge.dtype)))
+    found = sign * reductions.forward("edge_sum" if neutral == 0 else "edge_max", graph, given)
+    if fill_value == "mean":
+        found = found / spread(jnp.maximum(count, 1)).astype(found.dtype)
+    found = jnp.where(spread(count > 0), found, 0).astype(edge.dtype)
+    return found[: min(graph.num_src, graph.num_dst)]

@@ -36,6 +36,8 @@ class BipartiteCSC:
       run_owners: int32, the destination of each run of edges that is summed apart; None if all are short.
       num_src, num_dst: node counts.
       exact: whether every place of the groups holds an edge.
+      aligned: whether destination i is source i, as self-loops and `dst=None` of an operator have it; not in
+        a batch, side by side, of graphs with more sources than destinations.
 
     Example:
       >>> from jax_attn_bwd import BipartiteCSC
@@ -55,6 +57,7 @@ class BipartiteCSC:
     num_src: int = field(metadata={"static": True})
     num_dst: int = field(metadata={"static": True})
     exact: bool = field(metadata={"static": True})
+    aligned: bool = field(default=True, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -78,11 +81,7 @@ class BipartiteCSC:
         return last if last.ndim else int(last)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BipartiteCSC):
-            return NotImplemented
-        structure: Any = jax.tree.structure(self)
-        alike = structure == jax.tree.structure(other)
-        return alike and all(map(_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
+        return equal(self, other) if isinstance(other, BipartiteCSC) else NotImplemented
 
     def __hash__(self) -> int:
         return hash((self.num_src, self.num_dst))
@@ -126,7 +125,8 @@ class BipartiteCSC:
           edge, and fill_value if it is an array.
 
         Raises:
-          ValueError: shapes disagree, or `capacity` is too small.
+          ValueError: shapes disagree, `capacity` is too small, or no source is known for a destination's loop
+            (graphs side by side with more sources than destinations: add the loops before).
 
         Example:
           >>> import jax.numpy as jnp
@@ -295,14 +295,17 @@ class BipartiteCSC:
           5
         """
         operator = "BipartiteCSC.from_edge_index"
-        array = edge_index if isinstance(edge_index, jax.core.Tracer) else np.asarray(edge_index)
-        if array.ndim != 2 or array.shape[0] != 2:
-            raise ValueError(checks.message(operator, "edge_index", "have shape [2, nnz]", array.shape))
-        src, dst = (given.integers(operator, "edge_index", x) for x in array)
-        nodes = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
-        if not checks.flag(operator, "add_self_loops", add_self_loops):
-            return cls.from_coo(src, dst, *nodes, capacity=capacity)
-        return cls.from_coo(src, dst, *nodes).with_self_loops(capacity=capacity)
+        src, dst = given.rows(operator, "edge_index", edge_index)
+        nodes = num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes, num_nodes)
+        if len(nodes) != 2:
+            expected, got = "be one number, or (sources, destinations)", f"{len(nodes)} of them"
+            raise ValueError(checks.message(operator, "num_nodes", expected, got))
+        num_src, num_dst = (given.count(operator, "num_nodes", n) for n in nodes)
+        for row, ends, size in (("sources", src, num_src), ("destinations", dst, num_dst)):
+            given.within(operator, f"the {row} of edge_index", ends, size, "num_nodes")
+        add_self_loops = checks.flag(operator, "add_self_loops", add_self_loops)
+        graph = cls.from_coo(src, dst, num_src, num_dst, capacity=None if add_self_loops else capacity)
+        return graph.with_self_loops(capacity=capacity) if add_self_loops else graph
 
     @classmethod
     def from_jraph(cls, graph: Any, *, capacity: int | None = None) -> "BipartiteCSC":
@@ -347,6 +350,13 @@ class BipartiteCSC:
             raise TypeError(checks.message("BipartiteCSC.from_scipy", "matrix", expected, got, remedy))
         rows = matrix.tocsr()
         return cls.from_csc(rows.indptr, rows.indices, rows.shape[1], capacity=capacity)
+
+
+def equal(one: Any, two: Any) -> bool:
+    """Whether two pytrees hold the same numbers."""
+    structure: Any = jax.tree.structure(one)
+    alike = structure == jax.tree.structure(two)
+    return alike and all(map(_equal, jax.tree.leaves(one), jax.tree.leaves(two)))
 
 
 def _equal(one: Any, two: Any) -> bool:

@@ -114,6 +114,28 @@ def test_the_batch_is_the_blocks_of_its_graphs():
     np.testing.assert_array_equal(again, found)
 
 
+def test_loops_are_those_of_the_graphs_where_each_has_as_many_sources_as_destinations():
+    graphs = graphs_of([(4, 4, 9), (6, 6, 5)])
+    batch = batch_graphs([graph.with_self_loops() for graph in graphs])
+    again = batch_graphs(graphs).graph.with_self_loops()
+    src, dst = (np.asarray(x) for x in jab.ops.graph.reference.ends(batch.graph))
+    pairs = np.sort(src * 10 + dst)
+    src, dst = (np.asarray(x) for x in jab.ops.graph.reference.ends(again))
+    np.testing.assert_array_equal(pairs, np.sort(src * 10 + dst))
+    alone = batch_graphs(graphs_of([(6, 4, 9)]), nodes=(9, 7)).graph  # its first sources are its own
+    assert alone.with_self_loops(capacity=17).num_edges > 9
+
+
+def test_equality_and_words():
+    graphs = graphs_of(SIZES[0])
+    batch = batch_graphs(graphs)
+    assert batch == batch_graphs(graphs) != batch_graphs(graphs[:2])
+    assert batch.src == batch_graphs(graphs).src != batch.dst
+    assert hash(batch) == hash(batch_graphs(graphs))
+    assert repr(batch.src) == "BatchLayout(graphs=3, rows=20, stacked=False)"
+    assert batch != 3
+
+
 GRAPHS = graphs_of(SIZES[0])
 BATCH = batch_graphs(GRAPHS)
 BAD = {
@@ -152,6 +174,18 @@ BAD = {
         ValueError,
         lambda: batch_graphs([batch_graphs(GRAPHS, stacked=True).graph]),
         "the graph must be one graph, got a stack",
+    ),
+    "dst of its own": (
+        ValueError,
+        lambda: jab.graph_attention(BATCH.graph, jnp.ones((20, 4)), None, jnp.ones(8), num_heads=2),
+        "dst must be given for graphs side by side with more sources than destinations, got None; "
+        "batch.dst.join makes that of dst",
+    ),
+    "self-loops": (
+        ValueError,
+        lambda: BATCH.graph.with_self_loops(),
+        "hold as its first sources the destinations, got several graphs side by side, each with sources of "
+        "its own before the next one's; add the loops to each graph before batch_graphs",
     ),
     "arrays": (
         ValueError,

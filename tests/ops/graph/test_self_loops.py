@@ -61,10 +61,27 @@ def test_edge_data_are_differentiable(rng):
     assert_close(gradient, expected, 1e-15)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_edge_data_are_summed_in_float32(rng, dtype):
+    """A thousand edges into node 0, whose own loop is replaced; what else it holds does not count."""
+    n = 1000
+    nodes = np.arange(n + 1)
+    graph = BipartiteCSC.from_coo(nodes, np.zeros(n + 1, int), n + 1, n + 1)
+    edge = jnp.asarray(rng.uniform(50, 100, (n + 1, 2)), dtype).at[0].set(jnp.nan)
+    expected = np.asarray(edge, np.float64)[1:].mean(0)
+    for found in (graph.with_self_loops, jax.jit(graph.with_self_loops)):
+        _, data = found(edge)
+        assert data.dtype == dtype
+        assert_close(data[n].astype(float), expected, float(jnp.finfo(dtype).eps))
+        assert not data[n + 1 :].any()
+
+
 def test_edge_index():
     index = np.stack([SRC, DST]).astype(np.int32)
     assert BipartiteCSC.from_edge_index(index, 4) == BipartiteCSC.from_coo(SRC, DST, 4, 4)
     assert BipartiteCSC.from_edge_index(index, (5, 4)) == BipartiteCSC.from_coo(SRC, DST, 5, 4)
+    assert BipartiteCSC.from_edge_index([list(SRC), list(DST)], [5, 4]).num_src == 5
+    assert BipartiteCSC.from_edge_index([[], []], 3).num_edges == 0
     with_loops = BipartiteCSC.from_edge_index(index, 4, add_self_loops=True, capacity=9)
     assert with_loops == BipartiteCSC.from_coo(SRC, DST, 4, 4).with_self_loops(capacity=9)
 
@@ -79,15 +96,50 @@ def test_edge_index():
         ),
         (lambda g: g.with_self_loops(np.arange(6)), TypeError, "edge must be a floating"),
         (lambda g: g.with_self_loops(jnp.ones(6), fill_value="sum"), ValueError, "fill_value must be one of"),
+        (lambda g: g.with_self_loops(fill_value="sum"), ValueError, "fill_value must be one of"),
+        (lambda g: g.with_self_loops(jnp.ones(6), fill_value=None), TypeError, "fill_value must be a number"),
+        (
+            lambda g: g.with_self_loops(jnp.ones((6, 2)), fill_value=jnp.ones(3)),
+            ValueError,
+            r"fill_value must broadcast to \[nodes, ...\] as edge = \(4, 2\), got \(3,\)",
+        ),
         (lambda g: g.with_self_loops(capacity=5), ValueError, "capacity must be at least nnz = 7"),
         (
             lambda g: BipartiteCSC.from_edge_index([0, 1], 2),
             ValueError,
             r"edge_index must have shape \[2, nnz\]",
         ),
-        (lambda g: BipartiteCSC.from_edge_index([[0], [9]], 2), ValueError, r"dst must lie in \[0, 2\)"),
+        (
+            lambda g: BipartiteCSC.from_edge_index([[0, 1], [1]], 2),
+            ValueError,
+            r"edge_index must have shape \[2, nnz\], got \[\(2,\), \(1,\)\]",
+        ),
+        (
+            lambda g: BipartiteCSC.from_edge_index([[0], [9]], 2),
+            ValueError,
+            r"the destinations of edge_index must lie in \[0, 2\), the range of num_nodes, got 9",
+        ),
+        (lambda g: BipartiteCSC.from_edge_index([[0], [1]], None), TypeError, "num_nodes must be an int"),
+        (
+            lambda g: BipartiteCSC.from_edge_index([[0], [1]], (2, 2, 2)),
+            ValueError,
+            r"num_nodes must be one number, or \(sources, destinations\), got 3 of them",
+        ),
     ],
-    ids=["shape", "dtype", "fill", "capacity", "index", "range"],
+    ids=[
+        "shape",
+        "dtype",
+        "fill",
+        "fill_alone",
+        "fill_kind",
+        "fill_shape",
+        "capacity",
+        "index",
+        "ragged",
+        "range",
+        "nodes",
+        "three",
+    ],
 )
 def test_errors(call, error, words):
     with pytest.raises(error, match=f"^BipartiteCSC.*{words}"):
