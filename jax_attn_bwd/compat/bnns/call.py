@@ -12,12 +12,13 @@ from jax_attn_bwd.compat.bnns.layer import (
     BNNSLayerParametersMultiheadAttention,
     BNNSMHAProjectionParameters,
     BNNSMultiheadAttentionDeltas,
+    Call,
     checked_call,
     deltas,
 )
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as _layer_bwd
-from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionResidual
+from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionResidual, described
 
 _SAVE = "qkv"  # what the cache holds beside the heads' output: the projected heads
 
@@ -177,10 +178,8 @@ def apply_multihead_attention_backward(
     checks.same_dtype(name, query=call.inputs[0], **{"output_param_delta.target_desc": dout})
     if output is not None:
         checks.shape(name, "output", checks.floating(name, "output", output), letters, expected_shape)
-    if backprop_cache is not None and not isinstance(backprop_cache, MultiHeadAttentionResidual):
-        expect = "be None or the cache that apply_multihead_attention(..., backprop_cache=True) returned"
-        got = type(backprop_cache).__name__
-        raise TypeError(checks.message(name, "backprop_cache", expect, got))
+    if backprop_cache is not None:
+        _check_cache(name, call, backprop_cache)
     asked = _asked(triples, key_attn_bias_delta, value_attn_bias_delta)
     wanted = {
         field for field, (argument, slot) in asked.items() if destinations.is_asked(name, argument, slot)
@@ -205,6 +204,20 @@ def apply_multihead_attention_backward(
         if delta is not None:
             destinations.check(name, argument, slot, delta, (delta.dtype,))
     return found
+
+
+def _check_cache(operator: str, call: Call, cache: Any) -> None:
+    """It is that of a forward of the same shapes."""
+    expect = "be None or the cache that apply_multihead_attention(..., backprop_cache=True) returned"
+    if not isinstance(cache, MultiHeadAttentionResidual):
+        raise TypeError(checks.message(operator, "backprop_cache", expect, type(cache).__name__))
+    forward = lambda: _layer(call.params, *call.inputs, return_residual=True, save=_SAVE, **call.options)
+    own = described(jax.eval_shape(forward)[1])
+    if (given := described(cache)) != own:
+        pairs = zip(jax.tree.leaves(given), jax.tree.leaves(own), strict=False)
+        other = next((f"{x} where {y} is needed" for x, y in pairs if x != y), "more or fewer arrays")
+        expect = f"{expect} for the same arguments"
+        raise ValueError(checks.message(operator, "backprop_cache", expect, f"another's, with {other}"))
 
 
 def _asked(triples: dict[str, Any], row_k: Any, row_v: Any) -> dict[str, tuple[str, Any]]:

@@ -15,7 +15,8 @@ refuses it. A gradient has the dtype of its argument, or float32 where an array 
 pairs type suffixes. `dst_node_embedding=None` means the first rows of the sources, whose gradient then holds
 both shares.
 
-Left out, for there is no use for it in JAX; delete them from a call that has them:
+Left out, for there is no use for it in JAX; delete them from a call that has them (one that names them is
+refused in these words):
   * the arrays that a forward writes: `output_embedding`, `softmax_scores`;
   * `grad_softmax_scores`: workspace;
   * `grad_attention_weights_workspace`: it made that gradient deterministic; here it always is;

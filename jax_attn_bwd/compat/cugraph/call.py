@@ -104,10 +104,16 @@ def gradients(
     """
     dtypes = {}
     for field, (name, slot) in slots.items():
-        if destinations.is_asked(call, name, slot) and given[field] is not None:
-            own = given[field].dtype
-            destinations.check(call, name, slot, given[field], (own, accumulator_dtype(own)))
-            dtypes[field] = slot.dtype if checks.is_array(slot) else own
+        if not destinations.is_asked(call, name, slot):
+            continue
+        if given[field] is None:
+            if checks.is_array(slot):
+                expected = f"be None or a bool where {name.removeprefix('grad_')} is None"
+                raise ValueError(checks.message(call, name, expected, "an array"))
+            continue
+        own = given[field].dtype
+        destinations.check(call, name, slot, given[field], (own, accumulator_dtype(own)))
+        dtypes[field] = slot.dtype if checks.is_array(slot) else own
     if any(dtype != given[field].dtype for field, dtype in dtypes.items()):
         wide = accumulator_dtype(dout.dtype)
         dout = dout.astype(wide)

@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_attn_bwd.compat.cugraph.call import Call, MhaGatEfeatGrads, MhaGatGrads, mha_params
+from jax_attn_bwd.compat.cugraph.left_out import source_call
 from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.graph.kinds import GATv2
 
@@ -26,6 +27,7 @@ def mha_gat_v2_n2n_fwd(
     graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: bool
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@source_call
 def mha_gat_v2_n2n_fwd(
     src_node_embedding: jax.Array,
     dst_node_embedding: jax.Array | None,
@@ -42,6 +44,7 @@ def mha_gat_v2_n2n_fwd(
     return call.forward(return_softmax_scores)
 
 
+@source_call
 def mha_gat_v2_n2n_bwd(
     grad_output_embedding: jax.Array,
     src_node_embedding: jax.Array,
@@ -80,6 +83,7 @@ def mha_gat_v2_n2n_efeat_fwd(
     attention_weights: jax.Array, graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: bool
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@source_call
 def mha_gat_v2_n2n_efeat_fwd(
     src_node_embedding: jax.Array,
     dst_node_embedding: jax.Array | None,
@@ -104,6 +108,7 @@ def mha_gat_v2_n2n_efeat_fwd(
     return call.forward(return_softmax_scores)
 
 
+@source_call
 def mha_gat_v2_n2n_efeat_bwd(
     grad_output_embedding: jax.Array,
     src_node_embedding: jax.Array,

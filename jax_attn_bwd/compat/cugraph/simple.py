@@ -6,6 +6,7 @@ import jax
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.compat.cugraph.call import gradients
+from jax_attn_bwd.compat.cugraph.left_out import source_call
 from jax_attn_bwd.ops import graph as operators
 from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_transformer
@@ -21,6 +22,7 @@ class MhaSimpleGrads(NamedTuple):
     grad_score_bias: jax.Array | None
 
 
+@source_call
 def mha_simple_n2n(
     key_emb: jax.Array,
     query_emb: jax.Array,
@@ -57,6 +59,7 @@ def mha_simple_n2n(
     )
 
 
+@source_call
 def mha_simple_n2n_bwd(
     grad_output_embedding: jax.Array,
     key_emb: jax.Array,

@@ -23,6 +23,7 @@ from jax_attn_bwd.ops.multi_head.spec import (
     Operands,
     Residuals,
     Wanted,
+    described,
 )
 
 _NAME = "multi_head_attention"
@@ -312,7 +313,7 @@ def multi_head_attention_bwd(
             checks.same_dtype(name, query=operands.query, **{argument: x})
     if residual is None:
         residual = forward(operands).residual
-    elif (got := _described(residual)) != _described(expected.residual):
+    elif (got := described(residual)) != described(expected.residual):
         expect = f"be what the forward of the same arguments and save={save!r} returned"
         raise ValueError(checks.message(name, "residual", expect, got))
     wanted = _wanted(name, operands, wrt)
@@ -324,13 +325,6 @@ def multi_head_attention_bwd(
     found = {n: grads.get(n) for n in ARRAYS}
     found["mod_args"] = trees.in_dtypes_of(tuple(mod_args), found["mod_args"])
     return MultiHeadAttentionGrads(of_params, **found)
-
-
-def _described(residual: Any) -> Any:
-    """Its structure, with shapes and dtypes for arrays; of another thing its type."""
-    if not isinstance(residual, MultiHeadAttentionResidual):
-        return type(residual).__name__
-    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), residual)
 
 
 def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:

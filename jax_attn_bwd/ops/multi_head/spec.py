@@ -138,6 +138,13 @@ class MultiHeadAttentionResidual(NamedTuple):
     probs: jax.Array | None  # [..., K, G, T, S], save = "probs"
 
 
+def described(residual: Any) -> Any:
+    """The structure of a residual, with shapes and dtypes for arrays; of another thing its type."""
+    if not isinstance(residual, MultiHeadAttentionResidual):
+        return type(residual).__name__
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), residual)
+
+
 class Result(NamedTuple):
     """What a forward computes."""
 

@@ -70,6 +70,12 @@ BACKWARD_ERRORS = {
     "sum": (dict(sum_aliased=1), TypeError, "sum_aliased must be a Python bool"),
     "result": (dict(output=Q[:1]), ValueError, "output must have shape"),
     "cache": (dict(backprop_cache=(Q,)), TypeError, "backprop_cache must be None or the cache"),
+    "cache_of_another": (
+        dict(backprop_cache=bnns.apply_multihead_attention(F, 1, Q[:1], K[:1], None, V[:1], None, True)[1]),
+        ValueError,
+        "^bnns.apply_multihead_attention_backward: backprop_cache must be None or the cache that .* for the "
+        "same arguments, got another's, with 1 where 2 is needed",
+    ),
 }
 
 

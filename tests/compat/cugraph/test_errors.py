@@ -40,6 +40,31 @@ def test_errors(rng, edges, changed, error, message):
         cugraph.mha_gat_n2n_bwd(**arguments)
 
 
+@pytest.mark.parametrize(
+    "name", ["stream_id", "grad_softmax_scores", "grad_attention_weights_workspace", "output_embedding"]
+)
+def test_what_the_source_has_beside_is_refused_with_the_remedy(rng, edges, name):
+    operands, params = arrays(rng, "mha_gat_n2n"), cugraph.mha_params(H)
+    words = rf"^cugraph.mha_gat_n2n_fwd: {name} must be left out, got one; \w+"
+    with pytest.raises(TypeError, match=words):
+        cugraph.mha_gat_n2n_fwd(**operands, graph=structure(edges), params=params, **{name: 0})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stream'"):
+        cugraph.mha_gat_n2n_fwd(**operands, graph=structure(edges), params=params, stream=0)
+    key, query = jnp.ones((N_SRC, DIM)), jnp.ones((N_DST, DIM))
+    with pytest.raises(TypeError, match=f"^cugraph.mha_simple_n2n_bwd: {name} must be left out"):
+        cugraph.mha_simple_n2n_bwd(query, key, query, key, structure(edges), H, **{name: None})
+
+
+def test_a_gradient_of_what_is_not_given_is_not_asked_for_by_an_array(rng, edges):
+    operands, params = arrays(rng, "mha_gat_n2n"), cugraph.mha_params(H)
+    given = {"grad_output_embedding": cotangent(rng, params), "softmax_scores": None, **operands}
+    given |= {"graph": structure(edges), "params": params, "dst_node_embedding": None}
+    words = "grad_dst_node_embedding must be None or a bool where dst_node_embedding is None, got an array"
+    with pytest.raises(ValueError, match=words):
+        cugraph.mha_gat_n2n_bwd(**given, grad_dst_node_embedding=jnp.ones((N_DST, DIM)))
+    assert cugraph.mha_gat_n2n_bwd(**given).grad_dst_node_embedding is None
+
+
 def test_errors_of_calls_with_more_arguments(rng, edges):
     given, params = arrays(rng, "mha_gat_n2n_efeat"), cugraph.mha_params(H)
     with pytest.raises(TypeError, match=r"cugraph.mha_gat_n2n_efeat_fwd: edge_embedding must be a floating"):
