@@ -143,8 +143,7 @@ def measure(workload: Workload, repeats: int) -> list[Row]:
             for contender in workload.contenders:
                 if contender.timed:
                     times[contender.name].append(_seconds(contender, many))
-    medians = {name: statistics.median(t) * 1e3 for name, t in times.items() if t}
-    return [*_rows(workload, medians), *workload.refused]
+    return [*_rows(workload, {name: t for name, t in times.items() if t}), *workload.refused]
 
 
 def _seconds(contender: Contender, many: bool) -> float:
@@ -164,8 +163,9 @@ def _clock(contender: Contender, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _rows(workload: Workload, medians: dict[str, float]) -> Iterable[Row]:
+def _rows(workload: Workload, times: dict[str, list[float]]) -> Iterable[Row]:
     first = workload.contenders[0]
+    medians = {name: statistics.median(t) * 1e3 for name, t in times.items()}
     for c in workload.contenders:
         ms, memory = medians.get(c.name), c.temporary_bytes
         rates = {unit: f"{amount / ms * 1e3:.3g}" for unit, amount in workload.rates.items() if ms}
@@ -176,5 +176,14 @@ def _rows(workload: Workload, medians: dict[str, float]) -> Iterable[Row]:
             None if ms is None else ms / medians[first.name],
             None if memory is None else memory / 2**20,
             None if not memory or not first.temporary_bytes else memory / first.temporary_bytes,
+            None if ms is None else _spread(times[c.name]),
             {**c.notes, **rates},
         )
+
+
+def _spread(times: Sequence[float]) -> float | None:
+    """Between the quartiles, over the median; None of fewer than four rounds, which do not tell."""
+    if len(times) < 4:
+        return None
+    low, median, high = statistics.quantiles(times)
+    return (high - low) / median

@@ -26,6 +26,7 @@ class Row:
     ratio: float | None = None  # time over ours: above 1, ours is faster
     temporary_mib: float | None = None
     memory_ratio: float | None = None
+    spread: float | None = None  # between the quartiles of its rounds, over their median
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -130,33 +131,55 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> Path | None:
     return path
 
 
-SLOWER, LARGER = 1.15, 1.05  # beyond this a time or a memory changed: medians of quiet runs differ by less
+SLOWER, LARGER = 1.15, 1.05  # beyond this a time of unknown spread, or a memory, changed
+LEAST, LEAST_MIB = 1.05, 1.0  # and less than this is no change, whatever the spread
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> int:
     """Prints how ours changed from one run to another; 1 if it became slower or larger anywhere, else 0.
 
-    Where both runs have peers of a case, ours is measured by theirs: the machine may have been slower.
+    Where both runs have peers of a case, ours is measured by theirs: the machine may have been slower. A time
+    changed if it did by twice the spreads of both runs. What is in one file alone is said, and is no change;
+    it is one if ours was measured before, and in the new run, which has the case, was not. 1, too, if the
+    files have no case in common.
     """
     before, after = ({(r.case, r.contender): r for r in rows} for rows in (old, new))
-    ours = {row.case: row.contender for row in reversed(new)}
+    ours = {row.case: row.contender for row in reversed([*old, *new])}  # the first of the older file
+    measured = {case for case, _ in after}
     lines = []
     for case, contender in reversed(ours.items()):
-        if (case, contender) not in before:
-            continue
-        was, now = before[case, contender], after[case, contender]
-        peers = [key for key in before.keys() & after.keys() if key[0] == case and key[1] != contender]
-        changes = (_change(before[key].milliseconds, after[key].milliseconds) for key in peers)
-        machine = [x for x in changes if x is not None]
-        time = _change(was.milliseconds, now.milliseconds)
-        if time is not None and machine:
-            time /= statistics.geometric_mean(machine)
-        memory = _change(was.temporary_mib, now.temporary_mib)
-        verdict = ["slower"] * ((time or 1) > SLOWER) + ["larger"] * ((memory or 1) > LARGER)
-        lines.append([case, *(None if x is None else f"{x:.2f}" for x in (time, memory)), ", ".join(verdict)])
+        was, now = before.get((case, contender)), after.get((case, contender))
+        if was is None or case not in measured:
+            lines.append([case, None, None, f"in the {'new' if was is None else 'old'} file alone"])
+        else:
+            keys = [key for key in before.keys() & after.keys() if key[0] == case and key[1] != contender]
+            lines.append([case, *_changes(was, now, [(before[key], after[key]) for key in keys])])
     console.table("new over old", ["case", "time", "memory", "verdict"], lines)
-    print(f"{len(lines)} cases in both files, {sum(bool(line[-1]) for line in lines)} slower or larger")
-    return int(any(line[-1] for line in lines))
+    both = [verdict for *_, verdict in lines if "alone" not in verdict]
+    worse = sum(map(bool, both))
+    print(f"{len(both)} cases in both files, {worse} slower, larger or not measured any more")
+    return int(bool(worse) or not both)
+
+
+def _changes(
+    was: Row, now: Row | None, peers: Sequence[tuple[Row, Row]]
+) -> tuple[str | None, str | None, str]:
+    """The change of time and of memory, and what became worse."""
+    if now is None or (now.milliseconds is None) > (was.milliseconds is None):
+        return None, None, "not measured any more"
+    changes = (_change(a.milliseconds, b.milliseconds) for a, b in peers)
+    machine = [x for x in changes if x is not None]
+    time, memory = _change(was.milliseconds, now.milliseconds), _change(was.temporary_mib, now.temporary_mib)
+    if time is not None and machine:
+        time /= statistics.geometric_mean(machine)
+    slower = SLOWER
+    if was.spread is not None and now.spread is not None:
+        slower = max(LEAST, 1 + 2 * (was.spread + now.spread))
+    grown = (now.temporary_mib or 0.0) - (was.temporary_mib or 0.0)
+    larger = grown > LEAST_MIB and (memory is None or memory > LARGER)
+    verdict = ["slower"] * ((time or 1) > slower) + ["larger"] * larger
+    shown = (None if x is None else f"{x:.2f}" for x in (time, memory))
+    return *shown, ", ".join(verdict)
 
 
 def _change(old: float | None, new: float | None) -> float | None:

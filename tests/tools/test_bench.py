@@ -1,5 +1,6 @@
 """`python -m jax_attn_bwd.bench`: correctness first, then times; what it writes, and where."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from jax_attn_bwd.ops.multi_head import cases as named
 
 WIDE = dict(B=(1,), T=256, S=256, N=8, K=8, H=64, Hv=64, Eq=512, Ek=512, Ev=512, Eo=512)
 CONTEXT = {"date", "platform", "device", "jax", "python", "jax_attn_bwd", "commit"}
-FIELDS = {"case", "contender", "milliseconds", "ratio", "temporary_mib", "memory_ratio", "notes"}
+FIELDS = {"case", "contender", "milliseconds", "ratio", "temporary_mib", "memory_ratio", "spread", "notes"}
 
 
 @pytest.mark.parametrize(
@@ -88,14 +89,37 @@ def test_two_runs_are_compared_by_their_peers(tmp_path, capsys):
 
     old = file("old", ("same", 10.0, 5.0, 20.0), ("slow", 10.0, 5.0, 20.0), ("large", 10.0, 5.0, 20.0))
     busy = file("busy", ("same", 20.0, 5.0, 40.0), ("other", 1.0, 1.0, 1.0))  # the machine was
-    worse = file("worse", ("same", 10.5, 5.1, 20.0), ("slow", 12.0, 5.0, 20.0), ("large", 10.0, 5.5, 20.0))
+    worse = file("worse", ("same", 10.5, 5.1, 20.0), ("slow", 12.0, 5.0, 20.0), ("large", 10.0, 6.5, 20.0))
     assert bench.main(["--compare", old, busy]) == 0
-    assert "1 cases in both files, 0 slower" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "1 cases in both files, 0 slower" in told
+    assert told.count("in the old file alone") == 2
+    assert told.count("in the new file alone") == 1
     assert bench.main(["--compare", old, worse]) == 1
     table = capsys.readouterr().out
     for case, verdict in (("same", ""), ("slow", "slower"), ("large", "larger")):
         (line,) = (line for line in table.splitlines() if line.strip("│ ").startswith(case))
         assert ("slower" in line, "larger" in line) == (verdict == "slower", verdict == "larger")
+    assert bench.main(["--compare", old, file("another", ("other", 1.0, 1.0, 1.0))]) == 1
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "verdict"),
+    [
+        ({}, {"milliseconds": 10.8}, "slower"),  # by four spreads of 1%
+        ({"spread": 0.05}, {"milliseconds": 10.8}, ""),
+        ({}, {"milliseconds": 10.3, "spread": 0.0}, ""),
+        ({"temporary_mib": 0.0}, {"temporary_mib": 500.0}, "larger"),
+        ({"temporary_mib": 0.01}, {"temporary_mib": 0.5}, ""),
+        ({}, {"milliseconds": None}, "not measured any more"),
+        ({"milliseconds": None}, {"milliseconds": None}, ""),
+    ],
+)
+def test_noise_memory_and_missing_times_in_comparisons(was, now, verdict):
+    row = report_module.Row("case", "ours", 10.0, 1.0, 5.0, 1.0, 0.01)
+    told = report_module._changes(dataclasses.replace(row, **was), dataclasses.replace(row, **now), [])
+    assert told[-1] == verdict
+    assert report_module._changes(row, None, [])[-1] == "not measured any more"
 
 
 @pytest.fixture
