@@ -1,23 +1,40 @@
 """Whether a function of arrays that broadcast to a tile is elementwise, by its jaxpr.
 
 A function that takes a maximum over the columns, turns the rows round or counts the columns itself computes
-something else on every tile. So each axis of each value is followed: it is an axis of the tile, one of its
-own (of an array that is read, of random bits, of a count), or says nothing (size 1, or broadcast).
+something else on every tile. So each axis of each value is followed: it is an axis of the tile, several of
+them joined, one of its own (of an array that is read, of random bits, of a count), or says nothing (size 1,
+or broadcast). An operation that is not known to leave the tile's axes apart is taken to mix them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_attn_bwd._core.intervals import called_jaxpr
-from jax_attn_bwd._core.jaxprs import is_literal
+from jax_attn_bwd._core.jaxprs import is_literal, scan_counts
 
 OWN = "an array's own axis"
 NAMES = {-1: "columns", -2: "rows", -3: "heads", -4: "heads"}  # of the tile's axes, from the last; else batch
-_ALONG = ("axis", "dimension", "dimensions")  # parameters that name the axes along which numbers meet
-# what meets what in these is not followed
-_JOINING = ("dot_general", "conv_general_dilated", "cond", "while", "scan")
+_ALONG = ("axis", "dimension", "dimensions", "axes")  # parameters that name the axes along which numbers meet
+# fmt: off
+_NUMBER_BY_NUMBER = frozenset((
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac",
+    "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt",
+    "lt_to", "max", "mesh_cast", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square",
+    "optimization_barrier", "or", "polygamma", "population_count", "pow", "pvary", "random_gamma_grad",
+    "real", "reduce_precision", "regularized_incomplete_beta", "rem", "reshard", "round", "rsqrt",
+    "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+))
+# fmt: on
+_TELL_BROADCASTS = ("broadcast_in_dim", "gather", "squeeze", "transpose", "cond", "while", "scan")
+_OF_ITS_OWN = ("iota", "random_bits", "random_unwrap", "random_wrap", "random_seed")
 
-Axis = int | str | None  # of the tile, counted from the last; OWN; None
+# of the tile, counted from the last; several of them in one, with their sizes; OWN; None
+Axis = int | tuple[tuple[Any, int], ...] | str | None
 Axes = tuple[Axis, ...]
 
 
@@ -40,8 +57,6 @@ def violation(closed: Any, tile_inputs: int) -> str | None:
         (result,) = _followed(closed, inputs)
     except _Mixes as found:
         return str(found)
-    if result is None:
-        return None
     for i, axis in enumerate(result):
         place = i - len(result)
         if axis not in (None, place):
@@ -58,53 +73,63 @@ def _own(shape: Sequence[Any]) -> Axes:
 
 
 def _name(axis: Axis) -> str:
+    if isinstance(axis, tuple):
+        return " and ".join(_name(part) for part, _ in axis)
     return f"the {NAMES.get(axis, 'batch')}" if isinstance(axis, int) else OWN
 
 
-def _followed(closed: Any, inputs: Sequence[Axes | None]) -> list[Axes | None]:
-    """The axes of each result; None where they are not known."""
-    jaxpr = closed.jaxpr
-    found: dict[Any, Axes | None] = {v: _own(v.aval.shape) for v in jaxpr.constvars}
+def _is_of_tile(axis: Axis) -> bool:
+    return axis is not None and axis != OWN
+
+
+def _followed(closed: Any, inputs: Sequence[Axes]) -> list[Axes]:
+    """The axes of each result."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    found: dict[Any, Axes] = {v: _own(v.aval.shape) for v in jaxpr.constvars}
     found |= dict(zip(jaxpr.invars, inputs, strict=True))
     read = lambda x: _own(x.aval.shape) if is_literal(x) else found[x]
     for equation in jaxpr.eqns:
         given, called = [read(x) for x in equation.invars], called_jaxpr(equation)
-        if called is not None:
-            results = _followed(called, given)
-        elif any(axes is None for axes in given):
-            results = [None for _ in equation.outvars]
-        else:
-            results = _results(equation, given)
-        ranks = [len(v.aval.shape) for v in equation.outvars]
-        known = [x if x is None or len(x) == n else None for x, n in zip(results, ranks, strict=True)]
-        found |= dict(zip(equation.outvars, known, strict=True))
+        results = _results(equation, given) if called is None else _followed(called, given)
+        found |= dict(zip(equation.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
-def _results(equation: Any, given: list[Any]) -> list[Axes | None]:
-    name, shapes = equation.primitive.name, [x.aval.shape for x in equation.invars]
-    shape = equation.outvars[0].aval.shape
-    if name in _RULES:
-        return [_RULES[name](equation, given)]
+def _results(equation: Any, given: list[Axes]) -> list[Axes]:
+    name, shapes = equation.primitive.name, [v.aval.shape for v in equation.outvars]
+    if name in _NUMBER_BY_NUMBER:
+        return [_together(name, given, shape) for shape in shapes]
+    of_tile = any(_is_of_tile(axis) for axes in given for axis in axes)
+    if name in _RULES and (of_tile or name in _TELL_BROADCASTS):
+        return _RULES[name](equation, given)
+    if name in _OF_ITS_OWN or not of_tile:
+        return [_own(shape) for shape in shapes]
     along = {axis for key in _ALONG for axis in _listed(equation.params.get(key))}
-    if name.startswith(("reduce_", "arg")):
-        axes = set(_listed(equation.params.get("axes")))
-        _nothing_along(name, given, axes)
-        return [tuple(x for i, x in enumerate(given[0]) if i not in axes) for _ in equation.outvars]
-    if name.startswith("cum") or name in ("rev", "sort", "concatenate"):
+    if name.startswith(("reduce", "arg")):
         _nothing_along(name, given, along)
-    elif name in ("iota", "random_bits", "random_unwrap", "random_wrap", "random_seed") or not given:
-        return [_own(v.aval.shape) for v in equation.outvars]
-    elif name in _JOINING or not all(_broadcasts(s, shape) for s in shapes):
-        return [_if_none_of_tile(v.aval.shape, given) for v in equation.outvars]
-    alike = [axes for axes, s in zip(given, shapes, strict=True) if len(s) == len(shape)]
-    merged = tuple(_merged(name, {axes[i] for axes in alike}) for i in range(len(shape)))
-    return [merged if len(v.aval.shape) == len(shape) else None for v in equation.outvars]
+        axes = _together(name, given, equation.invars[0].aval.shape)
+        return [tuple(x for i, x in enumerate(axes) if i not in along) for _ in shapes]
+    if name.startswith("cum") or name in ("rev", "sort", "concatenate", "split"):
+        _nothing_along(name, given, along)
+        joined = name == "concatenate"  # of size 1 each, it is an axis of its own
+        axes = _together(name, given, shapes[0], along)
+        return [tuple(OWN if joined and i in along else x for i, x in enumerate(axes)) for _ in shapes]
+    raise _Mixes(f"{name!r}, which is not number by number, of {_first_of_tile(given)}")
 
 
-def _broadcasts(shape: Sequence[Any], to: Sequence[Any]) -> bool:
-    """Whether number meets number: of one rank, or a scalar."""
-    return not shape or (len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True)))
+def _first_of_tile(given: Sequence[Axes]) -> str:
+    return next(_name(axis) for axes in given for axis in axes if _is_of_tile(axis))
+
+
+def _together(name: str, given: Sequence[Axes], shape: Sequence[Any], besides: Any = ()) -> Axes:
+    """Of operands whose numbers meet one by one; scalars meet all. Axes `besides` are not compared."""
+    alike = [axes for axes in given if len(axes) == len(shape)]
+    return tuple(
+        next((axes[i] for axes in alike if axes[i] is not None), None)
+        if i in besides
+        else _merged(name, {axes[i] for axes in alike})
+        for i in range(len(shape))
+    )
 
 
 def _listed(x: Any) -> tuple[int, ...]:
@@ -114,8 +139,8 @@ def _listed(x: Any) -> tuple[int, ...]:
 def _nothing_along(name: str, given: Sequence[Axes], axes: Any) -> None:
     for of_one in given:
         for i in axes:
-            if i < len(of_one) and isinstance(of_one[i], int):
-                raise _Mixes(f"{name!r} along the {NAMES.get(of_one[i], 'batch')}")
+            if i < len(of_one) and _is_of_tile(of_one[i]):
+                raise _Mixes(f"{name!r} along {_name(of_one[i])}")
 
 
 def _merged(name: str, axes: set[Axis]) -> Axis:
@@ -126,57 +151,119 @@ def _merged(name: str, axes: set[Axis]) -> Axis:
     return next(iter(known), None)
 
 
-def _if_none_of_tile(shape: Sequence[Any], given: Sequence[Axes]) -> Axes | None:
-    """Of what is made of arrays alone; else it is not known."""
-    made_of_tile = any(isinstance(axis, int) for axes in given for axis in axes)
-    return None if made_of_tile else _own(shape)
-
-
-def _broadcast(equation: Any, given: list[Axes]) -> Axes:
+def _broadcast(equation: Any, given: list[Axes]) -> list[Axes]:
     found: list[Axis] = [None] * len(equation.params["shape"])
     for axis, place in zip(given[0], equation.params["broadcast_dimensions"], strict=True):
         found[place] = axis
-    return tuple(found)
+    return [tuple(found)]
 
 
-def _reshape(equation: Any, given: list[Axes]) -> Axes | None:
-    """Where axes of size 1 come or go; a tile's axes are not split or joined."""
-    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    long = [axis for axis, n in zip(given[0], before, strict=True) if n != 1]
-    if [n for n in before if n != 1] != [n for n in after if n != 1]:
-        return _if_none_of_tile(after, given)
-    rest = iter(long)
-    return tuple(None if n == 1 else next(rest) for n in after)
+def _reshape(equation: Any, given: list[Axes]) -> list[Axes]:
+    """Where axes of size 1 come or go, and neighbours are joined or told apart again."""
+    parts: list[tuple[Axis, Any]] = []
+    for axis, n in zip(given[0], equation.invars[0].aval.shape, strict=True):
+        parts += axis if isinstance(axis, tuple) else [(axis, n)] if n != 1 else []
+    found: list[Axis] = []
+    for n in equation.outvars[0].aval.shape:
+        taken: list[tuple[Axis, Any]] = []
+        while n != 1 and parts and (not taken or math.prod(size for _, size in taken) != n):
+            taken.append(parts.pop(0))
+        if n != 1 and math.prod(size for _, size in taken) != n:
+            raise _Mixes(f"'reshape' of {_first_of_tile(given)}")
+        found.append(None if n == 1 else taken[0][0] if len(taken) == 1 else tuple(taken))
+    return [tuple(found)]
 
 
-def _squeeze(equation: Any, given: list[Axes]) -> Axes:
-    return tuple(axis for i, axis in enumerate(given[0]) if i not in equation.params["dimensions"])
+def _squeeze(equation: Any, given: list[Axes]) -> list[Axes]:
+    return [tuple(axis for i, axis in enumerate(given[0]) if i not in equation.params["dimensions"])]
 
 
-def _transpose(equation: Any, given: list[Axes]) -> Axes:
-    return tuple(given[0][i] for i in equation.params["permutation"])
+def _transpose(equation: Any, given: list[Axes]) -> list[Axes]:
+    return [tuple(given[0][i] for i in equation.params["permutation"])]
 
 
-def _cut(equation: Any, given: list[Axes]) -> Axes:
+def _cut(equation: Any, given: list[Axes]) -> list[Axes]:
     """Some of the numbers along an axis."""
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     changed = [i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
     _nothing_along(equation.primitive.name, given[:1], changed)
-    return tuple(None if n == 1 else axis for n, axis in zip(after, given[0], strict=True))
+    return [tuple(None if n == 1 else axis for n, axis in zip(after, given[0], strict=True))]
 
 
-def _gather(equation: Any, given: list[Axes]) -> Axes:
+def _gather(equation: Any, given: list[Axes]) -> list[Axes]:
     """What is read lies where the indices do, with the axes of what is read of the array."""
     numbers, shape = equation.params["dimension_numbers"], equation.outvars[0].aval.shape
     own = (i for i in range(len(given[0])) if i not in numbers.operand_batching_dims)
     _nothing_along("gather", given[:1], own)
     indices = iter(given[1][:-1])
-    return tuple(
-        (OWN if n != 1 else None) if i in numbers.offset_dims else next(indices) for i, n in enumerate(shape)
-    )
+    return [
+        tuple(
+            (OWN if n != 1 else None) if i in numbers.offset_dims else next(indices)
+            for i, n in enumerate(shape)
+        )
+    ]
 
 
-_RULES: dict[str, Callable[[Any, list[Axes]], Axes | None]] = {
+def _dot(equation: Any, given: list[Axes]) -> list[Axes]:
+    """Sums over axes of their own leave the others."""
+    (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    for axes, along in zip(given, (left, right), strict=True):
+        _nothing_along("dot_general", [axes], along)
+    pairs = zip(left_batch, right_batch, strict=True)
+    both = [_merged("dot_general", {given[0][i], given[1][j]}) for i, j in pairs]
+    taken = ({*left, *left_batch}, {*right, *right_batch})
+    free = [
+        x for axes, of_one in zip(given, taken, strict=True) for i, x in enumerate(axes) if i not in of_one
+    ]
+    return [(*both, *free)]
+
+
+def _stack(equation: Any, given: list[Axes]) -> list[Axes]:
+    axes, place = _together("stack", given, equation.invars[0].aval.shape), equation.params["axis"]
+    return [(*axes[:place], OWN, *axes[place:])]
+
+
+def _class_of_primitive(equation: Any, given: list[Axes]) -> list[Axes]:
+    """Of JAX's own ones that are no name: where each number stands in an array that is sorted."""
+    kind = type(equation.params.get("_prim")).__name__
+    if kind != "SearchSorted" or any(map(_is_of_tile, given[0])):
+        raise _Mixes(f"{kind!r}, which is not number by number, of {_first_of_tile(given)}")
+    return [given[1]]
+
+
+def _branches(equation: Any, given: list[Axes]) -> list[Axes]:
+    found = [_followed(branch, given[1:]) for branch in equation.params["branches"]]
+    return [_together("cond", axes, axes[0]) for axes in zip(*found, strict=True)]
+
+
+def _loop(name: str, body: Any, consts: list[Axes], carry: list[Axes], xs: list[Axes]) -> list[Axes]:
+    """The axes of what a body carries, and of what it gives beside, which follow from one another."""
+    while True:
+        found = _followed(body, [*consts, *carry, *xs])
+        pairs = zip(carry, found, strict=False)
+        new = [_together(name, pair, pair[0]) for pair in pairs]
+        if new == carry:
+            return found
+        carry = new
+
+
+def _while(equation: Any, given: list[Axes]) -> list[Axes]:
+    """What its condition reads is not followed: under `jax.vmap` it asks whether any element goes on."""
+    skipped, consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    given = given[skipped:]
+    return _loop("while", equation.params["body_jaxpr"], given[:consts], given[consts:], [])
+
+
+def _scan(equation: Any, given: list[Axes]) -> list[Axes]:
+    consts, carry, _ = scan_counts(equation)
+    given, carried, xs = given[:consts], given[consts : consts + carry], given[consts + carry :]
+    _nothing_along("scan", xs, (0,))
+    found = _loop("scan", equation.params["jaxpr"], given, carried, [axes[1:] for axes in xs])
+    entries = None if equation.params["length"] == 1 else OWN
+    return [*found[:carry], *((entries, *axes) for axes in found[carry:])]
+
+
+_RULES: dict[str, Callable[[Any, list[Axes]], list[Axes]]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _squeeze,
@@ -185,4 +272,10 @@ _RULES: dict[str, Callable[[Any, list[Axes]], Axes | None]] = {
     "dynamic_slice": _cut,
     "pad": _cut,
     "gather": _gather,
+    "dot_general": _dot,
+    "stack": _stack,
+    "call_hi_primitive": _class_of_primitive,
+    "cond": _branches,
+    "while": _while,
+    "scan": _scan,
 }

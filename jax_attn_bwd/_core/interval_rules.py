@@ -42,11 +42,17 @@ def _hull(xp: Any, *values: Any) -> tuple[Any, Any]:
 
 
 def _outward(xp: Any, least: Any, greatest: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """Floats one step farther apart, as fused operations round otherwise; lost where infinity is read."""
-    infinity = np.asarray(np.inf, least.dtype)
+    """Floats one step farther apart, as fused operations round otherwise; lost where infinity is read.
+
+    What is too small for a normal number may be 0 where it is computed.
+    """
+    infinity, tiny = np.asarray(np.inf, least.dtype), np.asarray(2 * jnp.finfo(least.dtype).tiny, least.dtype)
     finite = [xp.isfinite(end) for operand in (x, y) for end in (operand.least, operand.greatest)]
     lost = ~(finite[0] & finite[1] & finite[2] & finite[3])
-    return unless(xp, lost, xp.nextafter(least, -infinity), xp.nextafter(greatest, infinity))
+    least, greatest = xp.nextafter(least, -infinity), xp.nextafter(greatest, infinity)
+    least = xp.where((least > 0) & (least < tiny), 0, least)
+    greatest = xp.where((greatest < 0) & (greatest > -tiny), 0, greatest)
+    return unless(xp, lost, least, greatest)
 
 
 def _add(xp, _, x, y):
@@ -259,22 +265,35 @@ def _ne(xp, parameters, x, y):
     return ~greatest, ~least
 
 
-def _select(xp, parameters, which, *cases):
-    if len(cases) != 2:
-        least, greatest = cases[0].least, cases[0].greatest
-        for case in cases[1:]:
-            least, greatest = xp.minimum(least, case.least), xp.maximum(greatest, case.greatest)
-        return least, greatest
-    no, yes = cases
-    if no.least.dtype == np.bool_:
-        least, greatest = no.least & yes.least, no.greatest | yes.greatest
+def _select(xp, _, which, *cases):
+    """Of the cases that may be taken; an integer out of range takes the first or the last."""
+    last = len(cases) - 1
+    if which.least.dtype == np.bool_:
+        possible = [~which.least, which.greatest]
     else:
-        least, greatest = xp.minimum(no.least, yes.least), xp.maximum(no.greatest, yes.greatest)
-    never, always = ~which.greatest, which.least
-    return (
-        xp.where(never, no.least, xp.where(always, yes.least, least)),
-        xp.where(never, no.greatest, xp.where(always, yes.greatest, greatest)),
-    )
+        starts = [which.least <= k for k in range(last)] + [xp.ones_like(which.least, bool)]
+        ends = [xp.ones_like(which.least, bool)] + [which.greatest >= k for k in range(1, last + 1)]
+        possible = [start & end for start, end in zip(starts, ends, strict=True)]
+    lowest, highest = _extremes(cases[0].least.dtype)
+    least, greatest = highest, lowest  # of no case
+    for taken, case in zip(possible, cases, strict=True):
+        least = _least(xp, least, xp.where(taken, case.least, highest))
+        greatest = _greatest(xp, greatest, xp.where(taken, case.greatest, lowest))
+    return least, greatest
+
+
+def _extremes(dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf, dtype), np.asarray(np.inf, dtype)
+    return dtype_range(dtype)
+
+
+def _least(xp, x, y):
+    return x & y if y.dtype == np.bool_ else xp.minimum(x, y)
+
+
+def _greatest(xp, x, y):
+    return x | y if y.dtype == np.bool_ else xp.maximum(x, y)
 
 
 def _convert(xp, parameters, x):

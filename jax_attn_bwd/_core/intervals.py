@@ -25,6 +25,9 @@ from jax_attn_bwd._core.interval_rules import RULES, STRUCTURAL, dtype_range, fl
 from jax_attn_bwd._core.jaxprs import is_literal
 from jax_attn_bwd._core.range_extrema import gathered
 
+# of floats, makes or moves such as are told exactly
+_MOVES = ("dynamic_slice", "dynamic_update_slice", "iota", "pad", "rev", "sort", "split")
+
 
 @dataclass(frozen=True, eq=False)
 class Interval:
@@ -108,9 +111,16 @@ def _equation(equation: Any, inputs: list[Interval]) -> list[Interval]:
         return [_rearranged(equation, inputs)]
     if name in RULES:
         return [_by_rule(RULES[name], equation, inputs)]
-    if all_exact:
-        return _bound(equation, inputs)
+    if all_exact and _is_of_one_value(equation):
+        with jax.ensure_compile_time_eval():
+            return _bound(equation, inputs)
     return [unknown(x.aval.shape, x.aval.dtype, vague) for x in equation.outvars]
+
+
+def _is_of_one_value(equation: Any) -> bool:
+    """Whether its results are the same wherever they are computed: floats may be rounded in several ways."""
+    floats = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars)
+    return not floats or equation.primitive.name in _MOVES
 
 
 def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
@@ -139,6 +149,10 @@ def called_jaxpr(equation: Any) -> Any:
         return equation.params.get("jaxpr") or equation.params["call_jaxpr"]
     if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         return equation.params["call_jaxpr"]
+    if equation.primitive.name in ("checkpoint", "remat", "remat2"):
+        from jax.extend.core import ClosedJaxpr
+
+        return ClosedJaxpr(equation.params["jaxpr"], ())
     return None
 
 

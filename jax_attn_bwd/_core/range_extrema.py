@@ -25,11 +25,11 @@ def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
     operand = xp.asarray(operand)
     outside, inside = xp.zeros(np.broadcast_shapes(*(x.shape for x in ends)), bool), []
     for (first, last), n in zip(places, operand.shape, strict=True):
+        most = min(n - 1, int(jnp.iinfo(first.dtype).max))
         if "CLIP" not in mode.upper():
-            outside = outside | (first < 0) | (last >= n)
-        within = [
-            _module(x).clip(x, np.asarray(0, x.dtype), np.asarray(n - 1, x.dtype)) for x in (first, last)
-        ]
+            outside = outside | (first < 0) | (last > most)
+        clip = lambda x, most=most: _module(x).clip(x, np.asarray(0, x.dtype), np.asarray(most, x.dtype))
+        within = [clip(x).astype(np.int32) for x in (first, last)]  # lengths would wrap in narrow ones
         inside.append((within[0], within[0] if first is last else within[1]))
     wide = [axis for axis, (first, last) in enumerate(inside) if first is not last]
     if len(wide) > 1:

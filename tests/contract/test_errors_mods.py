@@ -39,7 +39,8 @@ MASKS = rows(
     ("branches", TypeError,
      "mask_mod must be elementwise jnp operations that broadcast over batch, head, row and column, got ",
      {"mask_mod": branching}),
-    ("arguments", TypeError, "mask_mod must be elementwise .*, got TypeError: .*positional argument",
+    ("arguments", TypeError,
+     r"mask_mod must take \(batch, head, row, column\) and the 1 arrays of mod_args, got one with too many",
      {"mask_mod": lambda b, h, r, c: r < c, "mod_args": (ones(3),)}),
     ("not broadcast", TypeError, "mask_mod must be elementwise .* that broadcast",
      {"mask_mod": lambda b, h, r, c: r.reshape(-1) == c.reshape(-1)}),
@@ -51,6 +52,17 @@ MASKS = rows(
     ("of a constant", ValueError,
      "mask_mod must be elementwise .*, got what it returns has an array's own axis where the tile has its",
      {"mask_mod": lambda b, h, r, c: jnp.asarray([True, False, True])}),
+    ("of a constant's columns", ValueError, "mask_mod must be elementwise .*, got .* has an array's own axis",
+     {"mask_mod": lambda b, h, r, c: jnp.arange(3) > 1}),
+    ("a callback", ValueError, "score_mod must be elementwise .*, got 'pure_callback', which is not number",
+     {"score_mod": lambda x, b, h, r, c: jax.pure_callback(lambda x: x, x, x)}),
+    ("an axis by its place", ValueError,
+     "score_mod must be elementwise .*, got one that takes or drops an axis of its tile by its place",
+     {"score_mod": lambda x, b, h, r, c, s: x * s[h[..., 0, 0]][..., None, None], "mod_args": (ones(N),)}),
+    ("a row by its place", ValueError, "score_mod must be elementwise .*, got .* drops an axis of its tile",
+     {"score_mod": lambda x, b, h, r, c: x + r[..., 0][..., None].astype(x.dtype)}),
+    ("args of half a byte", TypeError, "mod_args must hold arrays of .*, of whole bytes, got dtype int4",
+     {"mask_mod": lambda b, h, r, c, x: x[r] > 0, "mod_args": (jnp.ones(T, jnp.int4),)}),
     ("few args", ValueError, "mod_args must hold the 2 that mask_mod reads, got 1",
      {"mask_mod": mods.tree, "mod_args": (FEW,)}),
     ("many args", ValueError, "mod_args must hold the 1 that are read, got 2",
@@ -92,6 +104,21 @@ ON_TILES = rows(
     ("sorted", "'sort' along the columns", lambda x: jnp.sort(x, -1)),
     ("a neighbour", "'slice' along the columns",
      lambda x: jnp.concatenate([x[..., 1:], x[..., :1]], -1)),
+    ("the two greatest", "'top_k', which is not number by number, of the .*",
+     lambda x: x - jax.lax.top_k(x, 2)[0][..., -1:]),
+    ("frequencies", "'fft', which is not number by number, of the .*",
+     lambda x: jnp.fft.fft(x).real.astype(x.dtype)),
+    ("a maximum made again", "'reduce_max' along the columns",
+     jax.checkpoint(lambda x: x - x.max(-1, keepdims=True))),
+    ("a maximum in a loop", "'reduce_max' along the columns",
+     lambda x: jax.lax.fori_loop(0, 2, lambda i, x: x - x.max(-1, keepdims=True), x)),
+    ("a maximum in a branch", "'reduce_max' along the rows",
+     lambda x: jax.lax.cond(True, lambda x: x - x.max(-2, keepdims=True), lambda x: x, x)),
+    ("a maximum of all", "'reduce_max' along .*the rows and the columns", lambda x: x - x.reshape(-1).max()),
+    ("row after row", "'scan' along the rows",
+     lambda x: jnp.moveaxis(jax.lax.map(lambda y: y - y.sum(), jnp.moveaxis(x, -2, 0)), 0, -2)),
+    ("products of rows", "'dot_general' along the columns",
+     lambda x: x - jnp.einsum("...ts,...ts->...t", x, x)[..., None]),
     ("over heads", "'reduce_sum' along the heads", lambda x: x - x.sum(-4, keepdims=True)),
     ("own columns", "'add' of an array's own axis with the columns",
      lambda x: x + jnp.arange(x.shape[-1], dtype=x.dtype).reshape(1, 1, 1, 1, -1)),
@@ -127,6 +154,24 @@ ELEMENTWISE = {
         >= c
     ),
     "of a reduction of pairs": lambda b, h, r, c: greatest(jnp.stack([r, r + 1], -1)) > c,
+    "by a selection": lambda b, h, r, c: jnp.select([c <= r - 3, c <= r], [c % 3 < 2, c % 2 < 1], c < 5),
+    "by a number": lambda b, h, r, c: jax.lax.select_n((r // 2 + 0 * c) % 2, c <= r + 0 * c, c > r + 0 * c),
+    "of a table that is made": lambda b, h, r, c: (
+        jnp.arange(8)[r % 8] + jnp.sort(jnp.array([3, 1, 2]))[c % 3] < 5
+    ),
+    "of a triangle": lambda b, h, r, c: jnp.tril(jnp.ones((3, 3), bool))[r % 3, c % 3],
+    "of few": lambda b, h, r, c: jnp.isin(r - c, jnp.array([0, 1, 4], np.int32)),
+    "by search": lambda b, h, r, c: jnp.searchsorted(jnp.array([0, 2, 4], np.int32), r) <= c,
+    "one hot": lambda b, h, r, c: jax.nn.one_hot(r % 3, 3) @ jnp.arange(3.0) >= c.astype(float) - 2,
+    "element by element": jnp.vectorize(
+        lambda b, h, r, c: (
+            jax.lax.while_loop(lambda x: x > 2, lambda x: x - 2, r)
+            + jax.lax.cond(h > c, lambda: 0, lambda: 1)
+            <= c
+        )
+    ),
+    "in a loop": lambda b, h, r, c: jax.lax.fori_loop(0, 3, lambda i, x: x + i, r - c) > 2,
+    "made again": lambda b, h, r, c: jax.checkpoint(lambda x, y: x >= y)(r, c),
     "squeezed": lambda b, h, r, c: jnp.expand_dims(jnp.squeeze(r, -1), -1) >= c,
 }
 TABLE = np.arange(6.0).reshape(3, 2)

@@ -164,12 +164,21 @@ def test_a_step(case, layout, kind, small_tiles):
     assert sum(counted.values()) <= gathers + reductions + beyond, counted
 
 
-@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=thorough)])
-def test_functions_of_rows_and_columns(kind, small_tiles):
-    """They read indices in the whole sequence; what they read besides gets one gradient."""
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("all", AUTO),
+        ("all-BxTxN", EXPLICIT),
+        pytest.param("all", EXPLICIT, marks=thorough),
+        pytest.param("all-BxTxN", AUTO, marks=thorough),
+    ],
+)
+def test_functions_of_rows_and_columns(layout, kind, small_tiles):
+    """They count in the whole, along batch, heads and tokens; what they read besides gets one gradient."""
     arrays, _, names, (ct, _) = inputs("full")
     mask = mods.document & (mods.sliding_window(13) | mods.global_tokens(3))
-    ids, slopes = jnp.asarray(np.repeat([0, 1, 2], (30, 3, 31))), jnp.asarray([0.5, 0.3, 0.1, -0.2])
+    ids = jnp.asarray([np.repeat([0, 1, 2], lengths) for lengths in ((30, 3, 31), (9, 50, 5))])
+    slopes = jnp.asarray([0.5, 0.3, 0.1, -0.2])
 
     def loss(inputs, slopes):
         out = dot_product_attention(**inputs, mask_mod=mask, score_mod=mods.alibi, mod_args=(ids, slopes))
@@ -178,7 +187,7 @@ def test_functions_of_rows_and_columns(kind, small_tiles):
     step = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=QUICK)
     given = {name: arrays[name] for name in names}
     expected = step(given, slopes)
-    mesh = jax.make_mesh((1, 8, 1), ("b", "t", "n"), axis_types=(kind,) * 3)
+    mesh = jax.make_mesh(LAYOUTS[layout][0], ("b", "t", "n"), axis_types=(kind,) * 3)
     with jax.set_mesh(mesh):
         placed = {name: jax.device_put(x, NamedSharding(mesh, ALL[name])) for name, x in given.items()}
         compiled = step.lower(placed, slopes).compile()

@@ -131,6 +131,43 @@ def test_bounds_of_deep_functions_enclose(seed, depth, is_number):
     check_encloses((number if is_number else condition_of)(rng, depth), rng, traced=False)
 
 
+BY_BYTE = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
+OPERATIONS = {  # beside those of random functions
+    "selected by a number": lambda b, r, c, ids, t: jax.lax.select_n(
+        (r // 8 + 0 * c) % 3, c <= r, c > r + 3, r - c > 9
+    ),
+    "selected by one of two": lambda b, r, c, ids, t: jax.lax.select_n(
+        (r // 8 + 0 * c) % 2, c <= r, c > r + 3
+    ),
+    "selected by a number out of range": lambda b, r, c, ids, t: jax.lax.select_n(
+        r // 4 - 2 + 0 * c, c + 0 * r, r - c
+    ),
+    "selected by conditions": lambda b, r, c, ids, t: jnp.select(
+        [c <= r - 5, c <= r], [c % 7 < 3, c > 4], c < 20
+    ),
+    "numbers that it makes": lambda b, r, c, ids, t: jnp.arange(8, dtype=i32)[r % 8] < c // 4,
+    "numbers that it sorts": lambda b, r, c, ids, t: jnp.sort(jnp.array([3, 1, 2], i32))[r // 8] < c,
+    "a triangle that it makes": lambda b, r, c, ids, t: jnp.tril(jnp.ones((4, 4), bool))[r // 8, c // 8],
+    "a float that it computes": lambda b, r, c, ids, t: c.astype(np.float32) < 4 * jnp.exp(np.float32(1)),
+    "places told by a byte": lambda b, r, c, ids, t: jax.lax.gather(
+        jnp.asarray(np.arange(256) < 100),
+        (c * 37 % 256 + 0 * r).astype(np.uint8)[..., None],
+        BY_BYTE,
+        (1,),
+        mode="clip",
+    ),
+    "floats too small": lambda b, r, c, ids, t: jnp.asarray(c + 1, np.float32) * np.float32(1e-42) > 0,
+    "made again": lambda b, r, c, ids, t: jax.checkpoint(lambda x, y: x >= y)(r, c),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_bounds_of_operations_enclose(name, traced):
+    for seed in range(4):
+        check_encloses(OPERATIONS[name], np.random.default_rng(seed), traced)
+
+
 def test_a_quotient_of_what_is_unknown():
     """Whose least value has no absolute value."""
     anything = intervals.unknown((1,), i32)

@@ -166,7 +166,7 @@ def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Arra
         lead = (*batch, K, G) if modifiers.may_lie_apart(w.conditions.places, w.q) else ()
 
         def zero(x):  # apart: the sum over batch and heads, maybe a collective, is left to the end
-            like = w.q[..., 0, 0].reshape(*lead, *(1 for _ in x.shape)) if lead else x
+            like = w.q[..., :1, :1].sum((-2, -1)).reshape(*lead, *(1 for _ in x.shape)) if lead else x
             return full_like_operands(like, (*lead, *x.shape), 0, dtype, saved)
 
         zeros["mod_args"] = jax.tree.map(zero, trees.floats(w.conditions.places.args))

@@ -4,6 +4,7 @@ The functions are traced on a small tile. One that is not elementwise would comp
 size of tile, so it is refused; so is one that closes over traced arrays, or has side effects.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks, elementwise
 
+_HALVES = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, row and column"
 
 
@@ -33,10 +35,10 @@ def prepared(
         raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
     args = jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
     _check_arguments(operator, (mask_mod, score_mod), args, sizes)
-    batch, N, _ = sizes
-    rank, plane = len(batch) + 4, (*batch, K, N // K, 2, 3)
+    batch, G = sizes.batch, sizes.heads // K
+    rank, plane = len(batch) + 4, (*batch, K, G, 2, 3)
     index = lambda *shape: jax.ShapeDtypeStruct((1,) * (rank - len(shape)) + shape, jnp.int32)
-    at = (index(*batch, 1, 1, 1, 1), index(K, N // K, 1, 1), index(2, 1), index(1, 3))
+    at = (index(*batch, 1, 1, 1, 1), index(K, G, 1, 1), index(2, 1), index(1, 3))
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     if mask_mod is not None:
         closed = _traced(operator, "mask_mod", mask_mod, (*at, *given))
@@ -57,6 +59,9 @@ def prepared(
             expected = f"return logits of the shape that it is handed, here {plane}"
             raise ValueError(checks.message(operator, "score_mod", expected, result.shape))
         _elementwise(operator, "score_mod", closed, 1 + len(at))
+        turned = (index(*batch, 1, 1, 1, 1), index(K, 1, G, 1), index(2), index(3, 1, 1))
+        logits = jax.ShapeDtypeStruct((*batch, K, 3, G, 2), dtype)
+        _any_order(operator, "score_mod", score_mod, (logits, *turned, *given))
     return args
 
 
@@ -75,8 +80,9 @@ def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes
 
 def _argument(operator: str, x: Any, dtype: Any) -> jax.Array:
     x = x if checks.is_array(x) else np.asarray(x)
-    if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_)):
-        expected = "hold arrays of floats, integers or bools"
+    kinds, is_half = (jnp.floating, jnp.integer, np.bool_), str(x.dtype) in _HALVES
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds) or is_half:
+        expected = "hold arrays of floats, integers or bools" + ", of whole bytes" * is_half
         raise TypeError(checks.message(operator, "mod_args", expected, f"dtype {x.dtype}"))
     x = jnp.asarray(x)
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -95,6 +101,20 @@ def _elementwise(operator: str, argument: str, closed: Any, tile_inputs: int) ->
         raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
 
 
+def _any_order(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
+    """It takes the axes of its tile, here columns before heads, in any order."""
+    try:
+        closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
+        (result,) = closed.out_avals
+        if result.shape == shapes[0].shape and elementwise.violation(closed, 5) is None:
+            return
+    except Exception:  # whatever its operations say of a shape
+        pass
+    got = "one that takes or drops an axis of its tile by its place"
+    remedy = "a tile may have its axes in another order: let arrays broadcast with all of theirs"
+    raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
+
+
 def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> Any:
     """The jaxpr, of one result; raises unless the function may be static and is pure."""
     if not callable(function):
@@ -103,9 +123,13 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
     try:
         hash(function)
     except TypeError:
-        remedy = "it is a static argument: make it a function, or a frozen dataclass with __call__"
+        remedy = (
+            "it is a static argument: make it a function, or a frozen dataclass with __call__; its arrays "
+        )
+        remedy += "go in mod_args"
         got = f"an unhashable {type(function).__name__}"
         raise TypeError(checks.message(operator, argument, "be hashable", got, remedy)) from None
+    _check_signature(operator, argument, function, shapes)
     try:
         closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
     except Exception as error:
@@ -123,3 +147,18 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
         got = f"{len(closed.out_avals)} of them"
         raise TypeError(checks.message(operator, argument, "return one array", got))
     return closed
+
+
+def _check_signature(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
+    """It takes as many arguments as it will be handed."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # not told of some callables
+    try:
+        signature.bind(*shapes)
+    except TypeError as error:
+        own = 5 if argument == "score_mod" else 4
+        names = ("logits, " if own == 5 else "") + "batch, head, row, column"
+        expected = f"take ({names}) and the {len(shapes) - own} arrays of mod_args"
+        raise TypeError(checks.message(operator, argument, expected, f"one with {error}")) from None

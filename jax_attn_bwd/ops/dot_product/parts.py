@@ -119,6 +119,12 @@ def _divided(cut: Cut, operands: Operands) -> tuple[dict[str, jax.Array], dict[s
     axes = {name: x.ndim - _QUERIES[name] for name, x in rows.items()}
     taken: Any = dict.fromkeys(rows)
     shared = operands._replace(**taken)
+    if operands.mod_batch is not None:  # of a device's own batch entries and heads
+        leading = tuple(range(operands.query.ndim - 3))
+        shared = shared._replace(
+            mod_batch=reshard_like(operands.mod_batch, operands.query, leading),
+            mod_heads=reshard_like(operands.mod_heads, operands.query, (-2,)),
+        )
     if operands.dropout_words is not None:
         offset = _places(operands)
         rows["dropout_rows"], axes["dropout_rows"] = offset.row, 0

@@ -214,6 +214,12 @@ def test_gradients_of_trees_of_arguments(rng):
     assert_close(shift, by_jax[1], 1e-5)
 
 
+def test_what_no_query_reads_has_gradient_zero(rng):
+    q, k, v = inputs(rng, 9)[:3]
+    loss = lambda s: dot_product_attention(q[:, :0], k, v, score_mod=mods.alibi, mod_args=(s,)).sum()
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), [0, 0])
+
+
 def test_nothing_is_differentiated_that_is_not_asked_for(rng):
     """Of fixed slopes no gradient is formed, and masks read none of the scores' arguments."""
     q, k, v, dout = inputs(rng, 9)
