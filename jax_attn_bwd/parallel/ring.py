@@ -99,7 +99,7 @@ def forward(exchange: Exchange, implementation: str, options: Options, operands:
     moving = _shifted(exchange, of_keys(exchange, operands), exchange.offsets[0])
     if len(offsets) > 1:
         (state, moving), _ = lax.scan(step, (state, moving), offsets[:-1])
-    return _finished(fold(state, moving, offsets[-1]), operands)
+    return _finished(fold(state, moving, offsets[-1]), options, operands)
 
 
 def backward(
@@ -219,16 +219,16 @@ def _merged(state: State, result: Result) -> State:
     shift = finite(m)
     low = 0 if result.lse_low is None else result.lse_low
     decay, share = jnp.exp(state.m - shift), jnp.exp((result.lse - shift) + low)
-    acc = state.acc * decay[..., None] + share[..., None] * result.out.astype(state.acc.dtype)
+    acc = state.acc * decay[..., None] + share[..., None] * result.wide_out()
     return State(acc, m, state.l * decay + share)
 
 
-def _finished(state: State, operands: Operands) -> Result:
+def _finished(state: State, options: Options, operands: Operands) -> Result:
     """(4), with what rounding takes from lse."""
     empty = state.l == 0
     m, l = finite(state.m), jnp.where(empty, 1, state.l)
     log_l = jnp.log(l)
     lse = m + log_l
     low = lax.stop_gradient((m - lse) + log_l)
-    out = (state.acc / l[..., None]).astype(operands.query.dtype)
-    return Result(out, jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low))
+    out, out_low = block.in_two(options, operands, state.acc / l[..., None])
+    return Result(out, jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low), out_low)

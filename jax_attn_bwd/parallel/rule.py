@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, pallas, trees
@@ -52,17 +51,14 @@ def _forward(static, operands) -> Result:
 
 def _fwd(static, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, *rows = _forward(static, operands)
-    named = Result(
-        checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
-    )
-    return (named.out, named.lse), (operands, named, backend.note(wanted, DIFFERENTIABLE))
+    kept = block.kept(_forward(static, operands), wanted)
+    return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, cotangents):
     operator, exchange, implementation, options = static
     operands, result, note = residuals
-    wanted = backend.noted(note, DIFFERENTIABLE)
+    wanted, result = backend.noted(note, DIFFERENTIABLE), block.restored(result)
     alike, names = _alike(exchange, operands), wanted - {"sink"}
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout, dlse = _of_live_rows(alike, result, jnp.zeros_like(result.out) if dout is None else dout, dlse)
@@ -92,8 +88,8 @@ def _of_live_rows(operands, result, dout, dlse):
 
 def _gradient_of_sink(operands, result, dout, dlse):
     """(7) of `ring.py`, `[N]`."""
-    out, lse, low = result
-    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
+    lse, low = result.lse, result.lse_low
+    delta = (dout.astype(lse.dtype) * result.wide_out()).sum(-1)
     delta = delta if dlse is None else delta - dlse
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # nothing seen, and a sink of -inf
     p = jnp.exp((to_rank(operands.sink.astype(delta.dtype), delta.ndim) - lse) - low)

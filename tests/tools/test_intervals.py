@@ -164,7 +164,7 @@ OPERATIONS = {  # beside those of random functions
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_bounds_of_operations_enclose(name, traced):
-    for seed in range(4):
+    for seed in range(6):
         check_encloses(OPERATIONS[name], np.random.default_rng(seed), traced)
 
 

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, trees
@@ -306,11 +305,8 @@ def _attention(static: tuple[Options, str], operands: Operands) -> tuple[jax.Arr
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, *rows = block.forward(implementation, options, operands)
-    named = Result(
-        checkpoint_name(out, "attention_out"), *(checkpoint_name(x, "attention_lse") for x in rows)
-    )
-    return (named.out, named.lse), (operands, named, backend.note(wanted, DIFFERENTIABLE))
+    kept = block.kept(block.forward(implementation, options, operands), wanted)
+    return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, cotangents):
@@ -318,6 +314,7 @@ def _bwd(static, residuals, cotangents):
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     operands, result, note = residuals
     wanted = backend.noted(note, DIFFERENTIABLE)
+    result = block.restored(result)
     grads = block.backward(implementation, options, operands, result, wanted, dout, dlse, alone=True)
     return (Operands(None, None, None)._replace(**grads._asdict()),)
 

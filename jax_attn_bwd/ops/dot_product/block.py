@@ -3,8 +3,9 @@
 A block is the attention of T queries to S keys, which may be some of the keys that the queries attend to.
 What follows holds for every implementation, and for each pair of a forward with a backward:
 
-* `forward` gives `Result(out, lse, lse_low)` over the keys of the block alone, lse with its rounding. A query
-  that sees none of them has out = 0 and lse = -inf. So blocks 1 and 2 of disjoint keys make up
+* `forward` gives `Result(out, lse, lse_low, out_low)` over the keys of the block alone, with what rounding
+  took where that counts. A query that sees none of them has out = 0 and lse = -inf. So blocks 1 and 2 of
+  disjoint keys make up
 
       lse = log(exp(lse_1) + exp(lse_2)),   out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
@@ -29,12 +30,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn_bwd._core import backend
 from jax_attn_bwd.ops.dot_product import parts
 from jax_attn_bwd.ops.dot_product.dropping import of_columns as dropout_factors
 from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
-from jax_attn_bwd.ops.dot_product.row_sums import gradient_of_sink
+from jax_attn_bwd.ops.dot_product.row_sums import gradient_of_sink, in_two
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -68,6 +71,25 @@ def forward(implementation: str, options: Options, operands: Operands) -> Result
     return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
 
 
+def kept(result: Result, wanted: Iterable[str]) -> Result:
+    """What a rule keeps of a forward, under the names by which checkpoint policies know it.
+
+    `out_low` is kept for the gradients that need it. Without them it has no elements, rather than not to be:
+    JAX keeps one structure of residuals for all derivatives of a jitted function.
+    """
+    out, *rows, low = result
+    if low is not None and not {"bias", "mod_args"} & set(wanted):
+        low = jnp.zeros((0,), low.dtype)
+    out, low = (None if x is None else checkpoint_name(x, "attention_out") for x in (out, low))
+    return Result(out, *(checkpoint_name(x, "attention_lse") for x in rows), low)
+
+
+def restored(result: Result) -> Result:
+    """What `kept` kept, for the backward."""
+    low = result.out_low
+    return result._replace(out_low=None) if low is not None and low.ndim == 1 else result
+
+
 def backward(
     implementation: str,
     options: Options,
@@ -98,9 +120,12 @@ __all__ = [
     "forward",
     "gradient_of_sink",
     "gradients",
+    "in_two",
+    "kept",
     "merge_heads",
     "merge_rows",
     "probabilities",
+    "restored",
     "split_heads",
     "split_rows",
     "through_values",

@@ -29,7 +29,7 @@ from jax import lax
 from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, modifiers, traversal, whole
+from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, modifiers, row_sums, traversal, whole
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
@@ -73,9 +73,10 @@ def _of_slice(options, tiling, operands):
     lse_low = lax.stop_gradient((m - lse) + log_l)
     if empty is not None:
         lse, lse_low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, lse_low)
-    out = layout.merge_heads(state.acc / l[..., None])[..., :T, :, :].astype(operands.query.dtype)
+    out = layout.merge_heads(state.acc / l[..., None])[..., :T, :, :]
+    out, out_low = row_sums.in_two(options, operands, out)
     lse, lse_low = (layout.merge_rows(x)[..., :T, :] for x in (lse, lse_low))
-    return Result(out, lse, lse_low)
+    return Result(out, lse, lse_low, out_low)
 
 
 def _initial(w: Working, operands: Operands) -> State:

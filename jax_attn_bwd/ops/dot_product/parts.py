@@ -18,6 +18,7 @@ from jax_attn_bwd._core.parts import Cut
 from jax_attn_bwd._core.sharding import explicit_spec, reshard_like, unsharded
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product import row_sums
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals, Result
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
@@ -77,9 +78,11 @@ def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
     by_row = place._replace(spec=place.spec[:-1])
 
     def of_part(index, rows, shared):
-        return _of_part((options, cut.in_step), _part(options, operands, index, rows, shared))._asdict()
+        found = _of_part((options, cut.in_step), _part(options, operands, index, rows, shared))
+        return {name: x for name, x in found._asdict().items() if x is not None}
 
     results = {"out": place, "lse": by_row, "lse_low": by_row}
+    results |= {"out_low": place} if row_sums.keeps_low(options, operands) else {}
     return Result(**parts.over(cut, of_part, rows, shared, axes, results))
 
 
@@ -98,7 +101,7 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse:
 
     def of_part(index, rows, shared):
         part = _part(options, operands, index, rows, shared)
-        saved = Result(rows["out"], rows["lse"], rows.get("lse_low"))
+        saved = Result(*(rows.get(name) for name in Result._fields))
         tiling = Tiling.default_for(options, part, cut.in_step)
         cotangents = rows.get("dout"), rows.get("dlse")
         return portable_backward.gradients(options, tiling, Residuals(part, saved, wanted), *cotangents)

@@ -5,22 +5,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import liveness
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+
+
+def in_two(options: Options, operands: Operands, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """`out` in the dtype of the operands, and what rounding took from it if `keeps_low`."""
+    narrow = out.astype(operands.query.dtype)
+    if not keeps_low(options, operands):
+        return narrow, None
+    return narrow, (out - narrow.astype(out.dtype)).astype(narrow.dtype)
+
+
+def keeps_low(options: Options, operands: Operands) -> bool:
+    """Whether what rounding takes from `out` counts.
+
+    An error of delta is one of the whole row of (8). The gradients of bias and of what a score reads sum it
+    over the row, and would be wrong by several times what the plain formula is.
+    """
+    dtype = operands.query.dtype
+    is_narrow = accumulator_dtype(dtype) != dtype
+    return is_narrow and (operands.bias is not None or options.score_mod is not None)
 
 
 def delta(
     options: Options, operands: Operands, result: Result, dout: jax.Array, dlse: jax.Array | None
 ) -> jax.Array:
     """(7), `[..., T, N]`, for the row values of all keys that the queries attend to."""
-    out, lse, _ = result
+    out, lse = result.out, result.lse
     dout = dout.astype(lse.dtype)
     if not liveness.every_query_sees(options, operands):
         # Of a row that attends to nothing, which has out = 0, dout may be anything.
         nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
         dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
-    found = (dout * out.astype(lse.dtype)).sum(-1)
+    found = (dout * result.wide_out()).sum(-1)
     return found if dlse is None else found - finite_rows(options, operands, lse, dlse)
 
 

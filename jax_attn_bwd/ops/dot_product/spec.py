@@ -77,6 +77,12 @@ class Result(NamedTuple):
     out: jax.Array  # [..., T, N, Hv]
     lse: jax.Array  # [..., T, N], natural log of the row sums, float32 or wider
     lse_low: jax.Array | None  # [..., T, N], what rounding took from lse; None = 0
+    out_low: jax.Array | None = None  # [..., T, N, Hv], what rounding took from a narrow out; None = 0
+
+    def wide_out(self) -> jax.Array:
+        """`out` before rounding, in the dtype of lse."""
+        out = self.out.astype(self.lse.dtype)
+        return out if self.out_low is None else out + self.out_low.astype(out.dtype)
 
 
 class Residuals(NamedTuple):

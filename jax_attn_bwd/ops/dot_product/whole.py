@@ -15,7 +15,7 @@ from jax import lax
 from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import einsum, unsharded
-from jax_attn_bwd.ops.dot_product import dropping, layout, modifiers, visibility
+from jax_attn_bwd.ops.dot_product import dropping, layout, modifiers, row_sums, visibility
 from jax_attn_bwd.ops.dot_product.logits import soft_capped
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Result
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, product_dtype
@@ -115,7 +115,8 @@ def forward(options: Options, tiling: Tiling, operands: Operands) -> Result:
     e = (e if z is None else z * e).astype(plane.v.dtype)
     out = einsum("...kgts,...ksh->...kgth", e, plane.v, **_product(options, dtype)) / l
     rows = (layout.merge_rows(x[..., 0]) for x in (lse, low))
-    return Result(layout.merge_heads(out).astype(operands.query.dtype), *rows)
+    out, out_low = row_sums.in_two(options, operands, layout.merge_heads(out))
+    return Result(out, *rows, out_low)
 
 
 def backward(

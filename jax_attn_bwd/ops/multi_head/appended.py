@@ -85,11 +85,10 @@ def attend(
     p = jnp.exp((x - total[..., None]) - total_low[..., None])
     z = dropping.of_rows(options, operands, inner, x.shape[-1])
     share = jnp.exp(((lse - total) - total_low) + low)[..., None]
-    out = share * block.split_heads(result.out, G).astype(dtype)
+    out = share * block.split_heads(result.wide_out(), G).astype(dtype)
     out = out + _einsum(options, "...kgtr,rkh->...kgth", p if z is None else z * p, rows.values)
-    return dot_product.Result(
-        block.merge_heads(out).astype(result.out.dtype), block.merge_rows(total), block.merge_rows(total_low)
-    )
+    out, out_low = block.in_two(options.attention, inner, block.merge_heads(out))
+    return dot_product.Result(out, block.merge_rows(total), block.merge_rows(total_low), out_low)
 
 
 def probabilities(

@@ -44,7 +44,6 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import block
-from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
 from jax_attn_bwd.ops.multi_head import appended, dropping
 from jax_attn_bwd.ops.multi_head.projections import (
@@ -86,7 +85,7 @@ def backward(
     if rest and not _on_planes(options, dweights):
         alone = not (options.add_zero_attn or operands.bias_k is not None)
         attended = block.backward(
-            implementation, options.attention, inner, _result(saved), rest, da, alone=alone
+            implementation, options.attention, inner, saved.attention(), rest, da, alone=alone
         )
         shares = _sum(shares, attended)
     return _undo_projections(options, residuals, clean, grads, shares)
@@ -94,10 +93,6 @@ def backward(
 
 def _on_planes(options: Options, dweights: Any) -> bool:
     return dweights is not None or options.save == "probs"
-
-
-def _result(saved: Any) -> dot_product.Result:
-    return dot_product.Result(saved.out, saved.lse, saved.lse_low)
 
 
 def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[str]:
@@ -132,7 +127,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
       the layer's gradients that are whole here, by name; da; and shares of the gradients of dense attention's
       operands, to which its backward over the tiles adds the rest.
     """
-    operands, result = residuals.operands, _result(residuals.residual)
+    operands, result = residuals.operands, residuals.residual.attention()
     grads: dict[str, jax.Array] = {}
     da = jnp.zeros_like(result.out)
     if dout is not None:
@@ -142,7 +137,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         return grads, da, Shares()
 
     groups, dtype = inner.query.shape[-2] // inner.key.shape[-2], accumulator_dtype(da.dtype)
-    dz, a = (block.split_heads(x, groups).astype(dtype) for x in (da, result.out))
+    dz, a = (block.split_heads(x, groups).astype(dtype) for x in (da, result.wide_out()))
     p = _probabilities(options, residuals, inner, rows, planes)
     dp = _through_values(options, operands, inner, rows, planes, dz)
     if dweights is not None:
@@ -173,7 +168,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
 
 def _probabilities(options, residuals, inner, rows, planes) -> _Columns:
     """(2), before dropout."""
-    result, keys = _result(residuals.residual), None
+    result, keys = residuals.residual.attention(), None
     if planes:
         keys = residuals.residual.probs
         keys = block.probabilities(options.attention, inner, result) if keys is None else keys

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend
@@ -49,12 +48,8 @@ def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
     out, weights, saved = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    saved = saved._replace(
-        out=checkpoint_name(saved.out, "attention_out"),
-        lse=checkpoint_name(saved.lse, "attention_lse"),
-        lse_low=checkpoint_name(saved.lse_low, "attention_lse"),
-    )
-    residuals = (operands, saved, backend.note(wanted, DIFFERENTIABLE))
+    kept = block.kept(saved.attention(), wanted)
+    residuals = (operands, saved._replace(**kept._asdict()), backend.note(wanted, DIFFERENTIABLE))
     return (out, weights, saved if options.return_residual else None), residuals
 
 
@@ -67,8 +62,9 @@ def _bwd(static, residuals, cotangents):
             "differentiate out and weights"
         )
     dout, dweights = (None if zero(x) else x for x in cotangents[:2])
-    *saved, note = residuals
-    residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
+    operands, saved, note = residuals
+    saved = saved._replace(**block.restored(saved.attention())._asdict())
+    residuals = Residuals(operands, saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
     grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dweights)
     return (Operands(None)._replace(**grads),)
 

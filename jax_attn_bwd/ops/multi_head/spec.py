@@ -136,6 +136,11 @@ class MultiHeadAttentionResidual(NamedTuple):
     lse_low: jax.Array | None  # [..., T, N], what rounding took from lse; None = 0
     heads: Heads | None  # save = "qkv" and "probs"
     probs: jax.Array | None  # [..., K, G, T, S], save = "probs"
+    out_low: jax.Array | None = None  # [..., T, N, Hv], what rounding took from a narrow out; None = 0
+
+    def attention(self) -> dot_product.Result:
+        """What dense attention left."""
+        return dot_product.Result(self.out, self.lse, self.lse_low, self.out_low)
 
 
 def described(residual: Any) -> Any:

@@ -25,7 +25,7 @@ class RowValues(NamedTuple):
 
 def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
     """`RowValues` from what the forward left, and the cotangents."""
-    operands, (out, lse, low) = residuals.operands, residuals.result
+    operands, (out, lse, low, _) = residuals.operands, residuals.result
     query = operands.query
     dout = whole = jnp.zeros_like(out) if dout is None else dout
     empty = None

@@ -1,0 +1,72 @@
+"""Gradients that sum over rows, in narrow dtypes: what rounding takes from the output does not reach them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import QUICK
+
+from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_head_attention
+from jax_attn_bwd.ops.dot_product.tiling import Tiling, product_dtype
+
+T, N, H = 192, 4, 8
+STRENGTHS = jnp.asarray([2.0, -0.2, 0.4, -0.6], jnp.float32)
+
+
+def score(logits, batch, head, row, column, strengths):
+    """Its gradient gets an error that a row of dlogits shares as often as the distances add up to."""
+    s, distance = strengths[head], jnp.abs(row - column).astype(logits.dtype)
+    return logits * jnp.cos(s) - s * distance / 10
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    def small(cls, options, operands, parts=1):
+        return cls(64, 64, str(product_dtype(operands.query.dtype)), parts=parts)
+
+    jax.clear_caches()  # what was traced with other tiles
+    monkeypatch.setattr(Tiling, "default_for", classmethod(small))
+    yield
+    jax.clear_caches()
+
+
+def plain(q, k, v, strengths):
+    """The formula as one writes it, products and probabilities in the dtype of the operands."""
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) / jnp.sqrt(
+        jnp.float32(H)
+    )
+    index = lambda axis, n: np.arange(n, dtype=np.int32).reshape([n if i == axis else 1 for i in range(4)])
+    p = jax.nn.softmax(score(logits, 0, index(1, N), index(2, T), index(3, T), strengths))
+    return jnp.einsum("bnts,bsnh->btnh", p.astype(q.dtype), v)
+
+
+def ours(q, k, v, strengths):
+    return dot_product_attention(q, k, v, score_mod=score, mod_args=(strengths,))
+
+
+def layer(q, k, v, strengths):
+    """Its heads are those arrays, side by side."""
+    x = jnp.concatenate([y.reshape(*y.shape[:2], N * H) for y in (q, k, v)], -1)
+    one = np.eye(3 * N * H, dtype=x.dtype).reshape(3 * N * H, 3, N, H)
+    kernels = {f"{name}_kernel": one[:, i] for i, name in enumerate(("query", "key", "value"))}
+    params = MultiHeadAttentionParams(*(None,) * len(MultiHeadAttentionParams._fields))._replace(**kernels)
+    out = multi_head_attention(params, x, num_heads=N, score_mod=score, mod_args=(strengths,))
+    return out.reshape(*q.shape)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("form", [ours, layer])
+def test_what_a_score_reads(form, dtype, tiles):
+    """Its gradient is at most twice as far from float32's as the plain formula's is, all heads together."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.standard_normal((2, T, N, H)), dtype) for _ in range(4))
+
+    def gradient(form, dtype):
+        def loss(strengths):
+            out = form(*(x.astype(dtype) for x in (q, k, v)), strengths)
+            return (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum()
+
+        return jax.jit(jax.grad(loss), compiler_options=QUICK)(STRENGTHS)
+
+    exact, of_plain = gradient(plain, jnp.float32), gradient(plain, dtype)
+    assert np.abs(gradient(form, dtype) - exact).sum() <= 2 * np.abs(of_plain - exact).sum()
