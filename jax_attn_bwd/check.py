@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from jax_attn_bwd.parallel import cases as parallel
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FIRST, IN_TURN = ("float32", "bfloat16"), ("float16", "float32", "bfloat16")  # beside float64
 FLOAT64_LIMIT = 1e-10
+CALL_SECONDS = 0.7  # of a call on two cores, most of them for compiling: 106 take 74 s
 _RUNNING = threading.Lock()  # two programs of several devices at once may wait for each other
 # of the compiler, for a program that runs once or twice: most of the time goes into compiling
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
@@ -229,7 +231,11 @@ def worst(rows: Sequence[Measurement]) -> list[Measurement]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check, prints the table, returns the exit code."""
-    known = {operator.name: operator for operator in discover()}
+    known: dict[str, list[Operator]] = {}
+    for operator in discover():
+        known[operator.name] = [operator]
+        folder = operator.call.__module__.split(".")[-2:][0]  # as `bench` calls them
+        known.setdefault(folder, []).append(operator)
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")
     narrow = "default: float64, and the others in turn; of what is for several devices, on one float32 alone"
@@ -240,7 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown operator {sorted(unknown)}, known are {sorted(known)}")
 
     jax.config.update("jax_default_matmul_precision", "highest")
-    jobs, absent = plan([known[n] for n in args.operators or known], args.dtypes)
+    named = [operator for name in args.operators or known for operator in known[name]]
+    jobs, absent = plan(list(dict.fromkeys(named)), args.dtypes)
+    started = time.monotonic()
+    about = f"about {CALL_SECONDS * len(jobs):.0f} s on two cores of a CPU"
+    print(f"check: {len(jobs)} calls, {about}", file=sys.stderr, flush=True)
     rows = list(_measured(jobs))
     misses = [row for row in rows if not row.ok]
     if args.json:
@@ -278,8 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for name, implementation, reason in absent:
         print(f"not available: {name} [{implementation}]: {reason}")
-    calls, platform = len(jobs), jax.devices()[0].device_kind
-    print(f"{calls} calls, {len(rows)} quantities on {platform}, JAX {jax.__version__}: {len(misses)} misses")
+    done = f"{len(jobs)} calls, {len(rows)} quantities in {time.monotonic() - started:.0f} s"
+    print(f"{done} on {jax.devices()[0].device_kind}, JAX {jax.__version__}: {len(misses)} misses")
     return int(bool(misses))
 
 
