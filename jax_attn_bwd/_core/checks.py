@@ -162,7 +162,7 @@ def flag(operator: str, argument: str, x: Any) -> bool:
     return bool(x)
 
 
-def choice(operator: str, argument: str, x: Any, choices: Sequence[str]) -> str:
+def choice(operator: str, argument: str, x: Any, choices: Sequence[Any]) -> Any:
     """One of `choices`."""
     if not isinstance(x, str) or x not in choices:
         raise ValueError(message(operator, argument, f"be one of {tuple(choices)}", repr(x)))

@@ -1,10 +1,24 @@
 """Names for annotations of public arguments."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import numpy as np
 
 Array: TypeAlias = jax.Array | np.ndarray
 Integers: TypeAlias = Array | int | Sequence[int] | Sequence[Sequence[int]]  # what `checks.integers` takes
+
+# what options that are words may be
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
+FullyMasked = Literal["zero", "uniform", "nan"]
+Save = Literal["inputs", "qkv", "probs"]
+PaddingMode = Literal["zeros", "border"]
+SamplingMethod = Literal["bilinear", "discrete"]
+Normalize = Literal["softmax"]
+Activation = Literal["linear", "relu", "sigmoid", "tanh", "elu", "scalar", "leaky_relu"]
+Fill = Literal["mean", "add", "min", "max"]
+GraphKind = Literal["gat", "gatv2", "transformer"]
+GraphMode = Literal["halo", "all_gather"]
+ExchangeKind = Literal["ring", "all_gather", "ulysses"]
+Reduce = Literal["psum_scatter", "psum"]

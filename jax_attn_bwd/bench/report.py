@@ -146,14 +146,14 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> int:
     before, after = ({(r.case, r.contender): r for r in rows} for rows in (old, new))
     ours = {row.case: row.contender for row in reversed([*old, *new])}  # the first of the older file
     measured = {case for case, _ in after}
-    lines = []
+    lines: list[tuple[str, str | None, str | None, str]] = []
     for case, contender in reversed(ours.items()):
         was, now = before.get((case, contender)), after.get((case, contender))
         if was is None or case not in measured:
-            lines.append([case, None, None, f"in the {'new' if was is None else 'old'} file alone"])
+            lines.append((case, None, None, f"in the {'new' if was is None else 'old'} file alone"))
         else:
             keys = [key for key in before.keys() & after.keys() if key[0] == case and key[1] != contender]
-            lines.append([case, *_changes(was, now, [(before[key], after[key]) for key in keys])])
+            lines.append((case, *_changes(was, now, [(before[key], after[key]) for key in keys])))
     console.table("new over old", ["case", "time", "memory", "verdict"], lines)
     both = [verdict for *_, verdict in lines if "alone" not in verdict]
     worse = sum(map(bool, both))
@@ -178,8 +178,8 @@ def _changes(
     grown = (now.temporary_mib or 0.0) - (was.temporary_mib or 0.0)
     larger = grown > LEAST_MIB and (memory is None or memory > LARGER)
     verdict = ["slower"] * ((time or 1) > slower) + ["larger"] * larger
-    shown = (None if x is None else f"{x:.2f}" for x in (time, memory))
-    return *shown, ", ".join(verdict)
+    shown = lambda x: None if x is None else f"{x:.2f}"
+    return shown(time), shown(memory), ", ".join(verdict)
 
 
 def _change(old: float | None, new: float | None) -> float | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, dropout, masks
 from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd._core.rotary import Rotary
+from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers.multi_head import flax_mask, promote
 from jax_attn_bwd.ops.dot_product import arguments, block, dot_product_attention
 
@@ -48,7 +49,7 @@ def attention_fn(
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
     deterministic_sums: bool = True,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     promote_dtype: Callable[..., Any] | None = None,
     einsum_dot_general: Any = None,
     qk_attn_weights_einsum: Any = None,

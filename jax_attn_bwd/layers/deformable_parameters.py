@@ -24,6 +24,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
 from jax_attn_bwd.layers.arguments import as_array, positive
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
@@ -34,10 +35,10 @@ _NAME = "MultiScaleDeformableAttention"
 class Options:
     """Options of the operator."""
 
-    padding_mode: str = "zeros"
-    method: str = "bilinear"
+    padding_mode: PaddingMode = "zeros"
+    method: SamplingMethod = "bilinear"
     deterministic: bool = True
-    implementation: str | None = None
+    implementation: Implementation | None = None
     attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.types import Fill, Implementation
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.ops.graph.self_loops import FILLS
 
@@ -32,11 +33,11 @@ class Config:
     dropout: float
     edge_dim: int | None
     bias: bool
-    implementation: str | None
+    implementation: Implementation | None
     negative_slope: float = 0.2  # GATConv, GATv2Conv
     residual: bool = False  # GATConv, GATv2Conv
     add_self_loops: bool = False  # GATConv, GATv2Conv, whose default is True
-    fill_value: float | str = "mean"  # GATConv, GATv2Conv
+    fill_value: float | Fill = "mean"  # GATConv, GATv2Conv
     share_weights: bool = False  # GATv2Conv
     root_weight: bool = True  # TransformerConv
     beta: bool = False  # TransformerConv

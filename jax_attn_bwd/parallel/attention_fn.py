@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd._core.types import ExchangeKind
 from jax_attn_bwd.layers import attention_fn as layers
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.parallel.functions import beginning_at
@@ -27,7 +28,12 @@ _Names = str | tuple[str, ...] | None
 
 
 def attention_fn(
-    mesh: Any, *, batch: _Names = None, heads: _Names = None, sequence: str | None = None, kind: str = "ring"
+    mesh: Any,
+    *,
+    batch: _Names = None,
+    heads: _Names = None,
+    sequence: str | None = None,
+    kind: ExchangeKind = "ring",
 ) -> Callable[..., jax.Array]:
     """`jax_attn_bwd.attention_fn` over a mesh: what the attention layers of Flax call, sharded.
 

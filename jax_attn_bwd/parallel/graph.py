@@ -1,7 +1,7 @@
 """Graph attention over a `PartitionedGraph`: one exchange of source rows, then each device for itself."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Required, Unpack, overload
+from typing import Any, Literal, Required, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks, dropout
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Array, GraphKind, GraphMode
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
@@ -27,8 +27,8 @@ class ShardedGraphAttentionKeywords(GraphAttentionKeywords, GraphTransformerAtte
 
     mesh: Required[Mesh]
     axis: Required[Axes]
-    kind: str
-    mode: str
+    kind: GraphKind
+    mode: GraphMode
     value: Array | None
 
 
@@ -74,8 +74,8 @@ def sharded_graph_attention(
     mesh: Mesh,
     axis: Axes,
     num_heads: int,
-    kind: str = "gat",
-    mode: str = "halo",
+    kind: GraphKind = "gat",
+    mode: GraphMode = "halo",
     value: Array | None = None,
     edge: Array | None = None,
     score_bias: Array | None = None,
@@ -156,7 +156,7 @@ def sharded_graph_attention(
             return jax.lax.pmean(loss_of_one(params, graph, x), "batch")
     """
     operator = _OPERATORS[checks.choice(_NAME, "kind", kind, tuple(_OPERATORS))]
-    checks.choice(_NAME, "mode", mode, ("halo", "all_gather"))
+    checks.choice(_NAME, "mode", mode, get_args(GraphMode))
     if not isinstance(partitioned, PartitionedGraph):
         remedy, got = "make one by partition_graph(graph, n)", type(partitioned).__name__
         raise TypeError(checks.message(_NAME, "partitioned", "be a PartitionedGraph", got, remedy))

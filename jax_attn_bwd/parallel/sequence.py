@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core.types import Array, Integers
+from jax_attn_bwd._core.types import Array, Implementation, Integers
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 from jax_attn_bwd.parallel import ulysses
 from jax_attn_bwd.parallel.rule import exchanged
@@ -57,7 +57,7 @@ def ring_attention(
     precision: Any = None,
     deterministic: bool = True,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """`dot_product_attention` over a sharded sequence: keys and values travel around a ring of devices.
 
@@ -185,7 +185,7 @@ def all_gather_attention(
     precision: Any = None,
     deterministic: bool = True,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """As `ring_attention`, but every device gathers all keys and values, once in each direction.
 
@@ -256,7 +256,7 @@ def ulysses_attention(
     precision: Any = None,
     deterministic: bool = True,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """As `ring_attention`, but tokens are exchanged for heads: each device attends with 1 / n of the heads.
 

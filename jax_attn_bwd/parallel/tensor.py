@@ -1,7 +1,7 @@
 """The multi-head attention layer with its heads over one mesh axis, and its sequence over another."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Required, Unpack, overload
+from typing import Any, Literal, Required, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 from jax_attn_bwd._core import checks, dropout, pallas
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.types import Array, Integers
+from jax_attn_bwd._core.types import Array, Implementation, Integers, Reduce, Save
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, dropping, multi_head_attention
 from jax_attn_bwd.ops.multi_head.spec import LayerKeywords
 from jax_attn_bwd.parallel import tensor_ring
@@ -23,7 +23,7 @@ class TensorParallelKeywords(LayerKeywords, total=False):
     """Keywords of `tensor_parallel_multi_head_attention` beside the one that changes what it returns."""
 
     axis_name: Required[str]
-    reduce: str
+    reduce: Reduce
     sequence_axis_name: str | None
 
 
@@ -51,7 +51,7 @@ def tensor_parallel_multi_head_attention(
     value: Array | None = None,
     *,
     axis_name: str,
-    reduce: str = "psum_scatter",
+    reduce: Reduce = "psum_scatter",
     sequence_axis_name: str | None = None,
     bias: Array | None = None,
     mask: Array | None = None,
@@ -80,8 +80,8 @@ def tensor_parallel_multi_head_attention(
     average_weights: bool = False,
     precision: Any = None,
     deterministic: bool = True,
-    save: str = "inputs",
-    implementation: str | None = None,
+    save: Save = "inputs",
+    implementation: Implementation | None = None,
 ) -> Any:
     """`multi_head_attention` with its heads over a mesh axis: each device attends with its own.
 
@@ -162,7 +162,7 @@ def tensor_parallel_multi_head_attention(
       Korthikanti et al., Reducing activation recomputation, 2022, arXiv:2205.05198, section 4.2.2.
     """
     n = axis_size(NAME, axis_name)
-    checks.choice(NAME, "reduce", reduce, ("psum_scatter", "psum"))
+    checks.choice(NAME, "reduce", reduce, get_args(Reduce))
     if not isinstance(params, MultiHeadAttentionParams):
         raise TypeError(
             checks.message(NAME, "params", "be a MultiHeadAttentionParams", type(params).__name__)

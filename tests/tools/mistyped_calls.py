@@ -33,6 +33,7 @@ def layer(x: jax.Array, params: jab.MultiHeadAttentionParams[jax.Array]) -> None
     jab.multi_head_attention(params, x, return_weights=True).sum()  # type: ignore[attr-defined]
     out, weights, more = jab.multi_head_attention(params, x, return_weights=True)  # type: ignore[misc]
     jab.multi_head_attention(params, x, save=None)  # type: ignore[call-overload]
+    jab.multi_head_attention(params, x, save="everything")  # type: ignore[call-overload]
     jab.MultiHeadAttentionParams(query_weight=x)  # type: ignore[call-arg]
     print(params.out_kernel.shape)  # type: ignore[union-attr]
 
@@ -40,6 +41,8 @@ def layer(x: jax.Array, params: jab.MultiHeadAttentionParams[jax.Array]) -> None
 def graphs(graph: jab.BipartiteCSC, x: jax.Array, conv: GATConv) -> None:
     jab.graph_attention(graph, x, None, x)  # type: ignore[call-overload]
     looped, edge = graph.with_self_loops()  # type: ignore[misc]
+    graph.with_self_loops(x, fill_value="median")  # type: ignore[call-overload]
+    jab.graph_attention(graph, x, None, x, num_heads=2, activation="gelu")  # type: ignore[call-overload]
     jab.graph_attention((x, x), x, None, x, num_heads=2)  # type: ignore[call-overload]
     jab.graph_attention(graph, x, None, x, num_heads=2, scale=1.0)  # type: ignore[call-overload]
     jab.graph_transformer_attention(graph, x, x, x, num_heads=2, alpha=0.1)  # type: ignore[call-overload]
@@ -49,6 +52,9 @@ def graphs(graph: jab.BipartiteCSC, x: jax.Array, conv: GATConv) -> None:
 
 def others(x: jax.Array) -> None:
     jab.scaled_masked_softmax(x, scale=None)  # type: ignore[arg-type]
+    jab.scaled_masked_softmax(x, implementation="cuda")  # type: ignore[arg-type]
     jab.multi_scale_deformable_attention(x, 4, x, x)  # type: ignore[arg-type]
+    jab.multi_scale_deformable_attention(x, [(2, 2)], x, x, normalize="sigmoid")  # type: ignore[arg-type]
+    jab.multi_scale_deformable_attention(x, [(2, 2)], x, x, padding_mode="reflect")  # type: ignore[arg-type]
     jab.parallel.ring_attention(x, x, x)  # type: ignore[call-overload]
     np.asarray(jab.edge_softmax(x, x))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.types import Save
 from jax_attn_bwd.compat import destinations
 from jax_attn_bwd.compat.bnns.layer import (
     INPUTS,
@@ -20,7 +21,7 @@ from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as _layer_bwd
 from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionResidual, described
 
-_SAVE = "qkv"  # what the cache holds beside the heads' output: the projected heads
+_SAVE: Save = "qkv"  # what the cache holds beside the heads' output: the projected heads
 
 
 # fmt: off
@@ -92,7 +93,7 @@ def apply_multihead_attention(
     name = "bnns.apply_multihead_attention"
     cached = checks.flag(name, "backprop_cache", backprop_cache)
     call = checked_call(name, F, batch_size, query, key, key_mask, value, add_to_attention)
-    save = _SAVE if cached else "inputs"
+    save: Save = _SAVE if cached else "inputs"
     return _layer(call.params, *call.inputs, return_residual=cached, save=save, **call.options)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.types import Fill, Implementation
 from jax_attn_bwd.layers import graph as shared
 from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
 from jax_attn_bwd.ops.graph import BipartiteCSC
@@ -168,9 +169,9 @@ class GATConv(_Conv):
         bias: bool = True,
         residual: bool = False,
         add_self_loops: bool = True,
-        fill_value: float | str = "mean",
+        fill_value: float | Fill = "mean",
         inference: bool = False,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         dtype: Any = None,
         key: jax.Array,
     ):
@@ -228,9 +229,9 @@ class GATv2Conv(_Conv):
         share_weights: bool = False,
         residual: bool = False,
         add_self_loops: bool = True,
-        fill_value: float | str = "mean",
+        fill_value: float | Fill = "mean",
         inference: bool = False,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         dtype: Any = None,
         key: jax.Array,
     ):
@@ -274,7 +275,7 @@ class TransformerConv(_Conv):
         bias: bool = True,
         root_weight: bool = True,
         inference: bool = False,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         dtype: Any = None,
         key: jax.Array,
     ):

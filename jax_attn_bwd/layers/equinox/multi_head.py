@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, masks
 from jax_attn_bwd._core.rotary import Rotary, checked, rotate
+from jax_attn_bwd._core.types import Implementation, Save
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.cache import KeyValueCache, decode
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask, promote
@@ -47,7 +48,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     precision: Any = eqx.field(static=True)
     deterministic_sums: bool = eqx.field(static=True)
     save: str = eqx.field(static=True)
-    implementation: str | None = eqx.field(static=True)
+    implementation: Implementation | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         rotary: Rotary | None = None,
         precision: Any = None,
         deterministic_sums: bool = True,
-        save: str = "inputs",
-        implementation: str | None = None,
+        save: Save = "inputs",
+        implementation: Implementation | None = None,
         **kwargs: Any,
     ):
         """Makes the layer.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
 from jax_attn_bwd.layers import deformable
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
@@ -61,10 +62,10 @@ class MultiScaleDeformableAttention(nn.Module):
     param_dtype: Any = jnp.float32
     precision: Any = None
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
-    padding_mode: str = "zeros"
-    method: str = "bilinear"
+    padding_mode: PaddingMode = "zeros"
+    method: SamplingMethod = "bilinear"
     deterministic: bool = True
-    implementation: str | None = None
+    implementation: Implementation | None = None
     use_4D_normalizer: bool = False
     offset_scale: float = 0.5
     projections: bool = True

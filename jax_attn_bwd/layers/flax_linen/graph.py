@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jax_attn_bwd._core.types import Fill, Implementation
 from jax_attn_bwd.layers import graph as shared
 from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
 from jax_attn_bwd.ops.graph import BipartiteCSC
@@ -23,7 +24,7 @@ class _Conv(nn.Module):
     param_dtype: Any = jnp.float32
     precision: Any = None
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     kind: ClassVar[str]
 
@@ -143,7 +144,7 @@ class GATConv(_Conv):
     negative_slope: float = 0.2
     residual: bool = False
     add_self_loops: bool = True
-    fill_value: float | str = "mean"
+    fill_value: float | Fill = "mean"
 
     kind: ClassVar[str] = "GATConv"
 
@@ -164,7 +165,7 @@ class GATv2Conv(_Conv):
     share_weights: bool = False
     residual: bool = False
     add_self_loops: bool = True
-    fill_value: float | str = "mean"
+    fill_value: float | Fill = "mean"
 
     kind: ClassVar[str] = "GATv2Conv"
 

@@ -12,6 +12,7 @@ from flax.core import meta
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.rotary import Rotary
+from jax_attn_bwd._core.types import Implementation, Save
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
@@ -67,8 +68,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     score_mod: Callable[..., Any] | None = None
     rotary: Rotary | None = None
     deterministic_sums: bool = True
-    save: str = "inputs"
-    implementation: str | None = None
+    save: Save = "inputs"
+    implementation: Implementation | None = None
 
     @nn.compact
     def __call__(

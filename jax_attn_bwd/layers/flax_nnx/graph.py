@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_attn_bwd._core.types import Fill, Implementation
 from jax_attn_bwd.layers import graph as shared
 from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
 from jax_attn_bwd.ops.graph import BipartiteCSC
@@ -155,13 +156,13 @@ class GATConv(_Conv):
         bias: bool = True,
         residual: bool = False,
         add_self_loops: bool = True,
-        fill_value: float | str = "mean",
+        fill_value: float | Fill = "mean",
         deterministic: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
         kernel_init: nnx.Initializer = _XAVIER,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self._build(locals())
@@ -196,13 +197,13 @@ class GATv2Conv(_Conv):
         share_weights: bool = False,
         residual: bool = False,
         add_self_loops: bool = True,
-        fill_value: float | str = "mean",
+        fill_value: float | Fill = "mean",
         deterministic: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
         kernel_init: nnx.Initializer = _XAVIER,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self._build(locals())
@@ -241,7 +242,7 @@ class TransformerConv(_Conv):
         param_dtype: Any = jnp.float32,
         precision: Any = None,
         kernel_init: nnx.Initializer = _XAVIER,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self._build(locals())

@@ -10,6 +10,7 @@ from flax.nnx.nn import dtypes
 
 from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd._core.rotary import Rotary
+from jax_attn_bwd._core.types import Implementation, Save
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
@@ -68,8 +69,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         score_mod: Callable[..., Any] | None = None,
         rotary: Rotary | None = None,
         deterministic_sums: bool = True,
-        save: str = "inputs",
-        implementation: str | None = None,
+        save: Save = "inputs",
+        implementation: Implementation | None = None,
         **kwargs: Any,
     ):
         options = (local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation)

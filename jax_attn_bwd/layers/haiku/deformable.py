@@ -7,6 +7,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
 from jax_attn_bwd.layers import deformable
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
@@ -63,10 +64,10 @@ class MultiScaleDeformableAttention(hk.Module):
         num_levels: int = 4,
         num_points: int | Sequence[int] = 4,
         w_init: hk.initializers.Initializer | None = None,
-        padding_mode: str = "zeros",
-        method: str = "bilinear",
+        padding_mode: PaddingMode = "zeros",
+        method: SamplingMethod = "bilinear",
         deterministic: bool = True,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         use_4D_normalizer: bool = False,
         offset_scale: float = 0.5,
         projections: bool = True,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.types import Fill, Implementation
 from jax_attn_bwd.layers import graph as shared
 from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
 from jax_attn_bwd.ops.graph import BipartiteCSC
@@ -138,9 +139,9 @@ class GATConv(_Conv):
         bias: bool = True,
         residual: bool = False,
         add_self_loops: bool = True,
-        fill_value: float | str = "mean",
+        fill_value: float | Fill = "mean",
         w_init: hk.initializers.Initializer | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         name: str | None = None,
     ):
         super().__init__(locals())
@@ -173,9 +174,9 @@ class GATv2Conv(_Conv):
         share_weights: bool = False,
         residual: bool = False,
         add_self_loops: bool = True,
-        fill_value: float | str = "mean",
+        fill_value: float | Fill = "mean",
         w_init: hk.initializers.Initializer | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         name: str | None = None,
     ):
         super().__init__(locals() | {"name": name or "gatv2_conv"})  # by itself: ga_tv2_conv
@@ -208,7 +209,7 @@ class TransformerConv(_Conv):
         bias: bool = True,
         root_weight: bool = True,
         w_init: hk.initializers.Initializer | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         name: str | None = None,
     ):
         super().__init__(locals())

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.rotary import Rotary
+from jax_attn_bwd._core.types import Implementation, Save
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.cache import KeyValueCache, decode
 from jax_attn_bwd.layers.multi_head import attend, boolean_mask
@@ -79,9 +80,9 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         rotary: Rotary | None = None,
         precision: Any = None,
         deterministic_sums: bool = True,
-        save: str = "inputs",
+        save: Save = "inputs",
         cache_length: int | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         name: str | None = None,
     ):
         super().__init__(

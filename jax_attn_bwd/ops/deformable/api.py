@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 from jax_attn_bwd.ops.deformable import parts
 from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
 from jax_attn_bwd.ops.deformable.spec import (
@@ -31,11 +31,11 @@ def multi_scale_deformable_attention(
     *,
     level_start_index: Sequence[int] | Array | None = None,
     num_points: Sequence[int] | None = None,
-    padding_mode: str = "zeros",
-    method: str = "bilinear",
-    normalize: str | None = None,
+    padding_mode: PaddingMode = "zeros",
+    method: SamplingMethod = "bilinear",
+    normalize: Normalize | None = None,
     deterministic: bool = True,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Weighted sum of feature maps at sampling points, for each query and head.
 
@@ -128,11 +128,11 @@ def multi_scale_deformable_attention_bwd(
     wrt: Sequence[str] = DIFFERENTIABLE,
     level_start_index: Sequence[int] | Array | None = None,
     num_points: Sequence[int] | None = None,
-    padding_mode: str = "zeros",
-    method: str = "bilinear",
-    normalize: str | None = None,
+    padding_mode: PaddingMode = "zeros",
+    method: SamplingMethod = "bilinear",
+    normalize: Normalize | None = None,
     deterministic: bool = True,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> MultiScaleDeformableAttentionGrads:
     """The backward of `multi_scale_deformable_attention` as a plain function.
 

@@ -1,14 +1,14 @@
 """The arguments of multi-scale deformable attention, checked and brought to one form."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks, sharding
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Array, Normalize, PaddingMode, SamplingMethod
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
@@ -23,7 +23,7 @@ def prepare(
     num_points: Sequence[int] | None,
     padding_mode: str,
     method: str,
-    normalize: str | None,
+    normalize: Normalize | None,
     deterministic: bool,
 ) -> tuple[Options, Operands]:
     """(options, operands) of a call."""
@@ -45,13 +45,13 @@ def prepare(
     value, locations, weights = map(sharding.without_ones, (value, locations, weights))
     arrays = {"value": value, "sampling_locations": locations, "attention_weights": weights}
     _check_explicit_sharding(name, arrays, heads=2)
-    if normalize not in (None, "softmax"):
+    if normalize is not None and normalize != "softmax":
         raise ValueError(checks.message(name, "normalize", "be None or 'softmax'", repr(normalize)))
     options = Options(
         shapes,
         points,
-        checks.choice(name, "padding_mode", padding_mode, ("zeros", "border")),
-        checks.choice(name, "method", method, ("bilinear", "discrete")),
+        checks.choice(name, "padding_mode", padding_mode, get_args(PaddingMode)),
+        checks.choice(name, "method", method, get_args(SamplingMethod)),
         normalize,
         checks.flag(name, "deterministic", deterministic),
     )

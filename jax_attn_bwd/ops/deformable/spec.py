@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.types import Normalize, PaddingMode, SamplingMethod
 
 DIFFERENTIABLE = ("value", "sampling_locations", "attention_weights")
 
@@ -21,9 +22,9 @@ class Options:
 
     spatial_shapes: tuple[tuple[int, int], ...]  # (H_l, W_l)
     num_points: tuple[int, ...]  # P_l
-    padding_mode: str = "zeros"
-    method: str = "bilinear"
-    normalize: str | None = None
+    padding_mode: PaddingMode = "zeros"
+    method: SamplingMethod = "bilinear"
+    normalize: Normalize | None = None
     deterministic: bool = True
 
     def levels(self) -> "Level":

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_attn_bwd._core import backend, checks, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
-from jax_attn_bwd._core.types import Array, Integers
+from jax_attn_bwd._core.types import Array, Implementation, Integers
 from jax_attn_bwd.ops.dot_product import block
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.block import IMPLEMENTATIONS as IMPLEMENTATIONS
@@ -70,7 +70,7 @@ def dot_product_attention(
     precision: Any = None,
     deterministic: bool = True,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """Attends every query to the keys it sees, in memory linear in T and S.
 
@@ -226,7 +226,7 @@ def dot_product_attention_bwd(
     dropout_offset: Sequence[Any] | None = None,
     precision: Any = None,
     deterministic: bool = True,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> DotProductAttentionGrads:
     """The backward of `dot_product_attention` as a plain function.
 

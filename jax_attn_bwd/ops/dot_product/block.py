@@ -77,11 +77,10 @@ def kept(result: Result, wanted: Iterable[str]) -> Result:
     `out_low` is kept for the gradients that need it. Without them it has no elements, rather than not to be:
     JAX keeps one structure of residuals for all derivatives of a jitted function.
     """
-    out, *rows, low = result
-    if low is not None and not {"bias", "mod_args"} & set(wanted):
-        low = jnp.zeros((0,), low.dtype)
-    out, low = (None if x is None else checkpoint_name(x, "attention_out") for x in (out, low))
-    return Result(out, *(checkpoint_name(x, "attention_lse") for x in rows), low)
+    if result.out_low is not None and not {"bias", "mod_args"} & set(wanted):
+        result = result._replace(out_low=jnp.zeros((0,), result.out_low.dtype))
+    name = lambda field: "attention_out" if field.startswith("out") else "attention_lse"
+    return Result(**{field: checkpoint_name(x, name(field)) for field, x in result._asdict().items()})
 
 
 def restored(result: Result) -> Result:

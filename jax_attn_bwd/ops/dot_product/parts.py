@@ -122,7 +122,7 @@ def _divided(cut: Cut, operands: Operands) -> tuple[dict[str, jax.Array], dict[s
     axes = {name: x.ndim - _QUERIES[name] for name, x in rows.items()}
     taken: Any = dict.fromkeys(rows)
     shared = operands._replace(**taken)
-    if operands.mod_batch is not None:  # of a device's own batch entries and heads
+    if operands.mod_batch is not None and operands.mod_heads is not None:  # each device has its own
         leading = tuple(range(operands.query.ndim - 3))
         shared = shared._replace(
             mod_batch=reshard_like(operands.mod_batch, operands.query, leading),

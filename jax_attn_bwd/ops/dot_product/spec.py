@@ -13,7 +13,7 @@ import jax
 
 from jax_attn_bwd._core import dropout, masks
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Array, Integers
+from jax_attn_bwd._core.types import Array, Implementation, Integers
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "mod_args")
 
@@ -124,7 +124,7 @@ class AttentionKeywords(TypedDict, total=False):
     dropout_offset: Sequence[Any] | None
     precision: Any
     deterministic: bool
-    implementation: str | None
+    implementation: Implementation | None
 
 
 class ModKeywords(TypedDict, total=False):

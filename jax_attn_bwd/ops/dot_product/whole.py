@@ -114,9 +114,9 @@ def forward(options: Options, tiling: Tiling, operands: Operands) -> Result:
     z = dropping.of_columns(options, operands)
     e = (e if z is None else z * e).astype(plane.v.dtype)
     out = einsum("...kgts,...ksh->...kgth", e, plane.v, **_product(options, dtype)) / l
-    rows = (layout.merge_rows(x[..., 0]) for x in (lse, low))
+    lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))
     out, out_low = row_sums.in_two(options, operands, layout.merge_heads(out))
-    return Result(out, *rows, out_low)
+    return Result(out, lse, low, out_low)
 
 
 def backward(

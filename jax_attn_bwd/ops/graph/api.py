@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.rule import attend
@@ -50,7 +50,7 @@ def graph_attention(
     num_heads: int,
     edge: Array | None = None,
     concat_heads: bool = True,
-    activation: str = "leaky_relu",
+    activation: Activation = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -58,7 +58,7 @@ def graph_attention(
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """Attends every destination to the sources of its edges, with additive scores (GAT).
 
@@ -175,7 +175,7 @@ def graph_attention_v2(
     num_heads: int,
     edge: Array | None = None,
     concat_heads: bool = True,
-    activation: str = "leaky_relu",
+    activation: Activation = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -183,7 +183,7 @@ def graph_attention_v2(
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """Attends every destination to the sources of its edges, with dynamic scores (GATv2).
 
@@ -306,7 +306,7 @@ def graph_transformer_attention(
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """Attends every destination to the sources of its edges, with scaled dot products.
 

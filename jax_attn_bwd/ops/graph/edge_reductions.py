@@ -8,13 +8,16 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
+from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.ops.graph import reductions
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 from jax_attn_bwd.ops.graph.tables import on_every_device
 
 
-def edge_sum(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None = None) -> jax.Array:
+def edge_sum(
+    graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
+) -> jax.Array:
     """Sum over the edges into each destination.
 
         out[i] = sum of edge[e] over the edges e into destination i
@@ -47,7 +50,9 @@ def edge_sum(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None
     return _reduced("edge_sum", graph, edge, implementation)
 
 
-def edge_mean(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None = None) -> jax.Array:
+def edge_mean(
+    graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
+) -> jax.Array:
     """Mean over the edges into each destination: `edge_sum` by their number.
 
         out[i] = sum of edge[e] / number of edges, over the edges e into destination i
@@ -74,7 +79,9 @@ def edge_mean(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | Non
     return _reduced("edge_mean", graph, edge, implementation)
 
 
-def edge_max(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None = None) -> jax.Array:
+def edge_max(
+    graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
+) -> jax.Array:
     """Maximum over the edges into each destination; for the minimum, that of `-edge`.
 
         out[i] = max of edge[e] over the edges e into destination i
@@ -104,7 +111,9 @@ def edge_max(graph: BipartiteCSC, edge: jax.Array, *, implementation: str | None
     return _reduced("edge_max", graph, edge, implementation)
 
 
-def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, *, implementation: str | None = None) -> jax.Array:
+def edge_sum_bwd(
+    dout: jax.Array, graph: BipartiteCSC, *, implementation: Implementation | None = None
+) -> jax.Array:
     """The gradient of `edge_sum` with respect to `edge`, as a plain function.
 
         dedge[e] = dout[i] for edge e into destination i
@@ -132,7 +141,9 @@ def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, *, implementation: str | 
     return _gradient("edge_sum", dout, graph, None, None, implementation)
 
 
-def edge_mean_bwd(dout: jax.Array, graph: BipartiteCSC, *, implementation: str | None = None) -> jax.Array:
+def edge_mean_bwd(
+    dout: jax.Array, graph: BipartiteCSC, *, implementation: Implementation | None = None
+) -> jax.Array:
     """The gradient of `edge_mean` with respect to `edge`, as a plain function.
 
         dedge[e] = dout[i] / number of edges into i, for edge e into destination i
@@ -165,7 +176,7 @@ def edge_max_bwd(
     edge: jax.Array,
     out: jax.Array,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """The gradient of `edge_max` with respect to `edge`, as a plain function.
 

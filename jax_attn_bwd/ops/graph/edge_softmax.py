@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Array, Implementation
 from jax_attn_bwd.ops.graph import groups
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.groups import by_edge, has_edges, rows, sum_of_group, take
@@ -26,7 +26,9 @@ from jax_attn_bwd.ops.graph.tables import on_every_device
 _NAME = "edge_softmax"
 
 
-def edge_softmax(graph: BipartiteCSC, scores: Array, *, implementation: str | None = None) -> jax.Array:
+def edge_softmax(
+    graph: BipartiteCSC, scores: Array, *, implementation: Implementation | None = None
+) -> jax.Array:
     """Softmax over the edges into each destination, per head.
 
         w[e] = exp(scores[e]) / sum of exp(scores[f]) over the edges f into the same destination
@@ -65,7 +67,7 @@ def edge_softmax(graph: BipartiteCSC, scores: Array, *, implementation: str | No
 
 
 def edge_softmax_bwd(
-    dweights: Array, graph: BipartiteCSC, weights: Array, *, implementation: str | None = None
+    dweights: Array, graph: BipartiteCSC, weights: Array, *, implementation: Implementation | None = None
 ) -> jax.Array:
     """The gradient of `edge_softmax` with respect to `scores`, as a plain function.
 

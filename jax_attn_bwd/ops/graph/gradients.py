@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph import entries
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
@@ -49,13 +49,13 @@ def graph_attention_bwd(
     num_heads: int,
     edge: Array | None = None,
     concat_heads: bool = True,
-    activation: str = "leaky_relu",
+    activation: Activation = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> GraphAttentionGrads:
     """The backward of `graph_attention` as a plain function.
 
@@ -117,13 +117,13 @@ def graph_attention_v2_bwd(
     num_heads: int,
     edge: Array | None = None,
     concat_heads: bool = True,
-    activation: str = "leaky_relu",
+    activation: Activation = "leaky_relu",
     alpha: float = 0.2,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> GraphAttentionGrads:
     """The backward of `graph_attention_v2` as a plain function.
 
@@ -192,7 +192,7 @@ def graph_transformer_attention_bwd(
     dropout_key: jax.Array | None = None,
     dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> GraphTransformerAttentionGrads:
     """The backward of `graph_transformer_attention` as a plain function.
 

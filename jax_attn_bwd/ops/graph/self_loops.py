@@ -1,6 +1,6 @@
 """Self-loops: an edge from each node to itself, as PyTorch Geometric's layers add them by default."""
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,10 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.types import Fill
 from jax_attn_bwd.ops.graph import on_device, reductions
 
-FILLS = ("mean", "add", "min", "max")
+FILLS = get_args(Fill)
 _OPERATOR = "BipartiteCSC.with_self_loops"
 
 

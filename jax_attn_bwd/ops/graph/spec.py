@@ -8,16 +8,16 @@ groups of W edges each: `[W, R, ...]` by edge, `[R, ...]` by the node that owns 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Required, TypedDict
+from typing import Any, NamedTuple, Required, TypedDict, get_args
 
 import jax
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
-ACTIVATIONS = ("linear", "relu", "sigmoid", "tanh", "elu", "scalar", "leaky_relu")
+ACTIVATIONS = get_args(Activation)
 DIFFERENTIABLE = ("src", "dst", "value", "attention_weights", "edge", "score_bias")
 
 
@@ -28,7 +28,7 @@ class Options:
     kind: str  # "gat", "gatv2" or "transformer": what the score of an edge is
     num_heads: int
     concat_heads: bool = True
-    activation: str = "leaky_relu"
+    activation: Activation = "leaky_relu"
     alpha: float = 0.2
     scale: float = 1.0  # of the transformer's products
     dropout_rate: float = 0.0
@@ -123,13 +123,13 @@ class _Keywords(TypedDict, total=False):
     dropout_key: jax.Array | None
     dropout_mask: Array | None
     dropout_offset: Sequence[Any] | None
-    implementation: str | None
+    implementation: Implementation | None
 
 
 class GraphAttentionKeywords(_Keywords, total=False):
     """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
 
-    activation: str
+    activation: Activation
     alpha: float
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Array, Fill
 from jax_attn_bwd.ops.graph import given, on_device, on_host, self_loops
 from jax_attn_bwd.ops.graph.grouping import Groups
 
@@ -95,17 +95,17 @@ class BipartiteCSC:
 
     @overload
     def with_self_loops(
-        self, edge: None = None, *, fill_value: float | Array | str = "mean", capacity: int | None = None
+        self, edge: None = None, *, fill_value: float | Array | Fill = "mean", capacity: int | None = None
     ) -> "BipartiteCSC": ...
     @overload
     def with_self_loops(
-        self, edge: Array, *, fill_value: float | Array | str = "mean", capacity: int | None = None
+        self, edge: Array, *, fill_value: float | Array | Fill = "mean", capacity: int | None = None
     ) -> tuple["BipartiteCSC", jax.Array]: ...
     def with_self_loops(
         self,
         edge: Array | None = None,
         *,
-        fill_value: float | Array | str = "mean",
+        fill_value: float | Array | Fill = "mean",
         capacity: int | None = None,
     ) -> Any:
         """The graph with exactly one edge from each node to itself, those that were there replaced.

@@ -8,7 +8,7 @@ import jax
 
 from jax_attn_bwd._core import backend, checks, trees
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.types import Array, Integers
+from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
 from jax_attn_bwd.ops.multi_head.arguments import prepare
 from jax_attn_bwd.ops.multi_head.rule import IMPLEMENTATIONS, run
@@ -96,9 +96,9 @@ def multi_head_attention(
     average_weights: bool = False,
     precision: Any = None,
     deterministic: bool = True,
-    save: str = "inputs",
+    save: Save = "inputs",
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """The whole layer under one rule: projections, attention, output projection, both dropouts.
 
@@ -251,8 +251,8 @@ def multi_head_attention_bwd(
     average_weights: bool = False,
     precision: Any = None,
     deterministic: bool = True,
-    save: str = "inputs",
-    implementation: str | None = None,
+    save: Save = "inputs",
+    implementation: Implementation | None = None,
 ) -> MultiHeadAttentionGrads:
     """The backward of `multi_head_attention` as a plain function.
 

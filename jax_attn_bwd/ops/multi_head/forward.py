@@ -44,8 +44,7 @@ def _finish(
         if options.save == "probs":
             probs = p.astype(operands.query.dtype)
     heads = None if options.save == "inputs" else Heads(inner.query, inner.key, inner.value)
-    *rows_of_out, out_low = result
-    residual = MultiHeadAttentionResidual(*rows_of_out, heads, probs, out_low)
+    residual = MultiHeadAttentionResidual(heads=heads, probs=probs, **result._asdict())
     out = output(options, operands, result.out)
     return tie(Result(out, weights, residual), operands)
 

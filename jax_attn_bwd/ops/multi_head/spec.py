@@ -6,17 +6,17 @@ and output, R appended key/value rows (0 to 2), S' = S + R.
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import jax
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Array, Save
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 
-SAVE = ("inputs", "qkv", "probs")
+SAVE = get_args(Save)
 Wanted = dot_product.Wanted
 
 
@@ -67,7 +67,7 @@ class Options:
     add_residual: bool = False
     return_weights: bool = False
     average_weights: bool = False
-    save: str = "inputs"
+    save: Save = "inputs"
     return_residual: bool = False
     rotary: Rotary | None = None
 
@@ -188,7 +188,7 @@ class LayerKeywords(dot_product.AttentionKeywords, dot_product.ModKeywords, tota
     add_residual: bool
     average_weights: bool
     rotary: Rotary | None
-    save: str
+    save: Save
 
 
 class MultiHeadAttentionKeywords(LayerKeywords, total=False):

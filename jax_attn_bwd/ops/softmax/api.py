@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
-from jax_attn_bwd._core.types import Array
+from jax_attn_bwd._core.types import Array, FullyMasked, Implementation
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
@@ -28,8 +28,8 @@ def scaled_masked_softmax(
     axis: int = -1,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
-    fully_masked: str = "zero",
-    implementation: str | None = None,
+    fully_masked: FullyMasked = "zero",
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Softmax of scaled logits over what is visible.
 
@@ -98,7 +98,7 @@ def scaled_masked_softmax(
         checks.broadcasts(_NAME, "sink", sink, "the shape of x without axis", rows)
         sink = plane("sink", jnp.expand_dims(to_rank(sink, len(rows)), axis))
     static_scale, scale_array = _scale(_NAME, scale, x)
-    fully_masked = checks.choice(_NAME, "fully_masked", fully_masked, ("zero", "uniform", "nan"))
+    fully_masked = checks.choice(_NAME, "fully_masked", fully_masked, get_args(FullyMasked))
 
     options = Options(static_scale, axis, is_causal, window, fully_masked)
     operands = Operands(x, scale_array, mask, bias, sink)

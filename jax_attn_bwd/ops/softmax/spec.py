@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_attn_bwd._core import masks
+from jax_attn_bwd._core.types import FullyMasked
 
 DIFFERENTIABLE = ("x", "scale", "bias", "sink")
 
@@ -23,7 +24,7 @@ class Options:
     axis: int = -1
     is_causal: bool = False
     window: masks.Window | None = None
-    fully_masked: str = "zero"
+    fully_masked: FullyMasked = "zero"
 
     @property
     def unit(self) -> float:
