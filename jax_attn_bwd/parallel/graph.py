@@ -83,7 +83,7 @@ def sharded_graph_attention(
     dropout_mask: Array | None = None,
     dropout_offset: Sequence[Any] | None = None,
     **options: Any,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """`graph_attention`, `graph_attention_v2` or `graph_transformer_attention`, one part on each device.
 
         table = own source rows, then those of other parts          one exchange

@@ -58,7 +58,7 @@ def ring_attention(
     deterministic: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`dot_product_attention` over a sharded sequence: keys and values travel around a ring of devices.
 
     Called inside `jax.shard_map(check_vma=True)` under `jax.jit`, by every device for its own queries and
@@ -186,7 +186,7 @@ def all_gather_attention(
     deterministic: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """As `ring_attention`, but every device gathers all keys and values, once in each direction.
 
     One large collective in the place of n small ones, and one block in the place of n: for short sequences
@@ -257,7 +257,7 @@ def ulysses_attention(
     deterministic: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """As `ring_attention`, but tokens are exchanged for heads: each device attends with 1 / n of the heads.
 
     Two all-to-alls in the place of a ring, and the whole of each sequence at once, so that causal work is

@@ -82,7 +82,7 @@ def tensor_parallel_multi_head_attention(
     deterministic: bool = True,
     save: Save = "inputs",
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`multi_head_attention` with its heads over a mesh axis: each device attends with its own.
 
         out = out_dropout(sum over devices of attention(x W_q, x W_k, x W_v) W_o  + b_o) (+ query)
@@ -212,9 +212,9 @@ def tensor_parallel_multi_head_attention(
     if checks.flag(NAME, "add_residual", add_residual):
         checks.shape(NAME, "the output, with add_residual,", out, "of query", query.shape)
         out = out + query
-    if average_weights:
-        weights = lax.pmean(weights, axis_name)
-    return (out, weights) if return_weights else out
+    if weights is None:
+        return out
+    return out, lax.pmean(weights, axis_name) if average_weights else weights
 
 
 def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int, reduce: str) -> None:

@@ -55,7 +55,7 @@ def apply_multihead_attention(
     value: jax.Array,
     add_to_attention: jax.Array | None = None,
     backprop_cache: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, MultiHeadAttentionResidual]:
     """`concat(dropout(softmax(masked(q k^T / sqrt(d_key)))) v) W_O + p_O` of the projected inputs.
 
     Args:
@@ -94,7 +94,8 @@ def apply_multihead_attention(
     cached = checks.flag(name, "backprop_cache", backprop_cache)
     call = checked_call(name, F, batch_size, query, key, key_mask, value, add_to_attention)
     save: Save = _SAVE if cached else "inputs"
-    return _layer(call.params, *call.inputs, return_residual=cached, save=save, **call.options)
+    found: Any = _layer(call.params, *call.inputs, return_residual=cached, save=save, **call.options)
+    return found
 
 
 def apply_multihead_attention_backward(

@@ -1,6 +1,6 @@
 """`mha_gat_n2n` and `mha_gat_n2n_efeat`."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 
@@ -36,7 +36,7 @@ def mha_gat_n2n_fwd(
     params: mha_params,
     *,
     return_softmax_scores: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Graph attention from node to node, `s = act(<h_src, a_src> + <h_dst, a_dst>)`.
 
     Args:
@@ -146,7 +146,7 @@ def mha_gat_n2n_efeat_fwd(
     params: mha_params,
     *,
     return_softmax_scores: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`mha_gat_n2n_fwd` with edge embeddings, `s = act(<h_src, a_src> + <h_dst, a_dst> + <e, a_edge>)`.
 
     `edge_embedding (nnz, dim_edge)`, whose width the heads divide;

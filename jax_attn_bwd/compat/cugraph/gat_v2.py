@@ -1,6 +1,6 @@
 """`mha_gat_v2_n2n` and `mha_gat_v2_n2n_efeat`."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 
@@ -36,7 +36,7 @@ def mha_gat_v2_n2n_fwd(
     params: mha_params,
     *,
     return_softmax_scores: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`mha_gat_n2n_fwd` with `s = <a, act(h_src + h_dst)>`; `attention_weights (dim_node,)`."""
     call = Call(
         "mha_gat_v2_n2n_fwd", GATv2, graph, params, src_node_embedding, dst_node_embedding, attention_weights
@@ -93,7 +93,7 @@ def mha_gat_v2_n2n_efeat_fwd(
     params: mha_params,
     *,
     return_softmax_scores: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`mha_gat_v2_n2n_fwd` with `s = <a, act(h_src + h_dst + e)>`; `edge_embedding (nnz, dim_node)`."""
     call = Call(
         "mha_gat_v2_n2n_efeat_fwd",

@@ -72,7 +72,7 @@ class _Conv(eqx.Module):
         key: jax.Array | None = None,
         inference: bool | None = None,
         return_attention_weights: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Attends.
 
         Args:

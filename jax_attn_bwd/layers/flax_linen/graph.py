@@ -57,7 +57,7 @@ class _Conv(nn.Module):
         *,
         deterministic: bool | None = None,
         return_attention_weights: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Attends.
 
         Args:

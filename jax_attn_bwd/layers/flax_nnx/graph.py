@@ -72,7 +72,7 @@ class _Conv(nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
         return_attention_weights: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Attends.
 
         Args:

@@ -50,7 +50,7 @@ class _Conv(hk.Module):
         *,
         is_training: bool | None = None,
         return_attention_weights: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Attends.
 
         Args:

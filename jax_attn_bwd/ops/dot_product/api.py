@@ -71,7 +71,7 @@ def dot_product_attention(
     deterministic: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends every query to the keys it sees, in memory linear in T and S.
 
         logits = score_mod(soft_cap(scale * q k^T) + bias)

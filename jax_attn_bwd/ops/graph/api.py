@@ -59,7 +59,7 @@ def graph_attention(
     return_attention_weights: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attends every destination to the sources of its edges, with additive scores (GAT).
 
         z   = <h_src, a_src> + <h_dst, a_dst> (+ <e, a_edge>)     for every edge and head
@@ -184,7 +184,7 @@ def graph_attention_v2(
     return_attention_weights: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attends every destination to the sources of its edges, with dynamic scores (GATv2).
 
         u   = h_src + h_dst (+ e)                                 for every edge
@@ -307,7 +307,7 @@ def graph_transformer_attention(
     return_attention_weights: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attends every destination to the sources of its edges, with scaled dot products.
 
         s   = scale <q_dst, k_src (+ e)> (+ score_bias)           for every edge and head

@@ -99,7 +99,7 @@ def multi_head_attention(
     save: Save = "inputs",
     return_residual: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[Any, ...]:
     """The whole layer under one rule: projections, attention, output projection, both dropouts.
 
         q = R(query W_q + b_q),   k = [R(key W_k + b_k); bias_k; 0],   v = [value W_v + b_v; bias_v; 0]
