@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product import mod_arguments, modifiers
 
 
 def tiles(
@@ -31,6 +31,9 @@ def tiles(
       int8 `[ceil(T / rows), ceil(S / columns)]`. 0 and 2 are certain; 1 is exact for the masks of this module
       where each is the only one to read what it reads, else it may stand for a tile that is empty or full.
 
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; arrays are not known to be long enough.
+
     Example:
       >>> from jax_attn_bwd import mods
       >>> mods.tiles(mods.causal, 6, 4, block=2)
@@ -41,9 +44,11 @@ def tiles(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mod_args)):
         got = checks.message("mods.tiles", "mod_args", "be known", "a traced array", "call it outside of jit")
         raise TypeError(got)
-    blocks = (block, block) if isinstance(block, int) else block
+    args = mod_arguments.prepared_mask("mods.tiles", mask_mod, mod_args)
+    given = (block, block) if isinstance(block, int) else tuple(block)
+    blocks = [checks.integer("mods.tiles", "block", size, 1) for size in given]
     index = lambda n: np.full((1, 1, 1, 1), n, np.int32)
-    at: Any = modifiers.Places(index(batch), index(head), jax.tree.map(np.asarray, tuple(mod_args)))
+    at: Any = modifiers.Places(index(batch), index(head), jax.tree.map(np.asarray, args))
     ranges = []
     for n, size, axis in zip((T, S), blocks, (-1, -2), strict=True):
         start = np.arange(0, n, size, dtype=np.int32)

@@ -189,6 +189,20 @@ def test_functions_that_are_elementwise(mask_mod):
     np.testing.assert_allclose(got, expected, 1e-12, 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("error", "words", "arguments"),
+    [
+        (TypeError, "mask_mod must return bool, got dtype int32", (lambda b, h, r, c: r - c, 8, 8)),
+        (ValueError, "mod_args must hold the 1 that are read, got 0", (mods.document, 8, 8)),
+        (TypeError, "mod_args must be a tuple of arrays, got ndarray", (mods.document, 8, 8, ones(8))),
+        (ValueError, "block must be a positive int, got 0", (mods.causal, 8, 8)),
+    ],
+)
+def test_tiles(error, words, arguments):
+    with pytest.raises(error, match=f"^mods.tiles: {words}"):
+        mods.tiles(*arguments, block=0 if "block" in words else 4)
+
+
 def test_unhashable():
     class Unhashable:
         __hash__ = None

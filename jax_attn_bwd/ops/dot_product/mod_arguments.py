@@ -29,11 +29,7 @@ def prepared(
     operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, sizes: Sizes, K: int, dtype: Any
 ) -> tuple[Any, ...]:
     """The checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
-    if not isinstance(mod_args, tuple | list):
-        got = f"{type(mod_args).__name__}"
-        remedy = "write (x,) for one array"
-        raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
-    args = jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
+    args = _arguments(operator, mod_args, dtype)
     _check_arguments(operator, (mask_mod, score_mod), args, sizes)
     batch, G = sizes.batch, sizes.heads // K
     rank, plane = len(batch) + 4, (*batch, K, G, 2, 3)
@@ -41,12 +37,7 @@ def prepared(
     at = (index(*batch, 1, 1, 1, 1), index(K, G, 1, 1), index(2, 1), index(1, 3))
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     if mask_mod is not None:
-        closed = _traced(operator, "mask_mod", mask_mod, (*at, *given))
-        result = closed.out_avals[0]
-        if result.dtype != np.bool_:
-            raise TypeError(checks.message(operator, "mask_mod", "return bool", f"dtype {result.dtype}"))
-        _broadcast(operator, "mask_mod", result.shape, plane)
-        _elementwise(operator, "mask_mod", closed, len(at))
+        _check_mask(operator, mask_mod, at, given, plane)
     if score_mod is not None:
         logits = jax.ShapeDtypeStruct(plane, dtype)
         closed = _traced(operator, "score_mod", score_mod, (logits, *at, *given))
@@ -63,6 +54,35 @@ def prepared(
         logits = jax.ShapeDtypeStruct((*batch, K, 3, G, 2), dtype)
         _any_order(operator, "score_mod", score_mod, (logits, *turned, *given))
     return args
+
+
+def prepared_mask(operator: str, mask_mod: Any, mod_args: Any) -> tuple[Any, ...]:
+    """The checked `mod_args` of a mask alone, of which it is not known for how many heads and tokens."""
+    args, n = _arguments(operator, mod_args, jnp.float32), getattr(mask_mod, "num_args", None)
+    if n is not None and len(args) != n:
+        expected = f"hold the {n} that are read"
+        raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
+    index = lambda *shape: jax.ShapeDtypeStruct((1, 1, *shape), jnp.int32)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    _check_mask(operator, mask_mod, (index(1, 1), index(1, 1), index(2, 1), index(1, 3)), given, (1, 1, 2, 3))
+    return args
+
+
+def _arguments(operator: str, mod_args: Any, dtype: Any) -> tuple[Any, ...]:
+    if not isinstance(mod_args, tuple | list):
+        got = f"{type(mod_args).__name__}"
+        remedy = "write (x,) for one array"
+        raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
+    return jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
+
+
+def _check_mask(operator: str, mask_mod: Any, at: Any, given: Any, plane: tuple[Any, ...]) -> None:
+    closed = _traced(operator, "mask_mod", mask_mod, (*at, *given))
+    result = closed.out_avals[0]
+    if result.dtype != np.bool_:
+        raise TypeError(checks.message(operator, "mask_mod", "return bool", f"dtype {result.dtype}"))
+    _broadcast(operator, "mask_mod", result.shape, plane)
+    _elementwise(operator, "mask_mod", closed, len(at))
 
 
 def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: Sizes) -> None:
