@@ -73,7 +73,17 @@ _FIELDS = {
 def make_bipartite_csc(
     offsets: Any, indices: Any, n_src_nodes: int, map_csc_to_coo: Any = None
 ) -> BipartiteCSC:
-    """`BipartiteCSC.from_csc` under the source's name; outside `jit`."""
+    """`BipartiteCSC.from_csc` under the source's name; outside `jit`.
+
+    Args:
+      offsets, indices, map_csc_to_coo: as there.
+      n_src_nodes: its `num_src`.
+
+    Example:
+      >>> from jax_attn_bwd.compat import cugraph
+      >>> cugraph.make_bipartite_csc([0, 1, 3], [2, 0, 1], 3).num_edges
+      3
+    """
     return BipartiteCSC.from_csc(offsets, indices, n_src_nodes, map_csc_to_coo=map_csc_to_coo)
 
 

@@ -52,6 +52,9 @@ def mha_gat_n2n_fwd(
         `concat_heads`.
       softmax_scores: `(2, num_heads, nnz)`, with `return_softmax_scores`.
 
+    Gradients:
+      Every array, through both results, to any order.
+
     Raises:
       ValueError: shapes disagree, or an option is out of range. TypeError: an argument is of the wrong kind.
 
@@ -98,6 +101,9 @@ def mha_gat_n2n_bwd(
     Returns:
       MhaGatGrads(grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights), each with the
       shape and, but for such arrays, the dtype of its argument; or None.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated.
 
     Raises:
       As the forward.
@@ -149,8 +155,27 @@ def mha_gat_n2n_efeat_fwd(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`mha_gat_n2n_fwd` with edge embeddings, `s = act(<h_src, a_src> + <h_dst, a_dst> + <e, a_edge>)`.
 
-    `edge_embedding (nnz, dim_edge)`, whose width the heads divide;
-    `attention_weights (2 * dim_node + dim_edge,)`.
+    Args:
+      edge_embedding: `(nnz, dim_edge)`, floating, in the caller's edge order; the heads divide its width.
+      attention_weights: `(2 * dim_node + dim_edge,)`.
+      src_node_embedding, dst_node_embedding, graph, params, return_softmax_scores: as in `mha_gat_n2n_fwd`.
+
+    Returns:
+      As `mha_gat_n2n_fwd`.
+
+    Gradients:
+      Every array, through both results, to any order.
+
+    Raises:
+      As `mha_gat_n2n_fwd`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import cugraph
+      >>> graph = cugraph.make_bipartite_csc([0, 1, 3], [2, 0, 1], 3)
+      >>> src, dst, edge, a = jnp.ones((3, 8)), jnp.ones((2, 8)), jnp.ones((3, 4)), jnp.ones(20)
+      >>> cugraph.mha_gat_n2n_efeat_fwd(src, dst, edge, a, graph, cugraph.mha_params(2)).shape
+      (2, 8)
     """
     call = Call(
         "mha_gat_n2n_efeat_fwd",
@@ -181,7 +206,32 @@ def mha_gat_n2n_efeat_bwd(
     grad_edge_embedding: bool | jax.Array | None = True,
     grad_attention_weights: bool | jax.Array | None = True,
 ) -> MhaGatEfeatGrads:
-    """The gradients of `mha_gat_n2n_efeat_fwd`; see `mha_gat_n2n_bwd`."""
+    """The gradients of `mha_gat_n2n_efeat_fwd`.
+
+    Args:
+      grad_edge_embedding: asks for that gradient, or refuses it, like the others.
+      grad_output_embedding, softmax_scores, the embeddings, attention_weights, graph, params and what asks
+        for their gradients: as in `mha_gat_n2n_bwd` and the forward.
+
+    Returns:
+      MhaGatEfeatGrads, as of `mha_gat_n2n_bwd`.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated.
+
+    Raises:
+      As the forward.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import cugraph
+      >>> graph = cugraph.make_bipartite_csc([0, 1, 3], [2, 0, 1], 3)
+      >>> src, dst, edge, a = jnp.ones((3, 8)), jnp.ones((2, 8)), jnp.ones((3, 4)), jnp.ones(20)
+      >>> grads = cugraph.mha_gat_n2n_efeat_bwd(
+      ...     dst, src, dst, edge, a, None, graph, cugraph.mha_params(2), grad_src_node_embedding=False)
+      >>> grads.grad_edge_embedding.shape, grads.grad_src_node_embedding is None
+      ((3, 4), True)
+    """
     call = Call(
         "mha_gat_n2n_efeat_bwd",
         GAT,

@@ -48,8 +48,19 @@ def mha_simple_n2n(
     Returns:
       output_embedding: `(n_dst_nodes, dim)`, or without `concat_heads` `(n_dst_nodes, dim / num_heads)`.
 
+    Gradients:
+      Every array, to any order.
+
     Raises:
       ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import cugraph
+      >>> graph = cugraph.make_bipartite_csc([0, 1, 3], [2, 0, 1], 3)
+      >>> nodes, queries = jnp.ones((3, 8)), jnp.ones((2, 8))
+      >>> cugraph.mha_simple_n2n(nodes, queries, nodes, graph, num_heads=2, concat_heads=False).shape
+      (2, 4)
     """
     call = "cugraph.mha_simple_n2n"
     options = _options(call, num_heads, concat_heads, norm_by_dim)
@@ -78,7 +89,33 @@ def mha_simple_n2n_bwd(
     grad_edge_emb: bool | jax.Array | None = True,
     grad_score_bias: bool | jax.Array | None = True,
 ) -> MhaSimpleGrads:
-    """The gradients of `mha_simple_n2n`; each may be refused, or asked for, as in `mha_gat_n2n_bwd`."""
+    """The gradients of `mha_simple_n2n`.
+
+    Args:
+      grad_output_embedding: cotangent of `output_embedding`, its shape and dtype.
+      grad_key_emb, grad_query_emb, grad_value_emb, grad_edge_emb, grad_score_bias: each asks for its
+        gradient, or refuses it, as in `mha_gat_n2n_bwd`.
+      key_emb, query_emb, value_emb, graph, num_heads, concat_heads, edge_emb, norm_by_dim, score_bias: as in
+        the forward.
+
+    Returns:
+      MhaSimpleGrads, each with its argument's shape and dtype; None = refused, or no such argument.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated.
+
+    Raises:
+      As the forward.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import cugraph
+      >>> graph = cugraph.make_bipartite_csc([0, 1, 3], [2, 0, 1], 3)
+      >>> nodes, queries = jnp.ones((3, 8)), jnp.ones((2, 8))
+      >>> grads = cugraph.mha_simple_n2n_bwd(queries, nodes, queries, nodes, graph, 2, grad_key_emb=False)
+      >>> grads.grad_value_emb[:, 0].tolist(), grads.grad_key_emb is None
+      ([0.5, 0.5, 1.0], True)
+    """
     call = "cugraph.mha_simple_n2n_bwd"
     options = _options(call, num_heads, concat_heads, norm_by_dim)
     settings, operands = _check(call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options)
