@@ -194,5 +194,6 @@ def test_nodes_of_another_width_than_the_layer_was_built_for_are_an_error(framew
 def test_one_array_for_more_destinations_than_sources_is_an_error():
     graph = BipartiteCSC.from_coo([0], [3], 2, 4)
     params = parameters(np.random.default_rng(0), "GATConv", 6, {})
-    with pytest.raises(ValueError, match=r"x must be a pair \(x_src, x_dst\) where num_src = 2 < num_dst"):
+    words = r"x must be a pair \(x_src, x_dst\), or num_dst = 4 be at most num_src = 2, got one array"
+    with pytest.raises(ValueError, match=words):
         build("flax_nnx", "GATConv", 6).call(params, jnp.zeros((2, 6)), graph)
