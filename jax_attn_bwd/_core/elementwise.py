@@ -170,7 +170,8 @@ def _reshape(equation: Any, given: list[Axes]) -> list[Axes]:
             taken.append(parts.pop(0))
         if n != 1 and math.prod(size for _, size in taken) != n:
             raise _Mixes(f"'reshape' of {_first_of_tile(given)}")
-        found.append(None if n == 1 else taken[0][0] if len(taken) == 1 else tuple(taken))
+        kinds = {axis for axis, _ in taken}
+        found.append(None if n == 1 else kinds.pop() if kinds <= {OWN} or len(taken) == 1 else tuple(taken))
     return [tuple(found)]
 
 

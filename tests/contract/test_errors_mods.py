@@ -172,6 +172,9 @@ ELEMENTWISE = {
     ),
     "in a loop": lambda b, h, r, c: jax.lax.fori_loop(0, 3, lambda i, x: x + i, r - c) > 2,
     "made again": lambda b, h, r, c: jax.checkpoint(lambda x, y: x >= y)(r, c),
+    "of a table that is made of rows": lambda b, h, r, c: (
+        (jnp.stack([jnp.stack([r, r + 1], -1)] * 2, -1) - 1).reshape(*r.shape, 4).max(-1) >= c
+    ),
     "squeezed": lambda b, h, r, c: jnp.expand_dims(jnp.squeeze(r, -1), -1) >= c,
 }
 TABLE = np.arange(6.0).reshape(3, 2)
