@@ -64,6 +64,9 @@ def prepare(
         expected = f"be given together with {given}"
         raise ValueError(checks.message(operator, missing, expected, None))
 
+    has_functions = mask_mod is not None or score_mod is not None
+    if has_functions and 0 in [n for n in (T, S) if isinstance(n, int)] and _is_empty(mod_args):
+        mask_mod = score_mod = None  # of no element, and nothing can be read of arrays without entries
     options = Options(
         scale=checks.head_scale(
             operator, scale, H, query.dtype, "multiply query by a learned or traced temperature"
@@ -79,7 +82,7 @@ def prepare(
         score_mod=score_mod,
     )
     mods: tuple[Any, Any, Any] = (None, None, None)
-    if mask_mod is not None or score_mod is not None:
+    if has_functions:
         wide = numerics.accumulator_dtype(query.dtype)
         sides = (T, query_positions), (S, key_value_positions)
         by_index = [n for n, x in sides if x is None and isinstance(n, int)]
@@ -109,6 +112,10 @@ def prepare(
         offset,
         *mods,
     )
+
+
+def _is_empty(mod_args: Any) -> bool:
+    return any(0 in getattr(x, "shape", ()) for x in jax.tree.leaves(mod_args))
 
 
 def _count(batch: tuple[Any, ...]) -> jax.Array:

@@ -93,7 +93,7 @@ def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes
             function.check(operator, args, sizes)
     counts = [getattr(function, "num_args", None) for function in given]
     known = [n for n in counts if n is not None]
-    if len(known) == len(counts) and len(args) > sum(known):
+    if given and len(known) == len(counts) and len(args) > sum(known):
         expected = f"hold the {sum(known)} that are read"
         raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
 

@@ -220,6 +220,13 @@ def test_what_no_query_reads_has_gradient_zero(rng):
     np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), [0, 0])
 
 
+def test_documents_of_no_token(rng):
+    q, k, v = (x[:, :0] for x in inputs(rng, 9)[:3])
+    call = dict(mask_mod=mods.document, score_mod=mods.alibi)
+    loss = lambda s: dot_product_attention(q, k, v, **call, mod_args=(jnp.zeros(0, jnp.int32), s)).sum()
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), [0, 0])
+
+
 def test_nothing_is_differentiated_that_is_not_asked_for(rng):
     """Of fixed slopes no gradient is formed, and masks read none of the scores' arguments."""
     q, k, v, dout = inputs(rng, 9)
