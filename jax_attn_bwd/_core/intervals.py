@@ -12,6 +12,7 @@ References:
   Moore, Kearfott and Cloud, Introduction to Interval Analysis, SIAM, 2009.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ def _equation(equation: Any, inputs: list[Interval]) -> list[Interval]:
     if name in RULES:
         return [_by_rule(RULES[name], equation, inputs)]
     if all_exact and _is_of_one_value(equation):
-        with jax.ensure_compile_time_eval():
+        with contextlib.nullcontext() if _is_symbolic(equation) else jax.ensure_compile_time_eval():
             return _bound(equation, inputs)
     return [unknown(x.aval.shape, x.aval.dtype, vague) for x in equation.outvars]
 
@@ -121,6 +122,12 @@ def _is_of_one_value(equation: Any) -> bool:
     """Whether its results are the same wherever they are computed: floats may be rounded in several ways."""
     floats = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars)
     return not floats or equation.primitive.name in _MOVES
+
+
+def _is_symbolic(equation: Any) -> bool:
+    """Whether its results are, or have, sizes that are not known while an exported program is traced."""
+    sizes = (n for x in equation.outvars for n in x.aval.shape)
+    return equation.primitive.name == "dim_as_value" or not all(isinstance(n, int) for n in sizes)
 
 
 def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
