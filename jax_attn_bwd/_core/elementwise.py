@@ -243,8 +243,8 @@ def _loop(name: str, body: Any, consts: list[Axes], carry: list[Axes], xs: list[
         found = _followed(body, [*consts, *carry, *xs])
         pairs = zip(carry, found, strict=False)
         new = [_together(name, pair, pair[0]) for pair in pairs]
-        if new == carry:
-            return found
+        if new == carry:  # of no turn, or of one that gives something else, it may be either
+            return [*carry, *found[len(carry) :]]
         carry = new
 
 

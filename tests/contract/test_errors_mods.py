@@ -115,6 +115,8 @@ ON_TILES = rows(
     ("a maximum in a branch", "'reduce_max' along the rows",
      lambda x: jax.lax.cond(True, lambda x: x - x.max(-2, keepdims=True), lambda x: x, x)),
     ("a maximum of all", "'reduce_max' along .*the rows and the columns", lambda x: x - x.reshape(-1).max()),
+    ("a maximum of a loop of no turn", "'reduce_max' along the columns",
+     lambda x: x - jax.lax.while_loop(lambda y: False, jnp.zeros_like, x).max(-1, keepdims=True)),
     ("row after row", "'scan' along the rows",
      lambda x: jnp.moveaxis(jax.lax.map(lambda y: y - y.sum(), jnp.moveaxis(x, -2, 0)), 0, -2)),
     ("products of rows", "'dot_general' along the columns",

@@ -63,7 +63,7 @@ def rows_of_destinations(
         expected = f"{needed}, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
         raise ValueError(checks.message(operator, argument, expected, got))
     if not graph.aligned:
-        expected = f"{needed} for graphs side by side with more sources than destinations"
+        expected = f"{needed} for graphs side by side with other numbers of sources"
         raise ValueError(
             checks.message(operator, argument, expected, got, "batch.dst.join makes that of dst")
         )

@@ -37,7 +37,7 @@ class BipartiteCSC:
       num_src, num_dst: node counts.
       exact: whether every place of the groups holds an edge.
       aligned: whether destination i is source i, as self-loops and `dst=None` of an operator have it; not in
-        a batch, side by side, of graphs with more sources than destinations.
+        a batch, side by side, of graphs with other numbers of sources than of destinations.
 
     Example:
       >>> from jax_attn_bwd import BipartiteCSC
@@ -126,7 +126,7 @@ class BipartiteCSC:
 
         Raises:
           ValueError: shapes disagree, `capacity` is too small, or no source is known for a destination's loop
-            (graphs side by side with more sources than destinations: add the loops before).
+            (graphs side by side with other numbers of sources: add the loops before).
 
         Example:
           >>> import jax.numpy as jnp

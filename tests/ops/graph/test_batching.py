@@ -178,7 +178,7 @@ BAD = {
     "dst of its own": (
         ValueError,
         lambda: jab.graph_attention(BATCH.graph, jnp.ones((20, 4)), None, jnp.ones(8), num_heads=2),
-        "dst must be given for graphs side by side with more sources than destinations, got None; "
+        "dst must be given for graphs side by side with other numbers of sources, got None; "
         "batch.dst.join makes that of dst",
     ),
     "self-loops": (
