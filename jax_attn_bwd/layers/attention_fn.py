@@ -12,7 +12,7 @@ from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers.multi_head import flax_mask, promote
-from jax_attn_bwd.ops.dot_product import arguments, block, dot_product_attention
+from jax_attn_bwd.ops.dot_product import arguments, dot_product_attention, engine
 
 _NAME = "attention_fn"
 
@@ -262,7 +262,7 @@ def _weights(
     """`[..., N, T, S]`, dtype of `query`."""
     given |= dict(scale=None, sink=None, dropout_rate=0.0, dropout_key=None, dropout_offset=None)
     options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
-    p = block.probabilities(options, operands, None)  # [..., K, G, T, S]
+    p = engine.probabilities(options, operands, None)  # [..., K, G, T, S]
     return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:]).astype(query.dtype)
 
 

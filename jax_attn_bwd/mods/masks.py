@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.mods.reads import Read, check
+from jax_attn_bwd.mods.mod_args_spec import Read, check
 from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
 
 

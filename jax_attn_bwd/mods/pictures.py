@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.dot_product import mod_arguments, modifiers
+from jax_attn_bwd.ops.dot_product import mod_arguments, mod_functions
 
 
 def tiles(
@@ -48,13 +48,13 @@ def tiles(
     given = (block, block) if isinstance(block, int) else tuple(block)
     blocks = [checks.integer("mods.tiles", "block", size, 1) for size in given]
     index = lambda n: np.full((1, 1, 1, 1), n, np.int32)
-    at: Any = modifiers.Places(index(batch), index(head), jax.tree.map(np.asarray, args))
+    at: Any = mod_functions.Places(index(batch), index(head), jax.tree.map(np.asarray, args))
     ranges = []
     for n, size, axis in zip((T, S), blocks, (-1, -2), strict=True):
         start = np.arange(0, n, size, dtype=np.int32)
         ends = start, np.minimum(start + np.int32(size), np.int32(n)) - np.int32(1)
         ranges.append(tuple(np.expand_dims(x, axis) for x in ends))
-    found = modifiers.of_tiles(mask_mod, at, *ranges)
+    found = mod_functions.of_tiles(mask_mod, at, *ranges)
     some, every = np.asarray(found.some), np.asarray(found.every)
     grid = tuple(-(-n // size) for n, size in zip((T, S), blocks, strict=True))
     return np.broadcast_to(some.astype(np.int8) + (some & every), grid)

@@ -36,11 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import trees
-from jax_attn_bwd._core.blocks import put_at, take_at
+from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.ops.dot_product import block, modifiers, visibility
+from jax_attn_bwd._core.slicing import put_at, take_at
+from jax_attn_bwd.ops.dot_product import engine, masking, mod_functions
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 
@@ -86,7 +86,7 @@ def forward(exchange: Exchange, implementation: str, options: Options, operands:
 
     def fold(state, moving, offset):
         given = _block_of(exchange, operands, moving, offset)
-        compute = lambda state: _merged(state, block.forward(implementation, options, given))
+        compute = lambda state: _merged(state, engine.forward(implementation, options, given))
         return _if_seen(options, given, compute, lambda state: state, state)
 
     def step(carry, offset):
@@ -116,7 +116,7 @@ def backward(
     mine = of_keys(exchange, operands)
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, dout))
-    zeros = {name: jax.tree.map(zero, trees.floats(getattr(operands, name))) for name in wanted}
+    zeros = {name: jax.tree.map(zero, float_leaves.floats(getattr(operands, name))) for name in wanted}
     stay = {name: x for name, x in zeros.items() if name not in mine}
     go = {name: x for name, x in zeros.items() if name in mine}
 
@@ -125,7 +125,7 @@ def backward(
         given = _block_of(exchange, operands, moving, offset)
 
         def compute(stay):
-            parts = block.backward(implementation, options, given, result, wanted, dout, dlse)
+            parts = engine.backward(implementation, options, given, result, wanted, dout, dlse)
             stay = {name: _added(exchange, name, x, getattr(parts, name), offset) for name, x in stay.items()}
             return stay, {name: getattr(parts, name) for name in go}
 
@@ -192,12 +192,12 @@ def _added(exchange: Exchange, operand: str, total: Any, part: Any, offset: Any)
 def _if_seen(options: Options, given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
     """`compute(carry)`; `skip(carry)` where positions and segments tell that nothing is seen."""
     T, S = given.query.shape[-3], given.key.shape[-3]
-    rows = visibility.Tokens(T, given.query_positions, given.query_segment_ids)
-    columns = visibility.Tokens(S, given.key_value_positions, given.key_value_segment_ids)
+    rows = masking.Tokens(T, given.query_positions, given.query_segment_ids)
+    columns = masking.Tokens(S, given.key_value_positions, given.key_value_segment_ids)
     if 0 in (T, S) or all(x is None for x in (*rows[1:], *columns[1:])):
         return compute(carry)
-    places = modifiers.places(given, given.query.ndim - 3, given.query.shape[-2] // given.key.shape[-2])
-    some, _ = visibility.of_tiles(options, rows, columns, T, S, places)
+    places = mod_functions.places(given, given.query.ndim - 3, given.query.shape[-2] // given.key.shape[-2])
+    some, _ = masking.of_tiles(options, rows, columns, T, S, places)
     return lax.cond(some.any(), compute, skip, carry)
 
 
@@ -230,5 +230,5 @@ def _finished(state: State, options: Options, operands: Operands) -> Result:
     log_l = jnp.log(l)
     lse = m + log_l
     low = lax.stop_gradient((m - lse) + log_l)
-    out, out_low = block.in_two(options, operands, state.acc / l[..., None])
+    out, out_low = engine.in_two(options, operands, state.acc / l[..., None])
     return Result(out, jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low), out_low)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, pallas, trees
+from jax_attn_bwd._core import backend, checks, float_leaves, pallas
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Options, Result
 from jax_attn_bwd.parallel import all_gather, ring
 from jax_attn_bwd.parallel.arguments import Exchange, prepare
@@ -24,7 +24,7 @@ def exchanged(operator: str, *, return_residual: bool, implementation: str | Non
     exchange, options, operands = prepare(operator, **arguments)
     return_residual = checks.flag(operator, "return_residual", return_residual)
     example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
-    chosen = block.choose(operator, implementation, options, example)
+    chosen = engine.choose(operator, implementation, options, example)
     out, lse = _run((operator, exchange, chosen, options), operands)
     return (out, lse) if return_residual else out
 
@@ -51,14 +51,14 @@ def _forward(static, operands) -> Result:
 
 def _fwd(static, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    kept = block.kept(_forward(static, operands), wanted)
+    kept = engine.kept(_forward(static, operands), wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, cotangents):
     operator, exchange, implementation, options = static
     operands, result, note = residuals
-    wanted, result = backend.noted(note, DIFFERENTIABLE), block.restored(result)
+    wanted, result = backend.noted(note, DIFFERENTIABLE), engine.restored(result)
     alike, names = _alike(exchange, operands), wanted - {"sink"}
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout, dlse = _of_live_rows(alike, result, jnp.zeros_like(result.out) if dout is None else dout, dlse)
@@ -68,7 +68,8 @@ def _bwd(static, residuals, cotangents):
     if "sink" in wanted:
         grads["sink"] = _gradient_of_sink(alike, result, dout, dlse)
     matched = {
-        name: jax.tree.map(match_type, x, trees.floats(getattr(operands, name))) for name, x in grads.items()
+        name: jax.tree.map(match_type, x, float_leaves.floats(getattr(operands, name)))
+        for name, x in grads.items()
     }
     return (Operands(None, None, None)._replace(**matched),)
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, KINDS, LAYOUTS, TOKENS, draw, mesh
 
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd.ops.dot_product import block, visibility
+from jax_attn_bwd.ops.dot_product import engine, masking
+from jax_attn_bwd.ops.dot_product.masking import Tokens
 from jax_attn_bwd.ops.dot_product.spec import Options
-from jax_attn_bwd.ops.dot_product.visibility import Tokens
 from jax_attn_bwd.parallel import ring
 
 COLLECTIVE = re.compile(
@@ -97,8 +97,8 @@ def executed(monkeypatch, layout, n=4, **options):
 
         return run
 
-    monkeypatch.setattr(ring.block, "forward", counting(0, block.forward))
-    monkeypatch.setattr(ring.block, "backward", counting(1, block.backward))
+    monkeypatch.setattr(ring.block, "forward", counting(0, engine.forward))
+    monkeypatch.setattr(ring.block, "backward", counting(1, engine.backward))
     lay, _ = LAYOUTS[layout]
     jax.clear_caches()  # nothing is traced again that was without these
     x = np.random.default_rng(0).standard_normal((1, 8 * n, 2, 3))
@@ -127,7 +127,7 @@ def test_tiles_that_each_device_visits(layout, spread):
     options = Options(scale=1.0, is_causal=True)
 
     def visited(rows, columns):
-        some, _ = visibility.of_tiles(options, Tokens(length, rows), Tokens(length, columns), tile, tile)
+        some, _ = masking.of_tiles(options, Tokens(length, rows), Tokens(length, columns), tile, tile)
         return int(some.sum())
 
     tiles = [sum(visited(parts[i], parts[j]) for j in range(n)) for i in range(n)]

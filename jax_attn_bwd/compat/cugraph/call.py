@@ -12,7 +12,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.compat import destinations
 from jax_attn_bwd.ops import graph as operators
-from jax_attn_bwd.ops.graph import BipartiteCSC, groups, kinds
+from jax_attn_bwd.ops.graph import BipartiteCSC, edge_loops, kinds
 from jax_attn_bwd.ops.graph.arguments import prepare_additive
 from jax_attn_bwd.ops.graph.forward import scores
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
@@ -204,8 +204,8 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     t = walked(kind, tables(kind, operands), graph)
     shape = (graph.capacity, options.num_heads)
     plane = full_like_operands(operands.src, shape, 0, dtype, operands)
-    if not groups.has_edges(graph):
+    if not edge_loops.has_edges(graph):
         return plane
     walk = (graph.by_destination, graph.capacity)
-    found = groups.each(partial(scores, kind, t), *walk, kind.score_elements(t))
-    return groups.put(plane, groups.whole(*walk).number, found)
+    found = edge_loops.each(partial(scores, kind, t), *walk, kind.score_elements(t))
+    return edge_loops.put(plane, edge_loops.whole(*walk).number, found)

@@ -9,7 +9,7 @@ import numpy as np
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
-from jax_attn_bwd.ops.deformable import parts
+from jax_attn_bwd.ops.deformable import query_sharding
 from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
 from jax_attn_bwd.ops.deformable.spec import (
     DIFFERENTIABLE,
@@ -192,7 +192,7 @@ def multi_scale_deformable_attention_bwd(
     )
 
 
-_PORTABLE = backend.Implementation("xla", parts.forward, parts.backward)
+_PORTABLE = backend.Implementation("xla", query_sharding.forward, query_sharding.backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False),

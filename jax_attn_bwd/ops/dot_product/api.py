@@ -7,13 +7,13 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, trees
+from jax_attn_bwd._core import backend, checks, float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, Implementation, Integers
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
-from jax_attn_bwd.ops.dot_product.block import IMPLEMENTATIONS as IMPLEMENTATIONS
+from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionGrads,
@@ -189,7 +189,7 @@ def dot_product_attention(
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
-    chosen = block.choose(_NAME, implementation, options, operands)
+    chosen = engine.choose(_NAME, implementation, options, operands)
     out, lse = _run((options, chosen), operands)
     return (out, lse) if return_residual else out
 
@@ -290,22 +290,22 @@ def dot_product_attention_bwd(
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
-    chosen = block.choose(name, implementation, options, operands)
-    grads = block.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse)
-    return grads._replace(mod_args=trees.in_dtypes_of(tuple(mod_args), grads.mod_args))
+    chosen = engine.choose(name, implementation, options, operands)
+    grads = engine.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse)
+    return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(mod_args), grads.mod_args))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: tuple[Options, str], operands: Operands) -> tuple[jax.Array, jax.Array]:
     options, implementation = static
-    result = block.forward(implementation, options, operands)
+    result = engine.forward(implementation, options, operands)
     return result.out, result.lse
 
 
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    kept = block.kept(block.forward(implementation, options, operands), wanted)
+    kept = engine.kept(engine.forward(implementation, options, operands), wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 
@@ -314,8 +314,8 @@ def _bwd(static, residuals, cotangents):
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     operands, result, note = residuals
     wanted = backend.noted(note, DIFFERENTIABLE)
-    result = block.restored(result)
-    grads = block.backward(implementation, options, operands, result, wanted, dout, dlse, alone=True)
+    result = engine.restored(result)
+    grads = engine.backward(implementation, options, operands, result, wanted, dout, dlse, alone=True)
     return (Operands(None, None, None)._replace(**grads._asdict()),)
 
 

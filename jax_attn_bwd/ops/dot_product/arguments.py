@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, masks, numerics, sharding, trees
+from jax_attn_bwd._core import checks, dropout, float_leaves, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mod_arguments
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
@@ -188,7 +188,7 @@ def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
 
 def require_floats(operator: str, mod_args: Any) -> None:
     """`wrt="mod_args"` asks for gradients of floats."""
-    if not jax.tree.leaves(trees.floats(mod_args)):
+    if not jax.tree.leaves(float_leaves.floats(mod_args)):
         dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(mod_args)) or "nothing"
         expected, remedy = "hold floating-point arrays where wrt names it", "integers have no gradient"
         raise TypeError(checks.message(operator, "mod_args", expected, dtypes, remedy))

@@ -42,15 +42,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import trees
-from jax_attn_bwd._core.blocks import put_at, take_at
+from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, modifiers, row_sums, traversal, whole
+from jax_attn_bwd._core.slicing import put_at, take_at
+from jax_attn_bwd.ops.dot_product import (
+    batch_slices,
+    dropping,
+    layout,
+    materialized,
+    mod_functions,
+    row_terms,
+    tile_schedule,
+)
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.tile_operands import Working, bias_tile, positions, tile, working
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
-from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, positions, tile, working
 
 
 def backward(
@@ -68,7 +76,7 @@ def _backward(options, tiling, residuals, dout, dlse):
 
 def matched(grads: dict[str, Any], operands: Operands) -> DotProductAttentionGrads:
     """`grads` with the types of the operands of these names."""
-    like = lambda name: trees.floats(getattr(operands, name))
+    like = lambda name: float_leaves.floats(getattr(operands, name))
     return DotProductAttentionGrads(
         **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
@@ -88,7 +96,7 @@ def gradients(
 
     rows = (residuals.result, dout, dlse)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
-    zeros = {n: jax.tree.map(zero, trees.floats(getattr(operands, n))) for n in shared}
+    zeros = {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in shared}
     grads, sums = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, rows, zeros)
     return grads | sums
 
@@ -99,21 +107,21 @@ def _of_slice(options, tiling, wanted, operands, result, dout, dlse):
     dout = jnp.zeros_like(result.out) if dout is None else dout
     heads, groups = layout.split_heads(dout, N // K), N // K
     names = wanted.names - {"sink"}
-    if tiling.is_whole and wanted.alone:
+    if tiling.is_materialized and wanted.alone:
         if dlse is not None:
-            dlse = layout.split_rows(row_sums.finite_rows(options, operands, result.lse, dlse), groups)
-        grads, delta = whole.backward_alone(options, wanted.names, operands, heads, dlse)
+            dlse = layout.split_rows(row_terms.finite_rows(options, operands, result.lse, dlse), groups)
+        grads, delta = materialized.backward_alone(options, wanted.names, operands, heads, dlse)
     else:
-        delta = layout.split_rows(row_sums.delta(options, operands, result, dout, dlse), groups)
-        form = whole.backward if tiling.is_whole else partial(_tile_by_tile, tiling)
+        delta = layout.split_rows(row_terms.delta(options, operands, result, dout, dlse), groups)
+        form = materialized.backward if tiling.is_materialized else partial(_tile_by_tile, tiling)
         grads = form(options, names, operands, result, heads, delta) if names else {}
     if "sink" in wanted.names:
-        grads["sink"] = row_sums.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
+        grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
     return grads
 
 
 def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
-    """As `whole.backward`."""
+    """As `materialized.backward`."""
     w = working(options, operands, tiling)
     G = w.q.shape[-3]
     T, S = operands.query.shape[-3], operands.key.shape[-3]
@@ -126,7 +134,7 @@ def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
     saved = (w, dout, *(layout.pad(x, -1, tiling.block_q) for x in rows))
     step = partial(_step, options, tiling, saved)
     sums = _zeros(wanted, saved, accumulator_dtype(operands.query.dtype))
-    sums = traversal.scan_tiles(step, sums, options, w.conditions, tiling)
+    sums = tile_schedule.scan_tiles(step, sums, options, w.conditions, tiling)
 
     lengths = {"query": T, "key": S, "value": S}
     grads = {name: sums[name][..., :length, :, :] for name, length in lengths.items() if name in sums}
@@ -137,7 +145,7 @@ def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
         dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
         grads["bias"] = reduce_to(dbias, bias.shape)
     if "mod_args" in sums:
-        numbers = trees.floats(operands.mod_args)
+        numbers = float_leaves.floats(operands.mod_args)
         grads["mod_args"] = jax.tree.map(lambda x, like: reduce_to(x, like.shape), sums["mod_args"], numbers)
     return grads
 
@@ -163,13 +171,13 @@ def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Arra
     }
     if "mod_args" in wanted:
         assert w.conditions.places is not None  # differentiated with a function
-        lead = (*batch, K, G) if modifiers.may_lie_apart(w.conditions.places, w.q) else ()
+        lead = (*batch, K, G) if mod_functions.may_lie_apart(w.conditions.places, w.q) else ()
 
         def zero(x):  # apart: the sum over batch and heads, maybe a collective, is left to the end
             like = w.q[..., :1, :1].sum((-2, -1)).reshape(*lead, *(1 for _ in x.shape)) if lead else x
             return full_like_operands(like, (*lead, *x.shape), 0, dtype, saved)
 
-        zeros["mod_args"] = jax.tree.map(zero, trees.floats(w.conditions.places.args))
+        zeros["mod_args"] = jax.tree.map(zero, float_leaves.floats(w.conditions.places.args))
     return zeros
 
 
@@ -204,9 +212,9 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
         logits = logits + _transposed(bias).astype(logits.dtype)
     before, places, at = logits, w.conditions.places, None
     if options.score_mod is not None:
-        at = modifiers.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
+        at = mod_functions.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
         at = jax.tree.map(_transposed, at)
-        logits = modifiers.scored(options, logits, at, places.args)
+        logits = mod_functions.scored(options, logits, at, places.args)
     if visible is not None:
         logits = jnp.where(_transposed(visible), logits, -jnp.inf)
     p = jnp.exp((logits - lse[..., None, :, :]) - low[..., None, :, :])  # (2)
@@ -224,10 +232,12 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
     dlogits = p * (dp - delta[..., None, :, :])  # (8)
     if options.score_mod is not None:  # (8a)
         to_args = "mod_args" in old
-        if to_args and modifiers.may_lie_apart(places, w.q):
-            dlogits, dargs = modifiers.pulled_back_apart(options, before, at, places.args, dlogits, groups=-2)
+        if to_args and mod_functions.may_lie_apart(places, w.q):
+            dlogits, dargs = mod_functions.pulled_back_apart(
+                options, before, at, places.args, dlogits, groups=-2
+            )
         else:
-            dlogits, dargs = modifiers.pulled_back(options, before, at, places.args, dlogits, to_args)
+            dlogits, dargs = mod_functions.pulled_back(options, before, at, places.args, dlogits, to_args)
         if to_args:
             share["mod_args"] = dargs
     elif "mod_args" in old:

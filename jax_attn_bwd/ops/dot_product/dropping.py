@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.blocks import take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.slicing import take_at
 from jax_attn_bwd.ops.dot_product import layout
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling

@@ -1,6 +1,6 @@
 """Portable forward of dense attention: one pass over the tiles with an online softmax.
 
-A plane of one small tile has a shorter way, `whole.py`.
+A plane of one small tile has a shorter way, `materialized.py`.
 
 For each query row, over the key tiles in any order, with m the running maximum of the logits:
 
@@ -26,14 +26,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.dot_product import batch_slices, dropping, layout, modifiers, row_sums, traversal, whole
+from jax_attn_bwd._core.slicing import put_at, take_at
+from jax_attn_bwd.ops.dot_product import (
+    batch_slices,
+    dropping,
+    layout,
+    materialized,
+    mod_functions,
+    row_terms,
+    tile_schedule,
+)
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.tile_operands import Working, bias_tile, positions, tile, working
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
-from jax_attn_bwd.ops.dot_product.working import Working, bias_tile, positions, tile, working
 
 
 class State(NamedTuple):
@@ -52,7 +60,7 @@ def forward(options: Options, operands: Operands) -> Result:
 @partial(jax.jit, static_argnums=(0, 1))
 def tiled(options: Options, tiling: Tiling, operands: Operands) -> Result:
     """`forward` cut as `tiling` says."""
-    form = whole.forward if tiling.is_whole else _of_slice
+    form = materialized.forward if tiling.is_materialized else _of_slice
     of_slice = lambda operands, _: (form(options, tiling, operands), ())
     result, _ = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, (), ())
     return tie(result, operands)
@@ -61,7 +69,7 @@ def tiled(options: Options, tiling: Tiling, operands: Operands) -> Result:
 def _of_slice(options, tiling, operands):
     w = working(options, operands, tiling)
     step = partial(_step, options, tiling, w)
-    state = traversal.scan_tiles(step, _initial(w, operands), options, w.conditions, tiling)
+    state = tile_schedule.scan_tiles(step, _initial(w, operands), options, w.conditions, tiling)
 
     T = operands.query.shape[-3]
     m, l, empty = state.m, state.l, None
@@ -74,7 +82,7 @@ def _of_slice(options, tiling, operands):
     if empty is not None:
         lse, lse_low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, lse_low)
     out = layout.merge_heads(state.acc / l[..., None])[..., :T, :, :]
-    out, out_low = row_sums.in_two(options, operands, out)
+    out, out_low = row_terms.in_two(options, operands, out)
     lse, lse_low = (layout.merge_rows(x)[..., :T, :] for x in (lse, lse_low))
     return Result(out, lse, lse_low, out_low)
 
@@ -112,8 +120,8 @@ def _update(options, tiling, w, rows, i, j, *, mixed):
         logits = logits + bias.astype(logits.dtype)
     if options.score_mod is not None:
         places = w.conditions.places
-        at = modifiers.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
-        logits = modifiers.scored(options, logits, at, places.args)
+        at = mod_functions.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
+        logits = mod_functions.scored(options, logits, at, places.args)
     if visible is not None:
         logits = jnp.where(visible, logits, -jnp.inf)
     m = lax.stop_gradient(jnp.maximum(rows.m, logits.max(-1)))

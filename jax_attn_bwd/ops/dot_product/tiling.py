@@ -10,12 +10,12 @@ import jax
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec
-from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
-WHOLE_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there whole planes are as fast, and compile faster
-WHOLE_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
+MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
+MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Tiling:
     block_k: int
     product_dtype: str  # of the factors of matrix products
     batch_slices: int = 1  # of the first batch axis, one after the other
-    is_whole: bool = False  # the plane is one tile: no walk, see `whole.py`
+    is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.parts`
 
     @classmethod
@@ -51,8 +51,8 @@ class Tiling:
             block_k = block_q
         sizes = (parts, *batch, N, T, S)
         known = all(isinstance(n, int) for n in sizes)
-        if known and T * S < WHOLE_PLANE and 0 < math.prod(sizes) <= WHOLE_LOGITS * slices:
-            return cls(T, S, str(product_dtype(dtype)), slices, is_whole=True, parts=parts)
+        if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(sizes) <= MATERIALIZED_LOGITS * slices:
+            return cls(T, S, str(product_dtype(dtype)), slices, is_materialized=True, parts=parts)
         blocks = _even_block(T, block_q), _even_block(S, block_k)
         return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
 
@@ -63,11 +63,12 @@ def _visits_less(options: Options, operands: Operands, block_q: int, block_k: in
     if options.mask_mod is None or block_k >= than or not isinstance(T, int) or not isinstance(S, int):
         return False
     groups = operands.query.shape[-2] // operands.key.shape[-2]
-    places = modifiers.places(operands, operands.query.ndim - 3, groups)
+    places = mod_functions.places(operands, operands.query.ndim - 3, groups)
     assert places is not None  # prepared with the function
     by_index = operands.query_positions is None and operands.key_value_positions is None
     narrow, wide = (
-        size * modifiers.known_tiles(options.mask_mod, places, (T, S), (block_q, size), by_index).some.sum()
+        size
+        * mod_functions.known_tiles(options.mask_mod, places, (T, S), (block_q, size), by_index).some.sum()
         for size in (block_k, than)
     )
     return bool(narrow < 0.75 * wide)

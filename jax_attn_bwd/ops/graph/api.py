@@ -1,4 +1,4 @@
-"""The graph attentions: the public functions. `rule.py` has their custom_vjp, `gradients.py` the `_bwd`s."""
+"""The graph attentions: the public functions. `rule.py` has their custom_vjp, `api_bwd.py` the `_bwd`s."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.graph import kinds
-from jax_attn_bwd.ops.graph.entries import batch_axes, numbered, placed
+from jax_attn_bwd.ops.graph.batch_axes import batch_axes, numbered, placed
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2, Transformer
 from jax_attn_bwd.ops.graph.spec import ACTIVATIONS, Operands, Options
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC

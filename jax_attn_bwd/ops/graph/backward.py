@@ -38,29 +38,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import parts
+from jax_attn_bwd._core import row_sharding
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.graph import groups, kinds, row_sums
+from jax_attn_bwd.ops.graph import edge_loops, kinds, row_terms
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
-from jax_attn_bwd.ops.graph.groups import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
-from jax_attn_bwd.ops.graph.row_sums import Saved
+from jax_attn_bwd.ops.graph.row_terms import Saved
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
 from jax_attn_bwd.ops.graph.tables import factors, for_rows, gathered, tables, walked
 
 
 def backward(options: Options, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name."""
-    run = _on_every_device if parts.auto_devices(residuals.operands.src) > 1 else _backward
+    run = _on_every_device if row_sharding.auto_devices(residuals.operands.src) > 1 else _backward
     return run(options, residuals, cotangents)
 
 
 @partial(jax.jit, static_argnums=0)
 def _on_every_device(options, residuals, cotangents):
-    result, cotangents = parts.all_gathered((residuals.result, cotangents))
+    result, cotangents = row_sharding.all_gathered((residuals.result, cotangents))
     residuals = Residuals(gathered(residuals.operands), result, residuals.wanted)
     grads = _backward(options, residuals, cotangents)
-    return {name: x if name == "attention_weights" else parts.all_gathered(x) for name, x in grads.items()}
+    return {
+        name: x if name == "attention_weights" else row_sharding.all_gathered(x) for name, x in grads.items()
+    }
 
 
 @partial(jax.jit, static_argnums=0)
@@ -69,12 +71,12 @@ def _backward(options, residuals, cotangents):
     kind = kinds.of(options)
     t = tables(kind, operands)
     need = kind.needs(t, wanted)
-    two_passes = need.dst and not (groups.adds_in_order() and operands.graph.run_owners is None)
+    two_passes = need.dst and not (edge_loops.adds_in_order() and operands.graph.run_owners is None)
     if two_passes:
         need = need._replace(handed=True)
     sums = _zeros(kind, need, t, residuals, cotangents)
     if has_edges(operands.graph):
-        saved = _walked(kind, row_sums.saved(options, residuals, cotangents), t, operands.graph)
+        saved = _walked(kind, row_terms.saved(options, residuals, cotangents), t, operands.graph)
         t = walked(kind, t, operands.graph)
         sums = _source_pass(
             kind, t, saved, operands.graph, sums, need._replace(dst=need.dst and not two_passes)
@@ -123,15 +125,15 @@ def _source_pass(
     def fold(sums, new, chunk):
         return Sums(
             a=sums.a + new.a if need.a else None,
-            handed=groups.put(sums.handed, chunk.number, new.handed) if need.handed else None,
+            handed=edge_loops.put(sums.handed, chunk.number, new.handed) if need.handed else None,
             dst=sums.dst.at[chunk.other].add(new.dst, mode="drop") if need.dst else sums.dst,
-            edge=groups.put(sums.edge, chunk.number, new.edge) if need.edge else None,
-            message=groups.add(sums.message, chunk.node, new.message) if need.message else None,
-            src=groups.add(sums.src, chunk.node, new.src) if need.src else None,
+            edge=edge_loops.put(sums.edge, chunk.number, new.edge) if need.edge else None,
+            message=edge_loops.add(sums.message, chunk.node, new.message) if need.message else None,
+            src=edge_loops.add(sums.src, chunk.node, new.src) if need.src else None,
         )
 
     share = partial(_share, kind, t, saved, need)
-    return groups.scan(share, fold, sums, graph.by_source, graph.capacity, kind.row_elements(t))
+    return edge_loops.scan(share, fold, sums, graph.by_source, graph.capacity, kind.row_elements(t))
 
 
 def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
@@ -198,17 +200,17 @@ def _destination_pass(kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax
     """The sum for each destination, of what the edges handed to it in the other pass."""
     dtype = sums.handed.dtype
 
-    runs, count = groups.in_runs(graph)
+    runs, count = edge_loops.in_runs(graph)
 
     def share(chunk):
-        own, result = rows(t.dst, groups.destination(graph, chunk)).astype(dtype), 0
+        own, result = rows(t.dst, edge_loops.destination(graph, chunk)).astype(dtype), 0
         for at in chunk.slots():
             ends = _ends(kind, t, None, own, at, visible(t, at))
             result = result + kind.to_dst(t, take(sums.handed, at.number), ends)
         return result
 
-    add = lambda dst, new, chunk: groups.add(dst, chunk.node, new)
+    add = lambda dst, new, chunk: edge_loops.add(dst, chunk.node, new)
     extra = ((0, count - graph.num_dst), *((0, 0) for _ in sums.dst.shape[1:]))
     of_runs = jnp.pad(sums.dst, extra)
-    of_runs = groups.scan(share, add, of_runs, runs, graph.capacity, kind.score_elements(t))
-    return groups.add_runs(sums.dst, graph, of_runs)
+    of_runs = edge_loops.scan(share, add, of_runs, runs, graph.capacity, kind.score_elements(t))
+    return edge_loops.add_runs(sums.dst, graph, of_runs)

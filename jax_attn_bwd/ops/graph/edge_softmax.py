@@ -16,9 +16,9 @@ from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
 from jax_attn_bwd._core.types import Array, Implementation
-from jax_attn_bwd.ops.graph import groups
+from jax_attn_bwd.ops.graph import edge_loops
 from jax_attn_bwd.ops.graph.arguments import check_graph
-from jax_attn_bwd.ops.graph.groups import by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.edge_loops import by_edge, has_edges, rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 from jax_attn_bwd.ops.graph.tables import on_every_device
@@ -121,12 +121,12 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) ->
 def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
     """The weights (1)."""
     dtype, like = accumulator_dtype(scores.dtype), (graph, scores)
-    edges = groups.whole(graph.by_destination, graph.capacity)
+    edges = edge_loops.whole(graph.by_destination, graph.capacity)
     weights = full_like_operands(scores, scores.shape, 0, scores.dtype, like)
     if has_edges(graph):
         zeros = full_like_operands(scores, (graph.num_dst, scores.shape[1]), 0, dtype, like)
         s = present(take(scores, edges.number).astype(dtype), edges)
-        weights = groups.put(weights, edges.number, softmax(s, graph, zeros).p)
+        weights = edge_loops.put(weights, edges.number, softmax(s, graph, zeros).p)
     return tie(weights, like)
 
 
@@ -134,15 +134,15 @@ def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
 def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> jax.Array:
     """The gradient of the scores (2)."""
     dtype, like = accumulator_dtype(weights.dtype), (graph, weights, dweights)
-    edges = groups.whole(graph.by_destination, graph.capacity)
+    edges = edge_loops.whole(graph.by_destination, graph.capacity)
     dscores = full_like_operands(weights, weights.shape, 0, dtype, like)
     if has_edges(graph):
         w = take(weights, edges.number).astype(dtype)
         dw = jnp.where(w == 0, 0, take(dweights, edges.number).astype(dtype))
         zeros = full_like_operands(weights, (graph.num_dst, weights.shape[1]), 0, dtype, like)
-        sums = groups.add(zeros, edges.node, sum_of_group(w * dw, edges))
+        sums = edge_loops.add(zeros, edges.node, sum_of_group(w * dw, edges))
         ds = w * (dw - by_edge(rows(sums, edges.node), edges))  # (2)
-        dscores = groups.put(dscores, edges.number, ds)
+        dscores = edge_loops.put(dscores, edges.number, ds)
     return match_type(dscores, weights)
 
 

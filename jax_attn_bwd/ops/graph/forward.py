@@ -7,7 +7,7 @@ dropout factor:
     out_i = sum_e w_e message_e,   lse_i = m_i + log l_i,   m and l those of `softmax.py`
 
 Arrays of edges x heads are whole; those of edges x heads x features are so where they are small, and
-else a chunk at a time (`groups.py`).
+else a chunk at a time (`edge_loops.py`).
 
 Where all scores of a node are huge and alike, log l is lost when lse is rounded, so m and l are kept for
 the backward; nor does it then take the logarithm's inverse for every edge.
@@ -22,11 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import parts
+from jax_attn_bwd._core import row_sharding
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.graph import groups, kinds
-from jax_attn_bwd.ops.graph.groups import Chunk, has_edges, rows, take
+from jax_attn_bwd.ops.graph import edge_loops, kinds
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
@@ -35,13 +35,13 @@ from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
 
 def forward(options: Options, operands: Operands) -> Result:
     """The outputs and row values."""
-    run = _on_every_device if parts.auto_devices(operands.src) > 1 else _forward
+    run = _on_every_device if row_sharding.auto_devices(operands.src) > 1 else _forward
     return run(options, operands)
 
 
 @partial(jax.jit, static_argnums=0)
 def _on_every_device(options, operands):
-    return parts.all_gathered(_forward(options, gathered(operands)))
+    return row_sharding.all_gathered(_forward(options, gathered(operands)))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -59,19 +59,19 @@ def _forward(options, operands):
     if has_edges(graph):
         t = walked(kind, t, graph)
         walk = (graph.by_destination, graph.capacity)
-        s = groups.each(partial(scores, kind, t), *walk, kind.score_elements(t))
-        edges = groups.whole(*walk)
+        s = edge_loops.each(partial(scores, kind, t), *walk, kind.score_elements(t))
+        edges = edge_loops.whole(*walk)
         p, m, l = softmax(s, graph, l)
         z = factors(options, t, edges)
         w = p if z is None else p * z
-        add = lambda out, rows, chunk: groups.add(out, chunk.node, rows)
-        runs, count = groups.in_runs(graph)
+        add = lambda out, rows, chunk: edge_loops.add(out, chunk.node, rows)
+        runs, count = edge_loops.in_runs(graph)
         sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
         share = partial(_weighted_messages, kind, t)
-        sums = groups.scan(share, add, sums, runs, graph.capacity, kind.row_elements(t), w)
-        out = groups.add_runs(out, graph, sums)
+        sums = edge_loops.scan(share, add, sums, runs, graph.capacity, kind.row_elements(t), w)
+        out = edge_loops.add_runs(out, graph, sums)
         if weights is not None:
-            weights = groups.put(weights, edges.number, w)
+            weights = edge_loops.put(weights, edges.number, w)
 
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)

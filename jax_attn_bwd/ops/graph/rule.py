@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.graph import backward as portable_backward
-from jax_attn_bwd.ops.graph import entries
+from jax_attn_bwd.ops.graph import batch_axes
 from jax_attn_bwd.ops.graph import forward as portable_forward
 from jax_attn_bwd.ops.graph.spec import (
     DIFFERENTIABLE,
@@ -45,14 +45,14 @@ def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: tuple[Options, str], operands: Operands):
     options, implementation = static
-    result = entries.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
+    result = batch_axes.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
     return _outputs(options, result)
 
 
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    result = entries.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
+    result = batch_axes.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
         m=checkpoint_name(result.m, "attention_lse"),
@@ -68,7 +68,7 @@ def _bwd(static, residuals, cotangents):
     residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
     given = Cotangents(*(None if isinstance(x, SymbolicZero) else x for x in cotangents))
     run = backend.named(IMPLEMENTATIONS, implementation).backward
-    grads = entries.backward(run, options, residuals, given)
+    grads = batch_axes.backward(run, options, residuals, given)
     return (Operands(None, None, None)._replace(**grads),)
 
 

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.ops.graph.groups import Chunk, add, add_runs, by_edge, in_runs, rows, sum_of_group, whole
+from jax_attn_bwd.ops.graph.edge_loops import (
+    Chunk,
+    add,
+    add_runs,
+    by_edge,
+    in_runs,
+    rows,
+    sum_of_group,
+    whole,
+)
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 

@@ -44,7 +44,7 @@ class Options:
 class Operands(NamedTuple):
     """Every array of a call; None = not given. For the transformer src is the key and dst the query.
 
-    Of a call with batch axes in front see `entries.py`: kinds and loops are given those of one entry.
+    Of a call with batch axes in front see `batch_axes.py`: kinds and loops are given those of one entry.
     """
 
     graph: BipartiteCSC

@@ -10,8 +10,8 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
 from jax_attn_bwd._core.types import Array, Fill
-from jax_attn_bwd.ops.graph import given, on_device, on_host, self_loops
-from jax_attn_bwd.ops.graph.grouping import Groups
+from jax_attn_bwd.ops.graph import build_jax, build_numpy, graph_checks, self_loops
+from jax_attn_bwd.ops.graph.edge_groups import Groups
 
 
 @exportable_dataclass
@@ -171,9 +171,9 @@ class BipartiteCSC:
           TypeError: an argument is not of integers, or is traced.
         """
         operator = "BipartiteCSC.from_csc"
-        offsets = given.integers(operator, "offsets", offsets)
-        indices = given.integers(operator, "indices", indices)
-        num_src = given.count(operator, "num_src", num_src)
+        offsets = graph_checks.integers(operator, "offsets", offsets)
+        indices = graph_checks.integers(operator, "indices", indices)
+        num_src = graph_checks.count(operator, "num_src", num_src)
         nnz = len(indices)
         if len(offsets) == 0:
             raise ValueError(checks.message(operator, "offsets", "have shape [num_dst + 1]", "(0,)"))
@@ -186,12 +186,12 @@ class BipartiteCSC:
         if offsets[-1] != nnz:
             expected = f"end at the number of indices, {nnz}"
             raise ValueError(checks.message(operator, "offsets", expected, offsets[-1]))
-        given.within(operator, "indices", indices, num_src, "num_src")
+        graph_checks.within(operator, "indices", indices, num_src, "num_src")
         number = np.arange(nnz)
         if map_csc_to_coo is not None:
-            numbers = given.integers(operator, "map_csc_to_coo", map_csc_to_coo)
-            number = given.permutation(operator, numbers, nnz)
-        return cls(**on_host.arrays(operator, offsets, indices, number, num_src, capacity))
+            numbers = graph_checks.integers(operator, "map_csc_to_coo", map_csc_to_coo)
+            number = graph_checks.permutation(operator, numbers, nnz)
+        return cls(**build_numpy.arrays(operator, offsets, indices, number, num_src, capacity))
 
     @classmethod
     def from_coo(
@@ -212,16 +212,16 @@ class BipartiteCSC:
           TypeError: an argument is not of integers, or is traced.
         """
         operator = "BipartiteCSC.from_coo"
-        src, dst = given.integers(operator, "src", src), given.integers(operator, "dst", dst)
-        num_src = given.count(operator, "num_src", num_src)
-        num_dst = given.count(operator, "num_dst", num_dst)
+        src, dst = graph_checks.integers(operator, "src", src), graph_checks.integers(operator, "dst", dst)
+        num_src = graph_checks.count(operator, "num_src", num_src)
+        num_dst = graph_checks.count(operator, "num_dst", num_dst)
         if len(src) != len(dst):
             raise ValueError(checks.message(operator, "dst", f"have shape {src.shape}", dst.shape))
-        given.within(operator, "src", src, num_src, "num_src")
-        given.within(operator, "dst", dst, num_dst, "num_dst")
-        order = on_host.stable_order(dst)
+        graph_checks.within(operator, "src", src, num_src, "num_src")
+        graph_checks.within(operator, "dst", dst, num_dst, "num_dst")
+        order = build_numpy.stable_order(dst)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=num_dst))])
-        return cls(**on_host.arrays(operator, offsets, src[order], order, num_src, capacity))
+        return cls(**build_numpy.arrays(operator, offsets, src[order], order, num_src, capacity))
 
     @classmethod
     def from_traced(cls, src: Any, dst: Any, num_src: int, num_dst: int) -> "BipartiteCSC":
@@ -257,12 +257,12 @@ class BipartiteCSC:
           [2.0, 1.5, 0.5, 2.0]
         """
         operator = "BipartiteCSC.from_traced"
-        num_src = given.count(operator, "num_src", num_src)
-        num_dst = given.count(operator, "num_dst", num_dst)
-        src, dst = (given.indices(operator, name, x) for name, x in (("src", src), ("dst", dst)))
+        num_src = graph_checks.count(operator, "num_src", num_src)
+        num_dst = graph_checks.count(operator, "num_dst", num_dst)
+        src, dst = (graph_checks.indices(operator, name, x) for name, x in (("src", src), ("dst", dst)))
         checks.shape(operator, "dst", dst, "as src", src.shape)
-        given.count(operator, "the number of edges", src.shape[0])
-        found = on_device.arrays(operator, src, dst, num_src, num_dst)
+        graph_checks.count(operator, "the number of edges", src.shape[0])
+        found = build_jax.arrays(operator, src, dst, num_src, num_dst)
         return cls(**found, num_src=num_src, num_dst=num_dst, exact=False)
 
     @classmethod
@@ -295,14 +295,14 @@ class BipartiteCSC:
           5
         """
         operator = "BipartiteCSC.from_edge_index"
-        src, dst = given.rows(operator, "edge_index", edge_index)
+        src, dst = graph_checks.rows(operator, "edge_index", edge_index)
         nodes = num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes, num_nodes)
         if len(nodes) != 2:
             expected, got = "be one number, or (sources, destinations)", f"{len(nodes)} of them"
             raise ValueError(checks.message(operator, "num_nodes", expected, got))
-        num_src, num_dst = (given.count(operator, "num_nodes", n) for n in nodes)
+        num_src, num_dst = (graph_checks.count(operator, "num_nodes", n) for n in nodes)
         for row, ends, size in (("sources", src, num_src), ("destinations", dst, num_dst)):
-            given.within(operator, f"the {row} of edge_index", ends, size, "num_nodes")
+            graph_checks.within(operator, f"the {row} of edge_index", ends, size, "num_nodes")
         add_self_loops = checks.flag(operator, "add_self_loops", add_self_loops)
         graph = cls.from_coo(src, dst, num_src, num_dst, capacity=None if add_self_loops else capacity)
         return graph.with_self_loops(capacity=capacity) if add_self_loops else graph
@@ -326,7 +326,7 @@ class BipartiteCSC:
         if not all(hasattr(graph, name) for name in ("senders", "receivers", "n_node")):
             expected = "be a jraph.GraphsTuple, or have its senders, receivers and n_node"
             raise TypeError(checks.message(operator, "graph", expected, type(graph).__name__))
-        nodes = int(given.integers(operator, "n_node", graph.n_node).sum())
+        nodes = int(graph_checks.integers(operator, "n_node", graph.n_node).sum())
         return cls.from_coo(graph.senders, graph.receivers, nodes, nodes, capacity=capacity)
 
     @classmethod

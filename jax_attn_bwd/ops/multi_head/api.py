@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import backend, checks, trees
+from jax_attn_bwd._core import backend, checks, float_leaves
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
@@ -323,7 +323,7 @@ def multi_head_attention_bwd(
     grads = chosen.backward(options, residuals, dout, dweights)
     of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
     found = {n: grads.get(n) for n in ARRAYS}
-    found["mod_args"] = trees.in_dtypes_of(tuple(mod_args), found["mod_args"])
+    found["mod_args"] = float_leaves.in_dtypes_of(tuple(mod_args), found["mod_args"])
     return MultiHeadAttentionGrads(of_params, **found)
 
 

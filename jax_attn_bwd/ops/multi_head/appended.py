@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import einsum, reshard_like
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head import dropping
 from jax_attn_bwd.ops.multi_head.projections import matmul_over_rows
@@ -75,9 +75,9 @@ def attend(
     """`result`, of the S keys alone, with the appended rows."""
     G = inner.query.shape[-2] // inner.key.shape[-2]
     dtype = rows.keys.dtype
-    x, _ = _logits(options, block.split_heads(inner.query, G).astype(dtype), rows)
-    lse = block.split_rows(result.lse, G)
-    low = 0 if result.lse_low is None else block.split_rows(result.lse_low, G)
+    x, _ = _logits(options, engine.split_heads(inner.query, G).astype(dtype), rows)
+    lse = engine.split_rows(result.lse, G)
+    low = 0 if result.lse_low is None else engine.split_rows(result.lse_low, G)
     m = lax.stop_gradient(jnp.maximum(lse, x.max(-1)))
     log_l = jnp.log(jnp.exp((lse - m) + low) + jnp.exp(x - m[..., None]).sum(-1))
     total = m + log_l
@@ -85,10 +85,10 @@ def attend(
     p = jnp.exp((x - total[..., None]) - total_low[..., None])
     z = dropping.of_rows(options, operands, inner, x.shape[-1])
     share = jnp.exp(((lse - total) - total_low) + low)[..., None]
-    out = share * block.split_heads(result.wide_out(), G).astype(dtype)
+    out = share * engine.split_heads(result.wide_out(), G).astype(dtype)
     out = out + _einsum(options, "...kgtr,rkh->...kgth", p if z is None else z * p, rows.values)
-    out, out_low = block.in_two(options.attention, inner, block.merge_heads(out))
-    return dot_product.Result(out, block.merge_rows(total), block.merge_rows(total_low), out_low)
+    out, out_low = engine.in_two(options.attention, inner, engine.merge_heads(out))
+    return dot_product.Result(out, engine.merge_rows(total), engine.merge_rows(total_low), out_low)
 
 
 def probabilities(
@@ -96,9 +96,9 @@ def probabilities(
 ) -> jax.Array:
     """The rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
     G = inner.query.shape[-2] // inner.key.shape[-2]
-    x, _ = _logits(options, block.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
-    low = 0 if result.lse_low is None else block.split_rows(result.lse_low, G)[..., None]
-    return jnp.exp((x - block.split_rows(result.lse, G)[..., None]) - low)
+    x, _ = _logits(options, engine.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
+    low = 0 if result.lse_low is None else engine.split_rows(result.lse_low, G)[..., None]
+    return jnp.exp((x - engine.split_rows(result.lse, G)[..., None]) - low)
 
 
 def through_values(
@@ -129,7 +129,7 @@ def gradients(
       dp: `[..., K, G, T, R]`, cotangent of the probabilities.
       delta: `[..., K, G, T, 1]`.
     """
-    q = block.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(p.dtype)
+    q = engine.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(p.dtype)
     z = dropping.of_rows(options, operands, inner, p.shape[-1])
     dx = options.attention.scale * p * (dp - delta)  # (9)
     _, tanh = _logits(options, q, rows)
@@ -142,5 +142,5 @@ def gradients(
         zp = p if z is None else z * p
         bias_v = matmul_over_rows("kgtr", "kgth", "rkh", zp, dout, options.precision)[0]
     if "query" in wanted:
-        query = block.merge_heads(_einsum(options, "...kgtr,rkh->...kgth", dx, rows.keys))
+        query = engine.merge_heads(_einsum(options, "...kgtr,rkh->...kgth", dx, rows.keys))
     return RowGrads(bias_k, bias_v, query)

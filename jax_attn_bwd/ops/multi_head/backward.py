@@ -39,11 +39,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import trees
+from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
 from jax_attn_bwd.ops.multi_head import appended, dropping
 from jax_attn_bwd.ops.multi_head.projections import (
@@ -84,7 +84,7 @@ def backward(
     rest = through if shares.sink is None else through - {"sink"}
     if rest and not _on_planes(options, dweights):
         alone = not (options.add_zero_attn or operands.bias_k is not None)
-        attended = block.backward(
+        attended = engine.backward(
             implementation, options.attention, inner, saved.attention(), rest, da, alone=alone
         )
         shares = _sum(shares, attended)
@@ -137,7 +137,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         return grads, da, Shares()
 
     groups, dtype = inner.query.shape[-2] // inner.key.shape[-2], accumulator_dtype(da.dtype)
-    dz, a = (block.split_heads(x, groups).astype(dtype) for x in (da, result.wide_out()))
+    dz, a = (engine.split_heads(x, groups).astype(dtype) for x in (da, result.wide_out()))
     p = _probabilities(options, residuals, inner, rows, planes)
     dp = _through_values(options, operands, inner, rows, planes, dz)
     if dweights is not None:
@@ -151,14 +151,14 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
         shares = Shares(query=found.query)
     if planes:  # (10)
-        found = block.gradients(options.attention, inner, through.names, p.keys, dz, dp.keys, delta)
+        found = engine.gradients(options.attention, inner, through.names, p.keys, dz, dp.keys, delta)
         shares = _sum(shares, found)
     if "sink" in through.names:
-        dsink = block.gradient_of_sink(inner.sink, result, block.merge_rows(delta[..., 0]))
+        dsink = engine.gradient_of_sink(inner.sink, result, engine.merge_rows(delta[..., 0]))
         shares = shares._replace(sink=dsink)
     # Dense attention sums these over the shards that share them, so what joins them must be summed.
     matched = {
-        name: jax.tree.map(match_type, x, trees.floats(getattr(inner, name)))
+        name: jax.tree.map(match_type, x, float_leaves.floats(getattr(inner, name)))
         for name in ("key", "value", "bias", "sink", "mod_args")
         for x in [getattr(shares, name)]
         if x is not None
@@ -171,7 +171,7 @@ def _probabilities(options, residuals, inner, rows, planes) -> _Columns:
     result, keys = residuals.residual.attention(), None
     if planes:
         keys = residuals.residual.probs
-        keys = block.probabilities(options.attention, inner, result) if keys is None else keys
+        keys = engine.probabilities(options.attention, inner, result) if keys is None else keys
         keys = keys.astype(accumulator_dtype(inner.query.dtype))
     return _Columns(keys, None if rows is None else appended.probabilities(options, inner, rows, result))
 
@@ -179,7 +179,7 @@ def _probabilities(options, residuals, inner, rows, planes) -> _Columns:
 def _through_values(options, operands, inner, rows, planes, dz) -> _Columns:
     """(7) without the cotangent of the weights."""
     return _Columns(
-        block.through_values(options.attention, inner, dz) if planes else None,
+        engine.through_values(options.attention, inner, dz) if planes else None,
         None if rows is None else appended.through_values(options, operands, inner, rows, dz),
     )
 
@@ -193,7 +193,7 @@ def _cotangents_of_weights(options, inner, rows, dweights) -> _Columns:
         dweights = jnp.broadcast_to(dweights, (*batch, K, N // K, *dweights.shape[-2:]))
     else:
         dweights = dweights.reshape(*batch, K, N // K, *dweights.shape[-2:])
-    keys = block.where_seen(options.attention, inner, dweights[..., :S])
+    keys = engine.where_seen(options.attention, inner, dweights[..., :S])
     return _Columns(keys, None if rows is None else dweights[..., S:])
 
 
@@ -265,7 +265,7 @@ def _undo_projections(options, residuals, clean, grads, shares):
 
 def _numbers(operands: Any) -> Any:
     """Of the arguments of functions those that have a gradient."""
-    return trees.floats(operands.mod_args)
+    return float_leaves.floats(operands.mod_args)
 
 
 def _like(grad: jax.Array | None, primal: jax.Array) -> jax.Array:

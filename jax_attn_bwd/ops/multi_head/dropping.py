@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
 
@@ -22,7 +22,7 @@ def of_rows(options: Options, operands: Operands, inner: dot_product.Operands, R
     column = jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(S, jnp.uint32)
     if offset is not None:
         column = offset.column[S:] if offset.column.ndim else offset.column + column
-    return block.dropout_factors(options.attention, inner, column)
+    return engine.dropout_factors(options.attention, inner, column)
 
 
 def of_output(rate: float, words: Any, offset: dropout.Offset | None, out: jax.Array) -> jax.Array | None:

@@ -8,7 +8,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.sharding import runs_in_shard_map
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
@@ -34,7 +34,7 @@ def _around(attention: backend.Implementation) -> backend.Implementation:
     )
 
 
-IMPLEMENTATIONS = tuple(_around(attention) for attention in block.IMPLEMENTATIONS)
+IMPLEMENTATIONS = tuple(_around(attention) for attention in engine.IMPLEMENTATIONS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -48,7 +48,7 @@ def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
     out, weights, saved = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    kept = block.kept(saved.attention(), wanted)
+    kept = engine.kept(saved.attention(), wanted)
     residuals = (operands, saved._replace(**kept._asdict()), backend.note(wanted, DIFFERENTIABLE))
     return (out, weights, saved if options.return_residual else None), residuals
 
@@ -63,7 +63,7 @@ def _bwd(static, residuals, cotangents):
         )
     dout, dweights = (None if zero(x) else x for x in cotangents[:2])
     operands, saved, note = residuals
-    saved = saved._replace(**block.restored(saved.attention())._asdict())
+    saved = saved._replace(**engine.restored(saved.attention())._asdict())
     residuals = Residuals(operands, saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
     grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dweights)
     return (Operands(None)._replace(**grads),)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
-from jax_attn_bwd.ops.dot_product import liveness, modifiers, reference, traversal, visibility
+from jax_attn_bwd.ops.dot_product import fully_masked, masking, mod_functions, reference, tile_schedule
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
@@ -80,11 +80,11 @@ def walked(mask_mod, args, T, tiling, **given):
     options, operands = prepare("test", x, x, x, None, None, **options)
 
     def live(operands):
-        found = visibility.conditions(operands, T, T, 1, 1, tiling.block_q, tiling.block_k)
+        found = masking.conditions(operands, T, T, 1, 1, tiling.block_q, tiling.block_k)
         static = np.zeros((-(-T // tiling.block_q), -(-T // tiling.block_k)), bool)
-        for pairs in traversal.static_pairs(options, found, tiling):
+        for pairs in tile_schedule.static_pairs(options, found, tiling):
             static[tuple(pairs.T)] = True
-        flags = traversal.live_tiles(options, found, tiling)
+        flags = tile_schedule.live_tiles(options, found, tiling)
         return static, None if flags is None else flags & static
 
     known = []
@@ -146,9 +146,9 @@ def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
         operands = operands._replace(mask=jnp.asarray(rng.random((1, 1, 1, S)) < 0.5))
     if "query_seq_lengths" in more:
         operands = operands._replace(query_seq_lengths=jnp.asarray([290, 3], jnp.int32))
-    run = lambda: jax.jit(lambda o: liveness.live_and_seen(options, o, T, S, 1, 2))(operands)
+    run = lambda: jax.jit(lambda o: fully_masked.live_and_seen(options, o, T, S, 1, 2))(operands)
     expected = run()
-    monkeypatch.setattr(liveness, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(fully_masked, "BLOCK_ELEMENTS", 1)
     for got, wanted in zip(run(), expected, strict=True):
         full = np.broadcast_shapes(got.shape, wanted.shape)
         np.testing.assert_array_equal(*(np.broadcast_to(x, full) for x in (got, wanted)))
@@ -309,7 +309,7 @@ def test_hidden_elements_give_no_gradient(rng, monkeypatch, form):
         tiling = Tiling(8, 16, "float64")
         monkeypatch.setattr(Tiling, "default_for", lambda *_: tiling)
     if form == "together":
-        monkeypatch.setattr(modifiers, "may_lie_apart", lambda *_: False)
+        monkeypatch.setattr(mod_functions, "may_lie_apart", lambda *_: False)
     live = (jnp.arange(T) >= 3)[:, None]
     shift = jnp.asarray(rng.random(T)).at[0].set(jnp.nan).at[2].set(jnp.inf)
     point = (q, jnp.asarray(rng.random(2)), jnp.asarray(rng.random()), shift)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from ops.dot_product.test_mods import IDS, NAMED, N, evaluated
 
-from jax_attn_bwd.ops.dot_product import liveness
+from jax_attn_bwd.ops.dot_product import fully_masked
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 
@@ -31,7 +31,7 @@ def test_what_the_jaxpr_tells_of_the_diagonal():
         x = jnp.zeros((2, N, 4, 8))
         numbers = {"mod_batch": jnp.arange(2, dtype=jnp.int32), "mod_heads": jnp.arange(4, dtype=jnp.int32)}
         operands = Operands(x, x, x, mod_args=tuple(map(jnp.asarray, args)), **numbers)
-        found = liveness.live_and_seen(Options(scale=1.0, mask_mod=mask), operands, N, N, 1, 1)
+        found = fully_masked.live_and_seen(Options(scale=1.0, mask_mod=mask), operands, N, N, 1, 1)
         told[name] = found == (None, None)
         assert not told[name] or evaluated(mask, args).diagonal().all()
     assert {name for name, is_told in told.items() if not is_told} == {

@@ -53,7 +53,7 @@ def test_a_dominant_sink_still_has_a_gradient(size):
 @pytest.fixture(params=[False, True], ids=["whole", "tiles"])
 def _form(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(tiling, "WHOLE_LOGITS", 0)
+        monkeypatch.setattr(tiling, "MATERIALIZED_LOGITS", 0)
 
 
 @pytest.mark.usefixtures("_form")

@@ -6,8 +6,8 @@ from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_attn_bwd.ops.dot_product import masking, tile_schedule
 from jax_attn_bwd.ops.dot_product import tiling as tiling_module
-from jax_attn_bwd.ops.dot_product import traversal, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -38,8 +38,8 @@ def band(T, S, options):
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
     options = Options(scale=1.0, is_causal=is_causal, window=window)
     tiling = Tiling(block_q, block_k, "float32")
-    full, mixed = traversal.static_pairs(
-        options, visibility.Conditions(visibility.Tokens(T), visibility.Tokens(S), None, None), tiling
+    full, mixed = tile_schedule.static_pairs(
+        options, masking.Conditions(masking.Tokens(T), masking.Tokens(S), None, None), tiling
     )
     seen = band(T, S, options)
     kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
@@ -57,8 +57,8 @@ def live(T, S, tiling, options=None, **given_tokens):
     options = options or Options(scale=1.0)
     q, k = jnp.zeros((2, T, 1, 2)), jnp.zeros((2, S, 1, 2))
     operands = Operands(q, k, k)._replace(**given_tokens)
-    given = visibility.conditions(operands, T, S, 1, 1, tiling.block_q, tiling.block_k)
-    return np.asarray(traversal.live_tiles(options, given, tiling))
+    given = masking.conditions(operands, T, S, 1, 1, tiling.block_q, tiling.block_k)
+    return np.asarray(tile_schedule.live_tiles(options, given, tiling))
 
 
 @thorough
@@ -112,8 +112,8 @@ def test_tiles_of_segments(rng):
     """None that shares a segment is missed, none whose ranges are apart kept; full are those of one."""
     for _ in range(50):
         q, k = np.cumsum(rng.random(16) < 0.2), np.cumsum(rng.random(32) < 0.2)
-        rows, columns = visibility.Tokens(16, segment=q[None]), visibility.Tokens(32, segment=k[None])
-        some, every = visibility.of_tiles(Options(scale=1.0), rows, columns, 4, 8)
+        rows, columns = masking.Tokens(16, segment=q[None]), masking.Tokens(32, segment=k[None])
+        some, every = masking.of_tiles(Options(scale=1.0), rows, columns, 4, 8)
         q, k = q.reshape(4, 1, 4), k.reshape(1, 4, 8)
         met = (q[..., :, None] == k[..., None, :]).any((-1, -2))
         apart = (q.max(-1) < k.min(-1)) | (k.max(-1) < q.min(-1))
@@ -124,7 +124,7 @@ def test_tiles_of_segments(rng):
 
 
 def test_default_tiles_cover_any_length(monkeypatch):
-    monkeypatch.setattr(tiling_module, "WHOLE_LOGITS", 0)
+    monkeypatch.setattr(tiling_module, "MATERIALIZED_LOGITS", 0)
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
         operands = Operands(*(jnp.zeros((1, T, 1, 1)),) * 3)
         tiling = Tiling.default_for(Options(scale=1.0), operands)
@@ -136,9 +136,9 @@ def test_default_tiles_cover_any_length(monkeypatch):
 
 
 def test_planes_are_whole_up_to_a_size():
-    def is_whole(shape):
+    def is_materialized(shape):
         operands = Operands(*(jnp.zeros(shape),) * 3)
-        return Tiling.default_for(Options(scale=1.0), operands).is_whole
+        return Tiling.default_for(Options(scale=1.0), operands).is_materialized
 
-    assert all(map(is_whole, [(1, 512, 8, 1), (4, 197, 6, 1), (1, 1, 1, 1)]))
-    assert not any(map(is_whole, [(1, 1024, 4, 1), (1, 0, 1, 1), (0, 8, 1, 1)]))
+    assert all(map(is_materialized, [(1, 512, 8, 1), (4, 197, 6, 1), (1, 1, 1, 1)]))
+    assert not any(map(is_materialized, [(1, 1024, 4, 1), (1, 0, 1, 1), (0, 8, 1, 1)]))

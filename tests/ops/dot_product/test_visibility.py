@@ -8,11 +8,11 @@ from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd.ops.dot_product import liveness, visibility
+from jax_attn_bwd.ops.dot_product import fully_masked, masking
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
+from jax_attn_bwd.ops.dot_product.masking import Given
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals, Result, Wanted
-from jax_attn_bwd.ops.dot_product.visibility import Given
 
 B, K, G = 2, 2, 3
 
@@ -71,12 +71,12 @@ def test_live_and_seen_are_exact(seed, block_elements):
     window = (None, (2, 1), (0, 3))[rng.integers(3)]
     options = Options(scale=1.0, is_causal=bool(rng.random() < 0.4), window=window)
     arguments = drawn(rng, T, S)
-    before = liveness.BLOCK_ELEMENTS
-    liveness.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
+    before = fully_masked.BLOCK_ELEMENTS
+    fully_masked.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
     try:
-        live, seen = liveness.live_and_seen(options, Given(**as_arrays(arguments)), T, S, 1, G)
+        live, seen = fully_masked.live_and_seen(options, Given(**as_arrays(arguments)), T, S, 1, G)
     finally:
-        liveness.BLOCK_ELEMENTS = before
+        fully_masked.BLOCK_ELEMENTS = before
     expected = whole_plane(options, arguments, T, S)
     live, seen = (True if x is None else np.asarray(x) for x in (live, seen))
     np.testing.assert_array_equal(np.broadcast_to(live, (B, K, G, T)), expected.any(-1))
@@ -87,7 +87,7 @@ def test_the_plane_is_the_definition(rng):
     for is_causal in (False, True):
         arguments = drawn(rng, 6, 5) | {"query_seq_lengths": np.array([0, 4])}
         options = Options(scale=1.0, is_causal=is_causal, window=(3, 1))
-        found = visibility.of_plane(options, Given(**as_arrays(arguments)), 6, 5, 1, G)
+        found = masking.of_plane(options, Given(**as_arrays(arguments)), 6, 5, 1, G)
         expected = whole_plane(options, arguments, 6, 5)
         np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
 

@@ -2,7 +2,7 @@
 
 Of a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
 functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
-the chip has vector instructions for. What they read of arrays is handed over, see `handed.py`.
+the chip has vector instructions for. What they read of arrays is handed over, see `hoisted.py`.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from jax_attn_bwd._core.intervals import Interval, called_jaxpr
 from jax_attn_bwd._core.jaxprs import is_literal
 from jax_attn_bwd._core.range_extrema import gathered
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.dot_product import modifiers
-from jax_attn_bwd.ops.dot_product.kernels import cutting, handed
+from jax_attn_bwd.ops.dot_product import mod_functions
+from jax_attn_bwd.ops.dot_product.kernels import hoisted, hoisting
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 _ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
@@ -48,7 +48,7 @@ def on_values(options: Options, operands: Operands) -> Options:
     def replaced(function, is_score):
         if function is None:
             return None
-        found = handed.of(function, is_score, operands.mod_args)
+        found = hoisted.of(function, is_score, operands.mod_args)
         return found if found.reads_arrays else function
 
     mask, score = replaced(options.mask_mod, False), replaced(options.score_mod, True)
@@ -58,7 +58,7 @@ def on_values(options: Options, operands: Operands) -> Options:
 def floats_of_distance(options: Options, operands: Operands) -> int:
     """How many floats of each distance `score_mod` is handed."""
     score = on_values(options, operands).score_mod
-    found = score.cut.of_distance if isinstance(score, handed.OnValues) else ()
+    found = score.cut.of_distance if isinstance(score, hoisted.OnValues) else ()
     return sum(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in found)
 
 
@@ -66,13 +66,13 @@ def values(options: Options, operands: Operands, place: tuple[jax.Array, ...]) -
     """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
     options = on_values(options, operands)
     mask, score = (
-        handed.values(f, operands.mod_args, *place) if isinstance(f, handed.OnValues) else ()
+        hoisted.values(f, operands.mod_args, *place) if isinstance(f, hoisted.OnValues) else ()
         for f in (options.mask_mod, options.score_mod)
     )
     return mask, score
 
 
-def places(refs: Any, rows: int, columns: int) -> modifiers.Places | None:
+def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
     """Of `Inputs` before a kernel lays them out, for bounds of tiles of that size."""
     if refs.batch_number is None:
         return None
@@ -91,7 +91,7 @@ def places(refs: Any, rows: int, columns: int) -> modifiers.Places | None:
         return Interval(x.min((-3, -1)), x.max((-3, -1)))
 
     heads = refs.head_number.reshape(1, K, -1, 1, 1)
-    return modifiers.Places(
+    return mod_functions.Places(
         refs.batch_number.reshape(-1, 1, 1, 1, 1), heads, tuple(map(between, refs.mask_values))
     )
 
@@ -118,7 +118,7 @@ def _of_distances(x: jax.Array, refs: Any, rows: int, columns: int) -> Interval:
 
 def on_tile(function: Callable[..., Any], *given: Any) -> Any:
     """`function(*given)` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
-    with jax.enable_x64(False), cutting.unsharded():
+    with jax.enable_x64(False), hoisting.unsharded():
         return function(*given)
 
 
@@ -184,7 +184,7 @@ def unsupported(
         return None
     if (reason := _unsupported_arrays(options, operands, distances)) is not None:
         return reason
-    with cutting.unsharded():
+    with hoisting.unsharded():
         programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
         for equation in _equations(closed.jaxpr):
@@ -211,10 +211,10 @@ def _unsupported_arrays(options: Options, operands: Operands, distances: bool) -
     for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
         if function is None:
             continue
-        found = handed.of(function, name == "score_mod", operands.mod_args)
+        found = hoisted.of(function, name == "score_mod", operands.mod_args)
         if not found.reads_arrays:
             continue
-        reason = _too_wide(name, found.program) or handed.unsupported(found, name, distances)
+        reason = _too_wide(name, found.program) or hoisted.unsupported(found, name, distances)
         if reason is not None:
             return reason
         of_indices = operands.query_positions is None and operands.key_value_positions is None
@@ -232,15 +232,15 @@ def _programs(options: Options) -> Iterator[tuple[str, Any]]:
     index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     at, logits = (index(1, 1), index(1, 1), index(1, 8), index(8, 1)), jax.ShapeDtypeStruct((8, 8), "float32")
     mask, score = options.mask_mod, options.score_mod
-    given = lambda function: function.examples() if isinstance(function, handed.OnValues) else ()
+    given = lambda function: function.examples() if isinstance(function, hoisted.OnValues) else ()
     if mask is not None:
         yield "mask_mod", jax.make_jaxpr(mask)(*at, *given(mask))
     if score is not None:
 
         def back(logits, batch, head, row, column, *values):
-            at = modifiers.Tile(batch, head, row, column, None)
+            at = mod_functions.Tile(batch, head, row, column, None)
             values = tuple(jnp.broadcast_to(x, logits.shape) for x in values)
-            return modifiers.pulled_back(options, logits, at, values, logits, to_args=True)
+            return mod_functions.pulled_back(options, logits, at, values, logits, to_args=True)
 
         yield "score_mod", jax.make_jaxpr(score)(logits, *at, *given(score))
         yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at, *given(score))

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import mosaic_gpu, pallas, trees
+from jax_attn_bwd._core import float_leaves, mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
@@ -97,7 +97,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     if "mod_args" in wanted:
         dvalues = _of_values(sides, made)
         grads["mod_args"] = kernel_inputs.mod_args_gradient(given, operands, tiles.PADDING, dvalues)
-    like = lambda name: trees.floats(getattr(operands, name))
+    like = lambda name: float_leaves.floats(getattr(operands, name))
     return DotProductAttentionGrads(
         **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import dropout, masks, mosaic_gpu
 from jax_attn_bwd._core.hopper import COLUMNS, ROWS, WGMMA
-from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.inputs import (
@@ -174,7 +174,7 @@ def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixe
         return x.astype(jnp.float32) if name == "bias" else x
 
     def scored(x):
-        return _on_tile(partial(modifiers.scored, options), refs, tile, x)
+        return _on_tile(partial(mod_functions.scored, options), refs, tile, x)
 
     found, terms = unmasked(options, refs, products, functions.tanh, plane, scored)
     x = found.x
@@ -208,7 +208,7 @@ def score_slope(options: Options, refs: Inputs, before: jax.Array, tile: Tile) -
     """The derivative of `score_mod` by the logits that it is handed (8a)."""
 
     def slope(x, at, values):
-        return modifiers.pulled_back(options, x, at, values, jnp.ones_like(x), to_args=False)[0]
+        return mod_functions.pulled_back(options, x, at, values, jnp.ones_like(x), to_args=False)[0]
 
     return _on_tile(slope, refs, tile, before)
 
@@ -223,7 +223,7 @@ def pulled_back(
 
     def of(x, at, values, dlogits):
         values = tuple(jnp.broadcast_to(value, x.shape) for value in values)
-        dx, dvalues = modifiers.pulled_back(options, x, at, values, dlogits, to_args=True)
+        dx, dvalues = mod_functions.pulled_back(options, x, at, values, dlogits, to_args=True)
         return dx, jax.tree.leaves(dvalues)
 
     return _on_tile(of, refs, tile, before, dlogits)
@@ -236,7 +236,7 @@ def _on_tile(function: Any, refs: Inputs, tile: Tile, logits: jax.Array, *more: 
     values = [tile.value(ref) for ref in refs.score_values]
 
     def call(logits, batch, head, row, column, *others):
-        place, count = modifiers.Tile(batch, head, row, column, None), len(values)
+        place, count = mod_functions.Tile(batch, head, row, column, None), len(values)
         return function(logits, place, others[:count], *others[count:])
 
     return functions.on_tile(functions.for_gpus(call), logits, *numbers, row, column, *values, *more)

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import sharding, trees
+from jax_attn_bwd._core import float_leaves, sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import dropping, liveness, modifiers, visibility
+from jax_attn_bwd.ops.dot_product import dropping, fully_masked, masking, mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.masking import Tokens
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.visibility import Tokens
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
@@ -167,13 +167,13 @@ def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dv
 
     Each `[B, N, T|1, S|1]`, or `[B, N, T + S]`.
     """
-    numbers = trees.floats(operands.mod_args)
+    numbers = float_leaves.floats(operands.mod_args)
     if not dvalues:
         return jax.tree.map(jnp.zeros_like, numbers)
     place = places(operands, padding)
 
     def read(numbers):
-        args = trees.filled(operands.mod_args, numbers)
+        args = float_leaves.filled(operands.mod_args, numbers)
         found = functions.values(options, operands._replace(mod_args=args), place)[1]
         return [x for x in found if x.dtype == jnp.float32]
 
@@ -181,7 +181,7 @@ def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dv
         pairs = zip(dvalues, found, strict=True)
         return [sharding.match_type(reduce_to(d, x.shape), x) for d, x in pairs]
 
-    return modifiers.pulled_back_to(numbers, read, cotangents)
+    return mod_functions.pulled_back_to(numbers, read, cotangents)
 
 
 def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
@@ -244,7 +244,7 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
 def live_and_seen(options: Options, operands: Operands) -> tuple[Any, Any]:
     """(queries that see a key `[..., K|1, G|1, T]`, keys that a query sees `[..., K|1, S]`); None = all."""
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
-    return liveness.live_and_seen(options, operands, T, S, len(batch), N // K)
+    return fully_masked.live_and_seen(options, operands, T, S, len(batch), N // K)
 
 
 def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
@@ -254,7 +254,7 @@ def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    some, every = visibility.of_tiles(
+    some, every = masking.of_tiles(
         options, queries, keys, rows, columns, functions.places(refs, rows, columns)
     )
     return to_rank(some, 3), to_rank(every, 3)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import trees
-from jax_attn_bwd.ops.dot_product import layout, liveness, row_sums
+from jax_attn_bwd._core import float_leaves
+from jax_attn_bwd.ops.dot_product import fully_masked, layout, row_terms
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
 
@@ -36,10 +36,10 @@ def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> 
             empty = _sees_nothing(options, operands, lse)
         whole = jnp.where((empty & (out == 0).all(-1))[..., None], 0, dout)
         dout, query = (jnp.where(empty[..., None], 0, x) for x in (dout, query))
-    delta, dsink = row_sums.delta(options, operands, residuals.result, whole, dlse), None
+    delta, dsink = row_terms.delta(options, operands, residuals.result, whole, dlse), None
     if "sink" in residuals.wanted.names:
         assert operands.sink is not None  # its gradient is asked for
-        dsink = row_sums.gradient_of_sink(operands.sink, residuals.result, delta)
+        dsink = row_terms.gradient_of_sink(operands.sink, residuals.result, delta)
     low = jnp.zeros_like(lse) if low is None else low
     lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
     return RowValues(query, dout, lse, low, delta, dsink)
@@ -51,8 +51,8 @@ def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
     def of(specs: Residuals, *_: Any) -> DotProductAttentionGrads:
         found = {name: getattr(specs.operands, name) for name in residuals.wanted.names}
         if "mod_args" in found:
-            numbers = trees.floats(residuals.operands.mod_args)
-            found["mod_args"] = trees.over_floats(lambda _, spec: spec, numbers, found["mod_args"])
+            numbers = float_leaves.floats(residuals.operands.mod_args)
+            found["mod_args"] = float_leaves.over_floats(lambda _, spec: spec, numbers, found["mod_args"])
         return DotProductAttentionGrads(**found)
 
     return of
@@ -82,4 +82,4 @@ def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
     )
     if any(x is not None for x in conditions):
         return True
-    return options.mask_mod is not None and not liveness.every_query_sees(options, operands)
+    return options.mask_mod is not None and not fully_masked.every_query_sees(options, operands)

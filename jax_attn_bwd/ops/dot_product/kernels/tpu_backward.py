@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import mosaic_tpu, pallas, trees
+from jax_attn_bwd._core import float_leaves, mosaic_tpu, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
@@ -56,7 +56,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         grads["bias"] = kernel_inputs.bias_gradient(grads["bias"], operands)
     if "sink" in wanted:
         grads["sink"] = values.dsink
-    like = lambda name: trees.floats(getattr(residuals.operands, name))
+    like = lambda name: float_leaves.floats(getattr(residuals.operands, name))
     return DotProductAttentionGrads(
         **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import dropout, masks, mosaic_tpu
-from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
         def scored(x):
             values = self.values("score_values")
-            return functions.on_tile(modifiers.scored, self.options, x, self.place(), values)
+            return functions.on_tile(mod_functions.scored, self.options, x, self.place(), values)
 
         found, terms = unmasked(self.options, self.refs, products, _tanh, plane, scored)
         visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
@@ -108,7 +108,7 @@ class Part(NamedTuple):
             for ref, side in zip(refs, sides, strict=True)
         )
 
-    def place(self) -> modifiers.Tile:
+    def place(self) -> mod_functions.Tile:
         """Where the elements stand, as functions are handed it; padding stands where the last query does."""
         refs = self.refs
         batch, head = (
@@ -122,7 +122,7 @@ class Part(NamedTuple):
         if refs.rows_end is not None and refs.row_position is None:
             end = refs.rows_end[at(refs.rows_end, 0, self.step.b)]
             row = jnp.minimum(row, jnp.maximum(end - 1, 0))
-        return modifiers.Tile(batch, head, row, column, None)
+        return mod_functions.Tile(batch, head, row, column, None)
 
     def _indices(self, side: int) -> jax.Array:
         """Of the part's queries or keys, to broadcast over the part."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd.ops.dot_product import modifiers
+from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
@@ -96,7 +96,7 @@ def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = Fa
         given = (options, logits.before, part.place(), values, dlogits, to_values)
         # what is hidden may have no derivative
         dlogits, dvalues = jax.tree.map(
-            lambda x: jnp.where(p == 0.0, 0.0, x), functions.on_tile(modifiers.pulled_back, *given)
+            lambda x: jnp.where(p == 0.0, 0.0, x), functions.on_tile(mod_functions.pulled_back, *given)
         )
     dx = dlogits if logits.tanh is None else dlogits * logits.slope
     return z_p, dlogits, dx, jax.tree.leaves(dvalues)

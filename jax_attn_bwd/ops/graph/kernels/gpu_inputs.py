@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.sharding import explicit_spec
-from jax_attn_bwd.ops.graph.entries import leader
-from jax_attn_bwd.ops.graph.groups import Chunk, has_edges
+from jax_attn_bwd.ops.graph.batch_axes import leader
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges
 from jax_attn_bwd.ops.graph.kernels.gpu_plan import WIDTHS, Inputs
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
 from jax_attn_bwd.ops.graph.kinds.kind import Tables

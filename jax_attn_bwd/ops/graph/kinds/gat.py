@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.graph.groups import sum_of_group
+from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
 from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, merge_heads, split_heads, total
 from jax_attn_bwd.ops.graph.spec import Operands

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd.ops.graph.groups import Chunk
+from jax_attn_bwd.ops.graph.edge_loops import Chunk
 from jax_attn_bwd.ops.graph.spec import Operands, Options
 
 T = TypeVar("T")

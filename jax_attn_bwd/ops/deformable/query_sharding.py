@@ -2,7 +2,7 @@
 
 A part of the queries samples the whole value. Its rows of the output and of the points' gradients are those
 of the whole, and the gradient of the value, equation (8) of `backward.py`, is the sum over the parts: it is
-taken once, after the loop over the points. `_core/parts.py` tells how parts lie on devices.
+taken once, after the loop over the points. `_core/row_sharding.py` tells how parts lie on devices.
 """
 
 from functools import partial
@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jax_attn_bwd._core import parts
-from jax_attn_bwd._core.parts import Cut
+from jax_attn_bwd._core import row_sharding
+from jax_attn_bwd._core.row_sharding import Cut
 from jax_attn_bwd._core.sharding import match_type, unsharded
 from jax_attn_bwd.ops.deformable import backward as portable_backward
 from jax_attn_bwd.ops.deformable import forward as portable_forward
@@ -41,12 +41,12 @@ def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiSc
 
 def _cut(operands: Operands) -> Cut | None:
     weights = operands.attention_weights
-    return parts.cut(weights, 1, weights.shape[0])
+    return row_sharding.cut(weights, 1, weights.shape[0])
 
 
 def _value(cut: Cut, operands: Operands) -> jax.Array:
     """All pixels, on every device."""
-    return operands.value if cut.axes else parts.gathered(operands.value, 1)
+    return operands.value if cut.axes else row_sharding.gathered(operands.value, 1)
 
 
 def _rows(operands: Operands) -> dict[str, jax.Array]:
@@ -58,11 +58,11 @@ def _forward(options: Options, cut: Cut, operands: Operands) -> jax.Array:
     def of_part(_, rows, value):
         return {"out": portable_forward.forward(options, Operands(value, **rows))}
 
-    value, place = _value(cut, operands), parts.place(operands.attention_weights, 1)
+    value, place = _value(cut, operands), row_sharding.place(operands.attention_weights, 1)
     if not cut.axes:  # what one query reads is not summed over them: XLA may cut it as it likes
         return portable_forward.forward(options, operands._replace(value=value))
     results = {"out": place._replace(spec=place.spec[:3])}
-    return parts.over(cut, of_part, _rows(operands), value, _QUERIES, results)["out"]
+    return row_sharding.over(cut, of_part, _rows(operands), value, _QUERIES, results)["out"]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -74,6 +74,6 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any) -> di
         part = Operands(value, **{name: rows[name] for name in _QUERIES})
         return portable_backward.gradients(options, Residuals(part, wanted), rows["dout"])
 
-    results = {name: parts.place(getattr(operands, name), _QUERIES.get(name)) for name in wanted.names}
+    results = {name: row_sharding.place(getattr(operands, name), _QUERIES.get(name)) for name in wanted.names}
     rows, axes = _rows(operands) | {"dout": dout}, _QUERIES | {"dout": 1}
-    return parts.over(cut, of_part, rows, _value(cut, operands), axes, results)
+    return row_sharding.over(cut, of_part, rows, _value(cut, operands), axes, results)

@@ -1,4 +1,4 @@
-"""The plan of a graph that is known: what `BipartiteCSC` keeps, by NumPy. `on_device.py` makes it by JAX."""
+"""The plan of a graph that is known: what `BipartiteCSC` keeps, by NumPy. `build_jax.py` makes it by JAX."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.graph import given
-from jax_attn_bwd.ops.graph.grouping import grouped, run_owners
+from jax_attn_bwd.ops.graph import graph_checks
+from jax_attn_bwd.ops.graph.edge_groups import grouped, run_owners
 
 
 def arrays(operator, offsets, indices, number, num_src: int, capacity: int | None) -> dict[str, Any]:
     """The fields of the graph of checked NumPy arrays: `number` is that of each edge for the caller."""
-    nnz, num_dst = len(indices), given.count(operator, "num_dst", len(offsets) - 1)
-    room = nnz if capacity is None else given.count(operator, "capacity", capacity)
+    nnz, num_dst = len(indices), graph_checks.count(operator, "num_dst", len(offsets) - 1)
+    room = nnz if capacity is None else graph_checks.count(operator, "capacity", capacity)
     if nnz > room:
         raise ValueError(checks.message(operator, "capacity", f"be at least nnz = {nnz}", capacity))
     destination = np.repeat(np.arange(num_dst), np.diff(offsets))

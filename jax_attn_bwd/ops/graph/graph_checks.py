@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.graph.grouping import LIMIT
+from jax_attn_bwd.ops.graph.edge_groups import LIMIT
 
 
 def integers(operator: str, argument: str, x: Any) -> np.ndarray:

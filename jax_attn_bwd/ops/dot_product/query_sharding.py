@@ -2,7 +2,7 @@
 
 A part is a block of queries that attends to all keys: its rows of the output are those of the whole, and the
 gradients of keys and values are sums over the parts. Keys and values are gathered once before the loop over
-the tiles of a part, and their gradients summed once after it. `_core/parts.py` tells how parts lie on
+the tiles of a part, and their gradients summed once after it. `_core/row_sharding.py` tells how parts lie on
 devices.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import dropout, pallas, parts
-from jax_attn_bwd._core.parts import Cut
+from jax_attn_bwd._core import dropout, pallas, row_sharding
+from jax_attn_bwd._core.row_sharding import Cut
 from jax_attn_bwd._core.sharding import explicit_spec, reshard_like, unsharded
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
-from jax_attn_bwd.ops.dot_product import row_sums
+from jax_attn_bwd.ops.dot_product import row_terms
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals, Result
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
@@ -59,10 +59,10 @@ def _cut(options: Options, operands: Operands) -> Cut | None:
     """How the queries are cut; None = they need not be."""
     query = operands.query
     if explicit_spec(query)[-3] is None and (
-        parts.auto_devices(query) == 1 or Tiling.default_for(options, operands).is_whole
+        row_sharding.auto_devices(query) == 1 or Tiling.default_for(options, operands).is_materialized
     ):
         return None
-    return parts.cut(query, query.ndim - 3, math.prod(query.shape[:-3]))
+    return row_sharding.cut(query, query.ndim - 3, math.prod(query.shape[:-3]))
 
 
 def _with_whole_keys(operands: Operands) -> Operands:
@@ -74,7 +74,7 @@ def _with_whole_keys(operands: Operands) -> Operands:
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
     rows, axes, shared = _divided(cut, operands)
-    place = parts.place(operands.query, axes["query"])
+    place = row_sharding.place(operands.query, axes["query"])
     by_row = place._replace(spec=place.spec[:-1])
 
     def of_part(index, rows, shared):
@@ -82,8 +82,8 @@ def _forward(options: Options, cut: Cut, operands: Operands) -> Result:
         return {name: x for name, x in found._asdict().items() if x is not None}
 
     results = {"out": place, "lse": by_row, "lse_low": by_row}
-    results |= {"out_low": place} if row_sums.keeps_low(options, operands) else {}
-    return Result(**parts.over(cut, of_part, rows, shared, axes, results))
+    results |= {"out_low": place} if row_terms.keeps_low(options, operands) else {}
+    return Result(**row_sharding.over(cut, of_part, rows, shared, axes, results))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -92,10 +92,11 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse:
     operands, result, wanted = residuals
     rows, axes, shared = _divided(cut, operands)
     results = {
-        name: parts.place(getattr(operands, name), axes.get(name)) for name in wanted.names - {"mod_args"}
+        name: row_sharding.place(getattr(operands, name), axes.get(name))
+        for name in wanted.names - {"mod_args"}
     }
     if "mod_args" in wanted.names:
-        results["mod_args"] = parts.EVERYWHERE
+        results["mod_args"] = row_sharding.EVERYWHERE
     own = {"dout": dout, "dlse": dlse, **result._asdict()}
     own = {name: x for name, x in own.items() if x is not None}
 
@@ -107,7 +108,7 @@ def _backward(options: Options, cut: Cut, residuals: Residuals, dout: Any, dlse:
         return portable_backward.gradients(options, tiling, Residuals(part, saved, wanted), *cotangents)
 
     axes |= dict.fromkeys(own, axes["query"])
-    return parts.over(cut, of_part, rows | own, shared, axes, results)
+    return row_sharding.over(cut, of_part, rows | own, shared, axes, results)
 
 
 def _divided(cut: Cut, operands: Operands) -> tuple[dict[str, jax.Array], dict[str, int], Operands]:
@@ -115,7 +116,7 @@ def _divided(cut: Cut, operands: Operands) -> tuple[dict[str, jax.Array], dict[s
     if not cut.axes:
         keys = {name: getattr(operands, name) for name in _KEYS}
         of_keys = {name: x for name, x in keys.items() if x is not None and x.shape[-_KEYS[name]] != 1}
-        whole: Any = {name: parts.gathered(x, x.ndim - _KEYS[name]) for name, x in of_keys.items()}
+        whole: Any = {name: row_sharding.gathered(x, x.ndim - _KEYS[name]) for name, x in of_keys.items()}
         operands = operands._replace(**whole)
     given = {name: x for name in _QUERIES for x in [getattr(operands, name)] if x is not None}
     rows = {name: x for name, x in given.items() if x.shape[-_QUERIES[name]] != 1}

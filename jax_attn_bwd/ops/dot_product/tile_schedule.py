@@ -18,21 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import parts
-from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd._core import row_sharding
+from jax_attn_bwd.ops.dot_product import masking
+from jax_attn_bwd.ops.dot_product.masking import Conditions, Tokens
 from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
-from jax_attn_bwd.ops.dot_product.visibility import Conditions, Tokens
 
 
 def live_tiles(options: Options, given: Conditions, tiling: Tiling) -> jax.Array | None:
     """Whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
     rows, columns, blocks = given.rows, given.columns, (tiling.block_q, tiling.block_k)
     if isinstance(rows.length, int) and isinstance(columns.length, int):
-        _, _, final = visibility.known_tiles(options, given, *blocks)
+        _, _, final = masking.known_tiles(options, given, *blocks)
         if final:
             return None
-    some, _ = visibility.of_tiles(options, rows, columns, *blocks, given.places)
+    some, _ = masking.of_tiles(options, rows, columns, *blocks, given.places)
     return jnp.asarray(some).any(tuple(range(some.ndim - 2)))
 
 
@@ -40,7 +40,7 @@ def static_pairs(options: Options, given: Conditions, tiling: Tiling) -> tuple[n
     """(full, mixed): the tiles to visit, each `[n, 2]` of (i, j), as far as shapes alone tell."""
     block_q, block_k = tiling.block_q, tiling.block_k
     T, S = given.rows.length, given.columns.length
-    some, every, _ = visibility.known_tiles(options, given, block_q, block_k)
+    some, every, _ = masking.known_tiles(options, given, block_q, block_k)
     i, j = np.indices(some.shape, np.int32)
     every = every & ((j + 1) * block_k <= S) & ((i + 1) * block_q <= T)
     pairs = np.stack([i, j], -1)
@@ -85,12 +85,12 @@ def _scan_in_step(step, carry, options, given, tiling, live):
     i, j, mixed = tiles_in_step(options, rows.length, columns.length, has_positions, tiling)
     if not len(i):
         return carry
-    j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(parts.AXIS)]
+    j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(row_sharding.AXIS)]
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
     if by_shapes and options.mask_mod is None:
         live = None  # beside the origin nothing is known at run time only
     if live is not None:
-        live, mixed = lax.pmax(live[i, j].astype(jnp.int32), parts.AXIS) > 0, True
+        live, mixed = lax.pmax(live[i, j].astype(jnp.int32), row_sharding.AXIS) > 0, True
 
     def body(carry, x):
         i, j, live = x
@@ -105,7 +105,7 @@ def tiles_in_step(
     """(i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes alone tell."""
     block_q, block_k = tiling.block_q, tiling.block_k
     parts_of_rows = [Tokens(T, origin=part * T) for part in range(tiling.parts)]
-    flags = [visibility.of_tiles(options, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
+    flags = [masking.of_tiles(options, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
     some, every = (np.stack(x) for x in zip(*flags, strict=True))
     if has_positions:
         some = np.ones_like(some)

@@ -7,7 +7,7 @@ A query t sees a key s if every condition that is given holds:
     mask_mod(batch, head, position_t, position_s, *mod_args)
 
 This module alone reads the conditions; kernels visit the tiles that it names. A further condition goes into
-`_elements`, and into `of_tiles` if ranges of tokens tell something of it; `liveness._tell_by_index` says
+`_elements`, and into `of_tiles` if ranges of tokens tell something of it; `fully_masked._tell_by_index` says
 whether rows and keys have a closed form under it.
 """
 
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import masks
-from jax_attn_bwd._core.blocks import take_at
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.ops.dot_product import layout, modifiers
+from jax_attn_bwd._core.slicing import take_at
+from jax_attn_bwd.ops.dot_product import layout, mod_functions
 from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -59,7 +59,7 @@ class Conditions(NamedTuple):
     columns: Tokens
     mask: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
     bias: jax.Array | None  # likewise
-    places: modifiers.Places | None = None  # with a function of them
+    places: mod_functions.Places | None = None  # with a function of them
 
 
 def conditions(
@@ -85,7 +85,7 @@ def conditions(
         tokens(S, block_k, *keys),
         plane(given.mask),
         plane(given.bias),
-        modifiers.places(given, batch_rank, groups),
+        mod_functions.places(given, batch_rank, groups),
     )
 
 
@@ -167,7 +167,7 @@ def of_tile(
         row = _lay(given.rows, i, tiling.block_q, -2, rank)
         column = _lay(given.columns, j, tiling.block_k, -1, rank)
         at = positions(given, i, j, (tiling.block_q, tiling.block_k), rank)
-        mask = masks.conjunction(mask, modifiers.seen(options, given.places, *at))
+        mask = masks.conjunction(mask, mod_functions.seen(options, given.places, *at))
     return _elements(options, mask, bias, row, column)
 
 
@@ -179,7 +179,7 @@ def of_plane(options: Options, given: Any, T: Any, S: Any, batch_rank: int, grou
     found = conditions(given, T, S, batch_rank, groups)
     rank = batch_rank + 4
     row, column = _lay(found.rows, None, T, -2, rank), _lay(found.columns, None, S, -1, rank)
-    by_function = modifiers.seen(options, found.places, *positions(found, None, None, (T, S), rank))
+    by_function = mod_functions.seen(options, found.places, *positions(found, None, None, (T, S), rank))
     return _elements(options, masks.conjunction(found.mask, by_function), found.bias, row, column)
 
 
@@ -208,7 +208,7 @@ def of_tiles(
     ones = (np if all(isinstance(n, int) for n in grid) else jnp).ones((*(1,) * (rank - 2), *grid), bool)
     some, every, told = some & ones, every & ones, None
     if options.mask_mod is not None and places is not None:
-        told = modifiers.of_tiles(options.mask_mod, places, row, column)
+        told = mod_functions.of_tiles(options.mask_mod, places, row, column)
     if rows.valid_length is not None:
         some = some & (row_range[0] < to_rank(rows.valid_length[..., None, None], rank))
     if columns.valid_length is not None:
@@ -238,7 +238,7 @@ def known_tiles(
         some = np.ones_like(some)
         every = np.full_like(every, not (options.is_causal or options.window is not None))
     if options.mask_mod is not None and given.places is not None:
-        told = modifiers.known_tiles(options.mask_mod, given.places, (T, S), (block_q, block_k), by_index)
+        told = mod_functions.known_tiles(options.mask_mod, given.places, (T, S), (block_q, block_k), by_index)
         some, every, final = some & told.some, every & told.every, final and told.final
     return some, every & some, final
 

@@ -1,6 +1,6 @@
 """What `mask_mod` and `score_mod` read of arrays, in kernels: XLA reads it, and hands them values.
 
-A function is traced on one element and cut in two, see `cutting.py`. What is made of arrays and of no more
+A function is traced on one element and cut in two, see `hoisting.py`. What is made of arrays and of no more
 than a batch entry, a head and a row, or a column or the distance instead (`document[row]`, `lengths[batch]`,
 `table[head, column - row]`), is a value for each of these, and computed before the kernel: `values`. What is
 left is made of those values and of the logits, row and column together: `OnValues`, which is evaluated on
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.intervals import called_jaxpr
-from jax_attn_bwd.ops.dot_product.kernels import cutting
-from jax_attn_bwd.ops.dot_product.kernels.cutting import PLACE, Cut, Value
+from jax_attn_bwd.ops.dot_product.kernels import hoisting
+from jax_attn_bwd.ops.dot_product.kernels.hoisting import PLACE, Cut, Value
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class OnValues:
         index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         logits = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * self.is_score
         place = index(1, 1), index(1, 1), index(1, 8), index(8, 1)
-        with cutting.unsharded():
+        with hoisting.unsharded():
             return jax.make_jaxpr(self.on_leaves)(
                 *logits, *place, *(jax.ShapeDtypeStruct(*x) for x in self.types)
             )
@@ -53,7 +53,7 @@ class OnValues:
     @property
     def cut(self) -> Cut:
         """Its parts."""
-        return cutting.cut(self)
+        return hoisting.cut(self)
 
     def examples(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Types of what it may be handed on a tile of two axes."""
@@ -209,7 +209,7 @@ def _on_tile(value: Value, place: dict[str, Any], handed: dict[Value, Any]) -> A
 def _elementwise(value: Value, inputs: list[Any]) -> Any:
     """The equation of one element, of all elements of arrays that broadcast."""
     name = value.equation.primitive.name
-    if name in cutting.OF_ONE_ELEMENT:
+    if name in hoisting.OF_ONE_ELEMENT:
         return inputs[0]
     shape, alike = jnp.broadcast_shapes(*(x.shape for x in inputs)), name in ("select_n", "clamp")
     if name.startswith("custom_"):  # with its own derivative, as jax.nn.relu

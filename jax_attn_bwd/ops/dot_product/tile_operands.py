@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.blocks import take_at
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.pallas import vary_alike
-from jax_attn_bwd.ops.dot_product import dropping, layout, liveness, visibility
+from jax_attn_bwd._core.slicing import take_at
+from jax_attn_bwd.ops.dot_product import dropping, fully_masked, layout, masking
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
@@ -20,7 +20,7 @@ class Working(NamedTuple):
     k: jax.Array  # [..., K, S, H]
     v: jax.Array  # [..., K, S, Hv]
     live: jax.Array | None  # [..., K|1, G|1, T] before padding, which queries see something; None = all
-    conditions: visibility.Conditions  # the bias among them
+    conditions: masking.Conditions  # the bias among them
     counters: dropping.Counters | None  # with dropout
 
     @property
@@ -44,7 +44,7 @@ def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
         k=layout.pad(k, -2, tiling.block_k),
         v=layout.pad(v, -2, tiling.block_k),
         live=live,
-        conditions=visibility.conditions(operands, T, S, len(batch), groups, *blocks),
+        conditions=masking.conditions(operands, T, S, len(batch), groups, *blocks),
         counters=dropping.counters(options, operands, *blocks) if options.dropout_rate else None,
     )
 
@@ -54,7 +54,7 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     q = layout.split_heads(operands.query, N // K)
     k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))
-    live, seen = liveness.live_and_seen(options, operands, T, S, len(batch), N // K)
+    live, seen = fully_masked.live_and_seen(options, operands, T, S, len(batch), N // K)
     if live is None and options.score_mod is not None:  # it may give -inf to all that a query sees
         live = jnp.ones((1,) * (len(batch) + 2) + (T,), bool)
     if live is not None:
@@ -69,12 +69,12 @@ def tile(options: Options, tiling: Tiling, w: Working, i: Any, j: Any, mixed: bo
     """(q, k, v, visible) of tile (i, j); visible is None if all is seen."""
     q = take_at(w.q, {-2: (i, tiling.block_q)}).astype(tiling.product_dtype)
     k, v = (take_at(x, {-2: (j, tiling.block_k)}).astype(tiling.product_dtype) for x in (w.k, w.v))
-    return q, k, v, visibility.of_tile(options, w.conditions, i, j, mixed, tiling, w.q.ndim)
+    return q, k, v, masking.of_tile(options, w.conditions, i, j, mixed, tiling, w.q.ndim)
 
 
 def positions(tiling: Tiling, w: Working, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
     """(rows, columns) of tile (i, j) as `score_mod` is handed them."""
-    return visibility.positions(w.conditions, i, j, (tiling.block_q, tiling.block_k), w.q.ndim)
+    return masking.positions(w.conditions, i, j, (tiling.block_q, tiling.block_k), w.q.ndim)
 
 
 def bias_tile(w: Working, i: Any, j: Any, tiling: Tiling) -> jax.Array | None:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.sharding import full_like_operands, reshard_like
-from jax_attn_bwd.ops.graph import groups
-from jax_attn_bwd.ops.graph.groups import sum_of_group, take
+from jax_attn_bwd.ops.graph import edge_loops
+from jax_attn_bwd.ops.graph.edge_loops import sum_of_group, take
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options
 
 
@@ -49,9 +49,9 @@ def saved(options: Options, residuals: Any, cotangents: Cotangents) -> Saved:
 
 def sum_by_destination(graph: Any, x: jax.Array, y: jax.Array | None, like: jax.Array) -> jax.Array:
     """Sum of x y over the edges into each destination, `[num_dst, H]`, of the dtype of `like`; None = 1."""
-    edges = groups.whole(graph.by_destination, graph.capacity)
+    edges = edge_loops.whole(graph.by_destination, graph.capacity)
     terms = take(x, edges.number).astype(like.dtype)
     if y is not None:  # where x is 0 the edge may be hidden, and y there anything
         terms = terms * jnp.where(terms == 0, 0, take(y, edges.number).astype(like.dtype))
     zeros = full_like_operands(like, like.shape, 0, like.dtype, (x, y, graph))
-    return groups.add(zeros, edges.node, sum_of_group(terms, edges))
+    return edge_loops.add(zeros, edges.node, sum_of_group(terms, edges))

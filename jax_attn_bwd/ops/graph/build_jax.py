@@ -1,6 +1,6 @@
-"""The order in which the loops walk over edges, made by JAX: of arrays that may be traced.
+"""Builds the order in which the loops walk over edges with JAX, so that the edges may be traced.
 
-The same arrays as NumPy makes in `on_host.py` and `grouping.py`, at the price of two sorts of the edges.
+It makes the same arrays as `build_numpy.py` and `edge_groups.py` make with NumPy, and sorts the edges twice.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.ops.graph.grouping import RUN, Groups, group_width, may_have_runs, most_groups
+from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups, group_width, may_have_runs, most_groups
 
 
 def arrays(operator: str, src: jax.Array, dst: jax.Array, num_src: int, num_dst: int) -> dict[str, Any]:

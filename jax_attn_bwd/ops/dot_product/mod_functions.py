@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import diagonal, intervals, pallas, trees
-from jax_attn_bwd._core.guarded import guarded
+from jax_attn_bwd._core import diagonal, float_leaves, intervals, pallas
+from jax_attn_bwd._core.double_where import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product.spec import Options
@@ -82,8 +82,8 @@ def pulled_back(
     options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, to_args: bool
 ) -> tuple[jax.Array, Any]:
     """(cotangent of what `scored` was handed; that of the floats in `args`, None unless `to_args`)."""
-    numbers = trees.floats(args)
-    of = lambda logits, numbers: scored(options, logits, tile, trees.filled(args, numbers))
+    numbers = float_leaves.floats(args)
+    of = lambda logits, numbers: scored(options, logits, tile, float_leaves.filled(args, numbers))
     if to_args:
         return jax.vjp(of, logits, numbers)[1](dlogits)
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
@@ -115,7 +115,9 @@ def pulled_back_apart(
 
     def out_specs(spec, dlogits, of_args, *tile):
         lead = [spec[axis] for axis in axes]
-        specs = jax.tree.map(lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), trees.floats(args))
+        specs = jax.tree.map(
+            lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), float_leaves.floats(args)
+        )
         return spec, specs
 
     places = (reshard_like(x, logits, range(logits.ndim)) for x in tile if x is not None)
@@ -134,7 +136,7 @@ def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> An
 
 def may_lie_apart(at: Places, q: jax.Array) -> bool:
     """Whether there is room for the cotangents of each batch entry and head of q `[..., K, G, T, H]`."""
-    sizes = [x.size for x in jax.tree.leaves(trees.floats(at.args))]
+    sizes = [x.size for x in jax.tree.leaves(float_leaves.floats(at.args))]
     known = all(isinstance(n, int) for n in (*q.shape, *sizes))
     return known and math.prod(q.shape[:-2]) * sum(sizes) <= APART
 

@@ -9,7 +9,7 @@ import pytest
 from contract.programs import running
 from helpers import OPERATORS, assert_close, assert_trees_close, thorough
 
-from jax_attn_bwd.ops.dot_product import block
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 dense = next(o for o in OPERATORS if o.name == "dot_product_attention")
@@ -56,12 +56,12 @@ def test_blocks_make_up_the_whole(with_sink, rng):
     @jax.jit
     def run(one):
         (whole,) = cut(one, S)
-        result = block.forward("xla", options, whole)
-        grads = block.backward("xla", options, whole, result, wanted, dout, dlse)
+        result = engine.forward("xla", options, whole)
+        grads = engine.backward("xla", options, whole, result, wanted, dout, dlse)
         blocks = list(cut(one, 5))
-        total = merged([block.forward("xla", options, x) for x in blocks])
+        total = merged([engine.forward("xla", options, x) for x in blocks])
         of_blocks = [
-            block.backward("xla", options, x, total, wanted if x.sink is not None else WANTED, dout, dlse)
+            engine.backward("xla", options, x, total, wanted if x.sink is not None else WANTED, dout, dlse)
             for x in blocks
         ]
         return result, grads, total, of_blocks
@@ -84,11 +84,11 @@ def test_a_block_that_nothing_sees_adds_nothing(rng):
         "key_value_positions": jnp.ones((1, S), jnp.int32),
     }
     hidden = operands(rng, **far)
-    result = block.forward("xla", options, hidden)
+    result = engine.forward("xla", options, hidden)
     assert not result.out.any()
     assert (result.lse == -jnp.inf).all()
     total = result._replace(out=jnp.ones_like(result.out), lse=jnp.ones_like(result.lse), lse_low=None)
-    grads = block.backward("xla", options, hidden, total, WANTED, jnp.ones_like(result.out))
+    grads = engine.backward("xla", options, hidden, total, WANTED, jnp.ones_like(result.out))
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
 
 
@@ -105,7 +105,7 @@ def test_a_sink_of_a_block_that_nothing_sees_has_the_gradient_of_the_row(impleme
     out, lse, dout = draw(2, T, N, 8), 3 + draw(2, T, N), draw(2, T, N, 8)
     options, total = Options(scale=1.0, is_causal=True), Result(out, lse, None)
     with running(dense, implementation):
-        grads = block.backward(implementation, options, hidden, total, (*WANTED, "sink"), dout)
+        grads = engine.backward(implementation, options, hidden, total, (*WANTED, "sink"), dout)
     expected = -(jnp.exp(hidden.sink[None, None] - lse) * (dout * out).sum(-1)).sum((0, 1))
     assert_close(grads.sink, expected, 1e-6, "sink")
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
@@ -123,17 +123,17 @@ def test_whole_planes_agree_with_tiles(rng):
 
     @jax.jit
     def run(given):
-        result = block.forward("xla", options, given)
-        tiles = block.backward("xla", options, given, result, wanted, dout)
-        p, z = block.probabilities(options, given, result), block.dropout_factors(options, given)
+        result = engine.forward("xla", options, given)
+        tiles = engine.backward("xla", options, given, result, wanted, dout)
+        p, z = engine.probabilities(options, given, result), engine.dropout_factors(options, given)
         v = jnp.swapaxes(given.value, 1, 2)
-        out = block.merge_heads(jnp.einsum("bkgts,bksh->bkgth", z * p, v))
-        split = block.split_heads(dout, N // K)
-        dp = block.through_values(options, given, split)
+        out = engine.merge_heads(jnp.einsum("bkgts,bksh->bkgth", z * p, v))
+        split = engine.split_heads(dout, N // K)
+        dp = engine.through_values(options, given, split)
         delta = (p * dp).sum(-1, keepdims=True)
-        planes = block.gradients(options, given, wanted, p, split, dp, delta)
+        planes = engine.gradients(options, given, wanted, p, split, dp, delta)
         return {"out": out, **planes._asdict()}, {"out": result.out, **tiles._asdict()}
 
     got, expected = ({n: x for n, x in side.items() if x is not None} for side in run(given))
     assert_trees_close(got, expected, 1e-12)
-    assert block.dropout_factors(dataclasses.replace(options, dropout_rate=0.0), given) is None
+    assert engine.dropout_factors(dataclasses.replace(options, dropout_rate=0.0), given) is None

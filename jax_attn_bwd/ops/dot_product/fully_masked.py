@@ -1,4 +1,4 @@
-"""Which queries see a key, and which keys a query sees: what `visibility.py` says, by row and by column.
+"""Which queries see a key, and which keys a query sees: what `masking.py` says, by row and by column.
 
 NaN in a row that nothing looks at must reach nothing, so both are exact. They take memory linear in T and S.
 """
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core.blocks import put_at, take_at
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.ops.dot_product import modifiers, visibility
+from jax_attn_bwd._core.slicing import put_at, take_at
+from jax_attn_bwd.ops.dot_product import masking, mod_functions
 from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -36,7 +36,7 @@ def live_and_seen(
         return _unless_all(live), _unless_all(seen)
     if _tells_by_diagonal(options, given, T, S) and T == S:
         return None, None
-    plane: Any = partial(visibility.of_plane, options, given, T, S, batch_rank, groups)
+    plane: Any = partial(masking.of_plane, options, given, T, S, batch_rank, groups)
     sees = jax.eval_shape(plane)
     if sees is None:
         return None, None
@@ -75,10 +75,10 @@ def _tells_by_diagonal(options: Options, given: Any, T: Any, S: Any) -> bool:
     """Whether with a `mask_mod` each query certainly sees the key of its own index, if there is one."""
     if options.mask_mod is None or not (isinstance(T, int) and isinstance(S, int)):
         return False
-    planes = given.mask, given.bias, visibility._origin(given)
+    planes = given.mask, given.bias, masking._origin(given)
     queries = given.query_segment_ids, given.query_seq_lengths, given.query_positions
     keys = given.key_value_seq_lengths, given.key_value_positions
-    return all(x is None for x in (*planes, *queries, *keys)) and modifiers.sees_diagonal(options, given)
+    return all(x is None for x in (*planes, *queries, *keys)) and mod_functions.sees_diagonal(options, given)
 
 
 def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> 
         return to_rank(found, batch_rank + 1)
 
     q_end, k_end = given.query_seq_lengths, given.key_value_seq_lengths
-    first = 0 if visibility._origin(given) is None else visibility._origin(given)
+    first = 0 if masking._origin(given) is None else masking._origin(given)
     live = meets(T, S, left, right, q_end, k_end, first=first)
     seen = meets(S, T, right, left, k_end, q_end, other_first=first)
     return live[..., None, None, :], seen[..., None, :]
@@ -118,10 +118,10 @@ def _unless_all(x: Any) -> jax.Array | None:
 def _block_after_block(options, given, T, S, batch_rank, groups, block) -> tuple[jax.Array, jax.Array]:
     """`live_and_seen`, `block` queries at a time."""
     tiling, origin = Tiling(block, S, "float32"), np.int32(0)
-    found = visibility.conditions(given, T, S, batch_rank, groups, block)
+    found = masking.conditions(given, T, S, batch_rank, groups, block)
 
     def held(i):
-        return _reduced(visibility.of_tile(options, found, i, origin, True, tiling, batch_rank + 4), block, S)
+        return _reduced(masking.of_tile(options, found, i, origin, True, tiling, batch_rank + 4), block, S)
 
     def step(seen, i):
         live, more = held(i)
@@ -137,11 +137,11 @@ def _tile_after_tile(options, given, T, S, batch_rank, groups) -> tuple[jax.Arra
     """`live_and_seen`: tiles that bounds call empty are passed over, and full ones not looked into."""
     block_q, block_k = min(T, 256), min(S, 512)
     tiling, rank = Tiling(block_q, block_k, "float32"), batch_rank + 4
-    found = visibility.conditions(given, T, S, batch_rank, groups, block_q, block_k)
-    some, every, final = visibility.known_tiles(options, found, block_q, block_k)
+    found = masking.conditions(given, T, S, batch_rank, groups, block_q, block_k)
+    some, every, final = masking.known_tiles(options, found, block_q, block_k)
     pairs: Any = np.argwhere(some).astype(np.int32)
     if not final:
-        lives, fulls = visibility.of_tiles(options, found.rows, found.columns, block_q, block_k, found.places)
+        lives, fulls = masking.of_tiles(options, found.rows, found.columns, block_q, block_k, found.places)
         batch = tuple(range(lives.ndim - 2))
         some, every = lives.any(batch), fulls.all(batch)
     if not all(x is None for x in (found.mask, found.bias, found.rows.valid_length)):
@@ -149,7 +149,7 @@ def _tile_after_tile(options, given, T, S, batch_rank, groups) -> tuple[jax.Arra
     empty_mixed_full = some.astype(np.int32) + (some & every).astype(np.int32)
 
     def held(i, j):
-        return _reduced(visibility.of_tile(options, found, i, j, True, tiling, rank), block_q, block_k)
+        return _reduced(masking.of_tile(options, found, i, j, True, tiling, rank), block_q, block_k)
 
     first = held(np.int32(0), np.int32(0))
     sizes = (count(T, block_q) * block_q, count(S, block_k) * block_k)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import liveness
+from jax_attn_bwd.ops.dot_product import fully_masked
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
@@ -35,7 +35,7 @@ def delta(
     """(7), `[..., T, N]`, for the row values of all keys that the queries attend to."""
     out, lse = result.out, result.lse
     dout = dout.astype(lse.dtype)
-    if not liveness.every_query_sees(options, operands):
+    if not fully_masked.every_query_sees(options, operands):
         # Of a row that attends to nothing, which has out = 0, dout may be anything.
         nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
         dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
@@ -45,7 +45,7 @@ def delta(
 
 def finite_rows(options: Options, operands: Operands, lse: jax.Array, dlse: jax.Array) -> jax.Array:
     """dlse, 0 where lse is -inf: it may be anything there."""
-    if liveness.every_query_sees(options, operands):
+    if fully_masked.every_query_sees(options, operands):
         return dlse
     return jnp.where(lse == -jnp.inf, 0, dlse)
 

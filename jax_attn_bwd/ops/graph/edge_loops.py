@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import segment_sums
-from jax_attn_bwd.ops.graph.grouping import RUN, Groups
+from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups
 
 _SYMBOLIC_ELEMENTS = 64  # of an edge, where they are not known
 _NONE = np.int32(2**31 - 1)  # a node past every end

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.types import Activation, Array, Implementation
-from jax_attn_bwd.ops.graph import entries
+from jax_attn_bwd.ops.graph import batch_axes
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.rule import IMPLEMENTATIONS
@@ -258,15 +258,15 @@ def _gradients(
     chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
     if out is None or lse is None or dweights is not None:
         needed = dataclasses.replace(options, return_weights=dweights is not None)
-        result = entries.forward(chosen.forward, needed, operands)
+        result = batch_axes.forward(chosen.forward, needed, operands)
     else:
-        out, lse = (entries.placed(x, operands, (None, -1)) for x in (out, lse))
+        out, lse = (batch_axes.placed(x, operands, (None, -1)) for x in (out, lse))
         result = Result(out, None, None, lse, None, None)
     dout_axes = (None, -1 if options.concat_heads else None)
     axes = ((dout, dout_axes), (dweights, (None, -1)), (dlse, (None, -1)))
-    cts = (None if x is None else entries.placed(x, operands, at) for x, at in axes)
+    cts = (None if x is None else batch_axes.placed(x, operands, at) for x, at in axes)
     residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
-    return entries.backward(chosen.backward, options, residuals, Cotangents(*cts))
+    return batch_axes.backward(chosen.backward, options, residuals, Cotangents(*cts))
 
 
 def _additive_gradients(

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import trees
+from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import einsum, unsharded
-from jax_attn_bwd.ops.dot_product import dropping, layout, modifiers, row_sums, visibility
+from jax_attn_bwd.ops.dot_product import dropping, layout, masking, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.logits import soft_capped
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.tile_operands import unpoisoned
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, product_dtype
-from jax_attn_bwd.ops.dot_product.working import unpoisoned
 
 
 class _Plane(NamedTuple):
@@ -31,8 +31,8 @@ class _Plane(NamedTuple):
     sees: jax.Array | None  # [..., K|1, G|1, T|1, S|1]; None = all
     live: jax.Array | None  # [..., K|1, G|1, T], queries that see something; None = all
     bias: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
-    places: modifiers.Places | None  # with a function of them
-    at: modifiers.Tile | None  # with `score_mod`
+    places: mod_functions.Places | None  # with a function of them
+    at: mod_functions.Tile | None  # with `score_mod`
 
 
 def _plane(options: Options, operands: Operands) -> _Plane:
@@ -41,14 +41,14 @@ def _plane(options: Options, operands: Operands) -> _Plane:
     (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     q, k, v, live = unpoisoned(options, operands)
     q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))
-    sees = visibility.of_plane(options, operands, T, S, len(batch), N // K)
+    sees = masking.of_plane(options, operands, T, S, len(batch), N // K)
     bias = None if operands.bias is None else layout.plane(operands.bias, len(batch), N // K)
-    places, at = modifiers.places(operands, len(batch), N // K), None
+    places, at = mod_functions.places(operands, len(batch), N // K), None
     if options.score_mod is not None:
-        found = visibility.conditions(operands, T, S, len(batch), N // K)
-        rows_and_columns = visibility.positions(found, None, None, (T, S), len(batch) + 4)
+        found = masking.conditions(operands, T, S, len(batch), N // K)
+        rows_and_columns = masking.positions(found, None, None, (T, S), len(batch) + 4)
         assert places is not None  # prepared with the function
-        at = modifiers.Tile(places.batch, places.head, *rows_and_columns, sees)
+        at = mod_functions.Tile(places.batch, places.head, *rows_and_columns, sees)
     return _Plane(q, k, v, sees, live, bias, places, at)
 
 
@@ -67,7 +67,7 @@ def _logits(options: Options, plane: _Plane, dtype: Any) -> jax.Array:
     """(1): `[..., K, G, T, S]`, -inf where unseen."""
     logits, _ = _before_score(options, plane, dtype)
     if plane.at is not None and plane.places is not None:
-        logits = modifiers.scored(options, logits, plane.at, plane.places.args)
+        logits = mod_functions.scored(options, logits, plane.at, plane.places.args)
     return logits if plane.sees is None else jnp.where(plane.sees, logits, -jnp.inf)
 
 
@@ -115,7 +115,7 @@ def forward(options: Options, tiling: Tiling, operands: Operands) -> Result:
     e = (e if z is None else z * e).astype(plane.v.dtype)
     out = einsum("...kgts,...ksh->...kgth", e, plane.v, **_product(options, dtype)) / l
     lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))
-    out, out_low = row_sums.in_two(options, operands, layout.merge_heads(out))
+    out, out_low = row_terms.in_two(options, operands, layout.merge_heads(out))
     return Result(out, lse, low, out_low)
 
 
@@ -199,11 +199,11 @@ def _gradients(
     if plane.at is not None and before is not None:  # (8a)
         assert plane.places is not None  # with the function
         to_args, args = "mod_args" in wanted, plane.places.args
-        dlogits, dargs = modifiers.pulled_back(options, before, plane.at, args, dlogits, to_args)
+        dlogits, dargs = mod_functions.pulled_back(options, before, plane.at, args, dlogits, to_args)
         if to_args:
             grads["mod_args"] = dargs
     elif "mod_args" in wanted:
-        grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(operands.mod_args))
+        grads["mod_args"] = jax.tree.map(jnp.zeros_like, float_leaves.floats(operands.mod_args))
     if plane.bias is not None and "bias" in wanted:
         assert operands.bias is not None  # of the plane
         grads["bias"] = reduce_to(dlogits, plane.bias.shape).reshape(operands.bias.shape)
