@@ -1,6 +1,6 @@
 """Masks, `(batch, head, row, column, *args) -> bool`; the pictures show the tiles that they leave."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +11,12 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.mods.mod_args_spec import Read, check
+from jax_attn_bwd.mods.named import Mod
 from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Mod):
     """A mask that combines with others.
 
     Attributes:
@@ -30,10 +31,6 @@ class Mask:
       >>> local_or_even = mods.Mask(even_heads) | mods.sliding_window(64)
     """
 
-    function: Callable[..., Any]
-    num_args: int = 0
-    reads: tuple[Read | None, ...] = ()
-
     def __call__(self, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
         """Whether the row sees the column."""
         return self.function(batch, head, row, column, *args[: self.num_args])
@@ -44,11 +41,11 @@ class Mask:
 
     def __and__(self, other: "Mask") -> "Mask":
         """Where both are True; the first arguments are those of the left one."""
-        return _joined(jnp.logical_and, self, other)
+        return _joined("logical_and", self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
         """Where one is True; the first arguments are those of the left one."""
-        return _joined(jnp.logical_or, self, other)
+        return _joined("logical_or", self, other)
 
     def __invert__(self) -> "Mask":
         """Where it is False."""
@@ -57,16 +54,16 @@ class Mask:
 
 @dataclass(frozen=True)
 class _Joined:
-    join: Callable[..., Any]
+    join: str  # a function of jnp
     left: Mask
     right: Mask
 
     def __call__(self, batch, head, row, column, *args):
         at, cut = (batch, head, row, column), self.left.num_args
-        return self.join(self.left(*at, *args[:cut]), self.right(*at, *args[cut:]))
+        return getattr(jnp, self.join)(self.left(*at, *args[:cut]), self.right(*at, *args[cut:]))
 
 
-def _joined(join: Callable[..., Any], left: Mask, right: Any) -> Mask:
+def _joined(join: str, left: Mask, right: Any) -> Mask:
     if not isinstance(right, Mask):
         expected, remedy = "be combined with a Mask", "write mods.Mask(function, num_args)"
         raise TypeError(checks.message("mods", "a mask", expected, type(right).__name__, remedy))

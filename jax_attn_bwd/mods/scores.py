@@ -1,6 +1,6 @@
 """Scores, `(logits, batch, head, row, column, *args) -> logits`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.mods.mod_args_spec import Read, check
+from jax_attn_bwd.mods.named import Mod
 from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Mod):
     """A score that reads the last of `mod_args`, so that a mask may read the first.
 
     Attributes:
@@ -22,10 +23,6 @@ class Score:
       num_args: how many entries of `mod_args` it reads.
       reads: what these must be; None, or nothing, where it is not known, and not checked.
     """
-
-    function: Callable[..., Any]
-    num_args: int = 0
-    reads: tuple[Read | None, ...] = ()
 
     def __call__(self, logits: Any, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
         """The new logits."""

@@ -56,7 +56,8 @@ def attention_fn(
       A function with the arguments of `jax_attn_bwd.attention_fn`, which see. A mask or bias is sharded by
       rows and held with all its columns (one of a single row: by columns; with "ulysses" one that all heads
       share is held whole); mod_args are held whole. Positions tell a layout as in `ring_attention`. On an
-      Explicit mesh the output is sharded as the query is. Dropout draws the mask of one device.
+      Explicit mesh the output is sharded as the query is. Dropout draws the mask of one device. Two that are
+      built alike are equal: layers that hold them are traced once.
 
     Gradients:
       query, key, value, bias, mod_args: as in `dot_product_attention`.
@@ -81,19 +82,7 @@ def attention_fn(
     axes = _Axes(
         _names("batch", mesh, batch), _names("heads", mesh, heads), _names("sequence", mesh, sequence)
     )
-    attend = functools.partial(_attend, mesh, axes, checks.choice(_NAME, "kind", kind, tuple(_KINDS)))
-    signature = inspect.signature(layers.attention_fn)
-
-    @functools.wraps(layers.attention_fn)
-    def sharded(*args: Any, **kwargs: Any) -> jax.Array:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        if given.arguments["module"] is not None:
-            remedy = "weights are T x S numbers; sow them from a model on one device"
-            raise NotImplementedError(checks.message(_NAME, "module", "be None over a mesh", "one", remedy))
-        return layers.attention_by(attend, **given.arguments)
-
-    return sharded
+    return _Sharded(mesh, axes, checks.choice(_NAME, "kind", kind, tuple(_KINDS)))
 
 
 @dataclass(frozen=True)
@@ -111,6 +100,25 @@ class _Axes:
         return PartitionSpec(
             *(axis or None if n > 1 else None for axis, n in zip(names, x.shape, strict=True))
         )
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """`jax_attn_bwd.attention_fn` over a mesh; layers hold it, so its identity is its value."""
+
+    mesh: Any
+    axes: _Axes
+    kind: str
+    __signature__ = inspect.signature(layers.attention_fn)  # linen hands over what it names
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        given = self.__signature__.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["module"] is not None:
+            remedy = "weights are T x S numbers; sow them from a model on one device"
+            raise NotImplementedError(checks.message(_NAME, "module", "be None over a mesh", "one", remedy))
+        attend = functools.partial(_attend, self.mesh, self.axes, self.kind)
+        return layers.attention_by(attend, **given.arguments)
 
 
 def _names(argument: str, mesh: Any, axis: Any) -> tuple[str, ...]:

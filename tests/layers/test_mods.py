@@ -1,5 +1,6 @@
 """Masks and scores as functions in the layers of the four frameworks, and in `attention_fn`."""
 
+import copy
 from functools import partial
 
 import jax
@@ -95,3 +96,20 @@ def test_functions_in_a_step_of_decoding_of_flax_s_own_layers(functions):
     np.testing.assert_array_equal(
         got, attention_fn(q, k, k, mask=numbers != 0, query_positions=row, **functions)
     )
+
+
+@pytest.mark.parametrize("framework", ["equinox", "flax_nnx"])
+def test_a_deep_copy_of_a_layer_has_its_structure(framework):
+    """As a target network has it."""
+    mask = mods.causal & mods.sliding_window(3)
+    if framework == "equinox":
+        pytest.importorskip("equinox")
+        from jax_attn_bwd.layers import equinox
+
+        layer = equinox.MultiheadAttention(2, 8, mask_mod=mask, key=jax.random.key(0))
+    else:
+        nnx = pytest.importorskip("flax.nnx")
+        from jax_attn_bwd.layers import flax_nnx
+
+        layer = flax_nnx.MultiHeadAttention(2, 8, mask_mod=mask, decode=False, rngs=nnx.Rngs(0))
+    jax.tree.map(lambda a, b: a, layer, copy.deepcopy(layer))

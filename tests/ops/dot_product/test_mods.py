@@ -258,18 +258,6 @@ def test_vmap_over_what_the_functions_read(rng):
             assert_close(a[i], b, 1e-12)
 
 
-def test_equal_masks_are_one_static_argument():
-    pairs = (
-        (mods.sliding_window(4), mods.sliding_window(4)),
-        (mods.causal & ~mods.dilated(2), mods.causal & ~mods.dilated(2)),
-        (mods.relative_bias(3), mods.relative_bias(3)),
-    )
-    for one, other in pairs:
-        assert one == other
-        assert hash(one) == hash(other)
-    assert mods.sliding_window(4) != mods.sliding_window(5)
-
-
 def test_a_score_may_hide_whole_rows(rng):
     """-inf hides as a mask does: such rows give 0, and gradient 0, also where other tiles are full."""
     q, k, v, dout = inputs(rng, 9)

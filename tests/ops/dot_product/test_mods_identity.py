@@ -1,0 +1,53 @@
+"""Masks and scores are static arguments: equal ones, their copies and their pickles are one and the same."""
+
+import copy
+import pickle
+import pydoc
+
+import jax
+import pytest
+
+from jax_attn_bwd import mods, parallel
+
+
+@mods.Mask
+def below(batch, head, row, column):
+    """Of the caller's own module."""
+    return column < row
+
+
+MADE = {
+    "causal": lambda: mods.causal,
+    "of the caller": lambda: below,
+    "window": lambda: mods.sliding_window(4),
+    "joined": lambda: mods.causal & ~mods.dilated(2) | mods.document,
+    "prefix": lambda: mods.prefix_lm | mods.static_prefix_lm(3) & mods.global_tokens(2),
+    "tree": lambda: mods.tree,
+    "alibi": lambda: mods.alibi,
+    "relative": lambda: mods.relative_bias(3),
+    "soft_cap": lambda: mods.soft_cap(2.0),
+    "static_alibi": lambda: mods.static_alibi(6),
+    "attention over a mesh": lambda: parallel.attention_fn(
+        jax.sharding.Mesh(jax.devices()[:2], ("s",)), sequence="s"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_equal_ones_and_copies_are_one_static_argument(name):
+    one, other = MADE[name](), MADE[name]()
+    copies = [other, copy.copy(one), copy.deepcopy(one)]
+    if name != "attention over a mesh":  # JAX's meshes are of this process
+        copies += [pickle.loads(pickle.dumps(one))]
+    for found in copies:
+        assert found == one
+        assert hash(found) == hash(one)
+
+
+def test_other_numbers_are_another_static_argument():
+    assert mods.sliding_window(4) != mods.sliding_window(5)
+    assert mods.causal & mods.document != mods.causal | mods.document
+
+
+def test_help_says_what_is_read():
+    assert "Reads `ids`, int `[T]`" in pydoc.render_doc(mods.document, renderer=pydoc.plaintext)
