@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core import notices
 from jax_attn_bwd._core.numerics import accumulator_dtype
 
 
@@ -160,6 +161,23 @@ def flag(operator: str, argument: str, x: Any) -> bool:
     if not isinstance(x, bool | np.bool_):
         raise TypeError(message(operator, argument, "be a Python bool", _kind(x), static(x)))
     return bool(x)
+
+
+def repeatable_sums(operator: str, deterministic_sums: Any, deterministic: Any) -> bool:
+    """`deterministic_sums`, also by the name that it had, which is deprecated."""
+    if deterministic is None:
+        return flag(operator, "deterministic_sums", deterministic_sums)
+    deterministic = flag(operator, "deterministic", deterministic)
+    if deterministic_sums is not True and deterministic_sums is not deterministic:
+        expected = f"say what deterministic={deterministic}, its former name, says"
+        raise ValueError(message(operator, "deterministic_sums", expected, repr(deterministic_sums)))
+    notices.warn(
+        f"{operator}: deterministic is deprecated: here it says that sums repeat bit for bit, in layers that"
+        f" nothing is dropped; write deterministic_sums={deterministic} for the sums, dropout_rate=0.0 for no"
+        " dropout",
+        DeprecationWarning,
+    )
+    return deterministic
 
 
 def choice(operator: str, argument: str, x: Any, choices: Sequence[Any]) -> Any:

@@ -43,7 +43,7 @@ def visited(case: Case) -> str:
          "key_value_segment_ids", "query_positions", "key_value_positions", "sink", "dropout_key",
          "dropout_offset", "precision", "local_window_size")
     )  # fmt: skip
-    flags = {"dropout_rate": 0.0, "broadcast_dropout": False, "deterministic": True, "is_causal": False}
+    flags = {"dropout_rate": 0.0, "broadcast_dropout": False, "deterministic_sums": True, "is_causal": False}
     x = jax.numpy.zeros(case.shapes()["query"].shape, case.dtype)
     static, operands = prepare("bench", x, x, x, None, None, **{**defaults, **flags, **case.options})
     tiling, T = Tiling.default_for(static, operands), x.shape[1]
@@ -102,7 +102,7 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _peers(case: Case, make: Callable, args: tuple) -> dict[str, Callable[[], Contender]]:
     """{peer: what makes the contender}; `make` turns its attention into what is measured."""
-    options = {name: x for name, x in case.options.items() if name != "deterministic"}
+    options = {name: x for name, x in case.options.items() if name != "deterministic_sums"}
 
     def jax_peer(name, load, **more):
         return lambda: compiled_contender(name, make(partial(load(), **options, **more)), *args)

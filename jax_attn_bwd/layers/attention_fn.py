@@ -101,7 +101,7 @@ def attention_fn(
         key_value_positions, logits_soft_cap, mask_mod, score_mod, mod_args: as in `dot_product_attention`; in
         a step of decoding the keys are those of the cache, and functions are an error as windows are.
         Positions are what causality, windows and functions read; `rope` is handed `input_positions` alone.
-      deterministic_sums: `deterministic` of `dot_product_attention`.
+      deterministic_sums: as in `dot_product_attention`.
       implementation: as in `dot_product_attention`.
       promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
@@ -180,7 +180,7 @@ def attention_by(
         key_value_positions=key_value_positions,
         logits_soft_cap=logits_soft_cap,
         precision=precision,
-        deterministic=checks.flag(_NAME, "deterministic_sums", deterministic_sums),
+        deterministic_sums=checks.flag(_NAME, "deterministic_sums", deterministic_sums),
         broadcast_dropout=broadcast_dropout,
         mask_mod=mask_mod,
         score_mod=score_mod,

@@ -37,6 +37,7 @@ from jax_attn_bwd.layers.deformable_parameters import configure as configure
 from jax_attn_bwd.layers.deformable_parameters import from_torch as from_torch
 from jax_attn_bwd.layers.deformable_parameters import offsets_bias as offsets_bias
 from jax_attn_bwd.layers.deformable_parameters import offsets_dtype as offsets_dtype
+from jax_attn_bwd.layers.deformable_parameters import repeatable_sums as repeatable_sums
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"

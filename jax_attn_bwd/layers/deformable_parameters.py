@@ -37,7 +37,7 @@ class Options:
 
     padding_mode: PaddingMode = "zeros"
     method: SamplingMethod = "bilinear"
-    deterministic: bool = True
+    deterministic_sums: bool = True
     implementation: Implementation | None = None
     attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
 
@@ -74,6 +74,11 @@ class Linears(NamedTuple):
     attention_weights: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., M * K]
     value_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
     output_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
+
+
+def repeatable_sums(deterministic_sums: bool, deterministic: bool | None) -> bool:
+    """`deterministic_sums` of a layer, also by the name that it had."""
+    return checks.repeatable_sums(_NAME, deterministic_sums, deterministic)
 
 
 def configure(

@@ -11,7 +11,7 @@ that the mask hides.
 
 What is told of the tokens (lengths, segments, positions, the arrays that masks and scores read) is told at
 the call, the rest at construction. In layers `deterministic` is the frameworks' word for "without dropout",
-so the flag of the operators that allows sums in any order is `deterministic_sums` here.
+so the flag that allows sums in any order is `deterministic_sums`, as in the operators.
 
 Shapes: ... batch, T queries, S keys, N heads, K key heads, H and Hv their sizes, Eq Ek Ev Eo widths.
 """

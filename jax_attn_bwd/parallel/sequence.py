@@ -55,9 +55,10 @@ def ring_attention(
     broadcast_dropout: bool = False,
     dropout_offset: Sequence[Any] | None = None,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`dot_product_attention` over a sharded sequence: keys and values travel around a ring of devices.
 
@@ -99,9 +100,10 @@ def ring_attention(
       dropout_key: the same on all devices. The mask is that of one device, in every layout.
       dropout_offset: (batch, head, row, column) of the sequence in a larger array: row and column are added
         to the index of each token, or are index arrays `[T]`, `[S]` of this device's tokens.
-      scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic, return_residual: as
-        in `dot_product_attention`.
+      scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic_sums,
+        return_residual: as in `dot_product_attention`.
       implementation: of the blocks, as in `dot_product_attention`.
+      deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`; with `return_residual` also lse `[..., T, N]`. Both vary over
@@ -183,9 +185,10 @@ def all_gather_attention(
     broadcast_dropout: bool = False,
     dropout_offset: Sequence[Any] | None = None,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """As `ring_attention`, but every device gathers all keys and values, once in each direction.
 
@@ -254,9 +257,10 @@ def ulysses_attention(
     broadcast_dropout: bool = False,
     dropout_offset: Sequence[Any] | None = None,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """As `ring_attention`, but tokens are exchanged for heads: each device attends with 1 / n of the heads.
 

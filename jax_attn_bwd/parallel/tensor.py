@@ -79,9 +79,10 @@ def tensor_parallel_multi_head_attention(
     return_weights: bool = False,
     average_weights: bool = False,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     save: Save = "inputs",
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`multi_head_attention` with its heads over a mesh axis: each device attends with its own.
 
@@ -120,9 +121,10 @@ def tensor_parallel_multi_head_attention(
       dropout_key: the same on all devices: the mask is that of one device.
       dropout_offset: (batch, head, row, column) of all heads of this attention in a larger array.
       scale, is_causal, local_window_size, logits_soft_cap, add_zero_attn, dropout_rate, out_dropout_rate,
-        broadcast_dropout, add_residual, return_weights, average_weights, precision, deterministic, save,
+        broadcast_dropout, add_residual, return_weights, average_weights, precision, deterministic_sums, save,
         implementation: as in `multi_head_attention`; with `sequence_axis_name` all four kernels are needed,
         and weights and `save` are not to be had.
+      deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
       out: `[..., t, Eo]`, dtype of `query`; with `return_weights` also weights `[..., N, T, S']` of this
@@ -181,8 +183,8 @@ def tensor_parallel_multi_head_attention(
         query_positions=query_positions, key_value_positions=key_value_positions,
         logits_soft_cap=logits_soft_cap, dropout_rate=dropout_rate, dropout_key=dropout_key,
         dropout_offset=(batch, head + first_head, row, column),
-        broadcast_dropout=broadcast_dropout, precision=precision, deterministic=deterministic,
-        implementation=implementation,
+        broadcast_dropout=broadcast_dropout, precision=precision, deterministic_sums=deterministic_sums,
+        deterministic=deterministic, implementation=implementation,
     )  # fmt: skip
     functions = mask_mod, score_mod, mod_args
     attention |= beginning_at(0, first_head, *functions) or {"mod_args": mod_args}

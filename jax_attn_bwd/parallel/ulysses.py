@@ -78,7 +78,7 @@ def attend(
         broadcast_dropout=options.broadcast_dropout,
         dropout_offset=offset,
         precision=options.precision,
-        deterministic=options.deterministic,
+        deterministic_sums=options.deterministic_sums,
         return_residual=True,
         implementation=implementation,
         **beginning_at(0, first_head, *functions),

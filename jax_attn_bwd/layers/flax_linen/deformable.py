@@ -32,9 +32,8 @@ class MultiScaleDeformableAttention(nn.Module):
       param_dtype: of the parameters.
       precision: of the four matrix products.
       kernel_init: of `value_proj` and `output_proj`.
-      padding_mode, method, deterministic, implementation: options of
-        `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
-        to run; the layer has no dropout.
+      padding_mode, method, deterministic_sums, implementation: options of
+        `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
         of boxes over the number of points.
       offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
@@ -42,6 +41,7 @@ class MultiScaleDeformableAttention(nn.Module):
         is, and the output is that of the heads, side by side.
       attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
         `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
+      deterministic: the former name of `deterministic_sums`, deprecated.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -64,17 +64,19 @@ class MultiScaleDeformableAttention(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
     padding_mode: PaddingMode = "zeros"
     method: SamplingMethod = "bilinear"
-    deterministic: bool = True
+    deterministic_sums: bool = True
     implementation: Implementation | None = None
     use_4D_normalizer: bool = False
     offset_scale: float = 0.5
     projections: bool = True
     attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention
+    deterministic: bool | None = None
 
     def setup(self) -> None:
         """Makes the four linear layers."""
+        sums = deformable.repeatable_sums(self.deterministic_sums, self.deterministic)
         options = deformable.Options(
-            self.padding_mode, self.method, self.deterministic, self.implementation, self.attention_fn
+            self.padding_mode, self.method, sums, self.implementation, self.attention_fn
         )
         form = deformable.Form(self.use_4D_normalizer, self.offset_scale, self.projections)
         config = deformable.configure(

@@ -163,7 +163,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             score_mod=self.score_mod,
             rotary=self.rotary,
             precision=self.precision,
-            deterministic=self.deterministic_sums,
+            deterministic_sums=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
             dropout_key=dropout_rng if drops else None,
             broadcast_dropout=self.broadcast_dropout,

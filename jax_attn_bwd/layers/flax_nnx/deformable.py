@@ -34,9 +34,8 @@ class MultiScaleDeformableAttention(nnx.Module):
       param_dtype: of the parameters.
       precision: of the four matrix products.
       kernel_init: of `value_proj` and `output_proj`.
-      padding_mode, method, deterministic, implementation: options of
-        `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
-        to run, and `train()` and `eval()` leave it alone; the layer has no dropout.
+      padding_mode, method, deterministic_sums, implementation: options of
+        `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
         of boxes over the number of points.
       offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
@@ -44,6 +43,7 @@ class MultiScaleDeformableAttention(nnx.Module):
         is, and the output is that of the heads, side by side.
       attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
         `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
+      deterministic: the former name of `deterministic_sums`, deprecated.
       rngs: rng key.
 
     Example:
@@ -69,15 +69,17 @@ class MultiScaleDeformableAttention(nnx.Module):
         kernel_init: nnx.Initializer = _XAVIER,
         padding_mode: PaddingMode = "zeros",
         method: SamplingMethod = "bilinear",
-        deterministic: bool = True,
+        deterministic_sums: bool = True,
         implementation: Implementation | None = None,
         use_4D_normalizer: bool = False,
         offset_scale: float = 0.5,
         projections: bool = True,
         attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
+        deterministic: bool | None = None,
         rngs: nnx.Rngs,
     ):
-        options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
+        sums = deformable.repeatable_sums(deterministic_sums, deterministic)
+        options = deformable.Options(padding_mode, method, sums, implementation, attention_fn)
         form = deformable.Form(use_4D_normalizer, offset_scale, projections)
         config = deformable.configure(
             num_heads, num_levels, num_points, options, form, in_features=in_features

@@ -200,7 +200,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             score_mod=self.score_mod,
             rotary=self.rotary,
             precision=self.precision,
-            deterministic=self.deterministic_sums,
+            deterministic_sums=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
             dropout_key=stream() if drops and stream else None,
             broadcast_dropout=self.broadcast_dropout,

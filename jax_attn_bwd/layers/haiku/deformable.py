@@ -31,9 +31,8 @@ class MultiScaleDeformableAttention(hk.Module):
       num_levels: L.
       num_points: sampling points of a head on each level, P, or (P_1, ..., P_L).
       w_init: of `value_proj` and `output_proj`; Xavier-uniform if None.
-      padding_mode, method, deterministic, implementation: options of
-        `jax_attn_bwd.multi_scale_deformable_attention`. `deterministic` is about bits that repeat from run
-        to run; the layer has no dropout.
+      padding_mode, method, deterministic_sums, implementation: options of
+        `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
         of boxes over the number of points.
       offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
@@ -41,6 +40,7 @@ class MultiScaleDeformableAttention(hk.Module):
         is, and the output is that of the heads, side by side.
       attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
         `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
+      deterministic: the former name of `deterministic_sums`, deprecated.
       name: of the module.
 
     Example:
@@ -66,16 +66,18 @@ class MultiScaleDeformableAttention(hk.Module):
         w_init: hk.initializers.Initializer | None = None,
         padding_mode: PaddingMode = "zeros",
         method: SamplingMethod = "bilinear",
-        deterministic: bool = True,
+        deterministic_sums: bool = True,
         implementation: Implementation | None = None,
         use_4D_normalizer: bool = False,
         offset_scale: float = 0.5,
         projections: bool = True,
         attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
+        deterministic: bool | None = None,
         name: str | None = None,
     ):
         super().__init__(name=name)
-        options = deformable.Options(padding_mode, method, deterministic, implementation, attention_fn)
+        sums = deformable.repeatable_sums(deterministic_sums, deterministic)
+        options = deformable.Options(padding_mode, method, sums, implementation, attention_fn)
         form = deformable.Form(use_4D_normalizer, offset_scale, projections)
         config = deformable.configure(num_heads, num_levels, num_points, options, form, model_size=model_size)
         bias = deformable.offsets_bias(config)

@@ -105,7 +105,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             score_mod=score_mod,
             rotary=rotary,
             precision=precision,
-            deterministic=deterministic_sums,
+            deterministic_sums=deterministic_sums,
             save=save,
             implementation=implementation,
         )

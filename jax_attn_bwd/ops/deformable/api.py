@@ -34,8 +34,9 @@ def multi_scale_deformable_attention(
     padding_mode: PaddingMode = "zeros",
     method: SamplingMethod = "bilinear",
     normalize: Normalize | None = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> jax.Array:
     """Weighted sum of feature maps at sampling points, for each query and head.
 
@@ -69,12 +70,12 @@ def multi_scale_deformable_attention(
         level; no gradient of the locations.
       normalize: "softmax" takes `attention_weights` for logits, normalised over all L * P points;
         -inf masks a point.
-      deterministic: the same bits in every run, on every platform. False may be faster on a GPU. It is not
-        about dropout, of which there is none.
+      deterministic_sums: the same bits in every run, on every platform. False may be faster on a GPU.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
         "mosaic_tpu" takes levels to some 20,000 pixels; what a pixel, cotangent or weight that is not finite
         touches is NaN. "mosaic_gpu" has kernels of the backward, and the portable forward; kernels that have
         not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+      deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
       out: `[B, Q, M * D]`, dtype of `value`. Coordinates, weights and sums are float32 or wider.
@@ -112,6 +113,7 @@ def multi_scale_deformable_attention(
         padding_mode=padding_mode,
         method=method,
         normalize=normalize,
+        deterministic_sums=deterministic_sums,
         deterministic=deterministic,
     )
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
@@ -131,8 +133,9 @@ def multi_scale_deformable_attention_bwd(
     padding_mode: PaddingMode = "zeros",
     method: SamplingMethod = "bilinear",
     normalize: Normalize | None = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> MultiScaleDeformableAttentionGrads:
     """The backward of `multi_scale_deformable_attention` as a plain function.
 
@@ -173,6 +176,7 @@ def multi_scale_deformable_attention_bwd(
         padding_mode=padding_mode,
         method=method,
         normalize=normalize,
+        deterministic_sums=deterministic_sums,
         deterministic=deterministic,
     )
     dout = checks.floating(name, "dout", dout)

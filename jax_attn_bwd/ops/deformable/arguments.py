@@ -24,7 +24,8 @@ def prepare(
     padding_mode: str,
     method: str,
     normalize: Normalize | None,
-    deterministic: bool,
+    deterministic_sums: bool,
+    deterministic: bool | None,
 ) -> tuple[Options, Operands]:
     """(options, operands) of a call."""
     shapes = level_shapes(name, "spatial_shapes", spatial_shapes)
@@ -53,7 +54,7 @@ def prepare(
         checks.choice(name, "padding_mode", padding_mode, get_args(PaddingMode)),
         checks.choice(name, "method", method, get_args(SamplingMethod)),
         normalize,
-        checks.flag(name, "deterministic", deterministic),
+        checks.repeatable_sums(name, deterministic_sums, deterministic),
     )
     K = sum(points)
     locations, weights = locations.reshape(B, Q, M, K, 2), weights.reshape(B, Q, M, K)

@@ -53,7 +53,7 @@ def gradients(options: Options, residuals: Residuals, dout: jax.Array) -> dict[s
 def _choices(options: Options, residuals: Residuals) -> tuple[bool, cpu.Loops]:
     """(whether rows are sorted before they are added, the loops)."""
     # elsewhere than on a GPU, a scatter-add adds in one order
-    sort = options.deterministic and targets.platform() == "gpu"
+    sort = options.deterministic_sums and targets.platform() == "gpu"
     return sort, cpu.loops(options, residuals.operands)
 
 

@@ -134,7 +134,7 @@ CASES = (
     _case("thin_levels", levels=((1, 7), (5, 1)), points=3),
     _case("one_level", levels=((8, 9),), points=4, M=1, D=1, Q=1, tags=("edge",)),
     _case("many_queries", B=1, Q=2100, M=4, D=3, levels=((3, 2),), tags=("ci", "check")),
-    _case("not_deterministic", deterministic=False, tags=("edge",)),
+    _case("not_deterministic", deterministic_sums=False, tags=("edge",)),
     _case("no_queries", Q=0, tags=("edge",)),
     _case("no_points", points=0, tags=("edge",)),
     _case("no_batch", B=0, tags=("edge",)),
@@ -172,7 +172,7 @@ def _call(*, spatial_shapes, value, **arguments):
     return (api.multi_scale_deformable_attention(value, spatial_shapes, **arguments),)
 
 
-def _reference(deterministic=True, **arguments):
+def _reference(deterministic_sums=True, **arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return (reference.multi_scale_deformable_attention(**arguments),)
 

@@ -25,7 +25,7 @@ class Options:
     padding_mode: PaddingMode = "zeros"
     method: SamplingMethod = "bilinear"
     normalize: Normalize | None = None
-    deterministic: bool = True
+    deterministic_sums: bool = True
 
     def levels(self) -> "Level":
         """The level of each of the K sampling points."""

@@ -68,9 +68,10 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     dropout_offset: Sequence[Any] | None = None,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends every query to the keys it sees, in memory linear in T and S.
 
@@ -137,10 +138,11 @@ def dot_product_attention(
         and column may be index arrays `[T]`, `[S]`. The batch counts over all batch axes, row-major, so
         a block of the leading one can be described.
       precision: of the matrix products; None follows `jax_default_matmul_precision`.
-      deterministic: False lets a kernel add in any order where that is faster; it is not about dropout.
+      deterministic_sums: False lets a kernel add in any order where that is faster.
       return_residual: return `(out, lse)`.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
         GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+      deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. Sums are accumulated in float32 (float64 for float64).
@@ -185,7 +187,8 @@ def dot_product_attention(
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
         dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
-        dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
+        dropout_offset=dropout_offset, precision=precision,
+        deterministic_sums=deterministic_sums, deterministic=deterministic,
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
@@ -225,8 +228,9 @@ def dot_product_attention_bwd(
     broadcast_dropout: bool = False,
     dropout_offset: Sequence[Any] | None = None,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> DotProductAttentionGrads:
     """The backward of `dot_product_attention` as a plain function.
 
@@ -267,7 +271,8 @@ def dot_product_attention_bwd(
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
         dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
-        dropout_offset=dropout_offset, precision=precision, deterministic=deterministic,
+        dropout_offset=dropout_offset, precision=precision,
+        deterministic_sums=deterministic_sums, deterministic=deterministic,
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])

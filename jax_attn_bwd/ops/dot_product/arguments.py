@@ -22,7 +22,7 @@ def prepare(
     operator: str, query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
     key_value_seq_lengths, local_window_size, query_segment_ids, key_value_segment_ids,
     query_positions, key_value_positions, logits_soft_cap, sink, dropout_rate, dropout_key,
-    broadcast_dropout, dropout_offset, precision, deterministic,
+    broadcast_dropout, dropout_offset, precision, deterministic_sums, deterministic=None,
     mask_mod=None, score_mod=None, mod_args=(), sequence_parts=1,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `dot_product_attention`; raises as its docstring says.
@@ -77,7 +77,7 @@ def prepare(
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         broadcast_dropout=checks.flag(operator, "broadcast_dropout", broadcast_dropout),
         precision=checks.precision(operator, precision),
-        deterministic=checks.flag(operator, "deterministic", deterministic),
+        deterministic_sums=checks.repeatable_sums(operator, deterministic_sums, deterministic),
         mask_mod=mask_mod,
         score_mod=score_mod,
     )

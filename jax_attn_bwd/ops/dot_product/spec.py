@@ -29,7 +29,7 @@ class Options:
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     precision: Any = None
-    deterministic: bool = True
+    deterministic_sums: bool = True
     mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
 
@@ -123,8 +123,9 @@ class AttentionKeywords(TypedDict, total=False):
     broadcast_dropout: bool
     dropout_offset: Sequence[Any] | None
     precision: Any
-    deterministic: bool
+    deterministic_sums: bool
     implementation: Implementation | None
+    deterministic: bool | None
 
 
 class ModKeywords(TypedDict, total=False):

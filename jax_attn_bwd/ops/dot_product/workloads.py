@@ -142,7 +142,7 @@ def _large() -> Iterator[Case]:
     yield large("large dropout", H=64, extra=(_dropout,), dropout_rate=0.2)
     yield large("large T=40", T=40, S=2083, N=16)
     yield _case("many blocks", ("repeat",), B=8, T=2051, K=4, **causal)
-    fused = partial(large, tags=("any_order",), deterministic=False)
+    fused = partial(large, tags=("any_order",), deterministic_sums=False)
     yield fused("any order H=64", H=64, **causal)
     yield fused("any order H=128", N=8, **causal)
     yield fused("any order segments", H=64, extra=(_segments,), **causal)
@@ -168,7 +168,7 @@ def _measured() -> Iterator[Case]:
     for H, N in ((128, 16), (64, 32), (256, 8)):
         yield gpu(f"H={H} B=2 T=8192 N={N} full", N=N, H=H)
         yield gpu(f"H={H} B=2 T=8192 N={N} causal", N=N, H=H, is_causal=True)
-    yield gpu("H=128 B=2 T=8192 N=16 causal, any order", is_causal=True, deterministic=False)
+    yield gpu("H=128 B=2 T=8192 N=16 causal, any order", is_causal=True, deterministic_sums=False)
     name, causal = "H=64 B=1 T=16384 N=32 causal window 1024", {"is_causal": True}
     yield gpu(name, B=1, T=16384, N=32, H=64, **causal, local_window_size=(1024, 0))
     yield gpu("H=128 B=1 T=32768 N=16 causal", B=1, T=32768, is_causal=True)
@@ -194,7 +194,7 @@ def _compiled() -> Iterator[Case]:
     yield case("H=128 causal", _GPU, **causal)
     yield case("H=256", N=8, H=256)
     yield case("H=256 causal", N=8, H=256, **causal)
-    yield case("H=128 causal, any order", _HOPPER, **causal, deterministic=False)
+    yield case("H=128 causal, any order", _HOPPER, **causal, deterministic_sums=False)
     yield case("H=64 window 1024", (*_GPU, "v5e"), H=64, **causal, local_window_size=(1024, 0))
     yield case("segments causal", _GPU, extra=(_segments,), **causal)
     yield case("lengths", extra=(_lengths,))

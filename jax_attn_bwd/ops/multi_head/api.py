@@ -95,10 +95,11 @@ def multi_head_attention(
     return_weights: bool = False,
     average_weights: bool = False,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     save: Save = "inputs",
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> jax.Array | tuple[Any, ...]:
     """The whole layer under one rule: projections, attention, output projection, both dropouts.
 
@@ -153,13 +154,14 @@ def multi_head_attention(
       return_weights: return `(out, weights)`.
       average_weights: with `return_weights`, their mean over the heads.
       precision: of all matrix products, projections included; None follows `jax_default_matmul_precision`.
-      deterministic: False lets a kernel add in any order where that is faster; it is not about dropout.
+      deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what is kept for the backward beside the inputs, the heads' output `[..., T, N, Hv]` and its
         `lse`: "inputs" nothing (the projections are computed again), "qkv" the projected heads, "probs"
         those and the T x S probabilities. The gradients are the same.
       return_residual: append what `multi_head_attention_bwd` can be handed to spare the forward; no
         gradient flows through it.
       implementation: of the attention inside, as in `dot_product_attention`.
+      deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
       out: `[..., T, Eo]`, dtype of `query`. A query that sees nothing gives the output bias.
@@ -202,7 +204,7 @@ def multi_head_attention(
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, rotary=rotary,
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
-        deterministic=deterministic, add_zero_attn=add_zero_attn,
+        deterministic_sums=deterministic_sums, deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
         dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
@@ -250,9 +252,10 @@ def multi_head_attention_bwd(
     add_residual: bool = False,
     average_weights: bool = False,
     precision: Any = None,
-    deterministic: bool = True,
+    deterministic_sums: bool = True,
     save: Save = "inputs",
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> MultiHeadAttentionGrads:
     """The backward of `multi_head_attention` as a plain function.
 
@@ -294,7 +297,7 @@ def multi_head_attention_bwd(
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
         key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, rotary=rotary,
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
-        deterministic=deterministic, add_zero_attn=add_zero_attn,
+        deterministic_sums=deterministic_sums, deterministic=deterministic, add_zero_attn=add_zero_attn,
         dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
         dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
         return_weights=dweights is not None or average_weights, average_weights=average_weights,

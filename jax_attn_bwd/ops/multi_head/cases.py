@@ -215,7 +215,7 @@ def _call(**arguments):
 def _reference(**arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return_weights = arguments.pop("return_weights", False)
-        for name in ("save", "precision", "deterministic"):
+        for name in ("save", "precision", "deterministic_sums"):
             arguments.pop(name, None)
         out, weights = reference.multi_head_attention(**_with_params(_with_factors(**arguments)))
         return (out, weights) if return_weights else (out, jnp.zeros(0, out.dtype))

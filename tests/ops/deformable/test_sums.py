@@ -68,7 +68,7 @@ def test_only_a_deterministic_gpu_sorts(monkeypatch):
     assert not sorts()
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
     assert sorts()
-    assert not sorts(deterministic=False)
+    assert not sorts(deterministic_sums=False)
 
 
 def test_sorted_sums_have_the_same_bits_however_cells_are_interleaved(monkeypatch):

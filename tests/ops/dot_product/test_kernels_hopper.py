@@ -21,7 +21,7 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 NAME = "mosaic_gpu"
 NAMED = {case.name: case for case in OPERATOR.tagged("ci", "edge", "second", "shard")}
 FUNCTIONS = {name for name, case in NAMED.items() if {"mask_mod", "score_mod"} & case.options.keys()}
-ANY_ORDER = dataclasses.replace(OPERATOR, call=partial(OPERATOR.call, deterministic=False))
+ANY_ORDER = dataclasses.replace(OPERATOR, call=partial(OPERATOR.call, deterministic_sums=False))
 pytestmark = pytest.mark.kernel
 
 
@@ -160,7 +160,7 @@ def test_nested_vmap(batched, deterministic):
     arrays, options = case.arrays(BF16), {**case.options, "implementation": NAME}
     if not deterministic:  # what the fused kernel takes
         del arrays["bias"]
-        options |= {"logits_soft_cap": None, "deterministic": False}
+        options |= {"logits_soft_cap": None, "deterministic_sums": False}
     rng = np.random.default_rng(3)
     for n in batched:
         noise = rng.standard_normal((2, 2, *arrays[n].shape))

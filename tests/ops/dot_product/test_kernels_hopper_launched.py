@@ -44,19 +44,19 @@ FUSED = PAIR if jax.__version_info__ < (0, 11) else ["dkey_dquery_dvalue"]  # se
 
 @pytest.mark.parametrize("head", [16, pytest.param(64, marks=thorough), 96, 128])
 def test_the_fused_kernel_runs(head):
-    assert backward_kernels("query key value", shapes(H=head), deterministic=False) == FUSED
+    assert backward_kernels("query key value", shapes(H=head), deterministic_sums=False) == FUSED
     for name in TILED:
         if name == "segments" and head > 64:
             continue  # for these registers do not suffice
         case = tiled(head, name)
-        arrays, options = case.arrays(BF16), {**case.options, "deterministic": False}
+        arrays, options = case.arrays(BF16), {**case.options, "deterministic_sums": False}
         assert backward_kernels("query key value", arrays, **options) == FUSED
 
 
 @pytest.mark.parametrize("batched", [("query", "key", "value"), ("key",)], ids=str)
 def test_under_vmap_the_pair_runs(batched):
     def loss(arrays):
-        out = dot_product_attention(**arrays, deterministic=False, implementation=NAME)
+        out = dot_product_attention(**arrays, deterministic_sums=False, implementation=NAME)
         return out.astype(np.float32).sum()
 
     axes = {n: 0 if n in batched else None for n in shapes()}
@@ -70,7 +70,7 @@ def test_under_vmap_the_pair_runs(batched):
 @pytest.mark.parametrize(
     ("change", "options", "expected"),
     [
-        ({}, {"deterministic": True}, PAIR),
+        ({}, {"deterministic_sums": True}, PAIR),
         ({"H": 128, "Hv": 64}, {}, PAIR),
         ({"H": 129}, {}, ["dkey", "dq", "dvalue"]),
         ({"H": 65, "query_segment_ids": (40,), "key_value_segment_ids": (70,)}, {}, PAIR),
@@ -87,7 +87,7 @@ def test_the_fused_kernel_leaves_other_calls_to_the_pair(change, options, expect
     dtypes |= {"query_segment_ids": np.int32, "key_value_segment_ids": np.int32}
     given = {n: jax.ShapeDtypeStruct(change[n], dtypes[n]) for n in change if n in dtypes}
     arrays = shapes(**{n: x for n, x in change.items() if n not in dtypes}) | given
-    options = {"deterministic": False} | options
+    options = {"deterministic_sums": False} | options
     assert backward_kernels("query key value", arrays, **options) == expected
 
 
@@ -112,7 +112,7 @@ def test_only_what_is_asked_is_computed(wanted, bias, expected, deterministic):
     arrays = shapes() | {"sink": jax.ShapeDtypeStruct((4,), BF16)}
     if bias is not None:
         arrays["bias"] = jax.ShapeDtypeStruct(bias, BF16)
-    assert backward_kernels(wanted, arrays, deterministic=deterministic) == expected
+    assert backward_kernels(wanted, arrays, deterministic_sums=deterministic) == expected
 
 
 def by_lines(logits, batch, head, row, column, slopes, by_row, by_column, by_head):
@@ -157,7 +157,7 @@ def test_gradients_of_what_a_score_reads_are_summed_beside_others(
 ):
     function, sizes = score
     arrays = shapes(**options) | {"mod_args": tuple(jax.ShapeDtypeStruct(x, np.float32) for x in sizes)}
-    assert backward_kernels(wanted, arrays, score_mod=function, deterministic=deterministic) == expected
+    assert backward_kernels(wanted, arrays, score_mod=function, deterministic_sums=deterministic) == expected
 
 
 def test_nothing_differentiated_runs_the_forward_alone():

@@ -44,8 +44,8 @@ def lines(logits, batch, head, row, column, by_row, by_column):
 
 CALLS = {
     "plain": ((), {}),
-    "any order": ((), {"deterministic": False}),
-    "segments, any order": (SEGMENTS, {"deterministic": False}),
+    "any order": ((), {"deterministic_sums": False}),
+    "segments, any order": (SEGMENTS, {"deterministic_sums": False}),
     "soft cap": ((), {"logits_soft_cap": 5.0}),
     "segments and soft cap": (SEGMENTS, {"logits_soft_cap": 5.0, "is_causal": True}),
     "dropout": (("dropout_key",), DROPOUT),

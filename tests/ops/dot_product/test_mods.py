@@ -76,7 +76,7 @@ def walked(mask_mod, args, T, tiling, **given):
              "key_value_segment_ids", "query_positions", "key_value_positions", "logits_soft_cap", "sink",
              "dropout_key", "dropout_offset", "precision")  # fmt: skip
     options = dict.fromkeys(names) | {"is_causal": False, "dropout_rate": 0.0, "broadcast_dropout": False}
-    options |= {"deterministic": True, "mask_mod": mask_mod, "mod_args": args} | given
+    options |= {"deterministic_sums": True, "mask_mod": mask_mod, "mod_args": args} | given
     options, operands = prepare("test", x, x, x, None, None, **options)
 
     def live(operands):

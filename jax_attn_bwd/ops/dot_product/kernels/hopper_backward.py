@@ -6,10 +6,10 @@ XLA computes delta (7) and the gradient of the sink (9); the rest are kernels:
     hopper_key_gradients.py     dk and dv; sums over queries; the fused kernel
 
 The pair dq; dk, dv needs seven products a tile and no workspace beyond two row values, adds in one order,
-and gives the same bits every time. With `deterministic=False` the fused kernel needs five; under `jax.vmap`
-the pair runs all the same. A bias gradient is summed in the kernels over what the bias broadcasts: never more
-than the gradient itself is stored. The gradient of what `score_mod` reads of arrays, by row or
-by column, is summed beside dq or dk, and XLA pulls it back to the arrays.
+and gives the same bits every time. With `deterministic_sums=False` the fused kernel needs five; under
+`jax.vmap` the pair runs all the same. A bias gradient is summed in the kernels over what the bias
+broadcasts: never more than the gradient itself is stored. The gradient of what `score_mod` reads of arrays,
+by row or by column, is summed beside dq or dk, and XLA pulls it back to the arrays.
 
 References:
   Shah et al., FlashAttention-3, 2024, arXiv:2407.08608.
@@ -49,8 +49,8 @@ def backward(
         out_specs = kernel_rows.out_specs(residuals)
         return pallas.on_local_shards(partial(_backward, options, interpret), out_specs, given)
 
-    pair = partial(call, dataclasses.replace(options, deterministic=True))
-    run = pair if options.deterministic else _batched_as(pair, partial(call, options))
+    pair = partial(call, dataclasses.replace(options, deterministic_sums=True))
+    run = pair if options.deterministic_sums else _batched_as(pair, partial(call, options))
     return run(residuals, dout, dlse, keys)
 
 
@@ -77,7 +77,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     made = {}
     qkv = wanted & {"query", "key", "value"}
     sides = gradients.value_sides(saved.refs) if "mod_args" in wanted else []
-    if not options.deterministic and len(qkv) == 3 and by_key.can_fuse(options, saved):
+    if not options.deterministic_sums and len(qkv) == 3 and by_key.can_fuse(options, saved):
         made = by_key.key_gradients(options, interpret, saved, qkv)
     else:
         if names := wanted & {"query"} | ({"rows"} if 0 in sides else set()):
