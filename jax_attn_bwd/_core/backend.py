@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from jax_attn_bwd._core import pallas, targets
 
-NAMES = ("xla", "mosaic_tpu", "mosaic_gpu")
+NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "cudnn")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Implementation:
 def kernel(
     name: str, package: str, portable: Implementation, generations: tuple[str, ...], forward: bool = True
 ) -> Implementation:
-    """The Pallas implementation `name` of the operator in `package`.
+    """The implementation `name` of the operator in `package` by kernels: Pallas's, or a library's.
 
     Each of `generations` has its files in `package.kernels`: `<generation>_forward.py` (`forward`,
     `supports`) and `<generation>_backward.py` (`backward`), imported when such a device is first aimed at.
@@ -73,7 +73,7 @@ def kernel(
         name,
         opaque if forward else portable.forward,
         pallas.with_portable_jvp(load("backward", "backward"), portable.backward),
-        platform={"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}[name],
+        platform="tpu" if name == "mosaic_tpu" else "gpu",
         supports=supports,
         waits=waits,
     )
@@ -124,10 +124,7 @@ def select(
     """
     if requested is not None and requested not in NAMES:
         known = tuple(i.name for i in implementations)
-        remedy = "; that one belongs to jax.nn.dot_product_attention" if requested == "cudnn" else ""
-        raise ValueError(
-            f"{operator}: implementation must be None or one of {known}, got {requested!r}{remedy}"
-        )
+        raise ValueError(f"{operator}: implementation must be None or one of {known}, got {requested!r}")
     reasons = {i.name: _refusal(i, options, operands) for i in implementations}
     waiting = {i.name: reasons[i.name] or i.waits() for i in implementations}
     if _explaining.get():

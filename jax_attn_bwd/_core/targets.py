@@ -31,8 +31,14 @@ GENERATIONS = {
         ),
         Generation("hopper", r"\b(GH|H)\d+", "a Hopper GPU (compute capability 9.0)", ""),
     ),
+    "cudnn": (
+        Generation(
+            "cudnn", r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
+        ),
+    ),
 }
-GPU_KERNELS = "JAX_ATTN_BWD_GPU_KERNELS"  # environment variable: 1 picks those that have not run yet, too
+# Environment variable: 1 picks the kernels of this package that have not run yet, too, cudnn picks cuDNN.
+GPU_KERNELS = "JAX_ATTN_BWD_GPU_KERNELS"
 
 
 def platform() -> str:
@@ -86,9 +92,10 @@ def generation(implementation: str, generations: tuple[str, ...]) -> Generation 
 
 def not_picked(found: Generation) -> str | None:
     """Why `implementation=None` passes over the kernels of a generation; None if it does not."""
-    if found.ran or os.environ.get(GPU_KERNELS) == "1":
+    word = "cudnn" if found.files == "cudnn" else "1"
+    if found.ran or os.environ.get(GPU_KERNELS) == word:
         return None
     return (
         f"its kernels have not run on {found.words} yet, so they are not picked by themselves; "
-        f"ask for them by name, or set {GPU_KERNELS}=1"
+        f"ask for them by name, or set {GPU_KERNELS}={word}"
     )

@@ -10,7 +10,7 @@ Array: TypeAlias = jax.Array | np.ndarray
 Integers: TypeAlias = Array | int | Sequence[int] | Sequence[Sequence[int]]  # what `checks.integers` takes
 
 # what options that are words may be
-Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu", "cudnn"]
 FullyMasked = Literal["zero", "uniform", "nan"]
 Save = Literal["inputs", "qkv", "probs"]
 PaddingMode = Literal["zeros", "border"]

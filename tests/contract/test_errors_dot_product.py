@@ -242,8 +242,8 @@ ATTENTION = rows(
       "dropout_offset": (0, 0, 0, ones(T, dtype=int32))}),
     # implementations
     ("implementation_unknown", ValueError,
-     r"implementation must be None or one of \('mosaic_tpu', 'mosaic_gpu', 'xla'\), got 'cudnn'; .* jax\.nn",
-     {"implementation": "cudnn"}),
+     r"implementation must be None or one of \('mosaic_tpu', .*'xla'\), got 'triton'",
+     {"implementation": "triton"}),
     ("implementation_elsewhere", NotImplementedError,
      "implementation='mosaic_tpu' cannot run this call: .*; implementation=None picks",
      {"implementation": "mosaic_tpu"}),
