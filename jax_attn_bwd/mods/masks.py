@@ -104,7 +104,10 @@ class _Window:
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
-    """A row sees from `left` columns before its own to `right` after it.
+    """A row sees its own column and `left` before it: it looks back only, unless `right` are seen after it.
+
+    The `local_window_size` of `dot_product_attention` looks both ways where it is one number, as in `jax.nn`.
+    Gemma's window of 1,024 tokens is `mods.sliding_window(1023)`, or `local_window_size=(1023, 0)`.
 
     Example:
       >>> from jax_attn_bwd import mods

@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from jax_attn_bwd._core import checks
 from jax_attn_bwd.mods.mod_args_spec import Read
+from jax_attn_bwd.ops.dot_product.mod_arguments import takes_other
 
 
 @dataclass(frozen=True)
@@ -15,9 +17,14 @@ class Mod:
     function: Callable[..., Any]
     num_args: int = 0
     reads: tuple[Read | None, ...] = ()
+    place: ClassVar[tuple[str, ...]] = ("batch", "head", "row", "column")
 
     def __post_init__(self) -> None:
-        """Takes the docstring and the module of a function that it decorates, for `help` and for pickles."""
+        """Checks the function; takes the docstring and the module of one that it decorates."""
+        taken = takes_other(self.function, len(self.place) + self.num_args)
+        if taken is not None:
+            expected = f"take ({', '.join(self.place)}) and the {self.num_args} arrays that num_args says"
+            raise TypeError(checks.message(f"mods.{type(self).__name__}", "function", expected, taken))
         for name in ("__doc__", "__module__"):
             if hasattr(self.function, "__qualname__") and getattr(self.function, name):
                 object.__setattr__(self, name, getattr(self.function, name))

@@ -24,6 +24,8 @@ class Score(Mod):
       reads: what these must be; None, or nothing, where it is not known, and not checked.
     """
 
+    place = ("logits", *Mod.place)
+
     def __call__(self, logits: Any, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
         """The new logits."""
         read = args[len(args) - self.num_args :]

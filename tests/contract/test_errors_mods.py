@@ -40,7 +40,8 @@ MASKS = rows(
      "mask_mod must be elementwise jnp operations that broadcast over batch, head, row and column, got ",
      {"mask_mod": branching}),
     ("arguments", TypeError,
-     r"mask_mod must take \(batch, head, row, column\) and the 1 arrays of mod_args, got one with too many",
+     r"mask_mod must take \(batch, head, row, column\) and the 1 arrays of mod_args, got "
+     r"<lambda>\(b, h, r, c\), too many positional arguments; both .* are handed all of mod_args",
      {"mask_mod": lambda b, h, r, c: r < c, "mod_args": (ones(3),)}),
     ("not broadcast", TypeError, "mask_mod must be elementwise .* that broadcast",
      {"mask_mod": lambda b, h, r, c: r.reshape(-1) == c.reshape(-1)}),
@@ -247,6 +248,13 @@ NAMED = rows(
     ("cap", ValueError, "cap must be positive, got -1.0", lambda: mods.soft_cap(-1.0)),
     ("tree", ValueError, "a parent must come before its child 1, got 1",
      lambda: mods.tree_intervals([-1, 1])),
+    ("arity", TypeError,
+     r"mods.Mask: function must take \(batch, head, row, column\) and the 0 arrays that num_args says, got "
+     r"<lambda>\(b, h, r\), too many positional arguments",
+     lambda: mods.Mask(lambda b, h, r: r > 1)),
+    ("arity of a score", TypeError,
+     r"mods.Score: function must take \(logits, batch, head, row, column\) and the 1 arrays that num_args",
+     lambda: mods.Score(lambda x, b, h, r, c: x, 1)),
     ("joined", TypeError, "a mask must be combined with a Mask, got function; write mods.Mask",
      lambda: mods.causal & (lambda b, h, r, c: r < c)),
 )  # fmt: skip

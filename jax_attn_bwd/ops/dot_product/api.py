@@ -107,7 +107,9 @@ def dot_product_attention(
       query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, T] and [0, S];
         positions at or beyond the length see nothing, and are not seen. Always counted by index, not by
         position.
-      local_window_size: int or (left, right): a query at p sees keys from p - left to p + right.
+      local_window_size: w looks both ways, as in `jax.nn`: a query at p sees keys from p - w to p + w;
+        (left, right): from p - left to p + right. Gemma's window of 1,024 tokens, which looks back only, is
+        `(1023, 0)`, or `mods.sliding_window(1023)`.
       query_segment_ids, key_value_segment_ids: ints that broadcast to `[..., T]` and `[..., S]`; give both.
       query_positions, key_value_positions: ints that broadcast to `[..., T]` and `[..., S]`: what
         causality and windows compare, between `-2**30` and `2**30`; default the index (rings, packing,
@@ -120,7 +122,8 @@ def dot_product_attention(
         indices. Its jaxpr is evaluated on intervals, so tiles are skipped without a T x S evaluation. What
         would differ from tile to tile (a maximum over columns, a count of them) is refused.
       score_mod: `(logits, batch, head, row, column, *mod_args) -> logits`, likewise, in the dtype in which
-        logits are computed (float32, or float64). -inf hides, but no tile is skipped for it.
+        logits are computed (float32, or float64). -inf hides, but no tile is skipped for it, and NaN in a
+        value that it alone hides reaches the output: `mask_mod`, or a bias of -inf, holds it off.
         Both functions are static, told apart by `==`, which for a plain function is identity: one that is
         defined anew for each call is compiled anew. Define it once, and hand what changes over in
         `mod_args`. Kernels for TPUs and Hopper GPUs trace them if they read arrays at the row, or the column,

@@ -5,6 +5,8 @@ size of tile, so it is refused; so is one that closes over traced arrays, or has
 """
 
 import inspect
+import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +55,8 @@ def prepared(
         turned = (index(*batch, 1, 1, 1, 1), index(K, 1, G, 1), index(2), index(3, 1, 1))
         logits = jax.ShapeDtypeStruct((*batch, K, 3, G, 2), dtype)
         _any_order(operator, "score_mod", score_mod, (logits, *turned, *given))
+    for argument, function in (("mask_mod", mask_mod), ("score_mod", score_mod)):
+        _warn_of_functions_made_anew(operator, argument, function)
     return args
 
 
@@ -171,14 +175,41 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
 
 def _check_signature(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
     """It takes as many arguments as it will be handed."""
+    own = 5 if argument == "score_mod" else 4
+    if (taken := takes_other(function, len(shapes))) is not None:
+        names = ("logits, " if own == 5 else "") + "batch, head, row, column"
+        expected = f"take ({names}) and the {len(shapes) - own} arrays of mod_args"
+        remedy = "both functions are handed all of mod_args: write *args for what one does not read"
+        raise TypeError(checks.message(operator, argument, expected, taken, remedy))
+
+
+def takes_other(function: Any, count: int) -> str | None:
+    """The function with what it takes, where that is another number of arguments than `count`; else None."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # not told of some callables
+        return None  # not told of some callables
     try:
-        signature.bind(*shapes)
+        signature.bind(*range(count))
     except TypeError as error:
-        own = 5 if argument == "score_mod" else 4
-        names = ("logits, " if own == 5 else "") + "batch, head, row, column"
-        expected = f"take ({names}) and the {len(shapes) - own} arrays of mod_args"
-        raise TypeError(checks.message(operator, argument, expected, f"one with {error}")) from None
+        return f"{getattr(function, '__name__', type(function).__name__)}{signature}, {error}"
+    return None
+
+
+_made: dict[Any, int] = {}  # how many functions a code object has been made into, and were compiled
+_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _warn_of_functions_made_anew(operator: str, argument: str, function: Any) -> None:
+    """Once, at the third function of one code object in calls outside of `jax.jit`: all were compiled."""
+    inner = getattr(function, "function", function)  # of a named one
+    code = getattr(getattr(inner, "func", inner), "__code__", None)  # of a partial one
+    if code is None or function in _compiled or isinstance(jnp.zeros(()), jax.core.Tracer):
+        return
+    _compiled.add(function)
+    _made[code] = _made.get(code, 0) + 1
+    if _made[code] == 3:
+        expected = "be defined once: it is a static argument, and compiled anew for each function object"
+        got = f"the third one that {code.co_filename}:{code.co_firstlineno} makes"
+        remedy = "hand over what changes in mod_args, or write a frozen dataclass with __call__"
+        warnings.warn(checks.message(operator, argument, expected, got, remedy), stacklevel=2)

@@ -5,9 +5,10 @@ import pickle
 import pydoc
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jax_attn_bwd import mods, parallel
+from jax_attn_bwd import dot_product_attention, mods, parallel
 
 
 @mods.Mask
@@ -51,3 +52,18 @@ def test_other_numbers_are_another_static_argument():
 
 def test_help_says_what_is_read():
     assert "Reads `ids`, int `[T]`" in pydoc.render_doc(mods.document, renderer=pydoc.plaintext)
+
+
+def test_a_function_made_anew_for_each_call_is_told_once():
+    """At the third one, where each was compiled; under jit they are compiled with the rest."""
+    x = jnp.ones((1, 3, 1, 2))
+    call = lambda: dot_product_attention(x, x, x, mask_mod=lambda b, h, r, c: c <= r)
+    jax.jit(lambda: [call() for _ in range(4)])()
+    call(), call()
+    with pytest.warns(
+        UserWarning, match="mask_mod must be defined once: .*, got the third one that .*py:.*; hand"
+    ):
+        call()
+    call()
+    for _ in range(4):
+        dot_product_attention(x, x, x, mask_mod=mods.sliding_window(2), score_mod=mods.soft_cap(2.0))
