@@ -1,4 +1,4 @@
-"""What a reader runs first: the example, the notebooks and the blocks of README.md."""
+"""What a reader runs first: the examples, the notebooks and the code of README.md and of the pages."""
 
 import os
 import re
@@ -18,7 +18,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WITH_FILES = [path for path in EXAMPLES if '"--out"' in path.read_text()]
 README = ROOT / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = {
+    path.stem: re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    for path in [README, *sorted((ROOT / ".docs" / "pages").rglob("*.md"))]
+}
+PAGES_WITH_CODE = [name for name, blocks in BLOCKS.items() if blocks]
 
 
 def environment() -> dict[str, str]:
@@ -231,15 +235,16 @@ def test_notebook_runs(path, monkeypatch, tmp_path):
         client.execute()
 
 
-def test_readme_shows_code():
-    assert BLOCKS
+def test_readme_and_pages_show_code():
+    assert {"README", "recipes", "sharding", "which_call_when"} <= set(PAGES_WITH_CODE)
 
 
 @pytest.mark.thorough
-def test_each_block_of_the_readme_runs_alone(tmp_path):
+@pytest.mark.parametrize("page", PAGES_WITH_CODE)
+def test_each_block_of_a_page_runs_alone(page, tmp_path):
     """In a namespace of its own, as a reader pastes one; stdout may be anything."""
-    script = tmp_path / "readme.py"
-    script.write_text(f"for block in {BLOCKS!r}:\n    exec(block, {{}})\n")
+    script = tmp_path / "page.py"
+    script.write_text(f"for block in {BLOCKS[page]!r}:\n    exec(block, {{}})\n")
     run(tmp_path, script)
 
 

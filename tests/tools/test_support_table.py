@@ -1,4 +1,4 @@
-"""README's table of what runs where says what the kernels' `supports()` say."""
+"""The page of what runs where says what the kernels' `supports()` say."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import jax_attn_bwd
 from jax_attn_bwd import BipartiteCSC, explain
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / ".docs" / "pages" / "what_runs_where.md"
 CHIPS = {  # in the order of "A100 to B200"
     "mosaic_tpu": {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"},
     "mosaic_gpu": {name: f"NVIDIA {name}" for name in ("A100", "H100", "H200", "B200")},
@@ -54,7 +54,7 @@ CALLS = {
 
 def cells(operator):
     """{implementation: what its cell says} of the operator's row; "-" is nothing."""
-    lines = README.read_text().splitlines()
+    lines = PAGE.read_text().splitlines()
     header = next(line for line in lines if line.startswith("| operator |"))
     row = next(line for line in lines if line.startswith(f"| `{operator}`"))
     columns = [re.search(r'"(\w+)"', title) for title in header.split("|")[2:-1]]

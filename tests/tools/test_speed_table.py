@@ -1,0 +1,96 @@
+"""README's table of speed says what the files in `bench/results` hold: medians, and least to most."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "jax_attn_bwd" / "bench" / "results"
+VERSIONS = ("0.10.2", "0.12.0.1")
+LARGE = r"T=S=(2048|4096) (full|causal)"
+# step, what it is beside, and where its cases are: (file, cases, contenders)
+STEPS = [
+    ("softmax, `[8, 128, 128]` to `[4, 8, 1024, 1024]`", "`jax.nn.softmax`",
+     [("softmax", ".*", "jax.nn"), ("programs", "softmax.*", "plain")]),
+    ("dense attention, batch 1 or 2, 2,048 tokens, 8 heads of 64", "`jax.nn.dot_product_attention`",
+     [("dot_product", LARGE, "jax.nn"), ("programs", "dense B2 T2048.*", "plain")]),
+    ("dense attention, batch 1, 2,048 and 4,096 tokens, 8 heads of 64", "torch",
+     [("dot_product", LARGE, "torch.*")]),
+    ("dense attention, batch 4, 512 tokens, 8 heads of 64", "`jax.nn.dot_product_attention`",
+     [("programs", "dense B4 T512 .*", "plain")]),
+    ("dense attention, batch 2 to 32, 1 to 256 tokens, 4 to 8 heads of 32 or 64",
+     "`jax.nn.dot_product_attention`",
+     [("programs", "dense (B32 T16|B16 T64|B8 T|vmap|12 layers).*", "plain")]),
+    ("multi-head layer, batch 4, 512 tokens, 8 heads of 64", "Flax, Equinox",
+     [("multi_head", "B=4 T=512.*", "(flax|equinox).*")]),
+    ("multi-head layer, batch 1, 2,048 tokens, 8 heads of 64", "Flax, Equinox",
+     [("multi_head", "B=1 T=2048.*", "(flax|equinox).*")]),
+    ("the two layers above", "torch", [("multi_head", ".*", "torch.*")]),
+    ("multi-head layer, batch 1, 512 to 4,096 tokens, 4 heads of 64", "torch",
+     [("multi_head_scaling", ".*", "torch.*")]),
+    ("deformable attention, batch 1, 5,440 queries, 8 heads of 32", "gathers that JAX differentiates",
+     [("deformable", ".*Q=5440", "gather.*")]),
+    ("deformable attention, batch 1, 300 queries, 8 heads of 32", "gathers that JAX differentiates",
+     [("deformable", ".*Q=300", "gather.*"), ("programs", "deformable.*", "plain")]),
+    ("the two above", "torch's `grid_sample`", [("deformable", ".*", "torch.*")]),
+    ("graph attention, 500,000 edges, 8 heads of 8 or 16", "segment sums of sorted edges",
+     [("graph", ".*", "JAX.*"), ("programs", "gat 100k/500k.* step", "plain")]),
+    ("GAT, 25,000 to 100,000 edges, 1 head of 64, 8 of 8", "segment sums of sorted edges",
+     [("programs", "gat 10k/(25k|100k).* step", "plain")]),
+    ("GAT, 1,600 to 13,000 edges, 8 heads of 8", "segment sums of sorted edges",
+     [("programs", "gat (384|2.7k)/.* step", "plain")]),
+    ("masks and scores as functions, batch 1, 4,096 tokens", "the same as arrays",
+     [("mods", ".*T=4096, forward . backward", "our call with an array")]),
+    ("compiling dense attention, batch 2, 2,048 tokens, 8 heads of 64", "`jax.nn.dot_product_attention`",
+     [("programs", "dense B2 T2048.*", "plain")]),
+]  # fmt: skip
+
+
+def rows(name: str, version: str) -> list[dict]:
+    """The rows of a results file; none if there is no run of that version."""
+    path = RESULTS / f"{name}_cpu_jax{version}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def compile_seconds(row: dict) -> float:
+    return float(row["notes"]["compiled in"].split()[0])
+
+
+def figures(step: str, places: list[tuple[str, str, str]], version: str) -> list[float]:
+    """How many times as fast ours is, in every case measured of a step."""
+    found = []
+    for name, cases, contenders in places:
+        every = rows(name, version)
+        for row in every:
+            if not (re.fullmatch(cases, row["case"]) and re.fullmatch(contenders, row["contender"])):
+                continue
+            if step.startswith("compiling"):
+                (ours,) = [x for x in every if (x["case"], x["contender"]) == (row["case"], "jax_attn_bwd")]
+                found.append(compile_seconds(row) / compile_seconds(ours))
+            elif row["ratio"] is not None:
+                found.append(row["ratio"])
+    return found
+
+
+def told(ratios: list[float]) -> str:
+    if not ratios:
+        return "-"
+    shown = (statistics.median(ratios), min(ratios), max(ratios))
+    words = [f"{x:.2f}" if x < 0.995 else f"{x:.1f}" if x < 9.95 else f"{x:.0f}" for x in shown]
+    return words[0] if words[1] == words[2] else f"{words[0]} ({words[1]} to {words[2]})"
+
+
+@pytest.mark.parametrize(("step", "beside", "places"), STEPS, ids=[f"{s}-{b}" for s, b, _ in STEPS])
+def test_each_figure_is_the_median_of_what_was_measured(step, beside, places):
+    cells = [told(figures(step, places, version)) for version in VERSIONS]
+    assert set(cells) != {"-"}
+    line = f"| {step} | {beside} | {' | '.join(cells)} |"
+    assert line in (ROOT / "README.md").read_text().splitlines(), line
+
+
+def test_no_step_is_told_that_was_not_measured():
+    table = (ROOT / "README.md").read_text().split("## Speed")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\| (?!---|step)", table, re.MULTILINE)) == len(STEPS)
