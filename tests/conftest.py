@@ -9,6 +9,10 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
+# Neither the user's own choice of kernels counts, nor what this machine has proven.
+os.environ["JAX_ATTN_BWD_KERNELS"] = os.environ["JAX_ATTN_BWD_GPU_KERNELS"] = ""
+os.environ["JAX_ATTN_BWD_CACHE"] = os.devnull
+
 import jax
 import pytest
 

@@ -3,15 +3,15 @@
 import contextlib
 import contextvars
 import importlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
-from jax_attn_bwd._core import pallas, targets
+from jax_attn_bwd._core import console, pallas, proven, targets
 
 NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "cudnn")
 
@@ -25,7 +25,9 @@ class Implementation:
       forward, backward: see the operator's `api.py`.
       platform: "tpu" or "gpu" for a kernel, None for the portable path.
       supports: `(options, operands) -> None | reason`; None means that the kernel can run the call.
-      waits: `() -> None | reason` why it runs only where it is asked for by name; None = it does not wait.
+      family: the folder of `ops` under which the record of `check --enable` knows a kernel.
+      ran: `() -> when it passed its tests on the generation aimed at`, "" if it has not.
+      sized: `(options, operands) -> arrays` by whose size the record is looked up.
     """
 
     name: str
@@ -33,7 +35,9 @@ class Implementation:
     backward: Callable[..., Any]
     platform: str | None = None
     supports: Callable[[Any, Any], str | None] = lambda options, operands: None
-    waits: Callable[[], str | None] = lambda: None
+    family: str = ""
+    ran: Callable[[], str] = lambda: ""
+    sized: Callable[[Any, Any], Any] = lambda options, operands: operands
 
 
 def kernel(
@@ -65,8 +69,8 @@ def kernel(
             return device
         return load("forward" if forward else "backward", "supports")(options, operands)
 
-    def waits():
-        return None if pallas.is_interpreted(name) else targets.not_picked(found())
+    def ran():
+        return device.ran if isinstance(device := found(), targets.Generation) else ""
 
     opaque = pallas.with_portable_jvp(load("forward", "forward"), portable.forward)
     return Implementation(
@@ -75,7 +79,8 @@ def kernel(
         pallas.with_portable_jvp(load("backward", "backward"), portable.backward),
         platform="tpu" if name == "mosaic_tpu" else "gpu",
         supports=supports,
-        waits=waits,
+        family=package.rpartition(".")[2],
+        ran=ran,
     )
 
 
@@ -101,8 +106,42 @@ def _refusal(implementation: Implementation, options: Any, operands: Any) -> str
     return implementation.supports(options, operands)
 
 
+def _passed_over(
+    implementations: Sequence[Implementation], options: Any, operands: Any, tell: bool
+) -> dict[str, str]:
+    """Why `implementation=None` passes over kernels among these, all of which can run the call."""
+    kernels = [i for i in implementations if i.platform is not None and not pallas.is_interpreted(i.name)]
+    if not kernels:
+        return {}
+    size = lambda i: lambda: proven.size_of(i.sized(options, operands))
+    candidates = [proven.Candidate(i.name, i.family, i.ran(), size(i)) for i in kernels]
+    return proven.passed_over(candidates, NAMES, tell)
+
+
+class Reasons(dict[str, str]):
+    """`{implementation: "ok" | why it is not picked}`; printed, it is a table.
+
+    Attributes:
+      refused: those that cannot run the call, not even by name, with the reason.
+    """
+
+    def __init__(self, reasons: Mapping[str, str], refused: Mapping[str, str], title: str):
+        super().__init__(reasons)
+        self.refused, self._title = dict(refused), title
+
+    def __repr__(self) -> str:
+        picked = next(name for name, reason in self.items() if reason == "ok")
+        rows = []
+        for name, reason in self.items():
+            if reason == "ok":
+                rows.append((name, "picked" if name == picked else "can run", ""))
+            else:
+                rows.append((name, "cannot run" if name in self.refused else "by name", reason))
+        return console.columns(self._title, rows)
+
+
 class _Explained(Exception):
-    def __init__(self, reasons: dict[str, str]):
+    def __init__(self, reasons: Reasons):
         self.reasons = reasons
 
 
@@ -126,13 +165,18 @@ def select(
         known = tuple(i.name for i in implementations)
         raise ValueError(f"{operator}: implementation must be None or one of {known}, got {requested!r}")
     reasons = {i.name: _refusal(i, options, operands) for i in implementations}
-    waiting = {i.name: reasons[i.name] or i.waits() for i in implementations}
+    able = [i for i in implementations if reasons[i.name] is None]
     if _explaining.get():
-        raise _Explained({name: reason or "ok" for name, reason in waiting.items()})
+        refused = {name: reason for name, reason in reasons.items() if reason is not None}
+        others = refused | _passed_over(able, options, operands, tell=False)
+        title = f"{operator} on {targets.device_kind()}"
+        found = {i.name: others.get(i.name, "ok") for i in implementations}
+        raise _Explained(Reasons(found, refused, title))
     if requested is None:
-        return next(i for i in implementations if waiting[i.name] is None)
-    for i in implementations:
-        if i.name == requested and reasons[i.name] is None:
+        others = _passed_over(able, options, operands, tell=True)
+        return next(i for i in able if i.name not in others)
+    for i in able:
+        if i.name == requested:
             return i
     reason = reasons.get(requested, "this operator has no such implementation")
     raise NotImplementedError(
@@ -190,18 +234,22 @@ def _is_data(x: Any) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
-def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
-    """For each implementation of operator `f`: "ok", or the reason why it cannot run this call.
+def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Reasons:
+    """For each implementation of operator `f`: "ok", or why `implementation=None` does not pick it.
 
     Args:
       f: an operator of this package, or a function that calls one.
       *args, **kwargs: its arguments; arrays may be `jax.ShapeDtypeStruct`s. Nothing is computed.
+      platform: a chip that need not be here, "cpu", "A100", "H100", "H200", "B200", "v5e", "v5p", "v6e",
+        "tpu7x" or a kind of device as its maker calls it; None = the one that a call here runs on.
 
     Returns:
-      `{implementation: "ok" | reason}`, in the order in which `implementation=None` tries them.
+      `{implementation: "ok" | reason}`; `implementation=None` picks the first that is ok. Printed, it is a
+      table, which also tells apart what cannot run the call and what runs when it is asked for by name.
+      `.refused` has the reasons of the former alone.
 
     Raises:
-      ValueError: `f` calls no operator of this package.
+      ValueError: `f` calls no operator of this package; no such platform is known.
 
     Example:
       >>> import jax, jax_attn_bwd
@@ -209,7 +257,18 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
       >>> reasons = jax_attn_bwd.explain(jax_attn_bwd.dot_product_attention, x, x, x)
       >>> list(reasons), reasons["xla"]
       (['mosaic_tpu', 'mosaic_gpu', 'xla'], 'ok')
+      >>> x = jax.ShapeDtypeStruct((128, 1024), "bfloat16")
+      >>> jax_attn_bwd.explain(jax_attn_bwd.scaled_masked_softmax, x, platform="A100")
+      scaled_masked_softmax on NVIDIA A100-SXM4-80GB
+        mosaic_tpu  cannot run  it is a tpu kernel and the target platform is gpu
+        mosaic_gpu  cannot run  it needs a Hopper GPU (compute capability 9.0), not NVIDIA A100-SXM4-80GB
+        xla         picked
     """
+    with contextlib.nullcontext() if platform is None else targets.aimed_at(platform):
+        return _explain(f, args, kwargs)
+
+
+def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if _is_data(x)]
 
@@ -222,7 +281,15 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
 
     with _explain_mode(), jax.disable_jit():  # a cached trace would not come by `select` again
         try:
-            jax.eval_shape(call, *(leaves[i] for i in traced))
+            jax.eval_shape(call, *(_on_ambient_mesh(leaves[i]) for i in traced))
         except _Explained as explained:
             return explained.reasons
     raise ValueError(f"explain: {f!r} calls no operator of jax_attn_bwd")
+
+
+def _on_ambient_mesh(x: Any) -> Any:
+    """The type of an array, on the ambient mesh where that has its axes but another device."""
+    mesh, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding
+    if own.mesh.empty or own.mesh == mesh or own.mesh.axis_names != mesh.axis_names:
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, own.spec))

@@ -1,7 +1,9 @@
 """Progress and tables: with `rich` where it is installed, as plain text where it is not."""
 
 import importlib.util
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -53,6 +55,18 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
         drawn.add_row(*map(escape, row))
     width = None if sys.stdout.isatty() else 140
     Console(width=width).print(drawn)
+
+
+def columns(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """A title and rows in columns below it, the last one wrapped at the width of the terminal."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    width = max(shutil.get_terminal_size((120, 24)).columns, 60)
+    lines = [title]
+    for *cells, last in rows:
+        head = "".join(f"  {cell:<{w}}" for cell, w in zip(cells, widths, strict=True)) + "  "
+        told = textwrap.wrap(last, width - len(head), break_on_hyphens=False) or [""]
+        lines += [(head + told[0]).rstrip(), *(" " * len(head) + line for line in told[1:])]
+    return "\n".join(lines)
 
 
 def _is_number(cell: str) -> bool:

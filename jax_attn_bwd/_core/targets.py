@@ -1,10 +1,11 @@
 """What is compiled for: the platform, the kind of device, and the generation whose kernels it runs."""
 
-import os
 import re
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh
 
 
 class Generation(NamedTuple):
@@ -17,14 +18,11 @@ class Generation(NamedTuple):
     capability: tuple[int, int] | None = None  # the least of a device of any other name that tells its own
 
 
-# By implementation, the newest last. The Mosaic GPU interpreter does not model asynchronous wgmma,
-# reduce-adds and setmaxnreg, so a GPU generation whose `ran` is empty is not picked by itself: to turn it on
-# for everyone, `ran="<date>, <commit whose tests/gpu passed there>"`. For TPUs compiler and interpreter
-# leave no such gap.
+# By implementation, the newest last. Kernels are picked by themselves only where they are proven: by a user's
+# own record (`proven.py`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
+# a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`.
 GENERATIONS = {
-    "mosaic_tpu": (
-        Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", "interpreted and compiled"),
-    ),
+    "mosaic_tpu": (Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", ""),),
     "mosaic_gpu": (
         Generation(
             "gpu", r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
@@ -37,15 +35,23 @@ GENERATIONS = {
         ),
     ),
 }
-# Environment variable: 1 picks the kernels of this package that have not run yet, too, cudnn picks cuDNN.
-GPU_KERNELS = "JAX_ATTN_BWD_GPU_KERNELS"
+CHIPS = {  # by the names of everyday speech: platform, kind of device
+    "cpu": ("cpu", "cpu"),
+    "A100": ("gpu", "NVIDIA A100-SXM4-80GB"),
+    "H100": ("gpu", "NVIDIA H100 80GB HBM3"),
+    "H200": ("gpu", "NVIDIA H200"),
+    "B200": ("gpu", "NVIDIA B200"),
+    "v5e": ("tpu", "TPU v5 lite"),
+    "v5p": ("tpu", "TPU v5"),
+    "v6e": ("tpu", "TPU v6 lite"),
+    "tpu7x": ("tpu", "TPU7x"),
+}
 
 
 def platform() -> str:
     """The platform that is aimed at: of the ambient mesh, else the default device, else JAX's default."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.abstract_device is not None:
-        return mesh.abstract_device.platform
+    if (aimed := _abstract_device()) is not None:
+        return aimed.platform
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None:
         return jax.default_backend()
@@ -54,24 +60,45 @@ def platform() -> str:
 
 def device_kind() -> str:
     """The kind of device that is aimed at, as its maker calls it: "NVIDIA H200"."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.abstract_device is not None:
-        return mesh.abstract_device.device_kind
+    if (aimed := _abstract_device()) is not None:
+        return aimed.device_kind
     return _default_device().device_kind
 
 
 def compute_capability() -> tuple[int, int] | None:
     """That of the GPU that is aimed at; None where it does not tell."""
-    mesh = jax.sharding.get_abstract_mesh()
     device = _default_device()
-    if (
-        not mesh.empty
-        and (aimed := mesh.abstract_device) is not None
-        and aimed.device_kind != device.device_kind
-    ):
+    if (aimed := _abstract_device()) is not None and aimed.device_kind != device.device_kind:
         device = aimed
     found = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
     return None if found is None else (int(found[1]), int(found[2]))
+
+
+def is_here() -> bool:
+    """Whether the device that is aimed at is the default one, rather than one that is compiled for."""
+    return device_kind() == _default_device().device_kind
+
+
+def aimed_at(chip: str) -> AbstractContextManager:
+    """Programs inside are for that chip, which need not be here: a key of `CHIPS`, or a kind of device.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    makers = {"NVIDIA": "gpu", "TPU": "tpu"}
+    maker = next((platform for word, platform in makers.items() if chip.startswith(word)), None)
+    if chip not in CHIPS and maker is None:
+        known = (*CHIPS, "a kind of device as its maker calls it, as NVIDIA L40S or TPU v6 lite")
+        raise ValueError(f"explain: platform must be one of {known}, got {chip!r}")
+    platform, kind = CHIPS.get(chip, (str(maker), chip))
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    mesh = jax.sharding.get_abstract_mesh()
+    aimed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(aimed)
+
+
+def _abstract_device() -> Any:
+    return jax.sharding.get_abstract_mesh().abstract_device
 
 
 def _default_device() -> Any:
@@ -88,14 +115,3 @@ def generation(implementation: str, generations: tuple[str, ...]) -> Generation 
         if re.search(found.kinds, kind) or (least and capability and capability >= least):
             return found
     return f"it needs {' or '.join(g.words for g in known)}, not {kind}"
-
-
-def not_picked(found: Generation) -> str | None:
-    """Why `implementation=None` passes over the kernels of a generation; None if it does not."""
-    word = "cudnn" if found.files == "cudnn" else "1"
-    if found.ran or os.environ.get(GPU_KERNELS) == word:
-        return None
-    return (
-        f"its kernels have not run on {found.words} yet, so they are not picked by themselves; "
-        f"ask for them by name, or set {GPU_KERNELS}={word}"
-    )

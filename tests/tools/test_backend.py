@@ -1,6 +1,7 @@
 """Which implementation runs, why the others do not, and what `explain` tells of it."""
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -27,9 +28,11 @@ def never(*args):
     raise AssertionError("dispatch runs nothing")
 
 
-def fake(name, platform=None, reason=None):
-    """An implementation that cannot run for `reason`."""
-    return Implementation(name, never, never, platform, lambda options, operands: reason)
+def fake(name, platform=None, reason=None, ran="today"):
+    """An implementation that cannot run for `reason`; kernels have passed their tests on the chip."""
+    return Implementation(
+        name, never, never, platform, lambda options, operands: reason, "operator", lambda: ran
+    )
 
 
 TPU, GPU, XLA = fake("mosaic_tpu", "tpu"), fake("mosaic_gpu", "gpu"), fake("xla")
@@ -115,7 +118,7 @@ def test_none_picks_the_first_of_the_list_that_can():
 
 def test_supports_sees_options_and_operands():
     seen = []
-    implementation = Implementation("mosaic_gpu", never, never, "gpu", lambda *call: seen.append(call))
+    implementation = replace(GPU, supports=lambda *call: seen.append(call))
     with devices_elsewhere("gpu"):
         assert select("operator", (implementation, XLA), None, "o", (1.0,)).name == "mosaic_gpu"
     assert seen == [("o", (1.0,))]
@@ -218,6 +221,7 @@ def test_explain_gives_every_reason_in_the_order_of_preference():
     assert list(got) == ["mosaic_tpu", "mosaic_gpu", "second", "xla"]
     assert got["mosaic_tpu"] == "it is a tpu kernel and the target platform is gpu"
     assert (got["mosaic_gpu"], got["second"], got["xla"]) == ("no", "ok", "ok")
+    assert got.refused == {name: got[name] for name in ("mosaic_tpu", "mosaic_gpu")}
 
 
 def shapes(*names):

@@ -1,6 +1,9 @@
-"""GPU kernels that have run on no such GPU are not picked by themselves: a hang would be the user's."""
+"""Kernels are picked by themselves only where they are proven, or where a user says so."""
 
+import json
+import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -9,100 +12,322 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jax_attn_bwd import dot_product_attention, explain, scaled_masked_softmax
-from jax_attn_bwd._core import targets
+from jax_attn_bwd._core import proven, targets
 from jax_attn_bwd._core.backend import Implementation, select
 
-
-def never(*args):
-    raise AssertionError("dispatch runs nothing")
-
-
-XLA = Implementation("xla", never, never)
-
-
-def devices_elsewhere(platform, kind="some kind"):
-    """The ambient mesh of a compile-only program."""
-    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
+H200, V6E = "NVIDIA H200", "TPU v6 lite"
 QUERY = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
-WITH_KERNELS = {
-    "dot_product_attention": dot_product_attention,
-    "scaled_masked_softmax": scaled_masked_softmax,
-}
+CHIPS = {"H200": (H200, "mosaic_gpu"), "v6e": (V6E, "mosaic_tpu")}
+CALLS = {"dot_product": (dot_product_attention, (QUERY,) * 3), "softmax": (scaled_masked_softmax, (QUERY,))}
 
 
-@pytest.fixture(params=WITH_KERNELS)
-def hopper(request, monkeypatch):
-    """A call on an H200: what `explain` says of it, and its program; no variable is set."""
-    monkeypatch.delenv(targets.GPU_KERNELS, raising=False)
-    function = WITH_KERNELS[request.param]
-    operands = (QUERY,) * (3 if request.param == "dot_product_attention" else 1)
-
-    def reasons(**options):
-        with devices_elsewhere("gpu", "NVIDIA H200"):
-            return explain(function, *operands, **options)
-
-    def run(**options):
-        with devices_elsewhere("gpu", "NVIDIA H200"):
-            return str(jax.make_jaxpr(lambda *x: function(*x, **options))(*operands))
-
-    return SimpleNamespace(reasons=reasons, program=run)
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_ATTN_BWD_CACHE", str(tmp_path))
 
 
-def launched(program):
-    """Whether it holds a kernel."""
-    return re.search(r"\bname=(attention|softmax)_forward\b", program) is not None
+@pytest.fixture
+def told(monkeypatch, caplog):
+    """`told()`: what was logged so far; nothing was before."""
+    proven._once.cache_clear()
+    caplog.set_level(logging.WARNING, "jax_attn_bwd")
+    yield lambda: [r.getMessage() for r in caplog.records if r.name == "jax_attn_bwd"]
+    proven._once.cache_clear()
 
 
-def generations(monkeypatch, ran):
-    changed = tuple(g._replace(ran=ran) for g in targets.GENERATIONS["mosaic_gpu"])
-    monkeypatch.setitem(targets.GENERATIONS, "mosaic_gpu", changed)
+@pytest.fixture(params=[("H200", "dot_product"), ("v6e", "softmax")], ids="-".join)
+def call(request):
+    """A call on a chip that is not here: what `explain` says of its kernel; whether its program has one."""
+    platform, family = request.param
+    chip = SimpleNamespace(platform=platform, kind=CHIPS[platform][0], name=CHIPS[platform][1])
+    function, operands = CALLS[family]
+
+    def program(**options):
+        with targets.aimed_at(chip.platform):
+            text = str(jax.make_jaxpr(lambda *x: function(*x, **options))(*operands))
+        return re.search(r"\bname=(attention|softmax)_(forward|rows)", text) is not None
+
+    reason = lambda: explain(function, *operands, platform=chip.platform)[chip.name]
+    return SimpleNamespace(chip=chip, family=family, reason=reason, launches=program)
 
 
-def test_gpu_kernels_that_have_not_run_are_passed_over_and_explain_says_so(hopper, monkeypatch):
-    generations(monkeypatch, "")
-    reasons = hopper.reasons()
-    assert reasons["xla"] == "ok"
-    assert reasons["mosaic_gpu"] == (
-        "its kernels have not run on a Hopper GPU (compute capability 9.0) yet, so they are not picked by "
-        "themselves; ask for them by name, or set JAX_ATTN_BWD_GPU_KERNELS=1"
+def keep(kind, family, sizes=None, **kernels):
+    """A record: of each kernel its milliseconds by case, or why it failed."""
+    timed = {n: {} if isinstance(k, str) else k for n, k in kernels.items()}
+    held = {n: {"failed": k if isinstance(k, str) else None, "times": timed[n]} for n, k in kernels.items()}
+    cases = {case for times in timed.values() for case in times}
+    sizes = sizes or dict.fromkeys(cases, (1000, 100))
+    return proven.write(kind, family, {"written": "2026-01-01", "kernels": held, "sizes": sizes})
+
+
+def picked(call):
+    """Whether the kernel is picked: `explain` and the program agree."""
+    launches = call.launches()
+    assert (call.reason() == "ok") == launches
+    return launches
+
+
+# ---------------------------------------------------------------------- without a record
+
+
+def test_without_a_record_the_portable_path_runs(call):
+    assert not picked(call)
+    assert call.reason() == (
+        f"it is not proven on {targets.CHIPS[call.chip.platform][1]}: there is no record of it; `python -m "
+        f"jax_attn_bwd.check --enable {call.family}` proves it there, "
+        f"JAX_ATTN_BWD_KERNELS={call.chip.name} picks it unproven"
     )
-    assert not launched(hopper.program())
+    assert call.launches(implementation=call.chip.name)
 
 
-def test_gpu_kernels_that_have_not_run_run_by_name(hopper, monkeypatch):
-    generations(monkeypatch, "")
-    assert launched(hopper.program(implementation="mosaic_gpu"))
+def test_a_generation_that_the_code_says_to_have_passed(call, monkeypatch):
+    passed = tuple(g._replace(ran="2026-01-01, 0123abc") for g in targets.GENERATIONS[call.chip.name])
+    monkeypatch.setitem(targets.GENERATIONS, call.chip.name, passed)
+    assert picked(call)
+    keep(call.chip.kind, call.family, **{call.chip.name: "wrong here"})
+    assert not picked(call)  # the chip at hand knows better
 
 
-@pytest.mark.parametrize(("value", "picked"), [("1", True), ("cudnn", False), ("", False)])
-def test_the_environment_turns_gpu_kernels_on(hopper, monkeypatch, value, picked):
-    generations(monkeypatch, "")
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("mosaic_tpu,mosaic_gpu", "ok"),
+        ("none", "JAX_ATTN_BWD_KERNELS=none does not name it"),
+        ("xla", "JAX_ATTN_BWD_KERNELS=xla does not name it"),
+        ("xla, {}", "JAX_ATTN_BWD_KERNELS=xla, {} prefers xla"),
+    ],
+)
+def test_the_environment_goes_before_all(call, monkeypatch, value, reason):
+    name = call.chip.name
+    keep(call.chip.kind, call.family, **{name: {"a": 1.0}, "xla": {"a": 2.0}})
+    monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", value.format(name))
+    assert picked(call) == (reason == "ok")
+    assert call.reason() == reason.format(name)
+
+
+@pytest.mark.parametrize(("value", "gpu"), [("1", True), ("cudnn,mosaic_gpu", True), ("0", False)])
+def test_the_older_variable_is_an_alias_for_gpus(call, monkeypatch, value, gpu):
     monkeypatch.setenv("JAX_ATTN_BWD_GPU_KERNELS", value)
-    assert (hopper.reasons()["mosaic_gpu"] == "ok") == picked
-    assert launched(hopper.program()) == picked
+    assert picked(call) == (gpu and call.chip.name == "mosaic_gpu")
 
 
-def test_gpu_kernels_that_have_run_are_picked(hopper, monkeypatch):
-    generations(monkeypatch, "2026-01-01, 0123abc")
-    assert hopper.reasons()["mosaic_gpu"] == "ok"
-    assert launched(hopper.program())
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("KERNELS", "mosaic_gpu,fast", "must be none, or some of .*'mosaic_gpu'.*, got 'fast'"),
+        ("KERNELS", "none,xla", "must be none, or some of .*, got 'none'"),
+        ("GPU_KERNELS", "2", "must be none, or some of .*'mosaic_gpu'.*, got '2'"),
+    ],
+)
+def test_a_variable_that_says_something_else_is_refused(monkeypatch, variable, value, words):
+    monkeypatch.setenv(f"JAX_ATTN_BWD_{variable}", value)
+    with pytest.raises(ValueError, match=f"JAX_ATTN_BWD_{variable} {words}"):
+        explain(scaled_masked_softmax, QUERY, platform="H200")
+    assert explain(scaled_masked_softmax, QUERY)["xla"] == "ok"  # it has no kernel to choose
 
 
-@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
-def test_tpu_kernels_are_picked_as_ever(monkeypatch, kind):
-    monkeypatch.delenv(targets.GPU_KERNELS, raising=False)
-    with devices_elsewhere("tpu", kind):
-        assert explain(dot_product_attention, QUERY, QUERY, QUERY)["mosaic_tpu"] == "ok"
+# ---------------------------------------------------------------------- by a record
 
 
-def test_a_waiting_kernel_is_not_picked_but_runs_by_name():
-    waiting = Implementation("mosaic_gpu", never, never, "gpu", waits=lambda: "not yet")
-    with devices_elsewhere("gpu"):
-        choose = lambda name: select("operator", (waiting, XLA), name, None, ()).name
-        assert choose(None) == "xla"
-        assert choose("mosaic_gpu") == "mosaic_gpu"
-        assert explain(lambda: choose(None)) == {"mosaic_gpu": "not yet", "xla": "ok"}
+def test_a_kernel_that_is_proven_and_faster_is_picked(call):
+    keep(call.chip.kind, call.family, **{call.chip.name: {"a": 1.0}, "xla": {"a": 2.0}})
+    assert picked(call)
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"a": 2.0}, "it is proven on .*, but slower than xla: 2 ms to 1 ms of xla at the nearest size, a$"),
+        ("a: 1.0% wrong", r"it failed on .* \(2026-01-01\): a: 1.0% wrong$"),
+        ({}, "it is proven on .*, but was not timed beside xla"),
+    ],
+    ids=["slower", "failed", "not timed"],
+)
+def test_a_kernel_that_is_not_is_passed_over_and_explain_says_why(call, times, words):
+    keep(call.chip.kind, call.family, **{call.chip.name: times, "xla": {"a": 1.0}})
+    assert not picked(call)
+    assert re.match(words, call.reason())
+
+
+def choices(name=None):
+    """Three implementations on an H200; `name`: what is picked, or `explain` of it."""
+    never = lambda *args: None
+    kernels = [
+        Implementation(n, never, never, "gpu", family="dot_product") for n in ("mosaic_tpu", "mosaic_gpu")
+    ]
+    return select("operator", (*kernels, Implementation("xla", never, never)), name, None, (QUERY,))
+
+
+def test_the_fastest_at_the_nearest_size_is_picked():
+    near, far = (32768, 256), (2**24, 8192)
+    times = {
+        "mosaic_tpu": {"near": 1.0, "far": 8.0},
+        "mosaic_gpu": {"near": 2.0, "far": 4.0},
+        "xla": {"near": 3.0, "far": 6.0},
+    }
+    keep(H200, "dot_product", {"near": near, "far": far}, **times)
+    with targets.aimed_at("H200"):
+        assert choices().name == "mosaic_tpu"
+        reasons = explain(choices)
+    assert reasons == {
+        "mosaic_tpu": "ok",
+        "mosaic_gpu": "it is proven, but mosaic_tpu is faster: 2 ms to 3 ms of xla at the nearest size, near",
+        "xla": "ok",
+    }
+    keep(H200, "dot_product", {"far": far}, **{name: {"far": t["far"]} for name, t in times.items()})
+    with targets.aimed_at("H200"):
+        assert choices().name == "mosaic_gpu"
+
+
+def test_nearest_counts_doublings_of_the_elements_and_of_the_longest_axis():
+    at = proven.size_of({"x": jnp.ones((4, 32)), "y": (jnp.ones((2, 64)), None)})
+    assert at == (256, 64)
+    assert proven.size_of(()) == (0, 1)
+    assert at.distance(proven.Size(1024, 16)) == 4
+    assert at.distance(proven.Size(0, 64)) == 8
+
+
+def test_a_record_is_of_one_kind_of_device_and_one_folder():
+    keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    assert explain(scaled_masked_softmax, QUERY, platform="H200")["mosaic_gpu"] == "ok"
+    assert "no record" in explain(scaled_masked_softmax, QUERY, platform="H100")["mosaic_gpu"]
+    assert (
+        "no record" in explain(*(dot_product_attention, QUERY, QUERY, QUERY), platform="H200")["mosaic_gpu"]
+    )
+
+
+@pytest.mark.parametrize(("name", "words"), [("jax", "jax 0.0.1"), ("jax_attn_bwd", "other files of jax")])
+def test_another_version_makes_it_stale(name, words):
+    file = keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    held = json.loads(file.read_text())
+    held["versions"][name] = "0.0.1"
+    file.write_text(json.dumps(held))
+    got = explain(scaled_masked_softmax, QUERY, platform="H200")["mosaic_gpu"]
+    assert f"not proven on {H200}: the record is of {words}" in got
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda held: None,
+        lambda held: [held],
+        lambda held: {**held, "kernels": {"mosaic_gpu": {"failed": None, "times": {"b": 1.0}}}},
+        lambda held: {**held, "sizes": {"a": 3}},
+        lambda held: {k: v for k, v in held.items() if k != "versions"},
+    ],
+    ids=["null", "list", "unknown case", "size", "no versions"],
+)
+def test_a_damaged_record_is_ignored_and_told_once(damage, told):
+    file = keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    for _ in range(2):
+        got = explain(scaled_masked_softmax, QUERY, platform="H200")
+        assert "the record is damaged" in got["mosaic_gpu"]
+    (words,) = told()
+    assert str(file) in words
+    assert "is damaged" in words
+
+
+def test_half_a_record_is_ignored(told):
+    file = keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    file.write_text(file.read_text()[:40])
+    assert "damaged" in explain(scaled_masked_softmax, QUERY, platform="H200")["mosaic_gpu"]
+    assert "it is not JSON" in told()[0]
+
+
+def test_a_process_reads_it_once():
+    file = keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    for _ in range(2):
+        assert explain(scaled_masked_softmax, QUERY, platform="H200")["mosaic_gpu"] == "ok"
+        file.unlink(missing_ok=True)
+
+
+def test_where_records_lie(monkeypatch, tmp_path):
+    assert proven.folder() == tmp_path
+    monkeypatch.delenv("JAX_ATTN_BWD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/there")
+    assert proven.folder() == Path("/there/jax_attn_bwd")
+    for base in ("relative", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        monkeypatch.setenv("HOME", "/home/me")
+        assert proven.folder() == Path("/home/me/.cache/jax_attn_bwd")
+    assert proven.path(H200, "softmax").name == "NVIDIA-H200_softmax.json"
+
+
+def test_what_is_written_is_there_at_once_or_not_at_all(tmp_path, monkeypatch):
+    keep(H200, "softmax", mosaic_gpu="old")
+    monkeypatch.setattr(json, "dump", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        keep(H200, "softmax", mosaic_gpu="new")
+    (file,) = tmp_path.iterdir()
+    assert "old" in file.read_text()
+
+
+# ---------------------------------------------------------------------- the first call says how
+
+
+def here(monkeypatch, kind=H200):
+    """The chip aimed at is this machine's."""
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    monkeypatch.setattr(targets, "_default_device", lambda: device)
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
+    )
+
+
+def test_the_first_call_on_a_chip_says_once_how_to_prove_and_enable(monkeypatch, told):
+    with here(monkeypatch):
+        explain(choices)
+        assert told() == []
+        for _ in range(2):
+            assert choices().name == "xla"
+    (words,) = told()
+    assert f"on this {H200}" in words
+    assert "-m jax_attn_bwd.check --enable` proves them on this machine" in words
+
+
+def test_nothing_is_said_where_nothing_could_be_done(monkeypatch, told):
+    with targets.aimed_at("H200"):  # compiled for a chip elsewhere
+        choices()
+    with here(monkeypatch):
+        choices("mosaic_gpu")
+        monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", "none")
+        choices()
+        monkeypatch.delenv("JAX_ATTN_BWD_KERNELS")
+        keep(H200, "dot_product", mosaic_tpu="hangs", mosaic_gpu={"a": 2.0}, xla={"a": 1.0})
+        assert choices().name == "xla"
+    assert told() == []
+
+
+# ---------------------------------------------------------------------- explain elsewhere
+
+
+def test_explain_answers_for_a_chip_that_is_not_here():
+    for chip, (platform, kind) in targets.CHIPS.items():
+        got = explain(scaled_masked_softmax, QUERY, platform=chip)
+        assert repr(got).startswith(f"scaled_masked_softmax on {kind}\n")
+        assert ("mosaic_gpu" in got.refused) == (chip not in ("H100", "H200")), platform
+    assert "not NVIDIA L40S" in explain(scaled_masked_softmax, QUERY, platform="NVIDIA L40S")["mosaic_gpu"]
+    with pytest.raises(ValueError, match=r"platform must be one of .*'H100'.*, got 'h100'"):
+        explain(scaled_masked_softmax, QUERY, platform="h100")
+
+
+def test_explain_elsewhere_of_arrays_on_a_mesh_here():
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((2, 256, 2, 64), jnp.bfloat16), jax.NamedSharding(mesh, jax.P("b")))
+    call = lambda x: dot_product_attention(x, x, x * jnp.ones((64,), x.dtype)[None, None, None])
+    assert "not proven on NVIDIA H200" in explain(call, x, platform="H200")["mosaic_gpu"]
+    with jax.set_mesh(mesh):
+        assert "not proven on NVIDIA H200" in explain(call, x, platform="H200")["mosaic_gpu"]
+
+
+def test_explained_is_a_table_to_read_and_a_dict_to_programs(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    got = explain(scaled_masked_softmax, QUERY, platform="H200")
+    assert json.loads(json.dumps(got)) == {**got} == got
+    lines = str(got).splitlines()
+    assert lines[0] == f"scaled_masked_softmax on {H200}"
+    assert lines[1] == "  mosaic_tpu  cannot run  it is a tpu kernel and the target platform is gpu"
+    assert lines[2].startswith("  mosaic_gpu  by name     it is not proven on NVIDIA H200: ")
+    assert lines[-1] == "  xla         picked"
+    assert max(map(len, lines)) <= 80

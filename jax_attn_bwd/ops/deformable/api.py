@@ -71,10 +71,10 @@ def multi_scale_deformable_attention(
       normalize: "softmax" takes `attention_weights` for logits, normalised over all L * P points;
         -inf masks a point.
       deterministic_sums: the same bits in every run, on every platform. False may be faster on a GPU.
-      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+      implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
+        --enable`), else "xla"; a name runs that one or raises.
         "mosaic_tpu" takes levels to some 20,000 pixels; what a pixel, cotangent or weight that is not finite
-        touches is NaN. "mosaic_gpu" has kernels of the backward, and the portable forward; kernels that have
-        not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+        touches is NaN. "mosaic_gpu" has kernels of the backward, and the portable forward.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:

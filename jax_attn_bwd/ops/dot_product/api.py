@@ -143,8 +143,8 @@ def dot_product_attention(
       precision: of the matrix products; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster.
       return_residual: return `(out, lse)`.
-      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
-        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+      implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
+        --enable`), else "xla"; a name runs that one or raises.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:

@@ -94,8 +94,8 @@ def graph_attention(
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
-      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
-        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+      implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
+        --enable`), else "xla"; a name runs that one or raises.
 
     Returns:
       out: `[..., num_dst, dim]`, or `[..., num_dst, D]` without `concat_heads`; dtype of `src`, accumulated
@@ -214,8 +214,8 @@ def graph_attention_v2(
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
-      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
-        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+      implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
+        --enable`), else "xla"; a name runs that one or raises.
 
     Returns:
       out: `[..., num_dst, dim]`, or `[..., num_dst, D]` without `concat_heads`; dtype of `src`, accumulated
@@ -339,8 +339,8 @@ def graph_transformer_attention(
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
-      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
-        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+      implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
+        --enable`), else "xla"; a name runs that one or raises.
 
     Returns:
       out: `[..., num_dst, H * Dv]`, or `[..., num_dst, Dv]` without `concat_heads`; dtype of `query`,

@@ -1,5 +1,6 @@
 """The rule of the layer: its implementations, each around one of dense attention's, and the custom_vjp."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -18,19 +19,20 @@ from jax_attn_bwd.ops.multi_head.spec import DIFFERENTIABLE, Operands, Options, 
 def _around(attention: backend.Implementation) -> backend.Implementation:
     """The layer around one implementation of dense attention."""
 
+    def inner(options: Options, operands: Operands) -> Any:
+        return jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
+
     def supports(options: Options, operands: Operands) -> str | None:
         if attention.platform is None:
             return None
-        inner = jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
-        return attention.supports(options.attention, inner)
+        return attention.supports(options.attention, inner(options, operands))
 
-    return backend.Implementation(
-        attention.name,
-        partial(layer_forward.forward, attention.name),
-        partial(layer_backward.backward, attention.name),
-        attention.platform,
-        supports,
-        attention.waits,
+    return dataclasses.replace(
+        attention,
+        forward=partial(layer_forward.forward, attention.name),
+        backward=partial(layer_backward.backward, attention.name),
+        supports=supports,
+        sized=inner,
     )
 
 

@@ -48,8 +48,8 @@ def scaled_masked_softmax(
       is_causal: row t (axis -2) sees columns (axis -1) up to t. Needs `axis=-1`.
       local_window_size: int or (left, right): row t sees columns t - left to t + right. Needs `axis=-1`.
       fully_masked: what a row that sees nothing gives: "zero", "uniform" (1 / row length), or "nan".
-      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
-        GPU kernels that have not run on such a GPU wait for their name, or for JAX_ATTN_BWD_GPU_KERNELS=1.
+      implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
+        --enable`), else "xla"; a name runs that one or raises.
 
     Returns:
       y: shape and dtype of `x`, computed in float32 or wider. Exact at any magnitude of `x`; with a bias,

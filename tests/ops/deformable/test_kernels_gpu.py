@@ -144,14 +144,13 @@ def types(B=1, Q=2, M=1, K=1, D=3, dtype="float32", points="float32", levels=LEV
 
 def reason(call, kind="NVIDIA A100-SXM4-80GB"):
     with on(kind):
-        return explain(operator.call, **call)[NAME]
+        return explain(operator.call, **call).refused.get(NAME, "ok")
 
 
 @interpreted
 def test_each_refusal_says_what_is_wrong():
-    waits = "have not run on an NVIDIA GPU of compute capability"
     for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA B200"):
-        assert waits in reason(types(), kind)
+        assert reason(types(), kind) == "ok"
     refused = {
         "at most 256 channels, got 257": types(D=257),
         "value must be one of ('float32', 'bfloat16', 'float16'), got float64": types(dtype="float64"),

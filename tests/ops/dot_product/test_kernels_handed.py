@@ -123,7 +123,7 @@ def test_gradients_of_too_many_distances_are_refused():
             found = explain(
                 dot_product_attention, **given, score_mod=mods.relative_bias(40), mod_args=(table,)
             )
-        return found["mosaic_tpu"]
+        return found.refused.get("mosaic_tpu", "ok")
 
     assert reason(2**15) == "ok"
     assert "up to 524288 distances, of all query heads of a key head, got 1048576" in reason(2**16)

@@ -219,19 +219,15 @@ def test_elsewhere_the_reason_is_the_platform():
         ("NVIDIA GH200 480GB", True),
     ],
 )
-def test_which_gpus(kind, runs, monkeypatch):
-    """Where the kernels can run, they wait to be asked for by name, or by the environment."""
+def test_which_gpus(kind, runs):
+    """Where the kernels can run, they are passed over until they are proven."""
     refused = f"it needs a Hopper GPU (compute capability 9.0), not {kind}"
-    for picked in ("0", "1"):
-        monkeypatch.setenv("JAX_ATTN_BWD_GPU_KERNELS", picked)
-        with gpu(kind):
-            got = jax_attn_bwd.explain(dot_product_attention, **shapes())
-        assert list(got)[-2:] == [NAME, "xla"]
-        assert got["xla"] == "ok"
-        if runs and picked == "0":
-            assert "not picked by themselves; ask for them by name" in got[NAME]
-        else:
-            assert got[NAME] == ("ok" if runs else refused)
+    with gpu(kind):
+        got = jax_attn_bwd.explain(dot_product_attention, **shapes())
+    assert list(got)[-1] == "xla"
+    assert got["xla"] == "ok"
+    assert got.refused.get(NAME) == (None if runs else refused)
+    assert (f"it is not proven on {kind}: " if runs else refused) in got[NAME]
 
 
 @interpreted

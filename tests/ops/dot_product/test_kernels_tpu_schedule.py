@@ -125,7 +125,8 @@ def test_which_tpus(kind):
         got = jax_attn_bwd.explain(dot_product_attention, **shapes())
         assert targets.device_kind() == kind
     needs = "it needs a TPU v5e, v5p, v6e or TPU7x, not TPU v4"
-    assert got[NAME] == (needs if kind == "TPU v4" else "ok")
+    assert got.refused.get(NAME) == (needs if kind == "TPU v4" else None)
+    assert kind == "TPU v4" or f"it is not proven on {kind}: " in got[NAME]
 
 
 def test_only_what_is_asked_is_computed():

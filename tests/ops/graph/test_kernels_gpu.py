@@ -247,7 +247,7 @@ def shapes(num_heads=4, width=WIDTH, dtype="float32"):
     graph = small_graph()
     src, dst, a = ((7, width), (5, width), (2 * width,))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (src, dst, a)]
-    return lambda: explain(graph_attention, graph, *arrays, num_heads=num_heads)[NAME]
+    return lambda: explain(graph_attention, graph, *arrays, num_heads=num_heads).refused.get(NAME, "ok")
 
 
 @interpreted
@@ -262,10 +262,10 @@ def shapes(num_heads=4, width=WIDTH, dtype="float32"):
         ("some kind", "10.0"),
     ],
 )
-def test_gpus_from_ampere_on_are_accepted_and_wait_for_their_name(kind, capability):
+def test_gpus_from_ampere_on_are_accepted(kind, capability):
     reason = shapes()
     with aimed_at(kind, capability):
-        assert "have not run on an NVIDIA GPU of compute capability 8.0 or more yet" in reason()
+        assert reason() == "ok"
 
 
 @pytest.mark.parametrize(
