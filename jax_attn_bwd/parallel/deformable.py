@@ -1,7 +1,7 @@
 """Multi-scale deformable attention with the queries split over devices."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
+from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionKeywords
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
 
 _NAME = "sharded_multi_scale_deformable_attention"
@@ -27,7 +28,7 @@ def sharded_multi_scale_deformable_attention(
     mesh: Mesh,
     axis: Axes,
     gather_value: bool = False,
-    **options: Any,
+    **options: Unpack[MultiScaleDeformableAttentionKeywords],
 ) -> jax.Array:
     """`multi_scale_deformable_attention` with each device's share of the queries.
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
+from jax_attn_bwd._core import keywords
 from jax_attn_bwd._core.types import Array, Implementation, Integers
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 from jax_attn_bwd.parallel import ulysses
@@ -166,37 +167,16 @@ def all_gather_attention(
     mask: Array | None = None,
     *,
     axis_name: str,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Integers | None = None,
-    key_value_seq_lengths: Integers | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: Integers | None = None,
-    key_value_segment_ids: Integers | None = None,
-    query_positions: Integers | None = None,
-    key_value_positions: Integers | None = None,
-    logits_soft_cap: float | None = None,
-    sink: Array | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mod_args: tuple[Any, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    dropout_offset: Sequence[Any] | None = None,
-    precision: Any = None,
-    deterministic_sums: bool = True,
     return_residual: bool = False,
-    implementation: Implementation | None = None,
-    deterministic: bool | None = None,
+    **options: Unpack[DotProductAttentionKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """As `ring_attention`, but every device gathers all keys and values, once in each direction.
+    """Attention like `ring_attention`, but every device gathers all keys and values, once in each direction.
 
-    One large collective in the place of n small ones, and one block in the place of n: for short sequences
-    and few key heads. Memory for keys and values is that of the whole sequence. The gradients of keys and
-    values are summed and scattered; for the backward keys and values are gathered again.
+    One large collective takes the place of n small ones, and one block the place of n: it suits short
+    sequences and few key heads. Keys and values take the memory of the whole sequence. Their gradients are
+    summed and scattered; for the backward they are gathered again.
 
-    Arguments, results, gradients and errors: those of `ring_attention`.
+    Arguments (`DotProductAttentionKeywords`), results, gradients and errors are those of `ring_attention`.
 
     Example:
       >>> import jax
@@ -210,7 +190,10 @@ def all_gather_attention(
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
-    return exchanged("all_gather_attention", **locals())
+    name = "all_gather_attention"
+    given = keywords.complete(name, ring_attention, DotProductAttentionKeywords, options)
+    given |= {"axis_name": axis_name, "return_residual": return_residual}
+    return exchanged(name, query=query, key=key, value=value, bias=bias, mask=mask, **given)
 
 
 # fmt: off
@@ -238,41 +221,21 @@ def ulysses_attention(
     mask: Array | None = None,
     *,
     axis_name: str,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Integers | None = None,
-    key_value_seq_lengths: Integers | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: Integers | None = None,
-    key_value_segment_ids: Integers | None = None,
-    query_positions: Integers | None = None,
-    key_value_positions: Integers | None = None,
-    logits_soft_cap: float | None = None,
-    sink: Array | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mod_args: tuple[Any, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    dropout_offset: Sequence[Any] | None = None,
-    precision: Any = None,
-    deterministic_sums: bool = True,
     return_residual: bool = False,
-    implementation: Implementation | None = None,
-    deterministic: bool | None = None,
+    **options: Unpack[DotProductAttentionKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """As `ring_attention`, but tokens are exchanged for heads: each device attends with 1 / n of the heads.
+    """Attention like `ring_attention`, but tokens are exchanged for heads: each device has 1 / n of them.
 
-    Two all-to-alls in the place of a ring, and the whole of each sequence at once, so that causal work is
-    balanced in every layout: the cheapest exchange where n divides the heads. n must divide the key heads K,
-    and N with them.
+    Two all-to-alls take the place of a ring, and each device sees whole sequences, so that causal work is
+    balanced in every layout. It is the cheapest exchange where n divides the heads: n must divide the key
+    heads K, and N with them.
 
-    Arguments, results, gradients and errors: those of `ring_attention`, but
+    Arguments (`DotProductAttentionKeywords`), results, gradients and errors are those of `ring_attention`,
+    but
 
-    * bias, mask: `[..., N, T, n * S]` is exchanged likewise; one that is the same for all heads must hold all
-      n * T rows, or 1 row: of the rows of this device's queries alone the others would have to be gathered.
-    * ValueError also where n does not divide the key heads.
+    * bias, mask: `[..., N, T, n * S]` is exchanged likewise. One that all heads share must hold all n * T
+      rows, or 1 row: from the rows of this device's queries alone, the others would have to be gathered.
+    * A ValueError is raised also where n does not divide the key heads.
 
     Example:
       >>> import jax
@@ -289,4 +252,7 @@ def ulysses_attention(
     References:
       Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509.
     """
-    return ulysses.attend("ulysses_attention", **locals())
+    name = "ulysses_attention"
+    given = keywords.complete(name, ring_attention, DotProductAttentionKeywords, options)
+    given |= {"axis_name": axis_name, "return_residual": return_residual}
+    return ulysses.attend(name, query, key, value, bias, mask, **given)

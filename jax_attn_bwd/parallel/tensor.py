@@ -1,48 +1,53 @@
 """The multi-head attention layer with its heads over one mesh axis, and its sequence over another."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Required, Unpack, get_args, overload
+from typing import Any, Literal, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, dropout, pallas
+from jax_attn_bwd._core import checks, dropout, keywords, pallas
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.types import Array, Implementation, Integers, Reduce, Save
-from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, dropping, multi_head_attention
-from jax_attn_bwd.ops.multi_head.spec import LayerKeywords
-from jax_attn_bwd.parallel import tensor_ring
+from jax_attn_bwd._core.types import Array, Reduce
+from jax_attn_bwd.ops.dot_product.spec import Result
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, appended, dropping, multi_head_attention
+from jax_attn_bwd.ops.multi_head.arguments import prepare
+from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, project
+from jax_attn_bwd.ops.multi_head.spec import LayerKeywords, Operands
 from jax_attn_bwd.parallel.arguments import axis_size, places, token_index
 from jax_attn_bwd.parallel.functions import beginning_at
-from jax_attn_bwd.parallel.tensor_ring import KERNELS, NAME
+from jax_attn_bwd.parallel.sequence import ring_attention
 
-
-class TensorParallelKeywords(LayerKeywords, total=False):
-    """Keywords of `tensor_parallel_multi_head_attention` beside the one that changes what it returns."""
-
-    axis_name: Required[str]
-    reduce: Reduce
-    sequence_axis_name: str | None
+_NAME = "tensor_parallel_multi_head_attention"
+_KERNELS = ("query_kernel", "key_kernel", "value_kernel", "out_kernel")
+_FUNCTIONS = ("mask_mod", "score_mod", "mod_args")
+# around a ring: what the layer does itself, and what the ring is told of the whole sequence
+_OF_THE_LAYER = ("add_zero_attn", "average_weights", "rotary", "save")
+_OF_THE_RING = (
+    *("bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "mask_mod", "score_mod"),
+    *("dropout_key", "dropout_offset", "deterministic"),
+)
 
 
 # fmt: off
 @overload
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
-    value: Array | None = None, *,
-    return_weights: Literal[False] = False, **options: Unpack[TensorParallelKeywords]) -> jax.Array: ...
+    value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
+    sequence_axis_name: str | None = None, return_weights: Literal[False] = False,
+    **options: Unpack[LayerKeywords]) -> jax.Array: ...
 @overload
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
-    value: Array | None = None, *, return_weights: Literal[True], **options: Unpack[TensorParallelKeywords]
-) -> tuple[jax.Array, jax.Array]: ...
+    value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
+    sequence_axis_name: str | None = None, return_weights: Literal[True],
+    **options: Unpack[LayerKeywords]) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
-    value: Array | None = None, *, return_weights: bool, **options: Unpack[TensorParallelKeywords]
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
+    sequence_axis_name: str | None = None, return_weights: bool,
+    **options: Unpack[LayerKeywords]) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array],
@@ -53,36 +58,8 @@ def tensor_parallel_multi_head_attention(
     axis_name: str,
     reduce: Reduce = "psum_scatter",
     sequence_axis_name: str | None = None,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_seq_lengths: Integers | None = None,
-    key_value_seq_lengths: Integers | None = None,
-    query_segment_ids: Integers | None = None,
-    key_value_segment_ids: Integers | None = None,
-    query_positions: Integers | None = None,
-    key_value_positions: Integers | None = None,
-    logits_soft_cap: float | None = None,
-    rotary: Rotary | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mod_args: tuple[Any, ...] = (),
-    add_zero_attn: bool = False,
-    dropout_rate: float = 0.0,
-    out_dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    dropout_offset: Sequence[Any] | None = None,
-    broadcast_dropout: bool = False,
-    add_residual: bool = False,
     return_weights: bool = False,
-    average_weights: bool = False,
-    precision: Any = None,
-    deterministic_sums: bool = True,
-    save: Save = "inputs",
-    implementation: Implementation | None = None,
-    deterministic: bool | None = None,
+    **options: Unpack[LayerKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`multi_head_attention` with its heads over a mesh axis: each device attends with its own.
 
@@ -163,89 +140,128 @@ def tensor_parallel_multi_head_attention(
       Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, section 3.
       Korthikanti et al., Reducing activation recomputation, 2022, arXiv:2205.05198, section 4.2.2.
     """
-    n = axis_size(NAME, axis_name)
-    checks.choice(NAME, "reduce", reduce, get_args(Reduce))
+    given = keywords.complete(_NAME, multi_head_attention, LayerKeywords, options)
+    n = axis_size(_NAME, axis_name)
+    checks.choice(_NAME, "reduce", reduce, get_args(Reduce))
     if not isinstance(params, MultiHeadAttentionParams):
-        raise TypeError(
-            checks.message(NAME, "params", "be a MultiHeadAttentionParams", type(params).__name__)
-        )
+        got = type(params).__name__
+        raise TypeError(checks.message(_NAME, "params", "be a MultiHeadAttentionParams", got))
     inputs: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_sharding(params, inputs, axis_name, n, reduce)
-    out_kernel: Any = params.out_kernel
     if reduce == "psum_scatter":
         inputs = {name: _gathered(x, axis_name) for name, x in inputs.items()}
+    # What follows the sum over the devices' heads is done once, after it.
+    own = params._replace(out_bias=None)
+    rate = checks.rate(_NAME, "out_dropout_rate", given.pop("out_dropout_rate"))
+    add_residual = checks.flag(_NAME, "add_residual", given.pop("add_residual"))
+    # Dropout and functions count heads from the first of all devices.
+    out_kernel: Any = params.out_kernel
     first_head = lax.axis_index(axis_name) * out_kernel.shape[0]
-    offset = batch, head, row, column = (0, 0, 0, 0) if dropout_offset is None else dropout_offset
-    attention: dict[str, Any] = dict(
-        bias=bias, mask=mask, scale=scale, is_causal=is_causal, local_window_size=local_window_size,
-        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-        query_positions=query_positions, key_value_positions=key_value_positions,
-        logits_soft_cap=logits_soft_cap, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        dropout_offset=(batch, head + first_head, row, column),
-        broadcast_dropout=broadcast_dropout, precision=precision, deterministic_sums=deterministic_sums,
-        deterministic=deterministic, implementation=implementation,
-    )  # fmt: skip
-    functions = mask_mod, score_mod, mod_args
-    attention |= beginning_at(0, first_head, *functions) or {"mod_args": mod_args}
-    own, weights = params._replace(out_bias=None), None
-    flags = {"return_weights": return_weights, "average_weights": average_weights}
+    offset = (0, 0, 0, 0) if given["dropout_offset"] is None else given["dropout_offset"]
+    batch, head, row, column = offset
+    given["dropout_offset"] = batch, head + first_head, row, column
+    given |= beginning_at(0, first_head, *(given[name] for name in _FUNCTIONS))
+    out: Any
     if sequence_axis_name is None:
-        attention |= dict(add_zero_attn=add_zero_attn, save=save, rotary=rotary, **flags)
-        out = multi_head_attention(own, **inputs, **attention)
-        out, weights = out if return_weights else (out, None)
+        out = multi_head_attention(own, **inputs, return_weights=return_weights, **given)
     else:
-        tensor_ring.check(params, dropout_rate, flags | {"save": save})
-        add_zero_attn = checks.flag(NAME, "add_zero_attn", add_zero_attn)
-        out = tensor_ring.attend(own, inputs, sequence_axis_name, attention, add_zero_attn, rotary)
+        _check_ring(params, return_weights, given)
+        out = _around_ring(own, inputs, sequence_axis_name, given)
+    out, weights = out if return_weights else (out, None)
     T = out.shape[-2]
     if reduce == "psum_scatter":
         out = lax.psum_scatter(out, axis_name, scatter_dimension=out.ndim - 2, tiled=True)
     else:
         out = lax.psum(out, axis_name)
     out = out if params.out_bias is None else out + to_rank(params.out_bias, out.ndim)
-    rate = checks.rate(NAME, "out_dropout_rate", out_dropout_rate)
-    words, at = dropout.drawn(NAME, {"out_dropout_rate": rate}, dropout_key, (*offset[:3], 0), T, 0)
+    rates = {"out_dropout_rate": rate}
+    words, at = dropout.drawn(_NAME, rates, given["dropout_key"], (*offset[:3], 0), T, 0)
     if at is not None:
-        row = _rows(at.row, T, query_positions, sequence_axis_name)
+        rows = _rows(at.row, T, given["query_positions"], sequence_axis_name)
         if reduce == "psum_scatter":
-            row = lax.dynamic_slice_in_dim(row, lax.axis_index(axis_name) * (T // n), T // n)
-        out = out * dropping.of_output(rate, words, at._replace(row=row), out)
-    if checks.flag(NAME, "add_residual", add_residual):
-        checks.shape(NAME, "the output, with add_residual,", out, "of query", query.shape)
+            rows = lax.dynamic_slice_in_dim(rows, lax.axis_index(axis_name) * (T // n), T // n)
+        out = out * dropping.of_output(rate, words, at._replace(row=rows), out)
+    if add_residual:
+        checks.shape(_NAME, "the output, with add_residual,", out, "of query", query.shape)
         out = out + query
     if weights is None:
         return out
-    return out, lax.pmean(weights, axis_name) if average_weights else weights
+    return out, lax.pmean(weights, axis_name) if given["average_weights"] else weights
+
+
+def _around_ring(params: Any, inputs: dict[str, Any], axis_name: str, given: dict[str, Any]) -> jax.Array:
+    """The layer `multi_head_attention` with `ring_attention` in the place of its attention."""
+    # The ring checks what belongs to the whole sequence, and draws the dropout of its probabilities.
+    layer = given | dict.fromkeys(_OF_THE_RING) | {"mod_args": (), "dropout_rate": 0.0}
+    del layer["implementation"]
+    options, operands = prepare(
+        _NAME, params, **inputs, **layer, num_heads=None, out_dropout_rate=0.0, add_residual=False,
+        return_weights=False, return_residual=False,
+    )  # fmt: skip
+    if options.rotary is not None:
+        operands = _with_positions(operands, lax.axis_index(axis_name))
+    heads = project(options, operands)
+    attention = {name: x for name, x in given.items() if name not in _OF_THE_LAYER}
+    attention |= {"sink": params.sink, "axis_name": axis_name, "return_residual": True}
+    out, lse = ring_attention(*heads, **attention)
+    result = Result(out, lse, None)
+    # Rows that every query sees join what the ring leaves, on each device for its own queries.
+    inner = attention_operands(operands, heads)
+    rows = appended.rows(options, operands, inner)
+    if rows is not None:
+        result = appended.attend(options, operands, inner, rows, result)
+    return output(options, operands, result.out)
+
+
+def _with_positions(operands: Operands, device: jax.Array) -> Operands:
+    """`operands` with the position of every token: the given ones, or the indices in the whole sequence."""
+    sides = {"query_positions": operands.query, "key_value_positions": operands.inputs[1]}
+    index = {n: token_index(getattr(operands, n), x.shape[-2], 0, device) for n, x in sides.items()}
+    return Operands(**(operands._asdict() | index))
+
+
+def _check_ring(params: Any, return_weights: bool, given: dict[str, Any]) -> None:
+    """Raises where an option, or a parameter that is missing, does not go with a ring."""
+    for name in _KERNELS:
+        if getattr(params, name) is None:
+            expected = "be given with sequence_axis_name"
+            raise ValueError(checks.message(_NAME, f"params.{name}", expected, None))
+    settings = {"return_weights": return_weights, **{n: given[n] for n in ("average_weights", "save")}}
+    if params.bias_k is not None:
+        settings["dropout_rate with params.bias_k"] = given["dropout_rate"]
+    for argument, x in settings.items():
+        if x != (only := "inputs" if argument == "save" else False):
+            expected = f"be {only!r} with sequence_axis_name"
+            raise ValueError(checks.message(_NAME, argument, expected, x, "leave it out"))
 
 
 def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int, reduce: str) -> None:
     """Heads vary over the axis; tokens do where they are to be gathered."""
     if params.out_kernel is None:
         expected = "be given: it is what sums over the heads of all devices"
-        raise ValueError(checks.message(NAME, "params.out_kernel", expected, None))
+        raise ValueError(checks.message(_NAME, "params.out_kernel", expected, None))
     if n == 1:
         return
     varies = lambda x: axis_name in pallas.varying_axes(jnp.asarray(x))
-    for name in KERNELS:
+    for name in _KERNELS:
         x = getattr(params, name)
         if x is not None and not varies(x):
             expected = f"hold this device's heads, sharded over {axis_name!r}"
-            raise ValueError(checks.message(NAME, f"params.{name}", expected, "the same on all its devices"))
+            raise ValueError(checks.message(_NAME, f"params.{name}", expected, "the same on all its devices"))
     for name, x in inputs.items():
         if x is not None and varies(x) != (reduce == "psum_scatter"):
             expected, got = f"be sharded over {axis_name!r}", "the same on all its devices"
             if reduce == "psum":
                 expected, got = f"be the same on all devices along {axis_name!r}", "tokens sharded over it"
             other = "psum" if reduce == "psum_scatter" else "psum_scatter"
-            raise ValueError(checks.message(NAME, name, expected, got, f"or choose reduce={other!r}"))
+            raise ValueError(checks.message(_NAME, name, expected, got, f"or choose reduce={other!r}"))
 
 
 def _rows(start: jax.Array, T: int, positions: Any, sequence_axis_name: str | None) -> jax.Array:
     """The rows of the T gathered tokens in masks of dropout, uint32 `[T]`."""
     device = jnp.int32(0) if sequence_axis_name is None else lax.axis_index(sequence_axis_name)
     positions = None if positions is None or sequence_axis_name is None else jnp.asarray(positions)
-    return places(NAME, start, token_index(positions, T, 0, device))
+    return places(_NAME, start, token_index(positions, T, 0, device))
 
 
 def _gathered(x: jax.Array | None, axis_name: str) -> jax.Array | None:

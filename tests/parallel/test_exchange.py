@@ -97,8 +97,8 @@ def executed(monkeypatch, layout, n=4, **options):
 
         return run
 
-    monkeypatch.setattr(ring.block, "forward", counting(0, engine.forward))
-    monkeypatch.setattr(ring.block, "backward", counting(1, engine.backward))
+    monkeypatch.setattr(ring.engine, "forward", counting(0, engine.forward))
+    monkeypatch.setattr(ring.engine, "backward", counting(1, engine.backward))
     lay, _ = LAYOUTS[layout]
     jax.clear_caches()  # nothing is traced again that was without these
     x = np.random.default_rng(0).standard_normal((1, 8 * n, 2, 3))

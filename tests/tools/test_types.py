@@ -42,3 +42,19 @@ def test_overloads_have_the_arguments_of_the_function(name):
             assert told.keys() == given.keys()
         for argument in given.keys() - FLAGS:
             assert told[argument] == given[argument], argument
+
+
+SECONDARY = [
+    name
+    for name, function in FUNCTIONS.items()
+    if "options" in inspect.signature(function).parameters and ".sharded_" not in name
+]
+
+
+@pytest.mark.parametrize("name", SECONDARY)
+def test_a_keyword_that_a_secondary_call_does_not_list(name):
+    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+    needed = {p.name: None for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    expected = rf"{name.rpartition('.')[2]}\(\) got an unexpected keyword argument 'causal'"
+    with pytest.raises(TypeError, match=expected):
+        FUNCTIONS[name](**needed, causal=True)

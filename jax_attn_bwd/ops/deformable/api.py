@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import jax
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, keywords
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 from jax_attn_bwd.ops.deformable import query_sharding
@@ -14,6 +15,7 @@ from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
 from jax_attn_bwd.ops.deformable.spec import (
     DIFFERENTIABLE,
     MultiScaleDeformableAttentionGrads,
+    MultiScaleDeformableAttentionKeywords,
     Operands,
     Options,
     Residuals,
@@ -128,21 +130,15 @@ def multi_scale_deformable_attention_bwd(
     attention_weights: Array,
     *,
     wrt: Sequence[str] = DIFFERENTIABLE,
-    level_start_index: Sequence[int] | Array | None = None,
-    num_points: Sequence[int] | None = None,
-    padding_mode: PaddingMode = "zeros",
-    method: SamplingMethod = "bilinear",
-    normalize: Normalize | None = None,
-    deterministic_sums: bool = True,
-    implementation: Implementation | None = None,
-    deterministic: bool | None = None,
+    **options: Unpack[MultiScaleDeformableAttentionKeywords],
 ) -> MultiScaleDeformableAttentionGrads:
     """The backward of `multi_scale_deformable_attention` as a plain function.
 
     Args:
       dout: `[B, Q, M * D]`, cotangent of the output, dtype of `value`.
       wrt: which of "value", "sampling_locations", "attention_weights" to compute.
-      value, spatial_shapes, sampling_locations, attention_weights and options: as in the forward call.
+      value, spatial_shapes, sampling_locations, attention_weights and options: as in the forward call,
+        `MultiScaleDeformableAttentionKeywords`.
 
     Returns:
       MultiScaleDeformableAttentionGrads(value, sampling_locations, attention_weights), each with its
@@ -164,35 +160,24 @@ def multi_scale_deformable_attention_bwd(
       >>> grads.sampling_locations.ravel().tolist(), grads.value is None
       ([3.0, 6.0], True)
     """
-    name = f"{_NAME}_bwd"
-    options, operands = prepare(
-        name,
-        value,
-        spatial_shapes,
-        sampling_locations,
-        attention_weights,
-        level_start_index=level_start_index,
-        num_points=num_points,
-        padding_mode=padding_mode,
-        method=method,
-        normalize=normalize,
-        deterministic_sums=deterministic_sums,
-        deterministic=deterministic,
-    )
+    name, like = f"{_NAME}_bwd", multi_scale_deformable_attention
+    given = keywords.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
+    implementation = given.pop("implementation")
+    queries = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
+    static, operands = prepare(name, value, spatial_shapes, *queries.values(), **given)
     dout = checks.floating(name, "dout", dout)
     B, Q, M, _ = operands.attention_weights.shape
     checks.shape(name, "dout", dout, "[B, Q, M * D]", (B, Q, M * operands.value.shape[3]))
     checks.same_dtype(name, value=operands.value, dout=dout)
     dout = reshard_like(dout, operands.attention_weights, (0, 1, 2))
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, DIFFERENTIABLE)
-    chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
+    chosen = backend.select(name, IMPLEMENTATIONS, implementation, static, operands)
     residuals = Residuals(operands, Wanted(frozenset(wanted)))
-    grads = chosen.backward(options, residuals, dout)
+    grads = chosen.backward(static, residuals, dout)
     if "value" in wanted and isinstance(value, list | tuple):
-        grads = grads._replace(value=per_level(options.spatial_shapes, grads.value))
-    given = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
+        grads = grads._replace(value=per_level(static.spatial_shapes, grads.value))
     return grads._replace(
-        **{name: getattr(grads, name).reshape(x.shape) for name, x in given.items() if name in wanted}
+        **{name: getattr(grads, name).reshape(x.shape) for name, x in queries.items() if name in wanted}
     )
 
 

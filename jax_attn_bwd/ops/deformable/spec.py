@@ -4,14 +4,15 @@ Shape letters: B batch, Q queries, M heads, D channels of a head, L levels, H_l 
 S = sum of H_l * W_l, P_l sampling points of a query and head on level l, K = sum of P_l.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import numpy as np
 
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Normalize, PaddingMode, SamplingMethod
+from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 
 DIFFERENTIABLE = ("value", "sampling_locations", "attention_weights")
 
@@ -72,3 +73,16 @@ class MultiScaleDeformableAttentionGrads(NamedTuple):
     value: jax.Array | tuple[jax.Array, ...] | None = None
     sampling_locations: jax.Array | None = None
     attention_weights: jax.Array | None = None
+
+
+class MultiScaleDeformableAttentionKeywords(TypedDict, total=False):
+    """Keywords of `multi_scale_deformable_attention`."""
+
+    level_start_index: Sequence[int] | Array | None
+    num_points: Sequence[int] | None
+    padding_mode: PaddingMode
+    method: SamplingMethod
+    normalize: Normalize | None
+    deterministic_sums: bool
+    implementation: Implementation | None
+    deterministic: bool | None

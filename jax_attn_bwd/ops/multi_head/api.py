@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import backend, checks, float_leaves
+from jax_attn_bwd._core import backend, checks, float_leaves, keywords
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
@@ -226,36 +226,7 @@ def multi_head_attention_bwd(
     dweights: Array | None = None,
     residual: MultiHeadAttentionResidual | None = None,
     wrt: Sequence[str] | None = None,
-    num_heads: int | None = None,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_seq_lengths: Integers | None = None,
-    key_value_seq_lengths: Integers | None = None,
-    query_segment_ids: Integers | None = None,
-    key_value_segment_ids: Integers | None = None,
-    query_positions: Integers | None = None,
-    key_value_positions: Integers | None = None,
-    logits_soft_cap: float | None = None,
-    rotary: Rotary | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mod_args: tuple[Any, ...] = (),
-    add_zero_attn: bool = False,
-    dropout_rate: float = 0.0,
-    out_dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    dropout_offset: Sequence[Any] | None = None,
-    broadcast_dropout: bool = False,
-    add_residual: bool = False,
-    average_weights: bool = False,
-    precision: Any = None,
-    deterministic_sums: bool = True,
-    save: Save = "inputs",
-    implementation: Implementation | None = None,
-    deterministic: bool | None = None,
+    **options: Unpack[MultiHeadAttentionKeywords],
 ) -> MultiHeadAttentionGrads:
     """The backward of `multi_head_attention` as a plain function.
 
@@ -267,7 +238,7 @@ def multi_head_attention_bwd(
         None runs the forward again.
       wrt: fields of `MultiHeadAttentionParams`, or "params" for all that are given, and of "query", "key",
         "value", "bias", "mod_args"; default: all that are given but `bias` and `mod_args`.
-      params, query, key, value and options: as in the forward call.
+      params, query, key, value and options: as in the forward call, `MultiHeadAttentionKeywords`.
 
     Returns:
       MultiHeadAttentionGrads(params, query, key, value, bias, mod_args), each with its argument's shape and
@@ -290,21 +261,12 @@ def multi_head_attention_bwd(
       ((16, 16), (16, 4, 4), None)
     """
     name = f"{_NAME}_bwd"
-    options, operands = prepare(
-        name, params, query, key, value, num_heads=num_heads, bias=bias, mask=mask, scale=scale,
-        is_causal=is_causal, local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, rotary=rotary,
-        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
-        deterministic_sums=deterministic_sums, deterministic=deterministic, add_zero_attn=add_zero_attn,
-        dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
-        dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
-        return_weights=dweights is not None or average_weights, average_weights=average_weights,
-        return_residual=True, save=save,
-    )  # fmt: skip
-    chosen = backend.select(name, IMPLEMENTATIONS, implementation, options, operands)
-    forward = partial(chosen.forward, options)
+    given = keywords.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
+    implementation = given.pop("implementation")
+    given["return_weights"] = dweights is not None or given["average_weights"]
+    static, operands = prepare(name, params, query, key, value, return_residual=True, **given)
+    chosen = backend.select(name, IMPLEMENTATIONS, implementation, static, operands)
+    forward = partial(chosen.forward, static)
     expected = jax.eval_shape(forward, operands)
     for argument, x, like, letters in (
         ("dout", dout, expected.out, "[..., T, Eo]"),
@@ -317,16 +279,16 @@ def multi_head_attention_bwd(
     if residual is None:
         residual = forward(operands).residual
     elif (got := described(residual)) != described(expected.residual):
-        expect = f"be what the forward of the same arguments and save={save!r} returned"
+        expect = f"be what the forward of the same arguments and save={static.save!r} returned"
         raise ValueError(checks.message(name, "residual", expect, got))
     wanted = _wanted(name, operands, wrt)
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
     residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
-    grads = chosen.backward(options, residuals, dout, dweights)
+    grads = chosen.backward(static, residuals, dout, dweights)
     of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
     found = {n: grads.get(n) for n in ARRAYS}
-    found["mod_args"] = float_leaves.in_dtypes_of(tuple(mod_args), found["mod_args"])
+    found["mod_args"] = float_leaves.in_dtypes_of(tuple(given["mod_args"]), found["mod_args"])
     return MultiHeadAttentionGrads(of_params, **found)
 
 
