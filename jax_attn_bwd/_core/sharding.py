@@ -99,6 +99,28 @@ def unsharded(x: jax.Array, axis: int) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
 
 
+def auto_devices(x: jax.Array) -> int:
+    """The number of devices over which Auto axes of the mesh may shard `x`; 1 inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if mesh.empty or AxisType.Manual in mesh.axis_types or (known and len(x.sharding.device_set) == 1):
+        return 1
+    sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(n for n, kind in sizes if kind == AxisType.Auto)
+
+
+def gathered(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with all of `axis` on every device of an Auto mesh, its other axes as they lie; under `jax.jit`."""
+    spec = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in explicit_spec(x)]
+    spec[axis] = None
+    return lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def all_gathered(tree: Any) -> Any:
+    """Every array of `tree` with all of its first axis on every device of an Auto mesh; under `jax.jit`."""
+    return jax.tree.map(lambda x: gathered(x, 0) if x.ndim else x, tree)
+
+
 def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> jax.Array:
     """`x` sharded as `other`, on an Explicit mesh: axis i of `x` as axis `axes[i]` of `other`.
 

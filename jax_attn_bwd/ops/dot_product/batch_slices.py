@@ -1,14 +1,11 @@
 """A batch worked through slice after slice: what one slice computes stays in the cache."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
-from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core import split
+from jax_attn_bwd._core.dropout import Offset
+from jax_attn_bwd._core.split import Pieces, Place
 from jax_attn_bwd.ops.dot_product.spec import Operands
 
 _OWN_AXES = {  # how many axes come after those of the batch
@@ -57,26 +54,22 @@ def over_slices(
     """
     if count == 1:
         return fn(operands, rows)
-    names = sliced(operands)
-    split = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])
-    slices = {name: split(getattr(operands, name)) for name in names}
-    entries = math.prod(operands.query.shape[:-3]) // count
-    first = entries * jnp.arange(count, dtype=jnp.uint32)
+    axes: dict[str, Any] = dict.fromkeys(sliced(operands), 0)
+    if operands.dropout_words is not None:
+        offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
+        operands = operands._replace(dropout_offset=offset)
+        axes["dropout_offset"] = Offset(0, None, None, None)
 
-    def body(sums, x):
-        taken, rows, first = x
-        results, shares = fn(_beginning_at(operands._replace(**taken), first), rows)
-        return jax.tree.map(jnp.add, sums, shares), results
+    def run(_, arrays):
+        rows = arrays.pop("rows")
+        return dict(zip(("results", "sums"), fn(Operands(**arrays), rows), strict=True))
 
-    sums, results = lax.scan(body, sums, (slices, jax.tree.map(split, rows), first))
-    join = lambda x: x.reshape(count * x.shape[1], *x.shape[2:])
-    return jax.tree.map(join, results), sums
-
-
-def _beginning_at(operands: Operands, first: jax.Array) -> Operands:
-    """`operands` of a slice whose first batch entry is number `first`: that is where its dropout lies."""
-    if operands.dropout_words is None:
-        return operands
-    zero = jnp.uint32(0)
-    offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
-    return operands._replace(dropout_offset=offset._replace(batch=offset.batch + first))
+    found = split.over(
+        Pieces(count, in_turn=True),
+        run,
+        {**operands._asdict(), "rows": rows},
+        {**axes, "rows": 0},
+        {"results": Place(0)},
+        {"sums": sums},
+    )
+    return found["results"], found["sums"]

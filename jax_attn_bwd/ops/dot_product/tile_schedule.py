@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import row_sharding
+from jax_attn_bwd._core import split
 from jax_attn_bwd.ops.dot_product import masking
 from jax_attn_bwd.ops.dot_product.masking import Conditions, Tokens
 from jax_attn_bwd.ops.dot_product.spec import Options
@@ -85,12 +85,12 @@ def _scan_in_step(step, carry, options, given, tiling, live):
     i, j, mixed = tiles_in_step(options, rows.length, columns.length, has_positions, tiling)
     if not len(i):
         return carry
-    j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(row_sharding.AXIS)]
+    j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(split.AXIS)]
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
     if by_shapes and options.mask_mod is None:
         live = None  # beside the origin nothing is known at run time only
     if live is not None:
-        live, mixed = lax.pmax(live[i, j].astype(jnp.int32), row_sharding.AXIS) > 0, True
+        live, mixed = lax.pmax(live[i, j].astype(jnp.int32), split.AXIS) > 0, True
 
     def body(carry, x):
         i, j, live = x

@@ -38,8 +38,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import row_sharding
-from jax_attn_bwd._core.sharding import full_like_operands, match_type
+from jax_attn_bwd._core.sharding import all_gathered, auto_devices, full_like_operands, match_type
 from jax_attn_bwd.ops.graph import edge_loops, kinds, row_terms
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
@@ -51,18 +50,16 @@ from jax_attn_bwd.ops.graph.tables import factors, for_rows, gathered, tables, w
 
 def backward(options: Options, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name."""
-    run = _on_every_device if row_sharding.auto_devices(residuals.operands.src) > 1 else _backward
+    run = _on_every_device if auto_devices(residuals.operands.src) > 1 else _backward
     return run(options, residuals, cotangents)
 
 
 @partial(jax.jit, static_argnums=0)
 def _on_every_device(options, residuals, cotangents):
-    result, cotangents = row_sharding.all_gathered((residuals.result, cotangents))
+    result, cotangents = all_gathered((residuals.result, cotangents))
     residuals = Residuals(gathered(residuals.operands), result, residuals.wanted)
     grads = _backward(options, residuals, cotangents)
-    return {
-        name: x if name == "attention_weights" else row_sharding.all_gathered(x) for name, x in grads.items()
-    }
+    return {name: x if name == "attention_weights" else all_gathered(x) for name, x in grads.items()}
 
 
 @partial(jax.jit, static_argnums=0)

@@ -5,14 +5,11 @@ the rule, so that the gradient of what entries share is summed once: over the ba
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from jax_attn_bwd._core import dropout, pallas, targets
+from jax_attn_bwd._core import dropout, pallas, split, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.graph.spec import Cotangents, Operands, Options, Residuals, Result
@@ -44,21 +41,16 @@ def placed(x: jax.Array, operands: Operands, axes: tuple[int | None, ...]) -> ja
 
 def numbered(operands: Operands) -> Operands:
     """`operands` whose dropout, if it is drawn from a key, has a stream for each entry of the batch."""
-    batch = batch_axes(operands)
-    if operands.dropout_words is None or not batch:
+    rank = batch_rank(operands)
+    if operands.dropout_words is None or not rank:
         return operands
-    zero = jnp.uint32(0)
-    at = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
-    number = jnp.zeros(batch, jnp.uint32)
-    for axis, n in enumerate(batch):
-        number = number * jnp.asarray(n).astype(jnp.uint32) + lax.broadcasted_iota(jnp.uint32, batch, axis)
-    number = reshard_like(number, leader(operands), range(len(batch)))
-    return operands._replace(dropout_offset=at._replace(batch=at.batch + number))
+    offset = split.dropout_indices(operands.dropout_offset, leader(operands), rank)
+    return operands._replace(dropout_offset=offset)
 
 
 def forward(run: Callable[..., Result], options: Options, operands: Operands) -> Result:
     """`run(options, operands)` of every entry."""
-    return _mapped(lambda operands: run(options, operands), operands)
+    return _over_entries(lambda operands: run(options, operands), operands)
 
 
 def backward(
@@ -69,32 +61,27 @@ def backward(
     if not batch_rank(operands):
         return run(options, residuals, cotangents)
 
-    def one(operands, result, cotangents):
+    def of_entry(operands, result, cotangents):
         return run(options, Residuals(operands, result, wanted), cotangents)
 
     # what varies is summed over devices by no entry
-    grads = _mapped(one, pallas.vary_alike(operands), result, cotangents)
+    grads = _over_entries(of_entry, pallas.vary_alike(operands), result=result, cotangents=cotangents)
     return {name: _summed(x, getattr(operands, name)) for name, x in grads.items()}
 
 
-def _mapped(function: Callable[..., Any], operands: Operands, *of_entries: Any) -> Any:
-    """`function(operands, *of_entries)` of every entry; each of `of_entries` has all batch axes."""
-    rank, at = batch_rank(operands), operands.dropout_offset
-    if not rank:
-        return function(operands, *of_entries)
-    given = {name: (getattr(operands, name), own) for name, own in RANKS.items()}
-    moving = {name: x for name, (x, own) in given.items() if x is not None and x.ndim - own == rank}
-    number = None if at is None or operands.dropout_words is None else at.batch
+def _over_entries(function: Callable[..., Any], operands: Operands, **of_entries: Any) -> Any:
+    """`function(operands, **of_entries)` of every entry; each of `of_entries` has all batch axes."""
+    rank, given = batch_rank(operands), operands._asdict()
+    axes: dict[str, Any] = dict.fromkeys(of_entries, 0)
+    axes |= {n: 0 for n, own in RANKS.items() if given[n] is not None and given[n].ndim - own == rank}
+    if operands.dropout_words is not None:
+        axes["dropout_offset"] = dropout.Offset(0, None, None, None)
 
-    def one(entry):
-        moving, number, of_entries = entry
-        own = operands._replace(**moving)
-        if at is not None and number is not None:
-            own = own._replace(dropout_offset=at._replace(batch=number))
-        return _mapped(function, own, *of_entries)
+    def of_entry(arrays):
+        own = {name: arrays.pop(name) for name in of_entries}
+        return function(Operands(**arrays), **own)
 
-    over = partial(lax.map, one) if one_after_another() else jax.vmap(one)
-    return over((moving, number, of_entries))
+    return split.over_entries(of_entry, rank, given | of_entries, axes, one_after_another())
 
 
 def one_after_another() -> bool:

@@ -22,9 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import row_sharding
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import full_like_operands, tie
+from jax_attn_bwd._core.sharding import all_gathered, auto_devices, full_like_operands, tie
 from jax_attn_bwd.ops.graph import edge_loops, kinds
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
@@ -35,13 +34,13 @@ from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
 
 def forward(options: Options, operands: Operands) -> Result:
     """The outputs and row values."""
-    run = _on_every_device if row_sharding.auto_devices(operands.src) > 1 else _forward
+    run = _on_every_device if auto_devices(operands.src) > 1 else _forward
     return run(options, operands)
 
 
 @partial(jax.jit, static_argnums=0)
 def _on_every_device(options, operands):
-    return row_sharding.all_gathered(_forward(options, gathered(operands)))
+    return all_gathered(_forward(options, gathered(operands)))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import dropout, row_sharding
+from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.sharding import all_gathered, auto_devices
+from jax_attn_bwd._core.sharding import gathered as gathered_along
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, extended, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, split_heads
 from jax_attn_bwd.ops.graph.spec import Operands, Options
@@ -36,20 +38,20 @@ def gathered(operands: Operands) -> Operands:
     Any edge may ask for any node: of nodes on several devices each chunk of a loop would gather its own.
     """
     a, mask = operands.attention_weights, operands.dropout_mask
-    others = row_sharding.all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
-    mask = None if mask is None else row_sharding.gathered(mask, 1)
+    others = all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
+    mask = None if mask is None else gathered_along(mask, 1)
     return others._replace(attention_weights=a, dropout_mask=mask)
 
 
 def on_every_device(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
     """`function(graph, array, ...)`, on an Auto mesh with all edges on every device: see `gathered`."""
-    spread = row_sharding.auto_devices(operands[1]) > 1
+    spread = auto_devices(operands[1]) > 1
     return _on_every_device(function, *operands) if spread else function(*operands)
 
 
 @partial(jax.jit, static_argnums=0)
 def _on_every_device(function, *operands):
-    return row_sharding.all_gathered(function(*row_sharding.all_gathered(operands)))
+    return all_gathered(function(*all_gathered(operands)))
 
 
 def walked(kind: Kind, t: Tables, graph: BipartiteCSC) -> Tables:

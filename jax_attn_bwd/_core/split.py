@@ -1,0 +1,255 @@
+"""Runs a function piece by piece of its arrays, puts the results together and sums what the pieces share.
+
+    results = [f(piece 0), f(piece 1), ...] joined,   sums = share of piece 0 + share of piece 1 + ...
+
+An operator says by name which axis of each array is cut; every piece reads the other arrays whole. One
+mechanism serves three reasons to cut, which differ only in who runs the pieces:
+
+* In turn: what one slice of a batch computes stays in the cache. `lax.scan` carries the sums.
+* On devices, where an Explicit mesh tells how the rows lie: each device takes its own (`jax.shard_map`). A
+  loop over tiles of rows on several devices would exchange something at every step. Over the tiles of a piece
+  it exchanges nothing: what the rows share is gathered once before, and its shares are summed once after.
+* Side by side, where an Auto mesh does not tell how the rows lie: there are as many pieces as devices, and
+  they are one more batch axis (`jax.vmap`), which the partitioner splits as the rows are split, if they are.
+
+`over_entries` maps a function that knows no batch over the entries of one; its caller sums what they share.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.sharding import auto_devices, explicit_spec, reshard_like, varying
+
+AXIS = "jax_attn_bwd_pieces"  # names the batch axis of pieces side by side
+
+Arrays = dict[str, Any]  # name -> an array, a tree of arrays, or None
+Axes = Mapping[str, Any]  # name -> the axis that is cut, or a tree of them; None, or no entry: it is shared
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How many pieces there are, and who runs them.
+
+    Attributes:
+      count: number of pieces; divides the axes that are cut.
+      mesh_axes: the Explicit mesh axes over which devices hold a piece each.
+      in_turn: whether one piece follows the other; else, without `mesh_axes`, they run side by side.
+    """
+
+    count: int
+    mesh_axes: tuple[str, ...] = ()
+    in_turn: bool = False
+
+    @property
+    def in_step(self) -> int:
+        """How many pieces one program computes, step by step alike."""
+        return 1 if self.mesh_axes or self.in_turn else self.count
+
+
+def of_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
+    """The pieces into which devices cut the rows of `x`, its axis `axis`; None where they need not be cut.
+
+    Args:
+      batch: product of the batch axes. A batch that fills an Auto mesh leaves no device to the rows.
+    """
+    if (names := explicit_spec(x)[axis]) is not None:
+        names = (names,) if isinstance(names, str) else tuple(names)
+        shape = jax.typeof(x).sharding.mesh.shape
+        return Pieces(math.prod(shape[name] for name in names), names)
+    devices, rows = auto_devices(x), x.shape[axis]
+    if not isinstance(rows, int) or rows == 0 or not isinstance(batch, int) or batch % devices == 0:
+        return None
+    count = math.gcd(rows, devices)
+    return Pieces(count) if count > 1 else None
+
+
+class Place(NamedTuple):
+    """Where a result of the pieces goes.
+
+    Attributes:
+      axis: the axis along which the pieces' results are joined; None: they are shares of a sum.
+      spec: the mesh axes of the whole on an Explicit mesh.
+    """
+
+    axis: int | None
+    spec: tuple = ()
+
+
+def place(x: jax.Array, axis: int | None) -> Place:
+    """The place of a result that is sharded like `x`."""
+    return Place(axis, explicit_spec(x))
+
+
+SUM = Place(None)  # every device holds the whole sum
+
+
+def over(
+    pieces: Pieces,
+    function: Callable[[jax.Array, Arrays], Arrays],
+    arrays: Arrays,
+    axes: Axes,
+    results: dict[str, Place],
+    zeros: Arrays | None = None,
+) -> Arrays:
+    """The results, by name, of `function(index of the piece, its arrays)` over all pieces.
+
+    Args:
+      pieces: how many there are, and who runs them.
+      function: computes the results of one piece; on devices it sees the shards of all axes.
+      arrays: what the function reads.
+      axes: which axis of each array is cut.
+      results: where each result goes.
+      zeros: what the sums begin with, by name; for pieces in turn.
+    """
+    axes = {name: axes.get(name) for name in arrays}
+    if pieces.mesh_axes:
+        return _on_devices(pieces.mesh_axes, function, arrays, axes, results)
+    index = jnp.arange(pieces.count, dtype=jnp.int32)
+    if pieces.in_turn:
+        return _in_turn(index, function, arrays, axes, results, zeros or {})
+    return _side_by_side(index, function, arrays, axes, results)
+
+
+def _in_turn(index, function, arrays, axes, results, zeros):
+    in_front = lambda axis, x: jnp.moveaxis(_cut(x, axis, index.shape[0]), axis, 0)
+    join = lambda axis, x: _join(jnp.moveaxis(x, 0, axis), axis)
+    cut = _map(lambda axis, x: None if axis is None else in_front(axis, x), axes, arrays)
+
+    def step(sums, xs):
+        index, own = xs
+        found = dict(
+            function(index, _map(lambda axis, x, own: x if axis is None else own, axes, arrays, own))
+        )
+        shares = {name: found.pop(name) for name in zeros}
+        return jax.tree.map(jnp.add, sums, shares), found
+
+    sums, found = lax.scan(step, zeros, (index, cut))
+    return _map(join, {name: results[name].axis for name in found}, found) | sums
+
+
+def _side_by_side(index, function, arrays, axes, results):
+    cut = _map(lambda axis, x: x if axis is None else _cut(x, axis, index.shape[0]), axes, arrays)
+    out_axes = {name: place.axis or 0 for name, place in results.items()}
+    found = jax.vmap(function, in_axes=(0, axes), out_axes=out_axes, axis_name=AXIS)(index, cut)
+    whole = lambda axis, x: x.sum(0) if axis is None else _join(x, axis)
+    return _map(whole, {name: results[name].axis for name in found}, found)
+
+
+def _on_devices(mesh_axes, function, arrays, axes, results):
+    mesh = next(m for x in jax.tree.leaves(arrays) for m in [jax.typeof(x).sharding.mesh] if not m.empty)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+
+    def spec_of(axis, spec):
+        return PartitionSpec(*(mesh_axes if i == axis else entry for i, entry in enumerate(spec)))
+
+    def laid(axis, x):
+        return (
+            x
+            if axis is None
+            else jax.sharding.reshard(x, NamedSharding(mesh, spec_of(axis, explicit_spec(x))))
+        )
+
+    in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
+    out_specs = {name: spec_of(place.axis, place.spec) for name, place in results.items()}
+
+    def of_device(arrays):
+        found = function(lax.axis_index(mesh_axes), arrays)
+        return {name: jax.tree.map(partial(_summed, out_specs[name]), x) for name, x in found.items()}
+
+    run = jax.shard_map(of_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=explicit)
+    return run(_map(laid, axes, arrays))
+
+
+def _summed(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """The sum of `x` over the mesh axes along which it varies and `spec` does not shard it."""
+    sharded = {n for entry in spec if entry for n in ((entry,) if isinstance(entry, str) else entry)}
+    surplus = varying(x) - sharded
+    return lax.psum(x, tuple(sorted(surplus))) if surplus else x
+
+
+def _map(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:
+    """`f(axis, leaf, ...)` for each leaf of the trees; one axis in `axes` may stand for a whole branch."""
+    branch = lambda axis, *branches: jax.tree.map(partial(f, axis), *branches)
+    return jax.tree.map(branch, axes, *trees, is_leaf=lambda axis: axis is None)
+
+
+def _own_or_shared(axis: int | None, shared: jax.Array, own: jax.Array | None) -> jax.Array | None:
+    return shared if axis is None else own
+
+
+def _cut(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """`[..., n, ...]` -> `[..., count, n / count, ...]`."""
+    return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+
+
+def _join(x: jax.Array, axis: int) -> jax.Array:
+    """`[..., count, n / count, ...]` -> `[..., n, ...]`."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def over_entries(
+    function: Callable[[Arrays], Any], batch_rank: int, arrays: Arrays, axes: Axes, in_turn: bool
+) -> Any:
+    """`function(arrays of one entry)` for each entry of a batch; the results have the batch axes in front.
+
+    The batch axes are mapped one inside the other, never merged: each may be sharded.
+
+    Args:
+      function: knows no batch.
+      batch_rank: the number of batch axes.
+      arrays: what the function reads.
+      axes: 0 for each array that has all batch axes, in front; entries share the others.
+      in_turn: whether one entry follows the other.
+    """
+    if batch_rank == 0:
+        return function(arrays)
+    axes = {name: axes.get(name) for name in arrays}
+    inner = lambda arrays: over_entries(function, batch_rank - 1, arrays, axes, in_turn)
+    if not in_turn:
+        return jax.vmap(inner, in_axes=(axes,))(arrays)
+    own = _map(lambda axis, x: None if axis is None else x, axes, arrays)
+    return lax.map(lambda own: inner(_map(_own_or_shared, axes, arrays, own)), own)
+
+
+def dropout_indices(
+    offset: dropout.Offset | None,
+    like: jax.Array,
+    batch_rank: int,
+    head: int | None = None,
+    row: int | None = None,
+) -> dropout.Offset:
+    """`dropout_offset` as index arrays: a piece takes its part of them, and so draws the bits of the whole.
+
+    Args:
+      offset: where the call's block begins; None: at 0.
+      like: an array of the call with `batch_rank` batch axes in front.
+      head, row: the axes of `like` that count heads and rows; None leaves the scalar as it is.
+
+    Returns:
+      The offset, with `batch` `[...]` of all batch axes, `head` `[N]` and `row` `[T]`; batch and heads are
+      sharded like `like`.
+    """
+    zero = jnp.uint32(0)
+    offset = offset or dropout.Offset(zero, zero, zero, zero)
+    batch = like.shape[:batch_rank]
+    number = _indices(math.prod(batch), offset.batch).reshape(batch)
+    offset = offset._replace(batch=reshard_like(number, like, tuple(range(batch_rank))))
+    if head is not None:
+        heads = reshard_like(_indices(like.shape[head], offset.head), like, (head,))
+        offset = offset._replace(head=heads)
+    return offset if row is None else offset._replace(row=_indices(like.shape[row], offset.row))
+
+
+def _indices(n: int, start: jax.Array) -> jax.Array:
+    """The n indices from `start` on; `start` itself where it holds them already."""
+    return start if start.ndim else start + jnp.arange(n, dtype=jnp.uint32)
