@@ -5,14 +5,15 @@ Equal expressions are one value, whatever it is: `ids[row] == ids[column]` is Tr
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core.intervals import called_jaxpr, constant
-from jax_attn_bwd._core.jaxprs import is_literal
+from jax_attn_bwd._core import jaxprs
+from jax_attn_bwd._core.intervals import constant
 
 # of one value, twice; inexact ones may be NaN
 _OF_EQUALS = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False, "sub": 0}
@@ -32,7 +33,9 @@ def is_true(function: Callable[..., Any], lead: Sequence[Any], index: Any, args:
     numbers: dict[Any, int] = {}
     arguments = [_numbered(numbers, ("argument", i)) for i, _ in enumerate(closed.jaxpr.invars)]
     arguments[len(lead) + 1] = arguments[len(lead)]
-    (result,) = _evaluate(numbers, closed, arguments)
+    of_array = lambda x, _: _numbered(numbers, ("constant", id(x)))
+    rule = partial(_results, numbers)
+    (result,) = jaxprs.evaluate(closed, arguments, rule, of_array, literal=lambda x, _: x)
     return isinstance(result, np.ndarray) and bool(result.all())
 
 
@@ -40,26 +43,8 @@ def _numbered(numbers: dict[Any, int], expression: Any) -> int:
     return numbers.setdefault(expression, len(numbers))
 
 
-def _evaluate(numbers: dict[Any, int], closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Of each result its value, a NumPy array, if it is known; else a number that equal expressions share."""
-    jaxpr = closed.jaxpr
-    consts = [_numbered(numbers, ("constant", id(x))) for x in closed.consts]
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-
-    def read(x):
-        return np.asarray(x.val, x.aval.dtype) if is_literal(x) else found[x]
-
-    for equation in jaxpr.eqns:
-        inputs, called = [read(x) for x in equation.invars], called_jaxpr(equation)
-        if called is not None:
-            results = _evaluate(numbers, called, inputs)
-        else:
-            results = _results(numbers, equation, inputs)
-        found |= dict(zip(equation.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
 def _results(numbers: dict[Any, int], equation: Any, inputs: list[Any]) -> list[Any]:
+    """A value of each result: a NumPy array if it is known; else a number that equal expressions share."""
     name = equation.primitive.name
     if all(isinstance(x, np.ndarray) for x in inputs):
         known = constant(equation, inputs)

@@ -7,15 +7,14 @@ left as they are.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import pallas
-from jax_attn_bwd._core.intervals import called_jaxpr
-from jax_attn_bwd._core.jaxprs import is_literal
+from jax_attn_bwd._core import jaxprs, pallas
 
 _HARMLESS = 0.5  # within the domain of nearly all functions: log, sqrt, 1 / x, asin, atanh
 _MOVES = frozenset(
@@ -52,7 +51,14 @@ def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args
     values = [
         _Value(x, is_float := _is_float(x), i < len(elements), not is_float) for i, x in enumerate(given)
     ]
-    (result,) = _evaluate(closed.jaxpr, closed.consts, values, _Guard(seen))
+    (result,) = jaxprs.evaluate(
+        closed,
+        values,
+        partial(_results, _Guard(seen)),
+        constant=lambda x, _: _Value(x, False, False, not _is_float(x)),
+        literal=lambda x, _: _Value(jnp.asarray(x), False, False, bool(np.isfinite(x))),
+        enters=lambda equation, _: not equation.primitive.name.startswith("custom_"),
+    )
     return result.x
 
 
@@ -75,40 +81,18 @@ class _Guard:
         return jnp.where(self._seen[axes], x, jnp.asarray(_HARMLESS, x.dtype))
 
 
-def _evaluate(jaxpr: Any, consts: Any, arguments: list[_Value], guard: _Guard) -> list[_Value]:
-    constants = [_Value(x, False, False, not _is_float(x)) for x in consts]
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
-
-    def read(variable):
-        if is_literal(variable):
-            x = jnp.asarray(variable.val, variable.aval.dtype)
-            return _Value(x, False, False, bool(np.isfinite(variable.val)))
-        return found[variable]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(x) for x in equation.invars]
-        found |= dict(zip(equation.outvars, _equation(equation, inputs, guard), strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _equation(equation: Any, inputs: list[_Value], guard: _Guard) -> list[_Value]:
-    name, primitive = equation.primitive.name, equation.primitive
-    called = called_jaxpr(equation)
-    if called is not None and not name.startswith("custom_"):
-        return _evaluate(called.jaxpr, called.consts, inputs, guard)
+def _results(guard: _Guard, equation: Any, inputs: list[_Value]) -> list[_Value]:
+    name = equation.primitive.name
     elements = any(x.elements for x in inputs)
     given = [x.x for x in inputs]
     differentiates = any(_is_float(x.aval) for x in equation.outvars) and any(x.varies for x in inputs)
     if elements and differentiates and not _is_tame(equation, inputs):
         guarded_ones = [_is_float(x) and guard.fits(x.shape) for x in given]
         given = [guard(x) if bad else x for x, bad in zip(given, guarded_ones, strict=True)]
-    results = primitive.bind(*pallas.vary_alike(given), **primitive.get_bind_params(equation.params))
+    results = jaxprs.bound(equation, pallas.vary_alike(given))
     varies = any(x.varies for x in inputs)
     finite = name in _KEEPS_FINITE and all(x.finite for x in inputs)
-    return [
-        _Value(x, varies and _is_float(x), elements, finite or not _is_float(x))
-        for x in (results if primitive.multiple_results else [results])
-    ]
+    return [_Value(x, varies and _is_float(x), elements, finite or not _is_float(x)) for x in results]
 
 
 def _is_tame(equation: Any, inputs: list[_Value]) -> bool:
@@ -121,7 +105,7 @@ def _is_tame(equation: Any, inputs: list[_Value]) -> bool:
         return (not x.varies or y.finite) and (not y.varies or x.finite)
     if name == "div":
         denominator = equation.invars[1]
-        return is_literal(denominator) and denominator.val != 0
+        return jaxprs.is_literal(denominator) and denominator.val != 0
     return False
 
 

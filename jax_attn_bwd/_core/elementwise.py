@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_attn_bwd._core.intervals import called_jaxpr
-from jax_attn_bwd._core.jaxprs import is_literal, scan_counts
+from jax_attn_bwd._core import jaxprs
 
 OWN = "an array's own axis"
 NAMES = {-1: "columns", -2: "rows", -3: "heads", -4: "heads"}  # of the tile's axes, from the last; else batch
@@ -84,15 +83,7 @@ def _is_of_tile(axis: Axis) -> bool:
 
 def _followed(closed: Any, inputs: Sequence[Axes]) -> list[Axes]:
     """The axes of each result."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    found: dict[Any, Axes] = {v: _own(v.aval.shape) for v in jaxpr.constvars}
-    found |= dict(zip(jaxpr.invars, inputs, strict=True))
-    read = lambda x: _own(x.aval.shape) if is_literal(x) else found[x]
-    for equation in jaxpr.eqns:
-        given, called = [read(x) for x in equation.invars], called_jaxpr(equation)
-        results = _results(equation, given) if called is None else _followed(called, given)
-        found |= dict(zip(equation.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+    return jaxprs.evaluate(closed, inputs, _results, lambda x, aval: _own(aval.shape))
 
 
 def _results(equation: Any, given: list[Axes]) -> list[Axes]:
@@ -256,7 +247,7 @@ def _while(equation: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _scan(equation: Any, given: list[Axes]) -> list[Axes]:
-    consts, carry, _ = scan_counts(equation)
+    consts, carry, _ = jaxprs.scan_counts(equation)
     given, carried, xs = given[:consts], given[consts : consts + carry], given[consts + carry :]
     _nothing_along("scan", xs, (0,))
     found = _loop("scan", equation.params["jaxpr"], given, carried, [axes[1:] for axes in xs])

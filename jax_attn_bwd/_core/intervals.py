@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core import jaxprs, pallas
 from jax_attn_bwd._core.interval_rules import RULES, STRUCTURAL, dtype_range, floored
-from jax_attn_bwd._core.jaxprs import is_literal
 from jax_attn_bwd._core.range_extrema import gathered
 
 # of floats, makes or moves such as are told exactly
@@ -75,35 +74,26 @@ def bounds(function: Callable[..., Any], *arguments: Any) -> Interval:
     leaves, tree = jax.tree.flatten(arguments)
     shapes = [jax.ShapeDtypeStruct(x.least.shape, x.least.dtype) for x in leaves]
     closed = jax.make_jaxpr(lambda *given: function(*jax.tree.unflatten(tree, given)))(*shapes)
-    (result,) = _evaluate(closed.jaxpr, [exact(x) for x in closed.consts], leaves)
+    of_exact = lambda x, _: exact(x)
+    (result,) = jaxprs.evaluate(closed, leaves, _results, of_exact, enters=_is_evaluated_by_parts)
     return result
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Interval], arguments: Sequence[Interval]) -> list[Interval]:
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-
-    def read(variable):
-        if is_literal(variable):
-            return exact(np.asarray(variable.val, variable.aval.dtype))
-        return found[variable]
-
-    for equation in jaxpr.eqns:
-        results = _equation(equation, [read(x) for x in equation.invars])
-        found |= dict(zip(equation.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+def _is_evaluated_by_parts(equation: Any, inputs: list[Interval]) -> bool:
+    """Whether the rules see what an equation calls: not if it can be run, or has a rule of its own."""
+    if all(x.is_exact for x in inputs) and not all(x.is_known for x in inputs):
+        return False
+    return not (len(inputs) == 2 and is_floored(equation))
 
 
-def _equation(equation: Any, inputs: list[Interval]) -> list[Interval]:
-    """The bounds of its results."""
+def _results(equation: Any, inputs: list[Interval]) -> list[Interval]:
+    """The bounds of the results of an equation."""
     name, vague = equation.primitive.name, any(x.vague for x in inputs)
     all_exact = all(x.is_exact for x in inputs)
     if all_exact and not all(x.is_known for x in inputs):
         return _bound(equation, inputs)
-    called = called_jaxpr(equation)
-    if called is not None:
-        if is_floored(equation) and len(inputs) == 2:
-            return [_by_rule(floored[equation.params["name"]], equation, inputs)]
-        return _evaluate(called.jaxpr, [exact(x) for x in called.consts], inputs)
+    if jaxprs.called_jaxpr(equation) is not None:
+        return [_by_rule(floored[equation.params["name"]], equation, inputs)]
     if name == "gather":
         return [_gather(equation, *inputs)]
     if name == "concatenate" and not all_exact:
@@ -133,9 +123,7 @@ def _is_symbolic(equation: Any) -> bool:
 def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
     """The results of exact values: those of the equation itself."""
     values = pallas.vary_alike([jnp.asarray(x.least) for x in inputs])
-    parameters = equation.primitive.get_bind_params(equation.params)
-    results = equation.primitive.bind(*values, **parameters)
-    return [exact(x) for x in (results if equation.primitive.multiple_results else [results])]
+    return [exact(x) for x in jaxprs.bound(equation, values)]
 
 
 def constant(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -148,19 +136,6 @@ def constant(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray | None:
     else:
         return None
     return found.least if found.is_known and found.is_exact else None
-
-
-def called_jaxpr(equation: Any) -> Any:
-    """The closed jaxpr that an equation calls once, as it is; None if it does not."""
-    if equation.primitive.name in ("jit", "pjit", "closed_call", "core_closed_call"):
-        return equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-    if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return equation.params["call_jaxpr"]
-    if equation.primitive.name in ("checkpoint", "remat", "remat2"):
-        from jax.extend.core import ClosedJaxpr
-
-        return ClosedJaxpr(equation.params["jaxpr"], ())
-    return None
 
 
 def is_floored(equation: Any) -> bool:

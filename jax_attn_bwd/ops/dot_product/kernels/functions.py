@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core.intervals import Interval, called_jaxpr
-from jax_attn_bwd._core.jaxprs import is_literal
+from jax_attn_bwd._core import jaxprs
+from jax_attn_bwd._core.intervals import Interval
 from jax_attn_bwd._core.range_extrema import gathered
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import mod_functions
@@ -141,33 +141,21 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
     And with tanh by exp2: the hardware's own has an error of 2^-11.
     """
 
-    def evaluate(jaxpr, consts, given):
-        found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-        read = lambda x: jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else found[x]
-        for equation in jaxpr.eqns:
-            inputs, called = [read(x) for x in equation.invars], called_jaxpr(equation)
-            if called is not None:
-                results = evaluate(called.jaxpr, called.consts, inputs)
-            elif equation.primitive.name == "not" and inputs[0].dtype == bool:
-                results = [inputs[0] == False]  # noqa: E712
-            elif equation.primitive.name == "tanh":
-                results = [tanh(inputs[0], 1.0)]
-            elif equation.primitive.name == "one_minus_square":  # which it does not know
-                results = [1.0 - inputs[0] * inputs[0]]
-            elif equation.primitive.name in ("integer_pow", "square"):  # of the derivative of a quotient
-                results = [_power(inputs[0], equation.params.get("y", 2))]
-            else:
-                primitive = equation.primitive
-                parameters = primitive.get_bind_params(equation.params)
-                parameters |= {"sharding": None} if "sharding" in parameters else {}
-                results = primitive.bind(*inputs, **parameters)
-                results = results if primitive.multiple_results else [results]
-            found |= dict(zip(equation.outvars, results, strict=True))
-        return [read(x) for x in jaxpr.outvars]
+    def rule(equation, inputs):
+        name = equation.primitive.name
+        if name == "not" and inputs[0].dtype == bool:
+            return [inputs[0] == False]  # noqa: E712
+        if name == "tanh":
+            return [tanh(inputs[0], 1.0)]
+        if name == "one_minus_square":  # which it does not know
+            return [1.0 - inputs[0] * inputs[0]]
+        if name in ("integer_pow", "square"):  # of the derivative of a quotient
+            return [_power(inputs[0], equation.params.get("y", 2))]
+        return jaxprs.bound(equation, inputs, **{"sharding": None} if "sharding" in equation.params else {})
 
     def call(*given):
         closed, form = jax.make_jaxpr(function, return_shape=True)(*given)
-        results = evaluate(closed.jaxpr, closed.consts, given)
+        results = jaxprs.evaluate(closed, given, rule, lambda x, _: x, literal=lambda x, _: jnp.asarray(x))
         return jax.tree.unflatten(jax.tree.structure(form), results)
 
     return call
@@ -187,7 +175,7 @@ def unsupported(
     with hoisting.unsharded():
         programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
-        for equation in _equations(closed.jaxpr):
+        for equation in jaxprs.equations(closed.jaxpr):
             if (operation := equation.primitive.name) not in lowers:
                 return f"it cannot lower {operation!r}, which {name} is made of"
         if (reason := _too_wide(name, closed)) is not None:
@@ -197,7 +185,7 @@ def unsupported(
 
 def _too_wide(name: str, closed: Any) -> str | None:
     """Why it cannot be traced on tiles of 32 bits a number; None if it can."""
-    for equation in _equations(closed.jaxpr):
+    for equation in jaxprs.equations(closed.jaxpr):
         avals = [x.aval for x in (*equation.invars, *equation.outvars)]
         # Python numbers are weakly typed, and narrow in `on_tile`
         wide = [x.dtype for x in avals if x.dtype.itemsize > 4 and not x.weak_type]
@@ -244,12 +232,3 @@ def _programs(options: Options) -> Iterator[tuple[str, Any]]:
 
         yield "score_mod", jax.make_jaxpr(score)(logits, *at, *given(score))
         yield "the derivative of score_mod", jax.make_jaxpr(back)(logits, *at, *given(score))
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        called = called_jaxpr(equation)
-        if called is None:
-            yield equation
-        else:
-            yield from _equations(called.jaxpr)

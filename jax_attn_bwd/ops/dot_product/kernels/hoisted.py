@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import pallas
-from jax_attn_bwd._core.intervals import called_jaxpr
+from jax_attn_bwd._core import jaxprs, pallas
 from jax_attn_bwd.ops.dot_product.kernels import hoisting
 from jax_attn_bwd.ops.dot_product.kernels.hoisting import PLACE, Cut, Value
 
@@ -164,46 +163,27 @@ def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
 
 def _outside(value: Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
     """It, of one element."""
-    known: dict[Value, Any] = {}
 
-    def find(value):
-        if value in known:
-            return known[value]
-        if value.argument is not None:
-            found = arrays[value.argument]
-        elif value.equation is None:
-            (name,) = value.reads or (None,)
-            found = jnp.asarray(value.constant, value.aval.dtype) if name is None else place[name]
+    def of_inputs(value, inputs):
+        return jaxprs.bound(value.equation, pallas.vary_alike(inputs))[value.output]
+
+    return _made(value, {}, place | dict(enumerate(arrays)), of_inputs)
+
+
+def _on_tile(value: Value, place: dict[Any, Any], handed: dict[Value, Any]) -> Any:
+    return _made(value, dict(handed), place, _elementwise)
+
+
+def _made(value: Value, known: dict[Value, Any], given: dict[Any, Any], of_inputs: Callable[..., Any]) -> Any:
+    """It, by what is `given` by name or number; each value that it is made of once."""
+    if value not in known:
+        if value.equation is not None:
+            inputs = [_made(x, known, given, of_inputs) for x in value.inputs]
+            known[value] = of_inputs(value, inputs)
         else:
-            inputs = pallas.vary_alike([find(x) for x in value.inputs])
-            found = _bound(value, inputs)
-        known[value] = found
-        return found
-
-    return find(value)
-
-
-def _bound(value: Value, inputs: list[Any]) -> Any:
-    primitive = value.equation.primitive
-    found = primitive.bind(*inputs, **primitive.get_bind_params(value.equation.params))
-    return found[value.output] if primitive.multiple_results else found
-
-
-def _on_tile(value: Value, place: dict[str, Any], handed: dict[Value, Any]) -> Any:
-    known = dict(handed)
-
-    def find(value):
-        if value in known:
-            return known[value]
-        if value.equation is None:
-            (name,) = value.reads or (None,)
-            found = jnp.asarray(value.constant, value.aval.dtype) if name is None else place[name]
-        else:
-            found = _elementwise(value, [find(x) for x in value.inputs])
-        known[value] = found
-        return found
-
-    return find(value)
+            (name,) = value.reads or (value.argument,)
+            known[value] = jnp.asarray(value.constant, value.aval.dtype) if name is None else given[name]
+    return known[value]
 
 
 def _elementwise(value: Value, inputs: list[Any]) -> Any:
@@ -213,10 +193,11 @@ def _elementwise(value: Value, inputs: list[Any]) -> Any:
         return inputs[0]
     shape, alike = jnp.broadcast_shapes(*(x.shape for x in inputs)), name in ("select_n", "clamp")
     if name.startswith("custom_"):  # with its own derivative, as jax.nn.relu
-        run = lambda *inputs: _bound(value, inputs)
+        run = lambda *inputs: jaxprs.bound(value.equation, inputs)[value.output]
         for _ in shape:
             run = jax.vmap(run)
         return run(*(jnp.broadcast_to(x, shape) for x in inputs))
-    if called_jaxpr(value.equation) is not None:  # jnp's own // or %
+    if jaxprs.called_jaxpr(value.equation) is not None:  # jnp's own // or %
         return getattr(jnp, value.equation.params["name"])(*inputs)
-    return _bound(value, [jnp.broadcast_to(x, shape) if alike or x.shape else x for x in inputs])
+    laid = [jnp.broadcast_to(x, shape) if alike or x.shape else x for x in inputs]
+    return jaxprs.bound(value.equation, laid)[value.output]

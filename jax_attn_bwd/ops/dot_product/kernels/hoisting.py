@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.intervals import called_jaxpr, is_floored
-from jax_attn_bwd._core.jaxprs import is_literal
+from jax_attn_bwd._core import jaxprs
+from jax_attn_bwd._core.intervals import is_floored
 
 PLACE = ("batch", "head", "row", "column")
 OF_ONE_ELEMENT = frozenset(("broadcast_in_dim", "reshape", "squeeze"))  # which move nothing
@@ -100,37 +100,32 @@ def cut(function: Any) -> Cut:
     invars, drifts = closed.jaxpr.invars, {"row": 1, "column": 1, "logits": None}
     inputs = [Value(v.aval, frozenset((n,)), drifts.get(n, 0)) for n, v in zip(names, invars, strict=False)]
     inputs += [Value(v.aval, of_arrays=True, argument=i) for i, v in enumerate(invars[len(lead) :])]
-    (result,) = _traced(closed, inputs)
+    (result,) = jaxprs.evaluate(
+        closed,
+        inputs,
+        _results,
+        constant=lambda x, aval: Value(aval, of_arrays=True, constant=x),
+        literal=lambda x, aval: Value(aval, constant=x),
+        enters=_is_cut,
+    )
     handed: dict[Value, None] = {}
     made: dict[Value, None] = {}
     _walk(result, handed, made)
     return Cut(result, tuple(handed), tuple(made))
 
 
-def _traced(closed: Any, inputs: Sequence[Value]) -> list[Value]:
-    jaxpr = closed.jaxpr
-    consts = [
-        Value(v.aval, of_arrays=True, constant=x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)
-    ]
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    read = lambda x: Value(x.aval, constant=x.val) if is_literal(x) else found[x]
-    for equation in jaxpr.eqns:
-        given = tuple(read(x) for x in equation.invars)
-        called = called_jaxpr(equation)
-        whole = called is None or equation.primitive.name.startswith("custom_")
-        if whole or (is_floored(equation) and not any(x.of_arrays for x in given)):
-            results = _results(equation, given)
-        else:
-            results = _traced(called, given)
-        found |= dict(zip(equation.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+def _is_cut(equation: Any, given: Sequence[Value]) -> bool:
+    """Whether what an equation calls is cut in two; `//` and `%` of indices, and own derivatives, are not."""
+    if equation.primitive.name.startswith("custom_"):
+        return False
+    return any(x.of_arrays for x in given) or not is_floored(equation)
 
 
-def _results(equation: Any, given: tuple[Value, ...]) -> list[Value]:
+def _results(equation: Any, given: Sequence[Value]) -> list[Value]:
     reads = frozenset().union(*(x.reads for x in given))
     found = []
     for output, v in enumerate(equation.outvars):
-        value = Value(v.aval, reads, _drift(equation, given), False, equation, given, output)
+        value = Value(v.aval, reads, _drift(equation, given), False, equation, tuple(given), output)
         if value.is_of_distance:  # elementwise of what a kernel has: it makes that itself
             of_arrays = any(x.of_arrays and (x.is_of_distance or x.aval.shape) for x in given)
         else:
@@ -139,7 +134,7 @@ def _results(equation: Any, given: tuple[Value, ...]) -> list[Value]:
     return found
 
 
-def _drift(equation: Any, given: tuple[Value, ...]) -> int | None:
+def _drift(equation: Any, given: Sequence[Value]) -> int | None:
     """Of the results; of floats, which are rounded, only 0 is known."""
     drifts, name = [x.drift for x in given if x.drift is not None], equation.primitive.name
     if len(drifts) < len(given):
