@@ -60,8 +60,8 @@ def attention_fn(
         nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_attn_bwd.attention_fn)
         nnx.MultiHeadAttention(8, 64, attention_fn=jax_attn_bwd.attention_fn, decode=False, rngs=rngs)
 
-    What these layers do not pass on, bind: `functools.partial(attention_fn, bias=bias, is_causal=True)`. (NNX
-    passes on `is_causal`, True or not: there it is an argument of the layer's call.)
+    What these layers do not pass on, configure: `configured_attention_fn(bias=bias, is_causal=True)`. (NNX
+    passes `is_causal=False` unless its call asks for causality, which undoes what `functools.partial` binds.)
 
     Differs from the attention of Flax in that a query which sees nothing gives 0, not a mean over hidden
     keys, and that no T x S array is formed or kept, unless weights are sown.
@@ -206,7 +206,7 @@ def _rotated(rope: Any, positions: Any, *arrays: jax.Array) -> tuple[jax.Array, 
     if rope is None:
         if positions is not None:
             expected = "be given together with rope, which turns queries and keys by them"
-            remedy = "bind it: functools.partial(attention_fn, rope=nnx.RoPE())"
+            remedy = "configure it: configured_attention_fn(rope=nnx.RoPE())"
             got = f"shape {jnp.shape(positions)} and rope=None"
             raise ValueError(checks.message(_NAME, "input_positions", expected, got, remedy))
         return arrays

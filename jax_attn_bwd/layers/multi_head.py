@@ -77,7 +77,7 @@ def flax_mask(layer: str, mask: Any) -> jax.Array | None:
             found = mask.ravel()[other.argmax()] if other.any() else None
         if found is not None:
             expected = "be boolean, or of zeros and ones (what is not 0 attends)"
-            remedy = "additive values are a bias: functools.partial(jax_attn_bwd.attention_fn, bias=bias)"
+            remedy = "additive values are a bias: jax_attn_bwd.configured_attention_fn(bias=bias)"
             raise TypeError(checks.message(layer, "mask", expected, f"{float(found):g} in it", remedy))
     return jnp.asarray(mask != 0)
 

@@ -57,4 +57,5 @@ def others(x: jax.Array) -> None:
     jab.multi_scale_deformable_attention(x, [(2, 2)], x, x, normalize="sigmoid")  # type: ignore[arg-type]
     jab.multi_scale_deformable_attention(x, [(2, 2)], x, x, padding_mode="reflect")  # type: ignore[arg-type]
     jab.parallel.ring_attention(x, x, x)  # type: ignore[call-overload]
+    jab.configured_attention_fn(is_casual=True)  # type: ignore[call-arg]
     np.asarray(jab.edge_softmax(x, x))  # type: ignore[arg-type]

@@ -73,6 +73,14 @@ def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
     assert_type(conv(x, graph, return_attention_weights=True), Pair)
 
 
+def frameworks(x: jax.Array, mesh: jax.sharding.Mesh) -> None:
+    causal = jab.configured_attention_fn(is_causal=True, local_window_size=(8, 0))
+    assert_type(causal(x, x, x, mask=None), jax.Array)
+    assert_type(nnx.MultiHeadAttention(2, 8, attention_fn=causal, rngs=nnx.Rngs(0))(x), jax.Array)
+    on_mesh = jab.parallel.attention_fn(mesh, sequence="sequence")
+    assert_type(jab.configured_attention_fn(on_mesh, is_causal=True)(x, x, x), jax.Array)
+
+
 def others(x: jax.Array, value: np.ndarray, locations: jax.Array) -> None:
     assert_type(jab.scaled_masked_softmax(value, value > 0, scale=x), jax.Array)
     sample = jab.multi_scale_deformable_attention

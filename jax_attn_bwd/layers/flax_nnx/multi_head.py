@@ -35,7 +35,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Args:
       num_heads, in_features, ...: all of `flax.nnx.MultiHeadAttention`, by position or by name.
       attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
-        `functools.partial(jax_attn_bwd.attention_fn, rope=nnx.RoPE())`, of which `rotary` is the faster form.
+        `jax_attn_bwd.configured_attention_fn(rope=nnx.RoPE())`, of which `rotary` is the faster form.
       local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
         t is the index in the cache.
       logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
