@@ -96,11 +96,10 @@ def configured_attention_fn(
     for name in {"is_causal", "deterministic_sums"} & options.keys():
         options[name] = checks.flag(_NAME, name, options[name])
     masks.window(_NAME, local_window_size)
-    signature = inspect.signature(attention_fn)
-    for name in options.keys() - signature.parameters.keys():
+    for name in options.keys() - inspect.signature(attention_fn).parameters.keys():
         expected, remedy = "be left out: attention_fn does not take it", "configure jax_attn_bwd.attention_fn"
         raise TypeError(checks.message(_NAME, name, expected, repr(options[name]), remedy))
-    return _Configured(attention_fn, options, signature)
+    return _Configured(attention_fn, options)
 
 
 def _is_unset(x: Any) -> bool:
@@ -113,7 +112,10 @@ class _Configured:
 
     attention_fn: Callable[..., jax.Array]
     options: Mapping[str, Any]
-    __signature__: inspect.Signature  # linen hands over what it names
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # linen hands over what it names
+        return inspect.signature(self.attention_fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         given = self.__signature__.bind(*args, **kwargs).arguments

@@ -29,7 +29,9 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
         part of each (of METIS, say); the longest part sets the shapes of all.
 
     Returns:
-      The parts. A source belongs to the part of the destination of its number, where there are as many;
+      The parts. Where their layout is not the caller's order, it has another length (if need be, by a row of
+      padding in each part), so that an array in the caller's order is refused by its shape.
+      A source belongs to the part of the destination of its number, where there are as many;
       else to the part that has most edges from it, up to an equal share. Rows travel in one all-to-all if
       that pads them by less than 10%, otherwise in several exchanges of messages of about one size, each
       padded by at most 10% or 16 rows. `traffic()` tells what is sent.
@@ -43,7 +45,7 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
       >>> from jax_attn_bwd.parallel import partition_graph
       >>> graph = BipartiteCSC.from_coo([0, 1, 2, 3], [1, 2, 3, 0], 4, 4)  # a ring
       >>> partition_graph(graph, 2, parts="contiguous")
-      PartitionedGraph(parts=2, src_rows=2, dst_rows=2, edges_rows=2, remote_rows=2)
+      PartitionedGraph(parts=2, src_rows=2, dst_rows=2, edges_rows=3, remote_rows=2)
     """
     operator = "partition_graph"
     n = checks.integer(operator, "n", n, 1)
@@ -57,13 +59,13 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
     source, number = np.asarray(graph.indices)[:nnz], np.asarray(graph.map_csc_to_coo)[:nnz]
 
     dst_part = _part_of_destinations(operator, parts, degree, n)
-    dst_row, dst_rows = _rows(dst_part, n)
+    dst_row, dst_rows = _rows_with_room(dst_part, n)
     edge_part = np.repeat(dst_part, degree)
-    edge_row, edge_rows = _rows(edge_part, n)  # by destination: the order of rows is that of the caller
+    edge_row, edge_rows = _rows_with_room(edge_part, n, number, graph.capacity)
     src_part, src_row, src_rows = dst_part, dst_row, dst_rows
     if graph.num_src != graph.num_dst:
         src_part = _seated(source, edge_part, graph.num_src, n)
-        src_row, src_rows = _rows(src_part, n)
+        src_row, src_rows = _rows_with_room(src_part, n)
 
     halo = _halo(source, edge_part, src_part, src_row, src_rows, n)
     ends = np.zeros((n, dst_rows + 1), np.int64)
@@ -137,6 +139,19 @@ def _rows(part: np.ndarray, n: int) -> tuple[np.ndarray, int]:
     row = np.empty(len(part), np.int64)
     row[np.argsort(part, kind="stable")] = np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
     return row, int(count.max(initial=0))
+
+
+def _rows_with_room(
+    part: np.ndarray, n: int, number: np.ndarray | None = None, size: int | None = None
+) -> tuple[np.ndarray, int]:
+    """`_rows`; one more where the layout would be as long as the caller's order and yet another order.
+
+    `number`: of each element in the caller's order, which has `size`.
+    """
+    row, rows = _rows(part, n)
+    number = np.arange(len(part)) if number is None else number
+    is_kept = np.array_equal(part * rows + row, number)
+    return row, rows + (n * rows == (len(part) if size is None else size) and not is_kept)
 
 
 class _Halo(NamedTuple):

@@ -45,7 +45,9 @@ def made(name, x, attend):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"mask_mod": mods.causal}], ids=["flag", "function"])
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"mask_mod": mods.causal}], ids=["flag", "function"]
+)
 def test_no_layer_sees_the_future(name, options):
     """The layer of NNX passes `is_causal=False`, which undoes what `functools.partial` binds."""
     x = tokens()

@@ -1,15 +1,17 @@
 """Graphs cut into parts: who owns what, what travels, and how arrays come into the layout and back."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import thorough
+from helpers import assert_close, thorough
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.parallel import PartitionedGraph, Traffic, partition_graph
+from jax_attn_bwd import BipartiteCSC, graph_attention
+from jax_attn_bwd.parallel import PartitionedGraph, Traffic, partition_graph, sharded_graph_attention
 from jax_attn_bwd.parallel.partition import _schedule
 
 
@@ -85,8 +87,8 @@ def test_edges_are_balanced(rng, exponent):
     edges = np.asarray(cut.graph.num_edges)
     assert np.bincount(dst).max() < edges.mean()
     assert edges.max() <= 1.01 * edges.mean()
-    assert cut.edges.rows == edges.max()
-    assert cut.dst.rows == 2500
+    assert cut.edges.rows == edges.max() + (8 * edges.max() == 200_000)
+    assert cut.dst.rows == 2501  # with one of padding: 8 x 2500 is the number of nodes
     tr = cut.traffic(256)
     assert tr.needed == 256 * cut.remote_rows <= tr.halo <= 1.1 * tr.needed < tr.all_gather
 
@@ -95,7 +97,7 @@ def test_a_hub_of_most_edges_is_alone_with_its_share():
     dst = np.concatenate([np.full(900, 5), np.arange(100)])
     cut = partition_graph(BipartiteCSC.from_coo(np.arange(1000) % 100, dst, 100, 100), 4)
     assert cut.edges.rows < 901 + 25
-    assert cut.dst.rows == 25
+    assert cut.dst.rows == 26  # and one of padding: 4 x 25 is the number of nodes
 
 
 def test_neighbours_stay_together(rng):
@@ -184,6 +186,30 @@ def test_graphs_without_edges_or_nodes(sizes):
     assert cut.traffic() == Traffic(0, 0, 4 * 3 * cut.src.rows)
     assert cut.src.place(np.zeros((sizes[0], 2))).shape == (4 * cut.src.rows, 2)
     assert cut.edges.rows == 0
+
+
+@pytest.mark.parametrize("order", ["balanced", "contiguous"])
+def test_arrays_in_the_order_of_the_caller_are_refused_or_right(order):
+    """Parts of as many rows as there are nodes would take them for rows in the layout."""
+    rng = np.random.default_rng(0)
+    x, a, e = rng.normal(size=(8, 4)), rng.normal(size=8 + 2), rng.normal(size=(16, 2))
+    src, dst = rng.integers(0, 8, 16), np.repeat(np.arange(8), 2)
+    graph = BipartiteCSC.from_coo(src, dst[:: 1 if order == "contiguous" else -1], 8, 8)
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("graph",))
+    parts = partition_graph(graph, 4, parts=order).put(mesh, "graph")
+    call = partial(sharded_graph_attention, parts, mesh=mesh, axis="graph", num_heads=2)
+    if order == "contiguous":  # the layout is the order of the caller
+        assert_close(call(x, None, a, edge=e), graph_attention(graph, x, None, a, num_heads=2, edge=e), 1e-12)
+        return
+    placed = parts.src.place(x)
+    with pytest.raises(ValueError, match=r"src must have two axes, and 12 rows .*partitioned\.src\.place"):
+        call(x, None, a)
+    with pytest.raises(ValueError, match="dst must have two axes, and 12 rows"):
+        call(placed, x, a)
+    with pytest.raises(ValueError, match="edge must have two axes, and 20 rows"):
+        call(placed, None, a, edge=e)
+    out = call(placed, None, a, edge=parts.edges.place(e))
+    assert_close(parts.dst.collect(out), graph_attention(graph, x, None, a, num_heads=2, edge=e), 1e-12)
 
 
 def test_bad_arguments():
