@@ -34,7 +34,7 @@ def keywords(function) -> dict:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_overloads_have_the_arguments_of_the_function(name):
-    given, overloads = keywords(FUNCTIONS[name]), typing.get_overloads(FUNCTIONS[name])
+    given, overloads = keywords(FUNCTIONS[name]), typing.get_overloads(inspect.unwrap(FUNCTIONS[name]))
     assert overloads or not any(given.get(flag) is bool for flag in FLAGS)
     for overload in overloads:
         told = keywords(overload)

@@ -1,6 +1,6 @@
 """From a GAT call of cugraph-ops to the operators: options, results, and what the eight calls share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -132,17 +132,33 @@ def gradients(
     return [getattr(grads, field).astype(dtypes[field]) if field in dtypes else None for field in slots]
 
 
+def run(name: str, arguments: Mapping[str, Any]) -> Any:
+    """What the source's call `name` returns for its own arguments."""
+    names = ("src_node_embedding", "dst_node_embedding", "attention_weights", "edge_embedding")
+    inputs = [arguments.get(argument) for argument in names]
+    call = Call(name, arguments["graph"], arguments["params"], *inputs)
+    if name.endswith("_fwd"):
+        return call.forward(arguments["return_softmax_scores"])
+    grads_type: Any = MhaGatEfeatGrads if "_efeat_" in name else MhaGatGrads
+    asked = tuple(arguments[argument] for argument in grads_type._fields)
+    return call.backward(grads_type, arguments["grad_output_embedding"], arguments["softmax_scores"], asked)
+
+
 class Call(NamedTuple):
-    """What the eight calls share: the operator, its arguments, and the name that errors give."""
+    """One of the eight calls: its name tells the operator, and whether edge embeddings must be given."""
 
     name: str
-    kind: type[GAT] | type[GATv2]
     graph: BipartiteCSC
     params: mha_params
     src: Any
     dst: Any
     attention_weights: Any
-    edge: Any = None  # must be given where the name has "efeat"
+    edge: Any
+
+    @property
+    def kind(self) -> type[GAT] | type[GATv2]:
+        """The operator's formula for the scores."""
+        return GATv2 if "_v2_" in self.name else GAT
 
     def forward(self, return_softmax_scores: Any) -> Any:
         """The output, or (output, softmax_scores)."""
@@ -188,7 +204,7 @@ class Call(NamedTuple):
             checks.floating(call, "edge_embedding", self.edge)
         arrays = {"src_node_embedding": self.src, "dst_node_embedding": self.dst, "edge_embedding": self.edge}
         for name, x in arrays.items():
-            if checks.is_array(x) and x.ndim > 2:  # of the operator, batch axes
+            if checks.is_array(x) and x.ndim > 2:  # the operator would take batch axes, the source does not
                 raise ValueError(checks.message(call, name, "have two axes", x.shape, "use jax.vmap"))
         return prepare_additive(
             call, self.kind, *self._arrays(), edge=self.edge, **_options(call, self.params),

@@ -4,10 +4,9 @@ from typing import Literal, overload
 
 import jax
 
-from jax_attn_bwd.compat.cugraph.call import Call, MhaGatEfeatGrads, MhaGatGrads, mha_params
+from jax_attn_bwd.compat.cugraph.call import MhaGatEfeatGrads, MhaGatGrads, mha_params, run
 from jax_attn_bwd.compat.cugraph.left_out import source_call
 from jax_attn_bwd.ops.graph import BipartiteCSC
-from jax_attn_bwd.ops.graph.kinds import GAT
 
 
 # fmt: off
@@ -68,10 +67,7 @@ def mha_gat_n2n_fwd(
       >>> out.shape, scores[:, 0].tolist()
       ((2, 8), [[8.0, 8.0, 8.0], [1.0, 0.5, 0.5]])
     """
-    call = Call(
-        "mha_gat_n2n_fwd", GAT, graph, params, src_node_embedding, dst_node_embedding, attention_weights
-    )
-    return call.forward(return_softmax_scores)
+    return run("mha_gat_n2n_fwd", locals())
 
 
 @source_call
@@ -92,7 +88,7 @@ def mha_gat_n2n_bwd(
 
     Args:
       grad_output_embedding: cotangent of `output_embedding`, its shape and dtype.
-      softmax_scores: `(2, num_heads, nnz)` of the forward, or None.
+      softmax_scores: `(2, num_heads, nnz)`, what the forward returned, or None.
       src_node_embedding, dst_node_embedding, attention_weights, graph, params: as in the forward.
       grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights: None or False refuses the
         gradient; True asks for it, and so does an array of its shape, into which the source would write:
@@ -106,7 +102,7 @@ def mha_gat_n2n_bwd(
       A composition of differentiable operations: it may itself be differentiated.
 
     Raises:
-      As the forward.
+      ValueError, TypeError: under the conditions of the forward.
 
     Example:
       >>> import jax.numpy as jnp
@@ -118,11 +114,7 @@ def mha_gat_n2n_bwd(
       >>> grads.grad_src_node_embedding[:, 0].tolist(), grads.grad_dst_node_embedding is None
       ([0.5, 0.5, 1.0], True)
     """
-    call = Call(
-        "mha_gat_n2n_bwd", GAT, graph, params, src_node_embedding, dst_node_embedding, attention_weights
-    )
-    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights)
-    return call.backward(MhaGatGrads, grad_output_embedding, softmax_scores, asked)
+    return run("mha_gat_n2n_bwd", locals())
 
 
 # fmt: off
@@ -161,13 +153,13 @@ def mha_gat_n2n_efeat_fwd(
       src_node_embedding, dst_node_embedding, graph, params, return_softmax_scores: as in `mha_gat_n2n_fwd`.
 
     Returns:
-      As `mha_gat_n2n_fwd`.
+      The output, and with `return_softmax_scores` the scores, as `mha_gat_n2n_fwd` does.
 
     Gradients:
       Every array, through both results, to any order.
 
     Raises:
-      As `mha_gat_n2n_fwd`.
+      ValueError, TypeError: under the conditions of `mha_gat_n2n_fwd`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -177,17 +169,7 @@ def mha_gat_n2n_efeat_fwd(
       >>> cugraph.mha_gat_n2n_efeat_fwd(src, dst, edge, a, graph, cugraph.mha_params(2)).shape
       (2, 8)
     """
-    call = Call(
-        "mha_gat_n2n_efeat_fwd",
-        GAT,
-        graph,
-        params,
-        src_node_embedding,
-        dst_node_embedding,
-        attention_weights,
-        edge_embedding,
-    )
-    return call.forward(return_softmax_scores)
+    return run("mha_gat_n2n_efeat_fwd", locals())
 
 
 @source_call
@@ -214,13 +196,13 @@ def mha_gat_n2n_efeat_bwd(
         for their gradients: as in `mha_gat_n2n_bwd` and the forward.
 
     Returns:
-      MhaGatEfeatGrads, as of `mha_gat_n2n_bwd`.
+      MhaGatEfeatGrads, whose gradients have the shapes and dtypes that `mha_gat_n2n_bwd` gives them; or None.
 
     Gradients:
       A composition of differentiable operations: it may itself be differentiated.
 
     Raises:
-      As the forward.
+      ValueError, TypeError: under the conditions of the forward.
 
     Example:
       >>> import jax.numpy as jnp
@@ -232,15 +214,4 @@ def mha_gat_n2n_efeat_bwd(
       >>> grads.grad_edge_embedding.shape, grads.grad_src_node_embedding is None
       ((3, 4), True)
     """
-    call = Call(
-        "mha_gat_n2n_efeat_bwd",
-        GAT,
-        graph,
-        params,
-        src_node_embedding,
-        dst_node_embedding,
-        attention_weights,
-        edge_embedding,
-    )
-    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_edge_embedding, grad_attention_weights)
-    return call.backward(MhaGatEfeatGrads, grad_output_embedding, softmax_scores, asked)
+    return run("mha_gat_n2n_efeat_bwd", locals())

@@ -1,56 +1,45 @@
-"""`mha_gat_v2_n2n` and `mha_gat_v2_n2n_efeat`."""
+"""`mha_gat_v2_n2n` and `mha_gat_v2_n2n_efeat`: the arguments and results of `gat.py`, with GATv2's scores."""
 
-from typing import Literal, overload
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
-import jax
-
-from jax_attn_bwd.compat.cugraph.call import Call, MhaGatEfeatGrads, MhaGatGrads, mha_params
+from jax_attn_bwd.compat.cugraph import gat
+from jax_attn_bwd.compat.cugraph.call import run
 from jax_attn_bwd.compat.cugraph.left_out import source_call
-from jax_attn_bwd.ops.graph import BipartiteCSC
-from jax_attn_bwd.ops.graph.kinds import GATv2
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-# fmt: off
-@overload
-def mha_gat_v2_n2n_fwd(
-    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, attention_weights: jax.Array,
-    graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: Literal[False] = False
-) -> jax.Array: ...
-@overload
-def mha_gat_v2_n2n_fwd(
-    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, attention_weights: jax.Array,
-    graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: Literal[True]
-) -> tuple[jax.Array, jax.Array]: ...
-@overload
-def mha_gat_v2_n2n_fwd(
-    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, attention_weights: jax.Array,
-    graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: bool
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-# fmt: on
-@source_call
-def mha_gat_v2_n2n_fwd(
-    src_node_embedding: jax.Array,
-    dst_node_embedding: jax.Array | None,
-    attention_weights: jax.Array,
-    graph: BipartiteCSC,
-    params: mha_params,
-    *,
-    return_softmax_scores: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+def _with_the_arguments_of(model: F) -> Callable[[Callable[..., Any]], F]:
+    """Makes a function the call of its name, with the signature and types of `model`, a call of `gat.py`."""
+    signature = inspect.signature(model)
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        name = function.__name__
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}() {error}") from None
+            given.apply_defaults()
+            return run(name, given.arguments)
+
+        call.__annotations__, call.__wrapped__ = model.__annotations__, model
+        return source_call(call)
+
+    return decorate
+
+
+@_with_the_arguments_of(gat.mha_gat_n2n_fwd)
+def mha_gat_v2_n2n_fwd() -> Any:
     """Graph attention from node to node, `s = <a, act(h_src + h_dst)>`.
 
-    Args:
-      attention_weights: `(dim_node,)`.
-      src_node_embedding, dst_node_embedding, graph, params, return_softmax_scores: as in `mha_gat_n2n_fwd`.
-
-    Returns:
-      As `mha_gat_n2n_fwd`.
-
-    Gradients:
-      Every array, through both results, to any order.
-
-    Raises:
-      As `mha_gat_n2n_fwd`.
+    Arguments, results, gradients and errors are those of `mha_gat_n2n_fwd`, but for `attention_weights`:
+    `(dim_node,)`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,29 +49,14 @@ def mha_gat_v2_n2n_fwd(
       >>> cugraph.mha_gat_v2_n2n_fwd(src, dst, jnp.ones(8), graph, cugraph.mha_params(2)).shape
       (2, 8)
     """
-    call = Call(
-        "mha_gat_v2_n2n_fwd", GATv2, graph, params, src_node_embedding, dst_node_embedding, attention_weights
-    )
-    return call.forward(return_softmax_scores)
 
 
-@source_call
-def mha_gat_v2_n2n_bwd(
-    grad_output_embedding: jax.Array,
-    src_node_embedding: jax.Array,
-    dst_node_embedding: jax.Array | None,
-    attention_weights: jax.Array,
-    softmax_scores: jax.Array | None,
-    graph: BipartiteCSC,
-    params: mha_params,
-    *,
-    grad_src_node_embedding: bool | jax.Array | None = True,
-    grad_dst_node_embedding: bool | jax.Array | None = True,
-    grad_attention_weights: bool | jax.Array | None = True,
-) -> MhaGatGrads:
+@_with_the_arguments_of(gat.mha_gat_n2n_bwd)
+def mha_gat_v2_n2n_bwd() -> Any:
     """The gradients of `mha_gat_v2_n2n_fwd`.
 
-    Args, Returns, Gradients and Raises: as of `mha_gat_n2n_bwd`, with `attention_weights` `(dim_node,)`.
+    Arguments, results, gradients and errors are those of `mha_gat_n2n_bwd`, but for `attention_weights`:
+    `(dim_node,)`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -93,45 +67,14 @@ def mha_gat_v2_n2n_bwd(
       >>> grads.grad_src_node_embedding[:, 0].tolist()
       [0.5, 0.5, 1.0]
     """
-    call = Call(
-        "mha_gat_v2_n2n_bwd", GATv2, graph, params, src_node_embedding, dst_node_embedding, attention_weights
-    )
-    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_attention_weights)
-    return call.backward(MhaGatGrads, grad_output_embedding, softmax_scores, asked)
 
 
-# fmt: off
-@overload
-def mha_gat_v2_n2n_efeat_fwd(
-    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, edge_embedding: jax.Array,
-    attention_weights: jax.Array, graph: BipartiteCSC, params: mha_params, *,
-    return_softmax_scores: Literal[False] = False) -> jax.Array: ...
-@overload
-def mha_gat_v2_n2n_efeat_fwd(
-    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, edge_embedding: jax.Array,
-    attention_weights: jax.Array, graph: BipartiteCSC, params: mha_params, *,
-    return_softmax_scores: Literal[True]) -> tuple[jax.Array, jax.Array]: ...
-@overload
-def mha_gat_v2_n2n_efeat_fwd(
-    src_node_embedding: jax.Array, dst_node_embedding: jax.Array | None, edge_embedding: jax.Array,
-    attention_weights: jax.Array, graph: BipartiteCSC, params: mha_params, *, return_softmax_scores: bool
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-# fmt: on
-@source_call
-def mha_gat_v2_n2n_efeat_fwd(
-    src_node_embedding: jax.Array,
-    dst_node_embedding: jax.Array | None,
-    edge_embedding: jax.Array,
-    attention_weights: jax.Array,
-    graph: BipartiteCSC,
-    params: mha_params,
-    *,
-    return_softmax_scores: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+@_with_the_arguments_of(gat.mha_gat_n2n_efeat_fwd)
+def mha_gat_v2_n2n_efeat_fwd() -> Any:
     """`mha_gat_v2_n2n_fwd` with edge embeddings, `s = <a, act(h_src + h_dst + e)>`.
 
-    Args, Returns, Gradients and Raises: as of `mha_gat_n2n_efeat_fwd`, with `edge_embedding`
-    `(nnz, dim_node)` and `attention_weights` `(dim_node,)`.
+    Arguments, results, gradients and errors are those of `mha_gat_n2n_efeat_fwd`, but for `edge_embedding`:
+    `(nnz, dim_node)`, and `attention_weights`: `(dim_node,)`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -141,39 +84,14 @@ def mha_gat_v2_n2n_efeat_fwd(
       >>> cugraph.mha_gat_v2_n2n_efeat_fwd(src, dst, src, a, graph, cugraph.mha_params(2)).shape
       (2, 8)
     """
-    call = Call(
-        "mha_gat_v2_n2n_efeat_fwd",
-        GATv2,
-        graph,
-        params,
-        src_node_embedding,
-        dst_node_embedding,
-        attention_weights,
-        edge_embedding,
-    )
-    return call.forward(return_softmax_scores)
 
 
-@source_call
-def mha_gat_v2_n2n_efeat_bwd(
-    grad_output_embedding: jax.Array,
-    src_node_embedding: jax.Array,
-    dst_node_embedding: jax.Array | None,
-    edge_embedding: jax.Array,
-    attention_weights: jax.Array,
-    softmax_scores: jax.Array | None,
-    graph: BipartiteCSC,
-    params: mha_params,
-    *,
-    grad_src_node_embedding: bool | jax.Array | None = True,
-    grad_dst_node_embedding: bool | jax.Array | None = True,
-    grad_edge_embedding: bool | jax.Array | None = True,
-    grad_attention_weights: bool | jax.Array | None = True,
-) -> MhaGatEfeatGrads:
+@_with_the_arguments_of(gat.mha_gat_n2n_efeat_bwd)
+def mha_gat_v2_n2n_efeat_bwd() -> Any:
     """The gradients of `mha_gat_v2_n2n_efeat_fwd`.
 
-    Args, Returns, Gradients and Raises: as of `mha_gat_n2n_efeat_bwd`, with `edge_embedding`
-    `(nnz, dim_node)` and `attention_weights` `(dim_node,)`.
+    Arguments, results, gradients and errors are those of `mha_gat_n2n_efeat_bwd`, but for `edge_embedding`:
+    `(nnz, dim_node)`, and `attention_weights`: `(dim_node,)`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -184,15 +102,3 @@ def mha_gat_v2_n2n_efeat_bwd(
       >>> grads.grad_edge_embedding.shape
       (3, 8)
     """
-    call = Call(
-        "mha_gat_v2_n2n_efeat_bwd",
-        GATv2,
-        graph,
-        params,
-        src_node_embedding,
-        dst_node_embedding,
-        attention_weights,
-        edge_embedding,
-    )
-    asked = (grad_src_node_embedding, grad_dst_node_embedding, grad_edge_embedding, grad_attention_weights)
-    return call.backward(MhaGatEfeatGrads, grad_output_embedding, softmax_scores, asked)
