@@ -30,14 +30,11 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.layers.deformable_parameters import Config as Config
-from jax_attn_bwd.layers.deformable_parameters import Form as Form
 from jax_attn_bwd.layers.deformable_parameters import Linears as Linears
-from jax_attn_bwd.layers.deformable_parameters import Options as Options
 from jax_attn_bwd.layers.deformable_parameters import configure as configure
 from jax_attn_bwd.layers.deformable_parameters import from_torch as from_torch
 from jax_attn_bwd.layers.deformable_parameters import offsets_bias as offsets_bias
 from jax_attn_bwd.layers.deformable_parameters import offsets_dtype as offsets_dtype
-from jax_attn_bwd.layers.deformable_parameters import repeatable_sums as repeatable_sums
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
@@ -154,7 +151,7 @@ def _linears(layer: Any) -> Linears:
 
 
 def as_it_is(x: jax.Array) -> jax.Array:
-    """In the place of a projection."""
+    """`x`: it stands in the place of a projection."""
     return x
 
 

@@ -14,8 +14,8 @@ MultiScaleDeformableAttention of mmcv and Hugging Face), and the same order of h
 L levels, P_l points of a head on level l, K = sum of P_l, M heads, C width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -76,42 +76,36 @@ class Linears(NamedTuple):
     output_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
 
 
-def repeatable_sums(deterministic_sums: bool, deterministic: bool | None) -> bool:
-    """`deterministic_sums` of a layer, also by the name that it had."""
-    return checks.repeatable_sums(_NAME, deterministic_sums, deterministic)
-
-
-def configure(
-    num_heads: int,
-    num_levels: int,
-    num_points: int | Sequence[int],
-    options: Options,
-    form: Form,
-    **widths: int,
-) -> Config:
+def configure(arguments: Mapping[str, Any], width: str) -> Config:
     """The checked configuration of a layer.
 
-    `num_points` is P, or (P_1, ..., P_L); `widths` is the width C, by the name it has in the framework.
+    Args:
+      arguments: those of the framework's constructor by name, among them some that are its own.
+      width: the name that the width C has there.
     """
-    ((argument, width),) = widths.items()
-    num_heads = positive(_NAME, "num_heads", num_heads)
-    num_levels = positive(_NAME, "num_levels", num_levels)
-    width = positive(_NAME, argument, width)
-    if width % num_heads:
+    num_heads = positive(_NAME, "num_heads", arguments["num_heads"])
+    num_levels = positive(_NAME, "num_levels", arguments["num_levels"])
+    C = positive(_NAME, width, arguments[width])
+    if C % num_heads:
         expected = f"be a multiple of the {num_heads} heads"
-        raise ValueError(checks.message(_NAME, argument, expected, width))
-    given: Any = num_points if np.ndim(num_points) else (num_points,) * num_levels
+        raise ValueError(checks.message(_NAME, width, expected, C))
+    points: Any = arguments["num_points"]
+    given = points if np.ndim(points) else (points,) * num_levels
     if len(given) != num_levels:
         expected = f"be a positive int, or one for each of the {num_levels} levels"
-        raise ValueError(checks.message(_NAME, "num_points", expected, repr(num_points)))
-    points = tuple(positive(_NAME, "num_points", P) for P in given)
+        raise ValueError(checks.message(_NAME, "num_points", expected, repr(points)))
+    counts = tuple(positive(_NAME, "num_points", P) for P in given)
+    sums = checks.repeatable_sums(_NAME, arguments["deterministic_sums"], arguments["deterministic"])
+    options = Options(**{x.name: arguments[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
     if not callable(options.attention_fn):
         expected = "be a function like multi_scale_deformable_attention"
         raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
-    for name in ("use_4D_normalizer", "projections"):
-        checks.flag(_NAME, name, getattr(form, name))
-    form = replace(form, offset_scale=checks.python_float(_NAME, "offset_scale", form.offset_scale))
-    return Config(width, num_heads, points, options, form)
+    form = Form(
+        checks.flag(_NAME, "use_4D_normalizer", arguments["use_4D_normalizer"]),
+        checks.python_float(_NAME, "offset_scale", arguments["offset_scale"]),
+        checks.flag(_NAME, "projections", arguments["projections"]),
+    )
+    return Config(C, num_heads, counts, options, form)
 
 
 def offsets_bias(config: Config) -> np.ndarray:
@@ -124,7 +118,7 @@ def offsets_bias(config: Config) -> np.ndarray:
 
 
 def offsets_dtype(dtype: Any) -> jnp.dtype | None:
-    """In which a layer that computes in `dtype` computes offsets and logits: float32 or wider."""
+    """The dtype of offsets and logits in a layer that computes in `dtype`: float32 or wider."""
     return None if dtype is None else accumulator_dtype(jnp.dtype(dtype))
 
 

@@ -84,10 +84,7 @@ class MultiScaleDeformableAttention(eqx.Module):
             case.
           key: a PRNG key for `value_proj` and `output_proj`.
         """
-        sums = deformable.repeatable_sums(deterministic_sums, deterministic)
-        options = deformable.Options(padding_mode, method, sums, implementation, attention_fn)
-        form = deformable.Form(use_4D_normalizer, offset_scale, projections)
-        config = deformable.configure(num_heads, num_levels, num_points, options, form, query_size=query_size)
+        config = deformable.configure(locals(), width="query_size")
         keys = jax.random.split(key)
         linear = partial(_linear, query_size, dtype=dtype)
         xavier = jax.nn.initializers.xavier_uniform()

@@ -74,14 +74,7 @@ class MultiScaleDeformableAttention(nn.Module):
 
     def setup(self) -> None:
         """Makes the four linear layers."""
-        sums = deformable.repeatable_sums(self.deterministic_sums, self.deterministic)
-        options = deformable.Options(
-            self.padding_mode, self.method, sums, self.implementation, self.attention_fn
-        )
-        form = deformable.Form(self.use_4D_normalizer, self.offset_scale, self.projections)
-        config = deformable.configure(
-            self.num_heads, self.num_levels, self.num_points, options, form, features=self.features
-        )
+        config = deformable.configure(vars(self), width="features")
         bias = deformable.offsets_bias(config)
         dense = partial(nn.Dense, param_dtype=self.param_dtype, precision=self.precision)
         zeros = partial(dense, dtype=deformable.offsets_dtype(self.dtype), kernel_init=nn.initializers.zeros)

@@ -78,12 +78,7 @@ class MultiScaleDeformableAttention(nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs,
     ):
-        sums = deformable.repeatable_sums(deterministic_sums, deterministic)
-        options = deformable.Options(padding_mode, method, sums, implementation, attention_fn)
-        form = deformable.Form(use_4D_normalizer, offset_scale, projections)
-        config = deformable.configure(
-            num_heads, num_levels, num_points, options, form, in_features=in_features
-        )
+        config = deformable.configure(locals(), width="in_features")
         bias = deformable.offsets_bias(config)
         linear = partial(nnx.Linear, in_features, param_dtype=param_dtype, precision=precision, rngs=rngs)
         zeros = partial(linear, dtype=deformable.offsets_dtype(dtype), kernel_init=nnx.initializers.zeros)

@@ -76,10 +76,7 @@ class MultiScaleDeformableAttention(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        sums = deformable.repeatable_sums(deterministic_sums, deterministic)
-        options = deformable.Options(padding_mode, method, sums, implementation, attention_fn)
-        form = deformable.Form(use_4D_normalizer, offset_scale, projections)
-        config = deformable.configure(num_heads, num_levels, num_points, options, form, model_size=model_size)
+        config = deformable.configure(locals(), width="model_size")
         bias = deformable.offsets_bias(config)
         zeros = partial(hk.Linear, w_init=jnp.zeros)
         w_init = w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")

@@ -1,6 +1,7 @@
 """Graph attention layers as Haiku modules."""
 
-from typing import Any, ClassVar, Literal, overload
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal, overload
 
 import haiku as hk
 import jax
@@ -13,14 +14,28 @@ from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
+@dataclass(eq=False, repr=False)
 class _Conv(hk.Module):
+    out_channels: int
+    heads: int = 1
+    concat: bool = True
+    _: KW_ONLY
+    dropout: float = 0.0
+    edge_dim: int | None = None
+    bias: bool = True
+    w_init: hk.initializers.Initializer | None = None
+    implementation: Implementation | None = None
+    name: str | None = None
+
     kind: ClassVar[str]
 
-    def __init__(self, arguments: dict[str, Any]):
-        """Makes the layer of the arguments of its constructor."""
-        super().__init__(name=arguments["name"])
-        self._config = Config.of(self.kind, arguments)
-        self._w_init = arguments["w_init"] or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+    def __post_init__(self) -> None:
+        """Makes the layer of its fields, which the constructor has set."""
+        if self.name is None and self.kind == "GATv2Conv":
+            self.name = "gatv2_conv"  # Haiku would call it ga_tv2_conv
+        super().__post_init__()
+        self._config = Config.of(self.kind, vars(self))
+        self._w_init = self.w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
 
     # fmt: off
     @overload
@@ -89,6 +104,7 @@ class _Conv(hk.Module):
         return shared.attend(config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
 
 
+@dataclass(eq=False, repr=False)
 class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
@@ -125,28 +141,16 @@ class GATConv(_Conv):
       (3, 8)
     """
 
+    _: KW_ONLY
+    negative_slope: float = 0.2
+    residual: bool = False
+    add_self_loops: bool = True
+    fill_value: float | Fill = "mean"
+
     kind: ClassVar[str] = "GATConv"
 
-    def __init__(
-        self,
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        edge_dim: int | None = None,
-        bias: bool = True,
-        residual: bool = False,
-        add_self_loops: bool = True,
-        fill_value: float | Fill = "mean",
-        w_init: hk.initializers.Initializer | None = None,
-        implementation: Implementation | None = None,
-        name: str | None = None,
-    ):
-        super().__init__(locals())
 
-
+@dataclass(eq=False, repr=False)
 class GATv2Conv(_Conv):
     """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
 
@@ -159,29 +163,17 @@ class GATv2Conv(_Conv):
         fill_value, w_init, implementation, name: as in `GATConv`.
     """
 
+    _: KW_ONLY
+    negative_slope: float = 0.2
+    share_weights: bool = False
+    residual: bool = False
+    add_self_loops: bool = True
+    fill_value: float | Fill = "mean"
+
     kind: ClassVar[str] = "GATv2Conv"
 
-    def __init__(
-        self,
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        edge_dim: int | None = None,
-        bias: bool = True,
-        share_weights: bool = False,
-        residual: bool = False,
-        add_self_loops: bool = True,
-        fill_value: float | Fill = "mean",
-        w_init: hk.initializers.Initializer | None = None,
-        implementation: Implementation | None = None,
-        name: str | None = None,
-    ):
-        super().__init__(locals() | {"name": name or "gatv2_conv"})  # by itself: ga_tv2_conv
 
-
+@dataclass(eq=False, repr=False)
 class TransformerConv(_Conv):
     """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
 
@@ -195,21 +187,8 @@ class TransformerConv(_Conv):
       out_channels, heads, concat, dropout, edge_dim, w_init, implementation, name: as in `GATConv`.
     """
 
-    kind: ClassVar[str] = "TransformerConv"
+    _: KW_ONLY
+    beta: bool = False
+    root_weight: bool = True
 
-    def __init__(
-        self,
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        beta: bool = False,
-        dropout: float = 0.0,
-        edge_dim: int | None = None,
-        bias: bool = True,
-        root_weight: bool = True,
-        w_init: hk.initializers.Initializer | None = None,
-        implementation: Implementation | None = None,
-        name: str | None = None,
-    ):
-        super().__init__(locals())
+    kind: ClassVar[str] = "TransformerConv"
