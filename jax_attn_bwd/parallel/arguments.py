@@ -7,15 +7,17 @@ contiguous layout, device after device.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, numerics, pallas
+from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.parallel import layouts
 
 HIDDEN_QUERY, HIDDEN_KEY = 2**31 - 1, -(2**31)  # segments that no token of the other side has
 
@@ -55,12 +57,16 @@ def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int
 
 def prepare(
     operator: str, query, key, value, bias, mask, *, axis_name, query_seq_lengths, key_value_seq_lengths,
-    query_segment_ids, key_value_segment_ids, query_positions, key_value_positions, **others,
+    query_segment_ids, key_value_segment_ids, query_positions, key_value_positions,
+    layout="contiguous", **others,
 ) -> tuple[Exchange, Options, Operands]:  # fmt: skip
     """Checks every argument of `ring_attention`; raises as its docstring says."""
     n = axis_size(operator, axis_name)
     both_positions(operator, query_positions, key_value_positions)
     device = lax.axis_index(axis_name)
+    if checks.choice(operator, "layout", layout, get_args(SequenceLayout)) != "contiguous":
+        positions = query_positions, key_value_positions
+        query_positions, key_value_positions = _of_layout(operator, layout, n, device, positions, query, key)
     planes, of_keys, heads = {"bias": bias, "mask": mask}, [], {}
     for name, x in planes.items():
         if x is not None:
@@ -112,6 +118,15 @@ def prepare(
             dropout_offset=offset,
         ),
     )
+
+
+def _of_layout(operator: str, layout: str, n: int, device, given, *tokens: Any) -> list[jax.Array]:
+    """The positions of this device's queries and keys in a sequence that lies as `layout` says."""
+    if any(x is not None for x in given):
+        expected = f"be left out with layout={layout!r}, which tells them"
+        raise ValueError(checks.message(operator, "positions", expected, "both"))
+    lengths = [jnp.shape(x)[-3] if jnp.ndim(x) > 2 else 0 for x in tokens]
+    return [layouts.positions(operator, layout, n, device, length) for length in lengths]
 
 
 def both_positions(operator: str, query_positions: Any, key_value_positions: Any) -> None:

@@ -5,18 +5,20 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd._core.types import ExchangeKind
+from jax_attn_bwd._core.types import ExchangeKind, SequenceLayout
 from jax_attn_bwd.layers import attention_fn as layers
 from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.parallel import layouts
 from jax_attn_bwd.parallel.functions import beginning_at
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 
@@ -34,6 +36,7 @@ def attention_fn(
     heads: _Names = None,
     sequence: str | None = None,
     kind: ExchangeKind = "ring",
+    layout: SequenceLayout = "contiguous",
 ) -> Callable[..., jax.Array]:
     """`jax_attn_bwd.attention_fn` over a mesh: what the attention layers of Flax call, sharded.
 
@@ -51,6 +54,8 @@ def attention_fn(
       heads: likewise for the heads, those of keys and values too.
       sequence: the axis that shards queries and keys; None = not sharded.
       kind: "ring", "all_gather" or "ulysses": how the devices along `sequence` exchange what they hold.
+      layout: "contiguous", or in which order tokens, and what they are told, have been brought by `zigzag` or
+        `striped`; then no positions are given.
 
     Returns:
       A function with the arguments of `jax_attn_bwd.attention_fn`, which see. A mask or bias is sharded by
@@ -82,7 +87,10 @@ def attention_fn(
     axes = _Axes(
         _names("batch", mesh, batch), _names("heads", mesh, heads), _names("sequence", mesh, sequence)
     )
-    return _Sharded(mesh, axes, checks.choice(_NAME, "kind", kind, tuple(_KINDS)))
+    layout = checks.choice(_NAME, "layout", layout, get_args(SequenceLayout))
+    if layout != "contiguous" and sequence is None:
+        raise ValueError(checks.message(_NAME, "sequence", f"be given with layout={layout!r}", None))
+    return _Sharded(mesh, axes, checks.choice(_NAME, "kind", kind, tuple(_KINDS)), layout)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ class _Sharded:
     mesh: Any
     axes: _Axes
     kind: str
+    layout: str = "contiguous"
     __signature__ = inspect.signature(layers.attention_fn)  # linen hands over what it names
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
@@ -117,8 +126,22 @@ class _Sharded:
         if given.arguments["module"] is not None:
             remedy = "weights are T x S numbers; sow them from a model on one device"
             raise NotImplementedError(checks.message(_NAME, "module", "be None over a mesh", "one", remedy))
+        if self.layout != "contiguous":
+            self._place(given.arguments)
         attend = functools.partial(_attend, self.mesh, self.axes, self.kind)
         return layers.attention_by(attend, **given.arguments)
+
+    def _place(self, arguments: dict[str, Any]) -> None:
+        """Says where the tokens lie, in the place of positions."""
+        for name in (*_OF_TOKENS[2:], "rope"):
+            if arguments[name] is not None:
+                expected = f"be left out with layout={self.layout!r}"
+                remedy = "rotary turns by the positions of the layout" if name == "rope" else ""
+                raise ValueError(checks.message(_NAME, name, expected, "one", remedy))
+        order = getattr(layouts, self.layout)
+        for name, tokens in zip(_OF_TOKENS[2:], ("query", "key"), strict=True):
+            n = self.mesh.shape[self.axes.sequence[0]]
+            arguments[name] = order(np.arange(arguments[tokens].shape[-3], dtype=np.int32), n)
 
 
 def _names(argument: str, mesh: Any, axis: Any) -> tuple[str, ...]:

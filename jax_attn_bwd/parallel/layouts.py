@@ -2,7 +2,7 @@
 
 With n devices and the tokens in order, device 0 sees one n-th of the keys and device n - 1 all of them, and
 each step of a ring takes as long as its slowest device. Here every device holds early tokens and late ones.
-Positions laid out alike tell attention where its tokens lie: `zigzag(jnp.arange(T), n)`.
+`layout="zigzag"` of the exchanges tells attention where its tokens lie.
 """
 
 from typing import Any
@@ -88,6 +88,22 @@ def unstriped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     """The inverse of `striped`: the same arguments, gradients and errors."""
     x, axis, n = _checked("unstriped", x, n, axis, 1)
     return _transposed(x, axis, (n, x.shape[axis] // n))
+
+
+def positions(operator: str, layout: str, n: int, device: Any, length: int) -> jax.Array:
+    """The places in the whole sequence, int32 `[length]`, of the tokens that one of n devices holds.
+
+    What `zigzag(jnp.arange(n * length), n)`, or `striped`, gives the device of that (traced) number.
+    """
+    index = jnp.arange(length, dtype=jnp.int32)
+    if layout == "striped":
+        return index * n + device
+    if length % 2:
+        expected = "have a multiple of 2n tokens in the zigzag layout, two pieces for each device"
+        raise ValueError(checks.message(operator, "the sequence", expected, n * length, "pad it"))
+    half = length // 2
+    late = (2 * n - 1 - device) * half + index - half
+    return jnp.where(index < half, device * half + index, late)
 
 
 def _checked(operator: str, x: Any, n: Any, axis: Any, pieces: int) -> tuple[Any, int, int]:

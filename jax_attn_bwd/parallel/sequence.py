@@ -6,27 +6,33 @@ from typing import Any, Literal, Unpack, overload
 import jax
 
 from jax_attn_bwd._core import keywords
-from jax_attn_bwd._core.types import Array, Implementation, Integers
+from jax_attn_bwd._core.types import Array, Implementation, Integers, SequenceLayout
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 from jax_attn_bwd.parallel import ulysses
 from jax_attn_bwd.parallel.rule import exchanged
+
+
+class SequenceKeywords(DotProductAttentionKeywords, total=False):
+    """Keywords of the exchanges beside the axis and the one that changes what they return."""
+
+    layout: SequenceLayout
 
 
 # fmt: off
 @overload
 def ring_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[SequenceKeywords]
 ) -> jax.Array: ...
 @overload
 def ring_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: Literal[True], **options: Unpack[SequenceKeywords]
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def ring_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: bool, **options: Unpack[SequenceKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def ring_attention(
@@ -37,6 +43,7 @@ def ring_attention(
     mask: Array | None = None,
     *,
     axis_name: str,
+    layout: SequenceLayout = "contiguous",
     scale: float | None = None,
     is_causal: bool = False,
     query_seq_lengths: Integers | None = None,
@@ -72,10 +79,10 @@ def ring_attention(
     positions, segments or lengths are skipped, and with a window over the contiguous layout their keys do not
     travel. Grouped keys travel as they are.
 
-    Layout: without positions, device i holds the tokens from i * T on. `query_positions` and
-    `key_value_positions` tell another one, laid out like the tokens (`zigzag(jnp.arange(n * T), n)`,
-    sharded): there the position of a token **is** its index in the sequence, for causality, windows, lengths
-    and dropout alike.
+    Layout: device i holds the tokens from i * T on, or with `layout="zigzag"` those that `zigzag(x, n)` gives
+    it, which balances causal work; lay out the arrays of tokens and name the layout here by the same word.
+    Any other one is told by `query_positions` and `key_value_positions`, laid out like the tokens: there the
+    position of a token **is** its index in the sequence, for causality, windows, lengths and dropout alike.
 
     Shapes, per device: `...` batch axes, T queries, S keys, n devices, N query heads, K key heads.
 
@@ -88,13 +95,14 @@ def ring_attention(
         rows will do, too; of them its own are taken.
       mask: bool, as `bias`; True attends.
       axis_name: the mesh axis that holds the sequence.
+      layout: "contiguous", "zigzag" or "striped": in which order the devices hold tokens.
       is_causal, local_window_size: by the index in the whole sequence.
       query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, n * T] and [0, n * S]:
         of the whole sequence. A token whose index is at or beyond the length sees nothing, or is not seen.
       query_segment_ids, key_value_segment_ids: of this device's tokens, broadcast to `[..., T]`, `[..., S]`;
         beside lengths, neither the least nor the greatest int32.
       query_positions, key_value_positions: of this device's tokens, broadcast to `[..., T]`, `[..., S]`; give
-        both.
+        both, and no `layout`.
       sink: `[N]`, the same on all devices along `axis_name`.
       mask_mod, score_mod, mod_args: as in `dot_product_attention`; rows and columns count in the whole
         sequence, and mod_args are the same on all devices along `axis_name`: those of whole sequences.
@@ -146,17 +154,17 @@ def ring_attention(
 @overload
 def all_gather_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[SequenceKeywords]
 ) -> jax.Array: ...
 @overload
 def all_gather_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: Literal[True], **options: Unpack[SequenceKeywords]
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def all_gather_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: bool, **options: Unpack[SequenceKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def all_gather_attention(
@@ -168,7 +176,7 @@ def all_gather_attention(
     *,
     axis_name: str,
     return_residual: bool = False,
-    **options: Unpack[DotProductAttentionKeywords],
+    **options: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention like `ring_attention`, but every device gathers all keys and values, once in each direction.
 
@@ -176,7 +184,7 @@ def all_gather_attention(
     sequences and few key heads. Keys and values take the memory of the whole sequence. Their gradients are
     summed and scattered; for the backward they are gathered again.
 
-    Arguments (`DotProductAttentionKeywords`), results, gradients and errors are those of `ring_attention`.
+    Arguments (`SequenceKeywords`), results, gradients and errors are those of `ring_attention`.
 
     Example:
       >>> import jax
@@ -191,7 +199,7 @@ def all_gather_attention(
       (2, 16, 4, 8)
     """
     name = "all_gather_attention"
-    given = keywords.complete(name, ring_attention, DotProductAttentionKeywords, options)
+    given = keywords.complete(name, ring_attention, SequenceKeywords, options)
     given |= {"axis_name": axis_name, "return_residual": return_residual}
     return exchanged(name, query=query, key=key, value=value, bias=bias, mask=mask, **given)
 
@@ -200,17 +208,17 @@ def all_gather_attention(
 @overload
 def ulysses_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[SequenceKeywords]
 ) -> jax.Array: ...
 @overload
 def ulysses_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: Literal[True], **options: Unpack[SequenceKeywords]
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def ulysses_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+    axis_name: str, return_residual: bool, **options: Unpack[SequenceKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def ulysses_attention(
@@ -222,7 +230,7 @@ def ulysses_attention(
     *,
     axis_name: str,
     return_residual: bool = False,
-    **options: Unpack[DotProductAttentionKeywords],
+    **options: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention like `ring_attention`, but tokens are exchanged for heads: each device has 1 / n of them.
 
@@ -230,7 +238,7 @@ def ulysses_attention(
     balanced in every layout. It is the cheapest exchange where n divides the heads: n must divide the key
     heads K, and N with them.
 
-    Arguments (`DotProductAttentionKeywords`), results, gradients and errors are those of `ring_attention`,
+    Arguments (`SequenceKeywords`), results, gradients and errors are those of `ring_attention`,
     but
 
     * bias, mask: `[..., N, T, n * S]` is exchanged likewise. One that all heads share must hold all n * T
@@ -253,6 +261,6 @@ def ulysses_attention(
       Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509.
     """
     name = "ulysses_attention"
-    given = keywords.complete(name, ring_attention, DotProductAttentionKeywords, options)
+    given = keywords.complete(name, ring_attention, SequenceKeywords, options)
     given |= {"axis_name": axis_name, "return_residual": return_residual}
     return ulysses.attend(name, query, key, value, bias, mask, **given)

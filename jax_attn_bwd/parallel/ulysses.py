@@ -44,7 +44,9 @@ def attend(
     ids: tuple[Any, Any] = query_segment_ids, key_value_segment_ids
     lengths: tuple[Any, Any] = query_seq_lengths, key_value_seq_lengths
     positions: tuple[Any, Any] = None, None
-    if query_positions is not None:  # they tell the index of a token, and with it who lies beyond a length
+    if (
+        query_positions is not None or arguments["layout"] != "contiguous"
+    ):  # they tell the index of a token, and with it who lies beyond a length
         ids, lengths = (operands.query_segment_ids, operands.key_value_segment_ids), (None, None)
         positions = operands.query_positions, operands.key_value_positions
     first_head = lax.axis_index(exchange.axis_name) * (N // n)

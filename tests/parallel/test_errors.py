@@ -36,6 +36,11 @@ AT = ("query_positions", "key_value_positions")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (dict(layout="zig"), r"layout must be one of \('contiguous', 'zigzag', 'striped'\), got 'zig'"),
+        (
+            dict(layout="zigzag", query_positions=ALL, key_value_positions=ALL),
+            "positions must be left out with layout='zigzag', which tells them",
+        ),
         (dict(axis_name="y"), r"ring_attention: axis_name must name an axis bound here, got 'y'; .*\('x',\)"),
         (
             dict(check_vma=False),
