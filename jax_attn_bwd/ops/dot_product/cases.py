@@ -9,24 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.case_arrays import bias, both, dropout_key, infinite_bias, mask, positions, segments
 from jax_attn_bwd._core.cases import Operator
 from jax_attn_bwd.ops.dot_product import api, mod_cases, reference, workloads
 from jax_attn_bwd.ops.dot_product.mod_cases import case as _case
 
-
-def _bias(*shape):
-    return lambda rng, n: {"bias": rng.standard_normal(shape)}
-
-
-def _mask(*shape, keep=0.6):
-    return lambda rng, n: {"mask": rng.random(shape) < keep}
-
-
-def _infinite_bias(rng, n):
-    bias = rng.standard_normal((2, 1, 9, 13))
-    bias[rng.random(bias.shape) < 0.3] = -np.inf
-    bias[1, 0, 4] = -np.inf  # a row that sees nothing
-    return {"bias": bias}
+_KEY = dropout_key(7, 11)
 
 
 def _lowest_bias(rng, n):
@@ -43,34 +31,12 @@ def _lengths(rng, n):
     }
 
 
-def _segments(rng, n):
-    return {
-        "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
-        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
-    }
-
-
-def _positions(rng, n):
-    return {
-        "query_positions": rng.permutation(n["S"])[: n["T"]].astype(np.int32),
-        "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(np.int32),
-    }
-
-
 def _short(rng, n):
     return {"key_value_seq_lengths": np.array([n["S"] - 1], np.int32)}
 
 
 def _sink(rng, n):
     return {"sink": 20.0 * rng.standard_normal(n["N"])}  # large: a sink near 0 hides errors
-
-
-def _dropout(rng, n):
-    return {"dropout_key": np.array([7, 11], np.uint32)}
-
-
-def _both(*extras):
-    return lambda rng, n: {k: v for extra in extras for k, v in extra(rng, n).items()}
 
 
 def _edges():
@@ -120,15 +86,15 @@ def _late_keys(rng, n):
 
 
 _HIDING: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-    ("hidden_groups", _both(_hide_from_groups, _bias(2, 4, 9, 13)), {}),
-    ("hidden_rows", _both(_mask(1, 4, 9, 1, keep=0.5), _bias(1, 4, 9, 1)), {}),
+    ("hidden_groups", both(_hide_from_groups, bias(2, 4, 9, 13)), {}),
+    ("hidden_rows", both(mask(1, 4, 9, 1, keep=0.5), bias(1, 4, 9, 1)), {}),
     ("hidden_everything", lambda rng, n: {"mask": np.zeros((1, 1), bool)}, {}),
     ("hidden_by_two", _hide_by_two, {"is_causal": True}),
     ("hidden_lengths", _hide_beyond_lengths, {}),
     ("hidden_by_bias", _hide_by_bias, {"local_window_size": (2, 1)}),
     ("hidden_positions", _far_positions, {"local_window_size": (2, 0), "is_causal": True}),
     ("hidden_late_keys", _late_keys, {"is_causal": True}),
-    ("hidden_dropout", _both(_lengths, _sink, _dropout), {"dropout_rate": 0.4, "is_causal": True}),
+    ("hidden_dropout", both(_lengths, _sink, _KEY), {"dropout_rate": 0.4, "is_causal": True}),
 )
 _SECOND = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
 
@@ -145,27 +111,27 @@ CASES = (
         scale=1.0,
         tags=("ci", "check"),
     ),
-    _case("bias_full", extra=_bias(2, 4, 9, 13)),
-    _case("bias_key", extra=_bias(1, 4, 1, 13), is_causal=True, tags=("ci", "check")),
-    _case("bias_query", extra=_bias(9, 1), tags=("edge",)),
-    _case("bias_batch", extra=_bias(2, 1, 1, 1), logits_soft_cap=2.0),
-    _case("bias_low_rank", extra=_bias(13), is_causal=True, tags=("edge",)),
+    _case("bias_full", extra=bias(2, 4, 9, 13)),
+    _case("bias_key", extra=bias(1, 4, 1, 13), is_causal=True, tags=("ci", "check")),
+    _case("bias_query", extra=bias(9, 1), tags=("edge",)),
+    _case("bias_batch", extra=bias(2, 1, 1, 1), logits_soft_cap=2.0),
+    _case("bias_low_rank", extra=bias(13), is_causal=True, tags=("edge",)),
     _case("bias_lowest", extra=_lowest_bias, tags=("edge", "rounded")),
-    _case("bias_minus_inf", extra=_infinite_bias),
-    _case("mask_heads", extra=_mask(1, 4, 9, 13), tags=("ci", "check")),
-    _case("mask_key", extra=_mask(2, 1, 1, 13, keep=0.3)),
-    _case("mask_query", extra=_mask(2, 1, 9, 1), tags=("edge",)),
+    _case("bias_minus_inf", extra=infinite_bias),
+    _case("mask_heads", extra=mask(1, 4, 9, 13), tags=("ci", "check")),
+    _case("mask_key", extra=mask(2, 1, 1, 13, keep=0.3)),
+    _case("mask_query", extra=mask(2, 1, 9, 1), tags=("edge",)),
     _case("lengths", extra=_lengths, tags=("ci", "check")),
-    _case("segments_causal", extra=_segments, is_causal=True, tags=("ci", "check")),
-    _case("positions", extra=_positions, is_causal=True, local_window_size=(4, 0)),
-    _case("sink", extra=_both(_sink, _mask(2, 1, 9, 13, keep=0.1)), tags=("ci", "check")),
-    _case("sink_lengths", extra=_both(_sink, _lengths), tags=("edge",)),
-    _case("dropout", extra=_dropout, dropout_rate=0.4, tags=("ci", "check")),
-    _case("dropout_offset", extra=_dropout, dropout_rate=0.4, dropout_offset=(3, 1, 5, 2)),
-    _case("dropout_broadcast", extra=_dropout, dropout_rate=0.4, broadcast_dropout=True),
-    _case("dropout_all", extra=_dropout, dropout_rate=1.0, tags=("edge",)),
-    _case("no_batch", B=(), extra=_bias(4, 9, 13)),
-    _case("two_batch_axes", B=(2, 3), extra=_bias(3, 1, 1, 13), is_causal=True),
+    _case("segments_causal", extra=segments, is_causal=True, tags=("ci", "check")),
+    _case("positions", extra=positions, is_causal=True, local_window_size=(4, 0)),
+    _case("sink", extra=both(_sink, mask(2, 1, 9, 13, keep=0.1)), tags=("ci", "check")),
+    _case("sink_lengths", extra=both(_sink, _lengths), tags=("edge",)),
+    _case("dropout", extra=_KEY, dropout_rate=0.4, tags=("ci", "check")),
+    _case("dropout_offset", extra=_KEY, dropout_rate=0.4, dropout_offset=(3, 1, 5, 2)),
+    _case("dropout_broadcast", extra=_KEY, dropout_rate=0.4, broadcast_dropout=True),
+    _case("dropout_all", extra=_KEY, dropout_rate=1.0, tags=("edge",)),
+    _case("no_batch", B=(), extra=bias(4, 9, 13)),
+    _case("two_batch_axes", B=(2, 3), extra=bias(3, 1, 1, 13), is_causal=True),
     _case("one_key_head", N=3, K=1),
     _case("large_logits", scale=1e4, tags=("ci", "check")),
     # several tiles of the default tiling, none of them whole
@@ -179,7 +145,7 @@ CASES = (
         K=1,
         tags=("ci",),
         is_causal=True,
-        extra=_both(_lengths, lambda rng, n: {"query_positions": np.arange(n["T"]) + 500}),
+        extra=both(_lengths, lambda rng, n: {"query_positions": np.arange(n["T"]) + 500}),
     ),
     *(_case(name, tags=("hidden",), extra=extra, **options) for name, extra, options in _HIDING),
     *_edges(),
@@ -189,14 +155,10 @@ CASES = (
         is_causal=True,
         logits_soft_cap=2.0,
         tags=("second",),
-        extra=_both(_sink, _bias(2, 1, 4)),
+        extra=both(_sink, bias(2, 1, 4)),
     ),
     _case(
-        "second_segments",
-        **_SECOND,
-        tags=("second",),
-        extra=_both(_segments, _short, _dropout),
-        dropout_rate=0.3,
+        "second_segments", **_SECOND, tags=("second",), extra=both(segments, _short, _KEY), dropout_rate=0.3
     ),
     _case(
         "shard",
@@ -207,11 +169,11 @@ CASES = (
         K=4,
         is_causal=True,
         tags=("shard",),
-        extra=_both(_sink, _bias(4, 8, 6, 10)),
+        extra=both(_sink, bias(4, 8, 6, 10)),
     ),
     _case("shard_window", B=(4,), T=6, S=10, N=8, K=8, local_window_size=3, tags=("shard",)),
-    _case("shard_dropout", B=(4,), T=6, S=10, N=8, K=4, tags=("shard",), extra=_dropout, dropout_rate=0.3),
-    _case("shard_broadcast_bias", B=(4,), T=6, S=10, N=8, K=4, tags=("shard",), extra=_bias(1, 8, 1, 10)),
+    _case("shard_dropout", B=(4,), T=6, S=10, N=8, K=4, tags=("shard",), extra=_KEY, dropout_rate=0.3),
+    _case("shard_broadcast_bias", B=(4,), T=6, S=10, N=8, K=4, tags=("shard",), extra=bias(1, 8, 1, 10)),
     _case(
         "shard_lengths",
         B=(4,),
@@ -222,7 +184,7 @@ CASES = (
         tags=("shard", "bounds"),
         extra=lambda rng, n: {"key_value_seq_lengths": np.array([3, 0, 10, 7], np.int32)},
     ),
-    _case("shard_segments", B=(4,), T=6, S=10, N=8, K=4, tags=("shard", "bounds"), extra=_segments),
+    _case("shard_segments", B=(4,), T=6, S=10, N=8, K=4, tags=("shard", "bounds"), extra=segments),
     *workloads.CASES,
     *mod_cases.CASES,
 )

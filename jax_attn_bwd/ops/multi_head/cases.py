@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.case_arrays import bias, both, dropout_key, infinite_bias, mask, positions, segments
 from jax_attn_bwd._core.cases import Operator
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
@@ -18,18 +19,12 @@ from jax_attn_bwd.ops.multi_head.workloads import (
     INPUTS,
     KERNELS,
     ROWS,
-    bias,
-    both,
     case,
-    infinite_bias,
-    key,
     lengths,
-    mask,
-    positions,
-    segments,
     shared_segments,
 )
 
+_KEY = dropout_key(3, 5)
 _ALL = (*INPUTS, *KERNELS, *BIASES, *ROWS, "sink")
 _SELF = ("query", *KERNELS, *BIASES)
 _SELF_SIZES = dict(S=5, Ek=6, Ev=6)
@@ -74,20 +69,20 @@ CASES = (
     ),
     case("key_is_value", ("query", "key", *KERNELS), sizes=dict(Ev=7), local_window_size=2, **_EDGE),
     case(
-        "everything_but_weights", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7), key),
+        "everything_but_weights", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), _KEY),
         add_zero_attn=True, tags=("edge", "check", "compile"), **_DROPS,
     ),
     case(
-        "everything", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7), key), is_causal=True,
+        "everything", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), _KEY), is_causal=True,
         add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
         tags=("ci", "check"), **_DROPS,
     ),
     case(
-        "everything_qkv", _ALL, extra=both(mask(2, 1, 5, 7), bias(1, 5, 7), key),
+        "everything_qkv", _ALL, extra=both(mask(2, 1, 5, 7), bias(1, 5, 7, spread=3.0), _KEY),
         add_zero_attn=True, return_weights=True, save="qkv", **_EDGE, **_DROPS,
     ),
     case(
-        "everything_probs", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 1, 7), key),
+        "everything_probs", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 1, 7, spread=3.0), _KEY),
         add_zero_attn=True, return_weights=True, save="probs", **_EDGE, **_DROPS,
     ),
     case("probs", _ALL, add_zero_attn=True, is_causal=True, save="probs", **_EDGE),
@@ -96,22 +91,22 @@ CASES = (
         extra=mask(2, 1, 1, 7, keep=0.3), **_EDGE,
     ),
     case(
-        "average_weights_dropout", (*INPUTS, *KERNELS, *ROWS), extra=key, return_weights=True,
+        "average_weights_dropout", (*INPUTS, *KERNELS, *ROWS), extra=_KEY, return_weights=True,
         average_weights=True, **_EDGE, **_DROPS,
     ),
     case("appended_rows", (*INPUTS, *KERNELS, *ROWS), extra=mask(2, 4, 5, 7, keep=0.1), **_EDGE),
     case("zero_row", add_zero_attn=True, extra=mask(2, 1, 5, 1), **_EDGE),
-    case("bias_key", extra=bias(1, 4, 1, 7), **_EDGE),
+    case("bias_key", extra=bias(1, 4, 1, 7, spread=3.0), **_EDGE),
     case("bias_minus_inf", extra=infinite_bias, **_EDGE),
     case("sink", (*INPUTS, *KERNELS, "sink"), extra=mask(2, 1, 5, 7, keep=0.1), **_EDGE),
-    case("dropout_broadcast", extra=key, dropout_rate=0.4, broadcast_dropout=True, **_EDGE),
+    case("dropout_broadcast", extra=_KEY, dropout_rate=0.4, broadcast_dropout=True, **_EDGE),
     case(
-        "dropout_offset", (*INPUTS, *KERNELS, *ROWS), extra=key, dropout_offset=(3, 1, 5, 2),
+        "dropout_offset", (*INPUTS, *KERNELS, *ROWS), extra=_KEY, dropout_offset=(3, 1, 5, 2),
         **_EDGE, **_DROPS,
     ),
-    case("dropout_all", extra=key, dropout_rate=1.0, **_EDGE),
+    case("dropout_all", extra=_KEY, dropout_rate=1.0, **_EDGE),
     case(
-        "packed", _ALL, extra=both(segments, lengths, bias(4, 5, 7), key), add_zero_attn=True,
+        "packed", _ALL, extra=both(segments, lengths, bias(4, 5, 7, spread=3.0), _KEY), add_zero_attn=True,
         logits_soft_cap=5.0, tags=("edge", "check"), **_DROPS,
     ),
     case("packed_alone", extra=both(segments, lengths), is_causal=True, **_EDGE),
@@ -129,7 +124,7 @@ CASES = (
         logits_soft_cap=1.5, **_EDGE,
     ),
     case(
-        "capped_weights", _ALL, extra=both(segments, bias(4, 5, 7)), add_zero_attn=True,
+        "capped_weights", _ALL, extra=both(segments, bias(4, 5, 7, spread=3.0)), add_zero_attn=True,
         return_weights=True, logits_soft_cap=1.5, **_EDGE,
     ),
     case("no_query_kernel", (*INPUTS, *KERNELS[1:]), sizes=dict(Eq=3), **_EDGE),
@@ -144,7 +139,7 @@ CASES = (
     ),
     case("no_kernels_at_all", ("query",), num_heads=3, is_causal=True, scale=0.7, **_EDGE),
     case("no_batch", sizes=dict(B=()), **_EDGE),
-    case("two_batch_axes", _ALL, sizes=dict(B=(2, 3)), extra=bias(3, 1, 1, 7), **_EDGE),
+    case("two_batch_axes", _ALL, sizes=dict(B=(2, 3)), extra=bias(3, 1, 1, 7, spread=3.0), **_EDGE),
     *(
         case(f"T{T}_S{S}", _ALL, sizes=dict(T=T, S=S), return_weights=True, **_EDGE)
         for T, S in ((0, 3), (3, 0), (1, 1))
@@ -160,7 +155,7 @@ CASES = (
     ),
     case(
         "second_probs", ("query", "value_kernel", "out_kernel", "sink"), save="probs", num_heads=2,
-        sizes=_SECOND | dict(S=2), extra=both(bias(2, 1, 2), key), add_residual=True,
+        sizes=_SECOND | dict(S=2), extra=both(bias(2, 1, 2, spread=3.0), _KEY), add_residual=True,
         tags=("second",), **_DROPS,
     ),
     case(
@@ -180,12 +175,12 @@ CASES = (
         save="probs", extra=_slopes,
     ),
     case(
-        "shard", (*INPUTS, *KERNELS, *BIASES), sizes=_SHARD, is_causal=True, extra=key,
+        "shard", (*INPUTS, *KERNELS, *BIASES), sizes=_SHARD, is_causal=True, extra=_KEY,
         tags=("shard",), **_DROPS,
     ),
     case(
         "shard_rows", (*INPUTS, *KERNELS, *ROWS, "sink"), sizes=_SHARD, add_zero_attn=True,
-        return_weights=True, extra=both(mask(4, 1, 5, 7), bias(1, 8, 1, 7)), tags=("shard",),
+        return_weights=True, extra=both(mask(4, 1, 5, 7), bias(1, 8, 1, 7, spread=3.0)), tags=("shard",),
     ),
     case(
         "shard_packed", ("query", *KERNELS, *ROWS), sizes={**_SHARD, **_SELF_SIZES}, logits_soft_cap=1.5,

@@ -49,25 +49,6 @@ def case(
     return Case(name, build, options, frozenset(tags), dtype)
 
 
-def mask(*shape, keep=0.6):
-    return lambda rng, n: {"mask": rng.random(shape) < keep}
-
-
-def bias(*shape):
-    return lambda rng, n: {"bias": 3 * rng.standard_normal(shape)}
-
-
-def infinite_bias(rng, n):
-    bias = rng.standard_normal((2, 1, 5, 7))
-    bias[rng.random(bias.shape) < 0.3] = -np.inf
-    bias[1, 0, 2] = -np.inf  # a query that sees nothing
-    return {"bias": bias}
-
-
-def key(rng, n):
-    return {"dropout_key": np.array([3, 5], np.uint32)}
-
-
 def lengths(rng, n):
     return {
         "query_seq_lengths": np.array([n["T"], n["T"] - 2], np.int32),
@@ -75,25 +56,6 @@ def lengths(rng, n):
     }
 
 
-def segments(rng, n):
-    """Some queries and keys are of segments that the others have none of."""
-    return {
-        "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
-        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
-    }
-
-
 def shared_segments(rng, n):
     ids = np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32)
     return {"query_segment_ids": ids, "key_value_segment_ids": ids}
-
-
-def positions(rng, n):
-    return {
-        "query_positions": rng.permutation(n["S"])[: n["T"]].astype(np.int32),
-        "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(np.int32),
-    }
-
-
-def both(*extras):
-    return lambda rng, n: {k: v for extra in extras for k, v in extra(rng, n).items()}
