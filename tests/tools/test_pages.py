@@ -1,0 +1,56 @@
+"""The pages document every public name, and what checks them finds faults."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / ".docs"
+
+
+@pytest.fixture(autouse=True)
+def _docs_on_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
+
+
+def test_every_public_name_has_a_page_and_a_docstring():
+    for framework in ("flax", "haiku", "equinox"):
+        pytest.importorskip(framework)
+    build, reference = importlib.import_module("build"), importlib.import_module("reference")
+    texts = [path.read_text() for path in sorted((DOCS / "pages").rglob("*.md"))]
+    assert build.every_name() == {name for text in texts for name in reference.names(text)}
+    for text in texts:
+        assert ":::" not in reference.expanded(text, DOCS / "pages")  # raises for what has no docstring
+
+
+def test_a_method_call_is_shown_and_bases_are_not():
+    pytest.importorskip("flax")
+    shown = importlib.import_module("reference").whole("layers.flax_nnx.GATConv")
+    assert "`GATConv.__call__`" in shown
+    assert "layer(\n    x, graph" in shown
+    assert not {"_build", "_Conv", "<function"} & set(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ('<a href="gone.html">x</a>', "a dead link, gone.html"),
+        ('<a href="other.html#gone">x</a>', "no such place, other.html#gone"),
+        ('<script src="https://example.org/x.js"></script>', "loads https://example.org/x.js from a network"),
+        ("<pre><code>&lt;h1 id='x'></code></pre>", "shows"),
+        ("<p>init=&lt;function f></p>", "shows"),
+        (r"<p>\frac{1}{2}</p>", "shows"),
+        ("<p>a price of $x</p>", "shows"),
+        ("<p>## heading</p>", "shows"),
+    ],
+)
+def test_faults_of_a_page_are_found(body, fault, tmp_path):
+    check = importlib.import_module("check")
+    (tmp_path / "other.html").write_text('<h1 id="here">x</h1>')
+    (tmp_path / "page.html").write_text('<a href="other.html#here">x</a>')
+    check.pages(tmp_path)
+    (tmp_path / "page.html").write_text(body)
+    with pytest.raises(SystemExit, match="1 faults") as raised:
+        check.pages(tmp_path)
+    assert f"page.html: {fault}" in str(raised.value)
