@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd import ops
-from jax_attn_bwd._core import backend, console
+from jax_attn_bwd import enable, ops
+from jax_attn_bwd._core import backend, console, targets
 from jax_attn_bwd._core.cases import Arrays, Case, Operator, cast, cotangents, value_and_gradients
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.parallel import cases as parallel
@@ -169,11 +169,16 @@ def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> 
     return aim.measure(implementation, *results)
 
 
-def unavailable(operator: Operator) -> dict[str, str]:
-    """The implementations that cannot run on this machine, with the reason."""
-    case = next(operator.tagged("check"))
-    reasons = backend.explain(operator.call, **case.arrays("float32"), **case.options)
-    return {name: reason for name, reason in reasons.items() if reason != "ok"}
+def unavailable(operator: Operator, case: Case, dtype: str) -> dict[str, str]:
+    """The implementations that are not checked on this machine, with the reason.
+
+    They cannot run the case, or are kernels that are passed over as long as they are not proven, and may
+    hang: those are for `--enable`.
+    """
+    with jax.enable_x64(dtype == "float64"):
+        reasons = backend.explain(operator.call, **case.arrays(dtype), **case.options)
+    passed_over = {name: reason for name, reason in reasons.items() if reason != "ok"}
+    return {n: why for n, why in passed_over.items() if n != "cudnn" or n in reasons.refused}
 
 
 def plan(
@@ -187,14 +192,18 @@ def plan(
     """
     jobs, absent = [], []
     for operator in operators:
-        missing = unavailable(operator)
-        absent += [(operator.name, name, reason) for name, reason in missing.items()]
-        names = [i.name for i in operator.implementations if i.name not in missing]
+        never: dict[str, str] | None = None
+        kernels = any(i.platform == targets.platform() for i in operator.implementations)
         alone = operator in parallel.OPERATORS and jax.device_count() == 1
         for number, case in enumerate(operator.tagged("check")):
             narrower = (IN_TURN[(number - 1) % 3],) if number else FIRST
-            own = dtypes or (("float32",) if alone else ("float64", *narrower))
-            jobs += [(operator, name, case, dtype) for name, dtype in itertools.product(names, own)]
+            for dtype in dtypes or (("float32",) if alone else ("float64", *narrower)):
+                if never is None or kernels:  # else none but the portable path runs any case
+                    missing = unavailable(operator, case, dtype)
+                never = missing if never is None else {n: never[n] for n in never if n in missing}
+                names = [i.name for i in operator.implementations if i.name not in missing]
+                jobs += [(operator, name, case, dtype) for name in names]
+        absent += [(operator.name, name, reason) for name, reason in (never or {}).items()]
     return jobs, absent
 
 
@@ -241,12 +250,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     narrow = "default: float64, and the others in turn; of what is for several devices, on one float32 alone"
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=(), help=narrow)
     parser.add_argument("--json", action="store_true", help="print every measurement as JSON instead")
+    parser.add_argument("--enable", action="store_true", help=enable.HELP)
+    parser.add_argument("--seconds", type=float, default=enable.SECONDS, help="that --enable may take")
     args = parser.parse_args(argv)
     if unknown := set(args.operators) - set(known):
         parser.error(f"unknown operator {sorted(unknown)}, known are {sorted(known)}")
 
-    jax.config.update("jax_default_matmul_precision", "highest")
     named = [operator for name in args.operators or known for operator in known[name]]
+    if args.enable:
+        kernels = (i for operator in named for i in operator.implementations if i.family)
+        return enable.run(list(dict.fromkeys(i.family for i in kernels)), args.seconds)
+    jax.config.update("jax_default_matmul_precision", "highest")
     jobs, absent = plan(list(dict.fromkeys(named)), args.dtypes)
     started = time.monotonic()
     about = f"about {CALL_SECONDS * len(jobs):.0f} s on two cores of a CPU"

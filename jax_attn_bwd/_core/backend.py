@@ -5,6 +5,7 @@ import contextvars
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -107,15 +108,19 @@ def _refusal(implementation: Implementation, options: Any, operands: Any) -> str
 
 
 def _passed_over(
-    implementations: Sequence[Implementation], options: Any, operands: Any, tell: bool
+    operator: str, implementations: Sequence[Implementation], options: Any, operands: Any, tell: bool
 ) -> dict[str, str]:
     """Why `implementation=None` passes over kernels among these, all of which can run the call."""
     kernels = [i for i in implementations if i.platform is not None and not pallas.is_interpreted(i.name)]
     if not kernels:
         return {}
-    size = lambda i: lambda: proven.size_of(i.sized(options, operands))
-    candidates = [proven.Candidate(i.name, i.family, i.ran(), size(i)) for i in kernels]
+    size, name = partial(_size, options, operands), operator.removesuffix("_bwd")
+    candidates = [proven.Candidate(i.name, i.family, name, i.ran(), partial(size, i)) for i in kernels]
     return proven.passed_over(candidates, NAMES, tell)
+
+
+def _size(options: Any, operands: Any, implementation: Implementation) -> proven.Size:
+    return proven.size_of(implementation.sized(options, operands))
 
 
 class Reasons(dict[str, str]):
@@ -123,11 +128,12 @@ class Reasons(dict[str, str]):
 
     Attributes:
       refused: those that cannot run the call, not even by name, with the reason.
+      size: by which the records of `check --enable` are looked up.
     """
 
-    def __init__(self, reasons: Mapping[str, str], refused: Mapping[str, str], title: str):
+    def __init__(self, reasons: Mapping[str, str], refused: Mapping[str, str], size: proven.Size, title: str):
         super().__init__(reasons)
-        self.refused, self._title = dict(refused), title
+        self.refused, self.size, self._title = dict(refused), size, title
 
     def __repr__(self) -> str:
         picked = next(name for name, reason in self.items() if reason == "ok")
@@ -168,12 +174,12 @@ def select(
     able = [i for i in implementations if reasons[i.name] is None]
     if _explaining.get():
         refused = {name: reason for name, reason in reasons.items() if reason is not None}
-        others = refused | _passed_over(able, options, operands, tell=False)
-        title = f"{operator} on {targets.device_kind()}"
+        others = refused | _passed_over(operator, able, options, operands, tell=False)
         found = {i.name: others.get(i.name, "ok") for i in implementations}
-        raise _Explained(Reasons(found, refused, title))
+        size = _size(options, operands, able[-1])
+        raise _Explained(Reasons(found, refused, size, f"{operator} on {targets.device_kind()}"))
     if requested is None:
-        others = _passed_over(able, options, operands, tell=True)
+        others = _passed_over(operator, able, options, operands, tell=True)
         return next(i for i in able if i.name not in others)
     for i in able:
         if i.name == requested:

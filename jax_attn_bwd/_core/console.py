@@ -57,6 +57,20 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     Console(width=width).print(drawn)
 
 
+_said = [-10.0]  # when the last line of `status` was written
+
+
+def status(text: str) -> None:
+    """What is done now: one line that is written over on a terminal, else a line every ten seconds."""
+    now = time.monotonic()
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)
+    elif text and now - _said[0] >= 10:
+        print(text, file=sys.stderr, flush=True)
+        _said[0] = now
+
+
 def columns(title: str, rows: Sequence[Sequence[str]]) -> str:
     """A title and rows in columns below it, the last one wrapped at the width of the terminal."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]

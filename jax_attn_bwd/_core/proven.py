@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a chip said of the kernels of one folder of `ops`."""
+    """What a chip said of the kernels of one folder of `ops`; a case is named "<operator>: <case>"."""
 
     written: str
     kernels: Mapping[str, Kernel]
@@ -69,6 +69,7 @@ class Candidate(NamedTuple):
 
     name: str
     family: str  # the folder of `ops` that it belongs to
+    operator: str  # that is called
     ran: str  # what `targets.py` says of its generation
     size: Callable[[], Size]
 
@@ -233,8 +234,8 @@ def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
         return f"it failed on {kind} ({known.written}): {kernel.failed}"
     if not (timed := kernel.times.keys() & portable.keys()):
         return f"it is proven on {kind}, but was not timed beside xla; `{COMMAND} {candidate.family}` does it"
-    size = candidate.size()
-    case = min(sorted(timed), key=lambda case: size.distance(known.sizes[case]))
+    size, own = candidate.size(), [case for case in timed if case.startswith(f"{candidate.operator}: ")]
+    case = min(sorted(own or timed), key=lambda case: size.distance(known.sizes[case]))
     rate = kernel.times[case] / portable[case]
     words = f"{kernel.times[case]:.3g} ms to {portable[case]:.3g} ms of xla at the nearest size, {case}"
     return (rate, words) if rate < 1 else f"it is proven on {kind}, but slower than xla: {words}"

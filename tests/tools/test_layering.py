@@ -92,7 +92,9 @@ LAYERS = (
     ("layers/*", "compat/*"),
     ("parallel/*",),
     ("__init__",),
+    ("enable",),
     ("check",),
+    ("proof",),
     ("bench/*",),
 )
 DOORS = ("engine", "spec", "fully_masked", "arguments")  # what one operator imports of another

@@ -99,9 +99,9 @@ def _measured():
     for name, B, Q, levels, tags in (
         ("encoder, B1, Q=60", 1, None, ((8, 6), (4, 3)), ("quick",)),
         ("decoder, B1, Q=30", 1, 30, ((8, 6), (4, 3)), ("quick",)),
-        ("encoder, B1, Q=5440", 1, None, square, bench),
-        ("decoder, B1, Q=300", 1, 300, square, bench),
-        ("encoder, B2, 100x134 to 13x17", 2, None, coco, bench),
+        ("encoder, B1, Q=5440", 1, None, square, (*bench, "timed")),
+        ("decoder, B1, Q=300", 1, 300, square, (*bench, "timed")),
+        ("encoder, B2, 100x134 to 13x17", 2, None, coco, (*bench, "timed")),
         ("encoder, B2, 100x167 to 13x21", 2, None, detr, (*_COMPILED, "v6e", "table")),
     ):
         queries = Q or sum(h * w for h, w in levels)

@@ -172,6 +172,8 @@ def _measured() -> Iterator[Case]:
     name, causal = "H=64 B=1 T=16384 N=32 causal window 1024", {"is_causal": True}
     yield gpu(name, B=1, T=16384, N=32, H=64, **causal, local_window_size=(1024, 0))
     yield gpu("H=128 B=1 T=32768 N=16 causal", B=1, T=32768, is_causal=True)
+    for B, T in ((32, 256), (8, 1024), (4, 4096), (1, 16384)):
+        yield _case(f"H=128 B={B} T={T} N=16 causal", ("timed",), B=B, T=T, is_causal=True)
 
 
 _HOPPER = ("mosaic_gpu",)

@@ -105,13 +105,14 @@ def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
 
 
 def _measured(make: Callable[..., Case]) -> Iterator[Case]:
-    for nodes, edges, tags in ((400, 3000, ("quick",)), (40_000, 500_000, ("bench", "bench_gpu"))):
+    for nodes, edges, tags in ((400, 3000, ("quick",)), (40_000, 500_000, ("bench", "bench_gpu", "timed"))):
         name = f"random {nodes} nodes, {edges} edges, 8 x 16"
         graph = partial(graph_of, nodes, nodes, edges)
         yield make(name, graph=graph, H=8, D=16, tags=tags, dtype="float32")
     for edges in (1000, 2000, 2**14, 2**16, 2**18, 2**20):
         graph = partial(graph_of, edges // 16, edges // 16, edges)
         tags = ("scaling",) if edges > 2000 else ("quick_scaling",)
+        tags += ("timed",) if edges == 2**14 else ()
         yield make(f"16 edges a node, 8 x 16: E={edges}", graph=graph, H=8, D=16, tags=tags, dtype="float32")
 
 
