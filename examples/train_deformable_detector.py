@@ -32,7 +32,7 @@ from jax_attn_bwd import dot_product_attention, multi_scale_deformable_attention
 from jax_attn_bwd.layers.flax_linen import MultiScaleDeformableAttention
 from jax_attn_bwd.ops.deformable.reference import multi_scale_deformable_attention as gather_form
 
-HEIGHT, WIDTH = 48, 64  # of a picture, in pixels
+HEIGHT, WIDTH = 48, 64  # pixels of a picture
 CLASSES, MOST = 10, 6  # kinds of digits, and the most of them in one picture
 LEVELS = ((12, 16), (6, 8), (3, 4))  # (height, width) of the feature maps
 CHANNELS, HEADS, POINTS, DECODER_LAYERS = 64, 4, 4, 3
@@ -182,7 +182,7 @@ def match(costs: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def loss_function(found: tuple, scenes: Scenes, queries: jax.Array) -> jax.Array:
-    """Of classes (focal, arXiv:1708.02002) and boxes, per digit, summed over the layers."""
+    """The loss of classes (focal, arXiv:1708.02002) and boxes, per digit, summed over the layers."""
     logits, boxes = found
     real = scenes.labels >= 0
     chosen = jax.nn.one_hot(queries, math.prod(GRID)) * real[..., None]  # [N, B, T, Q]

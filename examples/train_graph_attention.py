@@ -52,7 +52,7 @@ from sklearn.neighbors import KNeighborsClassifier, kneighbors_graph
 from jax_attn_bwd import BipartiteCSC, graph_attention
 
 HEADS, HEAD_SIZE = 4, 16
-DROPOUT = 0.3  # of features and of attention weights
+DROPOUT = 0.3  # rate, for features and for attention weights
 OPTIMIZER = optax.adamw(5e-3, weight_decay=0.01)
 SAME, OTHER = "#0072b2", "#d55e00"  # edges between digits of one class, and of two
 
@@ -189,7 +189,7 @@ def load(args: argparse.Namespace) -> Data:
 
 def similarities(features: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Minus the distance of the features at both ends, mean 0, variance 1; 0 for self-loops, `[E]`."""
-    chunks = np.array_split(edges, 1 + len(edges) * features.shape[1] // 2**24)  # of 64 MiB
+    chunks = np.array_split(edges, 1 + len(edges) * features.shape[1] // 2**24)  # chunks of 64 MiB
     distance = np.concatenate(
         [np.linalg.norm(features[i] - features[j], axis=1) for i, j in (c.T for c in chunks)]
     )

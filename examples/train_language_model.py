@@ -251,7 +251,7 @@ def train(
         for step in range(len(losses) + 1, args.steps + 1):
             rng = np.random.default_rng(
                 (args.seed, step)
-            )  # of the step alone: it is the same after a restart
+            )  # the seed depends on the step alone: it is the same after a restart
             starts = rng.integers(len(windows), size=batch_of(args))
             losses.append(float(train_step(model, optimizer, windows[starts])))
             progress.update(task, advance=1, loss=losses[-1])

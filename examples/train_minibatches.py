@@ -49,7 +49,7 @@ class Data(NamedTuple):
 class Batch(NamedTuple):
     """What a training step is given: arrays of one shape, whatever was sampled."""
 
-    graphs: tuple[BipartiteCSC, BipartiteCSC]  # of the two layers
+    graphs: tuple[BipartiteCSC, BipartiteCSC]  # one for each of the two layers
     x: np.ndarray  # float32 [rows, 64], of the first layer's sources, 0 in the padding
     labels: np.ndarray  # int32 [batch]
     real: np.ndarray  # bool [batch]

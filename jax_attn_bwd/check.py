@@ -32,9 +32,9 @@ from jax_attn_bwd.parallel import cases as parallel
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FIRST, IN_TURN = ("float32", "bfloat16"), ("float16", "float32", "bfloat16")  # beside float64
 FLOAT64_LIMIT = 1e-10
-CALL_SECONDS = 0.7  # of a call on two cores, most of them for compiling: 106 take 74 s
+CALL_SECONDS = 0.7  # seconds of a call on two cores, most of them for compiling: 106 calls take 74 s
 _RUNNING = threading.Lock()  # two programs of several devices at once may wait for each other
-# of the compiler, for a program that runs once or twice: most of the time goes into compiling
+# options of the compiler for a program that runs once or twice: most of the time goes into compiling
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 if jax.__version_info__ < (0, 11):  # newer ones have no such option
     QUICK["xla_cpu_use_fusion_emitters"] = False
@@ -229,7 +229,7 @@ def discover() -> tuple[Operator, ...]:
 
 
 def worst(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Of each operator, implementation, dtype and quantity, the case nearest to, or over, its limit."""
+    """For each operator, implementation, dtype and quantity, the case nearest to, or over, its limit."""
     found: dict[tuple, Measurement] = {}
     for row in rows:
         key = (row.operator, row.implementation, row.dtype, row.quantity)
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known: dict[str, list[Operator]] = {}
     for operator in discover():
         known[operator.name] = [operator]
-        folder = operator.call.__module__.split(".")[-2:][0]  # as `bench` calls them
+        folder = operator.call.__module__.split(".")[-2:][0]  # the name that `bench` has for it
         known.setdefault(folder, []).append(operator)
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")

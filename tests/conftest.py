@@ -22,7 +22,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 finished_tests = itertools.count(1)
 meant: pytest.StashKey = pytest.StashKey()  # {(operator, implementation)} whose gradients this run compares
-missing: pytest.StashKey = pytest.StashKey()  # those of them of which it compared none
+missing: pytest.StashKey = pytest.StashKey()  # the pairs in `meant` whose gradients it never compared
 
 
 def pytest_addoption(parser):

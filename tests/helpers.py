@@ -55,7 +55,7 @@ def families(params: list) -> list:
 
 
 def firsts(params: list) -> list:
-    """Of each operator and implementation the first case."""
+    """The first case of each operator and implementation."""
     return list({param.values[:2]: param for param in reversed(params)}.values())[::-1]
 
 

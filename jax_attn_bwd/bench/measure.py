@@ -13,7 +13,10 @@ from jax_attn_bwd._core.cases import Case, Operator, cast, cotangents
 from jax_attn_bwd.bench.report import Row
 from jax_attn_bwd.check import relative_error
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}  # of results that agree, relative to the largest entry
+TOLERANCES = {
+    "float32": 1e-4,
+    "bfloat16": 0.03,
+}  # results that agree differ by less, relative to the largest entry
 ROUND = 0.03  # seconds of one round on a GPU: starting it and waiting for it do not count
 
 
@@ -22,7 +25,7 @@ class Contender:
     """One way to compute a workload.
 
     Attributes:
-      name: of the library or variant.
+      name: name of the library or variant.
       run: starts the computation and returns its arrays.
       wait: waits for what `run` returned.
       results: the arrays to compare with the other contenders'; None = computes something else.
@@ -51,11 +54,11 @@ class Workload:
     rates: Mapping[str, float] = field(
         default_factory=dict
     )  # {unit: its amount in one call, for "TFLOP/s" in TFLOP}
-    refused: Sequence[Row] = ()  # of contenders that cannot run it
+    refused: Sequence[Row] = ()  # contenders that cannot run it
 
 
 def tag(quick: bool, scaling: bool = False) -> str:
-    """Of the cases that are measured here."""
+    """The tag of the cases that are measured here."""
     if scaling:
         return "quick_scaling" if quick else "scaling"
     return "quick" if quick else "bench" if jax.default_backend() == "cpu" else "bench_gpu"

@@ -18,14 +18,14 @@ from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled
 
 HEADS, SIZE = 4, 64
 SHORT, LONG, QUICK = 4096, 16384, 256  # tokens; the long ones have no array beside them
-BLOCK = (256, 512)  # of the tiles that are counted in the notes
+BLOCK = (256, 512)  # rows and columns of the tiles that the notes count
 
 
 class Modified(NamedTuple):
     """A mask or a score of the named ones, for a number of tokens.
 
     Attributes:
-      options: of our call; `mod_args` are given apart.
+      options: options of our call; `mod_args` are given apart.
       mod_args: what the functions read.
       option: `(mod_args) -> options` that say the same without a function, where such exist.
       learned: whether the last entry of `mod_args` has a gradient.

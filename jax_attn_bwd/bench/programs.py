@@ -105,7 +105,7 @@ def _hessian(*sizes: int) -> Program:
 
 
 def _layers(count: int, *sizes: int) -> Program:
-    """As many attentions, one after the other, unrolled."""
+    """`count` attentions, one after the other, unrolled."""
 
     def stack(attention):
         def run(q, k, v):

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_attn_bwd._core import console
 
-OUT = Path("out")  # of the current folder
+OUT = Path("out")  # in the current folder
 LIMIT = 1500  # characters of an error: compilers quote whole programs
 
 
@@ -98,7 +98,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> Path | None:
     groups = [group for group in by_case.values() if len(group) > 1]
     others = dict.fromkeys(row.contender for _, *rest in groups for row in rest)
     colours = {name: f"C{i}" for i, name in enumerate(others)}
-    height = sum(len(group) for group in groups)  # of the bars, and a gap after each case
+    height = sum(len(group) for group in groups)  # the bars, and a gap after each case
     figure, axes = pyplot.subplots(figsize=(8, 0.25 * height + 1.2), layout="constrained")
     y, ticks = 0, {}
     for first, *rest in groups:

@@ -110,7 +110,7 @@ def scaled_masked_softmax_backward(
       The gradient of `x`: shape and dtype of `y`.
 
     Raises:
-      As the forward.
+      ValueError, TypeError: under the conditions of the forward.
 
     Example:
       >>> import jax.numpy as jnp
@@ -215,7 +215,7 @@ def multi_scale_deformable_attention_grad(
       dtype of its argument.
 
     Raises:
-      As the forward.
+      ValueError, TypeError: under the conditions of the forward.
 
     Example:
       >>> import jax.numpy as jnp

@@ -166,7 +166,7 @@ def encoder_reference_points(
       spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time.
       valid_ratios: `[..., L, 2]`, (x, y): the share of each padded picture that is not padding. Traced ones
         compile once for pictures of all sizes. None = all of it.
-      dtype: of the points.
+      dtype: dtype of the points.
 
     Returns:
       `[..., S, L, 2]`, (x, y), S = sum of H W; without valid ratios `[1, S, 1, 2]`, for all pictures and

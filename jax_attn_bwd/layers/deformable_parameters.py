@@ -80,7 +80,7 @@ def configure(arguments: Mapping[str, Any], width: str) -> Config:
     """The checked configuration of a layer.
 
     Args:
-      arguments: those of the framework's constructor by name, among them some that are its own.
+      arguments: what the framework's constructor was given, by name.
       width: the name that the width C has there.
     """
     num_heads = positive(_NAME, "num_heads", arguments["num_heads"])

@@ -66,12 +66,12 @@ class Config:
 
     @property
     def width(self) -> int:
-        """Of projected nodes, H * C."""
+        """The width of projected nodes, H * C."""
         return self.heads * self.out_channels
 
     @property
     def out_width(self) -> int:
-        """Of the output, H * C or C."""
+        """The width of the output, H * C or C."""
         return self.width if self.concat else self.out_channels
 
 

@@ -30,7 +30,7 @@ class Exchange:
       axis_name: the mesh axis that holds the sequence.
       size: number of devices along it.
       offsets: device i is to see keys of the devices i - offset.
-      of_keys: those of "bias" and "mask" that each device holds for its own keys, and that go where they go.
+      of_keys: "bias" or "mask" where each device holds it for its own keys: it travels with them.
     """
 
     axis_name: str

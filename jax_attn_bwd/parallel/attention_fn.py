@@ -102,7 +102,7 @@ class _Axes:
     sequence: tuple[str, ...]
 
     def spec(self, x: jax.Array, batch_rank: int, tail: tuple[Any, ...]) -> PartitionSpec:
-        """Of an array whose axes are those of the batch, then `tail`, or the last of them."""
+        """The spec of an array whose axes are those of the batch and then `tail`, or the last of these."""
         full = ((self.batch, *((),) * batch_rank)[:batch_rank], tail)
         names = (*full[0], *full[1])[batch_rank + len(tail) - x.ndim :]
         return PartitionSpec(
@@ -162,7 +162,7 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
     specs = {}
     for name, x in arrays.items():
         if name in ("bias", "mask"):
-            extra = max(0, x.ndim - query.ndim)  # of size 1: `jax.nn` wants them where there is no batch
+            extra = max(0, x.ndim - query.ndim)  # axes of size 1: `jax.nn` wants them where there is no batch
             arrays[name] = x = x.reshape(x.shape[extra:]) if x.shape[:extra] == (1,) * extra else x
         specs[name] = (
             axes.spec(x, rank, _tail(axes, kind, name, x)) if name != "dropout_key" else PartitionSpec()

@@ -37,7 +37,7 @@ _TOKENS = ("query", "key", "value", "query_segment_ids", "key_value_segment_ids"
 
 
 def _mesh(*sizes: int) -> Mesh:
-    """As many of the devices at hand as divide all sizes, along one axis."""
+    """A mesh of one axis: as many of the devices at hand as divide all sizes."""
     n = math.gcd(jax.local_device_count(), *sizes)
     return Mesh(np.array(jax.local_devices()[:n]), (_AXIS,))
 

@@ -48,13 +48,13 @@ def sharded_multi_scale_deformable_attention(
       mesh: the devices.
       axis: the mesh axis (or axes) that the queries lie along.
       gather_value: whether `value` comes split along its pixels, and is gathered.
-      options: those of `multi_scale_deformable_attention`.
+      options: `MultiScaleDeformableAttentionKeywords`, as in `multi_scale_deformable_attention`.
 
     Returns:
       out: `[B, Q, M * D]`, split along Q.
 
     Gradients:
-      As of the operator, to second order and beyond. `value` takes part in one exchange: the devices'
+      Those of the operator, to second order and beyond. `value` takes part in one exchange: the devices'
       shares of its gradient are summed by one all-reduce; with `gather_value`, one all-gather in the
       forward and one reduce-scatter in the backward.
 

@@ -98,7 +98,7 @@ def sharded_graph_attention(
     `partitioned.src`, `.dst` and `.edges`.
 
     Args:
-      partitioned: of `partition_graph(graph, n)`.
+      partitioned: what `partition_graph(graph, n)` returned.
       src: `[n * N_src, dim]`, floating, `partitioned.src.place(x)`; for the transformer the key.
       dst: `[n * N_dst, dim]`; for the transformer the query. None: `src`, where the graph has as many
         sources as destinations.
@@ -123,7 +123,7 @@ def sharded_graph_attention(
       sharded along axis 0, in the layouts: `partitioned.dst.collect(out)` takes it out.
 
     Gradients:
-      As of the operator, to second order and beyond: the cotangents of the table travel back by the
+      Those of the operator, to second order and beyond: the cotangents of the table travel back by the
       reverse exchange, and one all-reduce sums those of `attention_weights`. No exchange stands inside a
       loop. The same bits in every run. The table is kept for the backward.
 

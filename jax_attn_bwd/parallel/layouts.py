@@ -22,13 +22,13 @@ def zigzag(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     Args:
       x: any array, jax or NumPy; the whole sequence, outside `jax.shard_map`.
       n: number of devices along the sequence.
-      axis: of the sequence, which 2n divides.
+      axis: axis of the sequence, which 2n divides.
 
     Returns:
       An array like `x`; `unzigzag` undoes it.
 
     Gradients:
-      Those of a permutation.
+      The cotangent, permuted back.
 
     Raises:
       ValueError: 2n does not divide the axis, or there is no such axis.
@@ -60,13 +60,13 @@ def striped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     Args:
       x: any array, jax or NumPy; the whole sequence, outside `jax.shard_map`.
       n: number of devices along the sequence.
-      axis: of the sequence, which n divides.
+      axis: axis of the sequence, which n divides.
 
     Returns:
       An array like `x`; `unstriped` undoes it.
 
     Gradients:
-      Those of a permutation.
+      The cotangent, permuted back.
 
     Raises:
       ValueError: n does not divide the axis, or there is no such axis.

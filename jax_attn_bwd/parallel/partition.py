@@ -126,7 +126,7 @@ def _seated(source: np.ndarray, edge_part: np.ndarray, num_src: int, n: int) -> 
     pairs, edges = np.unique(edge_part * np.int64(num_src) + source, return_counts=True)
     parts, sources = np.divmod(pairs[np.argsort(edges, kind="stable")], max(num_src, 1))
     part, seats = np.zeros(num_src, np.int64), -(-num_src // n)
-    part[sources] = parts  # of several the last, with most edges
+    part[sources] = parts  # a node of several parts goes to the last, which has most edges
     over = _rows(part, n)[0] >= seats
     free = np.maximum(seats - np.bincount(part, minlength=n), 0)
     part[over] = np.repeat(np.arange(n), free)[: over.sum()]

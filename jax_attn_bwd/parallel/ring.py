@@ -56,7 +56,7 @@ class State(NamedTuple):
 
 
 def sequence_axis(name: str) -> int:
-    """Of an operand that belongs to the keys."""
+    """The axis of the keys in an operand that belongs to them."""
     return -3 if name in ("key", "value") else -1
 
 

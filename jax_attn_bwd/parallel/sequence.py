@@ -95,14 +95,14 @@ def ring_attention(
         rows will do, too; of them its own are taken.
       mask: bool, as `bias`; True attends.
       axis_name: the mesh axis that holds the sequence.
-      layout: "contiguous", "zigzag" or "striped": in which order the devices hold tokens.
+      layout: "contiguous", "zigzag" or "striped", the order in which the devices hold tokens.
       is_causal, local_window_size: by the index in the whole sequence.
       query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, n * T] and [0, n * S]:
         of the whole sequence. A token whose index is at or beyond the length sees nothing, or is not seen.
-      query_segment_ids, key_value_segment_ids: of this device's tokens, broadcast to `[..., T]`, `[..., S]`;
-        beside lengths, neither the least nor the greatest int32.
-      query_positions, key_value_positions: of this device's tokens, broadcast to `[..., T]`, `[..., S]`; give
-        both, and no `layout`.
+      query_segment_ids, key_value_segment_ids: ids of this device's tokens, broadcast to `[..., T]` and
+        `[..., S]`; beside lengths, neither the least nor the greatest int32.
+      query_positions, key_value_positions: for this device's tokens, broadcast to `[..., T]` and `[..., S]`;
+        give both, and no `layout`.
       sink: `[N]`, the same on all devices along `axis_name`.
       mask_mod, score_mod, mod_args: as in `dot_product_attention`; rows and columns count in the whole
         sequence, and mod_args are the same on all devices along `axis_name`: those of whole sequences.
@@ -111,7 +111,7 @@ def ring_attention(
         to the index of each token, or are index arrays `[T]`, `[S]` of this device's tokens.
       scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic_sums,
         return_residual: as in `dot_product_attention`.
-      implementation: of the blocks, as in `dot_product_attention`.
+      implementation: what computes each block, as in `dot_product_attention`.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:

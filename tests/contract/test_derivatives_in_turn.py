@@ -15,7 +15,7 @@ from jax_attn_bwd import parallel
 
 
 def richest(params):
-    """Of each operator the case of the most differentiable operands."""
+    """For each operator: the case that has the most differentiable operands."""
     found = {}
     for operator, implementation, case in sorted(
         (p.values for p in params), key=lambda x: len(differentiated(x[0], x[2].arrays(np.float64)))
@@ -29,7 +29,7 @@ def check_in_turn(loss, inputs):
     once = jax.jit(loss)
 
     def gradients(function, names):
-        """Of a new function each time: what is cached is `once`."""
+        """The gradients of a new function each time: what is cached is `once`."""
         part = lambda moving: function({**inputs, **moving})
         return jax.jit(jax.grad(part), compiler_options=QUICK)({name: inputs[name] for name in names})
 

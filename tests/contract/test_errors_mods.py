@@ -185,7 +185,7 @@ TABLE = np.arange(6.0).reshape(3, 2)
 
 @pytest.mark.parametrize("mask_mod", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_functions_that_are_elementwise(mask_mod):
-    """As the mask that they are on the plane."""
+    """They hide what the mask hides that they are on the plane."""
     q, k, v = (np.random.default_rng(0).standard_normal((2, n, 4, 3)) for n in (5, 7, 7))
     index = lambda *axes: jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in axes))
     plane = jnp.broadcast_to(mask_mod(*index(2, 4, 5, 7)), (2, 4, 5, 7))

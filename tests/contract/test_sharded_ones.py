@@ -62,7 +62,7 @@ def test_one_entry(operator, implementation, case, monkeypatch):
 
 
 def test_one_entry_of_many_tokens(monkeypatch):
-    """Of several tiles, the last one filled up."""
+    """The tokens take several tiles, and the last one is filled up."""
     monkeypatch.setattr(tiling, "MATERIALIZED_LOGITS", 0)
     q, k, v = (jnp.asarray(x) for x in np.random.default_rng(0).standard_normal((3, 1, 520, 2, 4)))
     gradients = jax.grad(

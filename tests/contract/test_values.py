@@ -24,7 +24,8 @@ from helpers import (
 
 from jax_attn_bwd import check
 
-STOOD_FOR = {  # the kernels' own tests have their options, over several tiles; "second" cases are poisoned
+# Options that the kernels' own tests have, over several tiles; "second" cases are poisoned.
+COVERED_BY_KERNEL_TESTS = {
     "dot_product_attention": (
         "plain", "causal_window_cap", "bias_key", "sink", "dropout", "tiles", "mod_causal",
     ),
@@ -32,12 +33,12 @@ STOOD_FOR = {  # the kernels' own tests have their options, over several tiles; 
 }  # fmt: skip
 
 
-def _beyond_kernels(operator, case) -> bool:
+def _left_to_the_portable_path(operator, case) -> bool:
     """With the probabilities saved the backward is the portable one; at a scale of 1e4 the rounding of
     sum(out * dout) alone is more than float32 gradients of whole planes are off by; thousands of queries
     take an interpreter half an hour, and every case some seconds.
     """
-    left_out = ("large_logits", "many_queries", *STOOD_FOR.get(operator.name, ()))
+    left_out = ("large_logits", "many_queries", *COVERED_BY_KERNEL_TESTS.get(operator.name, ()))
     return case.options.get("save") == "probs" or case.name in left_out
 
 
@@ -53,12 +54,12 @@ CASE = ("operator", "implementation", "case")
 EVERY = [
     pytest.param(*p.values, id=p.id, marks=[*p.marks, *_marks(*p.values)])
     for p in case_params("ci", "second", thorough=("edge", "hidden"), kernels=("second", "kernel"))
-    if not (is_kernel(*p.values[:2]) and _beyond_kernels(p.values[0], p.values[2]))
+    if not (is_kernel(*p.values[:2]) and _left_to_the_portable_path(p.values[0], p.values[2]))
 ]
 
 
 @pytest.mark.gradients
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of an interpreter's products of NaN
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter multiplies NaN
 @pytest.mark.parametrize(CASE, EVERY)
 def test_first_order(operator, implementation, case):
     """Against the definition; the plain backward; the same bits twice; NaN and Inf where no one reads."""

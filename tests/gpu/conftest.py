@@ -50,7 +50,7 @@ def pytest_configure(config):
     if not _own(config):
         return
     config.pluginmanager.register(losses, "losses")
-    jax.config.update("jax_enable_x64", False)  # as users run it
+    jax.config.update("jax_enable_x64", False)  # users run it so
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     if not INTERPRETED and absent() is None:
         jax.config.update("jax_platforms", "cuda,cpu")  # float64 is computed on the CPU

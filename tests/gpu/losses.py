@@ -59,7 +59,7 @@ def pytest_cmdline_main(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    option = config.option  # of the parent and of each worker
+    option = config.option  # the parent has one, and each worker
     option.timeout = TEST_SECONDS if option.timeout is None else option.timeout
     option.timeout_method = "thread"  # a signal waits for the launch that hangs
     config.addinivalue_line("markers", "launches(*kernels): the kernels that a test launches, its own last")

@@ -37,7 +37,7 @@ if reason := absent():
     pytest.skip(reason, allow_module_level=True)
 
 REPEATS = 3 if INTERPRETED else 20
-# Of each operator: {kernel: the gradients that launch it after the forward}; None = all.
+# {operator: {kernel: the gradients that launch it after the forward}}; None = all.
 PIECES = {
     "dot_product_attention": {
         "forward": (),

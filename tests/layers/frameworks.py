@@ -17,7 +17,7 @@ from helpers import QUICK, assert_close, thorough
 
 FRAMEWORKS = ("flax_linen", "flax_nnx", "haiku", "equinox")
 PACKAGES = {"flax_linen": "flax.linen", "flax_nnx": "flax.nnx", "haiku": "haiku", "equinox": "equinox"}
-HEADS = 4  # of MultiHeadAttention
+HEADS = 4  # heads of MultiHeadAttention
 RENAMED = {"kernel": "w", "bias": "b"}
 # Most of the time of these tests is LLVM's.
 jitted = partial(jax.jit, compiler_options=QUICK)

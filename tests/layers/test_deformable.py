@@ -139,7 +139,7 @@ def test_haiku_policy_of_a_module_around_leaves_locations_in_float32(rng):
         locations, rounded = model.apply(model.init(jax.random.key(0), query), query)
     assert (rounded != query).any()  # the policy is at work
     sizes = np.array(LEVELS)[:, ::-1]
-    directions = np.array([[1.0, 0.0], [-1.0, 0.0]])[:, None]  # of two heads
+    directions = np.array([[1.0, 0.0], [-1.0, 0.0]])[:, None]  # one for each of two heads
     expected = np.asarray(points)[:, :, None, None] + directions / sizes  # [1, Q, M, L, 2]
     assert_close(locations, expected, 1e-6)
 
@@ -164,7 +164,7 @@ def test_padding_is_masked_and_its_nan_reaches_nothing(rng):
 
 @thorough
 def test_nan_of_a_reference_box_reaches_no_gradient(rng):
-    """As NaN in a reference point: the samples of that query do not count."""
+    """NaN in a box acts like NaN in a reference point: the samples of that query do not count."""
     params, layer = from_torch(torch_state(rng)), build("flax_linen")
     query, boxes, value = inputs(rng, (L, 4))[:3]
 

@@ -39,7 +39,7 @@ def test_points_and_masks_of_all_pictures(rng):
 
 
 def test_reference_points_of_an_encoder(rng):
-    """As the loop of Deformable-DETR has them."""
+    """They are those that the loop of Deformable-DETR makes."""
     ratios = rng.uniform(0.5, 1, (B, L, 2))
     got = jax.jit(encoder_reference_points, static_argnums=(0, 2))(LEVELS, ratios, "float64")
     expected = []

@@ -54,7 +54,7 @@ def uniform_attention(query, key, value, mask=None):
     ids=lambda options: "-".join(options),
 )
 def test_every_option_of_linen(options):
-    """As Flax's layer; `attention_fn` = ours goes into Flax's own layer."""
+    """Our layer computes what Flax's does; `attention_fn` = ours goes into Flax's own layer."""
     x, y = arrays((2, T, E), (2, S, E))
     mask = some_mask(2, 1, T, S)
     cls = flax_linen.MultiHeadDotProductAttention

@@ -109,7 +109,7 @@ def test_without_x64(name):
     with jax.enable_x64(False):
         got = jitted(partial(values_and_gradients, function))(*narrow)
     assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype("float32")}
-    assert_all_close(got, exact, 1e-4)  # that of the bias of lin_key cancels to 0
+    assert_all_close(got, exact, 1e-4)  # the gradient of the bias of lin_key cancels to 0
 
 
 @pytest.mark.parametrize("framework", frameworks())

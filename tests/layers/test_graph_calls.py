@@ -24,7 +24,7 @@ def test_edge_features_of_one_number_may_lack_an_axis(rng):
 
 
 def test_pair_of_one_width_shares_the_layer_where_in_channels_is_an_int(rng):
-    """As in PyTorch Geometric; the frameworks that ask for no width have a layer for each side of a pair."""
+    """PyTorch Geometric does so; frameworks that ask for no width have a layer for each side of a pair."""
     params, (x, graph, _) = parameters(rng, "GATConv", 6, {}), inputs(rng, 6, {})
     layer = build("flax_nnx", "GATConv", 6)
     pair = layer.call(params, (x, x[:N_DST]), graph)

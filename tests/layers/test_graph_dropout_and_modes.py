@@ -19,7 +19,7 @@ from jax_attn_bwd import BipartiteCSC
     ],
 )
 def test_dropout(framework, kind):
-    """Of the weights, in the given share; the rest grows; the same for the same key; none in evaluation."""
+    """It drops the given share of the weights, and the rest grows; a key repeats it; evaluation has none."""
     rate, nnz, rng = 0.4, 4000, np.random.default_rng(0)
     options, nodes = dict(dropout=rate), jnp.asarray(rng.standard_normal((50, 6)))
     graph = BipartiteCSC.from_coo(*rng.integers(0, 50, (2, nnz)), 50, 50)

@@ -17,7 +17,7 @@ def geometric(kind, in_channels, options, **own):
     """A layer of PyTorch Geometric in float64."""
     pytest.importorskip("torch", reason="compares with PyTorch Geometric")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own imports
+        warnings.simplefilter("ignore")  # its own imports warn
         nn = pytest.importorskip("torch_geometric.nn", reason="compares with PyTorch Geometric")
     return getattr(nn, kind)(in_channels, C, H, **options, **own).double()
 

@@ -21,7 +21,7 @@ from layers.multi_head_cases import E, N, S, T, inputs_of
 
 from jax_attn_bwd import attention_fn, mods
 
-IDS = jnp.asarray([0, 0, 0, 1, 1, 1, 1, 2, 2], jnp.int32)  # of documents
+IDS = jnp.asarray([0, 0, 0, 1, 1, 1, 1, 2, 2], jnp.int32)  # document of each token
 MASK = mods.document & mods.sliding_window(2, 1)
 
 
@@ -100,7 +100,7 @@ def test_functions_in_a_step_of_decoding_of_flax_s_own_layers(functions):
 
 @pytest.mark.parametrize("framework", ["equinox", "flax_nnx"])
 def test_a_deep_copy_of_a_layer_has_its_structure(framework):
-    """As a target network has it."""
+    """A target network is such a copy."""
     mask = mods.causal & mods.sliding_window(3)
     if framework == "equinox":
         pytest.importorskip("equinox")

@@ -115,7 +115,7 @@ def test_the_number_of_heads_where_flax_s_projections_run():
 
 @thorough
 def test_heads_of_size_0_in_haiku():
-    """As in Haiku's own: the output bias."""
+    """The output is the output bias, as Haiku's own layer has it."""
     (x,) = arrays((1, T, E))
     outs = []
     for own in (False, True):

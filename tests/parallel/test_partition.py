@@ -46,7 +46,7 @@ def recovered(partitioned: PartitionedGraph, num_src: int, num_dst: int) -> np.n
 def test_every_edge_is_with_its_destination(rng, num_src, num_dst, parts):
     src, dst = rng.integers(0, num_src - 1, 150), rng.integers(0, num_dst - 1, 150)
     graph = BipartiteCSC.from_coo(src, dst, num_src, num_dst)
-    given = rng.integers(0, 7, num_dst)  # of 8 parts one is empty
+    given = rng.integers(0, 7, num_dst)  # one of the 8 parts is empty
     cut = partition_graph(graph, 8, parts=given if parts == "given" else parts)
     np.testing.assert_array_equal(recovered(cut, num_src, num_dst), np.stack([src, dst], 1))
     owner = cut.dst.position // cut.dst.rows

@@ -178,7 +178,7 @@ def test_narrow_dtypes(dtype, rng):
         def loss(q, k, v):
             return (function(q, k, v, {})[0].astype(jnp.float64) * ct).sum()
 
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # of the formula
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # the formula promotes
             return jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
 
     options = {"is_causal": True}
@@ -192,7 +192,7 @@ def test_narrow_dtypes(dtype, rng):
 
 
 def test_unasked_gradients_do_not_travel(rng):
-    """Of the query alone: two arrays and their positions go round, nothing comes home."""
+    """The query alone is differentiated: two arrays and their positions go round, nothing comes home."""
     q, k, v = (draw(rng, 1, 8, 2, 3) for _ in range(3))
     attend = functools.partial(KINDS["ring"], axis_name=AXIS, is_causal=True)
     run = jax.shard_map(attend, mesh=mesh(4), in_specs=(TOKENS,) * 3, out_specs=TOKENS)

@@ -189,7 +189,7 @@ def test_rotary_by_positions_around_a_ring(rng):
 @thorough
 @pytest.mark.parametrize("average", [False, True])
 def test_weights(average, rng):
-    """Of each device's heads, or their mean; with a gradient."""
+    """They are those of each device's heads, or their mean, and have a gradient."""
     params, x, ct = parameters(rng, appended=True), draw(rng, 2, T, E), draw(rng, 2, T, E)
     options = {"return_weights": True, "average_weights": average, "is_causal": True}
     call = functools.partial(tensor_parallel_multi_head_attention, axis_name="heads", **options)
@@ -216,7 +216,7 @@ def test_weights(average, rng):
     ],
 )
 def test_collectives_of_a_training_step(reduce, expected, rng):
-    """Of self-attention, forward and backward; parameters that devices share would take a sum more."""
+    """Self-attention, forward and backward; parameters that devices share would take one more sum."""
     params = parameters(rng, appended=False)._replace(out_bias=None)
     run = layer(reduce, False, params, is_causal=True)
     step = jax.jit(jax.grad(lambda p, x: (run(p, x) ** 2).sum(), (0, 1)), compiler_options=QUICK)

@@ -50,7 +50,7 @@ def ended(process):
 
 
 def losses(folder):
-    """Those of all steps, as the last checkpoint tells them."""
+    """The losses of all steps, as the last checkpoint tells them."""
     (history,) = folder.glob(f"{STEPS}/history/metadata")
     found = json.loads(history.read_text())["losses"]
     assert len(found) == STEPS

@@ -145,7 +145,7 @@ def test_check_without_rich_prints_the_same_table_as_plain_text(only, capsys, mo
 
 
 def test_operators_are_known_by_their_folders_too(monkeypatch):
-    """As `bench` calls them; named twice, they are checked once."""
+    """`bench` calls them so; named twice, they are checked once."""
     asked = []
     monkeypatch.setattr(check, "plan", lambda operators, dtypes: (asked.append(operators), ([], []))[1])
     assert check.main(["softmax", "scaled_masked_softmax", "multi_head"]) == 0
@@ -162,7 +162,7 @@ def test_check_of_an_unknown_operator_is_refused_with_the_known(capsys):
 def test_relative_error():
     nan, inf = np.nan, np.inf
     assert relative_error([1.0, -4.0], [1.0, -4.0]) == 0
-    assert relative_error([1.0, -4.4], [1.0, -4.0]) == pytest.approx(0.1)  # of the largest
+    assert relative_error([1.0, -4.4], [1.0, -4.0]) == pytest.approx(0.1)  # relative to the largest
     assert relative_error([0.001], [0.0]) == pytest.approx(0.1)  # at least 0.01 counts as size
     assert relative_error([nan, inf, -inf, 2.0], [nan, inf, -inf, 2.0]) == 0
     assert relative_error([nan, 2.2], [nan, 2.0]) == pytest.approx(0.1)

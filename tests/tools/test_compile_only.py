@@ -17,7 +17,7 @@ from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd.bench.compile_only import devices, programs
 
 TARGETS = {"mosaic_gpu": ("H200", "H100", "B200", "A100"), "mosaic_tpu": tuple(devices.TPU), "xla": ("H200",)}
-# of the cases for an H200, whose very code an H100 runs: they show that it is accepted there
+# cases that an H100 compiles too: it runs the very code of an H200, and they show that it accepts it
 ON_AN_H100 = ("H=128 causal, any order", "width 4096 float16", "bfloat16, D=256")
 
 

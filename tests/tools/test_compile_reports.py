@@ -49,7 +49,7 @@ def test_budgets_refuse(changes, said):
     [
         (32, 0, "sm_80", 1.0),
         (64, 2048, "sm_90a", 0.5),  # 8 blocks of 4 warps
-        (73, 0, "sm_100a", 0.375),  # as 80: 6 blocks
+        (73, 0, "sm_100a", 0.375),  # counts as 80 registers: 6 blocks
         (64, 100 * 1024, "sm_90a", 0.125),  # 2 blocks
         (64, 100 * 1024, "sm_80", 0.0625),
     ],
@@ -206,7 +206,7 @@ CALL = (
 def test_the_text_of_bundles_is_read():
     name = "attention_forward_1024x512_full.1"
     assert tpu.custom_calls(CALL) == {name: 4096}
-    broken = CALL.replace(", backend_config", ",\n\nbackend_config")  # as where a call has metadata
+    broken = CALL.replace(", backend_config", ",\n\nbackend_config")  # a call that has metadata looks so
     assert tpu.custom_calls(CALL + broken.replace(name, "other")) == {name: 4096, "other": 4096}
     kernel = tpu.parse(name, BUNDLES, USE, 4096)
     assert (kernel.name, kernel.tile, kernel.programs) == (name[:-2], (1024, 512), 1)

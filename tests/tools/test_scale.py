@@ -134,7 +134,7 @@ def test_a_chain_of_fusions_is_one_transfer():
 
 
 def test_a_loop_that_does_not_tell_how_often_it_runs():
-    """As TPU programs have it: from its condition, and where its counter begins."""
+    """TPU programs have such: the number follows from its condition, and from where its counter begins."""
     text = SCHEDULE.replace("known_trip_count", "unknown")
     assert [x.times for x in schedule.Program(text).transfers] == [7, 7, 1]
     for told in ("direction=LT", "s32[] constant(9)", "s32[] constant(2)"):

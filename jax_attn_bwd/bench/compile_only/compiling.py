@@ -15,7 +15,7 @@ from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only import devices, gpu, programs, tpu, tpu_peers
 from jax_attn_bwd.bench.compile_only.programs import Program
 
-_WITHOUT_GPU = {"xla_gpu_enable_cub_radix_sort": False}  # that of a library asks the GPU at hand
+_WITHOUT_GPU = {"xla_gpu_enable_cub_radix_sort": False}  # the library's sort asks the GPU at hand
 # our kernels ask for as much themselves
 _PEERS = {"xla_tpu_scoped_vmem_limit_kib": str(mosaic_tpu.VMEM // 1024)}
 

@@ -40,7 +40,7 @@ REGISTERS = 255
 SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and later
 GRAPH = ("graph_attention", "graph_attention_v2", "graph_transformer_attention")
 SPARSE = (*GRAPH, "multi_scale_deformable_attention")  # no atomics: the same bits in every run
-NEEDED = {  # of some kernel of the program, one of each row: without these it is not the kernel it should be
+NEEDED = {  # instructions: some kernel of the program has one of each row, or it is not what it should be
     "dot_product_attention": (("HGMMA",), ("UTMALDG",), ("MUFU.EX2",)),
     "scaled_masked_softmax": (("MUFU.EX2",),),
     **dict.fromkeys(GRAPH, (("MUFU.EX2",), ("LD.E", "LDG.E.128"), ("ST.E", "STG.E.128"))),

@@ -38,7 +38,7 @@ from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only import devices, schedule
 
 AXIS = "sequence"
-TOKENS_AT_ONCE = 16_384  # of a device, through the wide layer of a block
+TOKENS_AT_ONCE = 16_384  # tokens of a device that go through the wide layer of a block together
 ATTENTION: dict[str, Callable[..., Any]] = {
     "ring": parallel.ring_attention,
     "all_gather": parallel.all_gather_attention,
@@ -85,7 +85,7 @@ class Pod(NamedTuple):
     slice: dict[str, Any]
     memory: float  # bytes
     implementation: str | None = None
-    options: dict[str, Any] | None = None  # of the compiler
+    options: dict[str, Any] | None = None  # for the compiler
 
 
 _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -206,7 +206,7 @@ def _heads(x: jax.Array, size: int) -> jax.Array:
 
 
 def _rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """As in the example, by positions that are told."""
+    """The rotation of the example, by positions that are told."""
     rates = 10_000.0 ** -jnp.linspace(0, 1, x.shape[-1] // 2, dtype=jnp.float32)
     angle = jnp.outer(positions.astype(jnp.float32), rates)[:, None]
     cos, sin = (f(angle).astype(x.dtype) for f in (jnp.cos, jnp.sin))

@@ -24,7 +24,7 @@ _LISTED = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")  # mesh['a'=2,'b'=4] {'b'}
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__cublas|__cudnn|__triton)')
 
-# of the bytes of the result, those that a device of n sends
+# how many bytes a device of n sends, as a share of the result
 SENT = {
     "all-gather": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,

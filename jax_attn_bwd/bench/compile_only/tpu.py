@@ -51,7 +51,7 @@ class Kernel:
     Attributes:
       tile: (queries, keys) that one step of an attention kernel computes.
       programs: for a tile, in the kernel: 2 if full and mixed tiles have one each.
-      bundles, inner: of the program, and of its loop over the grid.
+      bundles, inner: numbers for the program, and for its loop over the grid.
       spill_stores, spill_loads: vector registers stored to and loaded from memory for want of registers.
       vmem: bytes of vector memory.
       slots: per cent of the program's slots of each unit that are used.

@@ -141,7 +141,7 @@ def apply_multihead_attention_backward(
       A composition of differentiable operations: it may itself be differentiated.
 
     Raises:
-      As the forward.
+      ValueError, TypeError: under the conditions of the forward.
 
     Example:
       >>> import jax

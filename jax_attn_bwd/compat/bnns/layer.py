@@ -14,7 +14,9 @@ from jax_attn_bwd.ops.multi_head import MultiHeadAttentionGrads, MultiHeadAttent
 class BNNSMHAProjectionParameters(NamedTuple):
     """A projection; or its deltas; or in a backward, for each member, whether its delta is asked for."""
 
-    target_desc: Any = None  # of a layer: the input's (length, width) or None; a delta: that of the input
+    target_desc: Any = (
+        None  # in a layer the input's (length, width) or None; in a delta the delta of the input
+    )
     weights: Any = None  # d_model x d_key x num_heads; of the output (num_heads * d_value) x d_model
     bias: Any = None  # d_key x num_heads, or None; of the output d_model
 

@@ -76,8 +76,8 @@ def make_bipartite_csc(
     """`BipartiteCSC.from_csc` under the source's name; outside `jit`.
 
     Args:
-      offsets, indices, map_csc_to_coo: as there.
-      n_src_nodes: its `num_src`.
+      offsets, indices, map_csc_to_coo: as in `BipartiteCSC.from_csc`.
+      n_src_nodes: `num_src` of `BipartiteCSC.from_csc`.
 
     Example:
       >>> from jax_attn_bwd.compat import cugraph

@@ -105,7 +105,7 @@ def mha_simple_n2n_bwd(
       A composition of differentiable operations: it may itself be differentiated.
 
     Raises:
-      As the forward.
+      ValueError, TypeError: under the conditions of the forward.
 
     Example:
       >>> import jax.numpy as jnp

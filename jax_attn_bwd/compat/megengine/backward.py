@@ -85,7 +85,8 @@ def multi_head_attention_backward(
       A composition of differentiable operations: it may itself be differentiated, in either mode.
 
     Raises:
-      As the forward. ValueError: `wrt` names what has no gradient; `grad_weights` without `need_weights`.
+      ValueError, TypeError: under the conditions of the forward. ValueError: `wrt` names what has no
+        gradient; `grad_weights` without `need_weights`.
 
     Example:
       >>> import jax

@@ -122,7 +122,7 @@ class Call(NamedTuple):
 
     params: MultiHeadAttentionParams
     inputs: tuple[jax.Array, jax.Array, jax.Array]  # (N, L or S, width), with an N of 1 if unbatched
-    options: dict[str, Any]  # of the layer
+    options: dict[str, Any]  # what the layer is called with
     sizes: Sizes
     batched: bool
 

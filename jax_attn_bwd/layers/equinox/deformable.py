@@ -80,8 +80,8 @@ class MultiScaleDeformableAttention(eqx.Module):
           attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
             `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
           deterministic: the former name of `deterministic_sums`, deprecated.
-          dtype: of the parameters. Offsets, locations and weights are computed in float32 or wider in any
-            case.
+          dtype: dtype of the parameters. Offsets, locations and weights are computed in float32 or wider in
+            any case.
           key: a PRNG key for `value_proj` and `output_proj`.
         """
         config = deformable.configure(locals(), width="query_size")

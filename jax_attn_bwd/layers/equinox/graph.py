@@ -182,7 +182,7 @@ class GATConv(_Conv):
           out_channels: width of a head.
           heads: number of heads.
           concat: False takes the mean over heads.
-          negative_slope: of the leaky ReLU.
+          negative_slope: slope of the leaky ReLU below 0.
           dropout: probability of dropping an edge's weight.
           edge_dim: width of edge features; None = no edge features.
           bias: whether to learn an additive bias.
@@ -193,7 +193,7 @@ class GATConv(_Conv):
             the node.
           inference: True = no dropout.
           implementation: option of `jax_attn_bwd.graph_attention`.
-          dtype: of the parameters.
+          dtype: dtype of the parameters.
           key: a PRNG key for the parameters.
         """
         self._build(locals())

@@ -77,17 +77,17 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
           rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, those of the
             call or the indices; in place of `process_heads` with `equinox.nn.RotaryPositionalEmbedding`.
-          precision: of all matrix products; None follows `jax_default_matmul_precision`. Projections other
-            than `equinox.nn.Linear`, or around `process_heads`, have their own.
+          precision: precision of all matrix products; None follows `jax_default_matmul_precision`.
+            Projections other than `equinox.nn.Linear`, or around `process_heads`, have their own.
           deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
             Equinox's older name for `inference`: no dropout.)
           save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
             `jax_attn_bwd.multi_head_attention`, where that runs.
-          implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
+          implementation: option of `jax_attn_bwd.dot_product_attention`.
         """
         super().__init__(positive(_NAME, "num_heads", num_heads), *args, **kwargs)
         self.is_causal = is_causal
-        # As a pair of Python ints: `filter_jit` compares it with those of other layers.
+        # A pair of Python ints: `filter_jit` compares it with the windows of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
         self.logits_soft_cap = logits_soft_cap
         self.mask_mod = mask_mod
@@ -118,7 +118,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key_value_positions: jax.Array | None = None,
         mod_args: tuple[Any, ...] = (),
     ) -> jax.Array:
-        """As Equinox's, with a bias and what tells sequences apart.
+        """Attends like Equinox's layer, with a bias and what tells sequences apart.
 
         Args:
           query: `[T, query_size]`.
@@ -196,7 +196,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
         Args:
           length: how many tokens it has room for.
-          dtype: of the keys and values in it; None = of the parameters.
+          dtype: dtype of the keys and values in it; None = that of the parameters.
 
         Returns:
           A pytree of zeros. For a batch: `jax.vmap(lambda _: layer.init_cache(length))(jnp.arange(batch))`.
@@ -236,10 +236,10 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
         Args:
           query, key_, value: `[T, ...]`, of the new tokens.
-          cache: of `init_cache`, or of the call before, with room for L tokens.
+          cache: what `init_cache` or the call before returned, with room for L tokens.
           mask: `[T, L]` or `[N, T, L]`, **bool**, True = attend.
           bias: broadcasts to `[N, T, L]`, floating; added to the logits.
-          key_value_seq_lengths, key_value_segment_ids, key_value_positions: of the cache, `[]`, `[L]`, `[L]`.
+          key_value_seq_lengths, key_value_segment_ids, key_value_positions: `[]`, `[L]`, `[L]`, of the cache.
           query_segment_ids, query_positions: `[T]`; None takes as position the index in the cache.
           mod_args: as in the call.
 

@@ -118,12 +118,12 @@ class GATConv(_Conv):
       edge_dim: width of edge features; None = no edge features.
       bias: whether to learn an additive bias.
       deterministic: True = no dropout; may be given at the call instead. (Sums repeat bit for bit anyway.)
-      dtype: of the computation; None infers it from inputs and parameters.
-      param_dtype: of the parameters.
-      precision: of the linear layers.
-      kernel_init: of the linear layers and the attention vectors.
+      dtype: dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: dtype of the parameters.
+      precision: precision of the linear layers.
+      kernel_init: initializer of the linear layers and the attention vectors.
       implementation: option of `jax_attn_bwd.graph_attention`.
-      negative_slope: of the leaky ReLU.
+      negative_slope: slope of the leaky ReLU below 0.
       residual: whether to add a linear layer of the destinations.
       add_self_loops: whether to attend along `graph.with_self_loops()` instead, built at each call;
         see `jax_attn_bwd.layers.graph`.

@@ -49,7 +49,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`, where that runs.
-      implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
+      implementation: option of `jax_attn_bwd.dot_product_attention`.
 
     Example:
       >>> import jax
@@ -91,7 +91,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         key_value_positions: jax.Array | None = None,
         mod_args: tuple[Any, ...] = (),
     ) -> jax.Array:
-        """As Flax's.
+        """Attends like Flax's layer.
 
         Args:
           inputs_q: `[..., T, Eq]`.

@@ -14,8 +14,8 @@ def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str 
     GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
 
     Args:
-      params: those of the layer, `variables["params"]` of its `init` or the part of a model's that has its
-        name; `jax.eval_shape` of them will do.
+      params: parameters of the layer, `variables["params"]` of its `init` or the part of a model's that has
+        its name; `jax.eval_shape` of them will do.
       state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
       prefix: what stands before these names, with the dot: "convs.0.".
 

@@ -29,11 +29,11 @@ class MultiScaleDeformableAttention(nnx.Module):
       in_features: C, width of queries, values and output; a multiple of M.
       num_levels: L.
       num_points: sampling points of a head on each level, P, or (P_1, ..., P_L).
-      dtype: of the computation; None infers it from inputs and parameters. Offsets, locations and weights
-        are computed in float32 or wider in any case.
-      param_dtype: of the parameters.
-      precision: of the four matrix products.
-      kernel_init: of `value_proj` and `output_proj`.
+      dtype: dtype of the computation; None infers it from inputs and parameters. Offsets, locations and
+        weights are computed in float32 or wider in any case.
+      param_dtype: dtype of the parameters.
+      precision: precision of the four matrix products.
+      kernel_init: initializer of `value_proj` and `output_proj`.
       padding_mode, method, deterministic_sums, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place

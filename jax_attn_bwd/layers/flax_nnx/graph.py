@@ -113,7 +113,7 @@ class GATConv(_Conv):
       out_channels: width of a head.
       heads: number of heads.
       concat: False takes the mean over heads.
-      negative_slope: of the leaky ReLU.
+      negative_slope: slope of the leaky ReLU below 0.
       dropout: probability of dropping an edge's weight.
       edge_dim: width of edge features; None = no edge features.
       bias: whether to learn an additive bias.
@@ -123,10 +123,10 @@ class GATConv(_Conv):
       fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
         the node.
       deterministic: True = no dropout; `train()` and `eval()` set it. (Sums repeat bit for bit anyway.)
-      dtype: of the computation; None infers it from inputs and parameters.
-      param_dtype: of the parameters.
-      precision: of the linear layers.
-      kernel_init: of the linear layers and the attention vectors.
+      dtype: dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: dtype of the parameters.
+      precision: precision of the linear layers.
+      kernel_init: initializer of the linear layers and the attention vectors.
       implementation: option of `jax_attn_bwd.graph_attention`.
       rngs: rng key.
 

@@ -47,7 +47,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         Flax's: no dropout.)
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`, where that runs.
-      implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
+      implementation: option of `jax_attn_bwd.dot_product_attention`.
 
     Example:
       >>> import jax
@@ -87,7 +87,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
         num_heads = positive(_NAME, "num_heads", num_heads)
         super().__init__(num_heads, *args, attention_fn=attention_fn, **kwargs)
-        # As a pair of Python ints: `nnx.jit` compares it with those of other layers.
+        # A pair of Python ints: `nnx.jit` compares it with the windows of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
         self.logits_soft_cap = logits_soft_cap
         self.mask_mod = mask_mod
@@ -118,7 +118,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         mod_args: tuple[Any, ...] = (),
         **options: Any,
     ) -> jax.Array:
-        """As Flax's.
+        """Attends like Flax's layer.
 
         Args:
           inputs_q: `[..., T, Eq]`.
@@ -127,7 +127,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           mask: broadcasts to `[..., N, T, S]`, True = attend; of numbers, what is not 0 attends. Floating
             values other than 0 and 1 are an error where they are known, not where they are traced.
           deterministic: True = no dropout; None takes the attribute.
-          rngs: of dropout; None takes the layer's own.
+          rngs: rngs for dropout; None takes the layer's own.
           sow_weights: store the weights `[..., N, T, S]` before dropout as `nnx.Intermediate`.
           decode: take one query and the cache of `init_cache`; None takes the attribute.
           is_causal: a query sees keys up to its own index. Decoding is causal anyway.

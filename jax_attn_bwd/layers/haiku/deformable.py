@@ -30,7 +30,7 @@ class MultiScaleDeformableAttention(hk.Module):
       model_size: C, width of queries, values and output; a multiple of M.
       num_levels: L.
       num_points: sampling points of a head on each level, P, or (P_1, ..., P_L).
-      w_init: of `value_proj` and `output_proj`; Xavier-uniform if None.
+      w_init: initializer of `value_proj` and `output_proj`; Xavier-uniform if None.
       padding_mode, method, deterministic_sums, implementation: options of
         `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
@@ -41,7 +41,7 @@ class MultiScaleDeformableAttention(hk.Module):
       attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
         `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
       deterministic: the former name of `deterministic_sums`, deprecated.
-      name: of the module.
+      name: name of the module.
 
     Example:
       >>> import haiku as hk

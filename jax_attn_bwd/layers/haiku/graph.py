@@ -116,7 +116,7 @@ class GATConv(_Conv):
       out_channels: width of a head.
       heads: number of heads.
       concat: False takes the mean over heads.
-      negative_slope: of the leaky ReLU.
+      negative_slope: slope of the leaky ReLU below 0.
       dropout: probability of dropping an edge's weight.
       edge_dim: width of edge features; None = no edge features.
       bias: whether to learn an additive bias.
@@ -125,9 +125,9 @@ class GATConv(_Conv):
         see `jax_attn_bwd.layers.graph`.
       fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
         the node.
-      w_init: of the linear layers and the attention vectors; Xavier-uniform if None.
+      w_init: initializer of the linear layers and the attention vectors; Xavier-uniform if None.
       implementation: option of `jax_attn_bwd.graph_attention`.
-      name: of the module.
+      name: name of the module.
 
     Example:
       >>> import haiku as hk

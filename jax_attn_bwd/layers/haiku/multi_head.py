@@ -38,7 +38,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
       rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
         and `key_value_positions` of the call or the indices.
-      precision: of all matrix products; None follows `jax_default_matmul_precision`.
+      precision: precision of all matrix products; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`.
@@ -46,7 +46,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         those before too, causally, and keeps keys and values in Haiku's state ("cached_key",
         "cached_value", "cache_index"): use `hk.transform_with_state`. The parameters are those of the layer
         without it. Masks, and what is told of keys, are of the cache; dropout is left out.
-      implementation: of the attention, as in `jax_attn_bwd.dot_product_attention`.
+      implementation: option of `jax_attn_bwd.dot_product_attention`.
 
     Example:
       >>> import haiku as hk
@@ -128,7 +128,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         key_value_positions: jax.Array | None = None,
         mod_args: tuple[Any, ...] = (),
     ) -> jax.Array:
-        """As Haiku's, with a bias, dropout and what tells sequences apart.
+        """Attends like Haiku's layer, with a bias, dropout and what tells sequences apart.
 
         Args:
           query: `[..., T, Eq]`.

@@ -19,7 +19,7 @@ def load_torch(
     GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
 
     Args:
-      params: those of the whole model, as its `init` gives them; `jax.eval_shape` of them will do.
+      params: parameters of the whole model, as its `init` gives them; `jax.eval_shape` of them will do.
       module: the name of the layer in them, such as "gat_conv" or "encoder/~/gat_conv_1".
       state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
       prefix: what stands before these names, with the dot: "convs.0.".

@@ -17,7 +17,7 @@ from helpers import assert_close, thorough
 )
 def test_with_sum_aliased_one_array_for_several_inputs_gets_the_sum_in_each(shared):
     F, (query, key, value, dout) = layer(), inputs()
-    query = np.ascontiguousarray(key[:, ::-1])  # as long as the keys
+    query = np.ascontiguousarray(key[:, ::-1])  # it is as long as the keys
     dout = np.random.default_rng(6).standard_normal(query.shape)
     given = {"query": query, "key": key, "value": value}
     names = shared.split()

@@ -42,7 +42,7 @@ def test_masks_are_merged_by_the_rules(name):
 
 
 def test_indices_of_a_narrow_dtype_do_not_wrap():
-    """Of 300 keys uint8 tells 256 apart."""
+    """There are 300 keys, and uint8 tells 256 apart."""
     window, lengths = np.array([[0, 1, 2], [4, 5, 6]]), np.array([[3], [250]])
     query, key = np.ones((1, 3, 4)), np.random.default_rng(0).standard_normal((1, 300, 4))
 

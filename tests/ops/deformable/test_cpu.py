@@ -16,7 +16,7 @@ from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 operator = next(o for o in OPERATORS if o.name == "multi_scale_deformable_attention")
 OPTIONS = Options(spatial_shapes=((64, 85),), num_points=(4,))
-QUERIES = 3  # of a block: most cases have a last block of fewer
+QUERIES = 3  # queries of a block: most cases have a last block of fewer
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def problem(B=2, Q=5, M=2, D=3, levels=((3, 4), (2, 2)), points=2, dtype=np.floa
 
 @thorough
 def test_under_vmap(forced):
-    """Of all arrays, and of the cotangent alone."""
+    """All arrays are mapped over, or the cotangent alone."""
     (dout, *rest), levels = problem(B=4)
 
     def gradients(dout, value, at, weights):
@@ -101,7 +101,7 @@ def test_under_vmap(forced):
 
 @pytest.mark.parametrize("padding", [pytest.param("zeros", marks=thorough), "border"])
 def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeypatch, padding):
-    """As in the portable loop: padding and the neighbour of a clamped point stay out of it."""
+    """Padding and the neighbour of a clamped point stay out of it, as in the portable loop."""
     (dout, value, at, weights), levels = problem(Q=7, spread=3.0)
     dout = dout.at[0, 2].set(jnp.nan).at[1, 4, 1].set(jnp.inf)
 
@@ -121,7 +121,7 @@ def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeyp
     "dtype", [pytest.param(d, marks=thorough) for d in ("float32", "bfloat16", "float16")]
 )
 def test_in_low_precision(forced, monkeypatch, dtype):
-    """As near to float64 as the portable loops: sums are float32, results are rounded once."""
+    """It is as near to float64 as the portable loops: sums are float32, results are rounded once."""
     arrays, levels = problem(Q=40, D=30)
     narrow = [x.astype(jnp.float32) for x in arrays]
     narrow = [narrow[0].astype(dtype), narrow[1].astype(dtype), *narrow[2:]]

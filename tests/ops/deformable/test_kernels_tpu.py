@@ -211,7 +211,7 @@ def kernels(program):
 
 
 def test_kernels_compute_what_is_differentiated():
-    """Of each level, the gradient of the value, the four products of a sample, or both."""
+    """For each level: the gradient of the value, the four products of a sample, or both."""
 
     def results(*wrt):
         call = types()

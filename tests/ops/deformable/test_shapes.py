@@ -80,7 +80,7 @@ def test_gradients_against_finite_differences(options):
         out = operator.call(**{**arrays, **inputs}, spatial_shapes=LEVELS, **options)[0]
         return (out * dout).sum()
 
-    step = 1e-5  # of a level of 6 pixels; samples lie 0.05 pixels from kinks
+    step = 1e-5  # a share of a level of 6 pixels; samples lie 0.05 pixels from kinks
     for name, x in arrays.items():
         for _ in range(3):
             u = rng.standard_normal(x.shape)

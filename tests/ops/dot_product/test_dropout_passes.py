@@ -29,7 +29,7 @@ def test_forward_and_backward_use_the_same_mask():
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 7), pytest.param(270, 610, marks=thorough)])
 def test_gradients_are_those_of_the_recovered_mask(rng, rows, columns):
-    """Of query and key too, and where the forward and the backward visit several tiles."""
+    """The gradients of query and key are so too, also where both directions visit several tiles."""
     args = operands(rng, rows=rows, columns=columns)
     key = jax.random.key(9)
     keep = keep_mask(key, heads=4, rows=rows, columns=columns)

@@ -58,7 +58,7 @@ GROUPS = {"as_many": (N, N), "grouped": (N, K), "one": (N, 1)}
 
 
 def outputs_and_gradients(function, arrays, cts, options):
-    """Of what is floating, by name, with the options as the caller writes them."""
+    """The outputs, and the gradients of what is floating by name, with the options that the caller writes."""
     inputs = {name: x for name, x in arrays.items() if x.dtype == np.float32}
     rest = {name: x for name, x in arrays.items() if name not in inputs}
 

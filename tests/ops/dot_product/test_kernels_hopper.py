@@ -117,7 +117,7 @@ def test_wide_heads_against_definition(head, Hv):
 
 @interpreted
 @thorough
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's products
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter multiplies NaN
 @pytest.mark.parametrize("name", ["causal", "lengths"])
 def test_in_any_order_poison_is_as_good_as_zeros(name):
     case = NAMED[name]

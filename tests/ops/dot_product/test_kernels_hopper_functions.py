@@ -89,7 +89,7 @@ def poisoned(mask, name):
     return jax.block_until_ready((out, *pull(dout)))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's products of NaN
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter multiplies NaN
 def test_no_tile_of_keys_in_a_hole_is_visited():
     """One that is visited and hidden multiplies its values by p = 0, and NaN stays NaN."""
     out, dq, _, _, dbias = poisoned(lambda b, h, row, column: near(row, column) | (column < 5), "value")

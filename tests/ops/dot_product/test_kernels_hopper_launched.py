@@ -142,14 +142,14 @@ COLUMN = by_column, ((70,),)
         ("key mod_args", ALIBI, {"H": 160}, ["dkey", "drows"]),
         ("mod_args", ALIBI, {}, ["drows"]),
         ("mod_args", (quotient, ((4,),)), {}, ["drows"]),
-        # of heads that share keys each has sums of its own
+        # heads that share keys have sums of their own
         ("query key value mod_args", LINES, {}, ["dcolumns", "dkey_dvalue", "dq_drows"]),
         ("query key value mod_args", LINES, {"K": 4}, ["dcolumns_dkey_dvalue", "dq_drows"]),
         ("query key value mod_args", COLUMN, {}, ["dcolumns_dkey_dvalue", "dq"]),
         ("query key value mod_args", COLUMN, {"H": 160}, ["dcolumns_dkey", "dq", "dvalue"]),
         ("value mod_args", COLUMN, {}, ["dcolumns", "dvalue"]),
     ],
-    ids=lambda x: str(x[1] if isinstance(x, tuple) else x),  # of a score the shapes: no addresses
+    ids=lambda x: str(x[1] if isinstance(x, tuple) else x),  # a score is named by its shapes: no addresses
 )
 @pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=thorough)])
 def test_gradients_of_what_a_score_reads_are_summed_beside_others(

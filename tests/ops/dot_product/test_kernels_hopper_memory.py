@@ -18,7 +18,7 @@ from jax_attn_bwd.ops.dot_product.mod_cases import with_mod_args
 NAME = "mosaic_gpu"
 B, T, S, N, K = 3, 130, 190, 4, 2
 pytestmark = pytest.mark.kernel
-ALIGNMENT = 1024  # of each array
+ALIGNMENT = 1024  # bytes at which each array begins
 REDUCTIONS = 2048  # what the row maximum and the row sum take
 HEADS = [*itertools.product((64, 128, 192, 256), repeat=2)]
 ARRAYS = {

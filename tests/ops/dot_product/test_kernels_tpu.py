@@ -321,7 +321,7 @@ def test_vmap_over_what_functions_are_handed_or_over_all_else(batched, rng):
         row = (jax.tree.map(lambda x, i=i: x[i], x) if a == 0 else x for x, a in pairs)
         rows.append(jax.value_and_grad(partial(loss, "xla"), (0, 1))(*row))
     losses, gradients = jax.tree.map(lambda *x: jnp.stack(x), *rows)
-    # of what is not batched: the sum of both
+    # what is not batched has the sum of both
     gradients = [
         g if a == 0 else jax.tree.map(lambda x: x.sum(0), g) for g, a in zip(gradients, axes[:2], strict=True)
     ]

@@ -17,7 +17,7 @@ def normal(*shape, seed=0, dtype=np.float64):
 
 
 def temporary_bytes(T, order=1, **options):
-    """Of one compiled gradient (order 1), or gradient of its square (order 2)."""
+    """The bytes that one compiled gradient takes (order 1), or the gradient of its square (order 2)."""
 
     def loss(q, k, v, dout):
         return (dot_product_attention(q, k, v, **options) * dout).sum()

@@ -228,7 +228,7 @@ def test_documents_of_no_token(rng):
 
 
 def test_nothing_is_differentiated_that_is_not_asked_for(rng):
-    """Of fixed slopes no gradient is formed, and masks read none of the scores' arguments."""
+    """Fixed slopes get no gradient, and masks read none of the scores' arguments."""
     q, k, v, dout = inputs(rng, 9)
     ids, slopes = jnp.zeros(9, jnp.int32), jnp.asarray(rng.random(2))
     call = dict(mask_mod=mods.document, score_mod=mods.alibi)
@@ -281,7 +281,7 @@ def wild(safe):
     def score(logits, batch, head, row, column, power, factor, shift):
         distance = (row - column).astype(logits.dtype)
         distance = jnp.where(column <= row, distance, 1.0) if safe else distance
-        at_row = jnp.where(row < 3, 1, row) if safe else row  # of rows that see nothing shift is NaN
+        at_row = jnp.where(row < 3, 1, row) if safe else row  # in rows that see nothing shift is NaN
         near = jnp.log1p(distance) * power[head] + jnp.sqrt(distance + factor) / (distance + 1)
         return jnp.tanh(logits * jnp.log(factor + distance)) + near * shift[at_row]
 

@@ -13,7 +13,7 @@ from jax_attn_bwd import dot_product_attention, mods, parallel
 
 @mods.Mask
 def below(batch, head, row, column):
-    """Of the caller's own module."""
+    """A mask from the caller's own module."""
     return column < row
 
 

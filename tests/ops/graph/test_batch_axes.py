@@ -21,7 +21,7 @@ B = 8
 @thorough
 @every_kind
 def test_entries_one_after_another(kind, monkeypatch):
-    """As all at once, to second order; so does a lone CPU compute them."""
+    """They give what all give at once, to second order; a lone CPU computes them so."""
     call, arrays = FUNCTIONS[kind][0], inputs(kind, 7, 5, edge=23)
     batched = {n: x for n, x in arrays.items() if n not in ("attention_weights", "query")}
     arrays |= {n: normal(2, 3, *x.shape, seed=i) for i, (n, x) in enumerate(batched.items())}
@@ -74,7 +74,7 @@ MESHES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": None, 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[thorough] * (n != "explicit")) for n in MESHES])
 def test_a_sharded_batch_sums_the_gradients_of_parameters_alone(name):
-    """Of shared nodes and of the attention vector, of the rule and of the plain backward."""
+    """Shared nodes and the attention vector have such sums, in the rule and in the plain backward."""
     arrays = inputs("gat", 7, 5, edge=23)
     arrays |= {"src": normal(B, 7, H * D), "edge": normal(B, 23, H * D, seed=5)}
     dout = normal(B, 5, H * D, seed=9)

@@ -53,7 +53,7 @@ def test_the_order_of_the_edges_does_not_matter(kind):
 
 @each_kind("gat")
 def test_an_edge_that_occurs_twice_counts_twice(kind):
-    """As one edge whose score is greater by log 2; here all edges of a node are doubled: no change."""
+    """It acts like one edge whose score is greater by log 2; all edges of a node doubled change nothing."""
     src, dst = random_edges()
     run, arrays = program(FUNCTIONS[kind][0]), inputs(kind, 7, 5)
     once = BipartiteCSC.from_coo(src, dst, 7, 5, capacity=2 * len(src))

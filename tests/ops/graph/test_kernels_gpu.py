@@ -21,7 +21,7 @@ from jax_attn_bwd.ops.graph.kernels import gpu_segments
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import LENGTH, segments, settled
 
 NAME = "mosaic_gpu"
-WIDTH, NARROW = 128, 64  # of four heads
+WIDTH, NARROW = 128, 64  # the channels of four heads
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_places_are_summed_in_order():
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """Of three edges at most: most nodes have several."""
+    """Segments of three edges at most: most nodes have several."""
     jax.clear_caches()
     monkeypatch.setattr(gpu_segments, "LENGTH", 3)
     yield

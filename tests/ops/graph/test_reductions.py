@@ -32,7 +32,7 @@ def both(function, graph, edge, dout):
 
 @pytest.fixture
 def several_edges_in_a_group(monkeypatch):
-    """As on a GPU, where no scatter has an order, and in many chunks."""
+    """Groups like those on a GPU, where no scatter has an order, and in many chunks."""
     jax.clear_caches()
     monkeypatch.setattr(edge_groups, "group_width", lambda edges, nodes: 4)
     monkeypatch.setattr(edge_loops, "adds_in_order", lambda: False)

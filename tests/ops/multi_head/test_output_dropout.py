@@ -43,7 +43,7 @@ def test_output_dropout_without_a_kernel_multiplies_by_the_same_factor_in_both_d
 
 
 def test_both_dropouts_of_a_part_are_those_of_the_whole():
-    """Of the second batch entry the queries from the third on, told so by `dropout_offset`."""
+    """The part holds the second batch entry's queries from the third on, as `dropout_offset` tells it."""
     x = draw(2, 4, 6)
     rates = dict(num_heads=2, dropout_rate=0.4, out_dropout_rate=0.5, dropout_key=jax.random.key(2))
     run = partial(multi_head_attention, MultiHeadAttentionParams(), **rates)

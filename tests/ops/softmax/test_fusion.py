@@ -36,7 +36,7 @@ def test_gradient_alone_takes_the_loops_of_the_plain_formula():
 
 
 def temporary_bytes(x, **options):
-    """Of a step, forward and backward."""
+    """The bytes that a step takes, forward and backward."""
 
     def step(x, dy):
         y, pullback = jax.vjp(lambda x: scaled_masked_softmax(x, **options), x)
