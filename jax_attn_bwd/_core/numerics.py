@@ -31,6 +31,35 @@ def reduce_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.sum(axes, keepdims=True).reshape(shape) if axes else x
 
 
+def fits_int32(x: Any) -> bool:
+    """Whether each integer that the dtype of `x` holds is an int32, or the values are known, and checked."""
+    return not isinstance(x, jax.core.Tracer) or jnp.can_cast(x.dtype, jnp.int32)
+
+
+def saturated(x: jax.Array, least: int = -(2**31), greatest: int = 2**31 - 1) -> jax.Array:
+    """Integers as int32; traced ones of a wider dtype beyond the bounds become the nearer bound."""
+    return (x if fits_int32(x) else jnp.clip(x, least, greatest)).astype(jnp.int32)
+
+
+def ranks(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two rows of integers `[..., length]` as int32 that are ordered, and equal, as they are."""
+    row = jnp.concatenate([one, other], -1)
+    values, place = lax.sort((row, lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)), num_keys=1)
+    is_new = jnp.concatenate([jnp.zeros_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
+    number = jnp.cumsum(is_new, -1, dtype=jnp.int32)
+    _, number = lax.sort((place, number), num_keys=1)
+    return number[..., : one.shape[-1]], number[..., one.shape[-1] :]
+
+
+def soft_cap_is_identity(cap: float, dtype: Any) -> bool:
+    """Whether `cap` is so large that `x / cap` is flushed to 0 in `dtype` where x is not small beside 1.
+
+    There tanh is the identity, whose product with `cap` is x.
+    """
+    info = jnp.finfo(dtype)
+    return cap * float(info.tiny) >= float(info.eps)
+
+
 def segment_sums(rows: jax.Array, first: jax.Array, axis: int) -> jax.Array:
     """Running sums of `rows` along `axis` that start anew at each `first` (bool, broadcasts to `rows`).
 

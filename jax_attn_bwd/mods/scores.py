@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd.mods.mod_args_spec import Read, check
 from jax_attn_bwd.mods.named import Mod
 from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
@@ -133,6 +133,8 @@ class _SoftCap:
     cap: float
 
     def __call__(self, logits, batch, head, row, column):
+        if numerics.soft_cap_is_identity(self.cap, jnp.result_type(logits)):
+            return logits
         return self.cap * jnp.tanh(logits / self.cap)
 
 

@@ -75,6 +75,10 @@ def prepare(
             x, own = _plane(operator, name, x, T, S, n, device)
             planes[name], heads[name] = x, x if own else x[..., :S]
             of_keys += [name] * own
+    ids = query_segment_ids, key_value_segment_ids
+    if None not in ids and not all(map(numerics.fits_int32, ids)):
+        ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+        query_segment_ids, key_value_segment_ids = _narrow(operator, ids, (query, key), axis_name)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         _unreserved(operator, query_segment_ids, key_value_segment_ids)
     options, operands = dot_product.prepare(
@@ -129,6 +133,19 @@ def _of_layout(operator: str, layout: str, n: int, device, given, *tokens: Any) 
     return [layouts.positions(operator, layout, n, device, length) for length in lengths]
 
 
+def _narrow(operator: str, ids: dict[str, Any], tokens: tuple[Any, Any], axis_name: str) -> list[jax.Array]:
+    """Traced segment ids of a wider dtype as int32 that are equal where they are, on all devices."""
+    device, rows, lengths = lax.axis_index(axis_name), [], []
+    for (argument, x), of in zip(ids.items(), tokens, strict=True):
+        x, length = checks.integers(operator, argument, x), jnp.shape(of)[-3] if jnp.ndim(of) > 2 else 1
+        checks.broadcasts(operator, argument, x, "[..., length]", (*jnp.shape(of)[:-3], length))
+        x = pallas.vary_alike((jnp.broadcast_to(x, (*jnp.shape(of)[:-3], length)), device))[0]
+        rows.append(lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True))
+        lengths.append(length)
+    found = zip(numerics.ranks(*rows), lengths, strict=True)
+    return [lax.dynamic_slice_in_dim(x, device * length, length, x.ndim - 1) for x, length in found]
+
+
 def both_positions(operator: str, query_positions: Any, key_value_positions: Any) -> None:
     """They tell one layout: given together, or not at all."""
     if (query_positions is None) != (key_value_positions is None):
@@ -167,7 +184,7 @@ def _lengths(operator: str, x: Any, size: int, argument: str, batch: tuple[int, 
         return None
     x = checks.integers(operator, argument, x, least=0, greatest=size)
     checks.broadcasts(operator, argument, x, "[...]", batch)
-    return numerics.to_rank(x.astype(jnp.int32), len(batch))
+    return numerics.to_rank(numerics.saturated(x, 0, size), len(batch))
 
 
 def _unreserved(operator: str, query_ids: Any, key_ids: Any) -> None:

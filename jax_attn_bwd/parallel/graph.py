@@ -16,7 +16,7 @@ from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_tr
 from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
-from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph
+from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph, rows_at
 
 _OPERATORS = {"gat": graph_attention, "gatv2": graph_attention_v2, "transformer": graph_transformer_attention}
 _NAME = "sharded_graph_attention"
@@ -213,19 +213,14 @@ def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
     if not sum(sizes):
         return rows
     if mode == "all_gather":
-        return jnp.concatenate([rows, _distinct(lax.all_gather(rows, axis, tiled=True), remote)])
+        return jnp.concatenate([rows, rows_at(lax.all_gather(rows, axis, tiled=True), remote)])
     # a message has each row once: its cotangents are added in one order
-    messages = [_distinct(rows, index) for index in jnp.split(send, np.cumsum(sizes)[:-1])]
+    messages = [rows_at(rows, index) for index in jnp.split(send, np.cumsum(sizes)[:-1])]
     if rounds is None:
         received = lax.all_to_all(jnp.stack(messages), axis, 0, 0).reshape(-1, *rows.shape[1:])
         return jnp.concatenate([rows, received])
     received = [lax.ppermute(x, axis, pairs) for x, pairs in zip(messages, rounds, strict=True)]
     return jnp.concatenate([rows, *received])
-
-
-def _distinct(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The rows of `x` at `index`, which has none twice; 0 past the end."""
-    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 def _specs(partitioned: PartitionedGraph, arrays: dict[str, jax.Array], axis: Axes) -> dict[str, P]:

@@ -13,6 +13,13 @@ from jax_attn_bwd._core.serialization import exportable_dataclass
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
+def rows_at(x: jax.Array, index: Any) -> jax.Array:
+    """The rows of `x` at `index`, which has none twice; 0 past the end."""
+    if not x.shape[0]:  # a gather needs a row to clamp to
+        return jnp.zeros((*jnp.shape(index), *x.shape[1:]), x.dtype)
+    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+
+
 class Traffic(NamedTuple):
     """What all devices together send in one forward; the backward sends as much."""
 
@@ -54,7 +61,7 @@ class Layout:
         checks.shape("Layout.collect", "x", x, "[parts * rows, ...]", (self.parts * self.rows, *x.shape[1:]))
         if not (mesh := jax.typeof(x).sharding.mesh).empty:
             x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
-        return x.at[self.position].get(mode="fill", fill_value=0, unique_indices=True)
+        return rows_at(x, self.position)
 
 
 @exportable_dataclass

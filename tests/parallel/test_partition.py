@@ -188,6 +188,12 @@ def test_graphs_without_edges_or_nodes(sizes):
     assert cut.edges.rows == 0
 
 
+def test_nothing_is_collected_for_edges_that_are_not_there():
+    """A gather has no row to clamp to."""
+    cut = partition_graph(BipartiteCSC.from_coo([], [], 3, 3, capacity=4), 1)
+    np.testing.assert_array_equal(cut.edges.collect(jnp.zeros((0, 2))), np.zeros((4, 2)))
+
+
 @pytest.mark.parametrize("order", ["balanced", "contiguous"])
 def test_arrays_in_the_order_of_the_caller_are_refused_or_right(order):
     """Parts of as many rows as there are nodes would take them for rows in the layout."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd.compat.multi_head import mask, merged
 
 _STYLE = "maybe_cudnn_style_mask=True"
@@ -64,7 +64,7 @@ def _cudnn_style(
             raise ValueError(checks.message(operator, argument, f"be given with {_STYLE}", None))
         x = checks.integers(operator, argument, x)
         checks.shape(operator, argument, x, f"{letters}, with {_STYLE},", expected)
-        tables.append(x.astype(jnp.int32))  # a narrow one cannot hold every index
+        tables.append(numerics.saturated(x))  # a narrow one cannot hold every index
     (first, last), (queries, keys) = tables
     row, column = jnp.arange(L, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     window = (first[:, None] <= column[None]) & (column[None] < last[:, None])  # (L, S)

@@ -54,7 +54,7 @@ def prepare(
         rank = len(batch) + len(tail)
         x = _drop_leading_ones(checks.integers(operator, argument, x, **limits), rank)
         checks.broadcasts(operator, argument, x, names, (*batch, *tail))
-        x = numerics.to_rank(x.astype(jnp.int32), rank)
+        x = numerics.to_rank(numerics.saturated(x, **limits), rank)
         return sharding.reshard_like(x, query, (*range(len(batch)), *(axes or (None,) * len(tail))))
 
     if (query_segment_ids is None) != (key_value_segment_ids is None):
@@ -63,6 +63,9 @@ def prepare(
             given, missing = missing, given
         expected = f"be given together with {given}"
         raise ValueError(checks.message(operator, missing, expected, None))
+    ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    if not all(map(numerics.fits_int32, ids.values())):
+        query_segment_ids, key_value_segment_ids = _narrow(operator, ids, query, (T, S))
 
     has_functions = mask_mod is not None or score_mod is not None
     if has_functions and 0 in [n for n in (T, S) if isinstance(n, int)] and _is_empty(mod_args):
@@ -112,6 +115,17 @@ def prepare(
         offset,
         *mods,
     )
+
+
+def _narrow(operator: str, ids: dict[str, Any], query: jax.Array, lengths: tuple[Any, Any]) -> Any:
+    """Wide traced segment ids as int32 `[..., T]` and `[..., S]` that are equal where they are."""
+    batch, rows = query.shape[:-3], []
+    for (argument, x), names, length in zip(ids.items(), ("[..., T]", "[..., S]"), lengths, strict=True):
+        x = _drop_leading_ones(checks.integers(operator, argument, x), len(batch) + 1)
+        checks.broadcasts(operator, argument, x, names, (*batch, length))
+        x = jnp.broadcast_to(x, (*batch, x.shape[-1] if x.ndim else 1))
+        rows.append(sharding.reshard_like(x, query, (*range(len(batch)), None)))
+    return numerics.ranks(*rows)
 
 
 def _is_empty(mod_args: Any) -> bool:
@@ -183,7 +197,7 @@ def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
     cap = checks.python_float(operator, "logits_soft_cap", cap, dtype=wide)
     if cap <= 0:
         raise ValueError(checks.message(operator, "logits_soft_cap", "be positive", cap))
-    return cap
+    return None if numerics.soft_cap_is_identity(cap, wide) else cap
 
 
 def require_floats(operator: str, mod_args: Any) -> None:

@@ -1,5 +1,7 @@
 """Rows of huge tied logits, dominant sinks, dtypes of lse, a learned temperature."""
 
+from functools import partial
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, thorough
 
-from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd import dot_product_attention, mods
 from jax_attn_bwd.ops.dot_product import tiling
 
 
@@ -100,3 +102,19 @@ def test_a_value_of_zero_has_a_gradient_under_a_dominant_sink():
     grad = jax.grad(lambda v: dot_product_attention(x, x, v, sink=sink).sum())
     expected = 3 / (np.exp(20 - 2) + 3)  # each of three queries gives each of three keys a third
     assert_close(grad(0 * x), np.full(x.shape, expected), 1e-6)
+
+
+@pytest.mark.usefixtures("_form")
+@pytest.mark.parametrize("cap", [1e30, 1e32, 1e38])
+def test_a_cap_that_dwarfs_the_logits_leaves_them(cap):
+    """`logits / cap` is flushed to 0 where it is below 1e-38: the softmax would be flat."""
+    q, k, v = (normal(1, n, 2, 8, seed=n, dtype=np.float32) for n in (5, 7, 7))
+
+    def loss(q, **options):
+        return jnp.sin(dot_product_attention(q, k, v, **options)).sum()
+
+    expected = jax.value_and_grad(loss)(q)
+    for options in ({"logits_soft_cap": cap}, {"score_mod": mods.soft_cap(cap)}):
+        got = jax.value_and_grad(partial(loss, **options))(q)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, 1e-5)
