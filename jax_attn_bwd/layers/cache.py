@@ -65,6 +65,7 @@ def decode(
         got = f"{length}, of which {int(cache.tokens)} are taken" if known else f"{length}"
         raise ValueError(checks.message(layer, "the cache", f"have room for {T} tokens more", got))
     p = params
+    # The new tokens are projected, and their keys and values written behind those in the cache.
     q = _heads(query, p.query_kernel, p.query_bias, precision)
     new = (
         _heads(key, p.key_kernel, p.key_bias, precision),
@@ -82,6 +83,7 @@ def decode(
     )
     end = cache.tokens + T
     at = cache.tokens + jnp.arange(T, dtype=jnp.int32)
+    # A query sees what stands in the cache up to itself.
     if query_positions is None and key_value_positions is None:
         options |= {"is_causal": True}
     elif T > 1:  # by index: positions may be told in any order
@@ -105,6 +107,7 @@ def decode(
         precision=precision,
         **options,
     )
+    # Heads are projected to the output.
     out, kernel, bias = promote(None, out, p.out_kernel, p.out_bias)
     out = jnp.einsum("...nh,nhe->...e", out, kernel, precision=precision)
     out = out if bias is None else out + to_rank(bias, out.ndim)

@@ -59,6 +59,7 @@ def attend(
     mask = _mask(mask, (*batch, S))
     # Zeroed on entry as well: a NaN in the padding would reach the kernel's gradient as 0 * NaN.
     value = _keep(mask, linears.value_proj(_keep(mask, value)))
+    # The operator has one batch axis, and takes the softmax of the logits itself.
     B, options = math.prod(batch), dict(vars(config.options))
     out = options.pop("attention_fn")(
         value.reshape(B, S, M, config.width // M),

@@ -63,11 +63,13 @@ def attend(
     return_attention_weights: bool,
 ) -> Any:
     """The output `[num_dst, H * C or C]` of a layer; `dropout_key` None means no dropout."""
+    # Nodes, edges and the graph along which the layer attends.
     graph = check_graph(config.kind, graph)
     x_src, x_dst = _nodes(config, x, graph)
     edge_attr = _edges(config, edge_attr, graph)
     if config.add_self_loops:
         graph, edge_attr = _with_self_loops(config, graph, edge_attr)
+    # The operator is called with projected nodes, and what skips it is added.
     options: dict[str, Any] = dict(
         num_heads=config.heads,
         concat_heads=config.concat,

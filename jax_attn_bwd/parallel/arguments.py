@@ -67,6 +67,7 @@ def prepare(
     if checks.choice(operator, "layout", layout, get_args(SequenceLayout)) != "contiguous":
         positions = query_positions, key_value_positions
         query_positions, key_value_positions = _of_layout(operator, layout, n, device, positions, query, key)
+    # Dense attention checks the part of mask and bias that meets this device's own keys.
     planes, of_keys, heads = {"bias": bias, "mask": mask}, [], {}
     for name, x in planes.items():
         if x is not None:
@@ -91,6 +92,7 @@ def prepare(
         short, x = getattr(operands, name), planes[name]
         operands = operands._replace(**{name: x.reshape(x.shape[x.ndim - short.ndim :])})
 
+    # Every token is told its index in the whole sequence; lengths become segments that nothing else is in.
     T, S, batch_rank = operands.query.shape[-3], operands.key.shape[-3], operands.query.ndim - 3
     rows = token_index(operands.query_positions, T, batch_rank, device)
     columns = token_index(operands.key_value_positions, S, batch_rank, device)
@@ -105,9 +107,11 @@ def prepare(
             _segments(segments[0], rows, ends[0], HIDDEN_QUERY),
             _segments(segments[1], columns, ends[1], HIDDEN_KEY),
         )
+    # The dropout mask is that of one device: its rows and columns are the tokens' indices.
     offset = None
     if operands.dropout_words is not None:
         offset = _dropout_offset(operator, operands.dropout_offset, rows, columns)
+    # Positions travel only where causality, a window or a function reads them.
     is_banded = options.is_causal or options.window is not None or operands.mod_batch is not None
     contiguous = query_positions is None and T == S
     exchange = Exchange(axis_name, n, _offsets(options, n, T, contiguous), tuple(of_keys))

@@ -173,6 +173,7 @@ def sharded_graph_attention(
             expected = "be given where sources and destinations are not as many"
             raise ValueError(checks.message(_NAME, "dst", expected, None, "partitioned.dst.place makes it"))
         dst = src
+    # Arrays that are given travel into the parts, each with its place on the mesh.
     arrays: dict[str, Any] = {"src": src, "dst": dst, "value": value, "edge": edge, "score_bias": score_bias}
     arrays |= {"attention_weights": attention_weights, "dropout_mask": dropout_mask}
     given = {name: x for name, x in arrays.items() if x is not None or name == "src"}
@@ -188,6 +189,7 @@ def sharded_graph_attention(
 
     def local(shards, arrays):
         graph, number, *indices = jax.tree.map(lambda x: x[0], shards)
+        # Rows that other parts read are exchanged, keys and values together.
         rows, values = arrays.pop("src"), arrays.pop("value", None)
         if values is not None:  # head by head: heads may lie along another axis of the mesh
             width = rows.shape[1] // shared
@@ -195,6 +197,7 @@ def sharded_graph_attention(
         sources = values = _with_halo(rows, partitioned, indices, axis, mode)
         if sources.ndim == 3:
             sources, values = (merge_heads(x) for x in jnp.split(sources, (width,), axis=2))
+        # The operator runs on this part's graph; dropout counts edges in the caller's order.
         batch, head, first, _ = arrays.pop("offset")
         inputs = (sources, arrays.pop("dst"), arrays.pop("attention_weights", None))
         if is_transformer:

@@ -58,16 +58,20 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
     degree, nnz = np.diff(offsets), int(offsets[-1])
     source, number = np.asarray(graph.indices)[:nnz], np.asarray(graph.map_csc_to_coo)[:nnz]
 
+    # Destinations are dealt to the parts; an edge lies where its destination does.
     dst_part = _part_of_destinations(operator, parts, degree, n)
     dst_row, dst_rows = _rows_with_room(dst_part, n)
     edge_part = np.repeat(dst_part, degree)
     edge_row, edge_rows = _rows_with_room(edge_part, n, number, graph.capacity)
+    # Sources lie with the destinations that they are, or where most of their edges are.
     src_part, src_row, src_rows = dst_part, dst_row, dst_rows
     if graph.num_src != graph.num_dst:
         src_part = _seated(source, edge_part, graph.num_src, n)
         src_row, src_rows = _rows_with_room(src_part, n)
 
+    # What a part's edges read of other parts' sources is listed, to be sent.
     halo = _halo(source, edge_part, src_part, src_row, src_rows, n)
+    # Each part is a graph of its own, whose sources are its rows and then those it receives.
     ends = np.zeros((n, dst_rows + 1), np.int64)
     ends[dst_part, dst_row + 1] = degree
     built = []
@@ -75,6 +79,7 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
         indices, num_src = halo.local[edge_part == part], src_rows + sum(halo.sizes)
         own = BipartiteCSC.from_csc(end, indices, num_src, capacity=edge_rows)
         built.append(jax.tree.map(np.asarray, own))
+    # Both ways between the caller's edge order and the rows of the parts.
     edge_number = np.zeros((n, edge_rows), np.int32)
     edge_number[edge_part, edge_row] = number
     edge_position = n * edge_rows + np.arange(graph.capacity, dtype=np.int32)

@@ -141,6 +141,7 @@ def backward(
         stay, parts = part(stay, moving, offset)
         return (coming, stay, plus(go, parts)), None  # not until then has `go` to be there
 
+    # The first keys are attended to while the next are on their way; in the end gradients go home.
     first, *rest = exchange.offsets
     moving = _shifted(exchange, mine, first)
     coming = _shifted(exchange, moving, 1) if rest else moving

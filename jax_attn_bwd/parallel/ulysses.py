@@ -24,6 +24,7 @@ def attend(
     **arguments: Any,
 ) -> Any:  # fmt: skip
     """What `ulysses_attention` returns."""
+    # Everything but mask and bias is checked here, where each device holds its own tokens.
     exchange, options, operands = prepare(
         operator, query, key, value, None, None, sink=sink, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
@@ -35,6 +36,7 @@ def attend(
         expected = f"be a multiple of the {n} devices along {exchange.axis_name!r}"
         remedy = "use ring_attention, whose heads stay together"
         raise ValueError(checks.message(operator, "key heads K", expected, K, remedy))
+    # Mask and bias go to the heads of this device, with all rows and columns.
     planes: dict[str, Any] = {"bias": bias, "mask": mask}
     for name, x in planes.items():
         if x is not None:
@@ -44,11 +46,11 @@ def attend(
     ids: tuple[Any, Any] = query_segment_ids, key_value_segment_ids
     lengths: tuple[Any, Any] = query_seq_lengths, key_value_seq_lengths
     positions: tuple[Any, Any] = None, None
-    if (
-        query_positions is not None or arguments["layout"] != "contiguous"
-    ):  # they tell the index of a token, and with it who lies beyond a length
+    # Positions tell the index of a token, and with it who lies beyond a length.
+    if query_positions is not None or arguments["layout"] != "contiguous":
         ids, lengths = (operands.query_segment_ids, operands.key_value_segment_ids), (None, None)
         positions = operands.query_positions, operands.key_value_positions
+    # Dropout and functions count heads from the first of all devices.
     first_head = lax.axis_index(exchange.axis_name) * (N // n)
     offset: Any = operands.dropout_offset
     if offset is not None:
@@ -56,6 +58,7 @@ def attend(
         row, column = _whole(exchange, offset.row, T), _whole(exchange, offset.column, S)
         offset = (offset.batch, offset.head + first, row, column)
     functions = options.mask_mod, options.score_mod, operands.mod_args
+    # Tokens are exchanged for heads, and each device attends to whole sequences.
     heads = [_to_heads(exchange, x) for x in (operands.query, operands.key, operands.value)]
     q, k, v = heads
     out, lse = dot_product_attention(
@@ -85,6 +88,7 @@ def attend(
         implementation=implementation,
         **beginning_at(0, first_head, *functions),
     )
+    # Heads are exchanged for tokens again.
     out = _exchanged(exchange, out, -3, -2)
     return (out, _exchanged(exchange, lse, -2, -1)) if return_residual else out
 

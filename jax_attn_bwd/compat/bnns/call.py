@@ -161,6 +161,7 @@ def apply_multihead_attention_backward(
     """
     name = "bnns.apply_multihead_attention_backward"
     call = checked_call(name, F, batch_size, query, key, key_mask, value, add_to_attention)
+    # What the caller gives to be written into asks for a gradient.
     triples = {
         "query": query_param_delta,
         "key": key_param_delta,
@@ -172,6 +173,7 @@ def apply_multihead_attention_backward(
             argument = f"{'output' if part == 'out' else part}_param_delta"
             expected = "be a BNNSMHAProjectionParameters"
             raise TypeError(checks.message(name, argument, expected, type(triple).__name__))
+    # The output's cotangent comes in the delta of the output.
     dout = checks.floating(name, "output_param_delta.target_desc", output_param_delta.target_desc)
     out_kernel: Any = call.params.out_kernel
     expected_shape = (*call.inputs[0].shape[:-1], out_kernel.shape[-1])
@@ -186,6 +188,7 @@ def apply_multihead_attention_backward(
     wanted = {
         field for field, (argument, slot) in asked.items() if destinations.is_asked(name, argument, slot)
     }
+    # Only what is asked for, and is there, is computed.
     present = {*INPUTS, *(n for n, x in call.params._asdict().items() if x is not None)}
     grads = _layer_bwd(
         dout,
@@ -200,6 +203,7 @@ def apply_multihead_attention_backward(
         given = {"query": query, "key": key, "value": value}
         slots = {n: asked[n][1] if n in asked else None for n in given}
         grads = _with_sums(grads, {n: slots[n] if checks.is_array(slots[n]) else given[n] for n in given})
+    # Every delta must fit the array that asked for it.
     found = deltas(grads)
     for argument, slot in asked.values():
         delta = attrgetter(argument)(found)

@@ -98,6 +98,7 @@ def checked_call(
     if not isinstance(F, BNNSLayerParametersMultiheadAttention):
         expected = "be a BNNSLayerParametersMultiheadAttention"
         raise TypeError(checks.message(operator, "F", expected, type(F).__name__))
+    # Query, key and value have one rank and batch, and the lengths that their descriptions tell.
     given = _arrays(operator, F, query, key, value)
     x = {name: given[name] for name in INPUTS}
     rank = x["query"].ndim
@@ -120,6 +121,7 @@ def checked_call(
         width = x[name].shape[-1]
         checks.shape(operator, name, x[name], letters, (*batch, length, width))
         _check_target(operator, name, getattr(F, name), (length, width))
+    # The four projections, and the options of the layer.
     params = _params(operator, given)
     _check_target(operator, "output", F.output, (L, given["F.output.weights"].shape[-1]))
     H = given["F.query.weights"].shape[-1]

@@ -115,6 +115,7 @@ def multi_head_attention_backward(
         expected = "be None without need_weights=True: there are no weights"
         got = f"shape {jnp.shape(grad_weights)}"
         raise ValueError(checks.message(_NAME, "grad_weights", expected, got))
+    # `io_weight_bias` asks for every kernel and bias, a mask that is added for the bias of the logits.
     kernels = [n for n, x in call.params._asdict().items() if x is not None and n not in ("bias_k", "bias_v")]
     asked = [n for n in wanted if n != "io_weight_bias" and n not in _MASKS]
     asked += kernels if "io_weight_bias" in wanted else []
@@ -127,6 +128,7 @@ def multi_head_attention_backward(
         wrt=asked,
         **call.options,
     )
+    # Gradients are packed as the source packs the parameters, and reduced to the shapes of its masks.
     found: dict[str, Any] = {n: getattr(grads, n) for n in ("query", "key", "value")}
     found |= {n: getattr(grads.params, n) for n in ("bias_k", "bias_v")}
     if "io_weight_bias" in wanted:

@@ -151,6 +151,7 @@ def checked_call(
         bias_k=bias_k,
         bias_v=bias_v,
     )
+    # Sizes follow from the inputs; `io_weight_bias` is cut into kernels and biases.
     batched = given["query"].ndim == 3
     _check_inputs(operator, given, embed_dim)
     widths = (given["key"].shape[-1], given["value"].shape[-1])
@@ -160,6 +161,7 @@ def checked_call(
     scale = _scale(operator, sizes, reslink)
     rates = {"attn_drop": attn_drop, "out_drop": out_drop}
     attn_rate, out_rate = drops(operator, rates, training, dropout_key)
+    # Masks are merged by the source's rules.
     q, k, v = (given[x] if batched else given[x][None] for x in ("query", "key", "value"))
     masks = mask_options(
         operator,

@@ -92,6 +92,7 @@ def multi_head_attention_forward(
       >>> out.shape, weights.shape
       ((5, 2, 8), (2, 5, 5))
     """
+    # Flags, arrays and masks are checked and named as the layer names them.
     flags = {
         "add_zero_attn": add_zero_attn,
         "need_weights": need_weights,
@@ -129,6 +130,7 @@ def multi_head_attention_forward(
     if is_causal and attn_mask is None:
         expected, remedy = "be given with is_causal=True", "is_causal is a hint that it is causal"
         raise ValueError(checks.message(NAME, "attn_mask", expected, None, remedy))
+    # A causal mask that nothing else needs is told as causality, which skips tiles.
     causal = is_causal and padding is None and not need_weights
     (rate,) = drops(NAME, {"dropout_p": dropout_p}, training, dropout_key)
     options = {
@@ -139,6 +141,7 @@ def multi_head_attention_forward(
         "return_weights": need_weights,
         "add_zero_attn": add_zero_attn,
     }
+    # The source puts the sequence first, the layer the batch.
     q, k, v = (
         jnp.swapaxes(given[name], 0, 1) if sizes.batched else given[name][None]
         for name in ("query", "key", "value")
@@ -150,6 +153,7 @@ def multi_head_attention_forward(
         k, v = None if key is query else k, None if value is key else v
         result = _layer(params, q, k, v, **options)
         out, weights = result if need_weights else (result, None)
+    # The source returns weights after dropout, for each head or averaged.
     if weights is not None:
         weights = after_dropout(weights, rate, dropout_key)
         weights = weights.reshape(sizes.N, sizes.H, *weights.shape[-2:])

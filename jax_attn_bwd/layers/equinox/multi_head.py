@@ -176,6 +176,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if process_heads is None and all(type(x) is eqx.nn.Linear for x in linears):
             return attend(self._params(), query, key_, value, save=self.save, rotary=self.rotary, **options)
+        # With other projections, or a function between, the pieces run one after the other.
         inputs = zip(linears, (query, key_, value), strict=False)
         heads = tuple(self._project(linear, x) for linear, x in inputs)
         if process_heads is not None:

@@ -127,6 +127,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             key_value_positions=key_value_positions,
             mod_args=mod_args,
         )
+        # Projections that were replaced, and names that Flax is leaving behind, go through its own code.
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
             return self._projected(
@@ -140,6 +141,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 sow_weights=sow_weights,
                 tokens=tokens,
             )
+        # Otherwise the whole layer runs under one rule.
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         params = self._params(inputs_q, inputs_k, inputs_v)

@@ -162,6 +162,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         deterministic = self.deterministic if deterministic is None else deterministic
         drops = self.dropout_rate > 0 and not deterministic
         stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else self.rngs if rngs is None else rngs
+        # What Flax itself refuses, or an option that this layer does not have, goes through Flax's own code.
         unclear = (
             decode is None
             or (inputs_k is None and inputs_v is not None)
@@ -181,6 +182,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 is_causal=is_causal and not decode,
                 **options,
             )
+        # Otherwise the whole layer runs under one rule.
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         linears = (self.query, self.key, self.value, self.out)

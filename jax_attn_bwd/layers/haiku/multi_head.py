@@ -160,6 +160,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             mod_args=mod_args,
         )
         dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
+        # Haiku's linear layers hold all heads side by side: their parameters are reshaped.
         N, H, Hv = self.num_heads, self.key_size, self.value_size
         sizes = {"query": (query, H), "key": (key, H), "value": (value, Hv)}
         params: list[Any] = []
