@@ -2,8 +2,9 @@
 
 Along one axis: least and greatest of any stretch of n entries, from those of stretches of 2^k, two of which
 cover it (a sparse table: n log n numbers, and two reads for each answer). Where it is known at trace time
-which stretches are asked for, and they hold few entries together, as those of tiles do, these are read.
-NumPy in, NumPy out.
+which stretches are asked for, and they hold few entries together, as those of tiles do, these are read. Along
+several axes: where the stretches are known, axis after axis; of bools, by counting what is True in a
+rectangle (a summed-area table). NumPy in, NumPy out.
 """
 
 from typing import Any
@@ -32,7 +33,11 @@ def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
         within = [clip(x).astype(np.int32) for x in (first, last)]  # lengths would wrap in narrow ones
         inside.append((within[0], within[0] if first is last else within[1]))
     wide = [axis for axis, (first, last) in enumerate(inside) if first is not last]
-    if len(wide) > 1:
+    if len(wide) > 1 and all(_is_short(*inside[axis], operand.shape[axis]) for axis in wide):
+        least, greatest = _axis_after_axis(xp, operand, inside, wide)
+    elif len(wide) == 2 and operand.dtype == np.bool_:
+        least, greatest = _by_counts(xp, operand, inside, wide)
+    elif len(wide) > 1:
         least, greatest = _at_points(xp, operand, inside)
     elif wide:
         least, greatest = _along(xp, operand, inside, *wide)
@@ -52,6 +57,49 @@ def _at_points(xp: Any, operand: Any, places: list[Any]) -> tuple[Any, Any]:
         known = known & (first == last)
     value = operand[tuple(first for first, _ in places)]
     return xp.where(known, value, operand.min()), xp.where(known, value, operand.max())
+
+
+def _is_short(first: Any, last: Any, n: int) -> bool:
+    """Whether the stretches are known, and hold few entries together."""
+    if not isinstance(first, np.ndarray) or not isinstance(last, np.ndarray):
+        return False
+    longest = int((last - first).max(initial=0)) + 1
+    return longest <= 2 or first.size * longest <= 4 * n
+
+
+def _axis_after_axis(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tuple[Any, Any]:
+    """Extrema of the rectangles that known stretches make: entry i of an axis becomes those of stretch i."""
+    least = greatest = operand
+    places = list(places)
+    for axis in wide:
+        first, last = places[axis]
+        longest = int((last - first).max(initial=0)) + 1
+        within = np.minimum(first.reshape(-1, 1) + np.arange(longest, dtype=first.dtype), last.reshape(-1, 1))
+        least = xp.take(least, within, axis).min(axis + 1)
+        greatest = xp.take(greatest, within, axis).max(axis + 1)
+        number = np.arange(first.size, dtype=np.int32).reshape(first.shape)
+        places[axis] = number, number
+    at = tuple(first for first, _ in places)
+    return least[at], greatest[at]
+
+
+def _by_counts(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tuple[Any, Any]:
+    """(all, any) of the bools in each rectangle: whether as many of them are True as it has, or one is."""
+    counts = operand.astype(np.int32)
+    for axis in wide:
+        begin = xp.zeros_like(xp.take(counts, np.zeros(1, np.int32), axis))
+        counts = xp.concatenate([begin, xp.cumsum(counts, axis, dtype=np.int32)], axis)
+    one = np.asarray(1, np.int32)
+
+    def corner(ends):
+        at = [first for first, _ in places]
+        for axis, is_end in zip(wide, ends, strict=True):
+            at[axis] = places[axis][1] + one if is_end else places[axis][0]
+        return counts[tuple(at)]
+
+    found = corner((1, 1)) - corner((1, 0)) - corner((0, 1)) + corner((0, 0))
+    (first_a, last_a), (first_b, last_b) = (places[axis] for axis in wide)
+    return found == (last_a - first_a + one) * (last_b - first_b + one), found > 0
 
 
 def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, Any]:

@@ -31,6 +31,7 @@ References:
   He et al., FlexAttention: a programming model for optimized attention kernels, 2024, arXiv:2412.05496.
 """
 
+from jax_attn_bwd.mods.block_masks import blocks, blocks_from_indices
 from jax_attn_bwd.mods.masks import (
     Mask,
     causal,
@@ -43,6 +44,7 @@ from jax_attn_bwd.mods.masks import (
     tree,
     tree_intervals,
 )
+from jax_attn_bwd.mods.packed_masks import packed
 from jax_attn_bwd.mods.pictures import picture, tiles
 from jax_attn_bwd.mods.scores import Score, alibi, alibi_slopes, relative_bias, soft_cap, static_alibi
 
@@ -51,10 +53,13 @@ __all__ = [
     "Score",
     "alibi",
     "alibi_slopes",
+    "blocks",
+    "blocks_from_indices",
     "causal",
     "dilated",
     "document",
     "global_tokens",
+    "packed",
     "picture",
     "prefix_lm",
     "relative_bias",

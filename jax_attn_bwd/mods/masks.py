@@ -31,6 +31,11 @@ class Mask(Mod):
       >>> local_or_even = mods.Mask(even_heads) | mods.sliding_window(64)
     """
 
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """Rows and columns of the tiles that it is made of, so that those of a call are the same; or None."""
+        return getattr(self.function, "tile", None)
+
     def __call__(self, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
         """Whether the row sees the column."""
         return self.function(batch, head, row, column, *args[: self.num_args])
@@ -57,6 +62,10 @@ class _Joined:
     join: str  # a function of jnp
     left: Mask
     right: Mask
+
+    @property
+    def tile(self):
+        return self.left.tile or self.right.tile
 
     def __call__(self, batch, head, row, column, *args):
         at, cut = (batch, head, row, column), self.left.num_args

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.errors import HV, B, N, T, attention, check, ones, rows
+from contract.errors import HV, B, N, S, T, attention, check, ones, rows
 from contract.test_errors_dot_product import attention_bwd
 
-from jax_attn_bwd import dot_product_attention, mods
+from jax_attn_bwd import BipartiteCSC, dot_product_attention, mods
 
 NAME = "dot_product_attention"
+PACKED = mods.packed(np.ones((7, 5), bool))
 FEW = np.asarray([1, 3], np.int32)
 
 
@@ -79,6 +80,20 @@ MASKS = rows(
      {"score_mod": mods.alibi, "mod_args": (ones(N - 1),)}),
     ("a table of ints", TypeError, "table of relative_bias in mod_args must be a floating-point array, got",
      {"score_mod": mods.relative_bias(2), "mod_args": (ones(N, 5, dtype=np.int32),)}),
+    ("blocks of integers", TypeError,
+     "the blocks of mods.blocks in mod_args must be boolean, got dtype int32; write blocks != 0, or",
+     {"mask_mod": mods.blocks(2), "mod_args": (ones(1, 3, 4, dtype=np.int32),)}),
+    ("blocks that do not cover", ValueError,
+     r"the blocks of mods.blocks in mod_args must cover the plane with shape \[..., N or 1, 3, 4\], got "
+     r"\(1, 2, 4\); N = 6, ... = \(2,\), blocks of 2 x 2",
+     {"mask_mod": mods.blocks(2) & mods.causal, "mod_args": (ones(1, 2, 4, dtype=bool),)}),
+    ("blocks of other heads", ValueError, r"of mods.blocks in mod_args must cover .*, got \(2, 3, 3, 4\)",
+     {"mask_mod": mods.blocks(2), "mod_args": (ones(2, 3, 3, 4, dtype=bool),)}),
+    ("a packed mask of another plane", ValueError,
+     r"the mask of mods.packed must have the T = 5 rows and S = 7 columns of the call, got \(7, 5\)",
+     {"mask_mod": PACKED[0], "mod_args": PACKED[1]}),
+    ("arrays of another packed mask", ValueError, r"array 1 of mods.packed in mod_args must have .*\[32, 1\]",
+     {"mask_mod": mods.packed(ones(T, S, dtype=bool))[0], "mod_args": (PACKED[1][0], FEW)}),
     ("a small table", ValueError, r"relative_bias in mod_args must have shape \[N, 5\] with N = 6, got",
      {"score_mod": mods.relative_bias(2), "mod_args": (ones(N, 4),)}),
     ("score of nothing", TypeError, "score_mod must be a function or None, got str", {"score_mod": "alibi"}),
@@ -255,6 +270,17 @@ NAMED = rows(
     ("arity of a score", TypeError,
      r"mods.Score: function must take \(logits, batch, head, row, column\) and the 1 arrays that num_args",
      lambda: mods.Score(lambda x, b, h, r, c: x, 1)),
+    ("blocks of size 0", ValueError, "key_size must be a positive int, got 0", lambda: mods.blocks(4, 0)),
+    ("blocks beyond", ValueError, r"mods.blocks_from_indices: indices must lie in \[-1, 3\], got 0 to 4",
+     lambda: mods.blocks_from_indices([[0, 4]], 4)),
+    ("packed numbers", TypeError,
+     "mods.packed: mask must be a NumPy array of bools, .*, got dtype float32; write mask != 0",
+     lambda: mods.packed(ones(3, 3))),
+    ("packed vector", ValueError, r"mods.packed: mask must have shape \[T, S\], both positive, got \(3,\)",
+     lambda: mods.packed(ones(3, dtype=bool))),
+    ("packed graph that is traced", TypeError,
+     "mods.packed: mask must be known, got a traced one; pack it outside of jax.jit, and hand over mod_args",
+     lambda: jax.jit(mods.packed)(BipartiteCSC.from_coo([0], [1], 2, 2))),
     ("joined", TypeError, "a mask must be combined with a Mask, got function; write mods.Mask",
      lambda: mods.causal & (lambda b, h, r, c: r < c)),
 )  # fmt: skip
@@ -271,6 +297,10 @@ def closing_over_an_array(batch, head, row, column):
 
 
 REFUSED = (
+    ("mosaic_gpu", "mask_mod reads an array at places that depend on row and column together",
+     {"mask_mod": mods.blocks(2), "mod_args": (ones(1, 3, 4, dtype=bool),)}),
+    ("mosaic_tpu", "mask_mod reads an array at places that depend on row and column together",
+     dict(zip(("mask_mod", "mod_args"), mods.packed(ones(T, S, dtype=bool)), strict=True))),
     ("mosaic_gpu", "mask_mod reads an array at places that depend on row and column together, .* one value",
      {"mask_mod": closing_over_an_array}),
     ("mosaic_tpu", "score_mod reads an array at places that depend on row and column together, .* bias array",

@@ -89,7 +89,8 @@ def prepare(
         wide = numerics.accumulator_dtype(query.dtype)
         sides = (T, query_positions), (S, key_value_positions)
         by_index = [n for n, x in sides if x is None and isinstance(n, int)]
-        sizes = mod_arguments.Sizes(batch, N, sequence_parts * max(by_index, default=0))
+        counted = [None if x is not None else sequence_parts * n for n, x in sides]
+        sizes = mod_arguments.Sizes(batch, N, sequence_parts * max(by_index, default=0), *counted)
         args = mod_arguments.prepared(operator, mask_mod, score_mod, mod_args, sizes, key.shape[-2], wide)
         mods = args, _count(batch), jnp.arange(N, dtype=jnp.int32)
         mods = jax.tree.map(lambda x: sharding.reshard_like(x, query, (None,) * x.ndim), mods)

@@ -17,7 +17,7 @@ from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import masking, mod_functions
 from jax_attn_bwd.ops.dot_product.spec import Options
-from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
+from jax_attn_bwd.ops.dot_product.tiling import Tiling, count, of_blocks
 
 BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
 
@@ -135,7 +135,7 @@ def _block_after_block(options, given, T, S, batch_rank, groups, block) -> tuple
 
 def _tile_after_tile(options, given, T, S, batch_rank, groups) -> tuple[jax.Array, jax.Array]:
     """`live_and_seen`: tiles that bounds call empty are passed over, and full ones not looked into."""
-    block_q, block_k = min(T, 256), min(S, 512)
+    block_q, block_k = of_blocks(options.mask_mod, min(T, 256), min(S, 512))
     tiling, rank = Tiling(block_q, block_k, "float32"), batch_rank + 4
     found = masking.conditions(given, T, S, batch_rank, groups, block_q, block_k)
     some, every, final = masking.known_tiles(options, found, block_q, block_k)

@@ -25,6 +25,8 @@ class Sizes(NamedTuple):
     batch: tuple[Any, ...]
     heads: Any
     tokens: Any  # the more of rows and columns, where their positions are indices; else 0
+    rows: Any = None  # None where they have positions
+    columns: Any = None
 
 
 def prepared(

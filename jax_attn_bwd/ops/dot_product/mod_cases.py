@@ -52,6 +52,16 @@ def _tree(rng, n):
     return {f"{PREFIX}{i}": x for i, x in enumerate(intervals)}
 
 
+def _blocks(query_size, key_size):
+    """Chosen blocks of each batch entry, for all heads."""
+    counts = lambda n: (-(-n["T"] // query_size), -(-n["S"] // key_size))
+    return lambda rng, n: rng.random((*n["B"], 1, *counts(n))) < 0.4
+
+
+_HOLES = np.add.outer(3 * np.arange(9), 2 * np.arange(13)) % 7 < 2
+_PACKED, _BITS = mods.packed(_HOLES)
+
+
 def _with(more, *draws):
     return lambda rng, n: {**more(rng, n), **_args(*draws)(rng, n)}
 
@@ -95,6 +105,8 @@ CASES = (
     case("mod_global", mask_mod=mods.sliding_window(3, 1) | mods.global_tokens(2), tags=_MORE),
     case("mod_document", mask_mod=mods.causal & mods.document, extra=_args(_documents), tags=_MORE),
     case("mod_tree", mask_mod=mods.tree, extra=_tree, tags=_MORE),
+    case("mod_blocks", mask_mod=mods.causal & mods.blocks(2, 4), extra=_args(_blocks(2, 4)), tags=_MORE),
+    case("mod_packed", mask_mod=_PACKED, extra=_args(*(lambda rng, n, x=x: x for x in _BITS)), tags=_MORE),
     case(
         "mod_combined",
         mask_mod=mods.prefix_lm & mods.document | ~mods.dilated(2),

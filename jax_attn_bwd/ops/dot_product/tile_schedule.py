@@ -24,6 +24,8 @@ from jax_attn_bwd.ops.dot_product.masking import Conditions, Tokens
 from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
+GROUP = 64  # tiles
+
 
 def live_tiles(options: Options, given: Conditions, tiling: Tiling) -> jax.Array | None:
     """Whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
@@ -75,7 +77,22 @@ def scan_tiles(
         i, j, live = x
         return step(carry, i, j, mixed, live), None
 
+    if live is not None and getattr(options.mask_mod, "tile", None) is not None and len(i) > GROUP:
+        return _scan_live_first(body, carry, i, j, live[i, j])
     return lax.scan(body, carry, (i, j, None if live is None else live[i, j]))[0]
+
+
+def _scan_live_first(body, carry, i, j, live):
+    """The scan with the tiles that are live first, in their order; groups of dead ones are one step."""
+    order = jnp.argsort(~live, stable=True).astype(jnp.int32)
+    padding = -len(i) % GROUP
+    i, j, live = (jnp.pad(jnp.asarray(x)[order], (0, padding)).reshape(-1, GROUP) for x in (i, j, live))
+
+    def group(carry, x):
+        visit = lambda carry: lax.scan(body, carry, x)[0]
+        return lax.cond(x[2][0], visit, lambda carry: carry, carry), None
+
+    return lax.scan(group, carry, (i, j, live))[0]
 
 
 def _scan_in_step(step, carry, options, given, tiling, live):
