@@ -47,7 +47,11 @@ from jax_attn_bwd.ops.multi_head import (
     multi_head_attention,
     multi_head_attention_bwd,
 )
-from jax_attn_bwd.ops.softmax import scaled_masked_softmax, scaled_masked_softmax_bwd
+from jax_attn_bwd.ops.softmax import (
+    scaled_masked_softmax,
+    scaled_masked_softmax_bwd,
+    scaled_masked_softmax_jvp,
+)
 
 __all__ = [
     "BatchLayout",
@@ -90,6 +94,7 @@ __all__ = [
     "parallel",
     "scaled_masked_softmax",
     "scaled_masked_softmax_bwd",
+    "scaled_masked_softmax_jvp",
 ]
 
 __version__ = "0.1.0"

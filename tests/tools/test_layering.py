@@ -78,7 +78,7 @@ LAYERS = (
     ("ops/*/tile_schedule", "ops/*/tile_operands", "ops/*/logits", "ops/*/row_terms", "ops/*/kernels/*"),
     ("ops/*/materialized",),
     ("ops/*/forward",),
-    ("ops/*/backward",),
+    ("ops/*/backward", "ops/*/tangent"),
     ("ops/*/query_sharding",),
     ("ops/*/engine",),
     # the one operator that builds on another, through its block
@@ -210,7 +210,7 @@ def test_a_layer_imports_its_own_framework_alone(path):
 def test_a_backward_is_written_not_differentiated():
     forbidden = re.compile(r"jax\.(vjp|grad|value_and_grad|jvp|linearize|jacrev|jacfwd)\(")
     kernels = ROOT.glob("ops/*/kernels/*.py")
-    for path in [*ROOT.glob("ops/*/backward.py"), *kernels]:
+    for path in [*ROOT.glob("ops/*/backward.py"), *ROOT.glob("ops/*/tangent.py"), *kernels]:
         assert not forbidden.search(path.read_text()), path
 
 

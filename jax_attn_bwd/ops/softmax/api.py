@@ -7,12 +7,14 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd._core import backend, checks, masks, tangents
+from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, FullyMasked, Implementation
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
+from jax_attn_bwd.ops.softmax import tangent as written_tangent
 from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
 
 _NAME = "scaled_masked_softmax"
@@ -29,6 +31,7 @@ def scaled_masked_softmax(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     fully_masked: FullyMasked = "zero",
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Softmax of scaled logits over what is visible.
@@ -48,6 +51,7 @@ def scaled_masked_softmax(
       is_causal: row t (axis -2) sees columns (axis -1) up to t. Needs `axis=-1`.
       local_window_size: int or (left, right): row t sees columns t - left to t + right. Needs `axis=-1`.
       fully_masked: what a row that sees nothing gives: "zero", "uniform" (1 / row length), or "nan".
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises.
 
@@ -103,6 +107,9 @@ def scaled_masked_softmax(
     options = Options(static_scale, axis, is_causal, window, fully_masked)
     operands = Operands(x, scale_array, mask, bias, sink)
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
+    if checks.flag(_NAME, "forward_mode", forward_mode):
+        require(_NAME)
+        return _run_both_modes((options, chosen.name), operands)
     return _run((options, chosen.name), operands)
 
 
@@ -155,6 +162,62 @@ def scaled_masked_softmax_bwd(
     if mask is None:
         return dx
     return jnp.where(mask, dx, 0)
+
+
+def scaled_masked_softmax_jvp(
+    x: Array,
+    mask: Array | None = None,
+    *,
+    dx: Array | None = None,
+    scale: float | Array = 1.0,
+    dscale: Array | None = None,
+    bias: Array | None = None,
+    dbias: Array | None = None,
+    sink: Array | None = None,
+    dsink: Array | None = None,
+    axis: int = -1,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    fully_masked: FullyMasked = "zero",
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`scaled_masked_softmax` and its tangent, as a plain function.
+
+        dy = y * (dz - sum over axis of y * dz),   dz = scale * dx + dscale * x + dbias
+
+    Args:
+      dx, dscale, dbias, dsink: tangents, each of the shape and dtype of its argument; None = 0.
+      x, mask and options: as `scaled_masked_softmax` takes them.
+
+    Returns:
+      (y, dy): shape and dtype of `x`. A row that sees nothing has tangent 0.
+
+    Gradients:
+      Differentiable in both modes, as `scaled_masked_softmax(..., forward_mode=True)` is.
+
+    Raises:
+      ValueError: shapes disagree, or a tangent is given of an argument that is not.
+      TypeError: an argument is of the wrong kind, or a tangent of another dtype.
+      NotImplementedError: this JAX has no `jax.experimental.hijax`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import scaled_masked_softmax_jvp
+      >>> x = jnp.log(jnp.array([1.0, 3.0]))
+      >>> y, dy = scaled_masked_softmax_jvp(x, dx=jnp.array([1.0, 0.0]))
+      >>> y.round(4).tolist(), dy.round(4).tolist()
+      ([0.25, 0.75], [0.1875, -0.1875])
+    """
+    options = {
+        "axis": axis, "is_causal": is_causal, "local_window_size": local_window_size,
+        "fully_masked": fully_masked, "implementation": implementation,
+    }  # fmt: skip
+    return tangents.outputs_and_tangents(
+        f"{_NAME}_jvp",
+        partial(scaled_masked_softmax, mask=mask, forward_mode=True, **options),
+        {"x": x, "scale": scale, "bias": bias, "sink": sink},
+        {"x": dx, "scale": dscale, "bias": dbias, "sink": dsink},
+    )
 
 
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:
@@ -215,5 +278,10 @@ def _bwd(static, residuals, dy):
     return (Operands(None)._replace(**grads),)
 
 
+def _jvp(static, residuals, along):
+    return written_tangent.tangent(static[0], residuals[0], along[0])
+
+
 _softmax.defvjp(_fwd, _bwd, symbolic_zeros=True)
 _run = runs_in_shard_map(_softmax)
+_run_both_modes = runs_in_shard_map(both_modes(Rule(_softmax, _fwd, _bwd, _jvp)))

@@ -1,0 +1,37 @@
+"""What the public `<operator>_jvp` functions share: they take tangents by name and hand back pairs."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.sharding import reshard_like
+
+
+def outputs_and_tangents(
+    operator: str, call: Callable[..., Any], primals: Mapping[str, Any], tangents: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """(`call(**primals)`, its tangents), by the written rule of a call with `forward_mode=True`.
+
+    Args:
+      primals: the differentiable arguments; None where not given.
+      tangents: by the same names; None is zero.
+    """
+    moving = {name: t for name, t in tangents.items() if t is not None}
+    given = {name: _arrays(operator, name, primals[name], t) for name, t in moving.items()}
+    rest = {name: x for name, x in primals.items() if name not in moving}
+    at = {name: x for name, (x, _) in given.items()}
+    along = {name: t for name, (_, t) in given.items()}
+    return jax.jvp(lambda at: call(**rest, **at), (at,), (along,))
+
+
+def _arrays(operator: str, name: str, primal: Any, tangent: Any) -> tuple[jax.Array, jax.Array]:
+    """The argument and its tangent, of one shape and dtype."""
+    if primal is None:
+        raise ValueError(checks.message(operator, f"d{name}", f"be None where {name} is None", "an array"))
+    x = checks.floating(operator, name, primal)
+    t = checks.floating(operator, f"d{name}", tangent)
+    checks.shape(operator, f"d{name}", t, f"the shape of {name}", x.shape)
+    checks.same_dtype(operator, **{name: x, f"d{name}": t})
+    return x, reshard_like(t, x, tuple(range(x.ndim)))

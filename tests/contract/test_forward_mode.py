@@ -1,0 +1,182 @@
+"""Calls with `forward_mode=True`: their tangents, and transformations of those, against the definition."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import OPERATORS, QUICK, assert_close, assert_trees_close, differentiated, quick_jit, thorough
+from jax.test_util import check_grads
+
+import jax_attn_bwd
+from jax_attn_bwd._core.cases import is_floating
+
+TAKE_IT = [
+    o for o in OPERATORS if "forward_mode" in inspect.signature(getattr(jax_attn_bwd, o.name)).parameters
+]
+every = pytest.mark.parametrize("operator", TAKE_IT, ids=lambda o: o.name)
+cases = pytest.mark.parametrize(
+    ("operator", "case"),
+    [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in TAKE_IT for c in o.tagged("second", "forward")],
+)
+
+
+def portable(operator):
+    return next(i.name for i in operator.implementations if i.platform is None)
+
+
+def drawn(operator, case, dtype=np.float64):
+    """(arrays, those that are differentiated, tangents of them)."""
+    arrays, rng = case.arrays(dtype), np.random.default_rng(7)
+    inputs = differentiated(operator, arrays)
+    return arrays, inputs, {n: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for n, x in inputs.items()}
+
+
+def finite_outputs(function, arrays, options):
+    """`inputs -> outputs`, with 0 where they are not finite, which is not differentiated."""
+
+    def call(inputs):
+        outputs = function(**{**arrays, **inputs}, **options)
+        return tuple(jnp.where(jnp.isfinite(x), x, 0) for x in outputs)
+
+    return call
+
+
+def both_ways(operator, case, arrays):
+    """The call in both modes, and the definition."""
+    options = {**case.options, "implementation": portable(operator), "forward_mode": True}
+    called = finite_outputs(operator.call, arrays, options)
+    return called, finite_outputs(operator.reference, arrays, case.options)
+
+
+def close(got, expected, rtol=1e-10):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, rtol)
+
+
+@cases
+def test_tangents_together_and_one_by_one(operator, case):
+    arrays, inputs, along = drawn(operator, case)
+    called, defined = both_ways(operator, case, arrays)
+
+    def tangents(call):
+        alone = {n: jax.jvp(lambda x, n=n: call({**inputs, n: x}), (inputs[n],), (along[n],)) for n in inputs}
+        return {"all": jax.jvp(call, (inputs,), (along,)), **alone}
+
+    close(jax.jit(lambda: tangents(called), compiler_options=QUICK)(), quick_jit(lambda: tangents(defined))())
+
+
+@cases
+def test_reverse_mode_has_the_same_bits(operator, case):
+    arrays, inputs, _ = drawn(operator, case, np.float32)
+
+    def gradients(forward_mode):
+        options = {**case.options, "implementation": portable(operator), "forward_mode": forward_mode}
+        call = finite_outputs(operator.call, arrays, options)
+        loss = lambda inputs: sum((x * jnp.cos(x)).sum().astype(jnp.float32) for x in call(inputs))
+        return jax.jit(jax.grad(loss), compiler_options=QUICK)(inputs)
+
+    assert_trees_close(gradients(True), gradients(False), 0)
+
+
+def transformations(call, inputs, along):
+    """`{name: result}` of each composition of `call`, of one dict to a tuple."""
+    norm = lambda outputs: sum((x**2).sum() for x in jax.tree.leaves(outputs))
+    pushed = lambda f: lambda inputs: jax.jvp(f, (inputs,), (along,))
+    stopped = lambda inputs: (lambda x, t: norm(jax.tree.map(jnp.subtract, x, jax.lax.stop_gradient(t))))(
+        *pushed(call)(inputs)
+    )
+    loss = lambda inputs: norm(call(inputs))
+    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree)
+    one = next(iter(inputs))
+    others = {name: x for name, x in inputs.items() if name != one}
+    scanned = lambda x: jax.lax.scan(lambda c, _: (c + loss(x), None), 0.0, None, 2)[0]
+    shared = jax.vmap(lambda x: call({**others, one: x}))
+    return {
+        "linearize": jax.linearize(call, inputs)[1](along),
+        "vmap of jvp": jax.vmap(lambda x, t: jax.jvp(call, (x,), (t,)))(stack(inputs), stack(along)),
+        "vmap of jvp, over tangents": jax.vmap(lambda t: jax.jvp(call, (inputs,), (t,))[1])(stack(along)),
+        "jvp of vmap": jax.jvp(shared, (stack(inputs[one]),), (stack(along[one]),)),
+        "jvp of jvp": pushed(pushed(call))(inputs),
+        "grad of jvp": jax.grad(lambda inputs: norm(pushed(call)(inputs)))(inputs),
+        "grad of jvp with the tangent stopped": jax.grad(stopped)(inputs),
+        "jvp of grad": pushed(jax.grad(loss))(inputs)[1],
+        "grad of remat": jax.grad(jax.checkpoint(loss))(inputs),
+        "jvp of remat": pushed(jax.checkpoint(call))(inputs),
+        "grad of remat of jvp": jax.grad(jax.checkpoint(lambda x: norm(pushed(call)(x))))(inputs),
+        "jvp of scan": pushed(scanned)(inputs),
+    }
+
+
+@pytest.mark.parametrize(
+    "operator",
+    # what composes them is one mechanism for all operators
+    [pytest.param(o, id=o.name, marks=[] if o is TAKE_IT[0] else [thorough]) for o in TAKE_IT],
+)
+def test_transformations_of_it(operator):
+    case = next(operator.tagged("second"))
+    arrays, inputs, along = drawn(operator, case)
+    got, expected = (
+        jax.jit(partial(transformations, call), compiler_options=QUICK)(inputs, along)
+        for call in both_ways(operator, case, arrays)
+    )
+    for name, result in expected.items():
+        close(got[name], result)
+
+
+@every
+def test_jacobians_column_by_column(operator):
+    case = next(operator.tagged("second"))
+    arrays, inputs, _ = drawn(operator, case)
+    one = min(inputs, key=lambda name: inputs[name].size)
+    called, defined = both_ways(operator, case, arrays)
+    jacobian = lambda call: quick_jit(jax.jacfwd(lambda x: call({**inputs, one: x})))(inputs[one])
+    close(jacobian(called), jacobian(defined))
+
+
+@every
+def test_finite_differences_in_both_modes(operator):
+    case = next(operator.tagged("second"))
+    arrays, inputs, _ = drawn(operator, case)
+    call = jax.jit(both_ways(operator, case, arrays)[0])
+    check_grads(call, (inputs,), order=1, modes=["fwd", "rev"], rtol=1e-4)
+
+
+@every
+def test_narrow_dtypes_lose_no_more_than_the_plain_formula(operator):
+    case = next(operator.tagged("second"))
+    exact = drawn(operator, case)
+    rounded = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
+    narrow = rounded(exact, jnp.bfloat16)
+    wide = rounded(narrow, jnp.float64)
+
+    def tangents(which, given):
+        arrays, inputs, along = given
+        call = both_ways(operator, case, arrays)[which]
+        found = quick_jit(lambda inputs: jax.jvp(call, (inputs,), (along,))[1])(inputs)
+        return [np.asarray(x, np.float64) for x in found]
+
+    for got, plain, expected in zip(tangents(0, narrow), tangents(1, narrow), tangents(1, wide), strict=True):
+        error = lambda x, expected=expected: np.linalg.norm(x - expected)
+        assert error(got) <= 2 * error(plain) + 2**-9 * np.linalg.norm(expected)
+
+
+def test_tangents_are_checked():
+    x = jnp.ones((2, 3))
+    call = jax_attn_bwd.scaled_masked_softmax_jvp
+    with pytest.raises(ValueError, match=r"dx must have shape the shape of x = \(2, 3\), got \(3,\)"):
+        call(x, dx=jnp.ones(3))
+    with pytest.raises(TypeError, match="x, dx must have one dtype"):
+        call(x, dx=jnp.ones((2, 3), jnp.float32))
+    with pytest.raises(ValueError, match="dbias must be None where bias is None"):
+        call(x, dbias=x)
+    with pytest.raises(TypeError, match="scale must be a floating-point array, got float"):
+        call(x, dscale=jnp.ones(()))
+
+
+def test_jax_without_such_operations_is_named(monkeypatch):
+    monkeypatch.setattr("jax_attn_bwd._core.forward_mode._BASE", None)
+    with pytest.raises(NotImplementedError, match=f"which JAX {jax.__version__} does not have"):
+        jax_attn_bwd.scaled_masked_softmax(jnp.ones(3), forward_mode=True)
