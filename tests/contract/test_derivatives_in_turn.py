@@ -14,7 +14,7 @@ from parallel.sequences import AXIS, TOKENS, draw, mesh
 from jax_attn_bwd import parallel
 
 
-def richest(params):
+def cases_of_most_operands(params):
     """For each operator: the case that has the most differentiable operands."""
     found = {}
     for operator, implementation, case in sorted(
@@ -43,7 +43,7 @@ def check_in_turn(loss, inputs):
     ("operator", "implementation", "case"),
     [
         pytest.param(*p.values, id=p.id, marks=[*p.marks, *[thorough] * (p.values[2].name == "everything")])
-        for p in families(richest(case_params("second", "ci")))
+        for p in families(cases_of_most_operands(case_params("second", "ci")))
     ],
 )
 def test_of_every_operator(operator, implementation, case):

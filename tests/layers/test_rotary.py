@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-def turned(rotary, x, positions):
+def turned_as_complex(rotary, x, positions):
     """`x [..., L, N, H]`, as complex numbers."""
     H = x.shape[-1]
     n = H if rotary.size is None else rotary.size
@@ -46,11 +46,11 @@ def turned(rotary, x, positions):
 
 def turning(attend, rotary, query, key, value, **options):
     """What `attention_fn=` of Flax's own layers is handed."""
-    query = turned(rotary, query, AT["query_positions"])
-    return attend(query, turned(rotary, key, AT["key_value_positions"]), value, **options)
+    query = turned_as_complex(rotary, query, AT["query_positions"])
+    return attend(query, turned_as_complex(rotary, key, AT["key_value_positions"]), value, **options)
 
 
-def of_params(rotary, params, query, key, value):
+def haiku_layer_by_the_operator(rotary, params, query, key, value):
     """Haiku's layer by the operator."""
     (root,) = {name.rsplit("/", 1)[0] for name in params}
     leaves = []
@@ -73,7 +73,7 @@ def test_as_heads_turned_in_between(framework, kind):
     ours = multi_head(framework, True, rotary=rotary, **sizes)
     params = random_params(ours, inputs)
     if framework == "haiku":
-        theirs = partial(of_params, rotary)
+        theirs = partial(haiku_layer_by_the_operator, rotary)
     elif framework == "equinox":
         eqx = pytest.importorskip("equinox")
         layer = eqx.nn.MultiheadAttention(
@@ -88,7 +88,7 @@ def test_as_heads_turned_in_between(framework, kind):
 
         def theirs(params, *inputs):
             own = eqx.combine(jax.tree.unflatten(tree, params), layer)
-            turn = lambda at, x: turned(rotary, x, at)
+            turn = lambda at, x: turned_as_complex(rotary, x, at)
             one = lambda q, k, v, at, to: own(
                 q, k, v, process_heads=lambda q, k, v: (turn(at, q), turn(to, k), v), inference=True
             )
@@ -115,7 +115,7 @@ def test_the_half_split_is_that_of_equinox_and_nnx():
     (x,) = arrays((T, 2, 8))
     rotary = Rotary(base=10_000.0)
     with lenient():
-        ours = turned(rotary, x, jnp.arange(T))
+        ours = turned_as_complex(rotary, x, jnp.arange(T))
     eqx = pytest.importorskip("equinox")
     rope = jax.vmap(eqx.nn.RotaryPositionalEmbedding(8), in_axes=1, out_axes=1)
     with lenient():

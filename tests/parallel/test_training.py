@@ -42,7 +42,7 @@ def start(folder, *more, mesh="data=2,sequence=4", devices=8, through=()):
     )
 
 
-def ended(process):
+def output_of(process):
     """Its output; it must have ended well."""
     text, _ = process.communicate(timeout=250)
     assert process.returncode == 0, text[-3000:]
@@ -61,7 +61,7 @@ def losses(folder):
 def whole(tmp_path_factory):
     """Losses of a run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("whole") / "checkpoints"
-    ended(start(folder))
+    output_of(start(folder))
     return losses(folder)
 
 
@@ -86,7 +86,7 @@ def test_a_killed_run_resumes(mesh, whole, killed, tmp_path):
     """On the same mesh bit for bit."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(killed, folder)
-    text = ended(start(folder, "--resume", mesh=mesh))
+    text = output_of(start(folder, "--resume", mesh=mesh))
     assert "resumed after step" in text
     if mesh == "data=2,sequence=4":
         np.testing.assert_array_equal(losses(folder), whole)
@@ -119,7 +119,7 @@ def several(count, folder):
 def test_several_processes_train_alike(whole, tmp_path):
     folder = tmp_path / "checkpoints"
     for process in several(2, folder):  # more spend their time in waiting for a core
-        ended(process)
+        output_of(process)
     assert_close(losses(folder), whole, 1e-5)
 
 

@@ -60,7 +60,7 @@ def keep(kind, family, sizes=None, **kernels):
     return proven.write(kind, family, {"written": "2026-01-01", "kernels": held, "sizes": sizes})
 
 
-def picked(call):
+def is_picked(call):
     """Whether the kernel is picked: `explain` and the program agree."""
     launches = call.launches()
     assert (call.reason() == "ok") == launches
@@ -71,7 +71,7 @@ def picked(call):
 
 
 def test_without_a_record_the_portable_path_runs(call):
-    assert not picked(call)
+    assert not is_picked(call)
     assert call.reason() == (
         f"it is not proven on {targets.CHIPS[call.chip.platform][1]}: there is no record of it; `python -m "
         f"jax_attn_bwd.check --enable {call.family}` proves it there, "
@@ -83,9 +83,9 @@ def test_without_a_record_the_portable_path_runs(call):
 def test_a_generation_that_the_code_says_to_have_passed(call, monkeypatch):
     passed = tuple(g._replace(ran="2026-01-01, 0123abc") for g in targets.GENERATIONS[call.chip.name])
     monkeypatch.setitem(targets.GENERATIONS, call.chip.name, passed)
-    assert picked(call)
+    assert is_picked(call)
     keep(call.chip.kind, call.family, **{call.chip.name: "wrong here"})
-    assert not picked(call)  # the chip at hand knows better
+    assert not is_picked(call)  # the chip at hand knows better
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_the_environment_goes_before_all(call, monkeypatch, value, reason):
     name = call.chip.name
     keep(call.chip.kind, call.family, **{name: {"a": 1.0}, "xla": {"a": 2.0}})
     monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", value.format(name))
-    assert picked(call) == (reason == "ok")
+    assert is_picked(call) == (reason == "ok")
     assert call.reason() == reason.format(name)
 
 
 @pytest.mark.parametrize(("value", "gpu"), [("1", True), ("cudnn,mosaic_gpu", True), ("0", False)])
 def test_the_older_variable_is_an_alias_for_gpus(call, monkeypatch, value, gpu):
     monkeypatch.setenv("JAX_ATTN_BWD_GPU_KERNELS", value)
-    assert picked(call) == (gpu and call.chip.name == "mosaic_gpu")
+    assert is_picked(call) == (gpu and call.chip.name == "mosaic_gpu")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_variable_that_says_something_else_is_refused(monkeypatch, variable, v
 
 def test_a_kernel_that_is_proven_and_faster_is_picked(call):
     keep(call.chip.kind, call.family, **{call.chip.name: {"a": 1.0}, "xla": {"a": 2.0}})
-    assert picked(call)
+    assert is_picked(call)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_kernel_that_is_proven_and_faster_is_picked(call):
 )
 def test_a_kernel_that_is_not_is_passed_over_and_explain_says_why(call, times, words):
     keep(call.chip.kind, call.family, **{call.chip.name: times, "xla": {"a": 1.0}})
-    assert not picked(call)
+    assert not is_picked(call)
     assert re.match(words, call.reason())
 
 

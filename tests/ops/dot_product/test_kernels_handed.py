@@ -57,10 +57,10 @@ def test_values_of_distances(name):
                 entry = value[batch % value.shape[0], head % value.shape[1]]
                 given.append(entry[S + row - column] if of.is_of_distance else entry[: T - 2])
             got = function(x, *(np.full((1, 1), i, np.int32) for i in (batch, head)), row, column, *given)
-            np.testing.assert_array_equal(got, of_plane(score, x, batch, head))
+            np.testing.assert_array_equal(got, score_of_each_element(score, x, batch, head))
 
 
-def of_plane(score, x, batch, head):
+def score_of_each_element(score, x, batch, head):
     """Element by element."""
     row, column = (i.astype(np.int32) for i in np.indices(x.shape))
     of_element = lambda x, r, c: score(x, jnp.int32(batch), jnp.int32(head), r, c, jnp.asarray(TABLE))

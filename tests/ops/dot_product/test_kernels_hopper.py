@@ -84,7 +84,7 @@ def test_over_several_tiles_against_definition(head, name):
     measured(OPERATOR, NAME, tiled(head, name, T=200, S=140))
 
 
-def wild(logits, batch, head, row, column):
+def nan_where_hidden(logits, batch, head, row, column):
     """NaN where causality hides it, and in the rows of padding."""
     row, column = row.astype(logits.dtype), column.astype(logits.dtype)
     shift = (140 - row) / (140 - row) + jnp.where(column <= row, 0.0, jnp.nan)
@@ -98,7 +98,7 @@ def test_a_score_is_nan_where_nothing_is_seen():
     q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), BF16) for n in (140, 150, 140))
 
     def gradients(implementation):
-        options = {"is_causal": True, "score_mod": wild, "implementation": implementation}
+        options = {"is_causal": True, "score_mod": nan_where_hidden, "implementation": implementation}
         call = lambda *given: jax_attn_bwd.dot_product_attention(*given, **options)
         return jax.block_until_ready(jax.vjp(call, q, k, 2 * k)[1](dout))
 

@@ -20,7 +20,7 @@ def _interpreter():
         yield
 
 
-def of_arrays(logits, batch, head, row, column, slopes, by_row, by_column):
+def score_of_arrays(logits, batch, head, row, column, slopes, by_row, by_column):
     """Reads values of heads, of rows of each batch entry, and of columns, some of each head."""
     distance = jnp.abs(row - column).astype(logits.dtype)
     factor = by_column[head % by_column.shape[0], column]
@@ -52,10 +52,12 @@ def lines(T, S, heads):
 )
 def test_gradients_of_what_a_score_reads(H, heads, options):
     T, S = 140, 200
-    measured(OPERATOR, NAME, case("lines", H, T, S, extra=lines(T, S, heads), score_mod=of_arrays, **options))
+    measured(
+        OPERATOR, NAME, case("lines", H, T, S, extra=lines(T, S, heads), score_mod=score_of_arrays, **options)
+    )
 
 
-def falling(logits, batch, head, row, column):
+def negated_score(logits, batch, head, row, column):
     """Its slope is negative."""
     return -logits
 
@@ -64,7 +66,7 @@ def divided(logits, batch, head, row, column, divisors):
     return logits / divisors[head]
 
 
-@pytest.mark.parametrize("score", [falling, divided])
+@pytest.mark.parametrize("score", [negated_score, divided])
 def test_dropout_of_a_score_that_falls(score):
     def extra(rng):
         arrays = {"dropout_key": np.array([3, 4], np.uint32), "bias": rng.standard_normal((2, 20, 30))}

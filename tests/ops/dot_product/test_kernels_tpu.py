@@ -62,13 +62,13 @@ def bent(logits, batch, head, row, column):
     return jnp.tanh(logits * (1 + batch + head)) - 0.1 * jnp.abs(row - column)
 
 
-def wild(logits, batch, head, row, column):
+def nan_where_hidden(logits, batch, head, row, column):
     """NaN where causality hides it, and in the rows of padding."""
     row, column = row.astype(logits.dtype), column.astype(logits.dtype)
     return jnp.tanh(logits) * jnp.log(row - column + jnp.sqrt(140 - row) - 0.5)
 
 
-def of_arrays(logits, batch, head, row, column, width, by_row, by_column):
+def score_of_arrays(logits, batch, head, row, column, width, by_row, by_column):
     """Reads values of heads, of rows of each batch entry, and of columns."""
     distance = jnp.abs(row - column).astype(logits.dtype) / width[head].astype(logits.dtype)
     return jnp.tanh(logits + by_row[batch, row]) * by_column[column] - by_row[batch, row] * distance
@@ -132,7 +132,7 @@ LONG = (
             "mod_args_1": rng.standard_normal((2, 200)), "mod_args_2": rng.random(150),
         },
         B=2, T=200, S=150, mask_mod=lambda b, h, r, c, width, *_: jnp.abs(r - c) <= width[h] + 9 * b,
-        score_mod=of_arrays,
+        score_mod=score_of_arrays,
     ),
     long_case(
         "functions of distances",
@@ -239,7 +239,9 @@ def test_a_score_is_nan_where_nothing_is_seen(rng, hidden):
     q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 8)), np.float32) for n in (140, 150, 140))
 
     def gradients(implementation):
-        call = partial(dot_product_attention, **hidden, score_mod=wild, implementation=implementation)
+        call = partial(
+            dot_product_attention, **hidden, score_mod=nan_where_hidden, implementation=implementation
+        )
         return jax.vjp(call, q, k, 2 * k)[1](dout)
 
     for got, expected in zip(gradients(NAME), gradients("xla"), strict=True):
@@ -346,7 +348,7 @@ def test_on_shards(where, rng):
     by_row, by_column = (jnp.asarray(rng.standard_normal(n), np.float32) for n in ((1, 20), 20))
 
     def score(logits, batch, head, row, column, ids, by_row, by_column):
-        logits = of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
+        logits = score_of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
         return logits + by_column[jnp.abs(row - column)]
 
     def visible(batch, head, row, column, ids, by_row, by_column):

@@ -275,7 +275,7 @@ def test_a_score_may_hide_whole_rows(rng):
         assert_close(a, b, 1e-12)
 
 
-def wild(safe):
+def score_of_causal_rows(safe):
     """A score of causal rows alone; the `safe` one has other numbers where they see nothing."""
 
     def score(logits, batch, head, row, column, power, factor, shift):
@@ -313,7 +313,7 @@ def test_hidden_elements_give_no_gradient(rng, monkeypatch, form):
         again = jax.grad(lambda *point: sum((g**2).sum() for g in gradient(*point)), (0, 1, 2, 3))
         return quick_jit(lambda *point: (gradient(*point), again(*point)))(*point)
 
-    got, expected = gradients(wild(safe=False)), gradients(wild(safe=True))
+    got, expected = gradients(score_of_causal_rows(safe=False)), gradients(score_of_causal_rows(safe=True))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.isfinite(b).all()
         assert_close(a, b, 1e-11)

@@ -13,7 +13,7 @@ from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 
-def of_8_heads():
+def params_of_8_heads():
     return layer(
         "out_bias",
         query_kernel=draw(EQ, 8, H),
@@ -31,7 +31,7 @@ def of_8_heads():
 
 def test_shards_of_heads_hold_shares_of_the_output():
     """Inside shard_map the caller sums the shares; JAX sums gradients of what every shard reads."""
-    params = of_8_heads()
+    params = params_of_8_heads()
     mesh = jax.make_mesh((4,), ("h",), axis_types=(AxisType.Auto,))
     specs = MultiHeadAttentionParams(
         query_kernel=P(None, "h"),
@@ -76,7 +76,7 @@ def test_heads_sharded_in_some_kernels_on_an_explicit_mesh(names, save, monkeypa
 
     jax.clear_caches()
     monkeypatch.setattr(Tiling, "default_for", classmethod(small))
-    params = of_8_heads()
+    params = params_of_8_heads()
     attend = partial(multi_head_attention, is_causal=True, save=save)
     expected_out, expected = vjp(attend, params, *inputs())
     mesh = jax.make_mesh((4,), ("h",), axis_types=(AxisType.Explicit,))
