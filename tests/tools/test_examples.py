@@ -32,14 +32,14 @@ def environment() -> dict[str, str]:
     return settings | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "MPLBACKEND": "Agg"}
 
 
-def run(folder: Path, script: Path, *arguments: object) -> str:
+def run(folder: Path, script: Path, *arguments: object, seconds: int = 300) -> str:
     """What a script prints that is run in `folder`."""
     done = subprocess.run(
         [sys.executable, script, *arguments],
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=seconds,
         env=environment(),
         cwd=folder,
     )
@@ -242,10 +242,11 @@ def test_readme_and_pages_show_code():
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES_WITH_CODE)
 def test_each_block_of_a_page_runs_alone(page, tmp_path):
-    """In a namespace of its own, as a reader pastes one; stdout may be anything."""
+    """In a namespace of its own, as a reader pastes one, on four devices; stdout may be anything."""
     script = tmp_path / "page.py"
-    script.write_text(f"for block in {BLOCKS[page]!r}:\n    exec(block, {{}})\n")
-    run(tmp_path, script)
+    devices = "import jax\njax.config.update('jax_num_cpu_devices', 4)\n"
+    script.write_text(f"{devices}for block in {BLOCKS[page]!r}:\n    exec(block, {{}})\n")
+    run(tmp_path, script, seconds=600)
 
 
 def test_the_version_has_its_notes():
