@@ -1,7 +1,7 @@
 """Whether a function of a row and a column is True wherever the two are equal, by its jaxpr alone.
 
 Equal expressions are one value, whatever it is: `ids[row] == ids[column]` is True on the diagonal for all
-`ids`. So of arrays nothing is read, and nothing is computed but with constants.
+`ids`. So no array is read, and nothing is computed but with constants.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from jax_attn_bwd._core import jaxprs
 from jax_attn_bwd._core.intervals import constant
 
-# of one value, twice; inexact ones may be NaN
+# what these give for one value twice; inexact ones may be NaN
 _OF_EQUALS = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False, "sub": 0}
 
 
@@ -28,7 +28,7 @@ def is_true(function: Callable[..., Any], lead: Sequence[Any], index: Any, args:
     """
     try:
         closed = jax.make_jaxpr(lambda *given: function(*given))(*lead, index, index, *args)
-    except Exception:  # not of one element: nothing is known of it
+    except Exception:  # it does not take single elements: nothing is known of it
         return False
     numbers: dict[Any, int] = {}
     arguments = [_numbered(numbers, ("argument", i)) for i, _ in enumerate(closed.jaxpr.invars)]

@@ -21,17 +21,17 @@ _MOVES = frozenset(
     ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "dynamic_slice", "gather")
 )
 _STEPS = frozenset(("sign", "floor", "ceil", "round", "stop_gradient"))
-# of derivatives 0, 1 and -1
+# their derivatives are 0, 1 and -1
 _LINEAR = frozenset(("add", "sub", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "copy"))
 _LINEAR |= _MOVES | _STEPS | {"concatenate", "iota", "pvary", "pcast", "reduce_sum"}
-_KEEPS_FINITE = _LINEAR | {"mul", "abs"}  # of numbers that integers were converted to
+_KEEPS_FINITE = _LINEAR | {"mul", "abs"}  # if they are given numbers that integers were converted to
 
 
 class _Value(NamedTuple):
     x: Any
     varies: bool  # has a derivative by floats that were handed over
     elements: bool  # was made of elements
-    finite: bool  # of integers alone, by operations that make no infinity of them
+    finite: bool  # made of integers alone, by operations that make no infinity of them
 
 
 def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args: tuple) -> jax.Array:

@@ -13,7 +13,7 @@ from typing import Any
 from jax_attn_bwd._core import jaxprs
 
 OWN = "an array's own axis"
-NAMES = {-1: "columns", -2: "rows", -3: "heads", -4: "heads"}  # of the tile's axes, from the last; else batch
+NAMES = {-1: "columns", -2: "rows", -3: "heads", -4: "heads"}  # the tile's axes, from the last; else batch
 _ALONG = ("axis", "dimension", "dimensions", "axes")  # parameters that name the axes along which numbers meet
 # fmt: off
 _NUMBER_BY_NUMBER = frozenset((
@@ -32,7 +32,7 @@ _NUMBER_BY_NUMBER = frozenset((
 _TELL_BROADCASTS = ("broadcast_in_dim", "gather", "squeeze", "transpose", "cond", "while", "scan")
 _OF_ITS_OWN = ("iota", "random_bits", "random_unwrap", "random_wrap", "random_seed")
 
-# of the tile, counted from the last; several of them in one, with their sizes; OWN; None
+# an axis of the tile, counted from the last; several of them in one, with their sizes; OWN; None
 Axis = int | tuple[tuple[Any, int], ...] | str | None
 Axes = tuple[Axis, ...]
 
@@ -102,7 +102,7 @@ def _results(equation: Any, given: list[Axes]) -> list[Axes]:
         return [tuple(x for i, x in enumerate(axes) if i not in along) for _ in shapes]
     if name.startswith("cum") or name in ("rev", "sort", "concatenate", "split"):
         _nothing_along(name, given, along)
-        joined = name == "concatenate"  # of size 1 each, it is an axis of its own
+        joined = name == "concatenate"  # parts of size 1 make an axis of its own
         axes = _together(name, given, shapes[0], along)
         return [tuple(OWN if joined and i in along else x for i, x in enumerate(axes)) for _ in shapes]
     raise _Mixes(f"{name!r}, which is not number by number, of {_first_of_tile(given)}")
@@ -113,7 +113,7 @@ def _first_of_tile(given: Sequence[Axes]) -> str:
 
 
 def _together(name: str, given: Sequence[Axes], shape: Sequence[Any], besides: Any = ()) -> Axes:
-    """Of operands whose numbers meet one by one; scalars meet all. Axes `besides` are not compared."""
+    """The axes where operands meet number by number; scalars meet all. Axes `besides` are not compared."""
     alike = [axes for axes in given if len(axes) == len(shape)]
     return tuple(
         next((axes[i] for axes in alike if axes[i] is not None), None)
@@ -135,7 +135,7 @@ def _nothing_along(name: str, given: Sequence[Axes], axes: Any) -> None:
 
 
 def _merged(name: str, axes: set[Axis]) -> Axis:
-    """Of one axis of operands that are combined number by number."""
+    """What one axis is where operands are combined number by number."""
     known = axes - {None}
     if len(known) > 1:
         raise _Mixes(f"{name!r} of {' with '.join(sorted(map(_name, known)))}")
@@ -216,7 +216,7 @@ def _stack(equation: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _class_of_primitive(equation: Any, given: list[Axes]) -> list[Axes]:
-    """Of JAX's own ones that are no name: where each number stands in an array that is sorted."""
+    """Follows the one of JAX's classes of primitives that finds where numbers stand in a sorted array."""
     kind = type(equation.params.get("_prim")).__name__
     if kind != "SearchSorted" or any(map(_is_of_tile, given[0])):
         raise _Mixes(f"{kind!r}, which is not number by number, of {_first_of_tile(given)}")
@@ -234,7 +234,7 @@ def _loop(name: str, body: Any, consts: list[Axes], carry: list[Axes], xs: list[
         found = _followed(body, [*consts, *carry, *xs])
         pairs = zip(carry, found, strict=False)
         new = [_together(name, pair, pair[0]) for pair in pairs]
-        if new == carry:  # of no turn, or of one that gives something else, it may be either
+        if new == carry:  # a loop may take no turn: then it gives what it began with
             return [*carry, *found[len(carry) :]]
         carry = new
 

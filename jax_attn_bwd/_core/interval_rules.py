@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-_MARGIN = 1 - 2.0**-10  # of products estimated in floating point
+_MARGIN = 1 - 2.0**-10  # products are estimated in floating point
 
 
 def dtype_range(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +161,7 @@ def _quotient(xp, divide, x, y):
 def _truncated_quotient(xp, n, d):
     if not _is_integer(n):
         return n / d
-    quotient = n // d  # of the least integer, too, which has no absolute value
+    quotient = n // d  # right for the least integer, too, which has no absolute value
     return quotient + ((quotient * d != n) & ((n < 0) != (d < 0))).astype(quotient.dtype)
 
 
@@ -170,7 +170,7 @@ def _div(xp, _, x, y):
 
 
 def _rem(xp, parameters, x, y):
-    """Of the sign of the dividend, as C has it; of integers."""
+    """Integers leave a remainder of the sign of the dividend, as in C."""
     dtype = parameters["dtype"]
     if not _is_integer(x.least):
         return dtype_range(dtype)
@@ -198,7 +198,7 @@ def _floor_divide(xp, _, x, y):
 
 
 def _remainder(xp, parameters, x, y):
-    """Of the sign of the divisor, as Python has it; of integers."""
+    """Integers leave a remainder of the sign of the divisor, as in Python."""
     one, zero = (np.asarray(n, parameters["dtype"]) for n in (1, 0))
     lost = (y.least <= 0) & (y.greatest >= 0) | _wraps_absolute(x) | _wraps_absolute(y)
     divisor = xp.where(lost, xp.ones_like(y.least), y.least)
@@ -266,7 +266,7 @@ def _ne(xp, parameters, x, y):
 
 
 def _select(xp, _, which, *cases):
-    """Of the cases that may be taken; an integer out of range takes the first or the last."""
+    """Joins the cases that may be taken; an integer out of range takes the first or the last."""
     last = len(cases) - 1
     if which.least.dtype == np.bool_:
         possible = [~which.least, which.greatest]
@@ -275,7 +275,7 @@ def _select(xp, _, which, *cases):
         ends = [xp.ones_like(which.least, bool)] + [which.greatest >= k for k in range(1, last + 1)]
         possible = [start & end for start, end in zip(starts, ends, strict=True)]
     lowest, highest = _extremes(cases[0].least.dtype)
-    least, greatest = highest, lowest  # of no case
+    least, greatest = highest, lowest  # the bounds where no case is taken
     for taken, case in zip(possible, cases, strict=True):
         least = _least(xp, least, xp.where(taken, case.least, highest))
         greatest = _greatest(xp, greatest, xp.where(taken, case.greatest, lowest))

@@ -25,7 +25,7 @@ from jax_attn_bwd._core import jaxprs, pallas
 from jax_attn_bwd._core.interval_rules import RULES, STRUCTURAL, dtype_range, floored
 from jax_attn_bwd._core.range_extrema import gathered
 
-# of floats, makes or moves such as are told exactly
+# these make or move floats without rounding them
 _MOVES = ("dynamic_slice", "dynamic_update_slice", "iota", "pad", "rev", "sort", "split")
 
 
@@ -63,7 +63,7 @@ def exact(x: Any) -> Interval:
 
 
 def unknown(shape: Sequence[Any], dtype: Any, vague: bool = False) -> Interval:
-    """Of a value of which nothing is known; `vague` if it may be known later."""
+    """The bounds of a value of which nothing is known; `vague` if it may be known later."""
     xp: Any = np if all(isinstance(n, int) for n in shape) else jnp
     least, greatest = (xp.broadcast_to(x, tuple(shape)) for x in dtype_range(dtype))
     return Interval(least, greatest, vague)
@@ -83,7 +83,7 @@ def _is_told(equation: Any) -> bool:
 
 
 def bounds(function: Callable[..., Any], *arguments: Any) -> Interval:
-    """Of the one result of `function`; `arguments` are pytrees of `Interval`s."""
+    """The bounds of the one result of `function`; `arguments` are pytrees of `Interval`s."""
     leaves, tree = jax.tree.flatten(arguments)
     shapes = [jax.ShapeDtypeStruct(x.least.shape, x.least.dtype) for x in leaves]
     closed = jax.make_jaxpr(lambda *given: function(*jax.tree.unflatten(tree, given)))(*shapes)
@@ -192,7 +192,7 @@ def _is_square(equation: Any) -> bool:
 
 
 def _rearranged(equation: Any, inputs: Sequence[Interval]) -> Interval:
-    """Of what moves, repeats, joins or reduces elements in order: of the bounds alike."""
+    """What moves, repeats, joins or reduces elements in order does the same to their bounds."""
 
     def moved(values):
         if all(isinstance(x, np.ndarray) for x in values):
@@ -208,14 +208,14 @@ def _rearranged(equation: Any, inputs: Sequence[Interval]) -> Interval:
 
 
 def _concatenated(equation: Any, inputs: list[Interval]) -> Interval:
-    """Indices into several axes are told apart by a gather."""
+    """Keeps what was joined: a gather tells apart the indices into several axes."""
     whole, axis = _rearranged(equation, inputs), equation.params["dimension"]
     parts = tuple(inputs) if axis == whole.least.ndim - 1 else ()
     return Interval(whole.least, whole.greatest, whole.vague, parts)
 
 
 def _gather(equation: Any, operand: Interval, indices: Interval) -> Interval:
-    """Of single elements of an exact operand, at indices between bounds."""
+    """The bounds of single elements that are read of an exact operand, at indices between bounds."""
     (aval,) = (x.aval for x in equation.outvars)
     numbers, rank = equation.params["dimension_numbers"], operand.least.ndim
     elements = (

@@ -20,7 +20,7 @@ def tiles(
     batch: int = 0,
     head: int = 0,
 ) -> np.ndarray:
-    """Of each tile of T rows and S columns whether 2 all, 1 some or 0 nothing of it is seen, by its bounds.
+    """Whether 2 all, 1 some or 0 nothing is seen of each tile of T rows and S columns, by its bounds.
 
     Args:
       mask_mod, mod_args: as in `dot_product_attention`; the arrays must be known.

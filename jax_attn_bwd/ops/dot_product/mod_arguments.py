@@ -1,4 +1,4 @@
-"""From the `mask_mod`, `score_mod` and `mod_args` of a call to checked arrays.
+"""Checks the `mask_mod`, `score_mod` and `mod_args` of a call, and makes arrays of the last.
 
 The functions are traced on a small tile. One that is not elementwise would compute something else on each
 size of tile, so it is refused; so is one that closes over traced arrays, or has side effects.
@@ -20,7 +20,7 @@ _ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, r
 
 
 class Sizes(NamedTuple):
-    """Of a call, for functions that have a method `check` of what they read."""
+    """The sizes of a call, for functions that have a method `check` of what they read."""
 
     batch: tuple[Any, ...]
     heads: Any
@@ -63,7 +63,7 @@ def prepared(
 
 
 def prepared_mask(operator: str, mask_mod: Any, mod_args: Any) -> tuple[Any, ...]:
-    """The checked `mod_args` of a mask alone, of which it is not known for how many heads and tokens."""
+    """The checked `mod_args` of a mask alone, where it is not known for how many heads and tokens it is."""
     args, n = _arguments(operator, mod_args, jnp.float32), getattr(mask_mod, "num_args", None)
     if n is not None and len(args) != n:
         expected = f"hold the {n} that are read"
@@ -204,8 +204,8 @@ _compiled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def _warn_of_functions_made_anew(operator: str, argument: str, function: Any) -> None:
     """Once, at the third function of one code object in calls outside of `jax.jit`: all were compiled."""
-    inner = getattr(function, "function", function)  # of a named one
-    code = getattr(getattr(inner, "func", inner), "__code__", None)  # of a partial one
+    inner = getattr(function, "function", function)  # a named one holds it
+    code = getattr(getattr(inner, "func", inner), "__code__", None)  # as a partial one does
     if code is None or function in _compiled or isinstance(jnp.zeros(()), jax.core.Tracer):
         return
     _compiled.add(function)

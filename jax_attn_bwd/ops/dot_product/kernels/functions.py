@@ -73,7 +73,7 @@ def values(options: Options, operands: Operands, place: tuple[jax.Array, ...]) -
 
 
 def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
-    """Of `Inputs` before a kernel lays them out, for bounds of tiles of that size."""
+    """What a mask reads of `Inputs` before a kernel lays them out, for bounds of tiles of that size."""
     if refs.batch_number is None:
         return None
     K = refs.k.shape[2]
@@ -123,7 +123,7 @@ def on_tile(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def tanh(x: jax.Array, cap: float) -> jax.Array:
-    """Of x / cap, from exp2."""
+    """The tanh of x / cap, from exp2."""
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * math.log2(math.e) / cap)) + 1.0)
 
 
@@ -149,7 +149,7 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
             return [tanh(inputs[0], 1.0)]
         if name == "one_minus_square":  # which it does not know
             return [1.0 - inputs[0] * inputs[0]]
-        if name in ("integer_pow", "square"):  # of the derivative of a quotient
+        if name in ("integer_pow", "square"):  # which the derivative of a quotient holds
             return [_power(inputs[0], equation.params.get("y", 2))]
         return jaxprs.bound(equation, inputs, **{"sharding": None} if "sharding" in equation.params else {})
 

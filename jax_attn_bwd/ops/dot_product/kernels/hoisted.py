@@ -25,7 +25,7 @@ class OnValues:
 
     function: Callable[..., Any]
     is_score: bool
-    tree: Any  # of `mod_args`
+    tree: Any  # the structure of `mod_args`
     types: tuple[Any, ...]  # (shape, dtype) of its leaves
 
     def on_leaves(self, *given: Any) -> Any:
@@ -79,7 +79,7 @@ def values(
 ) -> tuple[jax.Array, ...]:
     """What it is handed: 32 bits `[B|1, N|1, T|1, S|1]`, of which no more than one of the last two is not 1.
 
-    Of a distance `[B|1, N|1, T + S]`: entry `S + row - column`.
+    A value for each distance is `[B|1, N|1, T + S]`, entry `S + row - column`.
 
     Args:
       batch, heads: their numbers, `[B]` and `[N]`.

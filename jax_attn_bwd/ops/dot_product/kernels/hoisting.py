@@ -89,7 +89,7 @@ def unsharded() -> Any:
 
 @lru_cache(maxsize=256)
 def cut(function: Any) -> Cut:
-    """Of `handed.OnValues`."""
+    """The parts of a `hoisted.OnValues`."""
     element = lambda dtype: jax.ShapeDtypeStruct((), dtype)
     place = [element(jnp.int32) for _ in PLACE]
     lead = [element(jnp.float32), *place] if function.is_score else place
@@ -135,7 +135,7 @@ def _results(equation: Any, given: Sequence[Value]) -> list[Value]:
 
 
 def _drift(equation: Any, given: Sequence[Value]) -> int | None:
-    """Of the results; of floats, which are rounded, only 0 is known."""
+    """How much the results rise; of floats, which are rounded, only 0 is known."""
     drifts, name = [x.drift for x in given if x.drift is not None], equation.primitive.name
     if len(drifts) < len(given):
         return None
