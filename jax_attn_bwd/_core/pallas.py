@@ -61,6 +61,20 @@ def with_portable_jvp(kernel: Callable[..., Any], portable: Callable[..., Any]) 
     return call
 
 
+def opaque(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f(static, *operands)` as one operation that no checkpoint policy looks into.
+
+    Its derivative is that of `f`.
+    """
+    call = jax.custom_jvp(f, nondiff_argnums=(0,))
+
+    @call.defjvp
+    def jvp(static, primals, tangents):
+        return jax.jvp(partial(f, static), primals, tangents)
+
+    return call
+
+
 def on_local_shards(f: Callable[..., Any], out_specs: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     """`f(*operands)`; where they live on an Explicit mesh, on each device's shards.
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.dot_product import engine
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.spec import Operands, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 from jax_attn_bwd.parallel.ring import of_keys, sequence_axis, with_keys
 
@@ -28,15 +28,14 @@ def example(exchange: Exchange, operands: Operands) -> Operands:
     return with_keys(operands, gathered)._replace(sink=operands.sink)
 
 
-def forward(exchange: Exchange, implementation: str, options: Options, operands: Operands) -> Result:
+def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result:
     """Attention to all keys, on operands that all vary over the same axes."""
-    return engine.forward(implementation, options, example(exchange, operands))
+    return engine.forward(plan, example(exchange, operands))
 
 
 def backward(
     exchange: Exchange,
-    implementation: str,
-    options: Options,
+    plan: engine.Plan,
     operands: Operands,
     result: Result,
     wanted: frozenset[str],
@@ -46,7 +45,7 @@ def backward(
     """The gradients of those of query, key, value and bias that are `wanted`."""
     mine = of_keys(exchange, operands)
     whole = example(exchange, lax.optimization_barrier(operands))  # else XLA keeps what the forward gathered
-    parts = engine.backward(implementation, options, whole, result, wanted, dout, dlse, alone=True)
+    parts = engine.backward(plan, whole, result, wanted, dout, dlse, alone=True)
     dtype = accumulator_dtype(operands.query.dtype)
 
     def scattered(name, x):

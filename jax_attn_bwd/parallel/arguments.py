@@ -16,6 +16,8 @@ from jax import lax
 from jax_attn_bwd._core import checks, dropout, numerics, pallas
 from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.mask_arguments import Like, Sizes, plane
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.parallel import layouts
 
@@ -30,7 +32,8 @@ class Exchange:
       axis_name: the mesh axis that holds the sequence.
       size: number of devices along it.
       offsets: device i is to see keys of the devices i - offset.
-      of_keys: "bias" or "mask" where each device holds it for its own keys: it travels with them.
+      of_keys: "bias" or "elements" (of the mask) where each device holds it for its own keys: it travels with
+        them.
     """
 
     axis_name: str
@@ -67,41 +70,31 @@ def prepare(
     if checks.choice(operator, "layout", layout, get_args(SequenceLayout)) != "contiguous":
         positions = query_positions, key_value_positions
         query_positions, key_value_positions = _of_layout(operator, layout, n, device, positions, query, key)
-    # Dense attention checks the part of mask and bias that meets this device's own keys.
-    planes, of_keys, heads = {"bias": bias, "mask": mask}, [], {}
-    for name, x in planes.items():
-        if x is not None:
-            x = checks.floating(operator, name, x) if name == "bias" else checks.boolean_mask(operator, x)
-            T, S = (jnp.shape(y)[-3] if jnp.ndim(y) > 2 else 1 for y in (query, key))
-            x, own = _plane(operator, name, x, T, S, n, device)
-            planes[name], heads[name] = x, x if own else x[..., :S]
-            of_keys += [name] * own
     ids = query_segment_ids, key_value_segment_ids
     if None not in ids and not all(map(numerics.fits_int32, ids)):
         ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
         query_segment_ids, key_value_segment_ids = _narrow(operator, ids, (query, key), axis_name)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         _unreserved(operator, query_segment_ids, key_value_segment_ids)
+    T, S = (jnp.shape(x)[-3] if jnp.ndim(x) > 2 else 1 for x in (query, key))
     options, operands = dot_product.prepare(
-        operator, query, key, value, heads.get("bias"), heads.get("mask"), query_seq_lengths=None,
-        key_value_seq_lengths=None, query_segment_ids=query_segment_ids,
+        operator, query, key, value, None, None, query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, sequence_parts=n, **others,
+        key_value_positions=key_value_positions, counted=(T * n, S * n), **others,
     )  # fmt: skip
-    for name, x in heads.items():  # in the rank that dense attention brings them to
-        short, x = getattr(operands, name), planes[name]
-        operands = operands._replace(**{name: x.reshape(x.shape[x.ndim - short.ndim :])})
+    planes, of_keys = _planes(operator, operands, bias, mask, n, device)
+    operands, told = operands.with_arrays(planes), operands.mask
 
     # Every token is told its index in the whole sequence; lengths become segments that nothing else is in.
-    T, S, batch_rank = operands.query.shape[-3], operands.key.shape[-3], operands.query.ndim - 3
-    rows = token_index(operands.query_positions, T, batch_rank, device)
-    columns = token_index(operands.key_value_positions, S, batch_rank, device)
+    batch_rank = operands.query.ndim - 3
+    rows = token_index(told.query_positions, T, batch_rank, device)
+    columns = token_index(told.key_value_positions, S, batch_rank, device)
     lengths = (
         (query_seq_lengths, T * n, "query_seq_lengths"),
         (key_value_seq_lengths, S * n, "key_value_seq_lengths"),
     )
     ends = [_lengths(operator, x, size, name, operands.query.shape[:-3]) for x, size, name in lengths]
-    segments = operands.query_segment_ids, operands.key_value_segment_ids
+    segments = told.query_segment_ids, told.key_value_segment_ids
     if segments[0] is not None or any(x is not None for x in ends):
         segments = (
             _segments(segments[0], rows, ends[0], HIDDEN_QUERY),
@@ -112,20 +105,35 @@ def prepare(
     if operands.dropout_words is not None:
         offset = _dropout_offset(operator, operands.dropout_offset, rows, columns)
     # Positions travel only where causality, a window or a function reads them.
-    is_banded = options.is_causal or options.window is not None or operands.mod_batch is not None
+    reads_rows = told.is_banded or told.batch_number is not None
     contiguous = query_positions is None and T == S
-    exchange = Exchange(axis_name, n, _offsets(options, n, T, contiguous), tuple(of_keys))
-    return (
-        exchange,
-        options,
-        operands._replace(
-            query_segment_ids=segments[0],
-            key_value_segment_ids=segments[1],
-            query_positions=rows if is_banded else None,
-            key_value_positions=columns if is_banded else None,
-            dropout_offset=offset,
-        ),
+    exchange = Exchange(axis_name, n, _offsets(told, n, T, contiguous), of_keys)
+    mask = operands.mask.replace(
+        query_segment_ids=segments[0],
+        key_value_segment_ids=segments[1],
+        query_positions=rows if reads_rows else None,
+        key_value_positions=columns if reads_rows else None,
     )
+    return exchange, options, operands._replace(mask=mask, dropout_offset=offset)
+
+
+def _planes(
+    operator: str, operands: Operands, bias: Any, mask: Any, n: int, device: jax.Array
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(the bias and the elements of the mask, checked; the names of those that belong to a device's keys)."""
+    batch, T, S, K, G = operands.sizes
+    planes: dict[str, Any] = {
+        "bias": None if bias is None else checks.floating(operator, "bias", bias),
+        "elements": None if mask is None else checks.boolean_mask(operator, mask),
+    }
+    of_keys = []
+    for name, argument in (("bias", "bias"), ("elements", "mask")):
+        if planes[name] is not None:
+            x, own = _plane(operator, argument, planes[name], T, S, n, device)
+            sizes = Sizes(batch, T, S if own else S * n, K * G, G)
+            planes[name] = plane(operator, argument, x, sizes, Like(operands.query, -3, -2))
+            of_keys += [name] * own
+    return planes, tuple(of_keys)
 
 
 def _of_layout(operator: str, layout: str, n: int, device, given, *tokens: Any) -> list[jax.Array]:
@@ -222,10 +230,10 @@ def places(operator: str, start: jax.Array, index: jax.Array) -> jax.Array:
     return start + index.reshape(-1).astype(jnp.uint32)
 
 
-def _offsets(options: Options, n: int, T: int, contiguous: bool) -> tuple[int, ...]:
+def _offsets(mask: Mask, n: int, T: int, contiguous: bool) -> tuple[int, ...]:
     """The devices whose keys may be seen, as `Exchange.offsets`; a narrow band leaves few of them."""
-    if options.window is None or not contiguous or T == 0:
+    if mask.window is None or not contiguous or T == 0:
         return tuple(range(n))
-    left, right = options.window
-    behind, ahead = -(-left // T), 0 if options.is_causal else -(-right // T)
+    left, right = mask.window
+    behind, ahead = -(-left // T), 0 if mask.is_causal else -(-right // T)
     return tuple(range(n)) if behind + ahead + 1 >= n else tuple(range(-ahead, behind + 1))

@@ -8,8 +8,8 @@ their attention, (out_s, lse_s), while they are already on their way to device i
     acc' = acc exp(m - m') + exp(lse_s - m') out_s                                              (3)
     at the end   out = acc / l,   lse = m + log l                                               (4)
 
-the online softmax of `ops/dot_product/forward.py` with a block in the place of a tile; a sink starts a row at
-m = sink, l = 1.
+the online softmax of `ops/dot_product/online_softmax.py` with a block in the place of a tile; a sink starts a
+row at m = sink, l = 1.
 
 Backward. A gradient of dense attention is a sum over pairs of a query and a key, given lse and delta of the
 **whole** row (equations (5) to (11) of `ops/dot_product/backward.py`). So with (out, lse) of (4), each pair
@@ -29,7 +29,7 @@ References:
   Liu et al., Ring attention with blockwise transformers, 2023, arXiv:2310.01889: (1) to (4).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,43 +37,37 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import engine, masking, mod_functions
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.ops.dot_product import online_softmax as online
+from jax_attn_bwd.ops.dot_product.spec import AXES, Operands, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 
 Moving = dict[str, jax.Array]  # what belongs to the keys, by operand
 
 
-class State(NamedTuple):
-    """Running state of every query row."""
-
-    acc: jax.Array  # [..., T, N, Hv]
-    m: jax.Array  # [..., T, N]
-    l: jax.Array  # [..., T, N]
-
-
 def sequence_axis(name: str) -> int:
-    """The axis of the keys in an operand that belongs to them."""
-    return -3 if name in ("key", "value") else -1
+    """The axis of keys in what belongs to them, counted from the end."""
+    letters = AXES.get(name, "s")  # the columns of dropout have one axis
+    return letters.index("s") - len(letters)
 
 
 def of_keys(exchange: Exchange, operands: Operands) -> Moving:
     """The operands that belong to the keys; "column" are their places in the dropout mask."""
-    names = ("key", "value", "key_value_segment_ids", "key_value_positions", *exchange.of_keys)
-    found = {name: getattr(operands, name) for name in names}
+    names = [name for name, letters in AXES.items() if letters[:1] == "s"]  # whatever their sizes
+    found = {name: operands.array(name) for name in (*names, *exchange.of_keys)}
     found["column"] = operands.dropout_offset and operands.dropout_offset.column
     return {name: x for name, x in found.items() if x is not None}
 
 
 def with_keys(operands: Operands, moving: Moving) -> Operands:
     """`operands` with those that `of_keys` gave replaced; no sink, which belongs to whole rows."""
-    given: dict[str, Any] = {"sink": None, **moving}
-    if operands.dropout_offset is not None:
-        given["dropout_offset"] = operands.dropout_offset._replace(column=given.pop("column"))
-    return operands._replace(**given)
+    arrays: dict[str, Any] = {"sink": None, **moving}
+    column, offset = arrays.pop("column", None), operands.dropout_offset
+    operands = operands.with_arrays(arrays)
+    return operands if offset is None else operands._replace(dropout_offset=offset._replace(column=column))
 
 
 def example(exchange: Exchange, operands: Operands) -> Operands:
@@ -81,13 +75,13 @@ def example(exchange: Exchange, operands: Operands) -> Operands:
     return _block_of(exchange, operands, of_keys(exchange, operands), 0)
 
 
-def forward(exchange: Exchange, implementation: str, options: Options, operands: Operands) -> Result:
+def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result:
     """(1) to (4), on operands that all vary over the same axes."""
 
     def fold(state, moving, offset):
         given = _block_of(exchange, operands, moving, offset)
-        compute = lambda state: _merged(state, engine.forward(implementation, options, given))
-        return _if_seen(options, given, compute, lambda state: state, state)
+        compute = lambda state: _merged(state, engine.forward(plan, given))
+        return _if_seen(given, compute, lambda state: state, state)
 
     def step(carry, offset):
         state, moving = carry
@@ -95,17 +89,18 @@ def forward(exchange: Exchange, implementation: str, options: Options, operands:
         return (fold(state, moving, offset), coming), None
 
     offsets = np.asarray(exchange.offsets, np.int32)
-    state = _initial(operands)
+    state = online.initial(operands.query, operands.value.shape[-1], operands.sink, operands)
     moving = _shifted(exchange, of_keys(exchange, operands), exchange.offsets[0])
     if len(offsets) > 1:
         (state, moving), _ = lax.scan(step, (state, moving), offsets[:-1])
-    return _finished(fold(state, moving, offsets[-1]), options, operands)
+    out, lse, low = online.finished(fold(state, moving, offsets[-1]))  # (4)
+    out, out_low = engine.in_two(plan.options, operands, out)
+    return Result(out, lse, low, out_low)
 
 
 def backward(
     exchange: Exchange,
-    implementation: str,
-    options: Options,
+    plan: engine.Plan,
     operands: Operands,
     result: Result,
     wanted: frozenset[str],
@@ -125,12 +120,12 @@ def backward(
         given = _block_of(exchange, operands, moving, offset)
 
         def compute(stay):
-            parts = engine.backward(implementation, options, given, result, wanted, dout, dlse)
+            parts = engine.backward(plan, given, result, wanted, dout, dlse)
             stay = {name: _added(exchange, name, x, getattr(parts, name), offset) for name, x in stay.items()}
             return stay, {name: getattr(parts, name) for name in go}
 
         nothing = lambda stay: (stay, {name: jnp.zeros_like(moving[name]) for name in go})
-        return _if_seen(options, given, compute, nothing, stay)
+        return _if_seen(given, compute, nothing, stay)
 
     def plus(go, parts):
         return {name: x + parts[name].astype(x.dtype) for name, x in go.items()}
@@ -172,11 +167,11 @@ def _block_of(exchange: Exchange, operands: Operands, moving: Moving, offset: An
     given, S = with_keys(operands, moving), moving["key"].shape[-3]
 
     def cut(name):
-        x = getattr(given, name)
+        x = given.array(name)
         columns = None if x is None else _columns(exchange, name, x, S, offset)
         return x if columns is None else take_at(x, columns)
 
-    return given._replace(bias=cut("bias"), mask=cut("mask"))
+    return given.with_arrays({"bias": cut("bias"), "elements": cut("elements")})
 
 
 def _added(exchange: Exchange, operand: str, total: Any, part: Any, offset: Any) -> Any:
@@ -190,46 +185,18 @@ def _added(exchange: Exchange, operand: str, total: Any, part: Any, offset: Any)
     return put_at(total, take_at(total, columns) + part, columns)
 
 
-def _if_seen(options: Options, given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
+def _if_seen(given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
     """`compute(carry)`; `skip(carry)` where positions and segments tell that nothing is seen."""
-    T, S = given.query.shape[-3], given.key.shape[-3]
-    rows = masking.Tokens(T, given.query_positions, given.query_segment_ids)
-    columns = masking.Tokens(S, given.key_value_positions, given.key_value_segment_ids)
+    mask, (batch, T, S, _, G) = given.mask, given.sizes
+    rows = masking.Tokens(T, mask.query_positions, mask.query_segment_ids)
+    columns = masking.Tokens(S, mask.key_value_positions, mask.key_value_segment_ids)
     if 0 in (T, S) or all(x is None for x in (*rows[1:], *columns[1:])):
         return compute(carry)
-    places = mod_functions.places(given, given.query.ndim - 3, given.query.shape[-2] // given.key.shape[-2])
-    some, _ = masking.of_tiles(options, rows, columns, T, S, places)
+    places = mod_functions.places(mask, len(batch), G)
+    some, _ = masking.of_tiles(mask.rules, rows, columns, T, S, places)
     return lax.cond(some.any(), compute, skip, carry)
 
 
-def _initial(operands: Operands) -> State:
-    q, v = operands.query, operands.value
-    dtype = accumulator_dtype(q.dtype)
-    zero = full_like_operands(q[..., :1], (*q.shape[:-1], 1), 0, dtype, operands)
-    acc, row = jnp.broadcast_to(zero, (*q.shape[:-1], v.shape[-1])), zero[..., 0]
-    if operands.sink is None:
-        return State(acc, row - jnp.inf, row)
-    sink = row + to_rank(operands.sink.astype(dtype), row.ndim)
-    m = lax.stop_gradient(sink)
-    return State(acc, m, jnp.where(m == -jnp.inf, 0, jnp.exp(sink - finite(m))))
-
-
-def _merged(state: State, result: Result) -> State:
+def _merged(state: online.State, result: Result) -> online.State:
     """(1) to (3)."""
-    m = lax.stop_gradient(jnp.maximum(state.m, result.lse))
-    shift = finite(m)
-    low = 0 if result.lse_low is None else result.lse_low
-    decay, share = jnp.exp(state.m - shift), jnp.exp((result.lse - shift) + low)
-    acc = state.acc * decay[..., None] + share[..., None] * result.wide_out()
-    return State(acc, m, state.l * decay + share)
-
-
-def _finished(state: State, options: Options, operands: Operands) -> Result:
-    """(4), with what rounding takes from lse."""
-    empty = state.l == 0
-    m, l = finite(state.m), jnp.where(empty, 1, state.l)
-    log_l = jnp.log(l)
-    lse = m + log_l
-    low = lax.stop_gradient((m - lse) + log_l)
-    out, out_low = engine.in_two(options, operands, state.acc / l[..., None])
-    return Result(out, jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low), out_low)
+    return online.merged(state, result.wide_out(), result.lse, result.lse_low)

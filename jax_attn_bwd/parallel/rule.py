@@ -9,10 +9,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, float_leaves, pallas
-from jax_attn_bwd._core.numerics import reduce_to, to_rank
+from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
 from jax_attn_bwd.ops.dot_product import engine
-from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Result
 from jax_attn_bwd.parallel import all_gather, ring
 from jax_attn_bwd.parallel.arguments import Exchange, prepare
 
@@ -24,8 +24,8 @@ def exchanged(operator: str, *, return_residual: bool, implementation: str | Non
     exchange, options, operands = prepare(operator, **arguments)
     return_residual = checks.flag(operator, "return_residual", return_residual)
     example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
-    chosen = engine.choose(operator, implementation, options, example)
-    out, lse = _run((operator, exchange, chosen, options), operands)
+    plan = engine.plan(operator, implementation, options, example)
+    out, lse = _run((operator, exchange, plan), operands)
     return (out, lse) if return_residual else out
 
 
@@ -38,15 +38,15 @@ def _alike(exchange: Exchange, operands: Operands) -> Operands:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: tuple[str, Exchange, str, Options], operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _attention(static: tuple[str, Exchange, engine.Plan], operands: Operands) -> tuple[jax.Array, jax.Array]:
     result = _forward(static, operands)
     return result.out, result.lse
 
 
 def _forward(static, operands) -> Result:
-    operator, exchange, implementation, options = static
+    operator, exchange, plan = static
     alike = _alike(exchange, operands)
-    return tie(_EXCHANGES[operator].forward(exchange, implementation, options, alike), alike)
+    return tie(_EXCHANGES[operator].forward(exchange, plan, alike), alike)
 
 
 def _fwd(static, operands):
@@ -56,7 +56,7 @@ def _fwd(static, operands):
 
 
 def _bwd(static, residuals, cotangents):
-    operator, exchange, implementation, options = static
+    operator, exchange, plan = static
     operands, result, note = residuals
     wanted, result = backend.noted(note, DIFFERENTIABLE), engine.restored(result)
     alike, names = _alike(exchange, operands), wanted - {"sink"}
@@ -64,14 +64,15 @@ def _bwd(static, residuals, cotangents):
     dout, dlse = _of_live_rows(alike, result, jnp.zeros_like(result.out) if dout is None else dout, dlse)
     run, grads = _EXCHANGES[operator].backward, {}
     if names:
-        grads = run(exchange, implementation, options, alike, result, names, dout, dlse)
+        grads = run(exchange, plan, alike, result, names, dout, dlse)
     if "sink" in wanted:
-        grads["sink"] = _gradient_of_sink(alike, result, dout, dlse)
+        delta = engine.delta(plan.options, alike, result, dout, dlse)
+        grads["sink"] = engine.gradient_of_sink(alike.sink, result, delta)  # (7) of `ring.py`
     matched = {
         name: jax.tree.map(match_type, x, float_leaves.floats(getattr(operands, name)))
         for name, x in grads.items()
     }
-    return (Operands(None, None, None)._replace(**matched),)
+    return (operands.cotangents(matched),)
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
@@ -85,13 +86,3 @@ def _of_live_rows(operands, result, dout, dlse):
     dead = (lse == nothing) & (result.out == 0).all(-1)
     dlse = None if dlse is None else jnp.where(lse == -jnp.inf, 0, dlse)
     return jnp.where(dead[..., None], 0, dout), dlse
-
-
-def _gradient_of_sink(operands, result, dout, dlse):
-    """(7) of `ring.py`, `[N]`."""
-    lse, low = result.lse, result.lse_low
-    delta = (dout.astype(lse.dtype) * result.wide_out()).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # nothing seen, and a sink of -inf
-    p = jnp.exp((to_rank(operands.sink.astype(delta.dtype), delta.ndim) - lse) - low)
-    return reduce_to(-(p * delta), operands.sink.shape)

@@ -48,8 +48,9 @@ def attend(
     positions: tuple[Any, Any] = None, None
     # Positions tell the index of a token, and with it who lies beyond a length.
     if query_positions is not None or arguments["layout"] != "contiguous":
-        ids, lengths = (operands.query_segment_ids, operands.key_value_segment_ids), (None, None)
-        positions = operands.query_positions, operands.key_value_positions
+        told = operands.mask
+        ids, lengths = (told.query_segment_ids, told.key_value_segment_ids), (None, None)
+        positions = told.query_positions, told.key_value_positions
     # Dropout and functions count heads from the first of all devices.
     first_head = lax.axis_index(exchange.axis_name) * (N // n)
     offset: Any = operands.dropout_offset
@@ -57,7 +58,7 @@ def attend(
         first = first_head.astype(jnp.uint32)
         row, column = _whole(exchange, offset.row, T), _whole(exchange, offset.column, S)
         offset = (offset.batch, offset.head + first, row, column)
-    functions = options.mask_mod, options.score_mod, operands.mod_args
+    functions = operands.mask.mask_mod, options.score_mod, operands.mod_args
     # Tokens are exchanged for heads, and each device attends to whole sequences.
     heads = [_to_heads(exchange, x) for x in (operands.query, operands.key, operands.value)]
     q, k, v = heads
@@ -68,8 +69,8 @@ def attend(
         planes["bias"],
         planes["mask"],
         scale=options.scale,
-        is_causal=options.is_causal,
-        local_window_size=options.window,
+        is_causal=operands.mask.is_causal,
+        local_window_size=operands.mask.window,
         query_seq_lengths=lengths[0],
         key_value_seq_lengths=lengths[1],
         query_segment_ids=_whole(exchange, ids[0], T),

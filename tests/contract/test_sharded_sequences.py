@@ -87,8 +87,8 @@ IN_TURN = [(case, "all-BxTxN", (AUTO, EXPLICIT)[number % 2]) for number, case in
 def small_tiles(monkeypatch):
     """8 x 8, so that 64 tokens are many tiles, also of one part of 8."""
 
-    def small(cls, options, operands, parts=1):
-        return cls(min(8, operands.query.shape[-3]), 8, str(operands.query.dtype), parts=parts)
+    def small(cls, operands, sizes):
+        return cls(min(8, sizes.T), 8, str(operands.query.dtype), parts=sizes.parts)
 
     jax.clear_caches()  # what was traced with other tiles
     monkeypatch.setattr(Tiling, "default_for", classmethod(small))

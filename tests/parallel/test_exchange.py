@@ -13,8 +13,8 @@ from parallel.sequences import AXIS, KINDS, LAYOUTS, TOKENS, draw, mesh
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd.ops.dot_product import engine, masking
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.masking import Tokens
-from jax_attn_bwd.ops.dot_product.spec import Options
 from jax_attn_bwd.parallel import ring
 
 COLLECTIVE = re.compile(
@@ -124,10 +124,11 @@ def test_tiles_that_each_device_visits(layout, spread):
     n, length, tile = 8, 256, 32
     lay, _ = LAYOUTS[layout]
     parts = lay(np.arange(n * length, dtype=np.int32), n=n, axis=0).reshape(n, length)
-    options = Options(scale=1.0, is_causal=True)
 
     def visited(rows, columns):
-        some, _ = masking.of_tiles(options, Tokens(length, rows), Tokens(length, columns), tile, tile)
+        some, _ = masking.of_tiles(
+            Mask(is_causal=True), Tokens(length, rows), Tokens(length, columns), tile, tile
+        )
         return int(some.sum())
 
     tiles = [sum(visited(parts[i], parts[j]) for j in range(n)) for i in range(n)]

@@ -41,6 +41,7 @@ def imports(path: Path) -> set[str]:
 LAYERS = (
     ("_core/*",),
     (
+        "ops/dot_product/mask",
         "ops/*/spec",
         "ops/*/reference",
         "ops/*/structure",
@@ -64,6 +65,8 @@ LAYERS = (
         "ops/*/batch_axes",
         "ops/*/mod_functions",
         "ops/*/mod_arguments",
+        "ops/dot_product/mask_arguments",
+        "ops/dot_product/plan",
     ),
     (
         "ops/*/masking",
@@ -75,7 +78,15 @@ LAYERS = (
         "ops/*/tables",
     ),
     ("ops/*/fully_masked",),
-    ("ops/*/tile_schedule", "ops/*/tile_operands", "ops/*/logits", "ops/*/row_terms", "ops/*/kernels/*"),
+    (
+        "ops/*/tile_schedule",
+        "ops/*/tile_operands",
+        "ops/*/logits",
+        "ops/*/online_softmax",
+        "ops/*/row_terms",
+        "ops/*/kernels/*",
+    ),
+    ("ops/dot_product/query_sharding",),
     ("ops/*/materialized",),
     ("ops/*/forward",),
     ("ops/*/backward", "ops/*/tangent"),
@@ -97,7 +108,14 @@ LAYERS = (
     ("proof",),
     ("bench/*",),
 )
-DOORS = ("engine", "spec", "fully_masked", "arguments")  # what one operator imports of another
+DOORS = (
+    "engine",
+    "spec",
+    "mask",
+    "mask_arguments",
+    "fully_masked",
+    "arguments",
+)  # what one operator imports of another
 RANKS = [(pattern, rank) for rank, row in enumerate(LAYERS) for pattern in row]
 SIZES = {"kernels": 500, "": 400}  # lines of a file, by folder
 TESTS = ROOT.parent / "tests"

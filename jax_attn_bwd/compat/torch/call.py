@@ -9,8 +9,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd.compat.multi_head import after_dropout, arrays, drops, merged
 from jax_attn_bwd.compat.torch.arguments import NAME, all_masks, all_params, all_sizes, all_static
 from jax_attn_bwd.ops.dot_product.fully_masked import live_and_seen
-from jax_attn_bwd.ops.dot_product.masking import Given
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head.projections import matmul
@@ -189,8 +188,8 @@ def _over_heads(params, inputs, static, options) -> tuple[jax.Array, jax.Array |
 def _without_poison(inputs, static, options) -> list[jax.Array]:
     """The inputs, 0 where a query sees nothing or nothing sees a key: NaN there must not reach a kernel."""
     T, S = inputs[0].shape[1], (inputs[1].shape[1] if static[0] is None else static[0].shape[2])
-    attention = Options(scale=1.0, is_causal=options["is_causal"])
-    live, seen = live_and_seen(attention, Given(options["mask"], options["bias"]), T, S, 1, 1)
+    mask = Mask(options["is_causal"], elements=options["mask"])
+    live, seen = live_and_seen(mask, options["bias"], T, S, 1, 1)
     live = None if live is None or options["add_zero_attn"] else live.any((1, 2))
     seen = None if seen is None else seen.any(1)
     rows = (live, seen, seen)

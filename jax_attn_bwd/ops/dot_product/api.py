@@ -14,12 +14,12 @@ from jax_attn_bwd._core.types import Array, Implementation, Integers
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
+from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionGrads,
     DotProductAttentionKeywords,
     Operands,
-    Options,
     Result,
 )
 
@@ -195,8 +195,7 @@ def dot_product_attention(
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
-    chosen = engine.choose(_NAME, implementation, options, operands)
-    out, lse = _run((options, chosen), operands)
+    out, lse = _run(engine.plan(_NAME, implementation, options, operands), operands)
     return (out, lse) if return_residual else out
 
 
@@ -298,33 +297,29 @@ def dot_product_attention_bwd(
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
-    chosen = engine.choose(name, implementation, options, operands)
-    grads = engine.backward(chosen, options, operands, Result(out, lse, None), wanted, dout, dlse)
+    plan = engine.plan(name, implementation, options, operands)
+    grads = engine.backward(plan, operands, Result(out, lse, None), wanted, dout, dlse)
     return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(mod_args), grads.mod_args))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: tuple[Options, str], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    options, implementation = static
-    result = engine.forward(implementation, options, operands)
+def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    result = engine.implementation(plan).forward(plan, operands)
     return result.out, result.lse
 
 
-def _fwd(static, operands):
-    options, implementation = static
+def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    kept = engine.kept(engine.forward(implementation, options, operands), wanted)
+    kept = engine.kept(engine.implementation(plan).forward(plan, operands), wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 
-def _bwd(static, residuals, cotangents):
-    options, implementation = static
+def _bwd(plan, residuals, cotangents):
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     operands, result, note = residuals
     wanted = backend.noted(note, DIFFERENTIABLE)
-    result = engine.restored(result)
-    grads = engine.backward(implementation, options, operands, result, wanted, dout, dlse, alone=True)
-    return (Operands(None, None, None)._replace(**grads._asdict()),)
+    grads = engine.backward(plan, operands, engine.restored(result), wanted, dout, dlse, alone=True)
+    return (operands.cotangents(grads._asdict()),)
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

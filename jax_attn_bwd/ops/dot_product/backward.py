@@ -36,7 +36,7 @@ References:
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,26 +52,28 @@ from jax_attn_bwd.ops.dot_product import (
     layout,
     materialized,
     mod_functions,
+    query_sharding,
     row_terms,
     tile_schedule,
 )
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
-from jax_attn_bwd.ops.dot_product.tile_operands import Working, bias_tile, positions, tile, working
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result
+from jax_attn_bwd.ops.dot_product.tile_operands import TileOperands, tile, tile_operands
 
 
+@partial(jax.jit, static_argnums=0)
 def backward(
-    options: Options, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+    plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
-    tiling = Tiling.default_for(options, residuals.operands)
-    return _backward(options, tiling, residuals, dout, dlse)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, tiling, residuals, dout, dlse):
-    return matched(gradients(options, tiling, residuals, dout, dlse), residuals.operands)
+    given = residuals.operands
+    residuals = residuals._replace(operands=query_sharding.with_whole_keys(given))
+    if plan.pieces is None:
+        grads = _gradients(plan, residuals, dout, dlse)
+    else:
+        grads = query_sharding.gradients(plan, _gradients, residuals, dout, dlse)
+    return matched(grads, given)
 
 
 def matched(grads: dict[str, Any], operands: Operands) -> DotProductAttentionGrads:
@@ -82,65 +84,81 @@ def matched(grads: dict[str, Any], operands: Operands) -> DotProductAttentionGra
     )
 
 
-def gradients(
-    options: Options, tiling: Tiling, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
-) -> dict[str, Any]:
-    """What `backward` gives, in the accumulator's dtype and of these queries alone."""
-    operands, wanted = residuals.operands, residuals.wanted
-    dtype = accumulator_dtype(operands.query.dtype)
-    shared = wanted.names - batch_slices.sliced(operands)
+def _gradients(plan: Plan, residuals: Residuals, dout: Any, dlse: Any) -> dict[str, Any]:
+    """What these queries add to the gradients, by name, in the accumulator's dtype."""
+    operands, wanted, rows = residuals.operands, residuals.wanted, (residuals.result, dout, dlse)
+    if plan.tiling.batch_slices == 1:
+        return _of_slice(plan, wanted, operands, *rows)
+    shared = wanted.names - operands.along_batch()
 
     def of_slice(operands, rows):
-        grads = _of_slice(options, tiling, wanted, operands, *rows)
+        grads = _of_slice(plan, wanted, operands, *rows)
         return [{n: grads[n] for n in names} for names in (wanted.names - shared, shared)]
 
-    rows = (residuals.result, dout, dlse)
+    dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
     zeros = {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in shared}
-    grads, sums = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, rows, zeros)
+    grads, sums = batch_slices.over_slices(of_slice, plan.tiling.batch_slices, operands, rows, zeros)
     return grads | sums
 
 
-def _of_slice(options, tiling, wanted, operands, result, dout, dlse):
-    """The gradients named in `wanted`, in the accumulator's dtype."""
-    N, K = operands.query.shape[-2], operands.key.shape[-2]
+def _of_slice(plan: Plan, wanted: Any, operands: Operands, result: Result, dout: Any, dlse: Any) -> Any:
+    """The gradients named in `wanted`, of one slice of the batch."""
+    options, groups = plan.options, operands.sizes[-1]
     dout = jnp.zeros_like(result.out) if dout is None else dout
-    heads, groups = layout.split_heads(dout, N // K), N // K
-    names = wanted.names - {"sink"}
-    if tiling.is_materialized and wanted.alone:
+    heads, names = layout.split_heads(dout, groups), wanted.names - {"sink"}
+    if plan.tiling.is_materialized and wanted.alone:
         if dlse is not None:
             dlse = layout.split_rows(row_terms.finite_rows(options, operands, result.lse, dlse), groups)
         grads, delta = materialized.backward_alone(options, wanted.names, operands, heads, dlse)
     else:
         delta = layout.split_rows(row_terms.delta(options, operands, result, dout, dlse), groups)
-        form = materialized.backward if tiling.is_materialized else partial(_tile_by_tile, tiling)
-        grads = form(options, names, operands, result, heads, delta) if names else {}
+        run = (
+            partial(materialized.backward, options) if plan.tiling.is_materialized else partial(_tiled, plan)
+        )
+        grads = run(names, operands, result, heads, delta) if names else {}
     if "sink" in wanted.names:
         grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
     return grads
 
 
-def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
-    """As `materialized.backward`."""
-    w = working(options, operands, tiling)
-    G = w.q.shape[-3]
-    T, S = operands.query.shape[-3], operands.key.shape[-3]
-    lse, low = finite(result.lse), result.lse_low
-    low = jnp.zeros_like(lse) if low is None else low
-    rows = (*(layout.split_rows(x, G) for x in (lse, low)), delta)
+class _Saved(NamedTuple):
+    """What the step of every tile reads."""
+
+    operands: TileOperands
+    dout: jax.Array  # [..., K, G, T, Hv]
+    lse: jax.Array  # [..., K, G, T]
+    lse_low: jax.Array
+    delta: jax.Array
+
+
+def _tiled(plan: Plan, wanted: Any, operands: Operands, result: Result, dout: Any, delta: Any) -> Any:
+    """What `materialized.backward` gives, tile by tile."""
+    w, block_q = tile_operands(plan, operands), plan.tiling.block_q
+    groups = w.q.shape[-3]
+    lse = finite(result.lse)
+    low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
     if w.live is not None:
         dout, delta = jnp.where(w.live[..., None], dout, 0), jnp.where(w.live, delta, 0)
-    dout = layout.pad(dout, -2, tiling.block_q)
-    saved = (w, dout, *(layout.pad(x, -1, tiling.block_q) for x in rows))
-    step = partial(_step, options, tiling, saved)
+    rows = (*(layout.split_rows(x, groups) for x in (lse, low)), delta)
+    saved = _Saved(w, layout.pad(dout, -2, block_q), *(layout.pad(x, -1, block_q) for x in rows))
     sums = _zeros(wanted, saved, accumulator_dtype(operands.query.dtype))
-    sums = tile_schedule.scan_tiles(step, sums, options, w.conditions, tiling)
+    visits = tile_schedule.visits(w.mask, plan.tiling)
+    if visits.i.shape[0] != 0:
+        body, tiles = tile_schedule.loop(partial(_step, plan, saved, visits.mixed), visits)
+        sums, _ = lax.scan(body, sums, tiles)
+    return _in_shapes_of(operands, w, sums)
 
+
+def _in_shapes_of(operands: Operands, w: TileOperands, sums: dict[str, Any]) -> dict[str, Any]:
+    """The sums over the tiles without padding, those of what broadcasts reduced to its shape."""
+    _, T, S, _, groups = operands.sizes
     lengths = {"query": T, "key": S, "value": S}
     grads = {name: sums[name][..., :length, :, :] for name, length in lengths.items() if name in sums}
     if "bias" in sums:
         bias = operands.bias
-        *_, t, s = layout.plane(bias, w.q.ndim - 4, G).shape
+        assert bias is not None  # its gradient is asked for
+        *_, t, s = layout.plane(bias, w.q.ndim - 4, groups).shape
         *batch, k, g, _, _ = sums["bias"].shape
         dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
         grads["bias"] = reduce_to(dbias, bias.shape)
@@ -150,17 +168,17 @@ def _tile_by_tile(tiling, options, wanted, operands, result, dout, delta):
     return grads
 
 
-def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Array]:
+def _zeros(wanted: frozenset[str], saved: "_Saved", dtype: Any) -> dict[str, jax.Array]:
     """What the tiles are summed into, by operand.
 
-    Of query, key and value in the caller's layout: these are their gradients then, and no copy is made.
+    Those of query, key and value have the caller's layout: they are the gradients then, and no copy is made.
     """
-    w: Working = saved[0]
+    w = saved.operands
     *batch, K, G, _, _ = w.q.shape
     operands = layout.merge_heads(w.q), jnp.swapaxes(w.k, -2, -3), jnp.swapaxes(w.v, -2, -3)
     like = {name: (x, x.shape) for name, x in zip(("query", "key", "value"), operands, strict=True)}
-    if w.bias is not None:
-        shape = w.bias.shape
+    if w.mask.bias is not None:
+        shape = w.mask.bias.shape
         if 1 in shape[-2:]:  # small: leave the sum over the batch, maybe a collective, to the end
             shape = (*batch, *shape[-4:])
         like["bias"] = (w.q, shape)
@@ -170,55 +188,53 @@ def _zeros(wanted: frozenset[str], saved: Any, dtype: Any) -> dict[str, jax.Arra
         if name in wanted
     }
     if "mod_args" in wanted:
-        assert w.conditions.places is not None  # differentiated with a function
-        lead = (*batch, K, G) if mod_functions.may_lie_apart(w.conditions.places, w.q) else ()
+        assert w.mask.places is not None  # differentiated with a function
+        lead = (*batch, K, G) if mod_functions.may_lie_apart(w.mask.places, w.q) else ()
 
         def zero(x):  # apart: the sum over batch and heads, maybe a collective, is left to the end
             like = w.q[..., :1, :1].sum((-2, -1)).reshape(*lead, *(1 for _ in x.shape)) if lead else x
             return full_like_operands(like, (*lead, *x.shape), 0, dtype, saved)
 
-        zeros["mod_args"] = jax.tree.map(zero, float_leaves.floats(w.conditions.places.args))
+        zeros["mod_args"] = jax.tree.map(zero, float_leaves.floats(w.mask.places.args))
     return zeros
 
 
-def _step(options, tiling, saved, sums, i, j, mixed, live):
+def _step(plan, saved, mixed, sums, visit):
     """Adds the share of tile (i, j) to every sum."""
-    q, k = (i, tiling.block_q), (j, tiling.block_k)
+    i, j, live = visit
+    q, k = (i, plan.tiling.block_q), (j, plan.tiling.block_k)
     blocks = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
     old = {name: take_at(x, blocks[name]) if name in blocks else x for name, x in sums.items()}
-    share = partial(_share, options, tiling, saved, mixed=mixed)
-
-    def add(old):
-        return jax.tree.map(jnp.add, old, jax.checkpoint(share, prevent_cse=False)(old, i, j))
-
+    share = jax.checkpoint(partial(_share, plan, saved, mixed=mixed), prevent_cse=False)
+    add = lambda old: jax.tree.map(jnp.add, old, share(old, i, j))
     new = add(old) if live is None else lax.cond(live, add, lambda old: old, old)
     return {
         name: put_at(x, new[name], blocks[name]) if name in blocks else new[name] for name, x in sums.items()
-    }
+    }, None
 
 
-def _share(options, tiling, saved, old, i, j, *, mixed):
+def _share(plan, saved, old, i, j, *, mixed):
     """What tile (i, j) gives to each of the sums named in `old`."""
-    w, dout, lse, low, delta = saved
-    matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
-    q, k, v, visible = tile(options, tiling, w, i, j, mixed)
-    dout = take_at(dout, {-2: (i, tiling.block_q)}).astype(tiling.product_dtype)
-    lse, low, delta = (take_at(x, {-1: (i, tiling.block_q)}) for x in (lse, low, delta))
+    options, tiling, w = plan.options, plan.tiling, saved.operands
+    matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=saved.lse.dtype)
+    q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
+    dout = take_at(saved.dout, {-2: (i, tiling.block_q)}).astype(tiling.product_dtype)
+    lse, low, delta = (take_at(x, {-1: (i, tiling.block_q)}) for x in saved[2:])
 
+    # The probabilities again, from logits formed as in the forward and the row's lse.
     logits = scaled_product(options, q, k, lse.dtype, transposed=True)  # (1)
     logits, tanh = soft_capped(options, logits)
-    bias = bias_tile(w, i, j, tiling)
     if bias is not None:
         logits = logits + _transposed(bias).astype(logits.dtype)
-    before, places, at = logits, w.conditions.places, None
-    if options.score_mod is not None:
-        at = mod_functions.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
-        at = jax.tree.map(_transposed, at)
-        logits = mod_functions.scored(options, logits, at, places.args)
-    if visible is not None:
-        logits = jnp.where(_transposed(visible), logits, -jnp.inf)
+    before = logits
+    if places is not None:
+        places = jax.tree.map(_transposed, places)
+        logits = mod_functions.scored(options, logits, places, w.mask.places.args)
+    if seen is not None:
+        logits = jnp.where(_transposed(seen), logits, -jnp.inf)
     p = jnp.exp((logits - lse[..., None, :, :]) - low[..., None, :, :])  # (2)
 
+    # Through the product with the values, and back to the logits.
     z = 1
     if w.counters is not None:
         z = _transposed(dropping.of_tile(options, tiling, w.counters, i, j, p.dtype))
@@ -230,22 +246,19 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
         return share
     dp = z * matmul("...sh,...gth->...sgt", v, dout)  # (6)
     dlogits = p * (dp - delta[..., None, :, :])  # (8)
-    if options.score_mod is not None:  # (8a)
-        to_args = "mod_args" in old
-        if to_args and mod_functions.may_lie_apart(places, w.q):
-            dlogits, dargs = mod_functions.pulled_back_apart(
-                options, before, at, places.args, dlogits, groups=-2
-            )
-        else:
-            dlogits, dargs = mod_functions.pulled_back(options, before, at, places.args, dlogits, to_args)
-        if to_args:
-            share["mod_args"] = dargs
+
+    # Through the score, the bias and the soft cap, in the reverse order of the forward.
+    if places is not None:
+        dlogits, dargs = _through_score(options, w, before, places, dlogits, "mod_args" in old)  # (8a)
+        share |= {} if dargs is None else {"mod_args": dargs}
     elif "mod_args" in old:
         share["mod_args"] = jax.tree.map(jnp.zeros_like, old["mod_args"])
     if "bias" in old:
         share["bias"] = reduce_to(jnp.moveaxis(dlogits, -3, -1), old["bias"].shape)
     if tanh is not None:
         dlogits = dlogits * (1 - tanh * tanh)  # (10)
+
+    # Back to queries and keys.
     dx = dlogits.astype(q.dtype)
     if "query" in old:
         dq = options.scale * matmul("...sh,...sgt->...hgt", k, dx)  # (11)
@@ -254,6 +267,14 @@ def _share(options, tiling, saved, old, i, j, *, mixed):
         dk = options.scale * matmul("...sgt,...gth->...sh", dx, q)  # (11)
         share["key"] = jnp.swapaxes(dk, -2, -3)
     return share
+
+
+def _through_score(options, w, logits, places, dlogits, to_args):
+    """(8a): the cotangents of what the score was handed, and of what it reads."""
+    args = w.mask.places.args
+    if to_args and mod_functions.may_lie_apart(w.mask.places, w.q):
+        return mod_functions.pulled_back_apart(options, logits, places, args, dlogits, groups=-2)
+    return mod_functions.pulled_back(options, logits, places, args, dlogits, to_args)
 
 
 def _transposed(tile: jax.Array) -> jax.Array:

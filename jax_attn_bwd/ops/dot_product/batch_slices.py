@@ -1,4 +1,4 @@
-"""A batch worked through slice after slice: what one slice computes stays in the cache."""
+"""A batch computed slice after slice: what one slice computes stays in the cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,34 +7,6 @@ from jax_attn_bwd._core import split
 from jax_attn_bwd._core.dropout import Offset
 from jax_attn_bwd._core.split import Pieces, Place
 from jax_attn_bwd.ops.dot_product.spec import Operands
-
-_OWN_AXES = {  # how many axes come after those of the batch
-    "query": 3,
-    "key": 3,
-    "value": 3,
-    "bias": 3,
-    "mask": 3,
-    "query_seq_lengths": 0,
-    "key_value_seq_lengths": 0,
-    "query_segment_ids": 1,
-    "key_value_segment_ids": 1,
-    "query_positions": 1,
-    "key_value_positions": 1,
-    "mod_batch": 0,
-}
-
-
-def sliced(operands: Operands) -> frozenset[str]:
-    """The operands that have the first batch axis; all slices share the others."""
-    batch_axes = operands.query.ndim - 3
-    if batch_axes == 0:
-        return frozenset()
-    return frozenset(
-        name
-        for name, own in _OWN_AXES.items()
-        for x in [getattr(operands, name)]
-        if x is not None and x.ndim == batch_axes + own and x.shape[0] != 1
-    )
 
 
 def over_slices(
@@ -45,16 +17,14 @@ def over_slices(
     Args:
       fn: computes it of some of the batch.
       count: number of slices; divides the first batch axis.
-      operands: of the call.
+      operands: those of the call.
       rows: further arrays with all batch axes, sliced likewise.
       sums: zeros that the shares of the slices are added to.
 
     Returns:
       `(results, sums)`: the slices' results, which have all batch axes, put together; and the sums.
     """
-    if count == 1:
-        return fn(operands, rows)
-    axes: dict[str, Any] = dict.fromkeys(sliced(operands), 0)
+    axes = operands.axes(dict.fromkeys(operands.along_batch(), 0))
     if operands.dropout_words is not None:
         offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
         operands = operands._replace(dropout_offset=offset)

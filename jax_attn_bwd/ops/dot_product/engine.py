@@ -19,11 +19,11 @@ What follows holds for every implementation, and for each pair of a forward with
   There its gradient is that of the whole row.
 * Gradients have the dtype of their operands: sums over many blocks in a narrow dtype round once a block.
 * Memory is linear in T and S but for `probabilities`, `through_values`, `where_seen` and `gradients`, which
-  are the same equations on whole planes, for those who ask for the probabilities themselves.
+  are the same equations on a `plane`, for those who ask for the probabilities themselves.
 * All are differentiable, to any order and in either mode: a kernel's derivatives are the portable path's.
 * The operands are checked, int32 where they are integers, and sharded alike: `arguments.prepare` does it.
 
-Heads in working layout are `[..., K, G, T, H]`: `split_heads` and `merge_heads` go there and back.
+Heads in the layout of tiles are `[..., K, G, T, H]`: `split_heads` and `merge_heads` go there and back.
 """
 
 from collections.abc import Iterable
@@ -34,11 +34,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn_bwd._core import backend
-from jax_attn_bwd.ops.dot_product import query_sharding
+from jax_attn_bwd.ops.dot_product import backward as portable_backward
+from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.dropping import of_columns as dropout_factors
 from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
-from jax_attn_bwd.ops.dot_product.materialized import gradients, probabilities, through_values, where_seen
-from jax_attn_bwd.ops.dot_product.row_terms import gradient_of_sink, in_two
+from jax_attn_bwd.ops.dot_product.materialized import (
+    gradients,
+    plane,
+    probabilities,
+    through_values,
+    where_seen,
+)
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.plan import plan as planned
+from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, in_two
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -48,7 +57,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
     Wanted,
 )
 
-_PORTABLE = backend.Implementation("xla", query_sharding.forward, query_sharding.backward)
+_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("hopper",)),
@@ -56,19 +65,25 @@ IMPLEMENTATIONS = (
 )
 
 
-def choose(operator: str, implementation: str | None, options: Options, operands: Operands) -> str:
-    """The name of the implementation that runs this block: that asked for, or with None the best that can.
+def plan(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
+    """How this block is computed: by the implementation asked for, or with None by the best that can.
 
     Raises:
       ValueError: there is no such implementation.
       NotImplementedError: it cannot run this block; the message begins with `operator` and says why.
     """
-    return backend.select(operator, IMPLEMENTATIONS, implementation, options, operands).name
+    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
+    return planned(chosen.name, options, operands)
 
 
-def forward(implementation: str, options: Options, operands: Operands) -> Result:
+def implementation(plan: Plan) -> backend.Implementation:
+    """What runs the plan: `forward(plan, operands)` and `backward(plan, residuals, dout, dlse)`."""
+    return backend.named(IMPLEMENTATIONS, plan.implementation)
+
+
+def forward(plan: Plan, operands: Operands) -> Result:
     """Attention to the keys of the block, with its row values."""
-    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    return implementation(plan).forward(plan, operands)
 
 
 def kept(result: Result, wanted: Iterable[str]) -> Result:
@@ -90,8 +105,7 @@ def restored(result: Result) -> Result:
 
 
 def backward(
-    implementation: str,
-    options: Options,
+    plan: Plan,
     operands: Operands,
     result: Result,
     wanted: Iterable[str],
@@ -103,26 +117,31 @@ def backward(
     """What the block adds to the gradients of those operands that are `wanted`.
 
     Args:
-      result: of all keys that the queries attend to.
+      result: that of all keys that the queries attend to.
       dout, dlse: cotangents of `result.out` and `result.lse`; None = 0.
       alone: these are all the keys that the queries attend to. Small planes are faster for knowing it.
     """
     residuals = Residuals(operands, result, Wanted(frozenset(wanted), alone))
-    return backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dlse)
+    return implementation(plan).backward(plan, residuals, dout, dlse)
 
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Plan",
     "backward",
-    "choose",
+    "delta",
     "dropout_factors",
     "forward",
     "gradient_of_sink",
     "gradients",
+    "implementation",
     "in_two",
     "kept",
     "merge_heads",
     "merge_rows",
+    "plan",
+    "plane",
+    "planned",
     "probabilities",
     "restored",
     "split_heads",

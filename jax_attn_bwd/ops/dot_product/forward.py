@@ -20,14 +20,15 @@ References:
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
-from jax_attn_bwd._core.sharding import full_like_operands, tie
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.pallas import opaque
+from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import (
     batch_slices,
@@ -35,107 +36,85 @@ from jax_attn_bwd.ops.dot_product import (
     layout,
     materialized,
     mod_functions,
+    query_sharding,
     row_terms,
     tile_schedule,
 )
+from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
-from jax_attn_bwd.ops.dot_product.tile_operands import Working, bias_tile, positions, tile, working
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.online_softmax import State
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import Operands, Result
+from jax_attn_bwd.ops.dot_product.tile_operands import TileOperands, tile, tile_operands
 
 
-class State(NamedTuple):
-    """Running state of every query row."""
-
-    acc: jax.Array  # [..., K, G, T, Hv]
-    m: jax.Array  # [..., K, G, T]
-    l: jax.Array  # [..., K, G, T]
-
-
-def forward(options: Options, operands: Operands) -> Result:
+# Opaque as a kernel is: a policy that saves products would save those of every tile, T x S numbers.
+@opaque
+@partial(jax.jit, static_argnums=0)
+def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
-    return tiled(options, Tiling.default_for(options, operands), operands)
+    run = materialized.forward if plan.tiling.is_materialized else _tiled
+    if plan.tiling.batch_slices > 1:
+        run = partial(_sliced, run)
+    if plan.pieces is not None:
+        run = partial(query_sharding.forward, run=run)
+    return tie(run(plan, query_sharding.with_whole_keys(operands)), operands)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def tiled(options: Options, tiling: Tiling, operands: Operands) -> Result:
-    """`forward` cut as `tiling` says."""
-    form = materialized.forward if tiling.is_materialized else _of_slice
-    of_slice = lambda operands, _: (form(options, tiling, operands), ())
-    result, _ = batch_slices.over_slices(of_slice, tiling.batch_slices, operands, (), ())
-    return tie(result, operands)
+def _sliced(run: Any, plan: Plan, operands: Operands) -> Result:
+    """What `run` gives, of one slice of the batch after the other."""
+    of_slice = lambda operands, _: (run(plan, operands), ())
+    return batch_slices.over_slices(of_slice, plan.tiling.batch_slices, operands, (), ())[0]
 
 
-def _of_slice(options, tiling, operands):
-    w = working(options, operands, tiling)
-    step = partial(_step, options, tiling, w)
-    state = tile_schedule.scan_tiles(step, _initial(w, operands), options, w.conditions, tiling)
-
+def _tiled(plan: Plan, operands: Operands) -> Result:
+    w = tile_operands(plan, operands)
+    visits = tile_schedule.visits(w.mask, plan.tiling)
+    state = online.initial(w.q, w.v.shape[-1], _sink_of_rows(operands, w), operands)
+    if visits.i.shape[0] != 0:
+        body, tiles = tile_schedule.loop(partial(_step, plan, w, visits.mixed), visits)
+        state, _ = lax.scan(body, state, tiles)
     T = operands.query.shape[-3]
-    m, l, empty = state.m, state.l, None
-    if w.live is not None or not isinstance(T, int) or T % tiling.block_q:
-        empty = l == 0
-        m, l = finite(m), jnp.where(empty, 1, l)
-    log_l = jnp.log(l)
-    lse = m + log_l
-    lse_low = lax.stop_gradient((m - lse) + log_l)
-    if empty is not None:
-        lse, lse_low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, lse_low)
-    out = layout.merge_heads(state.acc / l[..., None])[..., :T, :, :]
-    out, out_low = row_terms.in_two(options, operands, out)
-    lse, lse_low = (layout.merge_rows(x)[..., :T, :] for x in (lse, lse_low))
-    return Result(out, lse, lse_low, out_low)
+    may_be_empty = w.live is not None or not isinstance(T, int) or T % plan.tiling.block_q != 0
+    out, lse, low = online.finished(state, may_be_empty)
+    out, out_low = row_terms.in_two(plan.options, operands, layout.merge_heads(out)[..., :T, :, :])
+    lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
+    return Result(out, lse, low, out_low)
 
 
-def _initial(w: Working, operands: Operands) -> State:
-    dtype = accumulator_dtype(w.q.dtype)
-    *lead, H = w.q.shape
-    row = full_like_operands(w.q, (*lead, 1), 0, dtype, operands)
-    acc = jnp.broadcast_to(row, (*lead, w.v.shape[-1]))
+def _sink_of_rows(operands: Operands, w: TileOperands) -> jax.Array | None:
+    """The sink of each row, broadcast to `[..., K, G, T]`."""
     if operands.sink is None:
-        return State(acc, row[..., 0] - jnp.inf, row[..., 0])
-    sink = to_rank(operands.sink.astype(dtype).reshape(*w.q.shape[-4:-2], 1), row.ndim - 1)
-    sink = sink + row[..., 0]
-    m = lax.stop_gradient(sink)
-    return State(acc, m, jnp.where(m == -jnp.inf, 0, jnp.exp(sink - finite(m))))
+        return None
+    return operands.sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
 
 
-def _step(options, tiling, w, state, i, j, mixed, live):
+def _step(plan, w, mixed, state, visit):
     """Folds key tile j into the rows of query tile i."""
-    q = (i, tiling.block_q)
+    i, j, live = visit
+    q = (i, plan.tiling.block_q)
     blocks = State(acc={-2: q}, m={-1: q}, l={-1: q})
     rows = State(*map(take_at, state, blocks))
-    update = jax.checkpoint(partial(_update, options, tiling, w, mixed=mixed), prevent_cse=False)
+    update = jax.checkpoint(partial(_update, plan, w, mixed=mixed), prevent_cse=False)
     skip = lambda rows, i, j: rows
     rows = update(rows, i, j) if live is None else lax.cond(live, update, skip, rows, i, j)
-    return State(*map(put_at, state, rows, blocks))
+    return State(*map(put_at, state, rows, blocks)), None
 
 
-def _update(options, tiling, w, rows, i, j, *, mixed):
-    q, k, v, visible = tile(options, tiling, w, i, j, mixed)
-    logits = scaled_product(options, q, k, rows.l.dtype)
-    logits, _ = soft_capped(options, logits)
-    bias = bias_tile(w, i, j, tiling)
+def _update(plan, w, rows, i, j, *, mixed):
+    options = plan.options
+    q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
+    logits, _ = soft_capped(options, scaled_product(options, q, k, rows.l.dtype))
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
-    if options.score_mod is not None:
-        places = w.conditions.places
-        at = mod_functions.Tile(places.batch, places.head, *positions(tiling, w, i, j), visible)
-        logits = mod_functions.scored(options, logits, at, places.args)
-    if visible is not None:
-        logits = jnp.where(visible, logits, -jnp.inf)
-    m = lax.stop_gradient(jnp.maximum(rows.m, logits.max(-1)))
-    shift = finite(m)
-    decay = jnp.exp(rows.m - shift)
-    p = jnp.exp(logits - shift[..., None])
+    if places is not None:
+        logits = mod_functions.scored(options, logits, places, w.mask.places.args)
+    if seen is not None:
+        logits = jnp.where(seen, logits, -jnp.inf)
+    m, decay, p = online.weights(rows.m, logits)
     l = rows.l * decay + p.sum(-1)
     if w.counters is not None:
-        p = p * dropping.of_tile(options, tiling, w.counters, i, j, p.dtype)
-    pv = jnp.einsum(
-        "...gts,...sh->...gth",
-        p.astype(v.dtype),
-        v,
-        precision=options.precision,
-        preferred_element_type=p.dtype,
-    )
+        p = p * dropping.of_tile(options, plan.tiling, w.counters, i, j, p.dtype)
+    product = {"precision": options.precision, "preferred_element_type": p.dtype}
+    pv = jnp.einsum("...gts,...sh->...gth", p.astype(v.dtype), v, **product)
     return State(rows.acc * decay[..., None] + pv, m, l)

@@ -1,6 +1,6 @@
-"""Which queries see a key, and which keys a query sees: what `masking.py` says, by row and by column.
+"""Which queries see nothing, and which keys nothing sees: a `Mask` read by row and by column.
 
-NaN in a row that nothing looks at must reach nothing, so both are exact. They take memory linear in T and S.
+NaN in such a row must reach nothing, so both answers are exact. They take memory linear in T and S.
 """
 
 import math
@@ -16,76 +16,78 @@ from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import masking, mod_functions
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count, of_blocks
 
 BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
 
 
-def live_and_seen(
-    options: Options, given: Any, T: Any, S: Any, batch_rank: int, groups: int
-) -> tuple[Any, Any]:
+def live_and_seen(mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups: int) -> tuple[Any, Any]:
     """(which queries see a key, `[..., K|1, G|1, T]`; which keys a query sees, `[..., K|1, S]`); None = all.
 
-    Exact, and in memory linear in T and S: block after block of queries is held against all keys, unless
-    causality, windows and lengths alone decide; with a `mask_mod`, tile after tile of those that are neither
-    empty nor full. `given` has the fields of `Given`.
+    Both are exact, and in memory linear in T and S: block after block of queries is held against all keys,
+    unless causality, windows and lengths alone decide; with a `mask_mod`, tile after tile of those that are
+    neither empty nor full.
     """
-    if _tell_by_index(options, given) or 0 in (T, S):
-        live, seen = _by_index(options, given, T, S, batch_rank)
+    if tells_by_index(mask, bias) or 0 in (T, S):
+        live, seen = _by_index(mask, T, S, batch_rank)
         return _unless_all(live), _unless_all(seen)
-    if _tells_by_diagonal(options, given, T, S) and T == S:
+    if _tells_by_diagonal(mask, bias, T, S) and T == S:
         return None, None
-    plane: Any = partial(masking.of_plane, options, given, T, S, batch_rank, groups)
+    plane: Any = partial(masking.of_plane, mask, bias, T, S, batch_rank, groups)
     sees = jax.eval_shape(plane)
     if sees is None:
         return None, None
     batch = math.prod(sees.shape[:-2])
     if all(isinstance(n, int) for n in (batch, T, S)) and batch * T * S > BLOCK_ELEMENTS:
-        if options.mask_mod is not None:
-            return _tile_after_tile(options, given, T, S, batch_rank, groups)
+        if mask.mask_mod is not None:
+            return _tile_after_tile(mask, bias, T, S, batch_rank, groups)
         block = max(1, BLOCK_ELEMENTS // (batch * S))
-        return _block_after_block(options, given, T, S, batch_rank, groups, block)
+        return _block_after_block(mask, bias, T, S, batch_rank, groups, block)
     return _reduced(plane(), T, S)
 
 
-def every_query_sees(options: Options, given: Any) -> bool:
-    """Whether shapes alone tell that each query sees a key; `given` is the `Operands`."""
-    batch = given.query.shape[:-3]
-    T, S = given.query.shape[-3], given.key.shape[-3]
+def live_and_seen_of(operands: Operands) -> tuple[Any, Any]:
+    """`live_and_seen` of a call."""
+    batch, T, S, _, G = operands.sizes
+    return live_and_seen(operands.mask, operands.bias, T, S, len(batch), G)
+
+
+def every_query_sees(options: Options, operands: Operands) -> bool:
+    """Whether shapes alone tell that each query sees a key."""
+    batch, T, S, _, _ = operands.sizes
+    mask, bias = operands.mask, operands.bias
     if options.score_mod is not None:  # which may give -inf
         return False
-    if _tells_by_diagonal(options, given, T, S):
+    if _tells_by_diagonal(mask, bias, T, S):
         return T <= S
-    if not _tell_by_index(options, given):
+    if not tells_by_index(mask, bias):
         return False
-    live, _ = _by_index(options, given, T, S, len(batch))
+    live, _ = _by_index(mask, T, S, len(batch))
     return isinstance(live, np.ndarray) and bool(live.all())
 
 
-def _tell_by_index(options: Options, given: Any) -> bool:
+def tells_by_index(mask: Mask, bias: Any) -> bool:
     """Whether who sees whom is a matter of indices and lengths alone."""
-    banded = options.is_causal or options.window is not None
-    positions = given.query_positions is not None or given.key_value_positions is not None
-    others = (given.mask, given.bias, given.query_segment_ids, options.mask_mod)
-    return all(x is None for x in others) and not (banded and positions)
+    others = bias is not None or mask.has("elements", "query_segment_ids", "mask_mod")
+    return not others and not (mask.is_banded and mask.has_positions)
 
 
-def _tells_by_diagonal(options: Options, given: Any, T: Any, S: Any) -> bool:
+def _tells_by_diagonal(mask: Mask, bias: Any, T: Any, S: Any) -> bool:
     """Whether with a `mask_mod` each query certainly sees the key of its own index, if there is one."""
-    if options.mask_mod is None or not (isinstance(T, int) and isinstance(S, int)):
+    if mask.mask_mod is None or bias is not None or not (isinstance(T, int) and isinstance(S, int)):
         return False
-    planes = given.mask, given.bias, masking._origin(given)
-    queries = given.query_segment_ids, given.query_seq_lengths, given.query_positions
-    keys = given.key_value_seq_lengths, given.key_value_positions
-    return all(x is None for x in (*planes, *queries, *keys)) and mod_functions.sees_diagonal(options, given)
+    if mask.has_positions or mask.has("elements", "query_origin", "query_segment_ids"):
+        return False
+    return not mask.has("query_seq_lengths", "key_value_seq_lengths") and mod_functions.sees_diagonal(mask)
 
 
-def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
+def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
     """A query sees an interval of the keys, and a key is seen by one of the queries: is it empty?"""
     far = 2**30
-    left, right = options.window or (far, far)
-    left, right = min(left, far), 0 if options.is_causal else min(right, far)
+    left, right = mask.window or (far, far)
+    left, right = min(left, far), 0 if mask.is_causal else min(right, far)
 
     def meets(n, others, before, after, end, other_end, first=0, other_first=0):
         """Whether each of n finds one of the others in [index - before, index + after]."""
@@ -103,8 +105,8 @@ def _by_index(options: Options, given: Any, T: Any, S: Any, batch_rank: int) -> 
             found = to_rank(found, end.ndim) & (to_rank(index, end.ndim) < end)
         return to_rank(found, batch_rank + 1)
 
-    q_end, k_end = given.query_seq_lengths, given.key_value_seq_lengths
-    first = 0 if masking._origin(given) is None else masking._origin(given)
+    q_end, k_end = mask.query_seq_lengths, mask.key_value_seq_lengths
+    first = 0 if mask.query_origin is None else mask.query_origin
     live = meets(T, S, left, right, q_end, k_end, first=first)
     seen = meets(S, T, right, left, k_end, q_end, other_first=first)
     return live[..., None, None, :], seen[..., None, :]
@@ -115,13 +117,13 @@ def _unless_all(x: Any) -> jax.Array | None:
     return None if isinstance(x, np.ndarray) and x.all() else jnp.asarray(x)
 
 
-def _block_after_block(options, given, T, S, batch_rank, groups, block) -> tuple[jax.Array, jax.Array]:
+def _block_after_block(mask, bias, T, S, batch_rank, groups, block) -> tuple[jax.Array, jax.Array]:
     """`live_and_seen`, `block` queries at a time."""
     tiling, origin = Tiling(block, S, "float32"), np.int32(0)
-    found = masking.conditions(given, T, S, batch_rank, groups, block)
+    found = masking.tile_mask(mask, bias, T, S, batch_rank, groups, block)
 
     def held(i):
-        return _reduced(masking.of_tile(options, found, i, origin, True, tiling, batch_rank + 4), block, S)
+        return _reduced(masking.of_tile(found, i, origin, True, tiling, batch_rank + 4), block, S)
 
     def step(seen, i):
         live, more = held(i)
@@ -133,28 +135,30 @@ def _block_after_block(options, given, T, S, batch_rank, groups, block) -> tuple
     return live.reshape(*live.shape[:-2], -1)[..., :T], seen
 
 
-def _tile_after_tile(options, given, T, S, batch_rank, groups) -> tuple[jax.Array, jax.Array]:
+def _tile_after_tile(mask, bias, T, S, batch_rank, groups) -> tuple[jax.Array, jax.Array]:
     """`live_and_seen`: tiles that bounds call empty are passed over, and full ones not looked into."""
-    block_q, block_k = of_blocks(options.mask_mod, min(T, 256), min(S, 512))
+    block_q, block_k = of_blocks(mask.mask_mod, min(T, 256), min(S, 512))
     tiling, rank = Tiling(block_q, block_k, "float32"), batch_rank + 4
-    found = masking.conditions(given, T, S, batch_rank, groups, block_q, block_k)
-    some, every, final = masking.known_tiles(options, found, block_q, block_k)
+    found = masking.tile_mask(mask, bias, T, S, batch_rank, groups, block_q, block_k)
+    some, every, final = masking.known_tiles(found, block_q, block_k)
     pairs: Any = np.argwhere(some).astype(np.int32)
     if not final:
-        lives, fulls = masking.of_tiles(options, found.rows, found.columns, block_q, block_k, found.places)
+        lives, fulls = masking.of_tiles(
+            found.rules, found.rows, found.columns, block_q, block_k, found.places
+        )
         batch = tuple(range(lives.ndim - 2))
         some, every = lives.any(batch), fulls.all(batch)
-    if not all(x is None for x in (found.mask, found.bias, found.rows.valid_length)):
+    if not all(x is None for x in (found.elements, found.bias, found.rows.valid_length)):
         every = every & False
     empty_mixed_full = some.astype(np.int32) + (some & every).astype(np.int32)
 
     def held(i, j):
-        return _reduced(masking.of_tile(options, found, i, j, True, tiling, rank), block_q, block_k)
+        return _reduced(masking.of_tile(found, i, j, True, tiling, rank), block_q, block_k)
 
     first = held(np.int32(0), np.int32(0))
     sizes = (count(T, block_q) * block_q, count(S, block_k) * block_k)
     none = tuple(
-        full_like_operands(x, (*x.shape[:-1], n), False, bool, given)
+        full_like_operands(x, (*x.shape[:-1], n), False, bool, (mask, bias))
         for x, n in zip(first, sizes, strict=True)
     )
 

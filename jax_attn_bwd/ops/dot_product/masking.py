@@ -1,14 +1,8 @@
-"""Who sees whom: the conditions of dense attention, by element, by tile, and by row and key.
+"""Reads a `Mask`: which elements of a tile or of the plane are seen, and what bounds tell of each tile.
 
-A query t sees a key s if every condition that is given holds:
-
-    mask_ts,   bias_ts > -inf,   t < its length,   s < its length,   segment_t = segment_s,
-    -right <= position_t - position_s <= left,   position_s <= position_t (causal),
-    mask_mod(batch, head, position_t, position_s, *mod_args)
-
-This module alone reads the conditions; kernels visit the tiles that it names. A further condition goes into
-`_elements`, and into `of_tiles` if ranges of tokens tell something of it; `fully_masked._tell_by_index` says
-whether rows and keys have a closed form under it.
+This module and `fully_masked.py` alone read the conditions; kernels visit the tiles that it names. A further
+condition goes into `mask.AXES`, into `_elements`, and into `of_tiles` if ranges of tokens tell something
+of it; `fully_masked.tells_by_index` says whether rows and keys have a closed form under it.
 """
 
 from typing import Any, NamedTuple
@@ -21,25 +15,8 @@ from jax_attn_bwd._core import masks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.slicing import take_at
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
-
-
-class Given(NamedTuple):
-    """The arguments that conditions are read from; `Operands` has the same fields."""
-
-    mask: Any = None  # broadcasts to [..., N, T, S]
-    bias: Any = None
-    query_seq_lengths: Any = None  # [...]
-    key_value_seq_lengths: Any = None
-    query_segment_ids: Any = None  # [..., T]
-    key_value_segment_ids: Any = None  # [..., S]
-    query_positions: Any = None
-    key_value_positions: Any = None
-    mod_args: Any = None  # any
-    mod_batch: Any = None  # [...]
-    mod_heads: Any = None  # [N]
-    query_origin: Any = None  # index of the first query; None = 0
 
 
 class Tokens(NamedTuple):
@@ -52,20 +29,21 @@ class Tokens(NamedTuple):
     origin: Any = None  # index of the first one; None = 0
 
 
-class Conditions(NamedTuple):
-    """What decides who sees whom, axes padded to whole tiles; None = not given."""
+class TileMask(NamedTuple):
+    """A mask in the layout of tiles, axes padded to whole tiles; None = not given."""
 
+    rules: Mask  # the static conditions
     rows: Tokens
     columns: Tokens
-    mask: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
+    elements: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
     bias: jax.Array | None  # likewise
-    places: mod_functions.Places | None = None  # with a function of them
+    places: mod_functions.Places | None = None  # what functions read beside row and column
 
 
-def conditions(
-    given: Any, T: Any, S: Any, batch_rank: int, groups: int, block_q: int = 1, block_k: int = 1
-) -> Conditions:
-    """The conditions of T queries and S keys; `given` has the fields of `Given`."""
+def tile_mask(
+    mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups: int, block_q: int = 1, block_k: int = 1
+) -> TileMask:
+    """The mask of T queries and S keys, and the bias, in the layout of tiles of that size."""
 
     def plane(x):
         if x is None:
@@ -78,20 +56,16 @@ def conditions(
         position, segment = (None if x is None else layout.extend(x, block) for x in (position, segment))
         return Tokens(length, position, segment, valid_length, origin)
 
-    queries = given.query_positions, given.query_segment_ids, given.query_seq_lengths
-    keys = given.key_value_positions, given.key_value_segment_ids, given.key_value_seq_lengths
-    return Conditions(
-        tokens(T, block_q, *queries, _origin(given)),
+    queries = mask.query_positions, mask.query_segment_ids, mask.query_seq_lengths
+    keys = mask.key_value_positions, mask.key_value_segment_ids, mask.key_value_seq_lengths
+    return TileMask(
+        mask.rules,
+        tokens(T, block_q, *queries, mask.query_origin),
         tokens(S, block_k, *keys),
-        plane(given.mask),
-        plane(given.bias),
-        mod_functions.places(given, batch_rank, groups),
+        plane(mask.elements),
+        plane(bias),
+        mod_functions.places(mask, batch_rank, groups),
     )
-
-
-def _origin(given: Any) -> Any:
-    """Of the queries; only the operands of dense attention may be a part of a call's."""
-    return getattr(given, "query_origin", None)
 
 
 class _Laid(NamedTuple):
@@ -126,7 +100,7 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
 
 
 def positions(
-    given: Conditions, i: Any, j: Any, blocks: tuple[Any, Any], rank: int
+    given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank: int
 ) -> tuple[jax.Array, jax.Array]:
     """(rows, columns) of tile (i, j) as functions are handed them; those of padding are the last ones.
 
@@ -142,49 +116,52 @@ def positions(
     return found[0], found[1]
 
 
-def _elements(options: Options, mask: Any, bias: Any, row: _Laid | None, column: _Laid | None) -> Any:
+def _elements(rules: Mask, mask: Any, bias: Any, row: _Laid | None, column: _Laid | None) -> Any:
     """The conjunction of all conditions; None if all is seen. `row` and `column` are None in a full tile."""
     terms = [mask, None if bias is None else bias != -jnp.inf]
     if row is not None and column is not None:
-        terms.append(masks.in_band(row.position, column.position, options.is_causal, options.window))
+        terms.append(masks.in_band(row.position, column.position, rules.is_causal, rules.window))
         terms += [row.valid, column.valid]
         if row.segment is not None:
             terms.append(row.segment == column.segment)
     return masks.conjunction(*terms)
 
 
-def of_tile(
-    options: Options, given: Conditions, i: Any, j: Any, mixed: bool, tiling: Tiling, rank: int
-) -> jax.Array | None:
+def of_tile(given: TileMask, i: Any, j: Any, mixed: bool, tiling: Tiling, rank: int) -> jax.Array | None:
     """Which elements of tile (i, j) are seen, `[..., K|1, G|1, rows, columns]` of `rank` axes; None if all.
 
     Unless the tile is `mixed`, tokens see one another, and masks and biases alone decide.
     """
     blocks = {-2: (i, tiling.block_q), -1: (j, tiling.block_k)}
-    mask, bias = (None if x is None else take_at(x, blocks) for x in (given.mask, given.bias))
+    mask, bias = (None if x is None else take_at(x, blocks) for x in (given.elements, given.bias))
     row = column = None
     if mixed:
         row = _lay(given.rows, i, tiling.block_q, -2, rank)
         column = _lay(given.columns, j, tiling.block_k, -1, rank)
         at = positions(given, i, j, (tiling.block_q, tiling.block_k), rank)
-        mask = masks.conjunction(mask, mod_functions.seen(options, given.places, *at))
-    return _elements(options, mask, bias, row, column)
+        mask = masks.conjunction(mask, mod_functions.seen(given.rules.mask_mod, given.places, *at))
+    return _elements(given.rules, mask, bias, row, column)
 
 
-def of_plane(options: Options, given: Any, T: Any, S: Any, batch_rank: int, groups: int) -> jax.Array | None:
+def of_plane(mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups: int) -> jax.Array | None:
     """Which elements of the whole plane are seen, `[..., K|1, G|1, T|1, S|1]`; None if all are.
 
-    For those who hold arrays of that size anyway.
+    It is for those who hold arrays of that size anyway.
     """
-    found = conditions(given, T, S, batch_rank, groups)
-    rank = batch_rank + 4
-    row, column = _lay(found.rows, None, T, -2, rank), _lay(found.columns, None, S, -1, rank)
-    by_function = mod_functions.seen(options, found.places, *positions(found, None, None, (T, S), rank))
-    return _elements(options, masks.conjunction(found.mask, by_function), found.bias, row, column)
+    return of_whole(tile_mask(mask, bias, T, S, batch_rank, groups), batch_rank)
+
+
+def of_whole(given: TileMask, batch_rank: int) -> jax.Array | None:
+    """`of_plane` of a mask in the layout of tiles that is not padded."""
+    T, S, rank = given.rows.length, given.columns.length, batch_rank + 4
+    row, column = _lay(given.rows, None, T, -2, rank), _lay(given.columns, None, S, -1, rank)
+    at = positions(given, None, None, (T, S), rank)
+    by_function = mod_functions.seen(given.rules.mask_mod, given.places, *at)
+    return _elements(given.rules, masks.conjunction(given.elements, by_function), given.bias, row, column)
 
 
 def of_tiles(
-    options: Options, rows: Tokens, columns: Tokens, block_q: int, block_k: int, places: Any = None
+    rules: Mask, rows: Tokens, columns: Tokens, block_q: int, block_k: int, places: Any = None
 ) -> tuple[Any, Any]:
     """(some, every) element of each tile is seen, `[..., query tiles, key tiles]`, for all that tokens tell.
 
@@ -203,12 +180,12 @@ def of_tiles(
         return to_rank(pair[0], rank), to_rank(pair[1], rank)
 
     row, column, row_range, column_range = to(row), to(column), to(row_range), to(column_range)
-    some, every = masks.tile_in_band(row, column, options.is_causal, options.window)
+    some, every = masks.tile_in_band(row, column, rules.is_causal, rules.window)
     grid = [count(tokens.length, block) for tokens, block in ((rows, block_q), (columns, block_k))]
     ones = (np if all(isinstance(n, int) for n in grid) else jnp).ones((*(1,) * (rank - 2), *grid), bool)
     some, every, told = some & ones, every & ones, None
-    if options.mask_mod is not None and places is not None:
-        told = mod_functions.of_tiles(options.mask_mod, places, row, column)
+    if rules.mask_mod is not None and places is not None:
+        told = mod_functions.of_tiles(rules.mask_mod, places, row, column)
     if rows.valid_length is not None:
         some = some & (row_range[0] < to_rank(rows.valid_length[..., None, None], rank))
     if columns.valid_length is not None:
@@ -225,20 +202,18 @@ def of_tiles(
     return some, every & some
 
 
-def known_tiles(
-    options: Options, given: Conditions, block_q: int, block_k: int
-) -> tuple[np.ndarray, np.ndarray, bool]:
+def known_tiles(given: TileMask, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray, bool]:
     """(some, every) of `of_tiles` as far as shapes tell, `[query tiles, key tiles]`; whether that is all."""
-    rows, columns = given.rows, given.columns
+    rules, rows, columns = given.rules, given.rows, given.columns
     T, S = rows.length, columns.length
-    some, every = of_tiles(options, Tokens(T), Tokens(S), block_q, block_k)
+    some, every = of_tiles(rules, Tokens(T), Tokens(S), block_q, block_k)
     final = all(x is None for tokens in (rows, columns) for x in tokens[1:])
     by_index = all(x is None for x in (rows.position, rows.origin, columns.position))
     if not by_index:
         some = np.ones_like(some)
-        every = np.full_like(every, not (options.is_causal or options.window is not None))
-    if options.mask_mod is not None and given.places is not None:
-        told = mod_functions.known_tiles(options.mask_mod, given.places, (T, S), (block_q, block_k), by_index)
+        every = np.full_like(every, not rules.is_banded)
+    if rules.mask_mod is not None and given.places is not None:
+        told = mod_functions.known_tiles(rules.mask_mod, given.places, (T, S), (block_q, block_k), by_index)
         some, every, final = some & told.some, every & told.every, final and told.final
     return some, every & some, final
 

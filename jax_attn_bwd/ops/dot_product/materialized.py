@@ -1,4 +1,4 @@
-"""Dense attention on whole T x S planes: where they are small, and where their arrays are asked for.
+"""Dense attention on materialized T x S planes: where they are small, and where their arrays are asked for.
 
 A plane that fits a cache is computed as the formula is written, with no loop: it compiles faster than a walk
 over tiles, fuses with what stands around it, and where forward and backward are one program XLA computes the
@@ -6,6 +6,8 @@ logits once for both. Equation numbers are those of `backward.py`.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -14,69 +16,85 @@ from jax import lax
 
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
-from jax_attn_bwd._core.sharding import einsum, unsharded
+from jax_attn_bwd._core.sharding import einsum
 from jax_attn_bwd.ops.dot_product import dropping, layout, masking, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.logits import soft_capped
+from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.query_sharding import with_whole_keys
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Result
 from jax_attn_bwd.ops.dot_product.tile_operands import unpoisoned
-from jax_attn_bwd.ops.dot_product.tiling import Tiling, product_dtype
+from jax_attn_bwd.ops.dot_product.tiling import product_dtype
 
 
-class _Plane(NamedTuple):
+@dataclass(eq=False)
+class Plane:
     """The factors of the products; queries that see nothing, and keys that nothing sees, are 0."""
 
+    options: Options
+    operands: Operands
     q: jax.Array  # [..., K, G, T, H]
     k: jax.Array  # [..., K, S, H]
     v: jax.Array  # [..., K, S, Hv]
-    sees: jax.Array | None  # [..., K|1, G|1, T|1, S|1]; None = all
+    seen: jax.Array | None  # [..., K|1, G|1, T|1, S|1]; None = all
     live: jax.Array | None  # [..., K|1, G|1, T], queries that see something; None = all
     bias: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
-    places: mod_functions.Places | None  # with a function of them
-    at: mod_functions.Tile | None  # with `score_mod`
+    places: mod_functions.Tile | None  # where the elements stand, with a `score_mod`
+
+    @cached_property
+    def z(self) -> jax.Array | None:
+        """The dropout factors `[..., K, G, T, S]`, drawn when first asked for; None = no dropout."""
+        return dropping.of_columns(self.options, self.operands)
+
+    @property
+    def dtype(self) -> Any:
+        """The accumulator's."""
+        return accumulator_dtype(self.operands.query.dtype)
+
+    @property
+    def product(self) -> dict[str, Any]:
+        """How products are taken."""
+        return {"precision": self.options.precision, "preferred_element_type": self.dtype}
+
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """`x` times the dropout factors."""
+        return x if self.z is None else self.z * x
 
 
-def _plane(options: Options, operands: Operands) -> _Plane:
-    keys: Any = {name: unsharded(getattr(operands, name), -3) for name in ("key", "value")}
-    operands = operands._replace(**keys)
-    (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
+def plane(options: Options, operands: Operands) -> Plane:
+    """The operands brought into the layout of a plane, once for all that is computed of it."""
+    operands = with_whole_keys(operands)
+    batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
     q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))
-    sees = masking.of_plane(options, operands, T, S, len(batch), N // K)
-    bias = None if operands.bias is None else layout.plane(operands.bias, len(batch), N // K)
-    places, at = mod_functions.places(operands, len(batch), N // K), None
+    given, places = masking.tile_mask(operands.mask, operands.bias, T, S, len(batch), G), None
+    seen = masking.of_whole(given, len(batch))
     if options.score_mod is not None:
-        found = masking.conditions(operands, T, S, len(batch), N // K)
-        rows_and_columns = masking.positions(found, None, None, (T, S), len(batch) + 4)
-        assert places is not None  # prepared with the function
-        at = mod_functions.Tile(places.batch, places.head, *rows_and_columns, sees)
-    return _Plane(q, k, v, sees, live, bias, places, at)
+        assert given.places is not None  # prepared with the function
+        at = masking.positions(given, None, None, (T, S), len(batch) + 4)
+        places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
+    return Plane(options, operands, q, k, v, seen, live, given.bias, places)
 
 
-def _before_score(options: Options, plane: _Plane, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
-    q, in_q = plane.q, plane.q.dtype == dtype  # wide factors: see `logits.scaled_product`
-    q = q * options.scale if in_q else q
-    logits = einsum("...kgth,...ksh->...kgts", q, plane.k, **_product(options, dtype))
-    logits, tanh = soft_capped(options, logits if in_q else options.scale * logits)
-    if plane.bias is not None:
-        logits = logits + plane.bias.astype(dtype)
-    return logits, tanh
-
-
-def _logits(options: Options, plane: _Plane, dtype: Any) -> jax.Array:
+def _logits(plane: Plane) -> jax.Array:
     """(1): `[..., K, G, T, S]`, -inf where unseen."""
-    logits, _ = _before_score(options, plane, dtype)
-    if plane.at is not None and plane.places is not None:
-        logits = mod_functions.scored(options, logits, plane.at, plane.places.args)
-    return logits if plane.sees is None else jnp.where(plane.sees, logits, -jnp.inf)
+    logits, _ = _before_score(plane)
+    if plane.places is not None:
+        logits = mod_functions.scored(plane.options, logits, plane.places, plane.operands.mod_args or ())
+    return logits if plane.seen is None else jnp.where(plane.seen, logits, -jnp.inf)
 
 
-def _product(options: Options, dtype: Any) -> dict[str, Any]:
-    return {"precision": options.precision, "preferred_element_type": dtype}
+def _before_score(plane: Plane) -> tuple[jax.Array, jax.Array | None]:
+    """(c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
+    options, q, in_q = plane.options, plane.q, plane.q.dtype == plane.dtype  # see `logits.scaled_product`
+    q = q * options.scale if in_q else q
+    logits = einsum("...kgth,...ksh->...kgts", q, plane.k, **plane.product)
+    logits, tanh = soft_capped(options, logits if in_q else options.scale * logits)
+    return logits if plane.bias is None else logits + plane.bias.astype(plane.dtype), tanh
 
 
 class _Rows(NamedTuple):
-    """The softmax of the block's own keys, and the sink, `[..., K, G, T|1, S|1]`."""
+    """The softmax over the plane's own keys, and the sink, `[..., K, G, T|1, S|1]`."""
 
     e: jax.Array  # exp(logits - m)
     m: jax.Array  # greatest logit; 0 of a row that sees nothing
@@ -84,12 +102,13 @@ class _Rows(NamedTuple):
     empty: jax.Array | None  # rows that attend to nothing; None = there are none
 
 
-def _softmax(operands: Operands, plane: _Plane, logits: jax.Array) -> _Rows:
+def _softmax(plane: Plane) -> _Rows:
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum.
+    logits = _logits(plane)
     m, sink = logits.max(-1, keepdims=True), None
-    if operands.sink is not None:
-        sink = operands.sink.astype(m.dtype).reshape(*plane.q.shape[-4:-2], 1, 1)
+    if plane.operands.sink is not None:
+        sink = plane.operands.sink.astype(m.dtype).reshape(*plane.q.shape[-4:-2], 1, 1)
         sink = to_rank(sink, m.ndim)
         m = jnp.maximum(m, sink)
     m = lax.stop_gradient(m if plane.live is None else finite(m))
@@ -102,20 +121,17 @@ def _softmax(operands: Operands, plane: _Plane, logits: jax.Array) -> _Rows:
     return _Rows(e, m, jnp.where(l == 0, 1, l), l == 0)
 
 
-def forward(options: Options, tiling: Tiling, operands: Operands) -> Result:
+def forward(plan: Plan, operands: Operands) -> Result:
     """Attention over all keys, with its row values."""
-    plane, dtype = _plane(options, operands), accumulator_dtype(operands.query.dtype)
-    e, m, l, empty = _softmax(operands, plane, _logits(options, plane, dtype))
-    log_l = jnp.log(l)
-    lse = m + log_l
-    low = lax.stop_gradient((m - lse) + log_l)
+    whole = plane(plan.options, operands)
+    e, m, l, empty = _softmax(whole)
+    lse, low = log_sum(m, l)
     if empty is not None:
         lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
-    z = dropping.of_columns(options, operands)
-    e = (e if z is None else z * e).astype(plane.v.dtype)
-    out = einsum("...kgts,...ksh->...kgth", e, plane.v, **_product(options, dtype)) / l
+    e = whole.dropped(e).astype(whole.v.dtype)
+    out = einsum("...kgts,...ksh->...kgth", e, whole.v, **whole.product) / l
     lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))
-    out, out_low = row_terms.in_two(options, operands, layout.merge_heads(out))
+    out, out_low = row_terms.in_two(plan.options, operands, layout.merge_heads(out))
     return Result(out, lse, low, out_low)
 
 
@@ -129,18 +145,19 @@ def backward(
 ) -> dict[str, Any]:
     """(5), (8), (10), (11): the gradients of query, key, value and bias that are `wanted`.
 
-    In the accumulator's dtype, as everything here.
+    They have the accumulator's dtype, as everything here.
 
     Args:
-      result: of all keys that the queries attend to.
+      result: that of all keys that the queries attend to.
       dout: `[..., K, G, T, Hv]`, cotangent of the output.
       delta: `[..., K, G, T]` of (7).
     """
-    dout, live = _from_live_rows(options, operands, dout)
-    delta = delta if live is None else jnp.where(live, delta, 0)
-    dp = through_values(options, operands, dout) if set(wanted) - {"value"} else None
-    p = probabilities(options, operands, result)
-    return _gradients(options, operands, wanted, p, dout, dp, delta[..., None])
+    whole = plane(options, operands)
+    dout = _in_live_rows(whole, dout)
+    delta = delta if whole.live is None else jnp.where(whole.live, delta, 0)
+    dp = through_values(whole, dout) if set(wanted) - {"value"} else None
+    p = probabilities(whole, result)
+    return _gradients(whole, wanted, p, dout, dp, delta[..., None])
 
 
 def backward_alone(
@@ -148,64 +165,53 @@ def backward_alone(
 ) -> tuple[dict[str, Any], jax.Array | None]:
     """(what `backward` gives, delta) where the queries attend to no other keys; delta is None if not formed.
 
-    Then the softmax is formed as in the forward, and delta as sum_s p_ts dp_ts: of the forward nothing else
-    is needed.
+    Then the softmax is formed as in the forward, and delta as sum_s p_ts dp_ts: nothing else is needed of the
+    forward.
     """
-    dout, _ = _from_live_rows(options, operands, dout)
-    p, delta = probabilities(options, operands, None), None
-    if not set(wanted) <= {"value"}:
-        dp = through_values(options, operands, dout)
-        delta = (p * dp).sum(-1)
-        delta = delta if dlse is None else delta - dlse
-        return _gradients(options, operands, wanted, p, dout, dp, delta[..., None]), delta
-    return _gradients(options, operands, wanted, p, dout, None, None), None
+    whole = plane(options, operands)
+    dout = _in_live_rows(whole, dout)
+    p, delta = probabilities(whole, None), None
+    if set(wanted) <= {"value"}:
+        return _gradients(whole, wanted, p, dout, None, None), None
+    dp = through_values(whole, dout)
+    delta = (p * dp).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    return _gradients(whole, wanted, p, dout, dp, delta[..., None]), delta
 
 
-def _from_live_rows(options: Options, operands: Operands, dout: jax.Array) -> tuple[jax.Array, Any]:
-    """(dout, 0 in rows that see nothing, where it may be anything; those that see something, None = all)."""
-    live = _plane(options, operands).live
-    if live is None:
-        return dout, None
-    return jnp.where(live[..., None], dout, 0), live
+def _in_live_rows(plane: Plane, dout: jax.Array) -> jax.Array:
+    """dout, 0 in rows that see nothing, where it may be anything."""
+    return dout if plane.live is None else jnp.where(plane.live[..., None], dout, 0)
 
 
 def _gradients(
-    options: Options,
-    operands: Operands,
-    wanted: Iterable[str],
-    p: jax.Array,
-    dout: jax.Array,
-    dp: Any,
-    delta: Any,
+    plane: Plane, wanted: Iterable[str], p: jax.Array, dout: jax.Array, dp: Any, delta: Any
 ) -> dict[str, Any]:
-    """For no more than "value", `dp` and `delta` may be None."""
-    plane, dtype = _plane(options, operands), p.dtype
-    product = _product(options, dtype)
+    """The gradients that are `wanted`; for no more than "value", `dp` and `delta` may be None."""
+    options, operands, product = plane.options, plane.operands, plane.product
 
     def over_queries(x, y):  # [..., S, K, H]; in that order at once XLA:CPU would write column by column
         return jnp.swapaxes(einsum("...kgts,...kgth->...ksh", x, y, **product), -2, -3)
 
     grads: dict[str, Any] = {}
     if "value" in wanted:
-        z = dropping.of_columns(options, operands)
-        zp = (p if z is None else z * p).astype(plane.v.dtype)
+        zp = plane.dropped(p).astype(plane.v.dtype)
         grads["value"] = over_queries(zp, dout.astype(zp.dtype))  # (5)
     if not set(wanted) - {"value"}:
         return grads
     dlogits = p * (dp - delta)  # (8)
     before, tanh = None, None
-    if options.logits_soft_cap is not None or plane.at is not None:
-        before, tanh = _before_score(options, plane, dtype)
-    if plane.at is not None and before is not None:  # (8a)
-        assert plane.places is not None  # with the function
-        to_args, args = "mod_args" in wanted, plane.places.args
-        dlogits, dargs = mod_functions.pulled_back(options, before, plane.at, args, dlogits, to_args)
+    if options.logits_soft_cap is not None or plane.places is not None:
+        before, tanh = _before_score(plane)
+    if plane.places is not None and before is not None:  # (8a)
+        args, to_args = operands.mod_args or (), "mod_args" in wanted
+        dlogits, dargs = mod_functions.pulled_back(options, before, plane.places, args, dlogits, to_args)
         if to_args:
             grads["mod_args"] = dargs
     elif "mod_args" in wanted:
         grads["mod_args"] = jax.tree.map(jnp.zeros_like, float_leaves.floats(operands.mod_args))
     if plane.bias is not None and "bias" in wanted:
-        assert operands.bias is not None  # of the plane
+        assert operands.bias is not None  # the plane's
         grads["bias"] = reduce_to(dlogits, plane.bias.shape).reshape(operands.bias.shape)
     if tanh is not None:
         dlogits = dlogits * (1 - tanh * tanh)  # (10)
@@ -218,48 +224,37 @@ def _gradients(
     return grads
 
 
-def probabilities(options: Options, operands: Operands, result: Result | None) -> jax.Array:
+def probabilities(plane: Plane, result: Result | None) -> jax.Array:
     """(2): `[..., K, G, T, S]` before dropout, by the row values of all keys that a query attends to.
 
     None = these are all.
     """
-    plane, dtype = _plane(options, operands), accumulator_dtype(operands.query.dtype)
-    logits = _logits(options, plane, dtype)
     if result is None:
-        rows = _softmax(operands, plane, logits)
+        rows = _softmax(plane)
         return rows.e / rows.l
     groups = plane.q.shape[-3]
     lse = layout.split_rows(result.lse, groups)[..., None]
-    p = logits - (lse if plane.live is None else finite(lse))
+    p = _logits(plane) - (lse if plane.live is None else finite(lse))
     if result.lse_low is not None:
         p = p - layout.split_rows(result.lse_low, groups)[..., None]
     return jnp.exp(p)
 
 
-def where_seen(options: Options, operands: Operands, plane: jax.Array) -> jax.Array:
-    """`plane [..., K, G, T, S]`, 0 where a query does not see a key."""
-    sees = _plane(options, operands).sees
-    return plane if sees is None else jnp.where(sees, plane, 0)
+def where_seen(plane: Plane, x: jax.Array) -> jax.Array:
+    """`x [..., K, G, T, S]`, 0 where a query does not see a key."""
+    return x if plane.seen is None else jnp.where(plane.seen, x, 0)
 
 
-def through_values(options: Options, operands: Operands, dout: jax.Array) -> jax.Array:
+def through_values(plane: Plane, dout: jax.Array) -> jax.Array:
     """(6): what the output's cotangent `[..., K, G, T, Hv]` gives to that of the probabilities."""
-    v, z = _plane(options, operands).v, dropping.of_columns(options, operands)
-    dtype = accumulator_dtype(operands.query.dtype)
-    dp = einsum("...kgth,...ksh->...kgts", dout.astype(v.dtype), v, **_product(options, dtype))
-    return dp if z is None else z * dp
+    v = plane.v
+    return plane.dropped(einsum("...kgth,...ksh->...kgts", dout.astype(v.dtype), v, **plane.product))
 
 
 def gradients(
-    options: Options,
-    operands: Operands,
-    wanted: Iterable[str],
-    p: jax.Array,
-    dout: jax.Array,
-    dp: jax.Array,
-    delta: jax.Array,
+    plane: Plane, wanted: Iterable[str], p: jax.Array, dout: jax.Array, dp: jax.Array, delta: jax.Array
 ) -> DotProductAttentionGrads:
-    """(5), (8), (10), (11): those of query, key, value and bias that are `wanted`.
+    """(5), (8), (10), (11): the gradients of query, key, value and bias that are `wanted`.
 
     Args:
       p: `[..., K, G, T, S]`, the probabilities.
@@ -267,6 +262,4 @@ def gradients(
       dp: `[..., K, G, T, S]`, cotangent of the probabilities.
       delta: `[..., K, G, T, 1]`, what the rows' products p dp sum to, over all keys of the row.
     """
-    p = p.astype(accumulator_dtype(operands.query.dtype))
-    found = _gradients(options, operands, wanted, p, dout, dp, delta)
-    return DotProductAttentionGrads(**found)
+    return DotProductAttentionGrads(**_gradients(plane, wanted, p.astype(plane.dtype), dout, dp, delta))

@@ -21,6 +21,7 @@ from jax_attn_bwd._core import diagonal, float_leaves, intervals, pallas
 from jax_attn_bwd._core.double_where import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Options
 
 APART = 1 << 20  # numbers: 4 MiB
@@ -34,29 +35,29 @@ class Places(NamedTuple):
     args: tuple[Any, ...]
 
 
-def places(given: Any, batch_rank: int, groups: int) -> Places | None:
-    """From the operands, in working layout; None where no function is given."""
-    if given.mod_batch is None:
+def places(mask: Mask, batch_rank: int, groups: int) -> Places | None:
+    """The numbers that a mask tells, in the layout of tiles; None where no function is given."""
+    if mask.batch_number is None:
         return None
-    head = given.mod_heads.reshape(-1, groups)
-    batch, head = (to_rank(x, n) for x, n in ((given.mod_batch, batch_rank), (head, batch_rank + 2)))
-    return Places(batch[..., None, None, None, None], head[..., None, None], given.mod_args)
+    head = mask.head_number.reshape(-1, groups)
+    batch, head = (to_rank(x, n) for x, n in ((mask.batch_number, batch_rank), (head, batch_rank + 2)))
+    return Places(batch[..., None, None, None, None], head[..., None, None], mask.mod_args or ())
 
 
-def seen(options: Options, at: Places | None, row: jax.Array, column: jax.Array) -> jax.Array | None:
+def seen(mask_mod: Any, at: Places | None, row: jax.Array, column: jax.Array) -> jax.Array | None:
     """What `mask_mod` lets be seen of a tile, in its rank; None = all."""
-    if options.mask_mod is None:
+    if mask_mod is None:
         return None
     assert at is not None  # prepared with the function
-    return to_rank(jnp.asarray(options.mask_mod(at.batch, at.head, row, column, *at.args)), at.batch.ndim)
+    return to_rank(jnp.asarray(mask_mod(at.batch, at.head, row, column, *at.args)), at.batch.ndim)
 
 
-def sees_diagonal(options: Options, given: Any) -> bool:
+def sees_diagonal(mask: Mask) -> bool:
     """Whether `mask_mod` certainly lets each row see the column of its own position."""
-    assert options.mask_mod is not None
+    assert mask.mask_mod is not None
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given.mod_args)
-    return diagonal.is_true(options.mask_mod, (index, index), index, args)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), mask.mod_args)
+    return diagonal.is_true(mask.mask_mod, (index, index), index, args)
 
 
 class Tile(NamedTuple):

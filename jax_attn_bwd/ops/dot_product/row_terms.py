@@ -1,4 +1,7 @@
-"""Equations (7) and (9) of `backward.py`, from which every implementation takes them: sums of rows alone."""
+"""What is told of each row beside its softmax: delta (7), the gradient of the sink (9), what rounding takes.
+
+The numbers are those of `backward.py`; every implementation takes them from here.
+"""
 
 from typing import Any
 
@@ -36,7 +39,7 @@ def delta(
     out, lse = result.out, result.lse
     dout = dout.astype(lse.dtype)
     if not fully_masked.every_query_sees(options, operands):
-        # Of a row that attends to nothing, which has out = 0, dout may be anything.
+        # A row that attends to nothing has out = 0, and its dout may be anything.
         nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
         dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
     found = (dout * result.wide_out()).sum(-1)

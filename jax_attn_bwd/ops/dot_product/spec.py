@@ -5,6 +5,7 @@ N query heads, K key/value heads, G = N / K query heads per key head, H query/ke
 Hv value head size. Public layout `[..., T, N, H]`; working layout `[..., K, G, T, H]`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
@@ -14,24 +15,42 @@ import jax
 from jax_attn_bwd._core import dropout, masks
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Array, Implementation, Integers
+from jax_attn_bwd.ops.dot_product import mask as mask_fields
+from jax_attn_bwd.ops.dot_product.mask import Mask
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "mod_args")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the answer and is known at trace time."""
+    """What is computed of the elements that are seen: it changes the answer and is known at trace time."""
 
     scale: float
-    is_causal: bool = False
-    window: masks.Window | None = None
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     precision: Any = None
     deterministic_sums: bool = True
-    mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class KernelOptions(Options):
+    """`Options` with the static conditions of a mask: all that a kernel is compiled for."""
+
+    is_causal: bool = False
+    window: masks.Window | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+    @classmethod
+    def of(cls, options: Options, mask: Mask) -> "KernelOptions":
+        """The options of a call with the rules of its mask."""
+        known = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
+        return cls(**known, **{name: getattr(mask, name) for name in mask_fields.RULES})
+
+
+# The axes behind those of the batch: n heads, t queries, s keys, h head size. Size 1 broadcasts.
+AXES = {"query": "tnh", "key": "snh", "value": "snh", "bias": "nts", "sink": "n"} | mask_fields.AXES
 
 
 class Operands(NamedTuple):
@@ -41,20 +60,62 @@ class Operands(NamedTuple):
     key: jax.Array  # [..., S, K, H]
     value: jax.Array  # [..., S, K, Hv]
     bias: jax.Array | None = None  # broadcasts to [..., N, T, S]
-    mask: jax.Array | None = None  # bool, broadcasts to [..., N, T, S]
     sink: jax.Array | None = None  # [N]
-    query_seq_lengths: jax.Array | None = None  # int32, broadcasts to [...]
-    key_value_seq_lengths: jax.Array | None = None
-    query_segment_ids: jax.Array | None = None  # int32, broadcasts to [..., T]
-    key_value_segment_ids: jax.Array | None = None  # int32, broadcasts to [..., S]
-    query_positions: jax.Array | None = None
-    key_value_positions: jax.Array | None = None
+    mask: Mask = Mask()
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None
-    mod_args: tuple[Any, ...] | None = None  # what `mask_mod` and `score_mod` read; None without them
-    mod_batch: jax.Array | None = None  # int32 [...], the number of each batch entry
-    mod_heads: jax.Array | None = None  # int32 [N], that of each query head
-    query_origin: jax.Array | None = None  # int32 []: index of the first query of a part; None = 0
+
+    @property
+    def mod_args(self) -> tuple[Any, ...] | None:
+        """What `mask_mod` and `score_mod` read; the floats among them have gradients."""
+        return self.mask.mod_args
+
+    @property
+    def sizes(self) -> tuple[tuple[Any, ...], Any, Any, Any, Any]:
+        """The batch, T, S, K and G = N / K."""
+        (*batch, T, N, _), (S, K, _) = self.query.shape, self.key.shape[-3:]
+        return tuple(batch), T, S, K, N // K
+
+    def array(self, name: str) -> Any:
+        """The array of that name in `AXES`; None = not given."""
+        return getattr(self if name in self._fields else self.mask, name)
+
+    def along(self, axis: str) -> dict[str, int]:
+        """The arrays with that axis of `AXES`, not of size 1, by name: which of their axes it is."""
+        found = {}
+        for name, letters in AXES.items():
+            x = self.array(name)
+            if x is not None and axis in letters:
+                place = x.ndim - len(letters) + letters.index(axis)
+                if place >= 0 and x.shape[place] != 1:
+                    found[name] = place
+        return found
+
+    def along_batch(self) -> frozenset[str]:
+        """The arrays with the first batch axis; all entries share the others."""
+        batch = self.query.ndim - 3
+        given = {name: self.array(name) for name in AXES} if batch else {}
+        full = {name: x for name, x in given.items() if x is not None and x.ndim == batch + len(AXES[name])}
+        return frozenset(name for name, x in full.items() if x.shape[0] != 1)
+
+    def with_arrays(self, arrays: dict[str, Any]) -> "Operands":
+        """The operands with other arrays in the place of those of these names in `AXES`."""
+        own = {name: x for name, x in arrays.items() if name in self._fields}
+        rest = {name: x for name, x in arrays.items() if name not in own}
+        return self._replace(**own, mask=self.mask.replace(**rest))
+
+    def axes(self, along: dict[str, int]) -> dict[str, Any]:
+        """The axes of arrays of these names, as `_core.split` is told them: by the fields of the operands."""
+        mask = self.mask.rules.replace(
+            **{name: axis for name, axis in along.items() if name not in self._fields}
+        )
+        return {name: axis for name, axis in along.items() if name in self._fields} | {"mask": mask}
+
+    def cotangents(self, gradients: dict[str, Any]) -> "Operands":
+        """What the rule returns: gradients, by their names in `DIFFERENTIABLE`, in the place of operands."""
+        own = {name: x for name, x in gradients.items() if name != "mod_args"}
+        mask = self.mask.rules.replace(mod_args=gradients.get("mod_args"))
+        return Operands(None, None, None, mask=mask)._replace(**own)  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_static
@@ -63,8 +124,8 @@ class Wanted:
     """The differentiable operands whose gradients are asked for, and of what.
 
     Attributes:
-      names: of the operands.
-      alone: the row values are those of these keys (and the sink) alone: they may be formed again.
+      names: which operands.
+      alone: these keys (and the sink) are all that the queries attend to, so row values may be formed again.
     """
 
     names: frozenset[str]
@@ -129,7 +190,7 @@ class AttentionKeywords(TypedDict, total=False):
 
 
 class ModKeywords(TypedDict, total=False):
-    """Those of masks and scores as functions."""
+    """Keywords of masks and scores as functions."""
 
     mask_mod: Callable[..., Any] | None
     score_mod: Callable[..., Any] | None

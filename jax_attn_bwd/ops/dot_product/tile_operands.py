@@ -1,4 +1,4 @@
-"""The operands in working layout: heads in front, grouped, sequences padded to whole tiles."""
+"""The operands in the layout of tiles: heads in front, grouped, sequences padded to whole tiles."""
 
 from typing import Any, NamedTuple
 
@@ -8,53 +8,59 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd._core.slicing import take_at
-from jax_attn_bwd.ops.dot_product import dropping, fully_masked, layout, masking
+from jax_attn_bwd.ops.dot_product import dropping, fully_masked, layout, masking, mod_functions
+from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 
-class Working(NamedTuple):
-    """The operands in working layout; queries that see nothing, and keys that nothing sees, are 0."""
+class TileOperands(NamedTuple):
+    """The operands of all tiles; queries that see nothing, and keys that nothing sees, are 0."""
 
     q: jax.Array  # [..., K, G, T, H]
     k: jax.Array  # [..., K, S, H]
     v: jax.Array  # [..., K, S, Hv]
     live: jax.Array | None  # [..., K|1, G|1, T] before padding, which queries see something; None = all
-    conditions: masking.Conditions  # the bias among them
+    mask: masking.TileMask  # the bias is part of it
     counters: dropping.Counters | None  # with dropout
 
-    @property
-    def bias(self) -> jax.Array | None:
-        """`[..., K|1, G|1, T|1, S|1]`."""
-        return self.conditions.bias
+
+class Tile(NamedTuple):
+    """What the step of one tile reads."""
+
+    q: jax.Array  # [..., K, G, block_q, H]
+    k: jax.Array  # [..., K, block_k, H]
+    v: jax.Array  # [..., K, block_k, Hv]
+    bias: jax.Array | None  # [..., K|1, G|1, block_q|1, block_k|1]
+    seen: jax.Array | None  # likewise; None = all
+    places: mod_functions.Tile | None  # where the elements stand, with a `score_mod`
 
 
-def working(options: Options, operands: Operands, tiling: Tiling) -> Working:
-    """Brings the operands into working layout.
+def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
+    """Brings the operands into the layout of tiles.
 
     Inside `jax.shard_map` all vary alike: a derivative by what is the same on all devices is a sum over them,
     and must not stand in a tile that some of them skip, where they would wait for the others for ever.
     """
-    operands = vary_alike(operands)
-    (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
-    groups, blocks = N // K, (tiling.block_q, tiling.block_k)
+    options, tiling, operands = plan.options, plan.tiling, vary_alike(operands)
+    batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
-    return Working(
+    blocks = tiling.block_q, tiling.block_k
+    return TileOperands(
         q=layout.pad(q, -2, tiling.block_q),
         k=layout.pad(k, -2, tiling.block_k),
         v=layout.pad(v, -2, tiling.block_k),
         live=live,
-        conditions=masking.conditions(operands, T, S, len(batch), groups, *blocks),
+        mask=masking.tile_mask(operands.mask, operands.bias, T, S, len(batch), G, *blocks),
         counters=dropping.counters(options, operands, *blocks) if options.dropout_rate else None,
     )
 
 
 def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """(q, k, v, live) as in `Working` before padding: NaN where nobody looks would pass through p = 0."""
-    (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
-    q = layout.split_heads(operands.query, N // K)
+    """(q, k, v, live) before padding: NaN where nobody looks would pass through p = 0, so it becomes 0."""
+    batch, T, _, _, G = operands.sizes
+    q = layout.split_heads(operands.query, G)
     k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))
-    live, seen = fully_masked.live_and_seen(options, operands, T, S, len(batch), N // K)
+    live, seen = fully_masked.live_and_seen_of(operands)
     if live is None and options.score_mod is not None:  # it may give -inf to all that a query sees
         live = jnp.ones((1,) * (len(batch) + 2) + (T,), bool)
     if live is not None:
@@ -65,20 +71,18 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
     return q, k, v, live
 
 
-def tile(options: Options, tiling: Tiling, w: Working, i: Any, j: Any, mixed: bool):
-    """(q, k, v, visible) of tile (i, j); visible is None if all is seen."""
-    q = take_at(w.q, {-2: (i, tiling.block_q)}).astype(tiling.product_dtype)
-    k, v = (take_at(x, {-2: (j, tiling.block_k)}).astype(tiling.product_dtype) for x in (w.k, w.v))
-    return q, k, v, masking.of_tile(options, w.conditions, i, j, mixed, tiling, w.q.ndim)
-
-
-def positions(tiling: Tiling, w: Working, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
-    """(rows, columns) of tile (i, j) as `score_mod` is handed them."""
-    return masking.positions(w.conditions, i, j, (tiling.block_q, tiling.block_k), w.q.ndim)
-
-
-def bias_tile(w: Working, i: Any, j: Any, tiling: Tiling) -> jax.Array | None:
-    """Tile (i, j) of the bias."""
-    if w.bias is None:
-        return None
-    return take_at(w.bias, {-2: (i, tiling.block_q), -1: (j, tiling.block_k)})
+def tile(plan: Plan, w: TileOperands, i: Any, j: Any, mixed: bool) -> Tile:
+    """Tile (i, j); unless it is `mixed`, masks and biases alone hide elements of it."""
+    tiling, given = plan.tiling, w.mask
+    rows, columns = (i, tiling.block_q), (j, tiling.block_k)
+    q = take_at(w.q, {-2: rows}).astype(tiling.product_dtype)
+    k, v = (take_at(x, {-2: columns}).astype(tiling.product_dtype) for x in (w.k, w.v))
+    seen = masking.of_tile(given, i, j, mixed, tiling, w.q.ndim)
+    bias, places = None, None
+    if given.bias is not None:
+        bias = take_at(given.bias, {-2: rows, -1: columns})
+    if plan.options.score_mod is not None:
+        assert given.places is not None  # prepared with the function
+        at = masking.positions(given, i, j, (tiling.block_q, tiling.block_k), w.q.ndim)
+        places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
+    return Tile(q, k, v, bias, seen, places)

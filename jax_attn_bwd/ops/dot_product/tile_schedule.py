@@ -1,4 +1,4 @@
-"""The walk over the tiles of the T x S plane.
+"""Which tiles of the T x S plane the portable path visits, and in which order.
 
 The portable forward and backward scan one list of (i, j) tile pairs. Causality and windows over plain
 indices, and what bounds tell of a `mask_mod` there, drop dead pairs from the list at trace time; where all
@@ -11,7 +11,8 @@ a key tile j of its own list, or one that it does not see where its list is shor
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,114 +21,134 @@ from jax import lax
 
 from jax_attn_bwd._core import split
 from jax_attn_bwd.ops.dot_product import masking
-from jax_attn_bwd.ops.dot_product.masking import Conditions, Tokens
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.masking import TileMask, Tokens
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
 GROUP = 64  # tiles
 
 
-def live_tiles(options: Options, given: Conditions, tiling: Tiling) -> jax.Array | None:
+class Visits(NamedTuple):
+    """The tiles of a scan, in order.
+
+    If one tile is mixed, all are compared: a second loop for the full ones would save no time, and cost that
+    of compiling it.
+    """
+
+    i: Any  # int32 [n], tiles of queries
+    j: Any  # int32 [n], tiles of keys
+    live: Any  # bool [n]: False where the step skips its work; None = nothing is left to run time
+    mixed: bool  # whether elements are compared
+    in_groups: bool = False  # whether few are expected to be live
+
+
+def visits(given: TileMask, tiling: Tiling) -> Visits:
+    """The tiles in which something may be seen."""
+    T, S = given.rows.length, given.columns.length
+    if tiling.parts > 1:
+        return _in_step(given, tiling)
+    if not (isinstance(T, int) and isinstance(S, int)):  # symbolic
+        n_k = count(S, tiling.block_k)
+        pair = jnp.arange(count(T, tiling.block_q) * n_k, dtype=jnp.int32)
+        i, j = pair // n_k, pair % n_k
+        live = _live_tiles(given, tiling)
+        return Visits(i, j, None if live is None else live[i, j], True)
+    full, mixed, final = static_pairs(given, tiling)
+    i, j = np.concatenate([full, mixed]).T
+    live = None if final or not len(i) else _live_tiles(given, tiling)
+    is_mixed, chosen = len(mixed) > 0 or live is not None, getattr(given.rules.mask_mod, "tile", None)
+    in_groups = live is not None and chosen is not None and len(i) > GROUP
+    return Visits(i, j, None if live is None else live[i, j], is_mixed, in_groups)
+
+
+def live_tiles(given: TileMask, tiling: Tiling) -> jax.Array | None:
     """Whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
-    rows, columns, blocks = given.rows, given.columns, (tiling.block_q, tiling.block_k)
-    if isinstance(rows.length, int) and isinstance(columns.length, int):
-        _, _, final = masking.known_tiles(options, given, *blocks)
-        if final:
-            return None
-    some, _ = masking.of_tiles(options, rows, columns, *blocks, given.places)
+    T, S = given.rows.length, given.columns.length
+    if isinstance(T, int) and isinstance(S, int) and static_pairs(given, tiling)[2]:
+        return None
+    return _live_tiles(given, tiling)
+
+
+def _live_tiles(given: TileMask, tiling: Tiling) -> jax.Array:
+    blocks = tiling.block_q, tiling.block_k
+    some, _ = masking.of_tiles(given.rules, given.rows, given.columns, *blocks, given.places)
     return jnp.asarray(some).any(tuple(range(some.ndim - 2)))
 
 
-def static_pairs(options: Options, given: Conditions, tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
-    """(full, mixed): the tiles to visit, each `[n, 2]` of (i, j), as far as shapes alone tell."""
+def static_pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(full, mixed): the tiles to visit, each `[n, 2]` of (i, j), by shapes alone; whether these tell all."""
+    if given.rules.mask_mod is not None:  # what bounds tell of it depends on arrays, too
+        return _pairs(given, tiling)
+    known = lambda tokens: tuple(x is not None for x in tokens[1:])
+    sides = given.rows.length, given.columns.length, known(given.rows), known(given.columns)
+    return _pairs_of(given.rules, *sides, tiling)
+
+
+@lru_cache(maxsize=256)
+def _pairs_of(rules: Mask, T: int, S: int, rows: Any, columns: Any, tiling: Tiling) -> Any:
+    """`static_pairs` by what alone they depend on: sizes, rules, and which arrays are given."""
+    given = lambda flags: (True if flag else None for flag in flags)
+    return _pairs(TileMask(rules, Tokens(T, *given(rows)), Tokens(S, *given(columns)), None, None), tiling)
+
+
+def _pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
     block_q, block_k = tiling.block_q, tiling.block_k
     T, S = given.rows.length, given.columns.length
-    some, every, _ = masking.known_tiles(options, given, block_q, block_k)
+    some, every, final = masking.known_tiles(given, block_q, block_k)
     i, j = np.indices(some.shape, np.int32)
     every = every & ((j + 1) * block_k <= S) & ((i + 1) * block_q <= T)
     pairs = np.stack([i, j], -1)
-    return pairs[some & every], pairs[some & ~every]
+    return pairs[some & every], pairs[some & ~every], final
 
 
-def scan_tiles(
-    step: Callable[..., Any], carry: Any, options: Options, given: Conditions, tiling: Tiling
-) -> Any:
-    """Runs `carry = step(carry, i, j, mixed, live)` over the tiles that may be seen.
+def loop(step: Callable[..., Any], visits: Visits) -> tuple[Callable[..., Any], Any]:
+    """What `lax.scan` runs to visit the tiles by `step(carry, (i, j, live))`: a body, and what it goes over.
 
-    `live` is None, or a traced bool: the step skips its work where it is False. If one tile is mixed, all are
-    compared: a second loop for the full ones would save no time, and cost that of compiling it.
+    Where chosen blocks leave few tiles live, these come first, in order, and dead ones are passed over a
+    group at a time.
     """
-    rows, columns = given.rows, given.columns
-    T, S = rows.length, columns.length
-    live = live_tiles(options, given, tiling)
-    if tiling.parts > 1:
-        return _scan_in_step(step, carry, options, given, tiling, live)
-    if isinstance(T, int) and isinstance(S, int):
-        full, some_seen = static_pairs(options, given, tiling)
-        i, j = np.concatenate([full, some_seen]).T
-        mixed = len(some_seen) > 0 or live is not None
-        if not len(i):
-            return carry
-    else:
-        n_k = count(S, tiling.block_k)
-        pair = jnp.arange(count(T, tiling.block_q) * n_k, dtype=jnp.int32)
-        i, j, mixed = pair // n_k, pair % n_k, True
+    if not visits.in_groups:
+        return step, (visits.i, visits.j, visits.live)
+    order = jnp.argsort(~visits.live, stable=True).astype(jnp.int32)
+    padding = -len(visits.i) % GROUP
+    split_up = lambda x: jnp.pad(jnp.asarray(x)[order], (0, padding)).reshape(-1, GROUP)
 
-    def body(carry, x):
-        i, j, live = x
-        return step(carry, i, j, mixed, live), None
+    def group(carry, tiles):
+        visit = lambda carry: lax.scan(step, carry, tiles)[0]
+        return lax.cond(tiles[2][0], visit, lambda carry: carry, carry), None
 
-    if live is not None and getattr(options.mask_mod, "tile", None) is not None and len(i) > GROUP:
-        return _scan_live_first(body, carry, i, j, live[i, j])
-    return lax.scan(body, carry, (i, j, None if live is None else live[i, j]))[0]
+    return group, tuple(map(split_up, (visits.i, visits.j, visits.live)))
 
 
-def _scan_live_first(body, carry, i, j, live):
-    """The scan with the tiles that are live first, in their order; groups of dead ones are one step."""
-    order = jnp.argsort(~live, stable=True).astype(jnp.int32)
-    padding = -len(i) % GROUP
-    i, j, live = (jnp.pad(jnp.asarray(x)[order], (0, padding)).reshape(-1, GROUP) for x in (i, j, live))
-
-    def group(carry, x):
-        visit = lambda carry: lax.scan(body, carry, x)[0]
-        return lax.cond(x[2][0], visit, lambda carry: carry, carry), None
-
-    return lax.scan(group, carry, (i, j, live))[0]
-
-
-def _scan_in_step(step, carry, options, given, tiling, live):
-    """`scan_tiles` of one of the `tiling.parts` of the queries."""
+def _in_step(given: TileMask, tiling: Tiling) -> Visits:
+    """The tiles of one of the `tiling.parts` of the queries."""
     rows, columns = given.rows, given.columns
     has_positions = rows.position is not None or columns.position is not None
-    i, j, mixed = tiles_in_step(options, rows.length, columns.length, has_positions, tiling)
+    i, j, mixed = tiles_in_step(given.rules, rows.length, columns.length, has_positions, tiling)
     if not len(i):
-        return carry
+        return Visits(i, j[0], None, mixed)
     j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(split.AXIS)]
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
-    if by_shapes and options.mask_mod is None:
-        live = None  # beside the origin nothing is known at run time only
+    if by_shapes and given.rules.mask_mod is None:
+        return Visits(i, j, None, mixed)  # beside the origin nothing is known at run time only
+    live = live_tiles(given, tiling)
     if live is not None:
         live, mixed = lax.pmax(live[i, j].astype(jnp.int32), split.AXIS) > 0, True
-
-    def body(carry, x):
-        i, j, live = x
-        return step(carry, i, j, mixed, live), None
-
-    return lax.scan(body, carry, (i, j, live))[0]
+    return Visits(i, j, live, mixed)
 
 
 def tiles_in_step(
-    options: Options, T: int, S: int, has_positions: bool, tiling: Tiling
+    rules: Mask, T: int, S: int, has_positions: bool, tiling: Tiling
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """(i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes alone tell."""
     block_q, block_k = tiling.block_q, tiling.block_k
     parts_of_rows = [Tokens(T, origin=part * T) for part in range(tiling.parts)]
-    flags = [masking.of_tiles(options, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
+    flags = [masking.of_tiles(rules, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
     some, every = (np.stack(x) for x in zip(*flags, strict=True))
     if has_positions:
         some = np.ones_like(some)
-        every = np.full_like(every, not (options.is_causal or options.window is not None))
-    every = every & (options.mask_mod is None)  # what bounds tell of one is left to run time
+        every = np.full_like(every, not rules.is_banded)
+    every = every & (rules.mask_mod is None)  # what bounds tell of one is left to run time
     lists = []
     for i in range(some.shape[1]):
         seen, longest = some[:, i], some[:, i].sum(-1).max()

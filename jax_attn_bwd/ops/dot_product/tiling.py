@@ -1,9 +1,10 @@
-"""How the work of a call is cut: which tiles, of how many batch entries at a time."""
+"""Into which tiles the portable path cuts a call, and how many batch entries it takes at a time."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,12 +12,23 @@ from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import Operands
 
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
 MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
 MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, or of one part of its queries."""
+
+    batch: tuple[Any, ...]
+    T: Any
+    S: Any
+    N: Any
+    G: Any
+    parts: int = 1  # of the queries that walk in step, this being one of them
 
 
 @dataclass(frozen=True)
@@ -28,13 +40,13 @@ class Tiling:
     product_dtype: str  # of the factors of matrix products
     batch_slices: int = 1  # of the first batch axis, one after the other
     is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
-    parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.parts`
+    parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
 
     @classmethod
-    def default_for(cls, options: Options, operands: Operands, parts: int = 1) -> "Tiling":
-        """Measured tiles for the target platform; see bench/results. The operands are of one of `parts`."""
-        (*batch, T, N, _), S = operands.query.shape, operands.key.shape[-3]
-        dtype, on_cpu = operands.query.dtype, targets.platform() == "cpu"
+    def default_for(cls, operands: Operands, sizes: Sizes) -> "Tiling":
+        """Measured tiles for the target platform; see bench/results."""
+        mask, dtype, on_cpu = operands.mask, operands.query.dtype, targets.platform() == "cpu"
+        batch, T, S, N, _, parts = sizes
         block_q, block_k = (256, 512) if on_cpu else (1024, 1024)  # not measured but on a CPU
         slices = 1
         if on_cpu:
@@ -44,19 +56,19 @@ class Tiling:
                 slices = _batch_slices(batch, N * plane)
             if isinstance(heads, int) and heads >= 64 * slices:
                 block_q, block_k = 128, 128
-        if options.window is not None:
-            left, right = options.window
-            if left + (0 if options.is_causal else right) < block_k:
+        if mask.window is not None:
+            left, right = mask.window
+            if left + (0 if mask.is_causal else right) < block_k:
                 block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
-        elif on_cpu and _visits_less(options, operands, block_q, block_q, than=block_k):
+        elif on_cpu and _visits_less(operands, sizes, block_q, block_q, than=block_k):
             block_k = block_q
-        sizes = (parts, *batch, N, T, S)
-        known = all(isinstance(n, int) for n in sizes)
-        if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(sizes) <= MATERIALIZED_LOGITS * slices:
+        all_sizes = (parts, *batch, N, T, S)
+        known = all(isinstance(n, int) for n in all_sizes)
+        if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
             return cls(T, S, str(product_dtype(dtype)), slices, is_materialized=True, parts=parts)
         blocks = _even_block(T, block_q), _even_block(S, block_k)
         if on_cpu:
-            blocks = of_blocks(options.mask_mod, *blocks)
+            blocks = of_blocks(mask.mask_mod, *blocks)
         return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
 
 
@@ -65,29 +77,24 @@ def of_blocks(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:
     tile = getattr(mask_mod, "tile", None)
     if tile is None:
         return block_q, block_k
-    least = [-(-LEAST_TILE // size) * size for size in tile]  # of whole blocks, where these are small
-    return tuple(min(n, limit) for n, limit in zip(least, (block_q, block_k), strict=True))
+    least_q, least_k = (-(-LEAST_TILE // size) * size for size in tile)  # whole blocks, where these are small
+    return min(least_q, block_q), min(least_k, block_k)
 
 
-def _visits_less(options: Options, operands: Operands, block_q: int, block_k: int, than: int) -> bool:
+def _visits_less(operands: Operands, sizes: Sizes, block_q: int, block_k: int, than: int) -> bool:
     """Whether a `mask_mod`, as far as it is known at trace time, leaves far fewer elements in these tiles."""
-    T, S = operands.query.shape[-3], operands.key.shape[-3]
-    if options.mask_mod is None or block_k >= than or not isinstance(T, int) or not isinstance(S, int):
+    mask, T, S = operands.mask, sizes.T, sizes.S
+    if mask.mask_mod is None or block_k >= than or not isinstance(T, int) or not isinstance(S, int):
         return False
-    groups = operands.query.shape[-2] // operands.key.shape[-2]
-    places = mod_functions.places(operands, operands.query.ndim - 3, groups)
-    assert places is not None  # prepared with the function
-    by_index = operands.query_positions is None and operands.key_value_positions is None
-    narrow, wide = (
-        size
-        * mod_functions.known_tiles(options.mask_mod, places, (T, S), (block_q, size), by_index).some.sum()
-        for size in (block_k, than)
-    )
+    rank, groups = operands.query.ndim - 3, sizes.G
+    places = jax.eval_shape(lambda mask: mod_functions.places(mask, rank, groups), mask)  # no equation for it
+    told = partial(mod_functions.known_tiles, mask.mask_mod, places, (T, S), by_index=not mask.has_positions)
+    narrow, wide = (size * told(blocks=(block_q, size)).some.sum() for size in (block_k, than))
     return bool(narrow < 0.75 * wide)
 
 
 def product_dtype(dtype: Any) -> Any:
-    """Of the factors of products. XLA:CPU computes those of bfloat16 in float32 anyway, and refuses some."""
+    """The dtype of factors: XLA:CPU computes products of bfloat16 in float32 anyway, and refuses some."""
     return accumulator_dtype(dtype) if targets.platform() == "cpu" else dtype
 
 
@@ -105,7 +112,7 @@ def _batch_slices(batch: Sequence[Any], logits: Any) -> int:
 
     Args:
       batch: the batch axes.
-      logits: of one tile of one batch entry.
+      logits: how many one tile of one batch entry has.
     """
     if not batch or not all(isinstance(n, int) for n in (*batch, logits)) or 0 in (*batch, logits):
         return 1

@@ -6,12 +6,15 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import backend, checks, float_leaves, keywords
+from jax_attn_bwd._core import checks, float_leaves, keywords
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
+from jax_attn_bwd.ops.multi_head import backward as layer_backward
+from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.arguments import prepare
-from jax_attn_bwd.ops.multi_head.rule import IMPLEMENTATIONS, run
+from jax_attn_bwd.ops.multi_head.rule import IMPLEMENTATIONS as IMPLEMENTATIONS
+from jax_attn_bwd.ops.multi_head.rule import plan, run
 from jax_attn_bwd.ops.multi_head.spec import (
     ARRAYS,
     DIFFERENTIABLE,
@@ -210,8 +213,7 @@ def multi_head_attention(
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
         save=save,
     )  # fmt: skip
-    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    outputs = run((options, chosen.name), operands)
+    outputs = run((options, plan(_NAME, implementation, options, operands)), operands)
     given = tuple(x for x in outputs if x is not None)
     return given if len(given) > 1 else given[0]
 
@@ -264,9 +266,9 @@ def multi_head_attention_bwd(
     given = keywords.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
     implementation = given.pop("implementation")
     given["return_weights"] = dweights is not None or given["average_weights"]
-    static, operands = prepare(name, params, query, key, value, return_residual=True, **given)
-    chosen = backend.select(name, IMPLEMENTATIONS, implementation, static, operands)
-    forward = partial(chosen.forward, static)
+    checked, operands = prepare(name, params, query, key, value, return_residual=True, **given)
+    static = checked, plan(name, implementation, checked, operands)
+    forward = partial(layer_forward.forward, *static)
     expected = jax.eval_shape(forward, operands)
     for argument, x, like, letters in (
         ("dout", dout, expected.out, "[..., T, Eo]"),
@@ -279,13 +281,13 @@ def multi_head_attention_bwd(
     if residual is None:
         residual = forward(operands).residual
     elif (got := described(residual)) != described(expected.residual):
-        expect = f"be what the forward of the same arguments and save={static.save!r} returned"
+        expect = f"be what the forward of the same arguments and save={checked.save!r} returned"
         raise ValueError(checks.message(name, "residual", expect, got))
     wanted = _wanted(name, operands, wrt)
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
     residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
-    grads = chosen.backward(static, residuals, dout, dweights)
+    grads = layer_backward.backward(*static, residuals, dout, dweights)
     of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
     found = {n: grads.get(n) for n in ARRAYS}
     found["mod_args"] = float_leaves.in_dtypes_of(tuple(given["mod_args"]), found["mod_args"])

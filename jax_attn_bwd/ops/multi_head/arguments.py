@@ -1,16 +1,14 @@
 """From the arguments of a call to checked `Options` and `Operands`."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
-from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, TOKENS, MultiHeadAttentionParams, Operands, Options
+from jax_attn_bwd.ops.dot_product.mask_arguments import Like, Sizes, mask_of, plane
+from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
 
 _SHAPES = {
     "query_kernel": ("Eq", "N", "H"),
@@ -38,11 +36,12 @@ class _Size(NamedTuple):
 def prepare(
     operator: str, params, query, key, value, *, num_heads, bias, mask, scale, add_zero_attn, dropout_rate,
     out_dropout_rate, dropout_key, dropout_offset, add_residual, return_weights, average_weights,
-    return_residual, save, rotary, **attention,
+    return_residual, save, rotary, logits_soft_cap, broadcast_dropout, precision, deterministic_sums,
+    deterministic=None, score_mod=None, **conditions,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `multi_head_attention`; raises as its docstring says.
 
-    `attention` holds those that dense attention has, too, and checks.
+    `conditions` are those of `dot_product.mask_arguments.mask_of`, but the mask itself.
     """
     params = _params(operator, params)
     given = {"query": query, "key": key, "value": value}
@@ -60,16 +59,11 @@ def prepare(
     S = operands.inputs[1].shape[-2]
     N = sizes["N"].value
 
-    def plane(argument, x):
-        extra = x.ndim - len(batch) - 3  # `jax.nn` wants axes of size 1 here where there is no batch
-        x = x.reshape(x.shape[extra:]) if extra > 0 and x.shape[:extra] == (1,) * extra else x
-        checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S))
-        return x
-
+    of_plane = Sizes(tuple(batch), T, S, N, N)  # mask functions are checked as for one key head
     if bias is not None:
-        bias = plane("bias", checks.floating(operator, "bias", bias))
-    if mask is not None:
-        mask = plane("mask", checks.boolean_mask(operator, mask))
+        bias = plane(operator, "bias", checks.floating(operator, "bias", bias), of_plane, None)
+    if mask is not None:  # the heads that it is sharded with are made under the rule
+        mask = plane(operator, "mask", checks.boolean_mask(operator, mask), of_plane, None)
     flags = {
         "add_zero_attn": add_zero_attn,
         "add_residual": add_residual,
@@ -88,9 +82,14 @@ def prepare(
     _check_explicit_sharding(operator, operands)
     remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
     scale = checks.head_scale(operator, scale, H, query.dtype, remedy)
-    dense, tokens = _attention(operator, operands, N, scale=scale, **attention)
+    like = Like(query, -2, None)
+    seen, score_mod = mask_of(operator, like, of_plane, score_mod=score_mod, **conditions)
+    dense = dot_product.options_of(
+        operator, scale, query.dtype, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
+        deterministic_sums, deterministic, score_mod,
+    )  # fmt: skip
     options = Options(
-        dataclasses.replace(dense, dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate)),
+        dense,
         N,
         flags["add_zero_attn"],
         checks.rate(operator, "out_dropout_rate", out_dropout_rate),
@@ -104,25 +103,8 @@ def prepare(
     rates = {"dropout_rate": options.attention.dropout_rate, "out_dropout_rate": options.out_dropout_rate}
     columns = S + (params.bias_k is not None) + options.add_zero_attn
     words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, columns)
-    given = {"bias": bias, "mask": mask, **tokens}
-    return options, operands._replace(**given, dropout_words=words, dropout_offset=offset)
-
-
-def _attention(operator: str, operands: Operands, N: Any, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-    """(dense attention's options, lengths, segments, positions and what functions of them read, by name).
-
-    As dense attention checks them.
-
-    It is handed heads of size 0: those of the layer are made under its rule, where nothing is known any more.
-    """
-    widthless = (lax.slice_in_dim(x, 0, 0, axis=-1) for x in operands.inputs[:2])
-    query, key = (lax.expand_dims(x, (-2,)) for x in widthless)  # [..., T, 1, 0], [..., S, 1, 0]
-    query = jnp.broadcast_to(query, (*query.shape[:-2], N, 0))
-    options, checked = dot_product.prepare(
-        operator, query, key, key, None, None, sink=None, dropout_rate=0.0, dropout_key=None,
-        dropout_offset=None, **arguments,
-    )  # fmt: skip
-    return options, {name: getattr(checked, name) for name in (*TOKENS, "mod_args", "mod_batch", "mod_heads")}
+    seen = seen.replace(elements=mask)
+    return options, operands._replace(bias=bias, mask=seen, dropout_words=words, dropout_offset=offset)
 
 
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:

@@ -44,6 +44,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product.engine import Plan
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
 from jax_attn_bwd.ops.multi_head import appended, dropping
 from jax_attn_bwd.ops.multi_head.projections import (
@@ -59,14 +60,14 @@ _INPUTS = ("query", "key", "value")
 
 
 class _Columns(NamedTuple):
-    """Something of the S keys, and of the rows appended after them; None = not formed, or there are none."""
+    """The columns of the S keys, and those of the rows appended after them; None = not formed, or none."""
 
     keys: Any  # [..., K, G, T, S]
     rows: Any  # [..., K, G, T, R]
 
 
 def backward(
-    implementation: str, options: Options, residuals: Residuals, dout: Any, dweights: Any
+    options: Options, plan: Plan, residuals: Residuals, dout: Any, dweights: Any
 ) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name; a cotangent that is None is zero."""
     operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
@@ -84,9 +85,7 @@ def backward(
     rest = through if shares.sink is None else through - {"sink"}
     if rest and not _on_planes(options, dweights):
         alone = not (options.add_zero_attn or operands.bias_k is not None)
-        attended = engine.backward(
-            implementation, options.attention, inner, saved.attention(), rest, da, alone=alone
-        )
+        attended = engine.backward(plan, inner, saved.attention(), rest, da, alone=alone)
         shares = _sum(shares, attended)
     return _undo_projections(options, residuals, clean, grads, shares)
 
@@ -132,17 +131,23 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     da = jnp.zeros_like(result.out)
     if dout is not None:
         grads, da = _undo_output_projection(options, True, residuals, live, dout)
-    rows, planes = appended.rows(options, operands, inner), _on_planes(options, dweights)
-    if rows is None and not planes:
+    rows, plane = appended.rows(options, operands, inner), None
+    if _on_planes(options, dweights):
+        plane = engine.plane(options.attention, inner)
+    if rows is None and plane is None:
         return grads, da, Shares()
 
     groups, dtype = inner.query.shape[-2] // inner.key.shape[-2], accumulator_dtype(da.dtype)
     dz, a = (engine.split_heads(x, groups).astype(dtype) for x in (da, result.wide_out()))
-    p = _probabilities(options, residuals, inner, rows, planes)
-    dp = _through_values(options, operands, inner, rows, planes, dz)
+    p = _probabilities(options, residuals, inner, rows, plane)
+    dp = _Columns(  # (7) without the cotangent of the weights
+        None if plane is None else engine.through_values(plane, dz),
+        None if rows is None else appended.through_values(options, operands, inner, rows, dz),
+    )
     if dweights is not None:
-        dp = _Columns(*map(_add, dp, _cotangents_of_weights(options, inner, rows, dweights.astype(dtype))))
-    delta = _row_sums(p, dp) if planes else (dz * a).sum(-1, keepdims=True)  # (8)
+        more = _cotangents_of_weights(options, inner, plane, rows, dweights.astype(dtype))
+        dp = _Columns(*map(_add, dp, more))
+    delta = (dz * a).sum(-1, keepdims=True) if plane is None else _row_sums(p, dp)  # (8)
 
     shares = Shares()
     if rows is not None:  # (11)
@@ -150,8 +155,8 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         found = appended.gradients(options, operands, inner, rows, wanted, p.rows, dz, dp.rows, delta)
         grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
         shares = Shares(query=found.query)
-    if planes:  # (10)
-        found = engine.gradients(options.attention, inner, through.names, p.keys, dz, dp.keys, delta)
+    if plane is not None:  # (10)
+        found = engine.gradients(plane, through.names, p.keys, dz, dp.keys, delta)
         shares = _sum(shares, found)
     if "sink" in through.names:
         dsink = engine.gradient_of_sink(inner.sink, result, engine.merge_rows(delta[..., 0]))
@@ -166,25 +171,17 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     return grads, da, shares._replace(**matched)
 
 
-def _probabilities(options, residuals, inner, rows, planes) -> _Columns:
+def _probabilities(options, residuals, inner, rows, plane) -> _Columns:
     """(2), before dropout."""
     result, keys = residuals.residual.attention(), None
-    if planes:
+    if plane is not None:
         keys = residuals.residual.probs
-        keys = engine.probabilities(options.attention, inner, result) if keys is None else keys
+        keys = engine.probabilities(plane, result) if keys is None else keys
         keys = keys.astype(accumulator_dtype(inner.query.dtype))
     return _Columns(keys, None if rows is None else appended.probabilities(options, inner, rows, result))
 
 
-def _through_values(options, operands, inner, rows, planes, dz) -> _Columns:
-    """(7) without the cotangent of the weights."""
-    return _Columns(
-        engine.through_values(options.attention, inner, dz) if planes else None,
-        None if rows is None else appended.through_values(options, operands, inner, rows, dz),
-    )
-
-
-def _cotangents_of_weights(options, inner, rows, dweights) -> _Columns:
+def _cotangents_of_weights(options, inner, plane, rows, dweights) -> _Columns:
     """dP, from that of the returned weights `[..., N, T, S']`, or averaged `[..., T, S']`."""
     *batch, T, N, _ = inner.query.shape
     S, K, _ = inner.key.shape[-3:]
@@ -193,7 +190,7 @@ def _cotangents_of_weights(options, inner, rows, dweights) -> _Columns:
         dweights = jnp.broadcast_to(dweights, (*batch, K, N // K, *dweights.shape[-2:]))
     else:
         dweights = dweights.reshape(*batch, K, N // K, *dweights.shape[-2:])
-    keys = engine.where_seen(options.attention, inner, dweights[..., :S])
+    keys = engine.where_seen(plane, dweights[..., :S])
     return _Columns(keys, None if rows is None else dweights[..., S:])
 
 
@@ -264,7 +261,7 @@ def _undo_projections(options, residuals, clean, grads, shares):
 
 
 def _numbers(operands: Any) -> Any:
-    """Of the arguments of functions those that have a gradient."""
+    """The arguments of functions that have a gradient."""
     return float_leaves.floats(operands.mod_args)
 
 

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.dot_product.engine import Plan
 from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, project, without_poison
 from jax_attn_bwd.ops.multi_head.spec import Heads, MultiHeadAttentionResidual, Operands, Options, Result
 
 
-def forward(implementation: str, options: Options, operands: Operands) -> Result:
+def forward(options: Options, plan: Plan, operands: Operands) -> Result:
     """The output, the weights if they are asked for, and what the backward needs."""
     heads = project(options, without_poison(options, operands)[0])
     inner = attention_operands(operands, heads)
-    result = engine.forward(implementation, options.attention, inner)
+    result = engine.forward(plan, inner)
     return _finish(options, operands, inner, result)
 
 
@@ -37,7 +38,7 @@ def _finish(
         result = appended.attend(options, operands, inner, rows, result)
     weights = probs = None
     if options.return_weights or options.save == "probs":
-        p = engine.probabilities(options.attention, inner, result)
+        p = engine.probabilities(engine.plane(options.attention, inner), result)
         if options.return_weights:
             p_rows = None if rows is None else appended.probabilities(options, inner, rows, result)
             weights = _weights(options, p, p_rows).astype(operands.query.dtype)

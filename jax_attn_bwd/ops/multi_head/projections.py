@@ -14,7 +14,7 @@ from jax_attn_bwd._core.sharding import axis_size, einsum, explicit_spec, reshar
 from jax_attn_bwd.ops.dot_product import fully_masked
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head import dropping
-from jax_attn_bwd.ops.multi_head.spec import TOKENS, Heads, Operands, Options
+from jax_attn_bwd.ops.multi_head.spec import Heads, Operands, Options
 
 
 def matmul(subscripts: str, x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
@@ -73,26 +73,15 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
     """What dense attention over the projected keys, without the appended rows, is handed."""
     batch = range(heads.query.ndim - 3)
     q, offset = heads.query, operands.dropout_offset
-    bias, mask = (
+    bias, elements = (
         None if x is None else reshard_like(x, q, (*batch, -2, -3, None))
-        for x in (operands.bias, operands.mask)
+        for x in (operands.bias, operands.mask.elements)
     )
     sink = None if operands.sink is None else reshard_like(operands.sink, q, (-2,))
     if offset is not None and offset.column.ndim:
         offset = offset._replace(column=offset.column[: heads.key.shape[-3]])
-    tokens = {name: getattr(operands, name) for name in TOKENS}
-    return dot_product.Operands(
-        *heads,
-        bias=bias,
-        mask=mask,
-        sink=sink,
-        **tokens,
-        dropout_words=operands.dropout_words,
-        dropout_offset=offset,
-        mod_args=operands.mod_args,
-        mod_batch=operands.mod_batch,
-        mod_heads=operands.mod_heads,
-    )
+    mask = operands.mask.replace(elements=elements)
+    return dot_product.Operands(*heads, bias, sink, mask, operands.dropout_words, offset)
 
 
 def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
@@ -120,7 +109,7 @@ def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]
     not make up for NaN in the row of the input that it is multiplied with.
     """
     (*batch, T, _), S = operands.query.shape, operands.inputs[1].shape[-2]
-    of_heads = fully_masked.live_and_seen(options.attention, operands, T, S, len(batch), 1)
+    of_heads = fully_masked.live_and_seen(operands.mask, operands.bias, T, S, len(batch), 1)
     live, seen = (
         None if x is None else x.any(axes) for x, axes in zip(of_heads, ((-3, -2), -2), strict=True)
     )

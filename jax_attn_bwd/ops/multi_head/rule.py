@@ -1,4 +1,4 @@
-"""The rule of the layer: its implementations, each around one of dense attention's, and the custom_vjp."""
+"""The rule of the layer: which of dense attention's implementations runs inside, and the custom_vjp."""
 
 import dataclasses
 from functools import partial
@@ -10,53 +10,59 @@ from jax.custom_derivatives import SymbolicZero
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product.engine import Plan
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
 from jax_attn_bwd.ops.multi_head.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
 
 
+def _inner(options: Options, operands: Operands) -> Any:
+    """The shapes of what dense attention is handed."""
+    return jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
+
+
 def _around(attention: backend.Implementation) -> backend.Implementation:
     """The layer around one implementation of dense attention."""
-
-    def inner(options: Options, operands: Operands) -> Any:
-        return jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
 
     def supports(options: Options, operands: Operands) -> str | None:
         if attention.platform is None:
             return None
-        return attention.supports(options.attention, inner(options, operands))
+        return attention.supports(options.attention, _inner(options, operands))
 
     return dataclasses.replace(
         attention,
-        forward=partial(layer_forward.forward, attention.name),
-        backward=partial(layer_backward.backward, attention.name),
+        forward=layer_forward.forward,
+        backward=layer_backward.backward,
         supports=supports,
-        sized=inner,
+        sized=_inner,
     )
 
 
 IMPLEMENTATIONS = tuple(_around(attention) for attention in engine.IMPLEMENTATIONS)
 
 
+def plan(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
+    """How the attention inside is computed; raises where the implementation asked for cannot."""
+    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
+    return engine.planned(chosen.name, options.attention, _inner(options, operands))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(static: tuple[Options, str], operands: Operands) -> tuple[Any, Any, Any]:
-    options, implementation = static
-    result = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
-    return result.out, result.weights, result.residual if options.return_residual else None
+def _layer(static: tuple[Options, Plan], operands: Operands) -> tuple[Any, Any, Any]:
+    result = layer_forward.forward(*static, operands)
+    return result.out, result.weights, result.residual if static[0].return_residual else None
 
 
 def _fwd(static, operands):
-    options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, weights, saved = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    out, weights, saved = layer_forward.forward(*static, operands)
     kept = engine.kept(saved.attention(), wanted)
     residuals = (operands, saved._replace(**kept._asdict()), backend.note(wanted, DIFFERENTIABLE))
-    return (out, weights, saved if options.return_residual else None), residuals
+    return (out, weights, saved if static[0].return_residual else None), residuals
 
 
 def _bwd(static, residuals, cotangents):
-    options, implementation = static
     zero = lambda x: x is None or isinstance(x, SymbolicZero)
     if not all(zero(x) for x in jax.tree.leaves(cotangents[2], is_leaf=zero)):
         raise NotImplementedError(
@@ -67,8 +73,7 @@ def _bwd(static, residuals, cotangents):
     operands, saved, note = residuals
     saved = saved._replace(**engine.restored(saved.attention())._asdict())
     residuals = Residuals(operands, saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout, dweights)
-    return (Operands(None)._replace(**grads),)
+    return (operands.cotangents(layer_backward.backward(*static, residuals, dout, dweights)),)
 
 
 _layer.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -15,6 +15,7 @@ from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Array, Save
 from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.dot_product.mask import Mask
 
 SAVE = get_args(Save)
 Wanted = dot_product.Wanted
@@ -46,14 +47,6 @@ class MultiHeadAttentionParams(NamedTuple, Generic[T]):
 PARAMS = MultiHeadAttentionParams._fields
 ARRAYS = ("query", "key", "value", "bias", "mod_args")
 DIFFERENTIABLE = (*PARAMS, *ARRAYS)
-TOKENS = (  # what is told of each query and key; dense attention has them under the same names
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-    "query_positions",
-    "key_value_positions",
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class Options:
 
     @property
     def precision(self) -> Any:
-        """Of all matrix products."""
+        """The precision of all matrix products."""
         return self.attention.precision
 
 
@@ -84,7 +77,6 @@ class Operands(NamedTuple):
     key: Any = None  # [..., S, Ek]; None = query
     value: Any = None  # [..., S, Ev]; None = key
     bias: Any = None  # broadcasts to [..., N, T, S]
-    mask: Any = None  # bool, likewise
     query_kernel: Any = None
     query_bias: Any = None
     key_kernel: Any = None
@@ -96,17 +88,14 @@ class Operands(NamedTuple):
     bias_k: Any = None
     bias_v: Any = None
     sink: Any = None
-    query_seq_lengths: Any = None  # int32, broadcasts to [...]
-    key_value_seq_lengths: Any = None  # of the S keys; appended rows are no part of them
-    query_segment_ids: Any = None  # int32, broadcasts to [..., T]
-    key_value_segment_ids: Any = None  # int32, broadcasts to [..., S]
-    query_positions: Any = None
-    key_value_positions: Any = None
+    mask: Mask = Mask()  # dense attention's, of the S keys; appended rows are no part of them
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None  # column is [] or [S']
-    mod_args: tuple[Any, ...] | None = None  # what `mask_mod` and `score_mod` read; None without them
-    mod_batch: jax.Array | None = None
-    mod_heads: jax.Array | None = None
+
+    @property
+    def mod_args(self) -> tuple[Any, ...] | None:
+        """What `mask_mod` and `score_mod` read; the floats among them have gradients."""
+        return self.mask.mod_args
 
     @property
     def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,8 +104,14 @@ class Operands(NamedTuple):
         return self.query, key, key if self.value is None else self.value
 
     def positions(self, name: str) -> Any:
-        """Of the tokens of "query" or "key"; None = their indices."""
-        return self.query_positions if name == "query" else self.key_value_positions
+        """The positions of the tokens of "query" or "key"; None = their indices."""
+        return self.mask.query_positions if name == "query" else self.mask.key_value_positions
+
+    def cotangents(self, gradients: dict[str, Any]) -> "Operands":
+        """What the rule returns: gradients, by their names in `DIFFERENTIABLE`, in the place of operands."""
+        own = {name: x for name, x in gradients.items() if name != "mod_args"}
+        mask = self.mask.rules.replace(mod_args=gradients.get("mod_args"))
+        return Operands(None, mask=mask)._replace(**own)
 
 
 class Heads(NamedTuple):

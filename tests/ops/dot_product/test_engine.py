@@ -10,11 +10,17 @@ from contract.programs import running
 from helpers import OPERATORS, assert_close, assert_trees_close, thorough
 
 from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 dense = next(o for o in OPERATORS if o.name == "dot_product_attention")
 T, S, N, K, H = 10, 14, 4, 2, 3
 WANTED = ("query", "key", "value")
+FAR = Mask(  # no query sees a key
+    is_causal=True,
+    query_positions=jnp.zeros((1, T), jnp.int32),
+    key_value_positions=jnp.ones((1, S), jnp.int32),
+)
 
 
 def operands(rng, **more):
@@ -29,8 +35,10 @@ def cut(whole, size):
         yield whole._replace(
             key=whole.key[:, keys],
             value=whole.value[:, keys],
-            query_positions=jnp.arange(2, T + 2, dtype=jnp.int32)[None],
-            key_value_positions=jnp.arange(S, dtype=jnp.int32)[None, keys],
+            mask=whole.mask.replace(
+                query_positions=jnp.arange(2, T + 2, dtype=jnp.int32)[None],
+                key_value_positions=jnp.arange(S, dtype=jnp.int32)[None, keys],
+            ),
             sink=whole.sink if start == 0 else None,
         )
 
@@ -44,9 +52,9 @@ def merged(results):
 
 @pytest.mark.parametrize("with_sink", [pytest.param(False, marks=thorough), True])
 def test_blocks_make_up_the_whole(with_sink, rng):
-    options = Options(scale=0.7, is_causal=True, window=(5, 0), logits_soft_cap=2.0)
+    options = Options(scale=0.7, logits_soft_cap=2.0)
     sink = jnp.asarray(rng.standard_normal(N)) if with_sink else None
-    one = operands(rng, sink=sink)
+    one = operands(rng, sink=sink, mask=Mask(is_causal=True, window=(5, 0)))
     dout, dlse = (
         jnp.asarray(rng.standard_normal((2, T, N, H + 1))),
         jnp.asarray(rng.standard_normal((2, T, N))),
@@ -56,12 +64,14 @@ def test_blocks_make_up_the_whole(with_sink, rng):
     @jax.jit
     def run(one):
         (whole,) = cut(one, S)
-        result = engine.forward("xla", options, whole)
-        grads = engine.backward("xla", options, whole, result, wanted, dout, dlse)
+        plan = engine.planned("xla", options, whole)
+        result = engine.forward(plan, whole)
+        grads = engine.backward(plan, whole, result, wanted, dout, dlse)
         blocks = list(cut(one, 5))
-        total = merged([engine.forward("xla", options, x) for x in blocks])
+        plans = [engine.planned("xla", options, x) for x in blocks]
+        total = merged([engine.forward(plan, x) for plan, x in zip(plans, blocks, strict=True)])
         of_blocks = [
-            engine.backward("xla", options, x, total, wanted if x.sink is not None else WANTED, dout, dlse)
+            engine.backward(plan, x, total, wanted if x.sink is not None else WANTED, dout, dlse)
             for x in blocks
         ]
         return result, grads, total, of_blocks
@@ -78,17 +88,13 @@ def test_blocks_make_up_the_whole(with_sink, rng):
 
 @thorough
 def test_a_block_that_nothing_sees_adds_nothing(rng):
-    options = Options(scale=1.0, is_causal=True)
-    far = {
-        "query_positions": jnp.zeros((1, T), jnp.int32),
-        "key_value_positions": jnp.ones((1, S), jnp.int32),
-    }
-    hidden = operands(rng, **far)
-    result = engine.forward("xla", options, hidden)
+    hidden = operands(rng, mask=FAR)
+    plan = engine.planned("xla", Options(scale=1.0), hidden)
+    result = engine.forward(plan, hidden)
     assert not result.out.any()
     assert (result.lse == -jnp.inf).all()
     total = result._replace(out=jnp.ones_like(result.out), lse=jnp.ones_like(result.lse), lse_low=None)
-    grads = engine.backward("xla", options, hidden, total, WANTED, jnp.ones_like(result.out))
+    grads = engine.backward(plan, hidden, total, WANTED, jnp.ones_like(result.out))
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
 
 
@@ -97,15 +103,13 @@ def test_a_sink_of_a_block_that_nothing_sees_has_the_gradient_of_the_row(impleme
     """dsink = - sum exp(sink - lse) <dout, out>, with lse and out of the keys elsewhere."""
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     hidden = Operands(
-        *(draw(2, n, heads, 8) for n, heads in ((T, N), (S, K), (S, K))),
-        sink=draw(N),
-        query_positions=jnp.zeros((1, T), jnp.int32),
-        key_value_positions=jnp.ones((1, S), jnp.int32),
+        *(draw(2, n, heads, 8) for n, heads in ((T, N), (S, K), (S, K))), sink=draw(N), mask=FAR
     )
     out, lse, dout = draw(2, T, N, 8), 3 + draw(2, T, N), draw(2, T, N, 8)
-    options, total = Options(scale=1.0, is_causal=True), Result(out, lse, None)
+    total = Result(out, lse, None)
     with running(dense, implementation):
-        grads = engine.backward(implementation, options, hidden, total, (*WANTED, "sink"), dout)
+        plan = engine.plan("test", implementation, Options(scale=1.0), hidden)
+        grads = engine.backward(plan, hidden, total, (*WANTED, "sink"), dout)
     expected = -(jnp.exp(hidden.sink[None, None] - lse) * (dout * out).sum(-1)).sum((0, 1))
     assert_close(grads.sink, expected, 1e-6, "sink")
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
@@ -114,24 +118,25 @@ def test_a_sink_of_a_block_that_nothing_sees_has_the_gradient_of_the_row(impleme
 @thorough
 def test_whole_planes_agree_with_tiles(rng):
     """The same equations: probabilities times values, and gradients, with dropout and a bias."""
-    options = Options(scale=0.7, is_causal=True, dropout_rate=0.3)
+    options = Options(scale=0.7, dropout_rate=0.3)
     bias = jnp.asarray(np.where(rng.random((2, N, T, S)) < 0.2, -np.inf, rng.standard_normal((2, N, T, S))))
     words = jnp.asarray([3, 5], jnp.uint32)
-    given = operands(rng, bias=bias, dropout_words=words)
+    given = operands(rng, bias=bias, mask=Mask(is_causal=True), dropout_words=words)
     dout = jnp.asarray(rng.standard_normal((2, T, N, H + 1)))
     wanted = (*WANTED, "bias")
 
     @jax.jit
     def run(given):
-        result = engine.forward("xla", options, given)
-        tiles = engine.backward("xla", options, given, result, wanted, dout)
-        p, z = engine.probabilities(options, given, result), engine.dropout_factors(options, given)
+        plan, plane = engine.planned("xla", options, given), engine.plane(options, given)
+        result = engine.forward(plan, given)
+        tiles = engine.backward(plan, given, result, wanted, dout)
+        p, z = engine.probabilities(plane, result), engine.dropout_factors(options, given)
         v = jnp.swapaxes(given.value, 1, 2)
         out = engine.merge_heads(jnp.einsum("bkgts,bksh->bkgth", z * p, v))
         split = engine.split_heads(dout, N // K)
-        dp = engine.through_values(options, given, split)
+        dp = engine.through_values(plane, split)
         delta = (p * dp).sum(-1, keepdims=True)
-        planes = engine.gradients(options, given, wanted, p, split, dp, delta)
+        planes = engine.gradients(plane, wanted, p, split, dp, delta)
         return {"out": out, **planes._asdict()}, {"out": result.out, **tiles._asdict()}
 
     got, expected = ({n: x for n, x in side.items() if x is not None} for side in run(given))

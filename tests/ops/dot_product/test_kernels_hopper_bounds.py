@@ -10,7 +10,8 @@ from jax_attn_bwd import mods
 from jax_attn_bwd.ops.dot_product.cases import seen
 from jax_attn_bwd.ops.dot_product.kernels import functions, hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 pytestmark = pytest.mark.kernel
 
@@ -47,7 +48,7 @@ def test_bounds_miss_nothing_and_call_nothing_full_that_is_not(seed):
     B, T, S = 3, *((300, 500), (500, 131), (128, 256))[seed % 3]
     q, k = jnp.zeros((B, T, 1, 2), BF16), jnp.zeros((B, S, 1, 2), BF16)
     window = (None, None, None, (90, 20), (0, 200))[rng.integers(5)]
-    options = Options(scale=1.0, is_causal=bool(rng.random() < 0.3), window=window)
+    is_causal = bool(rng.random() < 0.3)
     given = {}
     for side, n in (("query", T), ("key_value", S)):
         if rng.random() < 0.5:
@@ -57,8 +58,9 @@ def test_bounds_miss_nothing_and_call_nothing_full_that_is_not(seed):
     if rng.random() < 0.4:
         for side, n in (("query", T), ("key_value", S)):
             given[f"{side}_segment_ids"] = np.sort(rng.integers(0, 4, (B, n)), -1)
-    operands = Operands(q, k, k, **{n: jnp.asarray(x, np.int32) for n, x in given.items()})
-    local = {"is_causal": options.is_causal} | ({"local_window_size": window} if window else {})
+    mask = Mask(is_causal, window, **{n: jnp.asarray(x, np.int32) for n, x in given.items()})
+    operands, options = Operands(q, k, k, mask=mask), KernelOptions.of(Options(scale=1.0), mask)
+    local = {"is_causal": is_causal} | ({"local_window_size": window} if window else {})
     plane = np.stack(
         [seen({n: x[b : b + 1] for n, x in given.items()}, local, (1, 1, T, S))[0, 0] for b in range(B)]
     )
@@ -82,8 +84,9 @@ def test_bounds_miss_nothing_and_call_nothing_full_that_is_not(seed):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bounds_of_fixed_shapes_are_exact(shape, window, is_causal, blocks):
     (T, S), (rows, columns, order) = shape, blocks
-    operands = Operands(*(jnp.zeros((1, n, 1, 2), BF16) for n in (T, S, S)))
-    options = Options(scale=1.0, is_causal=is_causal, window=window)
+    mask = Mask(is_causal, window)
+    operands = Operands(*(jnp.zeros((1, n, 1, 2), BF16) for n in (T, S, S)), mask=mask)
+    options = KernelOptions.of(Options(scale=1.0), mask)
     found, grid = visited(options, operands, rows, columns, order)
     local = {"is_causal": is_causal} | ({"local_window_size": window} if window else {})
     plane = seen({}, local, (1, 1, T, S))[:, 0]
@@ -111,8 +114,8 @@ def test_visited_are_the_tiles_of_the_evaluated_mask(name, blocks):
     (mask, args), (rows, columns, by_key), n = HOLES[name], blocks, 768
     args = tuple(map(jnp.asarray, args))
     x, number = jnp.zeros((1, n, 1, 2), BF16), jnp.zeros(1, jnp.int32)
-    options = Options(scale=1.0, mask_mod=mask)
-    operands = Operands(x, x, x, mod_args=args, mod_batch=number, mod_heads=number)
+    given = Mask(mask_mod=mask, mod_args=args, batch_number=number, head_number=number)
+    options, operands = KernelOptions.of(Options(scale=1.0), given), Operands(x, x, x, mask=given)
     refs, at = kernel_tiles.inputs(options, operands, None), jnp.arange(n)
     options = functions.on_values(options, operands)
     plane = np.asarray(mask(0, 0, at[:, None], at[None], *args))[None]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.dot_product import mask as mask_fields
 from jax_attn_bwd.ops.dot_product import mod_cases
 
 (OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
@@ -31,7 +32,14 @@ CASE = mod_cases.case(
     },
 )
 pytestmark = [pytest.mark.kernel, thorough]
-AXES = {"query": "bTnH", "key": "bSnH", "value": "bSnH", "bias": "1n1S", "mod_batch": "b", "mod_heads": "n"}
+AXES = {
+    "query": "bTnH",
+    "key": "bSnH",
+    "value": "bSnH",
+    "bias": "1n1S",
+    "batch_number": "b",
+    "head_number": "n",
+}
 
 
 def spec(axes):
@@ -52,9 +60,12 @@ def in_turn(f, out_specs, operands):
 
     def specs_of(operands):
         if hasattr(operands, "query"):  # Operands
-            given = operands._asdict().items()
-            known = {n: jax.tree.map(lambda _, n=n: spec(AXES.get(n, "")), x) for n, x in given}
-            return operands._replace(**known)
+            given = {n: x for n, x in operands._asdict().items() if n != "mask"}
+            given |= {n: operands.array(n) for n in mask_fields.AXES}
+            known = {n: jax.tree.map(lambda _, n=n: spec(AXES.get(n, "")), x) for n, x in given.items()}
+            args = jax.tree.map(lambda _: spec(""), operands.mask.mod_args)
+            made = operands.with_arrays(known)
+            return made._replace(mask=made.mask.replace(mod_args=args))
         if hasattr(operands, "result"):  # Residuals
             result = operands.result
             rows = [None if x is None else spec("bTn") for x in (result.lse, result.lse_low)]

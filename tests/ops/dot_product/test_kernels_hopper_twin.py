@@ -13,7 +13,7 @@ from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.cases import cotangents
-from jax_attn_bwd.ops.dot_product import arguments
+from jax_attn_bwd.ops.dot_product import arguments, mask_arguments
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_backward
@@ -21,7 +21,8 @@ from jax_attn_bwd.ops.dot_product.kernels import hopper_forward as mosaic_gpu_fo
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
-from jax_attn_bwd.ops.dot_product.spec import Residuals, Wanted
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Residuals, Wanted
 from jax_attn_bwd.ops.dot_product.tiling import Tiling as PortableTiling
 
 NAME = "mosaic_gpu"
@@ -39,7 +40,10 @@ def prepared(case, dtype=BF16):
     """(options, operands, cotangents) of a case."""
     given = {**case.arrays(dtype), **case.options}
     defaults = inspect.signature(dot_product_attention).parameters
-    taken = inspect.signature(arguments.prepare).parameters
+    taken = {
+        *inspect.signature(arguments.prepare).parameters,
+        *inspect.signature(mask_arguments.mask_of).parameters,
+    }
     options, operands = arguments.prepare(
         **{n: given.get(n, parameter.default) for n, parameter in defaults.items() if n in taken},
         operator="dot_product_attention",
@@ -52,6 +56,10 @@ def prepared(case, dtype=BF16):
 
 def portable(tiling):
     return PortableTiling(tiling.block_q, tiling.block_k, "bfloat16")
+
+
+def planned(options, tiling):
+    return Plan(options, "xla", portable(tiling))
 
 
 @pytest.fixture
@@ -79,13 +87,14 @@ def gradients_of_twin(options, residuals, cts):
     """With the tiles of each kernel."""
     operands, wanted = residuals.operands, residuals.wanted.names
     head = kernel_tiles.whole(max(operands.query.shape[-1], operands.value.shape[-1]), 64)
-    given = {"bias": operands.bias, "mask": operands.mask, "row_segment": operands.query_segment_ids}
+    mask = operands.mask
+    given = {"bias": operands.bias, "mask": mask.elements, "row_segment": mask.query_segment_ids}
     saved = SimpleNamespace(head=head, refs=SimpleNamespace(**given, mask_values=(), score_values=()))
     made = {}
     for names, file in ((wanted & {"query"}, by_query), (wanted - {"query"}, by_key)):
         part = residuals._replace(wanted=Wanted(names))
-        blocks = portable(file.default_tiling(options, saved))
-        grads = portable_backward._backward(options, blocks, part, *cts)._asdict()
+        tiling = file.default_tiling(KernelOptions.of(options, mask), saved)
+        grads = portable_backward.backward(planned(options, tiling), part, *cts)._asdict()
         made |= {n: grads[n] for n in names}
     return made
 
@@ -100,14 +109,15 @@ def test_kernels_equal_their_twin(name):
     factor adds eps of one term of a sum. So: two units of the largest entry, and 49 of 50 entries equal.
     """
     options, operands, cts = prepared(NAMED[name])
-    tiling = mosaic_gpu_forward.default_tiling(options, operands)
-    result = portable_forward.tiled(options, portable(tiling), operands)
-    kernel = jax.block_until_ready(mosaic_gpu_forward.forward(options, operands))
+    tiling = mosaic_gpu_forward.default_tiling(KernelOptions.of(options, operands.mask), operands)
+    plan = planned(options, tiling)
+    result = portable_forward.forward(plan, operands)
+    kernel = jax.block_until_ready(mosaic_gpu_forward.forward(plan, operands))
     given = (n for n in OPERATOR.differentiable if getattr(operands, n, None) is not None)
     wanted = frozenset(given) - {"sink"}
     residuals = Residuals(operands, result, Wanted(wanted))
     expected = gradients_of_twin(options, residuals, cts) | {"out": result.out}
-    got = mosaic_gpu_backward.backward(options, residuals, *cts)._asdict() | {"out": kernel.out}
+    got = mosaic_gpu_backward.backward(plan, residuals, *cts)._asdict() | {"out": kernel.out}
     assert_close(kernel.lse, result.lse, 1e-6, "lse")
     assert expected.keys() == wanted | {"out"}
     for n, x in expected.items():
@@ -119,8 +129,11 @@ def test_kernels_equal_their_twin(name):
 
 @pytest.mark.parametrize("name", [*TWINS, "large_logits"])
 def test_twin_against_definition(name, monkeypatch, products):
-    def tiling(options, operands):
+    def tiling(operands, sizes):
+        options = KernelOptions.of(case_options, operands.mask)
         return portable(mosaic_gpu_forward.default_tiling(options, operands))
+
+    case_options = prepared(NAMED[name])[0]
 
     monkeypatch.setattr(PortableTiling, "default_for", tiling)
     measured(OPERATOR, "xla", NAMED[name])

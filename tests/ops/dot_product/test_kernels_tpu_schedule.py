@@ -16,7 +16,8 @@ from jax_attn_bwd.ops.dot_product.cases import seen
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_schedule
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 NAME = "mosaic_tpu"
 SMALL = tiles.Tiling(128, 128, 128, 128)
@@ -42,7 +43,7 @@ def visited(schedule, b):
 def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
     rng = np.random.default_rng(seed)
     B, T, S = 2, *((300, 500), (500, 131), (128, 256))[seed % 3]
-    options = Options(scale=1.0, is_causal=seed % 2 == 0, window=(None, (90, 20))[seed % 4 // 2])
+    is_causal, window = seed % 2 == 0, (None, (90, 20))[seed % 4 // 2]
     given = {}
     if seed > 1:
         given["key_value_seq_lengths"] = rng.integers(0, S + 1, B)
@@ -50,7 +51,8 @@ def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
         for side, n in (("query", T), ("key_value", S)):
             given[f"{side}_segment_ids"] = np.sort(rng.integers(0, 4, (B, n)), -1)
     q, k = jnp.zeros((B, T, 1, 2), BF16), jnp.zeros((B, S, 1, 2), BF16)
-    operands = Operands(q, k, k, **{n: jnp.asarray(x, np.int32) for n, x in given.items()})
+    mask = Mask(is_causal, window, **{n: jnp.asarray(x, np.int32) for n, x in given.items()})
+    operands, options = Operands(q, k, k, mask=mask), KernelOptions.of(Options(scale=1.0), mask)
     refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
     flags = kernel_inputs.tile_flags(options, refs, 128, 128)
     schedule = tpu_schedule.schedule(*flags, by_key=by_key)
@@ -81,7 +83,7 @@ def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
 def test_a_window_visits_what_it_sees(capsys):
     """T = S = 16384, window 1024: steps of the grid beside the tiles that hold a visible pair."""
     q = jax.ShapeDtypeStruct((1, 16384, 1, 128), BF16)
-    options = Options(scale=1.0, is_causal=True, window=(1024, 0))
+    options = KernelOptions(scale=1.0, is_causal=True, window=(1024, 0))
     for name, tiling in (("forward", tiles.Tiling(1024, 1024, 128, 128)), ("backward", SMALL)):
         bq, bk = tiling.block_q, tiling.block_k
         refs = jax.eval_shape(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
 from jax_attn_bwd.ops.dot_product import fully_masked, masking, mod_functions, reference, tile_schedule
 from jax_attn_bwd.ops.dot_product.arguments import prepare
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 N = 96
@@ -77,14 +77,14 @@ def walked(mask_mod, args, T, tiling, **given):
              "dropout_key", "dropout_offset", "precision")  # fmt: skip
     options = dict.fromkeys(names) | {"is_causal": False, "dropout_rate": 0.0, "broadcast_dropout": False}
     options |= {"deterministic_sums": True, "mask_mod": mask_mod, "mod_args": args} | given
-    options, operands = prepare("test", x, x, x, None, None, **options)
+    _, operands = prepare("test", x, x, x, None, None, **options)
 
     def live(operands):
-        found = masking.conditions(operands, T, T, 1, 1, tiling.block_q, tiling.block_k)
+        found = masking.tile_mask(operands.mask, None, T, T, 1, 1, tiling.block_q, tiling.block_k)
         static = np.zeros((-(-T // tiling.block_q), -(-T // tiling.block_k)), bool)
-        for pairs in tile_schedule.static_pairs(options, found, tiling):
+        for pairs in tile_schedule.static_pairs(found, tiling)[:2]:
             static[tuple(pairs.T)] = True
-        flags = tile_schedule.live_tiles(options, found, tiling)
+        flags = tile_schedule.live_tiles(found, tiling)
         return static, None if flags is None else flags & static
 
     known = []
@@ -138,15 +138,18 @@ def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
     T, S, heads = 300, 700, 4
     ids = jnp.asarray(np.sort(rng.integers(0, 9, S)) * np.where(np.arange(S) % 50, 1, -1), jnp.int32)
     width = jnp.asarray([40, 300, 2, -1], jnp.int32)
-    q, k = jnp.zeros((2, T, heads, 2)), jnp.zeros((2, S, 2, 2))
-    options = Options(scale=1.0, is_causal="causal" in more, mask_mod=by_width)
-    numbers = jnp.arange(2, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32)
-    operands = Operands(q, k, k, mod_args=(ids, width), mod_batch=numbers[0], mod_heads=numbers[1])
+    mask = Mask(
+        is_causal="causal" in more,
+        mask_mod=by_width,
+        mod_args=(ids, width),
+        batch_number=jnp.arange(2, dtype=jnp.int32),
+        head_number=jnp.arange(heads, dtype=jnp.int32),
+    )
     if "mask" in more:
-        operands = operands._replace(mask=jnp.asarray(rng.random((1, 1, 1, S)) < 0.5))
+        mask = mask.replace(elements=jnp.asarray(rng.random((1, 1, 1, S)) < 0.5))
     if "query_seq_lengths" in more:
-        operands = operands._replace(query_seq_lengths=jnp.asarray([290, 3], jnp.int32))
-    run = lambda: jax.jit(lambda o: fully_masked.live_and_seen(options, o, T, S, 1, 2))(operands)
+        mask = mask.replace(query_seq_lengths=jnp.asarray([290, 3], jnp.int32))
+    run = lambda: jax.jit(lambda m: fully_masked.live_and_seen(m, None, T, S, 1, 2))(mask)
     expected = run()
     monkeypatch.setattr(fully_masked, "BLOCK_ELEMENTS", 1)
     for got, wanted in zip(run(), expected, strict=True):

@@ -5,7 +5,7 @@ import numpy as np
 from ops.dot_product.test_mods import IDS, NAMED, N, evaluated
 
 from jax_attn_bwd.ops.dot_product import fully_masked
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.mask import Mask
 
 
 def strictly_below(batch, head, row, column, ids):
@@ -28,10 +28,13 @@ def test_what_the_jaxpr_tells_of_the_diagonal():
     """That all see themselves is told of all masks of which it holds for any array; of others never."""
     told = {}
     for name, (mask, args) in (NAMED | OTHERS).items():
-        x = jnp.zeros((2, N, 4, 8))
-        numbers = {"mod_batch": jnp.arange(2, dtype=jnp.int32), "mod_heads": jnp.arange(4, dtype=jnp.int32)}
-        operands = Operands(x, x, x, mod_args=tuple(map(jnp.asarray, args)), **numbers)
-        found = fully_masked.live_and_seen(Options(scale=1.0, mask_mod=mask), operands, N, N, 1, 1)
+        given = Mask(
+            mask_mod=mask,
+            mod_args=tuple(map(jnp.asarray, args)),
+            batch_number=jnp.arange(2, dtype=jnp.int32),
+            head_number=jnp.arange(4, dtype=jnp.int32),
+        )
+        found = fully_masked.live_and_seen(given, None, N, N, 1, 1)
         told[name] = found == (None, None)
         assert not told[name] or evaluated(mask, args).diagonal().all()
     assert {name for name, is_told in told.items() if not is_told} == {

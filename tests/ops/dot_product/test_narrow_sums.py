@@ -21,8 +21,8 @@ def score(logits, batch, head, row, column, strengths):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    def small(cls, options, operands, parts=1):
-        return cls(64, 64, str(product_dtype(operands.query.dtype)), parts=parts)
+    def small(cls, operands, sizes):
+        return cls(64, 64, str(product_dtype(operands.query.dtype)), parts=sizes.parts)
 
     jax.clear_caches()  # what was traced with other tiles
     monkeypatch.setattr(Tiling, "default_for", classmethod(small))

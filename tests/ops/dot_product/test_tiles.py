@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from jax_attn_bwd.ops.dot_product import masking, tile_schedule
 from jax_attn_bwd.ops.dot_product import tiling as tiling_module
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.plan import plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
@@ -15,14 +17,14 @@ lengths = st.integers(1, 70)
 blocks = st.sampled_from([1, 3, 8, 16])
 
 
-def band(T, S, options):
+def band(T, S, mask):
     """The visible elements of the whole plane, by their definition."""
     row, column = np.arange(T)[:, None], np.arange(S)[None]
     seen = np.ones((T, S), bool)
-    if options.is_causal:
+    if mask.is_causal:
         seen &= column <= row
-    if options.window is not None:
-        seen &= (row - column <= options.window[0]) & (column - row <= options.window[1])
+    if mask.window is not None:
+        seen &= (row - column <= mask.window[0]) & (column - row <= mask.window[1])
     return seen
 
 
@@ -36,12 +38,11 @@ def band(T, S, options):
     st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)),
 )
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
-    options = Options(scale=1.0, is_causal=is_causal, window=window)
+    mask = Mask(is_causal, window)
     tiling = Tiling(block_q, block_k, "float32")
-    full, mixed = tile_schedule.static_pairs(
-        options, masking.Conditions(masking.Tokens(T), masking.Tokens(S), None, None), tiling
-    )
-    seen = band(T, S, options)
+    full, mixed, final = tile_schedule.static_pairs(masking.tile_mask(mask, None, T, S, 1, 1), tiling)
+    assert final
+    seen = band(T, S, mask)
     kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
     kind[tuple(full.T)] = "full"
     kind[tuple(mixed.T)] = "mixed"
@@ -52,13 +53,10 @@ def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
         assert value == expected, (i, j)
 
 
-def live(T, S, tiling, options=None, **given_tokens):
+def live(T, S, tiling, **conditions):
     """The run-time flags of a call with one head."""
-    options = options or Options(scale=1.0)
-    q, k = jnp.zeros((2, T, 1, 2)), jnp.zeros((2, S, 1, 2))
-    operands = Operands(q, k, k)._replace(**given_tokens)
-    given = masking.conditions(operands, T, S, 1, 1, tiling.block_q, tiling.block_k)
-    return np.asarray(tile_schedule.live_tiles(options, given, tiling))
+    given = masking.tile_mask(Mask(**conditions), None, T, S, 1, 1, tiling.block_q, tiling.block_k)
+    return np.asarray(tile_schedule.live_tiles(given, tiling))
 
 
 @thorough
@@ -67,7 +65,6 @@ def live(T, S, tiling, options=None, **given_tokens):
 def test_run_time_flags_miss_nothing(T, S, seed):
     rng = np.random.default_rng(seed)
     tiling = Tiling(8, 16, "float32")
-    options = Options(scale=1.0, is_causal=True, window=(9, 3))
     q_at = rng.integers(0, 60, (2, T)).astype(np.int32)
     k_at = rng.integers(0, 60, (2, S)).astype(np.int32)
     q_segment = np.sort(rng.integers(0, 4, (2, T)), -1).astype(np.int32)
@@ -77,7 +74,8 @@ def test_run_time_flags_miss_nothing(T, S, seed):
         T,
         S,
         tiling,
-        options,
+        is_causal=True,
+        window=(9, 3),
         query_positions=jnp.asarray(q_at),
         key_value_positions=jnp.asarray(k_at),
         query_segment_ids=jnp.asarray(q_segment),
@@ -103,7 +101,7 @@ def test_run_time_flags_drop_dead_tiles():
     flags = live(64, 64, tiling, query_seq_lengths=jnp.asarray([0, 17], jnp.int32))
     np.testing.assert_array_equal(flags, np.tile([[True], [True], [False], [False]], (1, 4)))
     shifted = {"query_positions": jnp.arange(48, 112, dtype=jnp.int32)[None]}
-    flags = live(64, 64, tiling, Options(scale=1.0, window=(15, 0), is_causal=True), **shifted)
+    flags = live(64, 64, tiling, window=(15, 0), is_causal=True, **shifted)
     expected = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
     np.testing.assert_array_equal(flags, np.asarray(expected, bool))
 
@@ -113,7 +111,7 @@ def test_tiles_of_segments(rng):
     for _ in range(50):
         q, k = np.cumsum(rng.random(16) < 0.2), np.cumsum(rng.random(32) < 0.2)
         rows, columns = masking.Tokens(16, segment=q[None]), masking.Tokens(32, segment=k[None])
-        some, every = masking.of_tiles(Options(scale=1.0), rows, columns, 4, 8)
+        some, every = masking.of_tiles(Mask(), rows, columns, 4, 8)
         q, k = q.reshape(4, 1, 4), k.reshape(1, 4, 8)
         met = (q[..., :, None] == k[..., None, :]).any((-1, -2))
         apart = (q.max(-1) < k.min(-1)) | (k.max(-1) < q.min(-1))
@@ -127,7 +125,7 @@ def test_default_tiles_cover_any_length(monkeypatch):
     monkeypatch.setattr(tiling_module, "MATERIALIZED_LOGITS", 0)
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
         operands = Operands(*(jnp.zeros((1, T, 1, 1)),) * 3)
-        tiling = Tiling.default_for(Options(scale=1.0), operands)
+        tiling = plan("xla", Options(scale=1.0), operands).tiling
         for block, limit in ((tiling.block_q, 256), (tiling.block_k, 512)):
             assert 1 <= block <= limit
             padding = count(T, block) * block - T
@@ -138,7 +136,7 @@ def test_default_tiles_cover_any_length(monkeypatch):
 def test_planes_are_whole_up_to_a_size():
     def is_materialized(shape):
         operands = Operands(*(jnp.zeros(shape),) * 3)
-        return Tiling.default_for(Options(scale=1.0), operands).is_materialized
+        return plan("xla", Options(scale=1.0), operands).tiling.is_materialized
 
     assert all(map(is_materialized, [(1, 512, 8, 1), (4, 197, 6, 1), (1, 1, 1, 1)]))
     assert not any(map(is_materialized, [(1, 1024, 4, 1), (1, 0, 1, 1), (0, 8, 1, 1)]))

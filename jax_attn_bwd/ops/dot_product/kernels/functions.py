@@ -20,7 +20,7 @@ from jax_attn_bwd._core.range_extrema import gathered
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import hoisted, hoisting
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
 
 _ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
 _ON_NUMBERS = frozenset(("add", "sub", "mul", "div", "rem", "neg", "abs", "max", "min", "clamp", "sign"))
@@ -28,21 +28,22 @@ _ON_NUMBERS = frozenset(("add", "sub", "mul", "div", "rem", "neg", "abs", "max",
 EVERYWHERE = _ON_BOOLS | _ON_NUMBERS | {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze"}
 
 
-def any_given(options: Options) -> bool:
+def any_given(options: KernelOptions) -> bool:
     """Whether a call has a function."""
     return options.mask_mod is not None or options.score_mod is not None
 
 
 def numbered(operands: Operands) -> Operands:
     """With the numbers of batch entries and heads beside these: for before they are cut into shards."""
-    if operands.mod_batch is None or operands.mod_heads is None:
+    mask, q = operands.mask, operands.query
+    if mask.batch_number is None:
         return operands
-    q = operands.query
-    batch = reshard_like(operands.mod_batch, q, tuple(range(q.ndim - 3)))
-    return operands._replace(mod_batch=batch, mod_heads=reshard_like(operands.mod_heads, q, (-2,)))
+    batch = reshard_like(mask.batch_number, q, tuple(range(q.ndim - 3)))
+    heads = reshard_like(mask.head_number, q, (-2,))
+    return operands._replace(mask=mask.replace(batch_number=batch, head_number=heads))
 
 
-def on_values(options: Options, operands: Operands) -> Options:
+def on_values(options: KernelOptions, operands: Operands) -> KernelOptions:
     """With what kernels trace in the place of functions that read arrays."""
 
     def replaced(function, is_score):
@@ -55,14 +56,14 @@ def on_values(options: Options, operands: Operands) -> Options:
     return dataclasses.replace(options, mask_mod=mask, score_mod=score)
 
 
-def floats_of_distance(options: Options, operands: Operands) -> int:
+def floats_of_distance(options: KernelOptions, operands: Operands) -> int:
     """How many floats of each distance `score_mod` is handed."""
     score = on_values(options, operands).score_mod
     found = score.cut.of_distance if isinstance(score, hoisted.OnValues) else ()
     return sum(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in found)
 
 
-def values(options: Options, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
+def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
     """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
     options = on_values(options, operands)
     mask, score = (
@@ -162,7 +163,7 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unsupported(
-    options: Options, operands: Operands, lowers: frozenset[str], distances: bool = False
+    options: KernelOptions, operands: Operands, lowers: frozenset[str], distances: bool = False
 ) -> str | None:
     """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can.
 
@@ -194,7 +195,7 @@ def _too_wide(name: str, closed: Any) -> str | None:
     return None
 
 
-def _unsupported_arrays(options: Options, operands: Operands, distances: bool) -> str | None:
+def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: bool) -> str | None:
     """Why a kernel cannot be handed what the functions read of arrays; None if it can."""
     for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
         if function is None:
@@ -205,8 +206,7 @@ def _unsupported_arrays(options: Options, operands: Operands, distances: bool) -
         reason = _too_wide(name, found.program) or hoisted.unsupported(found, name, distances)
         if reason is not None:
             return reason
-        of_indices = operands.query_positions is None and operands.key_value_positions is None
-        if found.cut.of_distance and not of_indices:
+        if found.cut.of_distance and operands.mask.has_positions:
             return (
                 f"{name} reads an array at row - column, and it is handed one value for each difference of "
                 f"indices, not of query_positions and key_value_positions: leave these out, or hand over a "
@@ -215,7 +215,7 @@ def _unsupported_arrays(options: Options, operands: Operands, distances: bool) -
     return None
 
 
-def _programs(options: Options) -> Iterator[tuple[str, Any]]:
+def _programs(options: KernelOptions) -> Iterator[tuple[str, Any]]:
     """(name, jaxpr) of the functions on a tile, and of the derivative of `score_mod`."""
     index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     at, logits = (index(1, 1), index(1, 1), index(1, 8), index(8, 1)), jax.ShapeDtypeStruct((8, 8), "float32")

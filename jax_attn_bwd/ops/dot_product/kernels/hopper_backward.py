@@ -34,13 +34,15 @@ from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LOG2_E
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOptions, Operands, Residuals
 
 
 def backward(
-    options: Options, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+    plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    options = KernelOptions.of(plan.options, residuals.operands.mask)
     interpret = pallas.is_interpreted(mosaic_gpu.NAME)
     keys = tiles.dropout_keys(options, residuals.operands)
     residuals = residuals._replace(operands=functions.numbered(residuals.operands))
@@ -104,7 +106,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
 
 
 def _by_key(
-    options: Options, names: frozenset[str], saved: Saved, with_columns: bool
+    options: KernelOptions, names: frozenset[str], saved: Saved, with_columns: bool
 ) -> list[frozenset[str]]:
     """What each kernel by tiles of keys makes of `names`, dk and dv, and of sums over queries."""
     # the accumulators of dk and dv fit the registers together up to H = 128

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, live_first, tile_flags
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 class Listed(NamedTuple):
@@ -34,7 +34,7 @@ class Each(NamedTuple):
 
 
 def bounds(
-    options: Options, refs: Inputs, rows: int, columns: int, by_key: bool = False, each: bool = False
+    options: KernelOptions, refs: Inputs, rows: int, columns: int, by_key: bool = False, each: bool = False
 ) -> jax.Array | Listed | Each | None:
     """Which tiles a tile visits, as `Inputs.bounds`: rows x columns is the size of a tile.
 

@@ -28,19 +28,20 @@ from jax_attn_bwd.ops.dot_product.kernels import functions, hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LN_2, LOG2_E, Inputs, Tile, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 
 supports = tiles.unsupported
 
 
-def default_tiling(options: Options, operands: Operands) -> Tiling:
+def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
     """Tiles that fit registers without spills, and shared memory; see bench/results/nvidia_static.md."""
     H, Hv = (tiles.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
     head = max(H, Hv)
     # an output that is not of the query's shape takes shared memory of its own
     if Hv != H and H + Hv > 384:
         return Tiling(block_q=64, block_k=32, stages=3)
-    values = operands.query_segment_ids is not None or jax.tree.leaves(operands.mod_args)
+    values = operands.mask.query_segment_ids is not None or jax.tree.leaves(operands.mod_args)
     crowded = head > 64 and options.logits_soft_cap is not None and values
     heavy = options.dropout_rate or operands.bias is not None or options.score_mod is not None
     if head > 128 or crowded or heavy:
@@ -48,15 +49,16 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     return Tiling(block_q=64, block_k=128, stages=2 if head > 64 else 4)
 
 
-def forward(options: Options, operands: Operands) -> Result:
+def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
+    options = KernelOptions.of(plan.options, operands.mask)
     tiling, operands = default_tiling(options, operands), functions.numbered(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME))
     keys = tiles.dropout_keys(options, operands)
     return tie(pallas.on_local_shards(run, partial(_out_specs, options), (operands, keys)), operands)
 
 
-def _out_specs(options: Options, operands: Any, keys: Any) -> Any:
+def _out_specs(options: KernelOptions, operands: Any, keys: Any) -> Any:
     """Of the result, from those of the operands."""
     spec = operands.query
     row: Any = PartitionSpec(*spec[:-1])
@@ -85,7 +87,7 @@ def _forward(options, tiling, interpret, operands, keys):
 
     out = out[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
     lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in row_values)
-    if (lengths := operands.query_seq_lengths) is not None:
+    if (lengths := operands.mask.query_seq_lengths) is not None:
         lengths = lengths[..., None, None]
         beyond = to_rank(jnp.arange(T, dtype=jnp.int32)[:, None], lengths.ndim) >= lengths
         empty = -jnp.inf if operands.sink is None else operands.sink.astype(lse.dtype)
@@ -94,14 +96,14 @@ def _forward(options, tiling, interpret, operands, keys):
     return Result(out, lse, low[0] if low else None)
 
 
-def _out_types(options: Options, refs: Inputs) -> list[Any]:
+def _out_types(options: KernelOptions, refs: Inputs) -> list[Any]:
     (B, T, N, _), Hv = refs.q.shape, refs.v.shape[-1]
     row = pallas.out_type((B, N, T), jnp.float32, refs)
     out = pallas.out_type((B, T, N, Hv), refs.q.dtype, refs)
     return [out, row, row] if kernel_inputs.has_low(options, refs) else [out, row]
 
 
-def _scratch(options: Options, tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
+def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
     dtype, H, Hv = refs.q.dtype, refs.q.shape[-1], refs.v.shape[-1]
     wgs, (bq, bk, stages) = (tiles.COMPUTE_WARPGROUPS, (tiling.block_q, tiling.block_k, tiling.stages))
     ring = partial(plgpu.Barrier, num_barriers=stages)
@@ -126,7 +128,7 @@ def _scratch(options: Options, tiling: Tiling, refs: Inputs, interpret: bool) ->
 
 
 def _kernel(
-    options: Options, tiling: Tiling,
+    options: KernelOptions, tiling: Tiling,
     refs: Inputs, out_ref, lse_ref, *low_ref,
     q_tile, k_tiles, v_tiles, row_values, q_loaded, k_loaded, v_loaded, k_free, v_free, turn,
     out_tile=None, spare=None,

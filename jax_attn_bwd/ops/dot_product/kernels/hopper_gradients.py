@@ -14,7 +14,7 @@ from jax_attn_bwd._core import dropout, pallas
 from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Inputs, Tile
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 class Saved(NamedTuple):
@@ -24,7 +24,7 @@ class Saved(NamedTuple):
     dout: Any  # [B, T, N, Hv]
     rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
 
-    def bounded(self, options: Options, rows: int, columns: int, **how: bool) -> "Saved":
+    def bounded(self, options: KernelOptions, rows: int, columns: int, **how: bool) -> "Saved":
         """With the bounds of a kernel's tiles; `how` as in `hopper_bounds.bounds`."""
         found = hopper_bounds.bounds(options, self.refs, rows, columns, **how)
         return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found)))

@@ -27,10 +27,10 @@ from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Tile, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
-def default_tiling(options: Options, saved: Saved) -> Tiling:
+def default_tiling(options: KernelOptions, saved: Saved) -> Tiling:
     """Of the dk, dv kernel and the fused one: block_k keys a warpgroup, steps of block_q rows."""
     if saved.head > 128:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
@@ -46,7 +46,7 @@ def default_tiling(options: Options, saved: Saved) -> Tiling:
     return Tiling(block_q=64, block_k=64, stages=2, overlap=overlap)
 
 
-def can_fuse(options: Options, saved: Saved) -> bool:
+def can_fuse(options: KernelOptions, saved: Saved) -> bool:
     """Whether the fused kernel can run: its registers suffice, and JAX hands it the references it adds to.
 
     (JAX 0.10 does not; later ones not inside `jax.shard_map`, where references would vary over mesh axes.)
@@ -60,7 +60,9 @@ def can_fuse(options: Options, saved: Saved) -> bool:
     return fits and plain and takes_references
 
 
-def key_gradients(options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]) -> dict[str, Any]:
+def key_gradients(
+    options: KernelOptions, interpret: bool, saved: Saved, wanted: frozenset[str]
+) -> dict[str, Any]:
     """Of "key" and "value", those in `wanted`: dk [B, S, K, H] and dv [B, S, K, Hv].
 
     All three with "query": the fused kernel. Sums over queries are float32 [B, heads, sums, S]: "columns",
@@ -151,7 +153,7 @@ def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bo
 class _Block(NamedTuple):
     """What the warpgroups of a block know: the call, and where the block is."""
 
-    options: Options
+    options: KernelOptions
     tiling: Tiling
     names: list[str]  # what is summed, in the order of the results
     saved: Saved
@@ -186,7 +188,7 @@ class _Block(NamedTuple):
 
 
 def _kernel(
-    options: Options, tiling: Tiling, names: list[str], saved: Saved, *results: Any, **scratch: Any
+    options: KernelOptions, tiling: Tiling, names: list[str], saved: Saved, *results: Any, **scratch: Any
 ) -> None:
     b, head, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
     j = lax.axis_index("k_tile")

@@ -24,10 +24,10 @@ from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Tile, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
-def default_tiling(options: Options, saved: Saved, of_values: bool = False) -> Tiling:
+def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False) -> Tiling:
     """Of the dq kernel and that of a full bias: block_q rows a warpgroup, steps of block_k keys.
 
     `of_values`: with the sums for what a score reads, whose terms take registers of their own.
@@ -44,7 +44,7 @@ def default_tiling(options: Options, saved: Saved, of_values: bool = False) -> T
 
 
 def query_gradients(
-    options: Options, interpret: bool, saved: Saved, wanted: frozenset[str]
+    options: KernelOptions, interpret: bool, saved: Saved, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
     """Of `wanted`, in one pass: dq and sums over keys, float32.
 
@@ -91,7 +91,7 @@ def query_gradients(
 
 
 def _queries_kernel(
-    options: Options, tiling: Tiling, names: list[str], saved: Saved, *results,
+    options: KernelOptions, tiling: Tiling, names: list[str], saved: Saved, *results,
     q_tile, dout_tile, k_tiles, v_tiles, sums, loaded, k_loaded, v_loaded, k_free, v_free, spare=None,
 ):  # fmt: skip
     b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
@@ -187,7 +187,7 @@ def _queries_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def full_bias_gradient(options: Options, interpret: bool, saved: Saved) -> jax.Array:
+def full_bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.Array:
     """Dlogits summed over the batch entries and heads that the bias broadcasts over, float32.
 
     `[B|1, N|1, T, S]`, as the bias. A block owns one tile and visits its (batch, head) pairs in turn.
@@ -223,7 +223,7 @@ def full_bias_gradient(options: Options, interpret: bool, saved: Saved) -> jax.A
 
 
 def _full_bias_kernel(
-    options: Options,
+    options: KernelOptions,
     tiling: Tiling,
     saved: Saved,
     result,

@@ -30,7 +30,7 @@ from jax_attn_bwd.ops.dot_product.kernels.inputs import (
     whole,
 )
 from jax_attn_bwd.ops.dot_product.kernels.logits import Logits, unmasked
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 __all__ = ["LN_2", "LOG2_E", "Inputs", "at", "dropout_keys", "is_plain", "pad", "whole"]
 
@@ -66,8 +66,9 @@ class Tiling:
         return 2 * min(64, self.block_q, self.block_k)
 
 
-def unsupported(options: Options, operands: Operands) -> str | None:
+def unsupported(call: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
+    options = KernelOptions.of(call, operands.mask)
     q, v = operands.query, operands.value
     if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
         return reason
@@ -88,7 +89,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     return kernel_inputs.sharded_sequence(operands)
 
 
-def inputs(options: Options, operands: Operands, keys: jax.Array | None) -> Inputs:
+def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None) -> Inputs:
     """`kernel_inputs.inputs`, padded for these kernels."""
     refs = kernel_inputs.inputs(options, operands, keys, PADDING)
     end = refs.columns_end
@@ -166,7 +167,7 @@ class Tile(NamedTuple):
         return plgpu.layout_cast(x, WGMMA)
 
 
-def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:
+def logits(options: KernelOptions, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:
     """The logits of a tile of products q k^T, -inf where nothing is seen."""
 
     def plane(name):
@@ -187,7 +188,7 @@ def logits(options: Options, refs: Inputs, products: jax.Array, tile: Tile, mixe
     return found._replace(x=x)
 
 
-def _seen(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
+def _seen(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
     terms = []
     if options.is_causal or options.window is not None:
         terms.append(_in_band(options, refs, tile))
@@ -204,7 +205,7 @@ def _seen(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
     return masks.conjunction(*terms)
 
 
-def score_slope(options: Options, refs: Inputs, before: jax.Array, tile: Tile) -> jax.Array:
+def score_slope(options: KernelOptions, refs: Inputs, before: jax.Array, tile: Tile) -> jax.Array:
     """The derivative of `score_mod` by the logits that it is handed (8a)."""
 
     def slope(x, at, values):
@@ -214,7 +215,7 @@ def score_slope(options: Options, refs: Inputs, before: jax.Array, tile: Tile) -
 
 
 def pulled_back(
-    options: Options, refs: Inputs, before: jax.Array, tile: Tile, dlogits: jax.Array
+    options: KernelOptions, refs: Inputs, before: jax.Array, tile: Tile, dlogits: jax.Array
 ) -> tuple[jax.Array, list[jax.Array]]:
     """(cotangent of what `score_mod` was handed, of each float in its values) (8a).
 
@@ -251,7 +252,7 @@ def _positions(refs: Inputs, tile: Tile) -> tuple[jax.Array, jax.Array]:
     return row, column
 
 
-def _in_band(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
+def _in_band(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
     """`masks.in_band` with few registers: one comparison an element, of offsets where they suffice."""
     if refs.row_position is None and refs.column_position is None:
         row, column = tile.offset(0) + (tile.row - tile.column), tile.offset(1)
@@ -265,7 +266,7 @@ def _in_band(options: Options, refs: Inputs, tile: Tile) -> jax.Array:
     return lax.convert_element_type(distance, jnp.uint32) <= jnp.uint32(width)
 
 
-def keep(options: Options, refs: Inputs, tile: Tile) -> jax.Array | None:
+def keep(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array | None:
     """Which probabilities dropout lets pass; None without dropout."""
     if refs.dropout_keys is None:
         return None

@@ -15,8 +15,9 @@ from jax_attn_bwd._core import float_leaves, sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import dropping, fully_masked, masking, mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.masking import Tokens
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
@@ -70,7 +71,7 @@ def whole(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def dropout_keys(options: Options, operands: Operands) -> jax.Array | None:
+def dropout_keys(options: KernelOptions, operands: Operands) -> jax.Array | None:
     """The key of each batch entry and head, uint32 `[..., N|1, 2]`: to be called before the operands are cut
     into shards, which do not know where they lie.
     """
@@ -82,32 +83,31 @@ def dropout_keys(options: Options, operands: Operands) -> jax.Array | None:
     return sharding.reshard_like(keys, operands.query, (*batch, -2, None))
 
 
-def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding: Padding) -> Inputs:
+def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, padding: Padding) -> Inputs:
     """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
-    T, S = operands.query.shape[-3], operands.key.shape[-3]
+    T, S, mask = operands.query.shape[-3], operands.key.shape[-3], operands.mask
     positions: tuple[Any, Any] = (None, None)
     if options.is_causal or options.window is not None or functions.any_given(options):
-        positions = (operands.query_positions, operands.key_value_positions)
-    segments = (operands.query_segment_ids, operands.key_value_segment_ids)
+        positions = (mask.query_positions, mask.key_value_positions)
+    segments = (mask.query_segment_ids, mask.key_value_segment_ids)
     (row_position, row_segment), (column_position, column_segment) = (
         tuple(None if x is None else _tokens(operands, x, n, multiple) for x in side)
         for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
     )
-    _, seen = live_and_seen(options, operands)
+    _, seen = fully_masked.live_and_seen_of(operands)
     key, value, bias = _zero_unseen(operands, seen)
-    bias, mask = (None if x is None else _plane(operands, x, padding) for x in (bias, operands.mask))
+    bias, elements = (None if x is None else _plane(operands, x, padding) for x in (bias, mask.elements))
     row_counter = column_counter = None
     if keys is not None:
         counters = dropping.counters(options, operands, padding.queries, padding.keys)
         row_counter, column_counter = counters.rows, counters.columns
     ends = (
-        _end(operands, operands.query_seq_lengths, T, padding.queries),
-        _end(operands, operands.key_value_seq_lengths, S, padding.keys),
+        _end(operands, mask.query_seq_lengths, T, padding.queries),
+        _end(operands, mask.key_value_seq_lengths, S, padding.keys),
     )
     numbers, values = None, ((), ())
     if functions.any_given(options):
-        assert operands.mod_batch is not None  # prepared with a function
-        numbers = _batched(operands, operands.mod_batch, 0)
+        numbers = _batched(operands, mask.batch_number, 0)
         values = functions.values(options, operands, places(operands, padding))
     q, k, v = (
         pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
@@ -126,13 +126,13 @@ def inputs(options: Options, operands: Operands, keys: jax.Array | None, padding
         row_segment,
         column_segment,
         bias,
-        None if mask is None else mask.astype(jnp.int8),
+        None if elements is None else elements.astype(jnp.int8),
         None if operands.sink is None else operands.sink.astype(jnp.float32),
         None if keys is None else _batched(operands, keys, 2),
         row_counter,
         column_counter,
         numbers,
-        operands.mod_heads,
+        mask.head_number,
         *values,
     )
 
@@ -142,9 +142,10 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
 
     What lies beyond the end stands where the last one does.
     """
+    mask, (_, T, S, *_) = operands.mask, operands.sizes
     sides = (
-        (operands.query_positions, operands.query_seq_lengths, operands.query.shape[-3], padding.queries),
-        (operands.key_value_positions, operands.key_value_seq_lengths, operands.key.shape[-3], padding.keys),
+        (mask.query_positions, mask.query_seq_lengths, T, padding.queries),
+        (mask.key_value_positions, mask.key_value_seq_lengths, S, padding.keys),
     )
     tokens = []
     for position, lengths, n, multiple in sides:
@@ -157,12 +158,10 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
         )
         last = None if end is None else jnp.maximum(jnp.asarray(end)[:, None] - 1, 0)
         tokens.append(index if last is None else jnp.minimum(index, last))
-    assert operands.mod_batch is not None  # prepared with a function
-    assert operands.mod_heads is not None
-    return _batched(operands, operands.mod_batch, 0), operands.mod_heads, *tokens
+    return _batched(operands, mask.batch_number, 0), mask.head_number, *tokens
 
 
-def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dvalues: Any) -> Any:
+def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Padding, dvalues: Any) -> Any:
     """Of the floats in `mod_args`, from those of the floats in `score_values`.
 
     Each `[B, N, T|1, S|1]`, or `[B, N, T + S]`.
@@ -174,7 +173,9 @@ def mod_args_gradient(options: Options, operands: Operands, padding: Padding, dv
 
     def read(numbers):
         args = float_leaves.filled(operands.mod_args, numbers)
-        found = functions.values(options, operands._replace(mod_args=args), place)[1]
+        found = functions.values(
+            options, operands._replace(mask=operands.mask.replace(mod_args=args)), place
+        )[1]
         return [x for x in found if x.dtype == jnp.float32]
 
     def cotangents(found):
@@ -241,22 +242,15 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
     return k, v, jnp.where(read.reshape(read.shape[rank - bias.ndim :]) | (bias == -jnp.inf), bias, 0)
 
 
-def live_and_seen(options: Options, operands: Operands) -> tuple[Any, Any]:
-    """(queries that see a key `[..., K|1, G|1, T]`, keys that a query sees `[..., K|1, S]`); None = all."""
-    (*batch, T, N, _), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
-    return fully_masked.live_and_seen(options, operands, T, S, len(batch), N // K)
-
-
-def tile_flags(options: Options, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
+def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
     """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
 
     As far as causality, window, lengths, segments and `mask_mod` tell; NumPy arrays if shapes alone decide.
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    some, every = masking.of_tiles(
-        options, queries, keys, rows, columns, functions.places(refs, rows, columns)
-    )
+    rules = Mask(options.is_causal, options.window, options.mask_mod)
+    some, every = masking.of_tiles(rules, queries, keys, rows, columns, functions.places(refs, rows, columns))
     return to_rank(some, 3), to_rank(every, 3)
 
 
@@ -266,13 +260,13 @@ def live_first(live: Any) -> tuple[Any, Any]:
     return xp.argsort(~live, axis=-1, stable=True), live.sum(-1, keepdims=True)
 
 
-def is_plain(options: Options, refs: Inputs) -> bool:
+def is_plain(options: KernelOptions, refs: Inputs) -> bool:
     """Whether logits are products times a positive number, which then goes into the exponent."""
     free = refs.bias is None and options.logits_soft_cap is None and options.score_mod is None
     return free and options.scale > 0
 
 
-def has_low(options: Options, given: Any) -> bool:
+def has_low(options: KernelOptions, given: Any) -> bool:
     """Whether lse keeps what rounding took from it: logits may be huge; `given` has the bias."""
     return given.bias is not None or options.score_mod is not None
 

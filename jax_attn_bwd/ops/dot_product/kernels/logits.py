@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 class Logits(NamedTuple):
@@ -48,7 +48,7 @@ class Logits(NamedTuple):
 
 
 def unmasked(
-    options: Options,
+    options: KernelOptions,
     refs: Inputs,
     products: jax.Array,
     tanh: Callable[[jax.Array, float], jax.Array],

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd.ops.dot_product import fully_masked, layout, row_terms
-from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOptions, Operands, Residuals
 
 
 class RowValues(NamedTuple):
@@ -23,7 +22,7 @@ class RowValues(NamedTuple):
     dsink: jax.Array | None  # the gradient of the sink (9), if it is wanted
 
 
-def row_values(options: Options, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
+def row_values(options: KernelOptions, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
     """`RowValues` from what the forward left, and the cotangents."""
     operands, (out, lse, low, _) = residuals.operands, residuals.result
     query = operands.query
@@ -58,28 +57,22 @@ def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
     return of
 
 
-def _sees_nothing(options: Options, operands: Operands, lse: jax.Array) -> jax.Array:
+def _sees_nothing(options: KernelOptions, operands: Operands, lse: jax.Array) -> jax.Array:
     """Which queries see no key, `[..., T, N]`; lse does not tell: with a large sink it is the sink anyway."""
-    live, _ = kernel_inputs.live_and_seen(options, operands)
+    live, _ = fully_masked.live_and_seen_of(operands)
     if live is None:
         return jnp.zeros_like(lse, bool)
     groups = operands.query.shape[-2] // operands.key.shape[-2]
     return ~layout.merge_rows(jnp.broadcast_to(live, layout.split_rows(lse, groups).shape))
 
 
-def _rows_may_be_empty(options: Options, operands: Operands) -> bool:
+def _rows_may_be_empty(options: KernelOptions, operands: Operands) -> bool:
     """Whether a query may see no key: without need, q and dout are not copied."""
-    conditions = (
-        operands.bias,
-        operands.mask,
-        operands.query_seq_lengths,
-        operands.key_value_seq_lengths,
-        operands.query_segment_ids,
-        operands.query_positions,
-        operands.key_value_positions,
-        options.window,
-        options.score_mod,  # which may give -inf
-    )
-    if any(x is not None for x in conditions):
+    mask = operands.mask
+    if operands.bias is not None or options.score_mod is not None:  # which may give -inf
         return True
-    return options.mask_mod is not None and not fully_masked.every_query_sees(options, operands)
+    if mask.has_positions or mask.has("elements", "query_segment_ids", "window"):
+        return True
+    if mask.has("query_seq_lengths", "key_value_seq_lengths"):
+        return True
+    return mask.mask_mod is not None and not fully_masked.every_query_sees(options, operands)

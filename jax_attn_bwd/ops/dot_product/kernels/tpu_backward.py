@@ -23,13 +23,15 @@ from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.kernels import tpu_bias_gradient as full_bias
 from jax_attn_bwd.ops.dot_product.kernels import tpu_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Residuals
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOptions, Operands, Residuals
 
 
 def backward(
-    options: Options, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+    plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    options = KernelOptions.of(plan.options, residuals.operands.mask)
     run = partial(_backward, options, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
     residuals = residuals._replace(operands=functions.numbered(residuals.operands))

@@ -18,7 +18,7 @@ from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
 from jax_attn_bwd.ops.dot_product.kernels.tpu_saved import arithmetic, saved_of
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, every_tile
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
 
 
 def default_tiling(operands: Operands) -> Tiling:
@@ -28,7 +28,9 @@ def default_tiling(operands: Operands) -> Tiling:
     return Tiling(block_q, block_k, tiles.even_part(block_q, 128), tiles.even_part(block_k, 512))
 
 
-def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, values: Any) -> jax.Array:
+def gradient(
+    options: KernelOptions, interpret: bool, operands: Operands, keys: Any, values: Any
+) -> jax.Array:
     """float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
     tiling = default_tiling(operands)
     options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
@@ -73,7 +75,7 @@ def gradient(options: Options, interpret: bool, operands: Operands, keys: Any, v
 
 
 def _kernel(
-    options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
+    options: KernelOptions, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
     inputs, (dout_ref, rows_ref, dbias_ref), bands = tiles.gathered(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)

@@ -32,12 +32,13 @@ from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 
 supports = tiles.unsupported
 
 
-def default_tiling(options: Options, operands: Operands) -> Tiling:
+def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     light = tiles.is_light(options, operands)
@@ -47,8 +48,9 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
     return Tiling(block_q, block_k, part_q, tiles.even_part(block_k, 256), apart=3)
 
 
-def forward(options: Options, operands: Operands) -> Result:
+def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
+    options = KernelOptions.of(plan.options, operands.mask)
     tiling, operands = default_tiling(options, operands), functions.numbered(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, operands)
@@ -56,7 +58,7 @@ def forward(options: Options, operands: Operands) -> Result:
     return tie(call(operands, keys), operands)
 
 
-def _out_specs(options: Options, operands: Any, keys: Any) -> Any:
+def _out_specs(options: KernelOptions, operands: Any, keys: Any) -> Any:
     """Of the result, from those of the operands."""
     spec = operands.query
     row: Any = PartitionSpec(*spec[:-1])
@@ -117,7 +119,7 @@ def _forward(options, tiling, interpret, operands, keys):
 
 
 def _kernel(
-    options: Options, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
+    options: KernelOptions, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
     inputs, (*outputs, m_ref, l_ref, acc_ref), bands = tiles.gathered(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)

@@ -27,12 +27,12 @@ from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
 from jax_attn_bwd.ops.dot_product.kernels.tpu_saved import Saved, arithmetic, cut, saved_of
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
 
 RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two copies on their way out
 
 
-def default_tiling(options: Options, operands: Operands) -> Tiling:
+def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
     """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     light, wide = tiles.is_light(options, operands), mosaic_tpu.has_wide_units()
@@ -45,7 +45,7 @@ def default_tiling(options: Options, operands: Operands) -> Tiling:
 
 
 def gradients(
-    options: Options, interpret: bool, operands: Operands, keys: Any, values: Any, wanted: frozenset
+    options: KernelOptions, interpret: bool, operands: Operands, keys: Any, values: Any, wanted: frozenset
 ) -> dict[str, jax.Array]:
     """Of "query", "key", "value" in public layout, of "mod_args", of a "bias" that lacks an axis."""
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
@@ -91,7 +91,7 @@ def gradients(
 class _Call:
     """What is known of a call at trace time."""
 
-    options: Options
+    options: KernelOptions
     tiling: Tiling
     sides: PlaneSides
     lines: dict[str, int]  # by name: sums of dlogits, or of dvalues, for a query, key or distance (the side)

@@ -14,7 +14,7 @@ from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at
 from jax_attn_bwd.ops.dot_product.kernels.logits import Logits, unmasked
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Step
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import TOKENS, PlaneSides, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 _FAR = 2**30  # no position is as far as this from another
 
@@ -22,7 +22,7 @@ _FAR = 2**30  # no position is as far as this from another
 class Part(NamedTuple):
     """A part of a tile, in a kernel: of the step's tile the given queries and keys."""
 
-    options: Options
+    options: KernelOptions
     refs: Inputs
     sides: PlaneSides
     tiling: Tiling
@@ -167,7 +167,7 @@ def _wide(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def product(options: Options, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
+def product(options: KernelOptions, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
     """The matrix product of two blocks over `axes`, in float32."""
     wide = a.dtype == jnp.float32
     precision = options.precision if wide else lax.Precision.DEFAULT  # bfloat16 products are exact

@@ -14,7 +14,7 @@ from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
 
 
 class Saved(NamedTuple):
@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low where it is kept
 
 
-def saved_of(options: Options, operands: Operands, keys: Any, values: Any, tiling: Tiling):
+def saved_of(options: KernelOptions, operands: Operands, keys: Any, values: Any, tiling: Tiling):
     """(the options of kernels, `Saved`, the flags of its tiles, `PlaneSides`); `values`: of `kernel_rows`."""
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options = functions.on_values(options, operands)

@@ -20,7 +20,7 @@ from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, whole
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 HEAD = 64  # head sizes are padded to a multiple
 _LONGEST = 2**17  # tokens: 1024 of the shortest tiles, so that a schedule fits scalar memory
@@ -96,29 +96,25 @@ def even_part(block: int, limit: int) -> int:
     return max(n for n in range(LANES, min(block, max(limit, LANES)) + 1, LANES) if block % n == 0)
 
 
-def is_light(options: Options, operands: Operands) -> bool:
+def is_light(options: KernelOptions, operands: Operands) -> bool:
     """Whether an element takes little more than its products: larger tiles then pay for their compilation."""
-    planes = (
-        operands.bias,
-        operands.mask,
-        operands.query_segment_ids,
-        operands.query_positions,
-        operands.key_value_positions,
-    )
+    mask = operands.mask
+    compares = operands.bias is not None or mask.has_positions or mask.has("elements", "query_segment_ids")
     narrow = max(operands.query.shape[-1], operands.value.shape[-1]) <= 128
     plain = options.logits_soft_cap is None and not options.dropout_rate and options.scale > 0
     plain = plain and options.score_mod is None
-    return narrow and plain and operands.query.dtype == jnp.bfloat16 and all(x is None for x in planes)
+    return narrow and plain and operands.query.dtype == jnp.bfloat16 and not compares
 
 
-def longest_side(options: Options, operands: Operands) -> int:
+def longest_side(options: KernelOptions, operands: Operands) -> int:
     """Of a tile of a light call: a longer one takes fewer bundles a score, but more of it is masked."""
     most_is_masked = options.is_causal and operands.key.shape[-3] <= 8192
     return 1024 if most_is_masked or options.window is not None or options.mask_mod is not None else 2048
 
 
-def unsupported(options: Options, operands: Operands) -> str | None:
+def unsupported(call: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
+    options = KernelOptions.of(call, operands.mask)
     q, v = operands.query, operands.value
     if (reason := functions.unsupported(options, operands, _LOWERS, distances=True)) is not None:
         return reason
@@ -146,7 +142,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     return kernel_inputs.sharded_sequence(operands)
 
 
-def kernel_inputs_of(options: Options, refs: Inputs, tiling: Tiling) -> Inputs:
+def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> Inputs:
     """In the layout that the kernels read: heads before the sequence, one value a position along lanes."""
 
     def heads(x):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from jax_attn_bwd.ops.dot_product import fully_masked, masking
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
-from jax_attn_bwd.ops.dot_product.masking import Given
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals, Result, Wanted
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options, Residuals, Result, Wanted
 
 B, K, G = 2, 2, 3
 
 
-def whole_plane(options, arguments, T, S):
+def whole_plane(rules, arguments, T, S):
     """`[B, K, G, T, S]` by the definition, in NumPy."""
     row, column = np.arange(T)[:, None], np.arange(S)
     seen = np.ones((B, K * G, T, S), bool)
@@ -33,10 +33,10 @@ def whole_plane(options, arguments, T, S):
         seen &= (query[:, :, None] == key[:, None, :])[:, None]
     at = arguments.get("query_positions", np.arange(T)[None])[:, :, None]
     distance = (at - arguments.get("key_value_positions", np.arange(S)[None])[:, None, :])[:, None]
-    if options.is_causal:
+    if rules.is_causal:
         seen &= distance >= 0
-    if options.window is not None:
-        seen &= (distance <= options.window[0]) & (-distance <= options.window[1])
+    if rules.window is not None:
+        seen &= (distance <= rules.window[0]) & (-distance <= rules.window[1])
     return seen.reshape(B, K, G, T, S)
 
 
@@ -57,9 +57,11 @@ def drawn(rng, T, S):
     return found
 
 
-def as_arrays(arguments):
+def mask_and_bias(rules, arguments):
     narrow = lambda x: jnp.asarray(x, np.int32 if np.issubdtype(x.dtype, np.integer) else x.dtype)
-    return {name: narrow(x) for name, x in arguments.items()}
+    arrays = {name: narrow(x) for name, x in arguments.items()}
+    bias, elements = arrays.pop("bias", None), arrays.pop("mask", None)
+    return rules.replace(elements=elements, **arrays), bias
 
 
 @thorough
@@ -69,15 +71,15 @@ def test_live_and_seen_are_exact(seed, block_elements):
     rng = np.random.default_rng(seed)
     T, S = ((11, 7), (11, 7), (1, 3), (4, 0))[rng.integers(4)]
     window = (None, (2, 1), (0, 3))[rng.integers(3)]
-    options = Options(scale=1.0, is_causal=bool(rng.random() < 0.4), window=window)
+    rules = Mask(bool(rng.random() < 0.4), window)
     arguments = drawn(rng, T, S)
     before = fully_masked.BLOCK_ELEMENTS
     fully_masked.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
     try:
-        live, seen = fully_masked.live_and_seen(options, Given(**as_arrays(arguments)), T, S, 1, G)
+        live, seen = fully_masked.live_and_seen(*mask_and_bias(rules, arguments), T, S, 1, G)
     finally:
         fully_masked.BLOCK_ELEMENTS = before
-    expected = whole_plane(options, arguments, T, S)
+    expected = whole_plane(rules, arguments, T, S)
     live, seen = (True if x is None else np.asarray(x) for x in (live, seen))
     np.testing.assert_array_equal(np.broadcast_to(live, (B, K, G, T)), expected.any(-1))
     np.testing.assert_array_equal(np.broadcast_to(seen, (B, K, S)), expected.any((2, 3)))
@@ -86,9 +88,9 @@ def test_live_and_seen_are_exact(seed, block_elements):
 def test_the_plane_is_the_definition(rng):
     for is_causal in (False, True):
         arguments = drawn(rng, 6, 5) | {"query_seq_lengths": np.array([0, 4])}
-        options = Options(scale=1.0, is_causal=is_causal, window=(3, 1))
-        found = masking.of_plane(options, Given(**as_arrays(arguments)), 6, 5, 1, G)
-        expected = whole_plane(options, arguments, 6, 5)
+        rules = Mask(is_causal, (3, 1))
+        found = masking.of_plane(*mask_and_bias(rules, arguments), 6, 5, 1, G)
+        expected = whole_plane(rules, arguments, 6, 5)
         np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
 
 
@@ -107,13 +109,14 @@ def test_nothing_of_size_t_times_s_is_formed(given):
     tokens = dict.fromkeys(TOKENS[given], jax.ShapeDtypeStruct(shape, jnp.int32))
     x, rows = jax.ShapeDtypeStruct((1, n, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, n, 1), jnp.float32)
     sink = jax.ShapeDtypeStruct((1,), jnp.float32)
-    options = Options(scale=1.0, is_causal=True, window=(64, 0))
+    mask = Mask(is_causal=True, window=(64, 0), **tokens)
+    options = KernelOptions.of(Options(scale=1.0), mask)
 
     def prepared(operands, rows):
         residuals = Residuals(operands, Result(operands.value, rows, None), Wanted(frozenset({"query"})))
         values = kernel_rows.row_values(options, residuals, operands.value, None)
         return values, kernel_inputs.inputs(options, operands, None, kernel_inputs.Padding(128, 128, 8))
 
-    operands = Operands(x, x, x, sink=sink, **tokens)
+    operands = Operands(x, x, x, sink=sink, mask=mask)
     compiled = jax.jit(prepared).lower(operands, rows).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < n * n / 16

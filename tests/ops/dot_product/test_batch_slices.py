@@ -8,6 +8,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd.ops.dot_product import tiling
+from jax_attn_bwd.ops.dot_product.plan import plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 BATCH, T, S, N, K, H = (4, 2), 24, 40, 4, 2, 8
@@ -103,7 +104,7 @@ def test_values_without_width_in_parts(in_parts):
 
 def default_parts(batch, heads, T, S):
     x = Operands(*(jnp.zeros((*batch, n, heads, 1), jnp.float32) for n in (T, S, S)))
-    return tiling.Tiling.default_for(Options(scale=1.0), x).batch_slices
+    return plan("xla", Options(scale=1.0), x).tiling.batch_slices
 
 
 def test_explicit_mesh_of_one_device(rng, monkeypatch):

@@ -1,0 +1,52 @@
+"""`Plan`: how a call is computed, decided once in the public function and used by both rules."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jax_attn_bwd._core import split
+from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
+from jax_attn_bwd._core.split import Pieces
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.tiling import Sizes, Tiling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static of a call.
+
+    Attributes:
+      options: what is computed.
+      implementation: the name of the one that runs.
+      tiling: the tiles of the portable path, which also gives the derivatives of kernels' results.
+      pieces: into which the portable path cuts the queries for devices; None = it does not.
+    """
+
+    options: Options
+    implementation: str
+    tiling: Tiling
+    pieces: Pieces | None = None
+
+
+def plan(implementation: str, options: Options, operands: Operands) -> Plan:
+    """The plan of a call whose implementation is chosen; arrays may be their shapes."""
+    query = operands.query
+    batch, T, S, K, G = operands.sizes
+    tiling = Tiling.default_for(operands, Sizes(batch, T, S, K * G, G))
+    if explicit_spec(query)[-3] is None and (auto_devices(query) == 1 or tiling.is_materialized):
+        return Plan(options, implementation, tiling)
+    pieces = split.of_rows(query, query.ndim - 3, math.prod(batch))
+    if pieces is not None:
+        tiling = Tiling.default_for(operands, _of_part(operands, pieces))
+    return Plan(options, implementation, tiling, pieces)
+
+
+def _of_part(operands: Operands, pieces: Pieces) -> Sizes:
+    """The sizes of a part of the queries: on Explicit axes those of a device's shard."""
+    batch, T, S, K, G = operands.sizes
+    if not pieces.mesh_axes:
+        return Sizes(batch, T // pieces.count, S, K * G, G, pieces.count)
+    *batch_axes, _, heads, _ = explicit_spec(operands.query)
+    share = lambda n, axis: n if axis is None else n // axis_size(operands.query, axis)
+    shares: tuple[Any, ...] = tuple(map(share, batch, batch_axes))
+    return Sizes(shares, T // pieces.count, S, share(K * G, heads), G)
