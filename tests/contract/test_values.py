@@ -29,7 +29,7 @@ COVERED_BY_KERNEL_TESTS = {
     "dot_product_attention": (
         "plain", "causal_window_cap", "bias_key", "sink", "dropout", "tiles", "mod_causal",
     ),
-    "multi_scale_deformable_attention": ("border", "softmax", "one_pixel"),
+    "multi_scale_deformable_attention": ("plain", "discrete", "border", "softmax", "one_pixel"),
 }  # fmt: skip
 
 

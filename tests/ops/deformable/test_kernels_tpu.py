@@ -55,6 +55,12 @@ def test_channels_on_thin_levels(channels, dtype):
 
 @thorough
 @pytest.mark.kernel
+def test_samples_of_the_nearest_pixel():
+    both(rounded(sample(LEVELS, Q=2, M=1, D=3, P=1)), spatial_shapes=LEVELS, method="discrete")
+
+
+@thorough
+@pytest.mark.kernel
 @pytest.mark.parametrize("name", ["ragged", "far_locations"])
 def test_other_named_cases(name):
     (case,) = (case for case in operator.cases if case.name == name)
