@@ -34,6 +34,17 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
+def known(x: Any) -> np.ndarray | None:
+    """The values of `x` on the host; None if they are traced, or a transfer guard forbids to fetch them."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)
+    guards = jax.config.jax_transfer_guard, jax.config.jax_transfer_guard_device_to_host
+    is_guarded = any(guard in ("disallow", "disallow_explicit") for guard in guards)
+    if isinstance(x, jax.core.Tracer) or not x.is_fully_addressable or is_guarded:
+        return None
+    return jax.device_get(x)
+
+
 def floating(operator: str, argument: str, x: Any) -> jax.Array:
     """`x` as an array of a floating dtype."""
     x = np.asarray(x) if isinstance(x, np.generic) else x
@@ -86,10 +97,9 @@ def integers(
         array = array.astype(np.int32)  # an empty list
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}"))
-    known = not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
     info = jnp.iinfo(array.dtype)
-    if known and array.size and (info.min < least or info.max > greatest):
-        values = np.asarray(array)  # NumPy: under a trace, jnp would make a tracer of a constant
+    is_checked = array.size and (info.min < least or info.max > greatest)
+    if is_checked and (values := known(array)) is not None:
         low, high = int(values.min()), int(values.max())
         if low < least or high > greatest:
             expected = f"lie in [{least}, {greatest}]"

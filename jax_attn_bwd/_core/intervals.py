@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import jaxprs, pallas
+from jax_attn_bwd._core import checks, jaxprs, pallas
 from jax_attn_bwd._core.interval_rules import RULES, STRUCTURAL, dtype_range, floored
 from jax_attn_bwd._core.range_extrema import gathered
 
@@ -57,8 +57,8 @@ class Interval:
 
 def exact(x: Any) -> Interval:
     """The value `x` itself; concrete arrays are known at trace time."""
-    known = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
-    x = np.asarray(x) if known else x
+    values = checks.known(x)
+    x = x if values is None else values
     return Interval(x, x)
 
 

@@ -60,9 +60,9 @@ def decode(
         if x.shape[-2] != T:
             expected = f"have the {T} tokens of query, which are new to the cache"
             raise ValueError(checks.message(layer, name, expected, x.shape))
-    known = not isinstance(cache.tokens, jax.core.Tracer)
-    if length < T or (known and int(cache.tokens) + T > length):
-        got = f"{length}, of which {int(cache.tokens)} are taken" if known else f"{length}"
+    taken = checks.known(cache.tokens)
+    if length < T or (taken is not None and int(taken) + T > length):
+        got = f"{length}" if taken is None else f"{length}, of which {int(taken)} are taken"
         raise ValueError(checks.message(layer, "the cache", f"have room for {T} tokens more", got))
     p = params
     # The new tokens are projected, and their keys and values written behind those in the cache.

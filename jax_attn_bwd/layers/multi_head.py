@@ -71,11 +71,11 @@ def flax_mask(layer: str, mask: Any) -> jax.Array | None:
     """
     if not (checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.number)):
         return boolean_mask(layer, mask)
-    if jnp.issubdtype(mask.dtype, jnp.floating) and not isinstance(mask, jax.core.Tracer):
-        with jax.ensure_compile_time_eval():  # a mask that is known is known under jit, too
-            other = (mask != 0) & (mask != 1)
-            found = mask.ravel()[other.argmax()] if other.any() else None
-        if found is not None:
+    values = checks.known(mask) if jnp.issubdtype(mask.dtype, jnp.floating) else None
+    if values is not None:  # a mask that is known is known under jit, too
+        other = (values != 0) & (values != 1)
+        if other.any():
+            found = values[other][0]
             expected = "be boolean, or of zeros and ones (what is not 0 attends)"
             remedy = "additive values are a bias: jax_attn_bwd.configured_attention_fn(bias=bias)"
             raise TypeError(checks.message(layer, "mask", expected, f"{float(found):g} in it", remedy))
