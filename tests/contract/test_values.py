@@ -27,7 +27,7 @@ from jax_attn_bwd import check
 # Options that the kernels' own tests have, over several tiles; "second" cases are poisoned.
 COVERED_BY_KERNEL_TESTS = {
     "dot_product_attention": (
-        "plain", "causal_window_cap", "bias_key", "sink", "dropout", "tiles", "mod_causal",
+        "plain", "causal_window_cap", "bias_key", "segments_causal", "sink", "dropout", "tiles", "mod_causal",
     ),
     "multi_scale_deformable_attention": ("plain", "discrete", "border", "softmax", "one_pixel"),
 }  # fmt: skip
