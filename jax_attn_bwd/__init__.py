@@ -12,6 +12,7 @@ from jax_attn_bwd.ops.deformable import (
     MultiScaleDeformableAttentionGrads,
     multi_scale_deformable_attention,
     multi_scale_deformable_attention_bwd,
+    multi_scale_deformable_attention_jvp,
 )
 from jax_attn_bwd.ops.dot_product import (
     DotProductAttentionGrads,
@@ -31,6 +32,7 @@ from jax_attn_bwd.ops.graph import (
     edge_mean_bwd,
     edge_softmax,
     edge_softmax_bwd,
+    edge_softmax_jvp,
     edge_sum,
     edge_sum_bwd,
     graph_attention,
@@ -76,6 +78,7 @@ __all__ = [
     "edge_mean_bwd",
     "edge_softmax",
     "edge_softmax_bwd",
+    "edge_softmax_jvp",
     "edge_sum",
     "edge_sum_bwd",
     "explain",
@@ -91,6 +94,7 @@ __all__ = [
     "multi_head_attention_bwd",
     "multi_scale_deformable_attention",
     "multi_scale_deformable_attention_bwd",
+    "multi_scale_deformable_attention_jvp",
     "parallel",
     "scaled_masked_softmax",
     "scaled_masked_softmax_bwd",

@@ -101,6 +101,8 @@ class _Written:
         return jax.tree.leaves(outputs), residuals
 
     def backward(self, residuals, cotangents):
+        if all(x is None for x in cotangents):
+            return [None] * len(self.types)
         given = [SymbolicZero(None) if x is None else x for x in cotangents]
         found = self.rule.backward(self.static, residuals, self.out_tree.unflatten(given))
         whole = self.tree.unflatten(self.types)

@@ -26,8 +26,12 @@ def outputs_and_tangents(
     return jax.jvp(lambda at: call(**rest, **at), (at,), (along,))
 
 
-def _arrays(operator: str, name: str, primal: Any, tangent: Any) -> tuple[jax.Array, jax.Array]:
-    """The argument and its tangent, of one shape and dtype."""
+def _arrays(operator: str, name: str, primal: Any, tangent: Any) -> tuple[Any, Any]:
+    """The argument and its tangent, of one shape and dtype, or sequences of such."""
+    if isinstance(primal, list | tuple) and isinstance(tangent, list | tuple) and len(primal) == len(tangent):
+        names = (f"{name}[{i}]" for i in range(len(primal)))
+        pairs = [_arrays(operator, *each) for each in zip(names, primal, tangent, strict=True)]
+        return tuple(x for x, _ in pairs), tuple(t for _, t in pairs)
     if primal is None:
         raise ValueError(checks.message(operator, f"d{name}", f"be None where {name} is None", "an array"))
     x = checks.floating(operator, name, primal)

@@ -3,6 +3,7 @@
 from jax_attn_bwd.ops.deformable.api import (
     multi_scale_deformable_attention,
     multi_scale_deformable_attention_bwd,
+    multi_scale_deformable_attention_jvp,
 )
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads
 
@@ -10,4 +11,5 @@ __all__ = [
     "MultiScaleDeformableAttentionGrads",
     "multi_scale_deformable_attention",
     "multi_scale_deformable_attention_bwd",
+    "multi_scale_deformable_attention_jvp",
 ]

@@ -15,7 +15,7 @@ from jax_attn_bwd.ops.graph.edge_reductions import (
     edge_sum,
     edge_sum_bwd,
 )
-from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax, edge_softmax_bwd
+from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax, edge_softmax_bwd, edge_softmax_jvp
 from jax_attn_bwd.ops.graph.spec import GraphAttentionGrads, GraphTransformerAttentionGrads
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -32,6 +32,7 @@ __all__ = [
     "edge_mean_bwd",
     "edge_softmax",
     "edge_softmax_bwd",
+    "edge_softmax_jvp",
     "edge_sum",
     "edge_sum_bwd",
     "graph_attention",

@@ -4,6 +4,9 @@ With s the scores and dw the cotangent of the weights, for edge e into i:
 
     w_e  = exp(s_e - m_i) / l_i,   m_i = max_f s_f,   l_i = sum_f exp(s_f - m_i)          (1)
     ds_e = w_e (dw_e - sum_f w_f dw_f),   f the edges into the same i        from (1)     (2)
+
+The Jacobian is symmetric: with ds a tangent of the scores and dw that of the weights, (2) holds the other
+way round, and the backward is the tangent rule too.
 """
 
 from collections.abc import Callable
@@ -12,7 +15,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, tangents
+from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
 from jax_attn_bwd._core.types import Array, Implementation
@@ -27,7 +31,11 @@ _NAME = "edge_softmax"
 
 
 def edge_softmax(
-    graph: BipartiteCSC, scores: Array, *, implementation: Implementation | None = None
+    graph: BipartiteCSC,
+    scores: Array,
+    *,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Softmax over the edges into each destination, per head.
 
@@ -36,6 +44,7 @@ def edge_softmax(
     Args:
       graph: the edges; see `BipartiteCSC`.
       scores: `[..., nnz, H]`, floating, in the caller's edge order; any batch axes. -inf hides an edge.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
 
     Returns:
@@ -63,6 +72,9 @@ def edge_softmax(
     """
     graph, scores = check_graph(_NAME, graph), _by_edge(_NAME, "scores", graph, scores)
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, None, (graph, scores))
+    if checks.flag(_NAME, "forward_mode", forward_mode):
+        require(_NAME)
+        return _softmax_in_both_modes(chosen.name, graph, scores)
     return _softmax(chosen.name, graph, scores)
 
 
@@ -104,6 +116,44 @@ def edge_softmax_bwd(
     dweights = reshard_like(dweights, weights, range(weights.ndim))
     chosen = backend.select(name, IMPLEMENTATIONS, implementation, None, (graph, weights))
     return chosen.backward(graph, weights, dweights)
+
+
+def edge_softmax_jvp(
+    graph: BipartiteCSC,
+    scores: Array,
+    *,
+    dscores: Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`edge_softmax` and its tangent, as a plain function.
+
+        dw[e] = w[e] (ds[e] - sum of w[f] ds[f] over the edges f into the same destination)
+
+    Args:
+      dscores: tangent of `scores`, its shape and dtype; None = 0.
+      graph, scores, implementation: as in the forward.
+
+    Returns:
+      (weights, dweights): shape and dtype of `scores`.
+
+    Gradients:
+      Differentiable in both modes, as `edge_softmax(..., forward_mode=True)` is.
+
+    Raises:
+      As `edge_softmax`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_softmax_jvp
+      >>> graph = BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
+      >>> scores = jnp.log(jnp.array([[1.0], [3.0]]))
+      >>> _, dweights = edge_softmax_jvp(graph, scores, dscores=jnp.array([[1.0], [0.0]]))
+      >>> dweights.round(4).ravel().tolist()
+      [0.1875, -0.1875]
+    """
+    call = partial(edge_softmax, graph, forward_mode=True, implementation=implementation)
+    along = {"scores": dscores}
+    return tangents.outputs_and_tangents(f"{_NAME}_jvp", call, {"scores": scores}, along)
 
 
 def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) -> jax.Array:
@@ -175,4 +225,15 @@ def _bwd(implementation, residuals, dweights):
     return None, match_type(dscores, like_scores)  # shards of the graph may share the scores
 
 
+def _fwd_of_given(implementation, graph, scores):
+    """The forward rule of operands that say whether they are differentiated."""
+    return _fwd(implementation, *jax.tree.map(lambda x: x.value, (graph, scores)))
+
+
+def _jvp(implementation, residuals, along):
+    graph, weights, _ = residuals
+    return backend.named(IMPLEMENTATIONS, implementation).backward(graph, weights, along[1])
+
+
 _softmax.defvjp(_fwd, _bwd)
+_softmax_in_both_modes = both_modes(Rule(_softmax, _fwd_of_given, _bwd, _jvp))
