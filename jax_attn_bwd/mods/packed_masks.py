@@ -81,8 +81,8 @@ def packed(mask: Any) -> tuple[Mask, tuple[jax.Array, ...]]:
     """
     words, plane = _words(mask)
     T, S = plane
-    strips = words.view(np.uint8).reshape(words.shape[0] // _KIND, _KIND, -1)
-    some = np.bitwise_or.reduce(strips, 1) != 0
+    strips: Any = words.view(np.uint8).reshape(words.shape[0] // _KIND, _KIND, -1)
+    some = np.bitwise_or.reduce(strips, axis=1) != 0
     in_cells = words.reshape(-1, _CELL, words.shape[1]).transpose(0, 2, 1)  # [cell row, cell column, row]
     live = in_cells.any(-1)
     cells = np.where(live, np.cumsum(live, dtype=np.int32).reshape(live.shape), 0).astype(np.int32)
@@ -90,8 +90,8 @@ def packed(mask: Any) -> tuple[Mask, tuple[jax.Array, ...]]:
     words[T:] = ~np.uint32(0)  # padding, which is never read, does not make what is full mixed
     if S % _CELL:
         words[:, -1] |= ~np.uint32((1 << S % _CELL) - 1)
-    kinds = some.astype(np.int8) + (np.bitwise_and.reduce(strips, 1) == 255) * some
-    arrays = (kinds.astype(np.int8), words)
+    kinds = some.astype(np.int8) + (np.bitwise_and.reduce(strips, axis=1) == 255) * some
+    arrays: tuple[np.ndarray, ...] = (kinds.astype(np.int8), words)
     if stored.nbytes + cells.nbytes < words.nbytes:
         arrays = (kinds.astype(np.int8), stored, cells)
     reads = [Read(f"array {i} of mods.packed", jnp.integer, x.shape) for i, x in enumerate(arrays)]
