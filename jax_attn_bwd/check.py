@@ -238,8 +238,8 @@ def worst(rows: Sequence[Measurement]) -> list[Measurement]:
     return list(found.values())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the check, prints the table, returns the exit code."""
+def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Operator]]:
+    """(what the command line says, the operators that it names)."""
     known: dict[str, list[Operator]] = {}
     for operator in discover():
         known[operator.name] = [operator]
@@ -251,60 +251,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=(), help=narrow)
     parser.add_argument("--json", action="store_true", help="print every measurement as JSON instead")
     parser.add_argument("--enable", action="store_true", help=enable.HELP)
-    parser.add_argument("--seconds", type=float, default=enable.SECONDS, help="that --enable may take")
+    parser.add_argument("--seconds", type=float, help=f"for --enable; {enable.SECONDS:.0f} unless told")
     args = parser.parse_args(argv)
     if unknown := set(args.operators) - set(known):
         parser.error(f"unknown operator {sorted(unknown)}, known are {sorted(known)}")
+    if args.enable and (args.dtypes or args.json):
+        parser.error("--enable settles the dtypes itself and prints a table: leave out --dtypes and --json")
+    if args.seconds is not None and not (args.enable and args.seconds > 0):
+        parser.error("--seconds must be positive, and belongs to --enable")
+    named = list(dict.fromkeys(o for name in args.operators or known for o in known[name]))
+    args.families = list(dict.fromkeys(i.family for o in named for i in o.implementations if i.family))
+    if args.enable and not args.families:
+        parser.error(f"there is nothing to enable: {', '.join(args.operators)} has no kernels")
+    return args, named
 
-    named = [operator for name in args.operators or known for operator in known[name]]
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the check, prints the table, returns the exit code."""
+    args, named = _arguments(argv)
     if args.enable:
-        kernels = (i for operator in named for i in operator.implementations if i.family)
-        return enable.run(list(dict.fromkeys(i.family for i in kernels)), args.seconds)
+        return enable.run(args.families, args.seconds or enable.SECONDS)
     jax.config.update("jax_default_matmul_precision", "highest")
-    jobs, absent = plan(list(dict.fromkeys(named)), args.dtypes)
+    jobs, absent = plan(named, args.dtypes)
     started = time.monotonic()
     about = f"about {CALL_SECONDS * len(jobs):.0f} s on two cores of a CPU"
     print(f"check: {len(jobs)} calls, {about}", file=sys.stderr, flush=True)
     rows = list(_measured(jobs))
-    misses = [row for row in rows if not row.ok]
+    device, misses = jax.devices()[0].device_kind, sum(not row.ok for row in rows)
     if args.json:
-        device = jax.devices()[0].device_kind
         measured = [{**asdict(row), "ok": row.ok} for row in rows]
-        unavailable_ = [dict(zip(("operator", "implementation", "reason"), a, strict=True)) for a in absent]
-        print(
-            json.dumps(
-                {
-                    "device": device,
-                    "jax": jax.__version__,
-                    "measurements": measured,
-                    "unavailable": unavailable_,
-                }
-            )
-        )
-        return int(bool(misses))
+        missing = [dict(zip(("operator", "implementation", "reason"), a, strict=True)) for a in absent]
+        about_it = {"device": device, "jax": jax.__version__}
+        print(json.dumps({**about_it, "measurements": measured, "unavailable": missing}))
+        return int(misses > 0)
 
+    what = ("operator", "implementation", "dtype", "quantity")
+    figures = lambda r: (f"{r.error:.1e}", f"{r.limit:.1e}", r.case, "ok" if r.ok else "MISS")
     console.table(
         "Worst relative error of each quantity, beside its limit",
-        ["operator", "implementation", "dtype", "quantity", "error", "limit", "case", "verdict"],
-        [
-            (
-                r.operator,
-                r.implementation,
-                r.dtype,
-                r.quantity,
-                f"{r.error:.1e}",
-                f"{r.limit:.1e}",
-                r.case,
-                "ok" if r.ok else "MISS",
-            )
-            for r in worst(rows)
-        ],
+        [*what, "error", "limit", "case", "verdict"],
+        [(*(getattr(row, name) for name in what), *figures(row)) for row in worst(rows)],
     )
     for name, implementation, reason in absent:
         print(f"not available: {name} [{implementation}]: {reason}")
     done = f"{len(jobs)} calls, {len(rows)} quantities in {time.monotonic() - started:.0f} s"
-    print(f"{done} on {jax.devices()[0].device_kind}, JAX {jax.__version__}: {len(misses)} misses")
-    return int(bool(misses))
+    print(f"{done} on {device}, JAX {jax.__version__}: {misses} misses")
+    return int(misses > 0)
 
 
 if __name__ == "__main__":

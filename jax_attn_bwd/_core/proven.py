@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -161,7 +160,7 @@ def _read(kind: str, family: str, *where: str | None) -> Record | str:
     except RuntimeError:
         return f"this user has no home folder, and {CACHE} is not set"
     except OSError:
-        return "there is no record of it"
+        return "there is no record"
     except ValueError:
         return _damaged(file, "it is not JSON")
     try:
@@ -214,7 +213,7 @@ def passed_over(candidates: Sequence[Candidate], names: Sequence[str], tell: boo
         picked = min(rates, key=lambda name: rates[name][0])
         reasons |= {n: f"it is proven, but {picked} is faster: {rates[n][1]}" for n in rates if n != picked}
     elif tell and targets.is_here():
-        _tell(kind, tuple(dict.fromkeys(c.family for c in candidates if _unknown(c, kind))))
+        _tell(kind, [c for c in candidates if not c.ran])
     return reasons
 
 
@@ -241,25 +240,20 @@ def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
     return (rate, words) if rate < 1 else f"it is proven on {kind}, but slower than xla: {words}"
 
 
-def _unknown(candidate: Candidate, kind: str) -> bool:
-    known = record(kind, candidate.family)
-    return not candidate.ran and (isinstance(known, str) or candidate.name not in known.kernels)
+_told: set[str] = set()  # the kinds of device of which this process has spoken
 
 
-@functools.cache
-def _once() -> list[str]:
-    return []
-
-
-def _tell(kind: str, families: tuple[str, ...]) -> None:
-    if not families or _once():
+def _tell(kind: str, candidates: Sequence[Candidate]) -> None:
+    unknown = [why for c in candidates if isinstance(why := record(kind, c.family), str)]
+    if not unknown or kind in _told:
         return
-    _once().append(kind)
+    _told.add(kind)
     _log.warning(
-        "jax_attn_bwd: calls take the portable path on this %s, for its kernels are not proven there yet. "
-        "`%s` proves them on this machine, in 5 minutes at most, and from then on they are picked where they "
-        "are faster; %s=none leaves it at that, and says no more.",
+        "jax_attn_bwd: calls take the portable path on this %s, for its kernels are not proven there (%s). "
+        "`%s` proves them, in 5 minutes at most, and from then on they are picked where they are faster; "
+        "%s=none leaves it at that, and says no more.",
         kind,
-        f"{Path(sys.executable).name} {COMMAND.split(' ', 1)[1]}",
+        unknown[0],
+        COMMAND,
         KERNELS,
     )

@@ -14,7 +14,7 @@ import pytest
 from helpers import thorough
 
 from jax_attn_bwd import check, enable, explain, ops, proof, scaled_masked_softmax
-from jax_attn_bwd._core import pallas, proven
+from jax_attn_bwd._core import pallas, proven, targets
 
 H200 = "NVIDIA H200"
 slow_interpreter = thorough if jax.__version_info__ < (0, 12) else lambda test: test
@@ -177,10 +177,38 @@ def test_two_processes_may_write_at_once():
 def test_the_command_takes_operators_and_folders(monkeypatch):
     asked = []
     monkeypatch.setattr(enable, "run", lambda families, seconds: asked.append((families, seconds)) or 0)
-    for argv in (["graph", "multi_head"], ["edge_softmax"], []):
+    for argv in (["graph", "multi_head"], ["--seconds", "30"]):
         assert check.main(["--enable", *argv]) == 0
-    assert asked[:2] == [(["graph", "dot_product"], 300.0), ([], 300.0)]
-    assert sorted(asked[2][0]) == ["deformable", "dot_product", "graph", "softmax"]
+    assert asked[0] == (["graph", "dot_product"], 300.0)
+    assert (sorted(asked[1][0]), asked[1][1]) == (["deformable", "dot_product", "graph", "softmax"], 30.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--enable", "edge_softmax"], "there is nothing to enable: edge_softmax has no kernels"),
+        (["--enable", "--json"], "--enable settles the dtypes itself and prints a table: leave out"),
+        (["--enable", "--seconds", "0"], "--seconds must be positive, and belongs to --enable"),
+        (["--seconds", "9"], "--seconds must be positive, and belongs to --enable"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(argv, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        check.main(argv)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("picked", ["none", "mosaic_tpu"])
+def test_a_plain_check_leaves_out_what_is_passed_over(monkeypatch, picked):
+    """Unproven kernels may hang."""
+    (operator,) = (o for o in ops.discover() if o.name == "scaled_masked_softmax")
+    monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", picked)
+    with targets.aimed_at("v6e"):
+        jobs, absent = check.plan([operator], ["float32", "float64"])
+    dtypes = {dtype for _, name, _, dtype in jobs if name == "mosaic_tpu"}
+    assert dtypes == ({"float32"} if picked == "mosaic_tpu" else set())
+    assert {name for _, name, _ in absent} == {"mosaic_gpu", "mosaic_tpu"} - ({picked} if dtypes else set())
 
 
 # ---------------------------------------------------------------------- what the worker does

@@ -29,10 +29,9 @@ def _cache(tmp_path, monkeypatch):
 @pytest.fixture
 def told(monkeypatch, caplog):
     """`told()`: what was logged so far; nothing was before."""
-    proven._once.cache_clear()
+    monkeypatch.setattr(proven, "_told", set())
     caplog.set_level(logging.WARNING, "jax_attn_bwd")
-    yield lambda: [r.getMessage() for r in caplog.records if r.name == "jax_attn_bwd"]
-    proven._once.cache_clear()
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "jax_attn_bwd"]
 
 
 @pytest.fixture(params=[("H200", "dot_product"), ("v6e", "softmax")], ids="-".join)
@@ -73,7 +72,7 @@ def is_picked(call):
 def test_without_a_record_the_portable_path_runs(call):
     assert not is_picked(call)
     assert call.reason() == (
-        f"it is not proven on {targets.CHIPS[call.chip.platform][1]}: there is no record of it; `python -m "
+        f"it is not proven on {targets.CHIPS[call.chip.platform][1]}: there is no record; `python -m "
         f"jax_attn_bwd.check --enable {call.family}` proves it there, "
         f"JAX_ATTN_BWD_KERNELS={call.chip.name} picks it unproven"
     )
@@ -282,8 +281,8 @@ def test_the_first_call_on_a_chip_says_once_how_to_prove_and_enable(monkeypatch,
         for _ in range(2):
             assert choices().name == "xla"
     (words,) = told()
-    assert f"on this {H200}" in words
-    assert "-m jax_attn_bwd.check --enable` proves them on this machine" in words
+    assert f"on this {H200}, for its kernels are not proven there (there is no record). `" in words
+    assert "`python -m jax_attn_bwd.check --enable` proves them" in words
 
 
 def test_nothing_is_said_where_nothing_could_be_done(monkeypatch, told):

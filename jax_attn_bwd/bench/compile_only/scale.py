@@ -84,7 +84,7 @@ class Pod(NamedTuple):
     target: str
     slice: dict[str, Any]
     memory: float  # bytes
-    implementation: str | None = None
+    implementation: str
     options: dict[str, Any] | None = None  # for the compiler
 
 
@@ -92,9 +92,9 @@ _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 PODS = {
     "8 H200": Pod("H200", {"gpus": 8}, 141 * GB, "mosaic_gpu"),
     "8 H200, 5 at once": Pod("H200", {"gpus": 8}, 141 * GB, "mosaic_gpu", {_AT_ONCE: 5}),
-    "8 TPU7x, 16 cores": Pod("tpu7x", {"topology": "2x2x2"}, 94.75 * GIB),
-    "256 v6e": Pod("v6e", {"topology": "16x16"}, 31.25 * GIB),
-    "256 v5e": Pod("v5e", {"topology": "16x16"}, 15.75 * GIB),
+    "8 TPU7x, 16 cores": Pod("tpu7x", {"topology": "2x2x2"}, 94.75 * GIB, "mosaic_tpu"),
+    "256 v6e": Pod("v6e", {"topology": "16x16"}, 31.25 * GIB, "mosaic_tpu"),
+    "256 v5e": Pod("v5e", {"topology": "16x16"}, 15.75 * GIB, "mosaic_tpu"),
 }
 
 
