@@ -37,7 +37,8 @@ def case_params(*tags: str, thorough: Sequence[str] = (), kernels: Sequence[str]
             is_kernel = implementation.platform is not None
             if is_kernel and kernels is None:
                 continue
-            default, rest = (kernels, ("check", "wide")) if is_kernel else (tags, thorough)
+            of_kernel = (*(kernels or ()), *(["cudnn"] if implementation.name == "cudnn" else []))
+            default, rest = (of_kernel, ("check", "wide")) if is_kernel else (tags, thorough)
             borrowed = is_kernel and operator.name == "multi_head_attention"
             for case in operator.tagged(*default, *([] if borrowed else rest)):
                 marks = [] if case.tags & set(default) and not borrowed else [pytest.mark.thorough]

@@ -262,7 +262,7 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
       >>> x = jax.ShapeDtypeStruct((2, 128, 8, 64), "float32")
       >>> reasons = jax_attn_bwd.explain(jax_attn_bwd.dot_product_attention, x, x, x)
       >>> list(reasons), reasons["xla"]
-      (['mosaic_tpu', 'mosaic_gpu', 'xla'], 'ok')
+      (['mosaic_tpu', 'mosaic_gpu', 'cudnn', 'xla'], 'ok')
       >>> x = jax.ShapeDtypeStruct((128, 1024), "bfloat16")
       >>> jax_attn_bwd.explain(jax_attn_bwd.scaled_masked_softmax, x, platform="A100")
       scaled_masked_softmax on NVIDIA A100-SXM4-80GB

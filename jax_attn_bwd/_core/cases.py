@@ -32,8 +32,8 @@ class Case:
         `deterministic_sums=False` allows, "repeat" and "poison" are run again for their bits, and with NaN
         where no one looks. "bench" is measured on a CPU, "quick" small enough to try that, "bench_gpu" on a
         GPU, "timed" by `check --enable`; "scaling" is one case at many sizes, named `series: letter=size`,
-        "quick_scaling" at two small ones. "kernel" is for kernels alone, "wide" too, where what takes long is
-        run.
+        "quick_scaling" at two small ones. "kernel" is for kernels alone, "cudnn" for that one, "wide" too,
+        where what takes long is run.
         "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
         the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone;
         with "table" the kernels are compiled for the pages of `bench/results`, not in every run of the tests.

@@ -109,8 +109,11 @@ def _peers(case: Case, make: Callable, args: tuple) -> dict[str, Callable[[], Co
 
     found = {"jax.nn": jax_peer("jax.nn", lambda: jax.nn.dot_product_attention, implementation="xla")}
     if jax.default_backend() == "gpu":
-        name = "jax.nn[cudnn]"
-        found[name] = jax_peer(name, lambda: jax.nn.dot_product_attention, implementation="cudnn")
+        for name, function in (
+            ("jax_attn_bwd[cudnn]", dot_product_attention),
+            ("jax.nn[cudnn]", jax.nn.dot_product_attention),
+        ):
+            found[name] = jax_peer(name, lambda function=function: function, implementation="cudnn")
     if jax.default_backend() != "cpu" and peers.installed("tokamax"):
         load = lambda: importlib.import_module("tokamax").dot_product_attention
         found["tokamax"] = jax_peer("tokamax", load)

@@ -104,7 +104,7 @@ def test_the_environment_goes_before_all(call, monkeypatch, value, reason):
     assert call.reason() == reason.format(name)
 
 
-@pytest.mark.parametrize(("value", "gpu"), [("1", True), ("cudnn,mosaic_gpu", True), ("0", False)])
+@pytest.mark.parametrize(("value", "gpu"), [("1", True), ("mosaic_gpu,cudnn", True), ("0", False)])
 def test_the_older_variable_is_an_alias_for_gpus(call, monkeypatch, value, gpu):
     monkeypatch.setenv("JAX_ATTN_BWD_GPU_KERNELS", value)
     assert is_picked(call) == (gpu and call.chip.name == "mosaic_gpu")

@@ -141,10 +141,14 @@ def dot_product_attention(
         and column may be index arrays `[T]`, `[S]`. The batch counts over all batch axes, row-major, so
         a block of the leading one can be described.
       precision: of the matrix products; None follows `jax_default_matmul_precision`.
-      deterministic_sums: False lets a kernel add in any order where that is faster.
+      deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does.
       return_residual: return `(out, lse)`.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
-        --enable`), else "xla"; a name runs that one or raises.
+        --enable`), else "xla"; a name runs that one or raises. "cudnn" is that of `jax.nn`, with sinks,
+        gradients of lse and rows that see nothing as everywhere here: bfloat16 and float16, head sizes to 128
+        (256 on Hopper), windows to the left of causal attention. A bias, masks, segments and positions are
+        handed to it as one bias of T x S, in memory that is not linear. No functions, soft cap or dropout. A
+        cotangent of lse takes a second call of its backward.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Pallas kernels of dense attention, by chip: `hopper_*`, `tpu_*`, and what XLA prepares for all of them."""
+"""Kernels of dense attention: `hopper_*`, `tpu_*`, what XLA prepares for both, and cuDNN's, `cudnn_*`."""

@@ -57,6 +57,11 @@ def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
     return of
 
 
+def empty_rows(options: KernelOptions, operands: Operands, lse: jax.Array) -> jax.Array | None:
+    """Which queries see no key, `[..., T, N]`; None where none can be without one."""
+    return _sees_nothing(options, operands, lse) if _rows_may_be_empty(options, operands) else None
+
+
 def _sees_nothing(options: KernelOptions, operands: Operands, lse: jax.Array) -> jax.Array:
     """Which queries see no key, `[..., T, N]`; lse does not tell: with a large sink it is the sink anyway."""
     live, _ = fully_masked.live_and_seen_of(operands)

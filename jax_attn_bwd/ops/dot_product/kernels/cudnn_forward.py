@@ -1,0 +1,65 @@
+"""cuDNN's forward of dense attention, under the contract of `engine.py`.
+
+cuDNN gives `out` and `stat`, the natural log of the row sums, in float32. A row whose bias was shifted by c
+has lse = c + stat. With a sink (base r = max(c, sink)) the row sum has one more term:
+
+    log l = log(exp(c - r + stat) + exp(sink - r)),   lse = r + log l,   out exp(c - r + stat - log l)
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product.kernels import cudnn_calls, cudnn_inputs
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
+
+supports = cudnn_inputs.unsupported
+
+
+def forward(plan: Plan, operands: Operands) -> Result:
+    """The output and its row values."""
+    options = KernelOptions.of(plan.options, operands.mask)
+    run = partial(_forward, options, pallas.is_interpreted(cudnn_calls.NAME))
+    return tie(pallas.on_local_shards(run, partial(_out_specs, options), (operands,)), operands)
+
+
+def _out_specs(options: KernelOptions, operands: Any) -> Any:
+    """Of the result, from those of the operands."""
+    row: Any = PartitionSpec(*operands.query[:-1])
+    return Result(operands.query, row, row if kernel_inputs.has_low(options, operands) else None)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Result:
+    *batch, T, N, _ = operands.query.shape
+    arrays, shift = pallas.vary_alike(cudnn_inputs.prepare(options, operands))
+    out, stat = cudnn_calls.forward(cudnn_inputs.call_of(options, operands, interpret), arrays)
+    out = out[:, :T, :, : operands.value.shape[-1]].reshape(*batch, T, N, -1)
+    stat = jnp.swapaxes(stat, -1, -2)[:, :T]
+    shift = None if shift is None else jnp.broadcast_to(shift, stat.shape).reshape(*batch, T, N)
+    stat = stat.reshape(*batch, T, N)
+    if (empty := kernel_rows.empty_rows(options, operands, stat)) is not None:
+        out, stat = jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, stat)
+    if shift is None and operands.sink is None:
+        return Result(out, stat, None)
+    base = jnp.zeros_like(stat) if shift is None else shift
+    log_l = stat
+    if operands.sink is not None:
+        sink = to_rank(operands.sink.astype(stat.dtype), stat.ndim)
+        base, shift = jnp.maximum(base, sink), base
+        stat = (shift - base) + stat
+        log_l = jnp.logaddexp(stat, sink - base)
+        share = jnp.where(stat == -jnp.inf, 0, jnp.exp(stat - log_l))
+        out = (out.astype(stat.dtype) * share[..., None]).astype(out.dtype)
+    lse = base + log_l
+    low = jnp.where(lse == -jnp.inf, 0, (base - lse) + log_l)
+    return Result(out, lse, low if kernel_inputs.has_low(options, operands) else None)
