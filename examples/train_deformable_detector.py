@@ -38,6 +38,7 @@ LEVELS = ((12, 16), (6, 8), (3, 4))  # (height, width) of the feature maps
 CHANNELS, HEADS, POINTS, DECODER_LAYERS = 64, 4, 4, 3
 GRID = (4, 5)  # rows and columns of the boxes that the queries begin with
 BATCH, HELD_OUT, LEARNING_RATE = 16, 200, 1e-3
+COMPILED = 10  # steps after which nothing is compiled any more
 
 # A box is (x, y of its centre, width, height), all from 0 to 1 across the picture. Shapes: B pictures,
 # T = MOST digits, Q queries, S pixels of all levels, N decoder layers (all learn, the last one counts).
@@ -323,6 +324,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 queries = match(np.asarray(costs), scenes.labels)
                 state, loss = backward(state, found, pullback, scenes, queries)
                 bar.update(task, advance=1, loss=float(loss))
+                if step == COMPILED:
+                    begin = timeit.default_timer()
+                elif step == 2 * COMPILED:
+                    each = (timeit.default_timer() - begin) / COMPILED
+                    bar.console.print(f"about {each * (args.steps - step) / 60:.1f} minutes to go")
 
     plot(args.out / "detections.png", state, truth)
     print(f"detections: {args.out / 'detections.png'}")

@@ -16,7 +16,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares 
 
 from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
-from jax_attn_bwd.bench import report, scaling
+from jax_attn_bwd.bench import report, report_plot, scaling
 from jax_attn_bwd.bench.environment import environment
 from jax_attn_bwd.bench.measure import measure
 
@@ -70,10 +70,10 @@ def main(argv: list[str] | None = None) -> int:
     report.write(path, context | found, rows, finished=True)
 
     what = "" if args.operator in NAMED else " forward + backward,"
-    title = f"{args.operator}:{what} {context['device']}, JAX {context['jax']}"
-    report.show(title, rows)
+    title = report_plot.title(args.operator, what, context)
+    report.show(title.replace("\n", " "), rows)
     print(f"wrote {path}")
-    plot = scaling.plot if args.scaling else report.plot
+    plot = scaling.plot if args.scaling else report_plot.plot
     if plotted := plot(rows, title, path.with_suffix(".png")):
         print(f"wrote {plotted}")
     return 0

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jax_attn_bwd import multi_scale_deformable_attention
-from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd.bench import peers
 from jax_attn_bwd.bench.measure import Contender, Workload, compiled_contender, inputs, step, tag
 from jax_attn_bwd.ops.deformable import cases
@@ -25,23 +24,24 @@ def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
     for case in operator.tagged(tag(quick, scaling)):
         arrays, dout = inputs(operator, case)
         args = (dout, *(arrays[name] for name in ("value", "sampling_locations", "attention_weights")))
-        yield _workload(case, case.options["spatial_shapes"], args)
+        name = case.name if scaling else f"{case.name}, {args[1].shape[2]} x {args[1].shape[3]}"
+        yield _workload(name, case.options["spatial_shapes"], args)
 
 
-def _workload(case: Case, levels: Levels, args: tuple) -> Workload:
+def _workload(name: str, levels: Levels, args: tuple) -> Workload:
     call = lambda value, *rest, **options: multi_scale_deformable_attention(value, levels, *rest, **options)
     contenders = peers.ours(call, step, *args)
     if args[0].shape[0] > 1:  # whole arrays of a gather would be of gigabytes
         over = round((contenders[0].temporary_bytes or 0) / sum(x.nbytes for x in args[1:]), 2)
         contenders[0].notes["temporary memory / inputs"] = over
-        return Workload(case.name, contenders)
+        return Workload(name, contenders)
     gather = partial(compiled_contender, "gather form, jax.grad", step(partial(gather_form, levels)), *args)
     makers: dict[str, Callable[[], Contender]] = {"gather form": gather}
     if peers.torch_device():
         makers["torch"] = partial(_torch, levels, args)
     weights, channels = args[3].size, args[1].shape[-1]
-    found, refused = peers.gather(case.name, makers, 4.0 * weights * channels)
-    return Workload(case.name, [*contenders, *found], refused=refused)
+    found, refused = peers.gather(name, makers, 4.0 * weights * channels)
+    return Workload(name, [*contenders, *found], refused=refused)
 
 
 def gather_form(levels, value, locations, weights):

@@ -26,14 +26,20 @@ def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
             yield _on_gpu(case, "forward", args)
             yield _on_gpu(case, "forward + backward", args)
         elif "memory only" in case.name:
-            yield Workload(case.name, _ours(case, args), timed=False)
+            yield Workload(_named(case), _ours(case, args), timed=False)
         elif "local_window_size" in case.options and not scaling:
             yield _window(case, args)
         else:
             B, T, N, _ = args[1].shape
             peer = _peers(case, step, args)
-            found, refused = peers.gather(case.name, peer, 4.0 * B * N * T * T, linear=("torch",))
-            yield Workload(case.name, [*_ours(case, args), *found], refused=refused)
+            name = case.name if scaling else _named(case)
+            found, refused = peers.gather(name, peer, 4.0 * B * N * T * T, linear=("torch",))
+            yield Workload(name, [*_ours(case, args), *found], refused=refused)
+
+
+def _named(case: Case) -> str:
+    B, _, N, H = case.shapes()["query"].shape
+    return f"{case.name}, B{B} N{N} H{H}"
 
 
 def visited(case: Case) -> str:
@@ -74,7 +80,7 @@ def _window(case: Case, args: tuple) -> Workload:
         peer = step(partial(jax.nn.dot_product_attention, **case.options))
         name = f"jax.nn, window {window[0]}"
         contenders.append(compiled_contender(name, peer, *args, timed=False))
-    return Workload(case.name, contenders)
+    return Workload(_named(case), contenders)
 
 
 def _on_gpu(case: Case, direction: str, args: tuple) -> Workload:

@@ -47,11 +47,15 @@ def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
     short = QUICK if quick else SHORT
     for name, make in NAMED.items():
         for what in ("forward", "forward + backward"):
-            if only in (title := f"{name}, T={short}, {what}"):
+            if only in (title := f"{name}, {_sizes(short)}, {what}"):
                 yield _workload(title, make(short), short, "backward" in what)
     for name in () if quick else ("prefix", "documents", "window and global tokens"):
-        if only in (title := f"{name}, T={LONG}, forward + backward"):
+        if only in (title := f"{name}, {_sizes(LONG)}, forward + backward"):
             yield Workload(title, [_ours(NAMED[name](LONG), _draw(LONG), LONG, True)])
+
+
+def _sizes(T: int) -> str:
+    return f"B1 T{T} N{HEADS} H{SIZE}"
 
 
 def _workload(name: str, modified: Modified, T: int, backward: bool) -> Workload:

@@ -71,7 +71,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
         [
             row.case,
             row.contender,
-            None if row.milliseconds is None else _shown(row),
+            None if row.milliseconds is None else shown(row),
             number(row.ratio, 2),
             number(row.temporary_mib),
             number(row.memory_ratio, 2),
@@ -80,55 +80,6 @@ def show(title: str, rows: Sequence[Row]) -> None:
         for row in rows
     ]
     console.table(title, columns, cells)
-
-
-def plot(rows: Sequence[Row], title: str, path: Path) -> Path | None:
-    """A chart of the contenders' times over that of the first of their case; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    by_case: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.ratio is not None:
-            by_case.setdefault(row.case, []).append(row)
-    groups = [group for group in by_case.values() if len(group) > 1]
-    others = dict.fromkeys(row.contender for _, *rest in groups for row in rest)
-    colours = {name: f"C{i}" for i, name in enumerate(others)}
-    height = sum(len(group) for group in groups)  # the bars, and a gap after each case
-    figure, axes = pyplot.subplots(figsize=(8, 0.25 * height + 1.2), layout="constrained")
-    y, ticks = 0, {}
-    for first, *rest in groups:
-        ticks[f"{first.case}\n{first.contender} {_shown(first)}"] = y + (len(rest) - 1) / 2
-        for row in rest:
-            ratio = row.ratio or 0.0
-            axes.barh(y, ratio - 1, left=1, color=colours[row.contender])
-            place: dict[str, Any] = {
-                "xytext": (3, 0),
-                "textcoords": "offset points",
-                "va": "center",
-                "fontsize": 7,
-            }
-            axes.annotate(f"{ratio:.2f}  ({_shown(row)})", (max(ratio, 1), y), **place)
-            y += 1
-        y += 1
-    axes.axvline(1, color="black", lw=1)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.set_yticks([*ticks.values()], [*ticks], fontsize=7)
-    axes.invert_yaxis()
-    axes.margins(x=0.25, y=0.01)
-    axes.legend([pyplot.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()], colours, fontsize=7)
-    axes.set_xlabel("time over that of what is named under the case (right of 1: slower)")
-    axes.set_title(title, fontsize=9)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-    return path
 
 
 SLOWER, LARGER = 1.15, 1.05  # beyond this a time of unknown spread, or a memory, changed
@@ -186,7 +137,8 @@ def _change(old: float | None, new: float | None) -> float | None:
     return new / old if old and new else None
 
 
-def _shown(row: Row) -> str:
+def shown(row: Row) -> str:
+    """Its time, in the unit that suits it."""
     ms = row.milliseconds or 0.0
     if ms < 1:
         return f"{1e3 * ms:.3g} us"

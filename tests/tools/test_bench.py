@@ -14,7 +14,7 @@ from helpers import thorough
 
 from jax_attn_bwd import MultiHeadAttentionParams
 from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import dot_product, environment, measure, multi_head, peers, scaling
+from jax_attn_bwd.bench import dot_product, environment, measure, multi_head, peers, report_plot, scaling
 from jax_attn_bwd.bench import report as report_module
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import cases as named
@@ -54,6 +54,28 @@ def test_bench_writes_json_and_a_plot(operator, options, tmp_path, capsys):
         assert first["ratio"] == first["memory_ratio"] == 1.0
     assert path.with_suffix(".png").stat().st_size > 1000
     assert str(path) in capsys.readouterr().out
+
+
+def test_a_picture_says_who_was_refused_and_which_bars_are_ours(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures, Row = [], report_module.Row
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    rows = [
+        Row("large", "jax_attn_bwd", 2.0, 1.0),
+        Row("large", "our option", 4.0, 2.0),
+        Row("large", "torch 2", 3.0, 1.5),
+        Row("large", "jax.nn", notes={"refused": "holds planes of 0.5 GiB each"}),
+        Row("alone", "jax_attn_bwd", 1.0, 1.0),
+    ]
+    title = report_plot.title("dense", "", {"device": "CPU", "jax": "1", "torch": "2.13.0+cpu"})
+    report_plot.plot(rows, title, tmp_path / "plot.png")
+    (figure,) = figures
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.get_title() == "dense: CPU,\nJAX 1, torch 2.13.0 built for CPUs"
+    assert axes.get_xlabel().endswith("right of 1 ours is faster")
+    shown = [text.get_text() for text in axes.texts]
+    assert shown == ["2.00  (4 ms)", "1.50  (3 ms)", "jax.nn refused: holds planes of 0.5 GiB each"]
+    assert [text.get_text() for text in legend.get_texts()] == ["our option (ours, too)", "torch 2"]
 
 
 @thorough
