@@ -202,6 +202,19 @@ def of_tiles(
     return some, every & some
 
 
+def live_elements(elements: jax.Array, block_q: int, block_k: int) -> jax.Array:
+    """Whether any head of any batch entry sees an element of each tile, `[query tiles|1, key tiles|1]`.
+
+    `elements [..., T|1, S|1]` are padded to whole tiles, and nothing of the padding is seen.
+    """
+    plane = elements.any(tuple(range(elements.ndim - 2)))
+    for axis, block in ((0, block_q), (1, block_k)):
+        if plane.shape[axis] != 1:
+            shape = (*plane.shape[:axis], plane.shape[axis] // block, block, *plane.shape[axis + 1 :])
+            plane = plane.reshape(shape).any(axis + 1)
+    return plane
+
+
 def known_tiles(given: TileMask, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray, bool]:
     """(some, every) of `of_tiles` as far as shapes tell, `[query tiles, key tiles]`; whether that is all."""
     rules, rows, columns = given.rules, given.rows, given.columns

@@ -102,10 +102,9 @@ class _Rows(NamedTuple):
     empty: jax.Array | None  # rows that attend to nothing; None = there are none
 
 
-def _softmax(plane: Plane) -> _Rows:
+def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum.
-    logits = _logits(plane)
     m, sink = logits.max(-1, keepdims=True), None
     if plane.operands.sink is not None:
         sink = plane.operands.sink.astype(m.dtype).reshape(*plane.q.shape[-4:-2], 1, 1)
@@ -124,7 +123,7 @@ def _softmax(plane: Plane) -> _Rows:
 def forward(plan: Plan, operands: Operands) -> Result:
     """Attention over all keys, with its row values."""
     whole = plane(plan.options, operands)
-    e, m, l, empty = _softmax(whole)
+    e, m, l, empty = _softmax(whole, _logits(whole))
     lse, low = log_sum(m, l)
     if empty is not None:
         lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
@@ -230,7 +229,7 @@ def probabilities(plane: Plane, result: Result | None) -> jax.Array:
     None = these are all.
     """
     if result is None:
-        rows = _softmax(plane)
+        rows = _softmax(plane, _logits(plane))
         return rows.e / rows.l
     groups = plane.q.shape[-3]
     lse = layout.split_rows(result.lse, groups)[..., None]

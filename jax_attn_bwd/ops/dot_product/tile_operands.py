@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.pallas import vary_alike
@@ -42,6 +43,10 @@ def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
     and must not stand in a tile that some of them skip, where they would wait for the others for ever.
     """
     options, tiling, operands = plan.options, plan.tiling, vary_alike(operands)
+    if operands.mask.elements is not None:
+        # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
+        # takes it minutes for a few million elements.
+        operands = operands.with_arrays({"elements": lax.optimization_barrier(operands.mask.elements)})
     batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
     blocks = tiling.block_q, tiling.block_k

@@ -3,8 +3,8 @@
 The portable forward and backward scan one list of (i, j) tile pairs. Causality and windows over plain
 indices, and what bounds tell of a `mask_mod` there, drop dead pairs from the list at trace time; where all
 others are full nothing is compared, else every tile is mixed: its elements are compared one by one. Lengths,
-segments, positions and the arrays of a `mask_mod` are known at run time only: they give each pair a live
-flag, and `lax.cond` skips dead ones. No loop has a traced trip count, so the scans have a reverse mode.
+segments, positions, arrays of a `mask_mod` and mask arrays are known at run time only: they give each pair a
+live flag, and `lax.cond` skips dead ones. No loop has a traced trip count, so the scans have a reverse mode.
 
 Parts of the queries that are a batch axis walk in step: at each step all have the same query tile i, and each
 a key tile j of its own list, or one that it does not see where its list is shorter than that of another.
@@ -72,16 +72,21 @@ def live_tiles(given: TileMask, tiling: Tiling) -> jax.Array | None:
 def _live_tiles(given: TileMask, tiling: Tiling) -> jax.Array:
     blocks = tiling.block_q, tiling.block_k
     some, _ = masking.of_tiles(given.rules, given.rows, given.columns, *blocks, given.places)
-    return jnp.asarray(some).any(tuple(range(some.ndim - 2)))
+    some = jnp.asarray(some).any(tuple(range(some.ndim - 2)))
+    if given.elements is None or not all(isinstance(n, int) for n in given.elements.shape):  # symbolic
+        return some
+    return some & masking.live_elements(given.elements, *blocks)
 
 
 def static_pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
     """(full, mixed): the tiles to visit, each `[n, 2]` of (i, j), by shapes alone; whether these tell all."""
     if given.rules.mask_mod is not None:  # what bounds tell of it depends on arrays, too
-        return _pairs(given, tiling)
-    known = lambda tokens: tuple(x is not None for x in tokens[1:])
-    sides = given.rows.length, given.columns.length, known(given.rows), known(given.columns)
-    return _pairs_of(given.rules, *sides, tiling)
+        full, mixed, final = _pairs(given, tiling)
+    else:
+        known = lambda tokens: tuple(x is not None for x in tokens[1:])
+        sides = given.rows.length, given.columns.length, known(given.rows), known(given.columns)
+        full, mixed, final = _pairs_of(given.rules, *sides, tiling)
+    return full, mixed, final and given.elements is None
 
 
 @lru_cache(maxsize=256)
@@ -129,7 +134,7 @@ def _in_step(given: TileMask, tiling: Tiling) -> Visits:
         return Visits(i, j[0], None, mixed)
     j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(split.AXIS)]
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
-    if by_shapes and given.rules.mask_mod is None:
+    if by_shapes and given.rules.mask_mod is None and given.elements is None:
         return Visits(i, j, None, mixed)  # beside the origin nothing is known at run time only
     live = live_tiles(given, tiling)
     if live is not None:

@@ -106,6 +106,18 @@ def test_run_time_flags_drop_dead_tiles():
     np.testing.assert_array_equal(flags, np.asarray(expected, bool))
 
 
+def test_tiles_of_a_mask_array(rng):
+    """Those in which no head of any batch entry sees anything are dead, whatever the mask broadcasts over."""
+    tiling, T, S = Tiling(8, 16, "float32"), 41, 70
+    for shape in ((2, 1, T, S), (1, 1, T, S), (1, 1, 1, S), (2, 1, T, 1), (1, 1, 1, 1)):
+        mask = rng.random(shape) < (0.004 if shape[-2:] == (T, S) else 0.1)
+        padded = np.zeros((48, 80), bool)
+        padded[:T, :S] = np.broadcast_to(mask.any((0, 1)), (T, S))
+        expected = padded.reshape(6, 8, 5, 16).any((1, 3))
+        np.testing.assert_array_equal(live(T, S, tiling, elements=jnp.asarray(mask)), expected)
+        assert shape[-2:] != (T, S) or 0 < expected.sum() < expected.size
+
+
 def test_tiles_of_segments(rng):
     """None that shares a segment is missed, none whose ranges are apart kept; full are those of one."""
     for _ in range(50):
