@@ -272,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.enable:
         return enable.run(args.families, args.seconds or enable.SECONDS)
     jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_disable_jit", False)  # what is checked is compiled
     jobs, absent = plan(named, args.dtypes)
     started = time.monotonic()
     about = f"about {CALL_SECONDS * len(jobs):.0f} s on two cores of a CPU"
@@ -299,5 +300,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(misses > 0)
 
 
+def _until_the_pipe_closes() -> int:
+    """`main`; what reads the output may stop early, as `head` does."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        code = 1
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_until_the_pipe_closes())

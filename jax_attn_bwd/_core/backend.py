@@ -283,7 +283,15 @@ def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
         for i, array in zip(traced, arrays, strict=True):
             filled[i] = array
         call_args, call_kwargs = jax.tree.unflatten(treedef, filled)
-        f(*call_args, **call_kwargs)
+        try:
+            f(*call_args, **call_kwargs)
+        except _Explained:
+            raise
+        except Exception as error:
+            module = getattr(f, "__module__", None) or ""
+            if module.partition(".")[0] in ("jax", "jaxlib", "numpy"):
+                raise ValueError(f"explain: {f!r} calls no operator of jax_attn_bwd") from error
+            raise
 
     with _explain_mode(), jax.disable_jit():  # a cached trace would not come by `select` again
         try:

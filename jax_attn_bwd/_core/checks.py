@@ -45,12 +45,18 @@ def known(x: Any) -> np.ndarray | None:
     return jax.device_get(x)
 
 
+def _of_torch(argument: str, x: Any, remedy: str = "") -> str:
+    """How a tensor of torch is handed over; `remedy` for anything else."""
+    is_tensor = type(x).__module__.partition(".")[0] == "torch"
+    return f"pass {argument}.detach().cpu().numpy()" if is_tensor else remedy
+
+
 def floating(operator: str, argument: str, x: Any) -> jax.Array:
     """`x` as an array of a floating dtype."""
     x = np.asarray(x) if isinstance(x, np.generic) else x
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         got = f"dtype {x.dtype}" if is_array(x) else type(x).__name__
-        raise TypeError(message(operator, argument, "be a floating-point array", got))
+        raise TypeError(message(operator, argument, "be a floating-point array", got, _of_torch(argument, x)))
     if x.dtype.itemsize < 2:
         expected = "be of dtype bfloat16, float16, float32 or float64"
         raise TypeError(message(operator, argument, expected, x.dtype, "cast it"))
@@ -81,7 +87,7 @@ def boolean_mask(
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
     got = f"dtype {mask.dtype}" if is_array(mask) else f"{type(mask).__name__}, not an array"
-    remedy = additive
+    remedy = _of_torch("mask", mask, additive)
     if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
         remedy = f"write mask != 0 if non-zero means {meaning}"
     raise TypeError(message(operator, "mask", f"be boolean (True = {meaning})", got, remedy))
@@ -132,10 +138,10 @@ def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> flo
     return size**-0.5 if size else 1.0
 
 
-def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple) -> None:
+def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple, remedy: str = "") -> None:
     """`x.shape == expected`; `names` spells the expected shape in shape letters."""
     if x.shape != expected:
-        raise ValueError(message(operator, argument, f"have shape {names} = {expected}", x.shape))
+        raise ValueError(message(operator, argument, f"have shape {names} = {expected}", x.shape, remedy))
 
 
 def broadcasts(operator: str, argument: str, x: jax.Array, names: str, target: tuple) -> None:

@@ -64,10 +64,12 @@ def boolean_mask(layer: str, mask: Any) -> jax.Array | None:
     raise TypeError(checks.message(layer, "mask", "be boolean (True = attend)", got, remedy))
 
 
-def flax_mask(layer: str, mask: Any) -> jax.Array | None:
+def flax_mask(
+    layer: str, mask: Any, bias: str = "jax_attn_bwd.configured_attention_fn(bias=bias)"
+) -> jax.Array | None:
     """`mask` as Flax takes it: what is not 0 attends.
 
-    Known floating values other than 0 and 1 are an error: they are meant to be added.
+    Known floating values other than 0 and 1 are an error: they are meant to be added, which `bias` says how.
     """
     if not (checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.number)):
         return boolean_mask(layer, mask)
@@ -77,7 +79,7 @@ def flax_mask(layer: str, mask: Any) -> jax.Array | None:
         if other.any():
             found = values[other][0]
             expected = "be boolean, or of zeros and ones (what is not 0 attends)"
-            remedy = "additive values are a bias: jax_attn_bwd.configured_attention_fn(bias=bias)"
+            remedy = f"additive values are a bias: {bias}"
             raise TypeError(checks.message(layer, "mask", expected, f"{float(found):g} in it", remedy))
     return jnp.asarray(mask != 0)
 

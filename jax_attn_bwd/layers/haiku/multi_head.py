@@ -12,7 +12,7 @@ from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.cache import KeyValueCache, decode
-from jax_attn_bwd.layers.multi_head import attend, boolean_mask
+from jax_attn_bwd.layers.multi_head import attend, flax_mask
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
@@ -134,7 +134,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           query: `[..., T, Eq]`.
           key: `[..., S, Ek]`.
           value: `[..., S, Ev]`.
-          mask: broadcasts to `[..., N, T, S]`, **bool**, True = attend.
+          mask: broadcasts to `[..., N, T, S]`, True = attend; of numbers, what is not 0 attends. Floating
+            values other than 0 and 1 are an error where they are known, not where they are traced.
           bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
           dropout_rate: probability of dropping an attention probability, with `hk.next_rng_key()`.
           broadcast_dropout: one dropout mask for batch and heads.
@@ -147,9 +148,9 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           `[..., T, model_size]`.
 
         Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
+          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as an additive mask.
         """
-        mask = boolean_mask(_NAME, mask)
+        mask = flax_mask(_NAME, mask, "pass them as bias=")
         tokens = dict(
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,

@@ -127,7 +127,9 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
     maps = [checks.floating(name, f"value[{level}]", x) for level, x in enumerate(value)]
     B, M, D = (maps[0].shape[0], *maps[0].shape[3:]) if maps[0].ndim == 5 else ("B", "M", "D")
     for level, (x, shape) in enumerate(zip(maps, shapes, strict=True)):
-        checks.shape(name, f"value[{level}]", x, "[B, H, W, M, D]", (B, *shape, M, D))
+        swapped = x.shape == (B, *reversed(shape), M, D) != (B, *shape, M, D)
+        remedy = "spatial_shapes holds (H, W), height before width" if swapped else ""
+        checks.shape(name, f"value[{level}]", x, "[B, H, W, M, D]", (B, *shape, M, D), remedy)
     arrays = {f"value[{level}]": x for level, x in enumerate(maps)}
     checks.same_dtype(name, **arrays)
     _check_explicit_sharding(name, arrays, heads=3)

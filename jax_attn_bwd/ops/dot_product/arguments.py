@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jax_attn_bwd._core import checks, dropout, float_leaves, numerics, sharding
+from jax_attn_bwd._core import checks, dropout, float_leaves, notices, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mask_arguments
 from jax_attn_bwd.ops.dot_product.mask_arguments import Like, plane
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
@@ -78,6 +78,11 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
         remedy = f"key and value have K = {K}; the layout is [..., T, N, H]"
         expected = "be a positive multiple of the key heads K"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
+    if T == S and isinstance(T, int) and 1 < T <= N // 8 and N >= 64:
+        notices.warn(
+            f"{operator}: query {query.shape} has T = {T} tokens and N = {N} heads: the layout is"
+            " [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
+        )
     query, key, value = map(sharding.without_ones, (query, key, value))
     _check_explicit_sharding(operator, query, key, value)
     return query, key, value

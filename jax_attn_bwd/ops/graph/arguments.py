@@ -35,7 +35,8 @@ def prepare_additive(
             raise ValueError(checks.message(operator, "edge", expected, edge.shape))
     attention_weights = checks.floating(operator, "attention_weights", attention_weights)
     names, size = kind.weights_shape(width, None if edge is None else edge.shape[-1])
-    checks.shape(operator, "attention_weights", attention_weights, names, (size,))
+    ravel = "write attention_weights.ravel()" if attention_weights.size == size else ""
+    checks.shape(operator, "attention_weights", attention_weights, names, (size,), ravel)
     options = Options(
         kind.name,
         heads,
@@ -236,7 +237,9 @@ def _edge(
         raise ValueError(checks.message(operator, "edge", f"have shape {names}", edge.shape))
     own = _own_batch(operator, "edge", edge, batch)
     size = (*own, graph.capacity, edge.shape[-1] if width is None else width)
-    checks.shape(operator, "edge", edge, names, size)
+    loops = graph.capacity - edge.shape[-2] == min(graph.num_src, graph.num_dst)
+    remedy = "the graph has self-loops: add them by graph.with_self_loops(edge), which gives them features"
+    checks.shape(operator, "edge", edge, names, size, remedy if loops else "")
     return edge
 
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import backend, checks, tangents
 from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
@@ -43,7 +44,8 @@ def edge_softmax(
 
     Args:
       graph: the edges; see `BipartiteCSC`.
-      scores: `[..., nnz, H]`, floating, in the caller's edge order; any batch axes. -inf hides an edge.
+      scores: `[..., nnz, H]`, floating, in the caller's edge order; any batch axes; or `[nnz]`, of one head.
+        -inf hides an edge.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
 
@@ -70,6 +72,9 @@ def edge_softmax(
     References:
       Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903, equation 2.
     """
+    if np.ndim(scores) == 1:
+        column = jnp.asarray(scores)[:, None]
+        return edge_softmax(graph, column, forward_mode=forward_mode, implementation=implementation)[:, 0]
     graph, scores = check_graph(_NAME, graph), _by_edge(_NAME, "scores", graph, scores)
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, None, (graph, scores))
     if checks.flag(_NAME, "forward_mode", forward_mode):
@@ -108,6 +113,9 @@ def edge_softmax_bwd(
       [0.1875, -0.1875]
     """
     name = f"{_NAME}_bwd"
+    if np.ndim(weights) == np.ndim(dweights) == 1:
+        columns = (jnp.asarray(x)[:, None] for x in (dweights, weights))
+        return edge_softmax_bwd(next(columns), graph, next(columns), implementation=implementation)[:, 0]
     graph = check_graph(name, graph)
     weights = _by_edge(name, "weights", graph, weights)
     dweights = _by_edge(name, "dweights", graph, dweights)

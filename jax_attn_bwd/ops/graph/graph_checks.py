@@ -16,8 +16,8 @@ def integers(operator: str, argument: str, x: Any) -> np.ndarray:
         remedy = "build the graph outside jit and hand it in as an argument, or take from_traced"
         raise TypeError(checks.message(operator, argument, "be a concrete array", "a tracer", remedy))
     array = np.asarray(x)
-    if array.size == 0 and array.dtype == np.float64 and not hasattr(x, "dtype"):
-        array = array.astype(np.int32)  # an empty list
+    if array.size == 0 and np.issubdtype(array.dtype, np.floating):
+        array = array.astype(np.int32)  # an empty list, or `np.zeros((2, 0))`
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(checks.message(operator, argument, "be integers", f"dtype {array.dtype}"))
     if array.ndim != 1:

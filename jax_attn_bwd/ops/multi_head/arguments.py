@@ -72,9 +72,6 @@ def prepare(
         "return_residual": return_residual,
     }
     flags = {name: checks.flag(operator, name, x) for name, x in flags.items()}
-    if flags["average_weights"] and not flags["return_weights"]:
-        expected = "be given together with return_weights=True"
-        raise ValueError(checks.message(operator, "average_weights", expected, "return_weights=False"))
     H, Eo = sizes["H"].value, sizes["Eo"].value
     if flags["add_residual"] and Eo != query.shape[-1]:
         expected = f"have the width {query.shape[-1]} of query, to which it is added"
@@ -118,7 +115,9 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
             letters = _SHAPES[name]
             if x.ndim != len(letters):
                 expected = f"have shape [{', '.join(letters)}]"
-                raise ValueError(checks.message(operator, f"params.{name}", expected, x.shape))
+                flat = x.ndim == 2 and len(letters) == 3
+                remedy = f"write kernel.reshape({', '.join(letters)})" if flat else ""
+                raise ValueError(checks.message(operator, f"params.{name}", expected, x.shape, remedy))
     for piece in ("query", "key", "value", "out"):
         if f"{piece}_bias" in checked and f"{piece}_kernel" not in checked:
             expected = f"be None where params.{piece}_kernel is None"

@@ -38,7 +38,6 @@ ERRORS = [
     error("bias must be a floating-point array", TypeError, bias=draw(T, S) > 0),
     error("must have one dtype", TypeError, query=draw(B, T, EQ).astype("float32")),
     error("the output, with add_residual, must have the width 6 of query", add_residual=True),
-    error("average_weights must be given together with return_weights=True", average_weights=True),
     error("dropout_key must be given when dropout_rate = 0.0, out_dropout_rate = 0.1", out_dropout_rate=0.1),
     error("dropout_key must be one JAX random key, got int", TypeError, dropout_key=0),
     error("dropout_offset must be (batch, head, row, column), got 3", dropout_offset=3),

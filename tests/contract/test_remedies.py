@@ -1,0 +1,96 @@
+"""Mistakes of a first hour: what is said of them, and what is simply taken."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_attn_bwd as jab
+from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax_bwd
+
+GRAPH = jab.BipartiteCSC.from_edge_index(np.array([[0, 1], [1, 2]]), 3)
+X = jnp.ones((3, 4))
+Tensor = type("Tensor", (), {"__module__": "torch"})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: jab.dot_product_attention(Tensor(), X, X), r"pass query\.detach\(\)\.cpu\(\)\.numpy\(\)"),
+        (lambda: jab.graph_attention(GRAPH, X, None, jnp.ones((1, 2, 4)), num_heads=2), "write .*ravel"),
+        (
+            lambda: jab.multi_head_attention(jab.MultiHeadAttentionParams(query_kernel=X.T), X),
+            r"params.query_kernel must have shape \[Eq, N, H\], .* write kernel.reshape\(Eq, N, H\)",
+        ),
+        (
+            lambda: jab.graph_attention(
+                GRAPH.with_self_loops(), X, None, jnp.ones(12), num_heads=2, edge=jnp.ones((2, 4))
+            ),
+            r"the graph has self-loops: add them by graph.with_self_loops\(edge\)",
+        ),
+        (
+            lambda: jab.multi_scale_deformable_attention(
+                [jnp.ones((1, 2, 3, 1, 1))],
+                ((3, 2),),
+                jnp.ones((1, 1, 1, 1, 1, 2)),
+                jnp.ones((1, 1, 1, 1, 1)),
+            ),
+            r"spatial_shapes holds \(H, W\), height before width",
+        ),
+        (lambda: jab.explain(jnp.dot, X), "calls no operator of jax_attn_bwd"),
+    ],
+    ids=["torch", "vectors", "kernels", "self-loops", "swapped", "explain"],
+)
+def test_the_remedy_is_named(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_heads_in_the_place_of_tokens_warn():
+    x = jnp.ones((1, 4, 64, 2))  # [B, N, T, H]
+    with pytest.warns(UserWarning, match=r"T = 4 tokens and N = 64 heads.*swapaxes\(-3, -2\)"):
+        jab.dot_product_attention(x, x, x)
+    step = jnp.ones((1, 1, 64, 2))
+    jab.dot_product_attention(step, x, x)  # many heads and one query: a step of decoding
+
+
+def test_what_is_taken():
+    assert jab.BipartiteCSC.from_edge_index(np.zeros((2, 0)), 3).capacity == 0
+    scores, dweights = jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])
+    weights = jab.edge_softmax(GRAPH, scores)
+    np.testing.assert_array_equal(weights, jab.edge_softmax(GRAPH, scores[:, None])[:, 0])
+    by_columns = edge_softmax_bwd(dweights[:, None], GRAPH, weights[:, None])[:, 0]
+    np.testing.assert_array_equal(edge_softmax_bwd(dweights, GRAPH, weights), by_columns)
+    layer = jab.multi_head_attention(jab.MultiHeadAttentionParams(), X, num_heads=2, average_weights=True)
+    np.testing.assert_array_equal(
+        layer, jab.multi_head_attention(jab.MultiHeadAttentionParams(), X, num_heads=2)
+    )
+
+
+def test_a_mask_of_numbers_in_haiku():
+    hk = pytest.importorskip("haiku")
+    from jax_attn_bwd.layers.haiku import MultiHeadAttention
+
+    mask, x = np.tri(3), X[None].astype(np.float32)
+    call = hk.transform(
+        lambda mask: MultiHeadAttention(2, 2, w_init=hk.initializers.Constant(0.1))(x, x, x, mask)
+    )
+    params = call.init(jax.random.key(0), mask)
+    np.testing.assert_array_equal(call.apply(params, None, mask), call.apply(params, None, mask != 0))
+
+
+def test_check_compiles_and_may_be_cut_short():
+    """`JAX_DISABLE_JIT=1 python -m jax_attn_bwd.check ... | head -1`: the reader leaves at the first line."""
+    command = [sys.executable, "-m", "jax_attn_bwd.check", "edge_mean", "--dtypes", "float32", "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_DISABLE_JIT": "1"}
+    )
+    os.close(write)
+    assert "Traceback" not in run.stderr
+    assert "BrokenPipe" not in run.stderr
