@@ -129,9 +129,9 @@ class Workers:
         if time.monotonic() >= self.deadline:
             raise Late
         self._worker = self._worker or Worker(COMMAND)
-        about = " ".join(job[1:])
+        see = lambda does: console.status(" ".join([*job[1:], does]))
         try:
-            return self._worker.ask(job, self.deadline, lambda does: console.status(f"{about} {does}"))
+            return self._worker.ask(job, self.deadline, see)
         except BaseException:
             self.end()
             raise
