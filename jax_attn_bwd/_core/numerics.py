@@ -12,6 +12,16 @@ def accumulator_dtype(dtype: Any) -> jnp.dtype:
     return jnp.dtype("float64" if dtype == "float64" else "float32")
 
 
+def ceil_div(n: Any, size: Any) -> Any:
+    """The number of pieces of `size` that cover `n`; either may be symbolic."""
+    return -(-n // size)
+
+
+def round_up(n: Any, size: Any) -> Any:
+    """The least multiple of `size` that covers `n`."""
+    return ceil_div(n, size) * size
+
+
 def finite(m: jax.Array) -> jax.Array:
     """`m`, with 0 for the -inf of a row that has seen nothing, so that exp(-inf - m) is 0, not NaN."""
     return jnp.where(m == -jnp.inf, 0.0, m)

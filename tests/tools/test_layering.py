@@ -75,6 +75,7 @@ LAYERS = (
         "ops/*/pairs",
         "ops/*/products",
         "ops/*/cpu",
+        "ops/*/plan",
         "ops/*/tables",
     ),
     ("ops/*/fully_masked",),

@@ -16,6 +16,7 @@ from jax_attn_bwd.ops.graph import BipartiteCSC, edge_loops, kinds
 from jax_attn_bwd.ops.graph.arguments import prepare_additive
 from jax_attn_bwd.ops.graph.forward import scores
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
+from jax_attn_bwd.ops.graph.plan import Loops
 from jax_attn_bwd.ops.graph.spec import Operands, Options
 from jax_attn_bwd.ops.graph.tables import tables, walked
 
@@ -217,11 +218,12 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     """`[nnz, num_heads]`, the scores before the softmax; 0 in the padding."""
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
-    t = walked(kind, tables(kind, operands), graph)
+    loops = Loops.of(options, operands)
+    t = walked(loops, tables(kind, operands))
     shape = (graph.capacity, options.num_heads)
     plane = full_like_operands(operands.src, shape, 0, dtype, operands)
     if not edge_loops.has_edges(graph):
         return plane
     walk = (graph.by_destination, graph.capacity)
-    found = edge_loops.each(partial(scores, kind, t), *walk, kind.score_elements(t))
+    found = edge_loops.each(partial(scores, kind, t), *walk, loops.scores)
     return edge_loops.put(plane, edge_loops.whole(*walk).number, found)

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Activation, Array, Implementation
-from jax_attn_bwd.ops.graph import batch_axes
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
+from jax_attn_bwd.ops.graph.batch_axes import placed
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
-from jax_attn_bwd.ops.graph.rule import IMPLEMENTATIONS
+from jax_attn_bwd.ops.graph.rule import backward_of, decide, forward_of
 from jax_attn_bwd.ops.graph.spec import (
     Cotangents,
     GraphAttentionGrads,
@@ -255,18 +255,18 @@ def _gradients(
 ) -> dict[str, jax.Array]:
     """The backward as a plain function: gradients of the operands in `wanted`, by name."""
     check_cotangents(operator, options, operands, dout, out, lse, dweights, dlse)
-    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
+    plan = decide(operator, options, operands, False, implementation)
     if out is None or lse is None or dweights is not None:
         needed = dataclasses.replace(options, return_weights=dweights is not None)
-        result = batch_axes.forward(chosen.forward, needed, operands)
+        result = forward_of(plan)(dataclasses.replace(plan, options=needed), operands)
     else:
-        out, lse = (batch_axes.placed(x, operands, (None, -1)) for x in (out, lse))
+        out, lse = (placed(x, operands, (None, -1)) for x in (out, lse))
         result = Result(out, None, None, lse, None, None)
     dout_axes = (None, -1 if options.concat_heads else None)
     axes = ((dout, dout_axes), (dweights, (None, -1)), (dlse, (None, -1)))
-    cts = (None if x is None else batch_axes.placed(x, operands, at) for x, at in axes)
+    cts = (None if x is None else placed(x, operands, at) for x, at in axes)
     residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
-    return batch_axes.backward(chosen.backward, options, residuals, Cotangents(*cts))
+    return backward_of(plan)(plan, residuals, Cotangents(*cts))
 
 
 def _additive_gradients(

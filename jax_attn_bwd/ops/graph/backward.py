@@ -38,56 +38,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.sharding import all_gathered, auto_devices, full_like_operands, match_type
+from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_type
 from jax_attn_bwd.ops.graph import edge_loops, kinds, row_terms
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
+from jax_attn_bwd.ops.graph.plan import Loops, Plan
 from jax_attn_bwd.ops.graph.row_terms import Saved
-from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
+from jax_attn_bwd.ops.graph.spec import Cotangents, Residuals
 from jax_attn_bwd.ops.graph.tables import factors, for_rows, gathered, tables, walked
 
 
-def backward(options: Options, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name."""
-    run = _on_every_device if auto_devices(residuals.operands.src) > 1 else _backward
-    return run(options, residuals, cotangents)
-
-
 @partial(jax.jit, static_argnums=0)
-def _on_every_device(options, residuals, cotangents):
-    result, cotangents = all_gathered((residuals.result, cotangents))
-    residuals = Residuals(gathered(residuals.operands), result, residuals.wanted)
-    grads = _backward(options, residuals, cotangents)
-    return {name: x if name == "attention_weights" else all_gathered(x) for name, x in grads.items()}
-
-
-@partial(jax.jit, static_argnums=0)
-def _backward(options, residuals, cotangents):
+def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
+    """Gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
+    if plan.on_every_device:
+        result, cotangents = all_gathered((residuals.result, cotangents))
+        residuals = Residuals(gathered(residuals.operands), result, residuals.wanted)
     operands, wanted = residuals.operands, residuals.wanted.names
-    kind = kinds.of(options)
+    options, kind = plan.options, kinds.of(plan.options)
     t = tables(kind, operands)
     need = kind.needs(t, wanted)
-    two_passes = need.dst and not (edge_loops.adds_in_order() and operands.graph.run_owners is None)
+    two_passes = need.dst and not plan.one_pass
     if two_passes:
         need = need._replace(handed=True)
     sums = _zeros(kind, need, t, residuals, cotangents)
     if has_edges(operands.graph):
-        saved = _walked(kind, row_terms.saved(options, residuals, cotangents), t, operands.graph)
-        t = walked(kind, t, operands.graph)
-        sums = _source_pass(
-            kind, t, saved, operands.graph, sums, need._replace(dst=need.dst and not two_passes)
-        )
+        saved = _walked(plan.loops, row_terms.saved(options, residuals, cotangents))
+        t = walked(plan.loops, t)
+        of_sources = need._replace(dst=need.dst and not two_passes)
+        sums = _source_pass(plan, kind, t, saved, operands.graph, sums, of_sources)
         if two_passes:
-            sums = sums._replace(dst=_destination_pass(kind, t, operands.graph, sums))
+            sums = sums._replace(dst=_destination_pass(plan, kind, t, operands.graph, sums))
     grads = kind.gradients(operands, sums, wanted)
-    return {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+    grads = {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+    if not plan.on_every_device:
+        return grads
+    whole = "attention_weights"  # heads may be sharded; it has no axis of nodes or edges
+    return {name: x if name == whole else all_gathered(x) for name, x in grads.items()}
 
 
-def _walked(kind: Kind, found: Saved, t: Tables, graph: Any) -> Saved:
-    """`found` as `groups.rows` reads it; where an index past the end finds a row of its own, p is 0."""
+def _walked(loops: Loops, found: Saved) -> Saved:
+    """`found` as `edge_loops.rows` reads it; where an index past the end finds a row of its own, p is 0."""
     fills = {"dout": 0, "delta": 0, "m": jnp.inf, "l": 1}
-    rows = {n: for_rows(kind, getattr(found, n), t, graph, fill) for n, fill in fills.items()}
+    rows = {n: for_rows(loops, getattr(found, n), fill) for n, fill in fills.items()}
     return found._replace(**rows)
 
 
@@ -113,7 +107,7 @@ def _zeros(
 
 
 def _source_pass(
-    kind: Kind, t: Tables, saved: Saved, graph: Any, sums: Sums[Any], need: Sums[bool]
+    plan: Plan, kind: Kind, t: Tables, saved: Saved, graph: Any, sums: Sums[Any], need: Sums[bool]
 ) -> Sums[Any]:
     """Adds the share of every edge to the sums that are needed; the groups are of sources."""
     if not any(need):
@@ -130,7 +124,7 @@ def _source_pass(
         )
 
     share = partial(_share, kind, t, saved, need)
-    return edge_loops.scan(share, fold, sums, graph.by_source, graph.capacity, kind.row_elements(t))
+    return edge_loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
 
 
 def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
@@ -193,7 +187,7 @@ def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) ->
     return Rows(src, dst, edge)
 
 
-def _destination_pass(kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
+def _destination_pass(plan: Plan, kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
     """The sum for each destination, of what the edges handed to it in the other pass."""
     dtype = sums.handed.dtype
 
@@ -209,5 +203,5 @@ def _destination_pass(kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax
     add = lambda dst, new, chunk: edge_loops.add(dst, chunk.node, new)
     extra = ((0, count - graph.num_dst), *((0, 0) for _ in sums.dst.shape[1:]))
     of_runs = jnp.pad(sums.dst, extra)
-    of_runs = edge_loops.scan(share, add, of_runs, runs, graph.capacity, kind.score_elements(t))
+    of_runs = edge_loops.scan(share, add, of_runs, runs, graph.capacity, plan.loops.scores)
     return edge_loops.add_runs(sums.dst, graph, of_runs)

@@ -1,18 +1,10 @@
-"""Batch axes in front of the features of nodes and edges: forward and backward of each entry of the batch.
-
-Rule and loops know one graph and the features of one entry. Here they are mapped over the entries, inside
-the rule, so that the gradient of what entries share is summed once: over the batch, and over devices after.
-"""
-
-from collections.abc import Callable
-from typing import Any
+"""Batch axes in front of the features of nodes and edges: which there are, and what follows them."""
 
 import jax
 
-from jax_attn_bwd._core import dropout, pallas, split, targets
-from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import match_type, reshard_like
-from jax_attn_bwd.ops.graph.spec import Cotangents, Operands, Options, Residuals, Result
+from jax_attn_bwd._core import split, targets
+from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.ops.graph.spec import Operands
 
 RANKS = {"src": 2, "dst": 2, "value": 2, "edge": 2, "score_bias": 2, "dropout_mask": 2}  # of one entry
 
@@ -48,50 +40,6 @@ def numbered(operands: Operands) -> Operands:
     return operands._replace(dropout_offset=offset)
 
 
-def forward(run: Callable[..., Result], options: Options, operands: Operands) -> Result:
-    """`run(options, operands)` of every entry."""
-    return _over_entries(lambda operands: run(options, operands), operands)
-
-
-def backward(
-    run: Callable[..., dict[str, jax.Array]], options: Options, residuals: Residuals, cotangents: Cotangents
-) -> dict[str, jax.Array]:
-    """The gradients that `run` gives of every entry; of what entries share their sum."""
-    operands, result, wanted = residuals
-    if not batch_rank(operands):
-        return run(options, residuals, cotangents)
-
-    def of_entry(operands, result, cotangents):
-        return run(options, Residuals(operands, result, wanted), cotangents)
-
-    # what varies is summed over devices by no entry
-    grads = _over_entries(of_entry, pallas.vary_alike(operands), result=result, cotangents=cotangents)
-    return {name: _summed(x, getattr(operands, name)) for name, x in grads.items()}
-
-
-def _over_entries(function: Callable[..., Any], operands: Operands, **of_entries: Any) -> Any:
-    """`function(operands, **of_entries)` of every entry; each of `of_entries` has all batch axes."""
-    rank, given = batch_rank(operands), operands._asdict()
-    axes: dict[str, Any] = dict.fromkeys(of_entries, 0)
-    axes |= {n: 0 for n, own in RANKS.items() if given[n] is not None and given[n].ndim - own == rank}
-    if operands.dropout_words is not None:
-        axes["dropout_offset"] = dropout.Offset(0, None, None, None)
-
-    def of_entry(arrays):
-        own = {name: arrays.pop(name) for name in of_entries}
-        return function(Operands(**arrays), **own)
-
-    return split.over_entries(of_entry, rank, given | of_entries, axes, one_after_another())
-
-
 def one_after_another() -> bool:
     """Whether entries are computed in turn: where one CPU is all there is, which does so in half the time."""
     return targets.platform() == "cpu" and len(jax.devices("cpu")) == 1
-
-
-def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
-    """The gradient of `primal`, where `grad` has one for each entry."""
-    surplus = grad.ndim - primal.ndim
-    if surplus:
-        grad = grad.astype(accumulator_dtype(grad.dtype)).sum(tuple(range(surplus)))
-    return match_type(grad, primal)

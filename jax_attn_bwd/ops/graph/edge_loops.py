@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import targets
-from jax_attn_bwd._core.numerics import segment_sums
+from jax_attn_bwd._core.numerics import ceil_div, segment_sums
 from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups
 
 _SYMBOLIC_ELEMENTS = 64  # of an edge, where they are not known
@@ -38,24 +38,27 @@ class Chunk(NamedTuple):
         return [Chunk(self.node, other, number, None) for other, number in parts]
 
 
-def extended(x: Any, graph: Any, elements: Any, fill: float = 0, whole_sums: bool = False) -> Any:
-    """`x` with a row of `fill` at its end for `rows` to find, where what an index past the end finds counts.
+class Grid(NamedTuple):
+    """How the groups of a graph are cut into chunks; one chunk takes no loop."""
 
-    It does in groups of several edges, which are summed, and with `whole_sums`, over all that a chunk holds.
-    What belongs to a single edge is dropped where it would be added.
-    """
-    walks = (graph.by_destination, graph.by_source)
-    single = adds_in_order() and all(walk.other.shape[1] == 1 for walk in walks)
-    if single and not whole_sums:
-        return x
-    if graph.exact and all(_grid(walk, elements)[0] == 1 for walk in walks):
-        return x
-    return jnp.pad(x, ((0, 1), *((0, 0) for _ in x.shape[1:])), constant_values=fill)
+    count: Any  # chunks; may be symbolic
+    size: Any  # groups in each
+
+
+def grid(groups: Groups, elements: Any) -> Grid:
+    """The chunks of `groups`, where a pass makes arrays of that many elements of an edge; may be symbolic."""
+    total, width = groups.other.shape
+    of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
+    if total * of_group <= whole_elements():
+        return Grid(1, total)
+    size = max(8, chunk_elements() // max(of_group, 1))
+    count = ceil_div(total, size)
+    return Grid(count, ceil_div(total, count))
 
 
 @jax.custom_jvp
 def rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The rows of `x` at `index`, of nodes; an index past the end finds the last row, see `extended`.
+    """The rows of `x` at `index`, of nodes; an index past the end finds the last row, see `tables.for_rows`.
 
     To compare each index with the end, as `take` does, is slower: XLA:CPU then computes an `exp` that
     follows one number at a time, and a sum of products in one more pass.
@@ -140,13 +143,12 @@ def whole(groups: Groups, capacity: int) -> Chunk:
     return _chunk(groups.node, groups.other, groups.number, capacity)
 
 
-def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, elements: Any) -> jax.Array:
+def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid) -> jax.Array:
     """`function(chunk)`, `[(W,) R, ...]`, for all groups; the arguments are those of `scan`."""
-    count, size = _grid(groups, elements)
-    if count == 1:
+    if grid.count == 1:
         return function(whole(groups, capacity))
     axis = int(groups.other.shape[1] > 1)  # of the groups
-    found = lax.map(lambda x: function(_chunk(x[0], x[1], x[2], capacity)), _chunks(groups, count, size))
+    found = lax.map(lambda x: function(_chunk(x[0], x[1], x[2], capacity)), _chunks(groups, grid))
     return _joined(found, axis)[(slice(None),) * axis + (slice(groups.node.shape[0]),)]
 
 
@@ -156,7 +158,7 @@ def scan(
     carry: Any,
     groups: Groups,
     capacity: int,
-    elements: Any,
+    grid: Grid,
     *by_edge: jax.Array,
 ) -> Any:
     """`carry = fold(carry, share(chunk, ...), chunk)` over all groups, in order.
@@ -167,13 +169,12 @@ def scan(
       carry: the sums so far.
       groups: of the graph.
       capacity: of the graph.
-      elements: of the largest array that `share` makes of an edge; may be symbolic.
+      grid: how they are cut into chunks.
       by_edge: arrays `[(W,) R, ...]` of all groups, of which `share` is given the chunk's part.
     """
     if groups.node.shape[0] == 0:
         return carry
-    count, size = _grid(groups, elements)
-    if count == 1:
+    if grid.count == 1:
         chunk = whole(groups, capacity)
         return fold(carry, share(chunk, *by_edge), chunk)
     share = jax.checkpoint(share, prevent_cse=False)
@@ -184,8 +185,8 @@ def scan(
         chunk = _chunk(node, other, number, capacity)
         return fold(carry, share(chunk, *(jnp.moveaxis(x, 0, axis) for x in rest)), chunk), None
 
-    parts = [_grouped(jnp.moveaxis(x, axis, 0), count, size, 0) for x in by_edge]
-    return lax.scan(step, carry, (_chunks(groups, count, size), parts))[0]
+    parts = [_grouped(jnp.moveaxis(x, axis, 0), grid, 0) for x in by_edge]
+    return lax.scan(step, carry, (_chunks(groups, grid), parts))[0]
 
 
 def _chunk(node: jax.Array, other: jax.Array, number: jax.Array, capacity: int) -> Chunk:
@@ -196,9 +197,9 @@ def _chunk(node: jax.Array, other: jax.Array, number: jax.Array, capacity: int) 
     return Chunk(node, other.T, number, number < capacity)
 
 
-def _chunks(groups: Groups, count: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _chunks(groups: Groups, grid: Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`Groups` of each chunk."""
-    node, other, number = (_grouped(x, count, size, _NONE) for x in groups)
+    node, other, number = (_grouped(x, grid, _NONE) for x in groups)
     return node, other, number
 
 
@@ -208,21 +209,11 @@ def _joined(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _grouped(x: jax.Array, count: int, size: int, none: Any) -> jax.Array:
+def _grouped(x: jax.Array, grid: Grid, none: Any) -> jax.Array:
     """`[total, ...]` -> `[count, size, ...]`, `none` in the padding."""
+    count, size = grid
     pad = ((0, count * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
     return jnp.pad(x, pad, constant_values=none).reshape(count, size, *x.shape[1:])
-
-
-def _grid(groups: Groups, elements: Any) -> tuple[int, int]:
-    """(number of chunks, groups in each)."""
-    total, width = groups.other.shape
-    of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
-    if total * of_group <= whole_elements():
-        return 1, total
-    size = max(8, chunk_elements() // max(of_group, 1))
-    count = -(-total // size)
-    return count, -(-total // count)
 
 
 def whole_elements() -> int:

@@ -23,28 +23,20 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import all_gathered, auto_devices, full_like_operands, tie
+from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, tie
 from jax_attn_bwd.ops.graph import edge_loops, kinds
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
+from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import present, softmax
-from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
+from jax_attn_bwd.ops.graph.spec import Operands, Result
 from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
 
 
-def forward(options: Options, operands: Operands) -> Result:
-    """The outputs and row values."""
-    run = _on_every_device if auto_devices(operands.src) > 1 else _forward
-    return run(options, operands)
-
-
 @partial(jax.jit, static_argnums=0)
-def _on_every_device(options, operands):
-    return all_gathered(_forward(options, gathered(operands)))
-
-
-@partial(jax.jit, static_argnums=0)
-def _forward(options, operands):
+def forward(plan: Plan, operands: Operands) -> Result:
+    """The outputs and row values of one entry of a batch."""
+    operands, options = gathered(operands) if plan.on_every_device else operands, plan.options
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
     t = tables(kind, operands)
@@ -56,9 +48,9 @@ def _forward(options, operands):
         weights = full_like_operands(l, (graph.capacity, H), 0, dtype, operands)
 
     if has_edges(graph):
-        t = walked(kind, t, graph)
+        t = walked(plan.loops, t)
         walk = (graph.by_destination, graph.capacity)
-        s = edge_loops.each(partial(scores, kind, t), *walk, kind.score_elements(t))
+        s = edge_loops.each(partial(scores, kind, t), *walk, plan.loops.scores)
         edges = edge_loops.whole(*walk)
         p, m, l = softmax(s, graph, l)
         z = factors(options, t, edges)
@@ -67,7 +59,7 @@ def _forward(options, operands):
         runs, count = edge_loops.in_runs(graph)
         sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
         share = partial(_weighted_messages, kind, t)
-        sums = edge_loops.scan(share, add, sums, runs, graph.capacity, kind.row_elements(t), w)
+        sums = edge_loops.scan(share, add, sums, runs, graph.capacity, plan.loops.messages, w)
         out = edge_loops.add_runs(out, graph, sums)
         if weights is not None:
             weights = edge_loops.put(weights, edges.number, w)
@@ -77,7 +69,8 @@ def _forward(options, operands):
     # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
     weights = None if weights is None else weights.astype(operands.src.dtype)
     out = merge_heads(out).astype(operands.src.dtype)
-    return tie(Result(out, mean, weights, lse, m, l), operands)
+    result = tie(Result(out, mean, weights, lse, m, l), operands)
+    return all_gathered(result) if plan.on_every_device else result
 
 
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:

@@ -33,7 +33,9 @@ def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.
     of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
     share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
     add = lambda sums, new, chunk: edge_loops.add(sums, chunk.node, new)
-    of_runs = edge_loops.scan(share, add, of_runs, runs, graph.capacity, math.prod(rest))
+    of_runs = edge_loops.scan(
+        share, add, of_runs, runs, graph.capacity, edge_loops.grid(runs, math.prod(rest))
+    )
     return edge_loops.add_runs(out, graph, of_runs)
 
 
@@ -60,7 +62,8 @@ def _maximum(graph: Any, x: jax.Array) -> jax.Array:
         of_edges = lambda chunk: take(x, chunk.number, -jnp.inf)
         share = lambda chunk: of_edges(chunk) if chunk.exists is None else of_edges(chunk).max(0)
         fold = lambda top, new, chunk: top.at[chunk.node].max(new, mode="drop", indices_are_sorted=True)
-        out = edge_loops.scan(share, fold, out, graph.by_destination, graph.capacity, math.prod(rest))
+        grid = edge_loops.grid(graph.by_destination, math.prod(rest))
+        out = edge_loops.scan(share, fold, out, graph.by_destination, graph.capacity, grid)
     return jnp.where(_spread(graph.offsets[1:] > graph.offsets[:-1], out), out, 0)
 
 

@@ -1,5 +1,10 @@
-"""The rule of the graph attentions: their implementations and the custom_vjp."""
+"""The rule of the graph attentions: their implementations, the batch in front of them, and the custom_vjp.
 
+The implementations know one graph and the features of one entry of a batch. The rule maps them over the
+entries, so that the gradient of what entries share is summed once: over the batch, and over devices after.
+"""
+
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -7,11 +12,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks
-from jax_attn_bwd._core.sharding import runs_in_shard_map
+from jax_attn_bwd._core import backend, checks, dropout, pallas, split
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map
 from jax_attn_bwd.ops.graph import backward as portable_backward
-from jax_attn_bwd.ops.graph import batch_axes
 from jax_attn_bwd.ops.graph import forward as portable_forward
+from jax_attn_bwd.ops.graph.batch_axes import RANKS
+from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import (
     DIFFERENTIABLE,
     Cotangents,
@@ -26,51 +33,105 @@ _PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_bac
 IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",)), _PORTABLE)
 
 
-def attend(
+def decide(
     operator: str, options: Options, operands: Operands, return_residual: Any, implementation: Any
-) -> Any:
-    """out, and the weights and lse if they are asked for."""
+) -> Plan:
+    """The plan of a call, whose other arguments are checked."""
     return_residual = checks.flag(operator, "return_residual", return_residual)
     chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
-    out, weights, lse = _run((options, chosen.name), operands)
-    outputs = (out,) + ((weights,) if options.return_weights else ())
-    outputs += (lse,) if return_residual else ()
+    return Plan.of(options, operands, chosen.name, return_residual)
+
+
+def forward_of(plan: Plan) -> Callable[[Plan, Operands], Result]:
+    """The forward `(plan, operands) -> Result` of all entries."""
+    run = backend.named(IMPLEMENTATIONS, plan.implementation).forward
+    return partial(_over_entries, run) if plan.batch_rank else run
+
+
+def backward_of(plan: Plan) -> Callable[[Plan, Residuals, Cotangents], dict[str, jax.Array]]:
+    """The backward `(plan, residuals, cotangents) -> gradients by name` of all entries."""
+    run = backend.named(IMPLEMENTATIONS, plan.implementation).backward
+    return partial(_summed_over_entries, run) if plan.batch_rank else run
+
+
+def _over_entries(function: Callable[..., Any], plan: Plan, operands: Operands, **of_entries: Any) -> Any:
+    """`function(plan, operands, **of_entries)` of every entry; each of `of_entries` has all batch axes."""
+    given = operands._asdict()
+    has_batch = lambda x, own_rank: x is not None and x.ndim - own_rank == plan.batch_rank
+    axes: dict[str, Any] = {name: 0 for name, rank in RANKS.items() if has_batch(given[name], rank)}
+    if operands.dropout_words is not None:
+        axes["dropout_offset"] = dropout.Offset(0, None, None, None)
+
+    def of_entry(arrays):
+        own = {name: arrays.pop(name) for name in of_entries}
+        return function(plan, Operands(**arrays), **own)
+
+    axes |= dict.fromkeys(of_entries, 0)
+    return split.over_entries(of_entry, plan.batch_rank, given | of_entries, axes, plan.in_turn)
+
+
+def _summed_over_entries(
+    run: Callable[..., dict[str, jax.Array]], plan: Plan, residuals: Residuals, cotangents: Cotangents
+) -> dict[str, jax.Array]:
+    """The gradients that `run` gives of every entry; what entries share gets their sum."""
+    operands, result, wanted = residuals
+
+    def of_entry(plan, operands, result, cotangents):
+        return run(plan, Residuals(operands, result, wanted), cotangents)
+
+    # what varies is summed over devices by no entry
+    alike = pallas.vary_alike(operands)
+    grads = _over_entries(of_entry, plan, alike, result=result, cotangents=cotangents)
+    return {name: _summed(x, getattr(operands, name)) for name, x in grads.items()}
+
+
+def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
+    """The gradient of `primal`, where `grad` has one for each entry."""
+    surplus = grad.ndim - primal.ndim
+    if surplus:
+        grad = grad.astype(accumulator_dtype(grad.dtype)).sum(tuple(range(surplus)))
+    return match_type(grad, primal)
+
+
+def _returned(plan: Plan) -> list[str]:
+    """The names of what the operator returns, those of `Cotangents`."""
+    asked = {"out": True, "weights": plan.options.return_weights, "lse": plan.return_residual}
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def _outputs(plan: Plan, result: Result) -> Any:
+    out = result.out if plan.options.concat_heads else result.mean
+    found = {"out": out, "weights": result.weights, "lse": result.lse}
+    outputs = tuple(found[name] for name in _returned(plan))
     return outputs if len(outputs) > 1 else out
 
 
-def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
-    return (result.out if options.concat_heads else result.mean), result.weights, result.lse
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: tuple[Options, str], operands: Operands):
-    options, implementation = static
-    result = batch_axes.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
-    return _outputs(options, result)
+def _attention(plan: Plan, operands: Operands):
+    return _outputs(plan, forward_of(plan)(plan, operands))
 
 
-def _fwd(static, operands):
-    options, implementation = static
+def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    result = batch_axes.forward(backend.named(IMPLEMENTATIONS, implementation).forward, options, operands)
+    result = forward_of(plan)(plan, operands)
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
         m=checkpoint_name(result.m, "attention_lse"),
         l=checkpoint_name(result.l, "attention_lse"),
     )
     saved = result._replace(mean=None, lse=None)
-    return _outputs(options, result), (operands, saved, backend.note(wanted, DIFFERENTIABLE))
+    return _outputs(plan, result), (operands, saved, backend.note(wanted, DIFFERENTIABLE))
 
 
-def _bwd(static, residuals, cotangents):
-    options, implementation = static
+def _bwd(plan, residuals, cotangents):
     *saved, note = residuals
     residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
-    given = Cotangents(*(None if isinstance(x, SymbolicZero) else x for x in cotangents))
-    run = backend.named(IMPLEMENTATIONS, implementation).backward
-    grads = batch_axes.backward(run, options, residuals, given)
+    names = _returned(plan)
+    given = dict(zip(names, cotangents if len(names) > 1 else (cotangents,), strict=True))
+    given = {name: None if isinstance(x, SymbolicZero) else x for name, x in given.items()}
+    grads = backward_of(plan)(plan, residuals, Cotangents(**given))
     return (Operands(None, None, None)._replace(**grads),)
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_attention)
+attention = runs_in_shard_map(_attention)  # (plan, operands) -> out, and the weights and lse if asked for

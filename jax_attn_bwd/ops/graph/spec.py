@@ -89,9 +89,9 @@ class Residuals(NamedTuple):
 class Cotangents(NamedTuple):
     """Of what the operator returns; None = zero."""
 
-    out: jax.Array | None  # [num_dst, H * Dv], or [num_dst, Dv] without concat_heads
-    weights: jax.Array | None  # [E, H]
-    lse: jax.Array | None  # [num_dst, H]
+    out: jax.Array | None = None  # [num_dst, H * Dv], or [num_dst, Dv] without concat_heads
+    weights: jax.Array | None = None  # [E, H]
+    lse: jax.Array | None = None  # [num_dst, H]
 
 
 @exportable_tuple

@@ -11,10 +11,10 @@ from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import all_gathered, auto_devices
 from jax_attn_bwd._core.sharding import gathered as gathered_along
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, extended, take
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, split_heads
+from jax_attn_bwd.ops.graph.plan import Loops
 from jax_attn_bwd.ops.graph.spec import Operands, Options
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
 def tables(kind: Kind, operands: Operands) -> Tables:
@@ -54,16 +54,18 @@ def _on_every_device(function, *operands):
     return all_gathered(function(*all_gathered(operands)))
 
 
-def walked(kind: Kind, t: Tables, graph: BipartiteCSC) -> Tables:
-    """The tables of nodes as `groups.rows` reads them."""
-    src, dst = (for_rows(kind, x, t, graph) for x in (t.src, t.dst))
-    message = src if t.message is t.src else for_rows(kind, t.message, t, graph)
+def walked(loops: Loops, t: Tables) -> Tables:
+    """The tables of nodes as `edge_loops.rows` reads them."""
+    src, dst = (for_rows(loops, x) for x in (t.src, t.dst))
+    message = src if t.message is t.src else for_rows(loops, t.message)
     return t._replace(src=src, dst=dst, message=message)
 
 
-def for_rows(kind: Kind, x: jax.Array, t: Tables, graph: BipartiteCSC, fill: float = 0) -> jax.Array:
-    """`x`, by node, as `groups.rows` reads it. The gradient of `a` is a sum over all that a chunk holds."""
-    return extended(x, graph, kind.row_elements(t), fill, whole_sums=t.a is not None)
+def for_rows(loops: Loops, x: jax.Array, fill: float = 0) -> jax.Array:
+    """`x`, by node, with a row of `fill` at its end, if `edge_loops.rows` is to find one there."""
+    if not loops.end_row:
+        return x
+    return jnp.pad(x, ((0, 1), *((0, 0) for _ in x.shape[1:])), constant_values=fill)
 
 
 def _counters(operands, H):

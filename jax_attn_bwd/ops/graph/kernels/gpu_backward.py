@@ -32,9 +32,9 @@ from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
 from jax_attn_bwd.ops.graph.tables import tables
 
 
-def backward(options: Options, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, cotangents)
+def backward(plan: Any, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
+    """Gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
+    return _backward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, cotangents)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -45,9 +45,9 @@ def supports(options: Options, operands: Operands) -> str | None:
     return gpu_inputs.unsupported(options, operands)
 
 
-def forward(options: Options, operands: Operands) -> Result:
-    """The outputs and row values; see `supports`."""
-    return _forward(options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
+def forward(plan: Any, operands: Operands) -> Result:
+    """The outputs and row values of one entry of a batch; `plan` is the call's, see `supports`."""
+    return _forward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -76,7 +76,7 @@ class GAT(Kind):
         """What is handed, dz, itself."""
         return handed
 
-    def score_elements(self, t):
+    def score_elements(self, operands):
         """None but the score itself."""
         return 0
 

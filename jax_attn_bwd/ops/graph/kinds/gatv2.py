@@ -37,6 +37,7 @@ class GATv2(Kind):
 
     name = "gatv2"
     message_is_src = True
+    sums_whole_chunks = True
     placement = MappingProxyType({**Kind.placement, "attention_weights": (-1,)})
 
     @staticmethod

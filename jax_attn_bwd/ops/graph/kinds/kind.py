@@ -78,6 +78,7 @@ class Kind(ABC):
     name: ClassVar[str]
     message_is_src: ClassVar[bool] = False  # one table is both, and one sum takes both cotangents
     edge_in_message: ClassVar[bool] = False
+    sums_whole_chunks: ClassVar[bool] = False  # a gradient sums over all that a chunk holds
     placement: ClassVar[Mapping[str, tuple]] = MappingProxyType(
         {"edge": (None, -1), "score_bias": (None, -1), "dropout_mask": (-1, None)}
     )  # the axes of `src` that these operands follow on an Explicit mesh
@@ -102,13 +103,13 @@ class Kind(ABC):
     def to_dst(self, t: Tables, handed: jax.Array, rows: Rows) -> jax.Array:
         """The cotangent of `rows.dst`, for one edge of each group."""
 
-    def row_elements(self, t: Tables) -> Any:
+    def row_elements(self, operands: Operands) -> Any:
         """Elements of the widest row of an edge, by which passes are cut into chunks."""
-        return self.options.num_heads * t.message.shape[2]
+        return operands.src.shape[-1]
 
-    def score_elements(self, t: Tables) -> Any:
-        """The same of the rows that its scores are made of."""
-        return self.row_elements(t)
+    def score_elements(self, operands: Operands) -> Any:
+        """Elements of the rows that its score is made of."""
+        return self.row_elements(operands)
 
     def to_heads(self, x: jax.Array) -> jax.Array:
         """Rows of `src`, `message` or `edge` as each head of the destinations reads them."""

@@ -38,9 +38,9 @@ class Transformer(Kind):
         src, dst = split_heads(operands.src, K), split_heads(operands.dst, self.options.num_heads)
         return src, dst, None if operands.edge is None else split_heads(operands.edge, K), None
 
-    def row_elements(self, t):
+    def row_elements(self, operands):
         """Keys may be wider than values."""
-        return self.options.num_heads * jax.core.max_dim(t.src.shape[2], t.message.shape[2])
+        return self.options.sharing * jax.core.max_dim(operands.src.shape[-1], operands.value.shape[-1])
 
     def to_heads(self, x):
         """`[..., K, D]` -> `[..., H, D]`."""
