@@ -41,7 +41,7 @@ def threefry(key: Words, counter: Words, rounds: int = 20) -> Words:
 
 
 def check_key(operator: str, key: Any, argument: str = "dropout_key") -> None:
-    """`key` is one JAX random key, of any type, or None."""
+    """Checks that `key` is one JAX random key, of any type, or None."""
     if key is None:
         return
     typed = checks.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -54,7 +54,7 @@ def check_key(operator: str, key: Any, argument: str = "dropout_key") -> None:
 
 
 def key_words(key: jax.Array) -> jax.Array:
-    """A key that `check_key` passed, as two uint32 words `[2]`."""
+    """Two uint32 words `[2]` that stand for a key which `check_key` passed."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     words = jax.random.key_data(key).ravel() if typed else jnp.asarray(key)
     first, second = words[0], words[1]
@@ -73,7 +73,7 @@ class Offset(NamedTuple):
 
 
 def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
-    """`dropout_offset` as int32 arrays."""
+    """Checks `dropout_offset` and returns it as uint32 arrays."""
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 4:
@@ -94,7 +94,7 @@ def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
 def drawn(
     operator: str, rates: dict[str, float], key: Any, at: Any, rows: int, columns: int
 ) -> tuple[jax.Array | None, Offset | None]:
-    """(words of `dropout_key`, `dropout_offset`), checked; (None, None) where every rate is 0."""
+    """Checks `dropout_key` and `dropout_offset`; returns (words, offset), both None where every rate is 0."""
     check_key(operator, key)
     place = offset(operator, at, rows, columns)
     if not any(rates.values()):
@@ -118,11 +118,11 @@ def keep(keys: Words, row: jax.Array, column: jax.Array, rate: float) -> jax.Arr
 
 
 def factors(keys: Words, row: jax.Array, column: jax.Array, rate: float, dtype: Any) -> jax.Array:
-    """What each element is multiplied by: 0, or for those that `keep` passes 1 / (1 - rate)."""
+    """The factor of each element: 1 / (1 - rate) for those that `keep` passes, else 0."""
     survivor = jnp.asarray(survivor_factor(rate), dtype)
     return jnp.where(keep(keys, row, column, rate), survivor, 0)
 
 
 def survivor_factor(rate: float) -> float:
-    """What a surviving probability is multiplied by, so that its expectation stays."""
+    """The factor of a surviving probability, which keeps its expectation."""
     return 1.0 / (1.0 - rate) if rate < 1.0 else 0.0

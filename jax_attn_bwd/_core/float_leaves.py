@@ -1,4 +1,4 @@
-"""Trees of arrays of which some are floating: the others have no gradient, and None in its place."""
+"""Trees of arrays of which only some are floating: the others have None in place of a gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ def floats(args: Any) -> Any:
 
 
 def over_floats(f: Callable[..., Any], numbers: Any, args: Any, otherwise: Any = lambda old: None) -> Any:
-    """`f(x, arg)` of each of the `numbers`; of the other arguments what `otherwise` makes of them."""
+    """Maps `f(x, arg)` over the `numbers`, and `otherwise(arg)` over the arguments that have none."""
     pick = lambda x, arg: otherwise(arg) if x is None else f(x, arg)
     return jax.tree.map(pick, numbers, args, is_leaf=lambda x: x is None)
 
 
 def filled(args: Any, numbers: Any) -> Any:
-    """`args` with other floats, of the structure of `floats`."""
+    """`args` with `numbers`, which have the structure of `floats`, in place of their floats."""
     return over_floats(lambda new, old: new, numbers, args, otherwise=lambda old: old)
 
 

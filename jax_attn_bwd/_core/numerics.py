@@ -23,12 +23,12 @@ def round_up(n: Any, size: Any) -> Any:
 
 
 def finite(m: jax.Array) -> jax.Array:
-    """`m`, with 0 for the -inf of a row that has seen nothing, so that exp(-inf - m) is 0, not NaN."""
+    """`m` with 0 for the -inf of a row that has seen nothing, so that exp(-inf - m) is 0, not NaN."""
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
-    """`x` with axes of size 1 in front: ranks are promoted in the open, never implicitly."""
+    """`x` with axes of size 1 in front up to `rank`: ranks are promoted in the open, never implicitly."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
@@ -73,7 +73,7 @@ def soft_cap_is_identity(cap: float, dtype: Any) -> bool:
 def segment_sums(rows: jax.Array, first: jax.Array, axis: int) -> jax.Array:
     """Running sums of `rows` along `axis` that start anew at each `first` (bool, broadcasts to `rows`).
 
-    The order of the additions is that of the rows: the same bits in every run, also on a GPU.
+    Rows are added in their order: the bits are the same in every run, also on a GPU.
     """
 
     def combine(left, right):

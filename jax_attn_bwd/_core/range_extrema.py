@@ -1,10 +1,10 @@
-"""Bounds of what a gather reads at indices of which bounds are known.
+"""Bounds the values that a gather reads, where its indices are known only by bounds.
 
-Along one axis: least and greatest of any stretch of n entries, from those of stretches of 2^k, two of which
-cover it (a sparse table: n log n numbers, and two reads for each answer). Where it is known at trace time
-which stretches are asked for, and they hold few entries together, as those of tiles do, these are read. Along
-several axes: where the stretches are known, axis after axis; of bools, by counting what is True in a
-rectangle (a summed-area table). NumPy in, NumPy out.
+Along one axis a sparse table answers: it holds the least and the greatest of every stretch of 2^k entries,
+and two such stretches cover any other (n log n numbers, two reads for each answer). Where the stretches are
+known at trace time and hold few entries together, as those of tiles do, the entries themselves are read.
+Known stretches along several axes are taken axis after axis; for bools a summed-area table counts each True
+of a rectangle. NumPy in, NumPy out.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jax_attn_bwd._core.interval_rules import unless
 
 
 def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
-    """(least, greatest) of `operand` at `places`: for each of its axes (least, greatest) of the index.
+    """The least and the greatest of `operand` at `places`, which bound the index of each of its axes.
 
     Where the two are one object the index is exact. An index out of range may read anything, unless it is
     clipped.
@@ -51,7 +51,7 @@ def _module(*arrays: Any) -> Any:
 
 
 def _at_points(xp: Any, operand: Any, places: list[Any]) -> tuple[Any, Any]:
-    """What is read where all indices are known, else the extrema of all."""
+    """The entry itself where all indices are known, else the extrema of the whole operand."""
     known: Any = True
     for first, last in places:
         known = known & (first == last)
@@ -103,7 +103,7 @@ def _by_counts(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tup
 
 
 def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, Any]:
-    """Extrema of stretches along `axis`."""
+    """The extrema of stretches along `axis`."""
     first, last = places[axis]
     others = [x for i, (x, _) in enumerate(places) if i != axis]
     length = last - first + np.asarray(1, first.dtype)

@@ -1,4 +1,4 @@
-"""What an operator does so that sharded programs trace, run and keep their shardings.
+"""What every operator does so that sharded programs trace, run and keep their shardings.
 
 Four rules: loop carries take their type from the operands (`full_like_operands`), outputs depend on
 all operands (`tie`), a cotangent has the type of its primal (`match_type`), and `jax.shard_map` finds rules
@@ -53,9 +53,9 @@ def tie(outputs: Any, operands: Any) -> Any:
 
 
 def runs_in_shard_map(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule(static, *operands)`, a custom_vjp with symbolic zeros, as `jax.shard_map` runs it: compiled.
+    """Compiles `rule(static, *operands)`, a custom_vjp with symbolic zeros, inside `jax.shard_map`.
 
-    There JAX refuses such rules where no `jax.jit` is around. Elsewhere it is called as it is.
+    There JAX refuses such a rule unless a `jax.jit` is around it. Elsewhere the rule is called as it is.
     """
     compiled = jax.jit(rule, static_argnums=0, inline=True)
 
@@ -91,7 +91,7 @@ def explicit_spec(x: jax.Array) -> tuple:
 
 
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with all of `axis` on every device of an Explicit mesh; its other axes lie as they do."""
+    """`x` with all of `axis` on every device of an Explicit mesh; its other axes stay where they are."""
     spec = list(explicit_spec(x))
     if spec[axis] is None:
         return x
@@ -110,14 +110,14 @@ def auto_devices(x: jax.Array) -> int:
 
 
 def gathered(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with all of `axis` on every device of an Auto mesh, its other axes as they lie; under `jax.jit`."""
+    """`x` with all of `axis` on every device of an Auto mesh; its other axes stay; under `jax.jit`."""
     spec = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in explicit_spec(x)]
     spec[axis] = None
     return lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def all_gathered(tree: Any) -> Any:
-    """Every array of `tree` with all of its first axis on every device of an Auto mesh; under `jax.jit`."""
+    """The arrays of `tree`, each with all of its first axis on every device; see `gathered`."""
     return jax.tree.map(lambda x: gathered(x, 0) if x.ndim else x, tree)
 
 
@@ -140,12 +140,12 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
 
 
 def without_ones(x: jax.Array) -> jax.Array:
-    """`x` with no axis of size 1 on an axis of an Explicit mesh: some operations keep that, others do not."""
+    """`x` with no axis of size 1 sharded on an Explicit mesh: not every operation keeps such a sharding."""
     return reshard_like(x, x, range(x.ndim))
 
 
 def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
-    """`jnp.einsum` of two operands; on an Explicit mesh each axis of the result is sharded as in an operand.
+    """Computes `jnp.einsum`; on an Explicit mesh each axis of the result is sharded as in an operand.
 
     Contracted axes may be sharded: the devices' shares are summed. `...` stands in front of a term.
     """

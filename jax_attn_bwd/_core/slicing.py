@@ -1,4 +1,4 @@
-"""Blocks of arrays: reading and writing them."""
+"""Reads and writes blocks of arrays."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def _starts(x: jax.Array, blocks: Blocks) -> list[Any]:
 
 
 def take_at(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """The given block of each given axis; the whole of an axis that broadcasts."""
+    """The given block of each given axis; an axis that broadcasts is taken whole."""
     sizes = list(x.shape)
     for axis, (_, block) in blocks.items():
         sizes[axis] = 1 if x.shape[axis] == 1 else block
@@ -25,5 +25,5 @@ def take_at(x: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def put_at(x: jax.Array, update: jax.Array, blocks: Blocks) -> jax.Array:
-    """`x` with `update` in the place that `take_at` reads."""
+    """`x` with `update` where `take_at` reads."""
     return lax.dynamic_update_slice(x, update, _starts(x, blocks), allow_negative_indices=False)

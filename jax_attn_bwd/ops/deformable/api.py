@@ -155,7 +155,7 @@ def multi_scale_deformable_attention_bwd(
       A composition of differentiable operations: it may itself be differentiated, in either mode.
 
     Raises:
-      As `multi_scale_deformable_attention`.
+      The same as `multi_scale_deformable_attention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -238,7 +238,7 @@ def multi_scale_deformable_attention_jvp(
     )
 
 
-_PORTABLE = backend.Implementation("xla", query_sharding.forward, query_sharding.backward)
+_PORTABLE = backend.Implementation("xla", query_sharding.sharded_forward, query_sharding.sharded_backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False),

@@ -27,7 +27,7 @@ def prepare(
     deterministic_sums: bool,
     deterministic: bool | None,
 ) -> tuple[Options, Operands]:
-    """(options, operands) of a call."""
+    """Checks every argument of a call and returns its options and operands."""
     shapes = level_shapes(name, "spatial_shapes", spatial_shapes)
     check_level_starts(name, level_start_index, shapes)
     value = _value(name, value, shapes)
@@ -72,7 +72,7 @@ def per_level(shapes: Sequence[tuple[int, int]], x: jax.Array) -> tuple[jax.Arra
 
 
 def level_shapes(name: str, argument: str, shapes: Any) -> tuple[tuple[int, int], ...]:
-    """((H_1, W_1), ..., (H_L, W_L)) of the table `shapes`."""
+    """Checks the table `shapes` and returns ((H_1, W_1), ..., (H_L, W_L))."""
     table = _concrete(name, argument, shapes, "pass ((H, W), ...), known at trace time")
     if table.ndim != 2 or table.shape[1] != 2 or not len(table):
         expected = "hold one (H, W) for each level, shape [L, 2]"
@@ -87,7 +87,7 @@ def level_shapes(name: str, argument: str, shapes: Any) -> tuple[tuple[int, int]
 
 
 def check_level_starts(name: str, starts: Any, shapes: Sequence[tuple[int, int]]) -> None:
-    """`starts`, None or level_start_index, says nothing that `shapes` does not."""
+    """Checks that `starts`, the level_start_index, is what follows from `shapes`; None passes."""
     if starts is None:
         return
     remedy = "None will do, it follows from the shapes of the levels"
@@ -113,7 +113,7 @@ def _concrete(name: str, argument: str, x: Any, remedy: str) -> np.ndarray:
 
 
 def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Array:
-    """`[B, S, M, D]`, of that or of one feature map for each level."""
+    """`value` as `[B, S, M, D]`; it may also come as one feature map for each level."""
     total = sum(height * width for height, width in shapes)
     if not isinstance(value, list | tuple):
         value = checks.floating(name, "value", value)
@@ -137,7 +137,7 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
 
 
 def _num_points(name: str, num_points: Any, weights: jax.Array, levels: int) -> tuple[int, ...]:
-    """P of each level."""
+    """The number of points on each level."""
     if num_points is None:
         if weights.ndim != 5 or weights.shape[3] != levels:
             expected = f"have shape [B, Q, M, L, P] with L = {levels}"
@@ -152,9 +152,10 @@ def _num_points(name: str, num_points: Any, weights: jax.Array, levels: int) -> 
 
 
 def _check_explicit_sharding(name: str, arrays: dict[str, jax.Array], heads: int) -> None:
-    """On an Explicit mesh: batch and `heads` may be sharded, alike in all arrays, queries and pixels too.
+    """Checks how arrays lie on an Explicit mesh: batch and `heads` may be sharded, alike in all arrays.
 
-    The pixels of a sequence of feature maps, whose heads are axis 3, may not.
+    Queries and pixels may be sharded too, but not the pixels of a sequence of feature maps, whose heads are
+    axis 3.
     """
     first, *_ = arrays
     allowed, alike = {0, heads} | ({1} if heads == 2 else set()), None

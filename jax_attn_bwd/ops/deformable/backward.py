@@ -41,31 +41,31 @@ from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads,
 def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
     sort, loops = _choices(options, residuals)
-    return _backward(options, sort, loops, residuals, dout)
+    return _matched_gradients(options, sort, loops, residuals, dout)
 
 
 def gradients(options: Options, residuals: Residuals, dout: jax.Array) -> dict[str, jax.Array]:
-    """What `backward` gives, accumulated in float32 or wider and of these queries alone."""
+    """The gradients by name, accumulated in float32 or wider, that these queries alone give."""
     sort, loops = _choices(options, residuals)
-    return _gradients(options, sort, loops, residuals, dout)
+    return _by_operand(options, sort, loops, residuals, dout)
 
 
 def _choices(options: Options, residuals: Residuals) -> tuple[bool, cpu.Loops]:
-    """(whether rows are sorted before they are added, the loops)."""
+    """Whether rows are sorted before they are added, and which loops run."""
     # elsewhere than on a GPU, a scatter-add adds in one order
     sort = options.deterministic_sums and targets.platform() == "gpu"
     return sort, cpu.loops(options, residuals.operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward(options, sort, loops, residuals, dout):
-    grads = _gradients(options, sort, loops, residuals, dout)
+def _matched_gradients(options, sort, loops, residuals, dout):
+    grads = _by_operand(options, sort, loops, residuals, dout)
     return MultiScaleDeformableAttentionGrads(
         **{name: match_type(grad, getattr(residuals.operands, name)) for name, grad in grads.items()}
     )
 
 
-def _gradients(options, sort, loops, residuals, dout):
+def _by_operand(options, sort, loops, residuals, dout):
     operands, wanted = residuals.operands, residuals.wanted.names
     dtype = sampling.compute_dtype(operands)
     B, Q, M, _ = operands.attention_weights.shape

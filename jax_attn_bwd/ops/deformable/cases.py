@@ -7,6 +7,7 @@ from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.ops.deformable import api, reference
 
 LEVELS = ((6, 4), (3, 5), (1, 1))  # not square: swapped axes show
+_SQUARE = ((64, 64), (32, 32), (16, 16), (8, 8))
 
 
 def locations(rng, shape, levels, points, spread=1.5, method="bilinear"):
@@ -93,14 +94,14 @@ def _around(levels, everywhere):
 
 def _measured():
     """The encoder of a detector asks once for every pixel, around its own place; the decoder 300 times."""
-    square, coco = ((64, 64), (32, 32), (16, 16), (8, 8)), ((100, 134), (50, 67), (25, 34), (13, 17))
+    coco = ((100, 134), (50, 67), (25, 34), (13, 17))
     detr = ((100, 167), (50, 84), (25, 42), (13, 21))
     bench = ("bench", "bench_gpu")
     for name, B, Q, levels, tags in (
         ("encoder, B1, Q=60", 1, None, ((8, 6), (4, 3)), ("quick",)),
         ("decoder, B1, Q=30", 1, 30, ((8, 6), (4, 3)), ("quick",)),
-        ("encoder, B1, Q=5440", 1, None, square, (*bench, "timed")),
-        ("decoder, B1, Q=300", 1, 300, square, (*bench, "timed")),
+        ("encoder, B1, Q=5440", 1, None, _SQUARE, (*bench, "timed")),
+        ("decoder, B1, Q=300", 1, 300, _SQUARE, (*bench, "timed")),
         ("encoder, B2, 100x134 to 13x17", 2, None, coco, (*bench, "timed")),
         ("encoder, B2, 100x167 to 13x21", 2, None, detr, (*_COMPILED, "v6e", "table")),
     ):
@@ -111,12 +112,11 @@ def _measured():
 
 def _scaling():
     """A decoder that asks more and more often."""
-    levels = ((64, 64), (32, 32), (16, 16), (8, 8))
     for Q in (32, 64, 256, 1024, 4096, 16384, 65536):
-        sizes = {"B": 1, "Q": Q, "M": 8, "D": 32, "levels": levels, "points": 4}
+        sizes = {"B": 1, "Q": Q, "M": 8, "D": 32, "levels": _SQUARE, "points": 4}
         tags = ("scaling",) if Q >= 256 else ("quick_scaling",)
         name = f"decoder, 5440 pixels: Q={Q}"
-        yield _case(name, **sizes, tags=tags, dtype="float32", extra=_around(levels, False))
+        yield _case(name, **sizes, tags=tags, dtype="float32", extra=_around(_SQUARE, False))
 
 
 _COMPILED = ("mosaic_gpu", "A100", "B200")

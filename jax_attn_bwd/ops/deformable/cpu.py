@@ -13,14 +13,15 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import targets
+from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
-_MANY_ROWS = 1 << 13  # of a query and head: from here on, a second core helps
-_MANY_QUERIES = 256  # from here on, pairs of pixels are faster
-_BLOCK_BYTES = 1 << 17  # of pairs: a core's cache holds them, and XLA leaves them to one core
-_CHANNELS = 8  # for which an index is read once; 4 and 16 are slower
-_INDICES = 1 << 29  # of int32: with padding there are up to three times as many
+_MANY_ROWS = 1 << 13  # rows of one query and head; from here on a second core helps
+_MANY_QUERIES = 256  # from here on pairs of pixels are faster
+_BLOCK_BYTES = 1 << 17  # bytes of pairs that a core's cache holds; XLA leaves them to one core
+_CHANNELS = 8  # channels that share one read of an index; 4 and 16 are slower
+_INDICES = 1 << 29  # numbers that int32 can index: padding makes up to three times as many
 
 
 class Loops(NamedTuple):
@@ -33,10 +34,10 @@ class Loops(NamedTuple):
 
 
 def loops(options: Options, operands: Operands) -> Loops:
-    """What pays: measured with 5440 pixels, 8 heads of 32, and 100 to 5440 queries of 1 or 8 entries.
+    """The loops that are faster: measured with 5440 pixels, 8 heads of 32, B of 1 or 8, 100 to 5440 queries.
 
-    `products` and `pairs` lay heads and batch entries one behind the other: not where these may be on
-    different devices.
+    `products` and `pairs` lay heads and batch entries one behind the other, so they are left out where these
+    may be on different devices.
     """
     B, Q, M, _ = operands.attention_weights.shape
     _, S, _, D = operands.value.shape
@@ -60,7 +61,7 @@ def _has_several_devices() -> bool:
 
 
 def on_all_cores(level: Level) -> Level:
-    """`level`, in a way that lets XLA work at the loop around it with all cores.
+    """`level`, behind a sort that makes XLA run the loop around it on all cores.
 
     Without a sort, scatter or library call in it, a small loop becomes a function for one core, and JAX
     0.12 takes every such loop for a small one (XLA, `small_while_loop_hoisting_pass.cc`).
@@ -69,15 +70,15 @@ def on_all_cores(level: Level) -> Level:
 
 
 def _sorted(index: jax.Array) -> jax.Array:
-    """`index`, which is not negative."""
+    """`index`, which is not negative, unchanged by way of a sort."""
     return lax.sort(jnp.stack([index, np.int32(-1)]))[1]
 
 
 def by_channel(x: jax.Array) -> jax.Array:
-    """`[B, n, M, D]` as `[D / c, c, B, M, n]` for some c, the channels made up with zeros."""
+    """`[B, n, M, D]` as `[D / c, c, B, M, n]` for some c; zeros fill up the channels."""
     B, n, M, D = x.shape
-    parts = max(1, -(-D // _CHANNELS))
-    channels = -(-D // parts)
+    parts = max(1, ceil_div(D, _CHANNELS))
+    channels = ceil_div(D, parts)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, parts * channels - D)))
     return x.transpose(3, 0, 2, 1).reshape(parts, channels, B, M, n)
 

@@ -17,11 +17,11 @@ from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 def forward(options: Options, operands: Operands) -> jax.Array:
     """`out [B, Q, M * D]`, in the dtype of the value."""
-    return _forward(options, cpu.loops(options, operands), operands)
+    return _sum_over_points(options, cpu.loops(options, operands), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, loops, operands):
+def _sum_over_points(options, loops, operands):
     value, dtype, heads_first = operands.value, sampling.compute_dtype(operands), loops.heads_first
     (B, Q, M, _), D = operands.attention_weights.shape, value.shape[3]
 

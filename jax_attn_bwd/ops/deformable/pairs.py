@@ -1,7 +1,8 @@
-"""The gradient of the value on a CPU: added to two pixels at a time, one head after the other.
+"""The gradient of the value on a CPU: each step adds to two pixels, one head after the other.
 
-The two pixels of a row of a cell lie one behind the other: both are added to at once. Where one of them is
-outside the level, it is padding: each row of pixels has one more at its end, and the first one before it.
+The two pixels of a row of a cell lie one behind the other, so one addition reaches both. Where one of them
+is outside the level it falls on padding: each row of pixels has one more at its end, and the first row has
+one before it.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ class Pairs(NamedTuple):
 
 
 def value_gradient(options: Options, size: int, operands: Operands, dout: jax.Array) -> jax.Array:
-    """`dvalue [B, S, M, D]`, equation (8) of `backward`, of `dout [B, Q, M, D]`: `size` queries at a time."""
+    """`dvalue [B, S, M, D]` by equation (8) of `backward`, from `dout [B, Q, M, D]`, `size` queries each."""
     B, Q, M, D = dout.shape
     samples = sampling.samples(options, operands, heads_first=True)
     pixels = 1 + sum(height * (width + 1) for height, width in options.spatial_shapes)
@@ -54,7 +55,7 @@ def value_gradient(options: Options, size: int, operands: Operands, dout: jax.Ar
 
 
 def _take(x: jax.Array, at: dict[int, jax.Array]) -> jax.Array:
-    """`x` at an index of each of some axes, without them."""
+    """`x` at one index of each axis in `at`; these axes are dropped."""
     starts = [at.get(axis, np.int32(0)) for axis in range(x.ndim)]
     sizes = [1 if axis in at else n for axis, n in enumerate(x.shape)]
     return lax.squeeze(lax.dynamic_slice(x, starts, sizes), tuple(at))
@@ -65,7 +66,7 @@ def _pairs(options: Options, pixels: int, x: jax.Array, y: jax.Array, weight: ja
     start = 1 + np.cumsum(height * (width + 1), dtype=np.int32) - height * (width + 1)
     level = Level(*(np.repeat(n, options.num_points)[:, None] for n in (height, width, start)))
     at = sampling.locate(options, level, x, y)
-    # what is clamped onto the first column has no part in the next: it is the right one of its pair
+    # a point clamped onto the first column has no part in the next: that column is the right one of its pair
     alone = ~jnp.asarray(at.x_between) & (at.column == 0)
     column, right = jnp.where(alone, -1, at.column), jnp.where(alone, 1, at.right)
     upper = level.start + at.row * (level.width + 1) + column

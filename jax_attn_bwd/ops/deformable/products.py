@@ -1,4 +1,4 @@
-"""What the products of a sample with the cotangent tell: equations (5) to (7) and (9) of `backward`."""
+"""The gradients that follow from <dout, value> at the corners: equations (5) to (7) and (9) of `backward`."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,7 +15,7 @@ def gradients(
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dloc_x, dloc_y, da), of the shape of the sampling points; None where not asked.
 
-    `d` holds <dout, value> at each pixel of `at`, of any value where the point does not count.
+    `d` holds <dout, value> at each pixel of `at`; where the point does not count it may be anything.
     """
     da = dx = dy = None
     weight = jnp.where(at.counts, weight, 0)
@@ -34,7 +34,7 @@ def gradients(
 def by_name(
     options: Options, operands: Operands, dx: jax.Array | None, dy: jax.Array | None, da: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """The gradients of the operands, of (dloc_x, dloc_y, da) `[B, Q, M, K]`; without those that are None."""
+    """The operands' gradients by name, from (dloc_x, dloc_y, da) `[B, Q, M, K]`; None has no entry."""
     grads = {}
     if dx is not None and dy is not None:
         grads["sampling_locations"] = jnp.stack((dx, dy), -1)

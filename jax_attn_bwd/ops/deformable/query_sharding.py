@@ -1,8 +1,8 @@
-"""The portable path where queries may lie on several devices: part of the queries by part.
+"""The portable path where queries may lie on several devices: piece by piece of the queries.
 
-A part of the queries samples the whole value. Its rows of the output and of the points' gradients are those
-of the whole, and the gradient of the value, equation (8) of `backward.py`, is the sum over the parts: it is
-taken once, after the loop over the points. `_core/split.py` runs the parts.
+A piece of the queries samples the whole value. Its rows of the output and of the points' gradients are those
+of the whole, and the gradient of the value, equation (8) of `backward.py`, is the sum over the pieces: it
+is taken once, after the loop over the points. `_core/split.py` runs the pieces.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads,
 _QUERIES = {"sampling_locations": 1, "attention_weights": 1, "dout": 1}  # the axis Q
 
 
-def forward(options: Options, operands: Operands) -> jax.Array:
+def sharded_forward(options: Options, operands: Operands) -> jax.Array:
     """Computes `forward.forward` wherever queries and pixels lie."""
     pieces, operands = _pieces(operands), operands._replace(value=unsharded(operands.value, 1))
     if pieces is None:
@@ -28,7 +28,9 @@ def forward(options: Options, operands: Operands) -> jax.Array:
     return _forward_in_pieces(options, pieces, operands)
 
 
-def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
+def sharded_backward(
+    options: Options, residuals: Residuals, dout: jax.Array
+) -> MultiScaleDeformableAttentionGrads:
     """Computes `backward.backward` wherever queries and pixels lie."""
     given, wanted = residuals
     pieces, residuals = _pieces(given), Residuals(given._replace(value=unsharded(given.value, 1)), wanted)

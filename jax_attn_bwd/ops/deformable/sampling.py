@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 def compute_dtype(operands: Operands) -> jnp.dtype:
-    """Of coordinates, weights and sums: float32 or wider whatever the dtype of the value.
+    """The dtype of coordinates, weights and sums: float32 or wider whatever the dtype of the value.
 
     A location in [0, 1) stored with bfloat16's 8 bits is off by up to W / 512 pixels.
     """
@@ -107,7 +107,7 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
         under = first + level.width
         corners += [(right & above, first + 1), (left & below, under), (right & below, under + 1)]
     pixels = tuple(jnp.where(seen, index, jnp.int32(outside)) for seen, index in corners)
-    # what is clamped onto the first row or column, and has no part in the next, counts as before it
+    # a point clamped onto the first row or column has no part in the next: its cell is the one before
     cell_column = jnp.where(at.x_between | (column > 0), column, -1)
     cell_row = jnp.where(at.y_between | (row > 0), row, -1)
     cell = (cell_row + 1) * (level.width + 1) + cell_column + 1  # 0: above and left of pixel (0, 0)
@@ -115,13 +115,15 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
 
 
 def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
-    """(the coordinate in pixels, its derivative by the location, whether it can count, and whether the
-    next pixel has a part in it: not where the coordinate is clamped onto one).
+    """The coordinate in pixels, its derivative, and two flags.
+
+    The derivative is by the location. The flags say whether the point can count, and whether the next pixel
+    has a part in it: it has none where the coordinate is clamped onto a pixel.
     """
     size = jnp.asarray(size, location.dtype)
     finite = jnp.abs(location) < jnp.inf
-    # The bound, below which no point counts, stands between product and sum: contracted to one operation they
-    # would round otherwise, and a location that was computed as (column + 0.5) / W fall to the left of it.
+    # No point counts below the bound -1. It stands between product and sum, since a compiler that contracts
+    # the two to one operation rounds otherwise: (column + 0.5) / W would fall to the left of its column.
     scaled = jnp.maximum(location * size, -1)
     if options.method == "discrete":
         nearest = jnp.clip(jnp.floor(scaled + 0.5), 0, size - 1)

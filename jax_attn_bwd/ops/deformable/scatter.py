@@ -13,7 +13,7 @@ from jax_attn_bwd.ops.deformable.sampling import Place
 def add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
     """`dvalue [B, S, M, D]` plus `scale * dout [B, Q, M, D]` at each corner; what lies outside is dropped.
 
-    The order of additions is the compiler's: on a GPU, that of the moment.
+    The compiler orders the additions; on a GPU the order differs from run to run.
     """
     for pixel, scale in zip(at.pixels, scales, strict=True):
         dvalue = _add_rows(dvalue, pixel, scale[..., None] * dout)
@@ -21,7 +21,7 @@ def add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Arr
 
 
 def add_sorted(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
-    """As `add`, bit for bit the same in every run: rows that meet in a pixel are summed in one order.
+    """Does what `add` does with the same bits in every run: rows that meet in a pixel are summed in order.
 
     Queries are sorted by the cell their point lies in; a segmented scan sums the rows of a cell, and its
     last row alone, being the sum, is written.

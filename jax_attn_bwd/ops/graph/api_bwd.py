@@ -78,7 +78,7 @@ def graph_attention_bwd(
       A composition of differentiable operations: it may itself be differentiated, in either mode.
 
     Raises:
-      As `graph_attention`.
+      The same as `graph_attention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -146,7 +146,7 @@ def graph_attention_v2_bwd(
       A composition of differentiable operations: it may itself be differentiated, in either mode.
 
     Raises:
-      As `graph_attention_v2`.
+      The same as `graph_attention_v2`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -213,7 +213,7 @@ def graph_transformer_attention_bwd(
       A composition of differentiable operations: it may itself be differentiated, in either mode.
 
     Raises:
-      As `graph_transformer_attention`.
+      The same as `graph_transformer_attention`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -59,7 +59,7 @@ def prepare_additive(
 def rows_of_destinations(
     operator: str, argument: str, needed: str, graph: BipartiteCSC, src: jax.Array, got: Any = None
 ) -> jax.Array:
-    """The first rows of `src`, where they are those of the destinations; `needed` says what is elsewhere."""
+    """The first rows of `src`, if they belong to the destinations; `needed` says what an error asks for."""
     if graph.num_dst > graph.num_src:
         expected = f"{needed}, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
         raise ValueError(checks.message(operator, argument, expected, got))
@@ -128,7 +128,7 @@ def prepare_transformer(
 
 
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
-    """`graph` is one `BipartiteCSC`, not a stack of them."""
+    """Checks that `graph` is one `BipartiteCSC`, not a stack of them."""
     if not isinstance(graph, BipartiteCSC):
         remedy = "build one with BipartiteCSC.from_edge_index, from_coo or from_csc"
         got = type(graph).__name__
@@ -144,7 +144,7 @@ def check_graph(operator: str, graph: Any) -> BipartiteCSC:
 def check_cotangents(
     operator: str, options: Options, operands: Operands, dout, out, lse, dweights, dlse
 ) -> None:
-    """Shapes and dtypes of what a `_bwd` is given beside the arguments of the forward; None passes."""
+    """Checks shapes and dtypes of what a `_bwd` gets beside the arguments of the forward; None passes."""
     nodes, heads, E = operands.dst.shape[-2], options.num_heads, operands.graph.capacity
     message = operands.src if operands.value is None else operands.value
     width, batch = message.shape[-1] // options.num_kv_heads, batch_axes(operands)
@@ -171,7 +171,7 @@ def check_cotangents(
 def _nodes(
     operator: str, argument: str, x: Any, name: str, nodes: int, width: int | None = None
 ) -> jax.Array:
-    """Features of all nodes of one side, `[..., nodes, dim]`."""
+    """Checks the features of all nodes of one side, `[..., nodes, dim]`."""
     x = checks.floating(operator, argument, x)
     if x.ndim < 2:
         raise ValueError(checks.message(operator, argument, f"have shape [..., {name}, dim]", x.shape))
@@ -188,7 +188,7 @@ def _nodes(
 
 
 def _batch(operator: str, **nodes: jax.Array) -> tuple[int, ...]:
-    """The batch axes of a call: those of its nodes, all alike; an array without them is shared."""
+    """The batch axes of a call, alike in all nodes that have any; nodes without them are shared."""
     batches = {argument: x.shape[:-2] for argument, x in nodes.items() if x.ndim > 2}
     (first, batch), *_ = batches.items() or [("", ())]
     for argument, own in batches.items():
@@ -199,7 +199,7 @@ def _batch(operator: str, **nodes: jax.Array) -> tuple[int, ...]:
 
 
 def _own_batch(operator: str, argument: str, x: jax.Array, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """The batch axes of what edges have, in front of two others: those of the call, or none."""
+    """The batch axes of data by edge, in front of two others: the same as the call's, or none."""
     if (own := x.shape[:-2]) not in ((), batch):
         expected = "have two axes, as the nodes have no batch axes"
         if batch:
@@ -217,7 +217,7 @@ def _num_heads(operator: str, num_heads: Any, argument: str, x: jax.Array) -> in
 
 
 def _num_kv_heads(operator: str, num_kv_heads: Any, num_heads: int) -> int:
-    """K."""
+    """Checks the number of heads of keys and values; None: as many as the query's."""
     if num_kv_heads is None:
         return num_heads
     num_kv_heads = checks.integer(operator, "num_kv_heads", num_kv_heads)
@@ -230,7 +230,7 @@ def _num_kv_heads(operator: str, num_kv_heads: Any, num_heads: int) -> int:
 def _edge(
     operator: str, edge: Any, graph: BipartiteCSC, batch: tuple[int, ...], width: int | None
 ) -> jax.Array:
-    """Edge features, `[..., nnz, dim_edge]`, or as wide as the nodes'."""
+    """Checks edge features, `[..., nnz, dim_edge]`, or as wide as the nodes' where `width` is given."""
     edge = checks.floating(operator, "edge", edge)
     names = "[..., nnz, dim_edge]" if width is None else "[..., nnz, dim]"
     if edge.ndim < 2:
@@ -244,7 +244,7 @@ def _edge(
 
 
 def _check_explicit_sharding(operator: str, name: str, heads: int, **nodes: jax.Array) -> None:
-    """On an Explicit mesh: nodes are not sharded; heads, as many as `name` says, and batch may be."""
+    """Checks that an Explicit mesh shards no nodes; it may shard the batch, and heads, counted by `name`."""
     first, like = max(nodes.items(), key=lambda item: item[1].ndim)
     for argument, x in nodes.items():
         spec = sharding.explicit_spec(x)
@@ -262,7 +262,7 @@ def _check_explicit_sharding(operator: str, name: str, heads: int, **nodes: jax.
 
 
 def _placed(options: Options, operands: Operands) -> Operands:
-    """`operands` with heads sharded as those of `src`, where they come otherwise on an Explicit mesh."""
+    """`operands` with all heads sharded like the heads of `src` on an Explicit mesh."""
     axes = kinds.of(options).placement
     given = {name: getattr(operands, name) for name in axes}
     lying: dict[str, Any] = {
@@ -272,7 +272,7 @@ def _placed(options: Options, operands: Operands) -> Operands:
 
 
 def _dropout(operator, options, graph, batch, key, mask, offset):
-    """(mask, words, offset): the caller's factors, or what a key needs."""
+    """Checks dropout and returns (mask, words, offset): the caller's factors, or what a key needs."""
     if mask is not None:
         if options.dropout_rate or key is not None:
             expected = "not be given together with dropout_rate or dropout_key"

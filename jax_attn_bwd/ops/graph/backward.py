@@ -88,7 +88,7 @@ def _walked(loops: Loops, found: Saved) -> Saved:
 def _zeros(
     kind: Kind, need: Sums[bool], t: Tables, residuals: Residuals, cotangents: Cotangents
 ) -> Sums[Any]:
-    """The sums that are needed, all 0."""
+    """Zeros for the sums that are needed."""
     result, operands = residuals.result, (residuals.operands, residuals.result, cotangents)
     row = result.lse if result.m is None else result.m
     by_edge = (residuals.operands.graph.capacity, kind.options.num_heads)
@@ -128,7 +128,7 @@ def _source_pass(
 
 
 def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
-    """What the edges of a chunk give to the sums that are needed."""
+    """The shares of a chunk's edges in the sums that are needed."""
     dtype, seen = saved.m.dtype, visible(t, chunk)
     single = chunk.exists is None
     own, slots = kind.to_heads(rows(t.src, chunk.node).astype(dtype)), chunk.slots()
@@ -175,7 +175,7 @@ def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) 
 
 
 def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) -> Rows:
-    """What the scores of a chunk are made of, where one end's own rows are given."""
+    """The rows that the scores of a chunk read; the rows of one end, src or dst, are given."""
     dtype = (dst if src is None else src).dtype
     edge = None
     if t.edge is not None:
@@ -188,7 +188,7 @@ def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) ->
 
 
 def _destination_pass(plan: Plan, kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
-    """The sum for each destination, of what the edges handed to it in the other pass."""
+    """Sums for each destination what its edges handed on in the pass by source."""
     dtype = sums.handed.dtype
 
     runs, count = edge_loops.in_runs(graph)

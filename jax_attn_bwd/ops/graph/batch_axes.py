@@ -21,12 +21,12 @@ def batch_rank(operands: Operands) -> int:
 
 
 def batch_axes(operands: Operands) -> tuple[int, ...]:
-    """Their sizes."""
+    """The sizes of the batch axes."""
     return leader(operands).shape[:-2]
 
 
 def placed(x: jax.Array, operands: Operands, axes: tuple[int | None, ...]) -> jax.Array:
-    """`x` on an Explicit mesh as the nodes lie: batch axes like theirs, the others like `axes` of them."""
+    """`x` laid out on an Explicit mesh like the nodes: its batch axes like theirs, its others like `axes`."""
     batch = x.ndim - len(axes)
     return reshard_like(x, leader(operands), (*range(batch), *axes))
 
@@ -41,5 +41,5 @@ def numbered(operands: Operands) -> Operands:
 
 
 def one_after_another() -> bool:
-    """Whether entries are computed in turn: where one CPU is all there is, which does so in half the time."""
+    """Whether entries are computed in turn: a lone CPU takes half the time for it."""
     return targets.platform() == "cpu" and len(jax.devices("cpu")) == 1

@@ -21,14 +21,14 @@ _OPERATOR = "batch_graphs"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class BatchLayout:
-    """Where the rows of each graph stand among those of a `GraphBatch`.
+    """Where the rows of each graph stand among all rows of a `GraphBatch`.
 
     Attributes:
       owner: int32 `[rows]` (stacked: `[graphs, rows]`), the graph that a row belongs to, for sums over graphs
         by `jax.ops.segment_sum`; 2**31 - 1 in the padding, which those drop.
-      counts: int32 `[graphs]`, rows of each graph that mean something.
-      sizes: int32 `[graphs]`, rows of its arrays: more for edges of a graph with a capacity.
-      rows: what there is room for.
+      counts: int32 `[graphs]`, the rows of each graph that mean something.
+      sizes: int32 `[graphs]`, the rows of its arrays: edges of a graph with a capacity have more.
+      rows: the rows that there is room for.
       stacked: whether each graph has an index of its own along a first axis.
     """
 
@@ -98,7 +98,7 @@ class BatchLayout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class GraphBatch:
-    """Several graphs as one, of `batch_graphs`.
+    """Several graphs as one, made by `batch_graphs`.
 
     It is a pytree: batches of as many graphs and the same `capacity` and `nodes` share one compiled program,
     and where a function takes `graph` alone, so do batches of any number of graphs.
@@ -220,7 +220,7 @@ def _ends(graphs: Any) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _room(argument: str, given: Any, least: int, what: str) -> int:
-    """`given`, or what is needed."""
+    """Checks `given`, the room asked for; None takes the least."""
     if given is None:
         return least
     given = checks.integer(_OPERATOR, argument, given)

@@ -13,7 +13,7 @@ from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups, group_width, may_hav
 
 
 def arrays(operator: str, src: jax.Array, dst: jax.Array, num_src: int, num_dst: int) -> dict[str, Any]:
-    """The fields of a `BipartiteCSC` by name; an edge with an end out of range is none."""
+    """The fields of a `BipartiteCSC` by name; an edge with an end out of range does not exist."""
     exists = (src >= 0) & (src < num_src) & (dst >= 0) & (dst < num_dst)
     src, dst = jnp.where(exists, src, num_src), jnp.where(exists, dst, num_dst)
     room = src.shape[0]
@@ -42,7 +42,7 @@ def ends(graph: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _starts(node: jax.Array, nodes: int) -> jax.Array:
-    """Where the edges of each node start, and where those of the last end."""
+    """Where the edges of each node start, and behind them where the last node's end."""
     return jnp.searchsorted(node, jnp.arange(nodes + 1, dtype=jnp.int32)).astype(jnp.int32)
 
 
@@ -70,7 +70,7 @@ def _grouped(operator, node, other, number, nodes, others) -> Groups:
 
 
 def _run_owners(node: jax.Array, nodes: int) -> jax.Array | None:
-    """As `grouping.run_owners`."""
+    """Computes what `edge_groups.run_owners` computes."""
     room = node.shape[0]
     if group_width(room, nodes) > 1 or not may_have_runs(room):
         return None

@@ -1,4 +1,4 @@
-"""The plan of a graph that is known: what `BipartiteCSC` keeps, by NumPy. `build_jax.py` makes it by JAX."""
+"""Builds what `BipartiteCSC` keeps with NumPy, from known edges; `build_jax.py` builds it with JAX."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax_attn_bwd.ops.graph.edge_groups import grouped, run_owners
 
 
 def arrays(operator, offsets, indices, number, num_src: int, capacity: int | None) -> dict[str, Any]:
-    """The fields of the graph of checked NumPy arrays: `number` is that of each edge for the caller."""
+    """The fields of the graph from checked NumPy arrays; `number` is each edge's number for the caller."""
     nnz, num_dst = len(indices), graph_checks.count(operator, "num_dst", len(offsets) - 1)
     room = nnz if capacity is None else graph_checks.count(operator, "capacity", capacity)
     if nnz > room:

@@ -1,4 +1,4 @@
-"""Named inputs of the graph operators; those of edges alone are in `edge_cases.py`."""
+"""Named inputs of the graph operators; `edge_cases.py` has the operators on edges alone."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,26 +41,27 @@ def _extra(rng, graph, H, widths, names) -> dict[str, Any]:
     return found
 
 
+def _additive(rng, graph, width, spread, size) -> dict[str, Any]:
+    """Nodes of that width, and `size` attention weights of standard deviation `spread`."""
+    return {
+        "src": rng.standard_normal((graph.num_src, width)),
+        "dst": rng.standard_normal((graph.num_dst, width)),
+        "attention_weights": spread * rng.standard_normal(size),
+    }
+
+
 def _gat(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         found = _extra(rng, graph, H, {"edge": 2 * H}, extra)
         size = 2 * H * D + (2 * H if "edge" in found else 0)
-        return {
-            "src": rng.standard_normal((graph.num_src, H * D)),
-            "dst": rng.standard_normal((graph.num_dst, H * D)),
-            "attention_weights": spread * rng.standard_normal(size),
-        } | found
+        return _additive(rng, graph, H * D, spread, size) | found
 
     return case(build, name, **arguments)
 
 
 def _gatv2(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
-        return {
-            "src": rng.standard_normal((graph.num_src, H * D)),
-            "dst": rng.standard_normal((graph.num_dst, H * D)),
-            "attention_weights": spread * rng.standard_normal(H * D),
-        } | _extra(rng, graph, H, {"edge": H * D}, extra)
+        return _additive(rng, graph, H * D, spread, H * D) | _extra(rng, graph, H, {"edge": H * D}, extra)
 
     return case(build, name, **arguments)
 
@@ -92,7 +93,7 @@ def _of_kernels(
 
 
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
-    """What the kernels are compiled for; the graph is small: no kernel depends on its size."""
+    """Cases for which the kernels are compiled; the graph is small, since no kernel depends on its size."""
     compiled = partial(make, graph=hub, dtype="float32")
     for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D, tags=("mosaic_gpu", "table"))
@@ -228,7 +229,7 @@ MAKERS = {"graph_attention": _gat, "graph_attention_v2": _gatv2, "graph_transfor
 
 
 def _with_heads(arguments):
-    """The number of heads instead of their size, which a shard of the columns shares with the whole."""
+    """Arguments with the number of heads instead of their size, which shards of the columns share."""
     arguments = dict(arguments)
     D = arguments.pop("head_size")
     if "query" not in arguments:

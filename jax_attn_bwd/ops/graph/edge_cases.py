@@ -1,4 +1,4 @@
-"""Named inputs of the operators of edges alone."""
+"""Named inputs of the operators on edges alone."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def _scores(name, *, spread=1.0, **arguments) -> Case:
 
 
 def _data(name, *, rest=None, **arguments) -> Case:
-    """What edges hold has the axes `rest`, or an axis of heads; some of it ties."""
+    """Data of edges with the axes `rest`, or an axis of heads; some of its numbers tie."""
 
     def build(rng, graph, H, D, extra):
         x = rng.standard_normal((graph.capacity, *((H,) if rest is None else rest)))

@@ -1,4 +1,4 @@
-"""Edges in groups, the order in which the passes walk over them.
+"""Edges in groups: the order in which the passes walk over them.
 
 Edges are handled in **groups**: up to W edges of one node, so that the sums over a group are dense and
 only one row a group is scattered. A hub is many groups, a node without edges is none. Groups of the
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks, targets
+from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.serialization import exportable_tuple
 
-LIMIT = 2**31 - 1  # of anything that an int32 counts
-RUN = 256  # edges that are summed one after the other: the error of a sum grows with their number
+LIMIT = 2**31 - 1  # the most that an int32 counts
+RUN = 256  # edges that one sum adds up in turn: its error grows with their number
 
 
 @exportable_tuple
@@ -30,10 +31,10 @@ class Groups(NamedTuple):
 
 
 def grouped(operator, node, other, number, nodes, others, room, exact) -> Groups:
-    """Groups of edges that are sorted by `node`; `exact`: as many as needed, else as may be needed."""
+    """Groups of edges sorted by `node`: as many as needed with `exact`, else as many as `room` may need."""
     width = group_width(room, nodes)
     degree = np.bincount(node, minlength=nodes)
-    count = -(-degree // width)
+    count = ceil_div(degree, width)
     needed, bound = int(count.sum()), most_groups(operator, room, nodes, width)
     total = needed if exact else bound
     first, start = np.cumsum(count) - count, np.cumsum(degree) - degree
@@ -51,7 +52,7 @@ def grouped(operator, node, other, number, nodes, others, room, exact) -> Groups
 
 
 def most_groups(operator: str, room: int, nodes: int, width: int) -> int:
-    """As many groups as `room` edges of `nodes` nodes may need."""
+    """The number of groups that `room` edges of `nodes` nodes may need."""
     bound = (room + (width - 1) * min(nodes, room)) // width
     if bound * width > LIMIT:
         expected = f"need at most {LIMIT} slots, which int32 can count"
@@ -62,7 +63,7 @@ def most_groups(operator: str, room: int, nodes: int, width: int) -> int:
 
 
 def group_width(edges: int, nodes: int) -> int:
-    """Edges of a group, from the mean degree: wide ones are faster, and emptier where degrees are low."""
+    """Edges of a group, by the mean degree: wide groups are faster, but emptier where degrees are low."""
     if targets.platform() == "cpu":
         return 1
     mean = edges / max(nodes, 1)
@@ -77,7 +78,7 @@ def may_have_runs(room: int) -> bool:
 def run_owners(node, nodes, room, exact) -> jax.Array | None:
     """The node of each run of single edges sorted by `node`: edge k is in run node + k // RUN.
 
-    None if the groups are wider, or if no node has several runs (of a capacity: many).
+    None if the groups are wider, or if no node has several runs (with a capacity: if it is small).
     """
     short = exact and bool((np.bincount(node) <= RUN).all())
     if short or group_width(room, nodes) > 1 or not (exact or may_have_runs(room)):

@@ -1,9 +1,9 @@
 """Walking over the groups of a graph: all of them at once, or a chunk at a time.
 
-What takes a number of each edge and head is done at once (`each`, `whole`). What takes all the features of
-each edge is done at once too where that is little: without a loop XLA compiles it sooner, runs it on all
-cores and fuses it with what is around it. Above `whole_elements` a loop handles `chunk_elements` at a time,
-by the same functions.
+A pass that reads a few numbers of each edge takes all edges at once (`each`, `whole`). A pass that reads all
+features does so too where they are few: without a loop XLA compiles it sooner, runs it on all cores and fuses
+it with its neighbours. Above `whole_elements` the same functions run in a loop, over `chunk_elements` at a
+time.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import ceil_div, segment_sums
 from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups
 
-_SYMBOLIC_ELEMENTS = 64  # of an edge, where they are not known
+_SYMBOLIC_ELEMENTS = 64  # assumed of an edge where the size is symbolic
 _NONE = np.int32(2**31 - 1)  # a node past every end
 
 
 class Chunk(NamedTuple):
-    """R groups of W edges; an index past the end stands for none. Single edges, W = 1, have no axis W."""
+    """R groups of W edges. An index past the end stands for no edge; single edges, W = 1, have no axis W."""
 
     node: jax.Array  # [R]
     other: jax.Array  # [(W,) R]
     number: jax.Array  # [(W,) R], of the edge in the caller's order
-    exists: jax.Array | None  # bool [W, R]; None for single edges: what is none is a row past the end
+    exists: jax.Array | None  # bool [W, R]; None for single edges, of which one past the end is none
 
     def slots(self) -> "list[Chunk]":
         """The k-th edges of all groups, for each k: chunks of single edges."""
@@ -68,7 +68,7 @@ def rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 @rows.defjvp
 def _rows_jvp(primals, tangents):
-    """Of the last row the derivative counts for those who asked for it alone."""
+    """The last row gets a derivative only from indices that asked for it, not from those past the end."""
     x, index = primals
     return rows(x, index), take(tangents[0], index)
 
@@ -84,7 +84,7 @@ def put(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def by_edge(x: jax.Array, chunk: Chunk) -> jax.Array:
-    """What is by group, `[R, ...]`, for each of its edges: it broadcasts to `[(W,) R, ...]`."""
+    """Rows of groups, `[R, ...]`, in a form that broadcasts to their edges, `[(W,) R, ...]`."""
     return x if chunk.exists is None else x[None]
 
 
@@ -120,7 +120,7 @@ def has_edges(graph: Any) -> bool:
 
 
 def in_runs(graph: Any) -> tuple[Groups, int]:
-    """The groups by destination whose `node` is a run, in which one sums first; and the number of runs."""
+    """The groups by destination with their run for `node`, and how many runs there are: runs sum first."""
     found = graph.by_destination
     if graph.run_owners is None:
         return found, graph.num_dst
@@ -144,7 +144,7 @@ def whole(groups: Groups, capacity: int) -> Chunk:
 
 
 def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid) -> jax.Array:
-    """`function(chunk)`, `[(W,) R, ...]`, for all groups; the arguments are those of `scan`."""
+    """`function(chunk)`, `[(W,) R, ...]`, for all groups; `scan` explains the arguments."""
     if grid.count == 1:
         return function(whole(groups, capacity))
     axis = int(groups.other.shape[1] > 1)  # of the groups

@@ -53,7 +53,7 @@ def edge_sum(
 def edge_mean(
     graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Mean over the edges into each destination: `edge_sum` by their number.
+    """Mean over the edges into each destination: `edge_sum` divided by their number.
 
         out[i] = sum of edge[e] / number of edges, over the edges e into destination i
 
@@ -61,13 +61,13 @@ def edge_mean(
       graph, edge, implementation: as in `edge_sum`.
 
     Returns:
-      out: as of `edge_sum`; 0 for a destination without edges.
+      out: shape and dtype as `edge_sum` returns them; 0 for a destination without edges.
 
     Gradients:
-      As of `edge_sum`.
+      The same as `edge_sum`.
 
     Raises:
-      As `edge_sum`.
+      The same as `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -82,7 +82,7 @@ def edge_mean(
 def edge_max(
     graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Maximum over the edges into each destination; for the minimum, that of `-edge`.
+    """Maximum over the edges into each destination; the minimum is `-edge_max(graph, -edge)`.
 
         out[i] = max of edge[e] over the edges e into destination i
 
@@ -97,7 +97,7 @@ def edge_max(
       any order of the edges. To second order and beyond; 0 in the padding. Saves `edge` and `out`.
 
     Raises:
-      As `edge_sum`.
+      The same as `edge_sum`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -129,7 +129,7 @@ def edge_sum_bwd(
       A composition of differentiable operations: it may itself be differentiated, in either mode.
 
     Raises:
-      As `edge_sum`.
+      The same as `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -152,13 +152,13 @@ def edge_mean_bwd(
       dout, graph, implementation: as in `edge_sum_bwd`.
 
     Returns:
-      dedge: as of `edge_sum_bwd`.
+      dedge: shape and dtype as `edge_sum_bwd` returns them.
 
     Gradients:
-      As of `edge_sum_bwd`.
+      The same as `edge_sum_bwd`.
 
     Raises:
-      As `edge_sum`.
+      The same as `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -194,7 +194,7 @@ def edge_max_bwd(
       dout: a composition of differentiable operations, in either mode; 0 for edge and out.
 
     Raises:
-      As `edge_sum`.
+      The same as `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -233,7 +233,7 @@ def _gradient(forward: str, dout: Any, graph: Any, edge: Any, out: Any, implemen
 
 
 def _rows(operator: str, argument: str, x: Any, name: str, size: Any) -> jax.Array:
-    """What edges or destinations hold, `[size, ...]`."""
+    """Checks the data of edges or destinations, `[size, ...]`."""
     x = checks.floating(operator, argument, x)
     if x.ndim < 1 or x.shape[0] != size:
         expected = f"have shape [{name}, ...] with {name} = {size}"

@@ -103,7 +103,7 @@ def edge_softmax_bwd(
       A composition of differentiable operations: it may itself be differentiated, in either mode.
 
     Raises:
-      As `edge_softmax`.
+      The same as `edge_softmax`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -4,13 +4,13 @@ With s_e the score of edge e from node j(e) to node i, p its softmax over the ed
 dropout factor:
 
     w_e   = Z_e p_e
-    out_i = sum_e w_e message_e,   lse_i = m_i + log l_i,   m and l those of `softmax.py`
+    out_i = sum_e w_e message_e,   lse_i = m_i + log l_i,   m and l as in `softmax.py`
 
-Arrays of edges x heads are whole; those of edges x heads x features are so where they are small, and
-else a chunk at a time (`edge_loops.py`).
+Arrays of edges x heads are formed whole. Arrays of edges x heads x features are formed whole where they are
+small, else a chunk at a time (`edge_loops.py`).
 
-Where all scores of a node are huge and alike, log l is lost when lse is rounded, so m and l are kept for
-the backward; nor does it then take the logarithm's inverse for every edge.
+Where all scores of a node are huge and alike, rounding lse loses log l. So m and l are kept for the
+backward.
 
 References:
   Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903.
@@ -74,7 +74,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
-    """Of the edges of a chunk in groups by destination, `[(W,) R, H]`; `t` as `walked`."""
+    """The scores of a chunk in groups by destination, `[(W,) R, H]`; `t` comes from `tables.walked`."""
     dtype, seen = accumulator_dtype(t.message.dtype), visible(t, chunk)
     dst = rows(t.dst, chunk.node).astype(dtype)
     src = shown(kind.to_heads(rows(t.src, chunk.other).astype(dtype)), seen)
@@ -84,7 +84,7 @@ def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
 
 
 def visible(t: Tables, chunk: Chunk) -> jax.Array | None:
-    """Where there is an edge and its bias is not -inf, `[(W,) R, H]`; None without a bias."""
+    """Which edges exist and have a bias above -inf, `[(W,) R, H]`; None without a bias."""
     if t.bias is None:
         return None
     seen = take(t.bias, chunk.number) != -jnp.inf
@@ -97,16 +97,16 @@ def shown(rows: jax.Array, seen: jax.Array | None) -> jax.Array:
 
 
 def with_bias(s: jax.Array, t: Tables, chunk: Chunk, seen: jax.Array | None) -> jax.Array:
-    """Scores plus bias; -inf where it is, and where there is no edge."""
+    """Scores plus bias; -inf where the bias is -inf, and where there is no edge."""
     if t.bias is None or seen is None:
         return present(s, chunk)
     return jnp.where(seen, s + jnp.where(seen, take(t.bias, chunk.number), 0), -jnp.inf)
 
 
 def _weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> jax.Array:
-    """Sum over each group of w message, `[R, H, D]`.
+    """The sum of w message over each group, `[R, H, D]`.
 
-    Edge by edge of a group, so that the rows are read where they are multiplied.
+    It goes edge by edge, so that the rows are read where they are multiplied.
     """
     result: Any = 0
     for at, w_k in zip(chunk.slots(), w if chunk.exists is not None else [w], strict=True):

@@ -11,7 +11,7 @@ from jax_attn_bwd.ops.graph.edge_groups import LIMIT
 
 
 def integers(operator: str, argument: str, x: Any) -> np.ndarray:
-    """`x`, of one axis and of an integer dtype, as a NumPy array of int64."""
+    """Checks that `x` has one axis and an integer dtype; returns it as a NumPy array of int64."""
     if isinstance(x, jax.core.Tracer):
         remedy = "build the graph outside jit and hand it in as an argument, or take from_traced"
         raise TypeError(checks.message(operator, argument, "be a concrete array", "a tracer", remedy))
@@ -29,7 +29,7 @@ def integers(operator: str, argument: str, x: Any) -> np.ndarray:
 
 
 def rows(operator: str, argument: str, x: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The two rows of `x`, of integers, as NumPy arrays of int64."""
+    """Checks that `x` has two rows of integers; returns them as NumPy arrays of int64."""
     shapes = [np.shape(row) for row in x] if isinstance(x, tuple | list) else []
     shape = (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes or np.shape(x)
     if len(set(shapes)) > 1 or len(shape) != 2 or shape[0] != 2:
@@ -39,7 +39,7 @@ def rows(operator: str, argument: str, x: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def indices(operator: str, argument: str, x: Any) -> jax.Array:
-    """`x`, of one axis and of an integer dtype, as a JAX array."""
+    """Checks that `x` has one axis and an integer dtype; returns it as a JAX array."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(checks.message(operator, argument, "be integers", f"dtype {x.dtype}"))
@@ -49,7 +49,7 @@ def indices(operator: str, argument: str, x: Any) -> jax.Array:
 
 
 def count(operator: str, argument: str, x: Any) -> int:
-    """A number of nodes or edges that int32 can count."""
+    """Checks that `x` is a number of nodes or edges that int32 can count."""
     x = checks.integer(operator, argument, x)
     if not 0 <= x < LIMIT:
         raise ValueError(checks.message(operator, argument, f"lie in [0, {LIMIT})", x))
@@ -57,7 +57,7 @@ def count(operator: str, argument: str, x: Any) -> int:
 
 
 def within(operator: str, argument: str, x: np.ndarray, size: int, name: str) -> None:
-    """Every entry of `x` is in [0, size)."""
+    """Checks that every entry of `x` is in [0, size)."""
     if not x.size:
         return
     low, high = int(x.min()), int(x.max())
@@ -68,7 +68,7 @@ def within(operator: str, argument: str, x: np.ndarray, size: int, name: str) ->
 
 
 def permutation(operator: str, x: np.ndarray, n: int) -> np.ndarray:
-    """`x` is a permutation of 0 to n - 1."""
+    """Checks that `x` is a permutation of 0 to n - 1."""
     in_range = x.shape == (n,) and (n == 0 or (x.min() >= 0 and x.max() < n))
     if not in_range or not (np.bincount(x, minlength=n) == 1).all():
         expected = f"be a permutation of 0 to {n} - 1"

@@ -1,6 +1,6 @@
 """Portable passes of the sums, means and maxima over the edges into each destination.
 
-With x what the edges hold and dout the cotangent, for edge e into i, of n_i edges into it:
+With x the data of the edges and dout the cotangent, for edge e into i, where n_i edges lead:
 
     sum    out_i = sum_e x_e          dx_e = dout_i                                       (1)
     mean   out_i = sum_e x_e / n_i    dx_e = dout_i / n_i                                 (2)
@@ -40,7 +40,7 @@ def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.
 
 
 def _total(graph: Any, x: jax.Array) -> jax.Array:
-    """Sums of `x` over the edges into each destination; where a scatter adds in order, by one of them all."""
+    """Sums of `x` over the edges into each destination; one scatter does it where it adds in order."""
     dtype = accumulator_dtype(x.dtype)
     if not edge_loops.adds_in_order() or x.dtype != dtype or not has_edges(graph):
         return _sums(graph, x, lambda chunk: take(x, chunk.number))
@@ -76,13 +76,13 @@ def _maximum_jvp(primals, tangents):
 
 
 def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
-    """Where an edge of a chunk of `groups.in_runs` holds its destination's maximum."""
+    """Which edges of a chunk of `edge_loops.in_runs` hold their destination's maximum."""
     of_node = by_edge(rows(out, edge_loops.destination(graph, chunk)), chunk)
     return take(x, chunk.number, jnp.nan) == of_node
 
 
 def _by_number(graph: Any, found: Groups, none: int) -> jax.Array:
-    """The `node` of each edge in the caller's order, `[E]`; `none`, past their end, in the padding."""
+    """The `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
     chunk = edge_loops.whole(found, graph.capacity)
     node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
     all_none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), none, node.dtype, graph)
@@ -95,7 +95,7 @@ def _ties(graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def _degree(graph: Any, like: jax.Array) -> jax.Array:
-    """Edges into each destination, which broadcast to `like`, in its dtype; 1 where there is none."""
+    """The number of edges into each destination, in the rank and dtype of `like`; 1 where there is none."""
     return _spread(jnp.maximum(graph.offsets[1:] - graph.offsets[:-1], 1), like).astype(like.dtype)
 
 
@@ -105,7 +105,7 @@ def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def forward(name: str, graph: Any, edge: jax.Array) -> jax.Array:
-    """(1), (2) or (3)."""
+    """Computes the sum (1), mean (2) or maximum (3)."""
     if name == "edge_max":
         return tie(_maximum(graph, edge), (graph, edge))
     out = _total(graph, edge)

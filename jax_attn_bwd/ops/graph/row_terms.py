@@ -1,4 +1,4 @@
-"""What the backward knows of each destination before it walks over the edges: its rows, and delta (5)."""
+"""What the backward computes for each destination before it walks over the edges: its rows, and delta (5)."""
 
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ def saved(options: Options, residuals: Any, cotangents: Cotangents) -> Saved:
 
 
 def sum_by_destination(graph: Any, x: jax.Array, y: jax.Array | None, like: jax.Array) -> jax.Array:
-    """Sum of x y over the edges into each destination, `[num_dst, H]`, of the dtype of `like`; None = 1."""
+    """The sum of x y over the edges into each destination, `[num_dst, H]`, dtype of `like`; None: y = 1."""
     edges = edge_loops.whole(graph.by_destination, graph.capacity)
     terms = take(x, edges.number).astype(like.dtype)
     if y is not None:  # where x is 0 the edge may be hidden, and y there anything

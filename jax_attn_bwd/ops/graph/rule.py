@@ -94,7 +94,7 @@ def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
 
 
 def _returned(plan: Plan) -> list[str]:
-    """The names of what the operator returns, those of `Cotangents`."""
+    """The names, in `Cotangents`, of what the operator returns."""
     asked = {"out": True, "weights": plan.options.return_weights, "lse": plan.return_residual}
     return [name for name, is_asked in asked.items() if is_asked]
 

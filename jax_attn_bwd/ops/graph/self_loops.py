@@ -28,7 +28,7 @@ def edges(operator: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def is_traced(graph: Any) -> bool:
-    """Whether it is not known which edges the graph has."""
+    """Whether the edges of the graph are traced, and so not known."""
     return any(isinstance(x, jax.core.Tracer) for x in (graph.offsets, graph.indices))
 
 
@@ -57,7 +57,7 @@ def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> 
 
 
 def _loops(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
-    """What was given for the loops, for each node."""
+    """The data given for the loops, as one row for each node."""
     shape = (min(graph.num_src, graph.num_dst), *edge.shape[1:])
     fill_value = jnp.asarray(fill_value, edge.dtype)
     checks.broadcasts(_OPERATOR, "fill_value", fill_value, "[nodes, ...] as edge", shape)
@@ -78,7 +78,7 @@ def _on_host(graph, edge, fill_value, capacity):
 
 
 def _on_device(graph, edge, fill_value, capacity):
-    """The same of a traced graph, whose number of edges is not known."""
+    """Does what `_on_host` does for a traced graph, whose number of edges is not known."""
     nodes = min(graph.num_src, graph.num_dst)
     least = graph.capacity + nodes
     room = least if capacity is None else checks.integer(_OPERATOR, "capacity", capacity)
@@ -109,9 +109,9 @@ def _check_one(operator: str, graph: Any) -> None:
 
 
 def _filled(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
-    """What the loops hold: `fill_value`, or what the edges into each node hold taken together, 0 without any.
+    """The data of the loops: `fill_value`, or the edges into each node reduced as it says, 0 without any.
 
-    The loops that are replaced count for nothing.
+    Loops that are replaced do not count.
     """
     if not isinstance(fill_value, str):
         return fill_value

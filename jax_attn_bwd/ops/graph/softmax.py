@@ -1,4 +1,4 @@
-"""Softmax of what the edges hold, over the edges into each destination: whole arrays of edges x heads.
+"""Softmax of scores over the edges into each destination, by whole arrays of edges x heads.
 
 m_i = max_e s_e,   l_i = sum_e exp(s_e - m_i),   p_e = exp(s_e - m_i) / l_i,   e the edges into i
 """
@@ -23,7 +23,7 @@ from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
 class Softmax(NamedTuple):
-    """In groups by destination; a destination that sees no edge has l = 0."""
+    """The softmax by edge, in groups by destination, and its row values; l = 0 where no edge is seen."""
 
     p: jax.Array  # [(W,) R, H], past the end anything finite
     m: jax.Array  # [num_dst, H], finite
@@ -31,7 +31,10 @@ class Softmax(NamedTuple):
 
 
 def softmax(s: jax.Array, graph: BipartiteCSC, zeros: jax.Array) -> Softmax:
-    """Of scores `[(W,) R, H]` of all groups; `zeros` `[num_dst, H]`. What is past the end has a row there."""
+    """Softmax of the scores `[(W,) R, H]` of all groups; `zeros` is `[num_dst, H]`.
+
+    One more row of m and l takes what is past the end.
+    """
     n, chunk = graph.num_dst, whole(graph.by_destination, graph.capacity)
     sums = jnp.pad(zeros, ((0, 1), (0, 0)))
     top = lax.stop_gradient(s)

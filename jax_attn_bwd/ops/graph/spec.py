@@ -2,8 +2,8 @@
 
 Shape letters: E rows of edge data (`graph.capacity`), H heads, D width of a head. Public node arrays are
 `[nodes, H * D]`, head h = columns h * D to (h + 1) * D; the loops see `[nodes, H, D]`. The transformer's keys
-and values have K heads, each for H / K of the query's, and values the width Dv. In the loops, R
-groups of W edges each: `[W, R, ...]` by edge, `[R, ...]` by the node that owns the group.
+and values have K heads, each for H / K of the query's, and values the width Dv. The loops walk over R groups
+of W edges each: arrays are `[W, R, ...]` by edge and `[R, ...]` by the node that owns the group.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Options:
 class Operands(NamedTuple):
     """Every array of a call; None = not given. For the transformer src is the key and dst the query.
 
-    Of a call with batch axes in front see `batch_axes.py`: kinds and loops are given those of one entry.
+    A call may have batch axes in front (`batch_axes.py`); kinds and loops get the arrays of one entry.
     """
 
     graph: BipartiteCSC
@@ -87,7 +87,7 @@ class Residuals(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of what the operator returns; None = zero."""
+    """The cotangents of what the operator returns; None = zero."""
 
     out: jax.Array | None = None  # [num_dst, H * Dv], or [num_dst, Dv] without concat_heads
     weights: jax.Array | None = None  # [E, H]

@@ -20,13 +20,13 @@ from jax_attn_bwd.ops.graph.edge_groups import Groups
 class BipartiteCSC:
     """A directed graph from `num_src` source nodes to `num_dst` destination nodes, for the graph operators.
 
-    Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds); of edges
-    that are found inside, by `from_traced`. It is a pytree: hand it to a compiled function as an argument,
-    or close over it. Two graphs with the same node counts share one compiled program if both were given the
-    same `capacity`; such graphs may be stacked, for `jax.vmap` of a call over them.
+    Built once, outside `jit`, by one of the class methods (NumPy: ten million edges take seconds);
+    `from_traced` builds it inside, from edges that are found there. It is a pytree: hand it to a compiled
+    function as an argument, or close over it. Two graphs with the same node counts share one compiled program
+    if both were given the same `capacity`; such graphs may be stacked, for `jax.vmap` of a call over them.
 
     Two graphs are equal if all their arrays hold the same numbers; where these cannot be read (traced
-    arrays, those of other processes) an array equals itself alone. `hash` is of the node counts.
+    arrays, those of other processes) an array equals itself alone. `hash` depends on the node counts alone.
 
     Attributes:
       offsets: int32 `[num_dst + 1]`; the edges into destination i are `offsets[i]` to `offsets[i + 1]`.
@@ -287,7 +287,7 @@ class BipartiteCSC:
           The graph.
 
         Raises:
-          As `from_coo`.
+          The same as `from_coo`.
 
         Example:
           >>> from jax_attn_bwd import BipartiteCSC
@@ -320,7 +320,7 @@ class BipartiteCSC:
           The graph, with as many destinations as sources.
 
         Raises:
-          As `from_coo`. TypeError: `graph` is something else.
+          The same as `from_coo`. TypeError: `graph` is something else.
         """
         operator = "BipartiteCSC.from_jraph"
         if not all(hasattr(graph, name) for name in ("senders", "receivers", "n_node")):
@@ -342,7 +342,7 @@ class BipartiteCSC:
           The graph.
 
         Raises:
-          As `from_csc`. TypeError: `matrix` is not sparse.
+          The same as `from_csc`. TypeError: `matrix` is not sparse.
         """
         if not hasattr(matrix, "tocsr"):
             expected, remedy = "be a SciPy sparse matrix", "scipy.sparse.csr_array(matrix)"
@@ -360,7 +360,7 @@ def equal(one: Any, two: Any) -> bool:
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """Whether two leaves hold the same; those that cannot be read do if they are one."""
+    """Whether two leaves hold the same; leaves that cannot be read do if they are one object."""
     if one is two:
         return True
     if not (checks.is_array(one) and checks.is_array(two)):

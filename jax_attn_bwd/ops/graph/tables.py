@@ -18,7 +18,7 @@ from jax_attn_bwd.ops.graph.spec import Operands, Options
 
 
 def tables(kind: Kind, operands: Operands) -> Tables:
-    """Splits heads; what the score reads is the kind's."""
+    """The tables of a call: features by head, and what the score of the kind reads."""
     H, dtype = kind.options.num_heads, accumulator_dtype(operands.src.dtype)
     src, dst, edge, a = kind.score_tables(operands)
     message = src  # one array, which the loops hold once
@@ -35,7 +35,7 @@ def tables(kind: Kind, operands: Operands) -> Tables:
 def gathered(operands: Operands) -> Operands:
     """`operands` with all nodes and edges on every device of an Auto mesh; under `jax.jit`.
 
-    Any edge may ask for any node: of nodes on several devices each chunk of a loop would gather its own.
+    Any edge may ask for any node: were nodes on several devices, each chunk of a loop would gather its own.
     """
     a, mask = operands.attention_weights, operands.dropout_mask
     others = all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
@@ -44,7 +44,7 @@ def gathered(operands: Operands) -> Operands:
 
 
 def on_every_device(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-    """`function(graph, array, ...)`, on an Auto mesh with all edges on every device: see `gathered`."""
+    """`function(graph, array, ...)`; on an Auto mesh every device gets all edges, see `gathered`."""
     spread = auto_devices(operands[1]) > 1
     return _on_every_device(function, *operands) if spread else function(*operands)
 
@@ -69,7 +69,7 @@ def for_rows(loops: Loops, x: jax.Array, fill: float = 0) -> jax.Array:
 
 
 def _counters(operands, H):
-    """(keys, counters) of dropout by key; counters are of each edge, or of the first."""
+    """The keys and counters of dropout by key; counters of each edge, or of the first."""
     if operands.dropout_words is None:
         return None, None
     batch, head, row = (jnp.uint32(0),) * 3

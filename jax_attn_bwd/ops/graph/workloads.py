@@ -11,6 +11,8 @@ from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd.ops.graph import reference
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
+_WHOLE = ("attention_weights", "dropout_key")  # the entries of a batch share these
+
 
 def graph_of(num_src=7, num_dst=5, nnz=23, capacity=None, seed=0) -> BipartiteCSC:
     """A random multigraph in a random edge order; the last node of each side has no edge."""
@@ -58,12 +60,12 @@ def case(
     shared=(),
     **options,
 ) -> Case:
-    """`graph` builds the graph.
+    """A case whose graph `graph` builds, and whose arrays `build` draws.
 
-    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key". Those that are not
+    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key". Arrays that are not
     `shared` have the axes `batch` in front.
     """
-    shared = {"attention_weights", "dropout_key", *shared}
+    shared = {*_WHOLE, *shared}
 
     @cache
     def built() -> BipartiteCSC:
@@ -92,7 +94,6 @@ EMPTY = {
 }
 SMALL = {"graph": partial(graph_of, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
 SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
-_WHOLE = ("attention_weights", "dropout_key")  # an array that the entries of a batch share
 COMPILED = ("ci", "check", "xla")
 
 
@@ -113,7 +114,7 @@ def entries_of(arrays) -> list[dict[str, Any]]:
 
 
 def hidden(arrays, options):
-    """Nodes that no live edge touches, and edges of the padding or behind a bias of -inf."""
+    """Marks nodes that no live edge touches, and edges in the padding or behind a bias of -inf."""
     if not (batch := batch_of(arrays)):
         return hidden_in_entry(arrays, options)
     found = [hidden_in_entry(one, options) for one in entries_of(arrays)]
@@ -123,7 +124,7 @@ def hidden(arrays, options):
 
 
 def hidden_in_entry(arrays, options):
-    """`hidden` of a call without batch axes."""
+    """Does what `hidden` does for a call without batch axes."""
     graph = options["graph"]
     source, destination = (np.asarray(x) for x in reference.ends(graph))
     real = (destination < graph.num_dst)[:, None]  # [E, 1], or [E, H] with a bias

@@ -54,7 +54,7 @@ def supports(options: Options, operands: Operands) -> str | None:
 
 def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
-    run = partial(_backward, options, pallas.is_interpreted(mosaic_gpu.NAME))
+    run = partial(_local_gradients, options, pallas.is_interpreted(mosaic_gpu.NAME))
     return pallas.on_local_shards(run, _out_specs, (residuals, dout))
 
 
@@ -64,7 +64,7 @@ def _out_specs(residuals: Residuals, _) -> MultiScaleDeformableAttentionGrads:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, dout):
+def _local_gradients(options, interpret, residuals, dout):
     operands, wanted = residuals.operands, residuals.wanted.names
     (B, Q, M, _), D = operands.attention_weights.shape, operands.value.shape[3]
     rows = gpu_rows.pad(dout.reshape(B * Q * M, D))

@@ -29,18 +29,18 @@ def pad(x: jax.Array) -> jax.Array:
 
 
 def patch_layout(channels: int) -> Any:
-    """Of a patch `[2, 2, channels]`; of a row it is `.reduce((0, 1))`, of a number a pixel `.reduce(2)`."""
+    """The layout of a patch `[2, 2, channels]`; `.reduce((0, 1))` is for a row, `.reduce(2)` for pixels."""
     tiling = plgpu.Tiling(((2, 2, channels), (channels // LANES,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4, -3), lane_dims=(-2,), vector_dim=-1)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """float32, of any part of global memory."""
+    """Loads float32 from any part of global memory."""
     return mosaic_gpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def store(ref: Any, x: jax.Array) -> None:
-    """To any part of global memory."""
+    """Stores to any part of global memory."""
     getattr(plgpu, "store")(ref, x, optimized=False)  # noqa: B009 (absent before JAX 0.12)
 
 

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd.ops.deformable.kernels import gpu_rows
 from jax_attn_bwd.ops.deformable.sampling import Location
 from jax_attn_bwd.ops.deformable.spec import Options
@@ -60,7 +61,7 @@ def value_gradient(
         launch = mosaic_gpu.launch(body, name, interpret=interpret, out_type=out_type, scratch=(), grid=grid)
         return launch(*samples, *more)
 
-    behind = sums(_add_behind_cut, "deformable_value_gradient_cuts", -(-cell.size // _LENGTH), cell)
+    behind = sums(_add_behind_cut, "deformable_value_gradient_cuts", ceil_div(cell.size, _LENGTH), cell)
     patches = sums(_add_cell, "deformable_value_gradient", cells, behind)
     return _of_pixels(options, patches.reshape(B, n, M, 2, 2, D))[..., :channels]
 

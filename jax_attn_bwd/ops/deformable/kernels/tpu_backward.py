@@ -28,11 +28,11 @@ _POINTS = {"sampling_locations", "attention_weights"}
 
 def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
-    return _backward(options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dout)
+    return _on_shards(options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dout)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, dout):
+def _on_shards(options, interpret, residuals, dout):
     operands, wanted = residuals.operands, residuals.wanted.names
     run = partial(_gradients, options, interpret, wanted)
 

@@ -25,11 +25,11 @@ def supports(options: Options, operands: Operands) -> str | None:
 
 def forward(options: Options, operands: Operands) -> jax.Array:
     """`out [B, Q, M * D]`, in the dtype of the value."""
-    return _forward(options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
+    return _on_shards(options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, interpret, operands):
+def _on_shards(options, interpret, operands):
     run = partial(_sampled, options, interpret)
     call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_spec, given))
     return tie(call(*operands._replace(value=unsharded(operands.value, 1))), operands)

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 
 from jax_attn_bwd._core import mosaic_tpu
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd._core.numerics import ceil_div, round_up
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
@@ -51,7 +52,7 @@ class Cut(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Of a strip: a multiple of 128."""
+        """The number of pixels in a strip: a multiple of 128."""
         return self.rows * self.width
 
 
@@ -91,7 +92,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return f"a query and head may have at most {_MOST_POINTS} points on a level, got {most}"
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
         cut = cut_of(H, W)
-        pixels, most = cut.strips * cut.pixels, min(_MOST_PIXELS, _MOST_NUMBERS // _up(D, _SUBLANES))
+        pixels, most = cut.strips * cut.pixels, min(_MOST_PIXELS, _MOST_NUMBERS // round_up(D, _SUBLANES))
         if P and (pixels > most or _most_bytes(cut, P, operands.value) > mosaic_tpu.VMEM):
             return (
                 f"its hat matrix pays for levels to about {most} pixels of {D} channels, {W} of them in a "
@@ -101,22 +102,22 @@ def unsupported(options: Options, operands: Operands) -> str | None:
 
 
 def _most_bytes(cut: Cut, P: int, value: jax.Array) -> int:
-    """Of vector memory that the backward takes, which takes more than the forward."""
-    width = _up(value.shape[3], _SUBLANES)
-    row, parts = _up(width, LANES) * 4, parts_of(value.dtype)
-    planes = _up(parts * width, LANES) * 2
-    strip = 2 * max(2, parts) * TILE + 4 * TILE + 4 * _up(parts * width, LANES)
+    """The bytes of vector memory that the backward takes; the forward takes fewer."""
+    width = round_up(value.shape[3], _SUBLANES)
+    row, parts = round_up(width, LANES) * 4, parts_of(value.dtype)
+    planes = round_up(parts * width, LANES) * 2
+    strip = 2 * max(2, parts) * TILE + 4 * TILE + 4 * round_up(parts * width, LANES)
     whole = 2 * cut.strips * cut.pixels * (row + planes) + 2 * cut.pixels * strip
     return whole + 3 * P * cut.width * TILE * 4
 
 
 def cut_of(height: int, width: int) -> Cut:
-    """How a level is cut."""
-    width = _up(width, _SUBLANES)
+    """The strips into which a level is cut."""
+    width = round_up(width, _SUBLANES)
     rows = LANES // math.gcd(width, LANES)
     while rows * width < _DEPTH and rows < height:
         rows *= 2
-    return Cut(-(-height // rows), rows, width)
+    return Cut(ceil_div(height, rows), rows, width)
 
 
 def parts_of(dtype: Any) -> int:
@@ -125,7 +126,7 @@ def parts_of(dtype: Any) -> int:
 
 
 def parts_of_hat(dtype: Any) -> int:
-    """Likewise of an entry of S, beside a value of `dtype`: two hold 16 bits, more than narrow results."""
+    """Numbers of bfloat16 that add up to an entry of S: at least two, whose 16 bits exceed narrow results."""
     return max(2, parts_of(dtype))
 
 
@@ -142,7 +143,7 @@ def split(x: jax.Array, parts: int) -> list[jax.Array]:
 
 
 def is_finite(x: jax.Array) -> jax.Array:
-    """As `jnp.isfinite`, in a kernel too."""
+    """Computes `jnp.isfinite` in a way that a kernel can, too."""
     return jnp.abs(x) < jnp.inf
 
 
@@ -152,7 +153,7 @@ def ones(where: jax.Array) -> jax.Array:
 
 
 def levels(options: Options, operands: Operands) -> Iterator[OnLevel]:
-    """Those that have points."""
+    """The levels that have points."""
     x, y, weight = (a.transpose(0, 2, 3, 1) for a in sampling.points(options, operands))  # [B, M, K, Q]
     start = first = 0
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
@@ -163,7 +164,7 @@ def levels(options: Options, operands: Operands) -> Iterator[OnLevel]:
 
 
 def samples(options: Options, on: OnLevel) -> Samples:
-    """Of a level, for a kernel."""
+    """The samples of a level in the form that a kernel reads."""
     at = sampling.locate(options, on.level, on.x, on.y)
     row, column = (jnp.where(at.counts, n.astype(jnp.float32), _NOWHERE) for n in (at.row, at.column))
     return Samples(
@@ -185,7 +186,7 @@ def planes(on: OnLevel, value: jax.Array) -> jax.Array:
     """The level's `[B, M, strips, channels, pixels of a strip]`, float32, of `value [B, S, M, D]`."""
     (H, W, start), cut, (B, _, M, D) = map(int, on.level), on.cut, value.shape
     x = value[:, start : start + H * W].astype(jnp.float32).transpose(0, 2, 3, 1).reshape(B, M, D, H, W)
-    more = (_up(D, _SUBLANES) - D, cut.strips * cut.rows - H, cut.width - W)
+    more = (round_up(D, _SUBLANES) - D, cut.strips * cut.rows - H, cut.width - W)
     x = jnp.pad(x, [(0, 0), (0, 0), *((0, n) for n in more)])
     return x.reshape(*x.shape[:3], cut.strips, cut.pixels).transpose(0, 1, 3, 2, 4)
 
@@ -196,12 +197,12 @@ def some_not_finite(x: jax.Array) -> jax.Array:
 
 
 def tiles_of(x: Any) -> pl.BlockSpec:
-    """Of an operand `[B, M, n, Q]`: all n of a tile of queries."""
+    """The block of an operand `[B, M, n, Q]` that holds all n of a tile of queries."""
     return pl.BlockSpec((None, None, x.shape[2], TILE), lambda b, m, q: (b, m, ZERO, q))
 
 
 def all_of(x: Any) -> pl.BlockSpec:
-    """Of an operand `[B, M, ...]`: all that belongs to a head."""
+    """The block of an operand `[B, M, ...]` that holds all of a head."""
     rest = x.shape[2:]
     return pl.BlockSpec((None, None, *rest), lambda b, m, q: (b, m, *(ZERO,) * len(rest)))
 
@@ -220,7 +221,7 @@ def touched(cut: Cut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def share(first: jax.Array, of_next: jax.Array, count: int) -> jax.Array:
-    """In a kernel: of `count` rows or columns, `[count, TILE]`; `first` and `of_next` are `[1, TILE]`."""
+    """In a kernel: hats of rows or columns, `[count, TILE]`; `first` and `of_next` are `[1, TILE]`."""
     n = lax.broadcasted_iota(jnp.int32, (count, TILE), 0).astype(jnp.float32)
     return jnp.where(n == first, 1 - of_next, jnp.where(n == first + 1, of_next, 0.0))
 
@@ -243,7 +244,3 @@ def store_hat(cut: Cut, strip: jax.Array, of: Samples, across: Any, down: Any, p
             entries += down[p, y : y + 1] * across[p]
         for i, part in enumerate(split(entries, parts)):
             hat[i, y * cut.width : (y + 1) * cut.width] = part
-
-
-def _up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit

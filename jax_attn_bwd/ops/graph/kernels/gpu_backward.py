@@ -34,11 +34,11 @@ from jax_attn_bwd.ops.graph.tables import tables
 
 def backward(plan: Any, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
-    return _backward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, cotangents)
+    return _gradients(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, cotangents)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, cotangents):
+def _gradients(options, interpret, residuals, cotangents):
     operands, wanted = residuals.operands, residuals.wanted.names
     graph, kind = operands.graph, kinds.of(options)
     t = tables(kind, operands)

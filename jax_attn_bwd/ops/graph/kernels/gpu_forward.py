@@ -47,11 +47,11 @@ def supports(options: Options, operands: Operands) -> str | None:
 
 def forward(plan: Any, operands: Operands) -> Result:
     """The outputs and row values of one entry of a batch; `plan` is the call's, see `supports`."""
-    return _forward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
+    return _results(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, interpret, operands):
+def _results(options, interpret, operands):
     graph, kind = operands.graph, kinds.of(options)
     t = tables(kind, operands)
     z = gpu_inputs.factors_by_edge(options, t, graph.capacity)

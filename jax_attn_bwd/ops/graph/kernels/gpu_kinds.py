@@ -23,7 +23,7 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, read: Registers, seen: jax.Array | None) -> "Ends":
-        """Of what was read; 0 where the bias hides the edge."""
+        """The ends of an edge from what was read; 0 where the bias hides it."""
         return cls(*(shown(read.get(name), seen) for name in cls._fields))
 
     @property
@@ -33,7 +33,7 @@ class Ends(NamedTuple):
 
     @property
     def key(self) -> jax.Array:
-        """Of the transformer."""
+        """The key of the transformer, with the edge's features."""
         return self.src if self.edge is None else self.src + self.edge
 
 

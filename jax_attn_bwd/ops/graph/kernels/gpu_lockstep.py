@@ -91,7 +91,7 @@ class _Lanes:
         return x.astype(jnp.float32)
 
     def index(self, ref: Any, index: jax.Array) -> jax.Array:
-        """Of `ref`, `[n]`, at `index`."""
+        """The numbers of `ref`, `[n]`, at `index`."""
         return gpu_lanes.gather(ref, index, None, self.layouts[0], self.interpret)
 
     def store(self, ref: Any, index: jax.Array, x: jax.Array, where: jax.Array) -> None:

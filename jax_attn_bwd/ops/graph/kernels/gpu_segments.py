@@ -29,7 +29,7 @@ class Segments(NamedTuple):
 
 
 def segments(groups: Groups, nodes: int, capacity: int) -> Segments:
-    """Of edges in groups by node. The bounds on S and X are those of the shapes: every graph's fit."""
+    """Cuts edges, in groups by node, into segments. S and X are bounds by the shapes, so every graph fits."""
     total, width = groups.other.shape
     slots = total * width
     first = jnp.searchsorted(groups.node, jnp.arange(nodes + 1, dtype=jnp.int32)).astype(jnp.int32)

@@ -38,7 +38,7 @@ class GAT(Kind):
 
     @staticmethod
     def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """Of `attention_weights`: in letters, and its size."""
+        """The shape of `attention_weights` in letters, and its size."""
         if dim_edge is None:
             return "[2 * dim]", 2 * dim
         return "[2 * dim + dim_edge]", 2 * dim + dim_edge
@@ -73,15 +73,15 @@ class GAT(Kind):
         return Sums(a=None, handed=dz, dst=None, edge=None, message=None, src=sum_of_group(dz, edges.chunk))
 
     def to_dst(self, t, handed, rows):
-        """What is handed, dz, itself."""
+        """Returns dz, which is handed on, as it is."""
         return handed
 
     def score_elements(self, operands):
-        """None but the score itself."""
+        """Reads no features: the score is made of numbers."""
         return 0
 
     def gradients(self, operands, sums, wanted):
-        """The products of the shares, undone (8)."""
+        """Carries the gradients of the shares back through their products (8)."""
         grads = {}
         dz = {"src": sums.src, "dst": sums.dst, "edge": sums.handed}
         for (name, x), a in zip(dz.items(), self._split_weights(operands), strict=True):
@@ -107,7 +107,7 @@ class GAT(Kind):
         return [None if x is None else split_heads(x, H) for x in given]
 
     def _used(self, operands: Operands) -> list[jax.Array]:
-        """Which nodes have an edge, and which edges there are: what lies in the others is not to be read."""
+        """Which nodes have an edge, and which edges exist: the rows of the others are not read."""
         graph = operands.graph
         has_edge = jnp.zeros(graph.num_src, bool).at[graph.by_source.node].set(True, mode="drop")
         return [has_edge, graph.offsets[1:] > graph.offsets[:-1], graph.exists]
@@ -125,7 +125,7 @@ class GAT(Kind):
 def _share(x: jax.Array, a: jax.Array, used: jax.Array) -> jax.Array:
     """<x, a> per head: `[n, H, D]`, `[H, D]` -> `[n, H]`, accumulated.
 
-    Of rows that are not `used` no one reads the result, but the derivative by `a` is a sum over them too.
+    No one reads the result of rows that are not `used`, but the derivative by `a` sums over them too.
     """
     dtype = accumulator_dtype(x.dtype)
     return (x.astype(dtype) * a.astype(dtype)[None]).sum(-1)

@@ -47,7 +47,7 @@ class GATv2(Kind):
 
     @staticmethod
     def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """Of `attention_weights`: in letters, and its size."""
+        """The shape of `attention_weights` in letters, and its size."""
         return "[dim]", dim
 
     def score_tables(self, operands):
@@ -87,11 +87,11 @@ class GATv2(Kind):
         return Sums(a=a, handed=edges.ds, dst=None, edge=edge, message=None, src=src)
 
     def to_dst(self, t, handed, rows):
-        """As to all that u is the sum of (9)."""
+        """Returns du: every term of the sum u gets it (9)."""
         return self._du(t, handed, rows)
 
     def _du(self, t: Tables, ds: jax.Array, rows: Rows) -> jax.Array:
-        """The cotangent of u (9)."""
+        """The cotangent of u by (9)."""
         assert t.a is not None
         a = t.a.reshape((1,) * (ds.ndim - 1) + t.a.shape)
         return ds[..., None] * a * slope(self.options, total(*rows))

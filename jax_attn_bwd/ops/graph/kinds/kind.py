@@ -1,4 +1,4 @@
-"""What a kind of graph attention is: the methods by which the loops over the edges know it.
+"""A kind of graph attention, as the loops over the edges know it: by its methods.
 
 An edge has two ends. In a pass over the groups of one end, that end's rows are `[R, ...]` (its own), the
 other's `[(W,) R, ...]`; scores and pullbacks take either.
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Tables(NamedTuple):
-    """The operands as the loops read them, by node or edge."""
+    """The operands as the loops read them: rows by node or by edge."""
 
     src: jax.Array  # gat [num_src, H], gatv2 [num_src, H, D], transformer [num_src, K, D]
     dst: jax.Array  # gat [num_dst, H], else [num_dst, H, D]
@@ -36,7 +36,7 @@ class Tables(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the score of each edge of a chunk, or of one edge of each group, is made of."""
+    """The rows that the score reads: of each edge of a chunk, or of one edge of each group."""
 
     src: jax.Array
     dst: jax.Array
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """What the backward knows of the edges of a chunk, in the letters of its derivation."""
+    """What the backward knows about the edges of a chunk, in the letters of its derivation."""
 
     ds: jax.Array  # [(W,) R, H]
     w: jax.Array  # [(W,) R, H]
@@ -116,7 +116,7 @@ class Kind(ABC):
         return x
 
     def from_heads(self, x: jax.Array) -> jax.Array:
-        """The transpose: their cotangents, summed over the heads that share them."""
+        """The transpose of `to_heads`: sums cotangents over the heads that share a row."""
         return x
 
     @abstractmethod
@@ -135,7 +135,7 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 
 def total(*terms: jax.Array | None) -> jax.Array:
-    """Sum of the terms that are there, by edge if any is: `[R, ...]` counts for each of W edges."""
+    """The sum of the terms that are not None; one by group, `[R, ...]`, counts for each of its W edges."""
     present = [x for x in terms if x is not None]
     rank = max(x.ndim for x in present)
     result, *others = (x if x.ndim == rank else x[None] for x in present)

@@ -2,14 +2,14 @@
 
     s_e = scale <q, k + edge> (+ bias),   x_e = v + edge
 
-Of H heads of q, each H / K that follow one another share a head of k, v and edge.
+H / K heads of q that follow one another share a head of k, v and edge.
 
 With ds and dx of the derivation in `backward.py`:
 
     dq = scale sum ds (k + edge),   dk = scale sum ds q,   dv = sum dx
     dedge = scale ds q + dx,   dbias = ds                                               (11)
 
-where dk, dv and dedge are summed over the heads that share them, too.
+where dk, dv and dedge are also summed over the heads that share them.
 
 In the tables k is src and q is dst.
 
