@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, float_leaves
+from jax_attn_bwd._core import backend, checks, float_leaves, keywords
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, Implementation, Integers
@@ -80,18 +80,11 @@ def dot_product_attention(
 
     A query t sees a key s if every given condition holds: `mask` and `mask_mod` are True, `bias` is not -inf,
     t and s lie within the sequence lengths, their segment ids are equal, s is not after t (`is_causal`) and
-    within the window. Tiles that nothing sees by lengths, segments, causality, window or `mask_mod` are
-    skipped, in the forward and in the backward.
+    within the window. Tiles in which nothing is seen are skipped, in the forward and in the backward.
 
     Over several devices batch and heads may be sharded, and nothing is exchanged but the gradients of what
-    they share. Sequences may be, too: keys and values are gathered once in each direction, before the loop
-    over the tiles, their gradients summed once after it, and the output lies as the query. On a mesh axis of
-    type Explicit each device skips the tiles that its own queries do not see. On Auto axes call it within
-    `jax.set_mesh(mesh)`: a trace does not tell how arrays lie there, and without a mesh XLA would exchange
-    tiles in the loop. Then, unless the batch is a multiple of the devices, queries are cut into as many parts
-    as there are devices, which take the same steps: a causal mask saves no work, a window does, and the
-    backward holds the gradients of keys and values once for each part until they are summed.
-    `jax_attn_bwd.parallel` needs no gathered keys and balances causal work.
+    they share. Sequences may be sharded, too; the page "Sharding" tells what that costs on Explicit and on
+    Auto meshes (call it within `jax.set_mesh(mesh)` there), and when to take `jax_attn_bwd.parallel`.
 
     Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value
     heads (N a multiple of K: query head n uses key head n // (N / K)), H head size, Hv value head size.
@@ -126,13 +119,9 @@ def dot_product_attention(
         value that it alone hides reaches the output: `mask_mod`, or a bias of -inf, holds it off.
         Both functions are static, told apart by `==`, which for a plain function is identity: one that is
         defined anew for each call is compiled anew. Define it once, and hand what changes over in
-        `mod_args`. Kernels for TPUs and Hopper GPUs trace them if they read arrays at the row, or the column,
-        and the batch and head alone, those for TPUs also at `row - column` of indices: what reads one
-        elsewhere runs in "xla".
+        `mod_args`. `explain` says which kernels can trace them.
       mod_args: a tuple of arrays, or pytrees of them, that both functions read by gathers (`slopes[head]`,
-        `document[batch, row]`); floats arrive in the dtype of the logits. Over several devices, whole on
-        each of them; large ones have a gradient that is summed over devices tile by tile, but inside
-        `jax.shard_map` (`parallel.attention_fn`) once.
+        `document[batch, row]`); floats arrive in the dtype of the logits. Each device holds them whole.
       dropout_rate: probability in [0, 1] of dropping an attention probability; 1 gives zeros.
       dropout_key: one JAX random key of any type; required if `dropout_rate > 0`. The mask is a function
         of (key, batch, head, row, column) alone, the same on every implementation and sharding.
@@ -140,15 +129,12 @@ def dot_product_attention(
       dropout_offset: (batch, head, row, column) of this block in a global array, ints or traced; row
         and column may be index arrays `[T]`, `[S]`. The batch counts over all batch axes, row-major, so
         a block of the leading one can be described.
-      precision: of the matrix products; None follows `jax_default_matmul_precision`.
+      precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does.
       return_residual: return `(out, lse)`.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
-        --enable`), else "xla"; a name runs that one or raises. "cudnn" is that of `jax.nn`, with sinks,
-        gradients of lse and rows that see nothing as everywhere here: bfloat16 and float16, head sizes to 128
-        (256 on Hopper), windows to the left of causal attention. A bias, masks, segments and positions are
-        handed to it as one bias of T x S, in memory that is not linear. No functions, soft cap or dropout. A
-        cotangent of lse takes a second call of its backward.
+        --enable`), else "xla"; a name runs that one or raises with the reason. The page "What runs where"
+        tells what each of them takes.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
@@ -215,28 +201,7 @@ def dot_product_attention_bwd(
     lse: Array,
     dlse: Array | None = None,
     wrt: Sequence[str] = ("query", "key", "value"),
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Integers | None = None,
-    key_value_seq_lengths: Integers | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: Integers | None = None,
-    key_value_segment_ids: Integers | None = None,
-    query_positions: Integers | None = None,
-    key_value_positions: Integers | None = None,
-    logits_soft_cap: float | None = None,
-    sink: Array | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mod_args: tuple[Any, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    dropout_offset: Sequence[Any] | None = None,
-    precision: Any = None,
-    deterministic_sums: bool = True,
-    implementation: Implementation | None = None,
-    deterministic: bool | None = None,
+    **options: Unpack[DotProductAttentionKeywords],
 ) -> DotProductAttentionGrads:
     """The backward of `dot_product_attention` as a plain function.
 
@@ -248,7 +213,7 @@ def dot_product_attention_bwd(
         `dot_product_attention` itself keeps the remainder.
       dlse: `[..., T, N]`, cotangent of `lse`; None = 0.
       wrt: which of "query", "key", "value", "bias", "sink", "mod_args" to compute.
-      query, key, value, bias, mask and options: as in the forward call.
+      query, key, value, bias, mask, **options: as in the forward call.
 
     Returns:
       DotProductAttentionGrads(query, key, value, bias, sink, mod_args), each with its argument's shape and
@@ -270,17 +235,9 @@ def dot_product_attention_bwd(
       ((2, 16, 4, 8), True)
     """
     name = f"{_NAME}_bwd"
-    options, operands = prepare(
-        name, query, key, value, bias, mask, scale=scale, is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size, query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
-        dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
-        dropout_offset=dropout_offset, precision=precision,
-        deterministic_sums=deterministic_sums, deterministic=deterministic,
-        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
-    )  # fmt: skip
+    given = keywords.complete(name, dot_product_attention, DotProductAttentionKeywords, options)
+    implementation = given.pop("implementation")
+    checked, operands = prepare(name, query, key, value, bias, mask, **given)
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
     axes = tuple(range(operands.query.ndim))
 
@@ -301,9 +258,9 @@ def dot_product_attention_bwd(
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
-    plan = engine.plan(name, implementation, options, operands)
+    plan = engine.plan(name, implementation, checked, operands)
     grads = engine.backward(plan, operands, Result(out, lse, None), wanted, dout, dlse)
-    return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(mod_args), grads.mod_args))
+    return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

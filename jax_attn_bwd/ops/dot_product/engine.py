@@ -118,7 +118,7 @@ def backward(
     """What the block adds to the gradients of those operands that are `wanted`.
 
     Args:
-      result: that of all keys that the queries attend to.
+      result: the row values over all keys that the queries attend to.
       dout, dlse: cotangents of `result.out` and `result.lse`; None = 0.
       alone: these are all the keys that the queries attend to. Small planes are faster for knowing it.
     """

@@ -147,7 +147,7 @@ def backward(
     They have the accumulator's dtype, as everything here.
 
     Args:
-      result: that of all keys that the queries attend to.
+      result: the row values over all keys that the queries attend to.
       dout: `[..., K, G, T, Hv]`, cotangent of the output.
       delta: `[..., K, G, T]` of (7).
     """

@@ -156,14 +156,14 @@ def multi_head_attention(
       add_residual: add `query` to the output; Eo = Eq.
       return_weights: return `(out, weights)`.
       average_weights: with `return_weights`, their mean over the heads.
-      precision: of all matrix products, projections included; None follows `jax_default_matmul_precision`.
+      precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster.
       save: what is kept for the backward beside the inputs, the heads' output `[..., T, N, Hv]` and its
         `lse`: "inputs" nothing (the projections are computed again), "qkv" the projected heads, "probs"
         those and the T x S probabilities. The gradients are the same.
       return_residual: append what `multi_head_attention_bwd` can be handed to spare the forward; no
         gradient flows through it.
-      implementation: of the attention inside, as in `dot_product_attention`.
+      implementation: that of the attention inside, as in `dot_product_attention`.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:

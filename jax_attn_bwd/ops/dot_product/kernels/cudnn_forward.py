@@ -33,7 +33,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 
 def _out_specs(options: KernelOptions, operands: Any) -> Any:
-    """Of the result, from those of the operands."""
+    """The specs of the result, from those of the operands."""
     row: Any = PartitionSpec(*operands.query[:-1])
     return Result(operands.query, row, row if kernel_inputs.has_low(options, operands) else None)
 

@@ -9,7 +9,7 @@ class Call(NamedTuple):
     """What a call is told at trace time.
 
     Attributes:
-      scale: of the products; positive.
+      scale: multiplies the products; positive.
       is_causal: a row sees the columns up to its own index.
       window: with `is_causal`, how many columns a row sees, its own included; None = all.
       interpret: compute it in jnp, `cudnn_twin.py`.

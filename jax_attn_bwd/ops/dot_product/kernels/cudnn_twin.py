@@ -74,7 +74,7 @@ def _by_head(x: jax.Array, arrays: Arrays) -> jax.Array:
 
 
 def _to_key_heads(x: jax.Array, arrays: Arrays) -> jax.Array:
-    """Of a group of query heads the sum."""
+    """The sum over each group of query heads."""
     B, S, _, H = x.shape
     return x.reshape(B, S, arrays.k.shape[2], -1, H).sum(3)
 

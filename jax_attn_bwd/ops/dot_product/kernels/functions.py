@@ -1,6 +1,6 @@
 """`mask_mod` and `score_mod` in the kernels of any chip: which of them lower, and what they are handed.
 
-Of a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
+For a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
 functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
 the chip has vector instructions for. What they read of arrays is handed over, see `hoisted.py`.
 """

@@ -125,7 +125,7 @@ def _by_key(
 
 
 def _of_values(sides: list[int], made: dict[str, Any]) -> list[jax.Array]:
-    """Of each float that the score is handed, `[B, N, T|1, S|1]`, from the sums of kernels."""
+    """The gradient of each float that the score is handed, `[B, N, T|1, S|1]`, from the sums of kernels."""
     lines = lambda name: iter(
         [made[name][:, :, i] for i in range(made[name].shape[2])] if name in made else []
     )

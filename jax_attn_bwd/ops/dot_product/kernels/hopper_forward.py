@@ -59,7 +59,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 
 def _out_specs(options: KernelOptions, operands: Any, keys: Any) -> Any:
-    """Of the result, from those of the operands."""
+    """The specs of the result, from those of the operands."""
     spec = operands.query
     row: Any = PartitionSpec(*spec[:-1])
     return Result(spec, row, row if kernel_inputs.has_low(options, operands) else None)

@@ -41,7 +41,7 @@ class Saved(NamedTuple):
 
 
 def value_sides(refs: Inputs) -> list[int]:
-    """Of each float that `score_mod` is handed: 0 if it belongs to a row or to all of them, 1 to a column."""
+    """For each float that `score_mod` is handed: 0 if it belongs to a row or to all, 1 if to a column."""
     return [int(x.shape[-1] != 1) for x in refs.score_values if x.dtype == jnp.float32]
 
 

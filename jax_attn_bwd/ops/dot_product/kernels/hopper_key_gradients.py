@@ -31,7 +31,7 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 def default_tiling(options: KernelOptions, saved: Saved) -> Tiling:
-    """Of the dk, dv kernel and the fused one: block_k keys a warpgroup, steps of block_q rows."""
+    """The tiles of the dk, dv kernel and the fused one: block_k keys a warpgroup, steps of block_q rows."""
     if saved.head > 128:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
     # what a row of scores takes registers for, beside them
@@ -63,7 +63,7 @@ def can_fuse(options: KernelOptions, saved: Saved) -> bool:
 def key_gradients(
     options: KernelOptions, interpret: bool, saved: Saved, wanted: frozenset[str]
 ) -> dict[str, Any]:
-    """Of "key" and "value", those in `wanted`: dk [B, S, K, H] and dv [B, S, K, Hv].
+    """The gradients of "key" and "value" in `wanted`: dk [B, S, K, H] and dv [B, S, K, Hv].
 
     All three with "query": the fused kernel. Sums over queries are float32 [B, heads, sums, S]: "columns",
     of each of the `value_sides` that are 1, beside dk of key heads, or by themselves of query heads; "bias",

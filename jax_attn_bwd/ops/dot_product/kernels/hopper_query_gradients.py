@@ -28,7 +28,7 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False) -> Tiling:
-    """Of the dq kernel and that of a full bias: block_q rows a warpgroup, steps of block_k keys.
+    """The tiles of the dq kernel and that of a full bias: block_q rows a warpgroup, steps of block_k keys.
 
     `of_values`: with the sums for what a score reads, whose terms take registers of their own.
     """
@@ -46,7 +46,7 @@ def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False
 def query_gradients(
     options: KernelOptions, interpret: bool, saved: Saved, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Of `wanted`, in one pass: dq and sums over keys, float32.
+    """Those in `wanted`, in one pass: dq and sums over keys, float32.
 
     "query"     dq [B, T, N, H]
     "rows"      [B, N, sums, T], for each of the `value_sides` that are 0 what its elements add up to

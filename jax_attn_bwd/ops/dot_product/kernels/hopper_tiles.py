@@ -121,7 +121,7 @@ class Tile(NamedTuple):
         return self.column if side else self.row
 
     def offset(self, side: int) -> jax.Array:
-        """Of each element's query or key from the first one, over the tile."""
+        """The distance of each element's query or key from the first one, over the tile."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape, self.axis(side), layout=WGMMA)
 
     def spread(self, x: jax.Array, side: int) -> jax.Array:

@@ -162,7 +162,7 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
 
 
 def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Padding, dvalues: Any) -> Any:
-    """Of the floats in `mod_args`, from those of the floats in `score_values`.
+    """The gradients of the floats in `mod_args`, from those of the floats in `score_values`.
 
     Each `[B, N, T|1, S|1]`, or `[B, N, T + S]`.
     """

@@ -59,7 +59,7 @@ def unmasked(
 
     Args:
       options, refs: of the call.
-      products: of the tile.
+      products: those of the tile.
       tanh: `(x, cap) -> tanh(x / cap)`.
       plane: the tile of "bias" or "mask".
       scored: `score_mod` of the tile.

@@ -29,7 +29,7 @@ def row_values(options: KernelOptions, residuals: Residuals, dout: Any, dlse: An
     dout = whole = jnp.zeros_like(out) if dout is None else dout
     empty = None
     if _rows_may_be_empty(options, operands):
-        # Of a row that attends to nothing, q and dout may hold anything. If out = 0 it has no key elsewhere.
+        # A row that attends to nothing may hold anything in q and dout. If out = 0 it has no key elsewhere.
         empty = lse == -jnp.inf
         if operands.sink is not None:
             empty = _sees_nothing(options, operands, lse)

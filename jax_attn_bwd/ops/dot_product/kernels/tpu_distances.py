@@ -34,7 +34,7 @@ def _step(tiling: Any) -> int:
 
 
 def width(tiling: Any) -> int:
-    """Of a window."""
+    """How many values a window has."""
     return tiling.block_q + tiling.block_k
 
 
@@ -62,7 +62,7 @@ def windows(x: jax.Array, tiling: Any) -> jax.Array:
 
 
 def cut(x: jax.Array, tiles: slice, tiling: Any, T: int) -> jax.Array:
-    """Those of `windows`, of T queries, that the tiles of queries `tiles` read."""
+    """The part of `windows`, of T queries, that the tiles of queries `tiles` read."""
     per_tile = tiling.block_q // _step(tiling)
     beyond = max(0, T // tiling.block_q - tiles.stop) * per_tile
     return x[:, :, tiles.start * per_tile : x.shape[2] - beyond]

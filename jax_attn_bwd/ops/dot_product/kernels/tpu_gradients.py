@@ -47,7 +47,7 @@ def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
 def gradients(
     options: KernelOptions, interpret: bool, operands: Operands, keys: Any, values: Any, wanted: frozenset
 ) -> dict[str, jax.Array]:
-    """Of "query", "key", "value" in public layout, of "mod_args", of a "bias" that lacks an axis."""
+    """The gradients of "query", "key", "value" in public layout, "mod_args", a "bias" that lacks an axis."""
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv, tiling, given = operands.value.shape[-1], default_tiling(options, operands), options
     options, saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the part as it is held."""
+        """The shape of the part as it is held."""
         sizes = tuple(s.stop - s.start for s in self.slices)
         return (sizes[1], sizes[0]) if self.transposed else (sizes[0], sizes[1])
 
@@ -48,7 +48,7 @@ class Part(NamedTuple):
         return self.step.row * self.tiling.block_q + (self.slices[0].start + self.row_offset)
 
     def offset(self, side: int) -> jax.Array:
-        """Of each element's query or key from the first one."""
+        """The distance of each element's query or key from the first one."""
         return lax.broadcasted_iota(jnp.int32, self.shape, self.axis(side))
 
     def vector(self, ref: Any, side: int) -> jax.Array:
@@ -125,7 +125,7 @@ class Part(NamedTuple):
         return mod_functions.Tile(batch, head, row, column, None)
 
     def _indices(self, side: int) -> jax.Array:
-        """Of the part's queries or keys, to broadcast over the part."""
+        """The indices of the part's queries or keys, to broadcast over the part."""
         axis, shape = self.axis(side), [1, 1]
         shape[axis] = self.shape[axis]
         return lax.broadcasted_iota(jnp.int32, shape, axis) + self.start(side)

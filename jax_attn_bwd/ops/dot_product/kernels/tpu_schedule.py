@@ -30,13 +30,13 @@ class Schedule(NamedTuple):
         return self.steps.shape[1]
 
     def name(self, kernel: str, tiling: Any) -> str:
-        """Of a kernel, for reports: its tile, and which programs for a tile it holds."""
+        """The name of a kernel in reports: its tile, and which programs for a tile it holds."""
         kind = "both" if self.has_full and self.has_mixed else "mixed" if self.has_mixed else "full"
         return f"{kernel}_{tiling.block_q}x{tiling.block_k}_{kind}"
 
 
 def schedule(some: Any, every: Any, by_key: bool = False) -> Schedule:
-    """Of the flags `[B|1, query tiles, key tiles]`; a tile of queries is finished before the next begins.
+    """The schedule for flags `[B|1, query tiles, key tiles]`; a tile of queries ends before the next begins.
 
     With `by_key` a tile of keys is. One that visits nothing has one step, which is not live.
     """

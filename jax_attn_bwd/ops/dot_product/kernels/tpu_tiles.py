@@ -107,7 +107,7 @@ def is_light(options: KernelOptions, operands: Operands) -> bool:
 
 
 def longest_side(options: KernelOptions, operands: Operands) -> int:
-    """Of a tile of a light call: a longer one takes fewer bundles a score, but more of it is masked."""
+    """The side of a light call's tile: a longer one takes fewer bundles a score, but more of it is masked."""
     most_is_masked = options.is_causal and operands.key.shape[-3] <= 8192
     return 1024 if most_is_masked or options.window is not None or options.mask_mod is not None else 2048
 
@@ -186,7 +186,7 @@ def _laid_value(x: jax.Array, tiling: Tiling) -> jax.Array:
 
 
 def value_side(x: jax.Array) -> int | None:
-    """Of what is handed before it is laid: 1 one value a key, 0 one value a query, None one for all.
+    """What an array tells before it is laid: 1 one value a key, 0 one value a query, None one for all.
 
     `distances.SIDE` one a distance.
     """
@@ -196,7 +196,7 @@ def value_side(x: jax.Array) -> int | None:
 
 
 def plane_side(plane: Any) -> int | None:
-    """Of a plane before it is laid: 1 one value a key (or one for all), 0 one value a query, None full."""
+    """What a plane tells before it is laid: 1 one value a key (or for all), 0 one a query, None full."""
     if plane is None or (plane.shape[-2] != 1 and plane.shape[-1] != 1):
         return None
     return 1 if plane.shape[-2] == 1 else 0
@@ -212,7 +212,7 @@ class PlaneSides(NamedTuple):
 
     @classmethod
     def of(cls, refs: Inputs) -> "PlaneSides":
-        """Of `Inputs` before they are laid."""
+        """The sides of `Inputs` before they are laid."""
         values = (tuple(map(value_side, getattr(refs, name))) for name in VALUES)
         return cls(plane_side(refs.bias), plane_side(refs.mask), *values)
 
@@ -223,7 +223,7 @@ class PlaneSides(NamedTuple):
 
 
 def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) -> Inputs:
-    """Of the fields of `refs`; `locate(*grid indices, steps) -> Step`."""
+    """The block specs of the fields of `refs`; `locate(*grid indices, steps) -> Step`."""
     size = (tiling.block_q, tiling.block_k)
 
     def spec(shape, index):
