@@ -18,6 +18,7 @@ from jax_attn_bwd.ops.dot_product import (
     DotProductAttentionGrads,
     dot_product_attention,
     dot_product_attention_bwd,
+    dot_product_attention_jvp,
 )
 from jax_attn_bwd.ops.graph import (
     BatchLayout,
@@ -72,6 +73,7 @@ __all__ = [
     "configured_attention_fn",
     "dot_product_attention",
     "dot_product_attention_bwd",
+    "dot_product_attention_jvp",
     "edge_max",
     "edge_max_bwd",
     "edge_mean",

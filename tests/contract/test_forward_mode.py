@@ -29,7 +29,12 @@ TAKE_IT = [
 every = pytest.mark.parametrize("operator", TAKE_IT, ids=lambda o: o.name)
 cases = pytest.mark.parametrize(
     ("operator", "case"),
-    [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in TAKE_IT for c in o.tagged("second", "forward")],
+    [
+        pytest.param(o, c, id=f"{o.name}-{c.name}")
+        for o in TAKE_IT
+        for c in o.tagged("second", "ci")
+        if "second" in c.tags or c.name == "tiles_dynamic"
+    ],
 )
 
 

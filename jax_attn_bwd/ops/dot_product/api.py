@@ -7,11 +7,13 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, float_leaves, keywords
+from jax_attn_bwd._core import backend, checks, float_leaves, keywords, tangents
+from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, Implementation, Integers
 from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import tangent as written_tangent
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.plan import Plan
@@ -30,16 +32,18 @@ _NAME = "dot_product_attention"
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    return_residual: Literal[False] = False, **options: Unpack[DotProductAttentionKeywords]) -> jax.Array: ...
+    return_residual: Literal[False] = False, forward_mode: bool = False,
+    **options: Unpack[DotProductAttentionKeywords]
+) -> jax.Array: ...
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    return_residual: Literal[True], **options: Unpack[DotProductAttentionKeywords]
+    return_residual: Literal[True], forward_mode: bool = False, **options: Unpack[DotProductAttentionKeywords]
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    return_residual: bool, **options: Unpack[DotProductAttentionKeywords]
+    return_residual: bool, forward_mode: bool = False, **options: Unpack[DotProductAttentionKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def dot_product_attention(
@@ -70,6 +74,7 @@ def dot_product_attention(
     precision: Any = None,
     deterministic_sums: bool = True,
     return_residual: bool = False,
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
     deterministic: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -132,6 +137,8 @@ def dot_product_attention(
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does.
       return_residual: return `(out, lse)`.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
+        queries may then not be sharded along T.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises with the reason. The page "What runs where"
         tells what each of them takes.
@@ -148,7 +155,7 @@ def dot_product_attention(
       dtype and shape of the argument (a bias that broadcasts gets a gradient of its own shape, summed tile
       by tile, as do arrays in mod_args). The derivative of `score_mod` is JAX's. Only what is
       differentiated is computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse
-      over reverse, forward over reverse, `jax.hessian`. `jax.jvp` of the function itself is not defined.
+      over reverse, forward over reverse, `jax.hessian`; `jax.jvp` of the function itself by `forward_mode`.
       Saves its inputs, `out`, and `lse` with its rounding; they carry the checkpoint names
       "attention_out" and "attention_lse". NaN in keys and values that no query sees reaches no output
       and no gradient.
@@ -185,7 +192,11 @@ def dot_product_attention(
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
-    out, lse = _run(engine.plan(_NAME, implementation, options, operands), operands)
+    run = _run
+    if checks.flag(_NAME, "forward_mode", forward_mode):
+        require(_NAME)
+        run = _run_both_modes
+    out, lse = run(engine.plan(_NAME, implementation, options, operands), operands)
     return (out, lse) if return_residual else out
 
 
@@ -263,6 +274,54 @@ def dot_product_attention_bwd(
     return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
 
 
+def dot_product_attention_jvp(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    dquery: Array | None = None,
+    dkey: Array | None = None,
+    dvalue: Array | None = None,
+    dbias: Array | None = None,
+    dsink: Array | None = None,
+    **options: Unpack[DotProductAttentionKeywords],
+) -> tuple[jax.Array, jax.Array]:
+    """`dot_product_attention` and its tangent, as a plain function.
+
+    Args:
+      dquery, dkey, dvalue, dbias, dsink: tangents, each of the shape and dtype of its argument; None = 0.
+        Those of mod_args and of lse are for `jax.jvp` of the call with `forward_mode=True`.
+      query, key, value, bias, mask and options: as in the forward call.
+
+    Returns:
+      (out, dout): `[..., T, N, Hv]`, dtype of `query`. One pass over the tiles, in memory that is linear in T
+      and S. A query that sees nothing has tangent 0.
+
+    Gradients:
+      Differentiable in both modes, as the call with `forward_mode=True` is.
+
+    Raises:
+      As `dot_product_attention`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+
+    Example:
+      >>> import jax
+      >>> import jax_attn_bwd as jab
+      >>> q, k, v, dq = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8))
+      >>> out, dout = jab.dot_product_attention_jvp(q, k, v, dquery=dq, is_causal=True)
+      >>> dout.shape
+      (2, 16, 4, 8)
+    """
+    name, like = f"{_NAME}_jvp", dot_product_attention
+    given = keywords.complete(name, like, DotProductAttentionKeywords, options)
+    primals = {"query": query, "key": key, "value": value, "bias": bias, "sink": given.pop("sink")}
+    moving = {"query": dquery, "key": dkey, "value": dvalue, "bias": dbias, "sink": dsink}
+    return tangents.outputs_and_tangents(
+        name, partial(like, mask=mask, forward_mode=True, **given), primals, moving
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     result = engine.implementation(plan).forward(plan, operands)
@@ -283,5 +342,11 @@ def _bwd(plan, residuals, cotangents):
     return (operands.cotangents(grads._asdict()),)
 
 
+def _jvp(plan, residuals, along):
+    operands, result, _ = residuals
+    return written_tangent.tangent(plan, operands, engine.restored(result), along[0])
+
+
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
 _run = runs_in_shard_map(_attention)
+_run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))

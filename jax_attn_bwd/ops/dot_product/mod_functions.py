@@ -90,6 +90,17 @@ def pulled_back(
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
 
 
+def pushed_forward(
+    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, dargs: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(what `scored` gives, its tangent) for tangents of the logits and of the floats in `args`; None = 0."""
+    numbers = float_leaves.floats(args)
+    of = lambda logits, numbers: scored(options, logits, tile, float_leaves.filled(args, numbers))
+    if dargs is None:
+        return jax.jvp(lambda logits: of(logits, numbers), (logits,), (dlogits,))
+    return jax.jvp(of, (logits, numbers), (dlogits, dargs))
+
+
 def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[..., Any]) -> Any:
     """The cotangent of `numbers` from `cotangents(read(numbers))`, of what the functions `read` of them."""
     found, pull_back = jax.vjp(read, numbers)

@@ -1,0 +1,174 @@
+"""Tangent rule of dense attention: derivation, then one pass over the live tiles.
+
+The letters and equations (1) to (4) are those of `backward.py`. With tangents dq, dk, dv, dbias, da and dsink
+
+    dx_ts      = scale (<dq_t, k_s> + <q_t, dk_s>)                      from (1)        (12)
+    dc_ts      = dx_ts (1 - (soft_cap(x_ts) / cap)^2) + dbias_ts        from (1)        (13)
+    dlogits_ts = d score / dc dc_ts + d score / da da                   from (1)        (14)
+
+Of lse, with p the probabilities and p_t0 = exp(sink - lse_t) that of the sink,
+
+    mu_t = dlse_t = sum_s p_ts dlogits_ts + p_t0 dsink                  from (3)        (15)
+    dp_ts  = p_ts (dlogits_ts - mu_t)                                   from (2)        (16)
+    dout_t = sum_s Z_ts (dp_ts v_s + p_ts dv_s)                         from (4)
+
+and since sum_s Z_ts p_ts v_s = out_t, mu need not be known before the sum over s:
+
+    dout_t = sum_s Z_ts p_ts (dlogits_ts v_s + dv_s) - mu_t out_t       from (16), (4)  (17)
+
+p is formed again from the lse that the forward left, so (15) and (17) are sums over tiles in any order, and
+nothing of size T x S is kept. A row that attends to nothing has p = 0 and out = 0, and tangent 0; tangents of
+queries that see nothing, and of keys that nothing sees, are not read.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import float_leaves
+from jax_attn_bwd._core.numerics import finite, to_rank
+from jax_attn_bwd._core.sharding import full_like_operands
+from jax_attn_bwd._core.slicing import put_at, take_at
+from jax_attn_bwd.ops.dot_product import dropping, layout, mod_functions, query_sharding, tile_schedule
+from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import Operands, Result
+from jax_attn_bwd.ops.dot_product.tile_operands import TileOperands, tile, tile_operands, unpoisoned
+
+
+@partial(jax.jit, static_argnums=0)
+def tangent(
+    plan: Plan, operands: Operands, result: Result, tangents: Operands
+) -> tuple[jax.Array, jax.Array]:
+    """(dout, dlse), of the types of out and lse; None in `tangents` is zero."""
+    if plan.pieces is not None:
+        raise NotImplementedError(
+            "dot_product_attention: forward_mode=True must have all queries on each device, got queries"
+            " sharded along T; shard batch or heads"
+        )
+    operands = query_sharding.with_whole_keys(operands)
+    w, groups, block_q = tile_operands(plan, operands), operands.sizes[-1], plan.tiling.block_q
+    rows = lambda x: layout.pad(layout.split_rows(x, groups), -1, block_q)
+    lse = finite(result.lse)
+    low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
+    saved = _Saved(w, _along(plan, operands, tangents), rows(lse), rows(low))
+    mu = full_like_operands(saved.lse, saved.lse.shape, 0, lse.dtype, saved)
+    shape = (*mu.shape, w.v.shape[-1])
+    sums = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
+    visits = tile_schedule.visits(w.mask, plan.tiling)
+    if visits.i.shape[0] != 0:
+        body, tiles = tile_schedule.loop(partial(_step, plan, saved, visits.mixed), visits)
+        sums, _ = lax.scan(body, sums, tiles)
+
+    T = operands.query.shape[-3]
+    dout, mu = layout.merge_heads(sums.dout)[..., :T, :, :], layout.merge_rows(sums.mu)[..., :T, :]
+    if tangents.sink is not None:
+        assert operands.sink is not None  # it has a tangent
+        wide = lambda x: to_rank(x.astype(mu.dtype), mu.ndim)
+        seen = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
+        mu = mu + jnp.exp((wide(operands.sink) - seen) - low) * wide(tangents.sink)  # (15)
+    dout = dout - mu[..., None] * result.wide_out()  # (17)
+    return dout.astype(result.out.dtype), mu.astype(result.lse.dtype)
+
+
+class _Along(NamedTuple):
+    """The tangents in the layout of tiles; None is zero."""
+
+    q: jax.Array | None
+    k: jax.Array | None
+    v: jax.Array | None
+    bias: jax.Array | None
+    args: Any  # of the floats that the score reads
+
+
+class _Saved(NamedTuple):
+    """What the step of every tile reads."""
+
+    operands: TileOperands
+    along: _Along
+    lse: jax.Array  # [..., K, G, T]
+    lse_low: jax.Array
+
+
+class _Sums(NamedTuple):
+    """What the tiles are summed into."""
+
+    dout: jax.Array  # [..., K, G, T, Hv]
+    mu: jax.Array  # [..., K, G, T]
+
+
+def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
+    names, tiling = ("query", "key", "value"), plan.tiling
+    given = {name: getattr(tangents, name) for name in names}
+    filled = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
+    filled = query_sharding.with_whole_keys(operands._replace(**filled))
+    blocks = (tiling.block_q, tiling.block_k, tiling.block_k)
+    laid = [
+        None if x is None else layout.pad(found, -2, block)
+        for x, found, block in zip(given.values(), unpoisoned(plan.options, filled), blocks, strict=False)
+    ]
+    bias, args = tangents.bias, None
+    if bias is not None:
+        plane = layout.plane(bias, operands.query.ndim - 3, operands.sizes[-1])
+        bias = layout.pad(layout.pad(plane, -2, tiling.block_q), -1, tiling.block_k)
+    if plan.options.score_mod is not None and jax.tree.leaves(tangents.mod_args):
+        zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)
+        numbers = float_leaves.floats(operands.mod_args)
+        args = jax.tree.map(zero, tangents.mod_args, numbers, is_leaf=lambda t: t is None)
+    return _Along(*laid, bias, args)
+
+
+def _step(plan, saved, mixed, sums, visit):
+    """Adds the share of tile (i, j) to the sums of its rows."""
+    i, j, live = visit
+    q = (i, plan.tiling.block_q)
+    blocks = _Sums({-2: q}, {-1: q})
+    old = _Sums(*map(take_at, sums, blocks))
+    share = jax.checkpoint(partial(_share, plan, saved, mixed=mixed), prevent_cse=False)
+    add = lambda old: jax.tree.map(jnp.add, old, share(i, j))
+    new = add(old) if live is None else lax.cond(live, add, lambda old: old, old)
+    return _Sums(*map(put_at, sums, new, blocks)), None
+
+
+def _share(plan, saved, i, j, *, mixed):
+    """What tile (i, j) gives to the sums of (15) and (17)."""
+    options, tiling, w, along = plan.options, plan.tiling, saved.operands, saved.along
+    dtype, of_queries, of_keys = saved.lse.dtype, (i, tiling.block_q), (j, tiling.block_k)
+    q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
+    part = lambda x, rows: None if x is None else take_at(x, {-2: rows}).astype(tiling.product_dtype)
+    dq, dk, dv = part(along.q, of_queries), part(along.k, of_keys), part(along.v, of_keys)
+    lse, low = (take_at(x, {-1: of_queries})[..., None] for x in saved[2:])
+
+    logits, tanh = soft_capped(options, scaled_product(options, q, k, dtype))
+    if bias is not None:
+        logits = logits + bias.astype(dtype)
+    dlogits = jnp.zeros_like(logits)
+    for left, right in ((dq, k), (q, dk)):
+        if left is not None and right is not None:
+            dlogits += scaled_product(options, left, right, dtype)  # (12)
+    if tanh is not None:
+        dlogits = dlogits * (1 - tanh * tanh)
+    if along.bias is not None:
+        dlogits += take_at(along.bias, {-2: of_queries, -1: of_keys}).astype(dtype)  # (13)
+    if places is not None:
+        logits, dlogits = mod_functions.pushed_forward(
+            options, logits, places, w.mask.places.args, dlogits, along.args
+        )  # (14)
+    if seen is not None:
+        logits, dlogits = jnp.where(seen, logits, -jnp.inf), jnp.where(seen, dlogits, 0)
+    p = jnp.exp((logits - lse) - low)  # (2)
+    pd = p * dlogits
+    mu = pd.sum(-1)
+    if w.counters is not None:
+        z = dropping.of_tile(options, tiling, w.counters, i, j, p.dtype)
+        p, pd = p * z, pd * z
+    values = partial(
+        jnp.einsum, "...gts,...sh->...gth", precision=options.precision, preferred_element_type=dtype
+    )
+    dout = values(pd.astype(v.dtype), v)
+    if dv is not None:
+        dout += values(p.astype(v.dtype), dv)
+    return _Sums(dout, mu)
