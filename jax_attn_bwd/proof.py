@@ -155,7 +155,8 @@ def operators(family: str, implementation: str) -> tuple[Operator, ...]:
 
 def chip(tell: Tell) -> dict[str, Any]:
     """What the device is, and which kernels are for it: `{folder: implementations}`."""
-    tell(f"looks for a device, of {jax.config.jax_platforms or 'any platform'}", COMPILE_SECONDS)
+    platforms = jax.config.read("jax_platforms") or "any platform"
+    tell(f"looks for a device, of {platforms}", COMPILE_SECONDS)
     platform, kernels = targets.platform(), dict[str, dict[str, None]]()
     for operator in ops.discover():
         for i in operator.implementations:

@@ -66,10 +66,10 @@ def key_words(key: jax.Array) -> jax.Array:
 class Offset(NamedTuple):
     """Where this call's block lies in the global array; row and column may be index arrays."""
 
-    batch: jax.Array
-    head: jax.Array
-    row: jax.Array  # [] or [T]
-    column: jax.Array  # [] or [S]
+    batch: Any  # uint32 [], or [...] of all batch axes
+    head: Any  # [] or [N]
+    row: Any  # [] or [T]
+    column: Any  # [] or [S]
 
 
 def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:

@@ -262,7 +262,7 @@ def _weights(
     """`[..., N, T, S]`, dtype of `query`."""
     given |= dict(scale=None, sink=None, dropout_rate=0.0, dropout_key=None, dropout_offset=None)
     options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
-    p = engine.probabilities(options, operands, None)  # [..., K, G, T, S]
+    p = engine.probabilities(engine.plane(options, operands), None)  # [..., K, G, T, S]
     return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:]).astype(query.dtype)
 
 

@@ -124,9 +124,8 @@ class _Configured:
             passed = given.get(name)
             if passed is not False and not _is_unset(passed) and not _is_same(passed, x):
                 expected = "be what the function was configured with, or left out"
-                shown = [
-                    f"an array of shape {v.shape}" if checks.is_array(v) else repr(v) for v in (x, passed)
-                ]
+                values: tuple[Any, ...] = x, passed
+                shown = [f"an array of shape {v.shape}" if checks.is_array(v) else repr(v) for v in values]
                 got = f"{shown[1]} from the layer where {shown[0]} is configured"
                 raise ValueError(checks.message("attention_fn", name, expected, got))
         if options.get("is_causal") and given.get("is_causal") is False and _may_decode(**given):

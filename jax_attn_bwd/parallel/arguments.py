@@ -70,9 +70,9 @@ def prepare(
     if checks.choice(operator, "layout", layout, get_args(SequenceLayout)) != "contiguous":
         positions = query_positions, key_value_positions
         query_positions, key_value_positions = _of_layout(operator, layout, n, device, positions, query, key)
-    ids = query_segment_ids, key_value_segment_ids
-    if None not in ids and not all(map(numerics.fits_int32, ids)):
-        ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    given = [x for x in ids.values() if x is not None]
+    if len(given) == 2 and not all(map(numerics.fits_int32, given)):
         query_segment_ids, key_value_segment_ids = _narrow(operator, ids, (query, key), axis_name)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         _unreserved(operator, query_segment_ids, key_value_segment_ids)

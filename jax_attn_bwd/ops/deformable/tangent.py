@@ -18,6 +18,8 @@ and what a logit of -inf hides is not read.
 
 from functools import partial
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,7 +32,7 @@ from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 def tangent(options: Options, operands: Operands, tangents: Operands) -> jax.Array:
     """`dout [B, Q, M * D]`, in the dtype of the value; None in `tangents` is zero."""
-    whole = lambda x: None if x is None else unsharded(x, 1)
+    whole: Any = lambda x: None if x is None else unsharded(x, 1)
     operands, tangents = (x._replace(value=whole(x.value)) for x in (operands, tangents))
     return _tangent(options, cpu.loops(options, operands), operands, tangents)
 

@@ -118,6 +118,8 @@ def _of_slice(plan: Plan, wanted: Any, operands: Operands, result: Result, dout:
         )
         grads = run(names, operands, result, heads, delta) if names else {}
     if "sink" in wanted.names:
+        assert operands.sink is not None  # its gradient is asked for, so delta is formed
+        assert delta is not None
         grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
     return grads
 

@@ -72,9 +72,9 @@ def mask_of(
         known = [n for n in by_index if isinstance(n, int)]
         read = mod_arguments.Sizes(batch, N, max(known, default=0), *by_index)
         args = mod_arguments.prepared(operator, mask_mod, score_mod, mod_args, read, N // G, wide)
-        found = args, _numbers(batch), jnp.arange(N, dtype=jnp.int32)
+        read_by = args, _numbers(batch), jnp.arange(N, dtype=jnp.int32)
         whole = lambda x: sharding.reshard_like(x, like.array, (None,) * x.ndim)
-        args, numbers, heads = jax.tree.map(whole, found)
+        args, numbers, heads = jax.tree.map(whole, read_by)
     elif jax.tree.leaves(mod_args):
         expected = "be given together with mask_mod or score_mod"
         raise ValueError(checks.message(operator, "mod_args", expected, "neither"))

@@ -51,8 +51,7 @@ def visits(given: TileMask, tiling: Tiling) -> Visits:
         n_k = count(S, tiling.block_k)
         pair = jnp.arange(count(T, tiling.block_q) * n_k, dtype=jnp.int32)
         i, j = pair // n_k, pair % n_k
-        live = _live_tiles(given, tiling)
-        return Visits(i, j, None if live is None else live[i, j], True)
+        return Visits(i, j, _live_tiles(given, tiling)[i, j], True)
     full, mixed, final = static_pairs(given, tiling)
     i, j = np.concatenate([full, mixed]).T
     live = None if final or not len(i) else _live_tiles(given, tiling)
@@ -132,14 +131,14 @@ def _in_step(given: TileMask, tiling: Tiling) -> Visits:
     i, j, mixed = tiles_in_step(given.rules, rows.length, columns.length, has_positions, tiling)
     if not len(i):
         return Visits(i, j[0], None, mixed)
-    j = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(split.AXIS)]
+    own: Any = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(split.AXIS)]
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
     if by_shapes and given.rules.mask_mod is None and given.elements is None:
-        return Visits(i, j, None, mixed)  # beside the origin nothing is known at run time only
+        return Visits(i, own, None, mixed)  # beside the origin nothing is known at run time only
     live = live_tiles(given, tiling)
     if live is not None:
-        live, mixed = lax.pmax(live[i, j].astype(jnp.int32), split.AXIS) > 0, True
-    return Visits(i, j, live, mixed)
+        live, mixed = lax.pmax(live[i, own].astype(jnp.int32), split.AXIS) > 0, True
+    return Visits(i, own, live, mixed)
 
 
 def tiles_in_step(

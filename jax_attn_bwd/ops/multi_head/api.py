@@ -289,7 +289,7 @@ def multi_head_attention_bwd(
     residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
     grads = layer_backward.backward(*static, residuals, dout, dweights)
     of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
-    found = {n: grads.get(n) for n in ARRAYS}
+    found: dict[str, Any] = {n: grads.get(n) for n in ARRAYS}
     found["mod_args"] = float_leaves.in_dtypes_of(tuple(given["mod_args"]), found["mod_args"])
     return MultiHeadAttentionGrads(of_params, **found)
 

@@ -208,7 +208,7 @@ def scaled_masked_softmax_jvp(
       >>> y.round(4).tolist(), dy.round(4).tolist()
       ([0.25, 0.75], [0.1875, -0.1875])
     """
-    options = {
+    options: dict[str, Any] = {
         "axis": axis, "is_causal": is_causal, "local_window_size": local_window_size,
         "fully_masked": fully_masked, "implementation": implementation,
     }  # fmt: skip

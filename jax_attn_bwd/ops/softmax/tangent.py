@@ -20,6 +20,8 @@ y = 0 marks what was masked: its dz is not read. A row that saw nothing is const
 
 from functools import partial
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -40,7 +42,8 @@ def tangent(options: Options, residuals: Residuals, tangents: Operands) -> jax.A
     if tangents.sink is not None:
         dsink = tangents.sink.astype(dtype)
     if tangents.x is not None:
-        dz += (options.scale if scale is None else scale.astype(dtype)) * read(tangents.x)
+        factor: Any = options.scale if scale is None else scale.astype(dtype)
+        dz += factor * read(tangents.x)
     if tangents.bias is not None:
         dz += read(tangents.bias)
     if tangents.scale is not None:

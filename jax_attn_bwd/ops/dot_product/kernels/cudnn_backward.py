@@ -83,9 +83,8 @@ def _backward(
     grads = _mended(operands, wanted, made, empty)
     if "sink" in wanted:
         grads["sink"] = values.dsink
-    return DotProductAttentionGrads(
-        **{name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
-    )
+    matched: Any = {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
+    return DotProductAttentionGrads(**matched)
 
 
 def _of_the_rest(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, jax.Array]:

@@ -80,6 +80,13 @@ def unknown() -> str | None:
     )
 
 
+def _expected() -> _Private:
+    """JAX's primitives, for a call that `unknown` has let pass."""
+    found = _private()
+    assert isinstance(found, _Private)
+    return found
+
+
 @cache
 def _private() -> _Private | str:
     """JAX's primitives, or what is not as expected."""
@@ -116,8 +123,7 @@ def _form(lowering: Callable[..., Any], arrays: tuple[str, ...]) -> frozenset[st
 
 
 def _options(call: Call, arrays: Arrays, with_bias: bool) -> dict[str, Any]:
-    private = _private()
-    assert isinstance(private, _Private)  # `unknown()` has refused the call
+    private = _expected()
     return {
         "scale": call.scale,
         "seed": 42,  # of a dropout that does not take place
@@ -140,7 +146,7 @@ def _forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     if call.interpret:
         return cudnn_twin.forward(call, arrays)
     options = _options(call, arrays, with_bias=arrays.bias is not None)
-    out, stat = _private().forward.bind(*_bound(arrays), **options, is_training=True)
+    out, stat = _expected().forward.bind(*_bound(arrays), **options, is_training=True)
     return out, stat
 
 
@@ -151,7 +157,7 @@ def _backward(
         dq, dk, dv, dbias = cudnn_twin.backward(call, arrays, stat, out, dout)
         return dq, dk, dv, dbias if with_bias else None
     given = (*_bound(arrays), stat, out, dout)
-    dq, dk, dv, *dbias = _private().backward.bind(*given, **_options(call, arrays, with_bias))
+    dq, dk, dv, *dbias = _expected().backward.bind(*given, **_options(call, arrays, with_bias))
     return dq, dk, dv, dbias[0] if dbias else None
 
 
