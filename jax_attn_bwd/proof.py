@@ -155,7 +155,7 @@ def operators(family: str, implementation: str) -> tuple[Operator, ...]:
 
 def chip(tell: Tell) -> dict[str, Any]:
     """What the device is, and which kernels are for it: `{folder: implementations}`."""
-    platforms = jax.config.read("jax_platforms") or "any platform"
+    platforms = getattr(jax.config, "jax_platforms", None) or "any platform"
     tell(f"looks for a device, of {platforms}", COMPILE_SECONDS)
     platform, kernels = targets.platform(), dict[str, dict[str, None]]()
     for operator in ops.discover():

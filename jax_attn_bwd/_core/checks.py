@@ -38,7 +38,7 @@ def known(x: Any) -> np.ndarray | None:
     """The values of `x` on the host; None if they are traced, or a transfer guard forbids to fetch them."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)
-    guards = jax.config.jax_transfer_guard, jax.config.jax_transfer_guard_device_to_host
+    guards = (getattr(jax.config, f"jax_transfer_guard{to}") for to in ("", "_device_to_host"))
     is_guarded = any(guard in ("disallow", "disallow_explicit") for guard in guards)
     if isinstance(x, jax.core.Tracer) or not x.is_fully_addressable or is_guarded:
         return None

@@ -30,7 +30,7 @@ from jax_attn_bwd._core.mapped_rules import Arrays, Flags, Mapped, Rules, Static
 try:
     from jax.experimental import hijax
 except ImportError:  # pragma: no cover
-    hijax = None
+    hijax = None  # type: ignore[assignment]
 
 _BASE: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive", None)
 
@@ -270,7 +270,7 @@ def _zeros_as_none(xs: Sequence[Any]) -> list[Any]:
     return [None if isinstance(x, hijax.Zero) else x for x in xs]
 
 
-class _Operation(_BASE or object):
+class _Operation(_BASE or object):  # type: ignore[misc]
     """One application of `rules`, as JAX sees it."""
 
     skip_linearization_on_zero_tangents = True

@@ -155,5 +155,5 @@ def noted(note: jax.Array, n: int) -> Flags:
 
 def merged(which: Sequence[bool], these: Arrays, others: Arrays) -> list[Any]:
     """The next of `these` in each place that is set, of `others` elsewhere."""
-    these, others = iter(these), iter(others)
-    return [next(these) if here else next(others) for here in which]
+    own, rest = iter(these), iter(others)
+    return [next(own) if here else next(rest) for here in which]

@@ -17,7 +17,6 @@ and what a logit of -inf hides is not read.
 """
 
 from functools import partial
-
 from typing import Any
 
 import jax

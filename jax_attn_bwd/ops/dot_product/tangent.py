@@ -103,12 +103,12 @@ class _Sums(NamedTuple):
 def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
     names, tiling = ("query", "key", "value"), plan.tiling
     given = {name: getattr(tangents, name) for name in names}
-    filled = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
-    filled = query_sharding.with_whole_keys(operands._replace(**filled))
+    filled: Any = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
+    whole = query_sharding.with_whole_keys(operands._replace(**filled))
     blocks = (tiling.block_q, tiling.block_k, tiling.block_k)
-    laid = [
+    laid: Any = [
         None if x is None else layout.pad(found, -2, block)
-        for x, found, block in zip(given.values(), unpoisoned(plan.options, filled), blocks, strict=False)
+        for x, found, block in zip(given.values(), unpoisoned(plan.options, whole), blocks, strict=False)
     ]
     bias, args = tangents.bias, None
     if bias is not None:
@@ -118,7 +118,7 @@ def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
         zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)
         numbers = float_leaves.floats(operands.mod_args)
         args = jax.tree.map(zero, tangents.mod_args, numbers, is_leaf=lambda t: t is None)
-    return _Along(*laid, bias, args)
+    return _Along._make((*laid, bias, args))
 
 
 def _step(plan, saved, mixed, sums, visit):

@@ -19,7 +19,6 @@ y = 0 marks what was masked: its dz is not read. A row that saw nothing is const
 """
 
 from functools import partial
-
 from typing import Any
 
 import jax
