@@ -83,7 +83,7 @@ def launched(program: Callable[..., dict[str, jax.Array]], *args: Any) -> dict[s
 
 
 def wrong_values(aim: check.Target, got: dict[str, np.ndarray]) -> str:
-    """Of outputs and gradients beyond the limit of `jax_attn_bwd.check`: how far, and where; "" = none."""
+    """Which outputs and gradients lie beyond the limit of `jax_attn_bwd.check`, and how far; "" = none."""
     wrong = []
     for name, x in got.items():
         error, limit = check.relative_error(x, aim.expected[name]), aim.limits[name]
@@ -148,7 +148,7 @@ def _behind(where: np.ndarray, x: Any) -> np.ndarray:
 
 
 def operators(family: str, implementation: str) -> tuple[Operator, ...]:
-    """Those of a folder of `ops` that have the implementation."""
+    """The operators of a folder of `ops` that have the implementation."""
     found = [o for o in ops.discover() if o.reference.__module__.split(".")[-2] == family]
     return tuple(o for o in found if implementation in {i.name for i in o.implementations})
 
@@ -255,7 +255,7 @@ def _timed(call: Call) -> tuple[Any, Sequence[int], Any]:
 
 
 def milliseconds(program: Callable[..., Any], *args: Any, seconds: float = 0.2) -> float:
-    """Of one run, the least of three rounds."""
+    """The seconds of one run, the least of three rounds."""
 
     def round_of(runs):
         start = time.perf_counter()

@@ -66,7 +66,7 @@ def device_kind() -> str:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """That of the GPU that is aimed at; None where it does not tell."""
+    """The compute capability of the GPU that is aimed at; None where it does not tell."""
     device = _default_device()
     if (aimed := _abstract_device()) is not None and aimed.device_kind != device.device_kind:
         device = aimed
