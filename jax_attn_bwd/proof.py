@@ -79,9 +79,6 @@ def launched(program: Callable[..., dict[str, jax.Array]], *args: Any) -> dict[s
     return {name: np.asarray(x.astype(accumulator_dtype(x.dtype))) for name, x in results.items()}
 
 
-# ------------------------------------------------------------------ what is wrong with results
-
-
 def wrong_values(aim: check.Target, got: dict[str, np.ndarray]) -> str:
     """Which outputs and gradients lie beyond the limit of `jax_attn_bwd.check`, and how far; "" = none."""
     wrong = []
@@ -142,9 +139,6 @@ def poisoned(operator: Operator, case: Case, arrays: Any) -> Poison | None:
 def _behind(where: np.ndarray, x: Any) -> np.ndarray:
     """`where` with axes behind, until it has as many as `x`."""
     return np.reshape(where, np.shape(where) + (1,) * (x.ndim - np.ndim(where)))
-
-
-# ------------------------------------------------------------------ the jobs
 
 
 def operators(family: str, implementation: str) -> tuple[Operator, ...]:
@@ -255,7 +249,7 @@ def _timed(call: Call) -> tuple[Any, Sequence[int], Any]:
 
 
 def milliseconds(program: Callable[..., Any], *args: Any, seconds: float = 0.2) -> float:
-    """The seconds of one run, the least of three rounds."""
+    """How long one run takes, the least of three rounds."""
 
     def round_of(runs):
         start = time.perf_counter()
@@ -267,9 +261,6 @@ def milliseconds(program: Callable[..., Any], *args: Any, seconds: float = 0.2) 
     round_of(1)
     runs = int(min(max(seconds / max(round_of(1), 1e-9), 1), 50))
     return 1e3 * min(round_of(runs) for _ in range(3))
-
-
-# ------------------------------------------------------------------ the process
 
 
 def serve(jobs: Iterator[str], write: Callable[[str], Any]) -> None:

@@ -73,9 +73,6 @@ class Candidate(NamedTuple):
     size: Callable[[], Size]
 
 
-# ------------------------------------------------------------------ the user's word
-
-
 def asked(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
     """(implementations in the order that the environment prefers, where it says so); None if it does not.
 
@@ -95,9 +92,6 @@ def asked(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, .
             raise ValueError(f"{variable} must be none, or some of {tuple(names)}, got {unknown[0]!r}")
         return order, f"{variable}={value}"
     return None
-
-
-# ------------------------------------------------------------------ the record
 
 
 def folder() -> Path:
@@ -183,9 +177,6 @@ def _read(kind: str, family: str, *where: str | None) -> Record | str:
 def _damaged(file: Path, why: str) -> str:
     _log.warning("jax_attn_bwd: %s is damaged (%s) and is ignored; `%s` writes it anew", file, why, COMMAND)
     return "the record is damaged"
-
-
-# ------------------------------------------------------------------ what is picked
 
 
 def passed_over(candidates: Sequence[Candidate], names: Sequence[str], tell: bool) -> dict[str, str]:
