@@ -132,8 +132,9 @@ def _in_step(given: TileMask, tiling: Tiling) -> Visits:
     if not len(i):
         return Visits(i, j[0], None, mixed)
     own: Any = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(split.AXIS)]
+    given = given._replace(elements=None)  # what it leaves dead the devices would have to tell one another
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
-    if by_shapes and given.rules.mask_mod is None and given.elements is None:
+    if by_shapes and given.rules.mask_mod is None:
         return Visits(i, own, None, mixed)  # beside the origin nothing is known at run time only
     live = live_tiles(given, tiling)
     if live is not None:
