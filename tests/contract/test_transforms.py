@@ -139,8 +139,7 @@ def test_remat_by_name_saves_the_forward(policy_names):
 
     gradient = jax.grad(jax.checkpoint(layer, policy=policy))
     assert_trees_close(jax.jit(gradient)(arrays), jax.jit(jax.grad(layer))(arrays), 1e-12)
-    products = lambda f: str(jax.make_jaxpr(f)(arrays)).count("name=tiled")
-    forwards = products(gradient)
+    forwards = str(jax.make_jaxpr(gradient)(arrays)).count("custom_jvp_call")  # each is opaque
     assert forwards == (1 if policy_names else 2)
 
 
