@@ -215,9 +215,12 @@ def _around_ring(params: Any, inputs: dict[str, Any], axis_name: str, given: dic
 
 def _with_positions(operands: Operands, device: jax.Array) -> Operands:
     """`operands` with the position of every token: the given ones, or the indices in the whole sequence."""
-    sides = {"query_positions": operands.query, "key_value_positions": operands.inputs[1]}
-    index = {n: token_index(getattr(operands, n), x.shape[-2], 0, device) for n, x in sides.items()}
-    return Operands(**(operands._asdict() | index))
+    mask, sides = (
+        operands.mask,
+        {"query_positions": operands.query, "key_value_positions": operands.inputs[1]},
+    )
+    index = {n: token_index(getattr(mask, n), x.shape[-2], 0, device) for n, x in sides.items()}
+    return operands._replace(mask=mask.replace(**index))
 
 
 def _check_ring(params: Any, return_weights: bool, given: dict[str, Any]) -> None:
