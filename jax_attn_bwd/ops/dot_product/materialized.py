@@ -46,6 +46,17 @@ class Plane:
         """The dropout factors `[..., K, G, T, S]`, drawn when first asked for; None = no dropout."""
         return dropping.of_columns(self.options, self.operands)
 
+    @cached_property
+    def scaled_q(self) -> jax.Array:
+        """`scale * q`, scaled before its axes move.
+
+        In this order XLA rewrites the logits of the forward and those of the backward alike, though `q` has
+        other readers in the backward, and computes them once where both are one program.
+        """
+        query = self.operands.query.astype(self.q.dtype) * self.options.scale
+        q = layout.split_heads(query, self.q.shape[-3])
+        return q if self.live is None else jnp.where(self.live[..., None], q, 0)
+
     @property
     def dtype(self) -> Any:
         """The accumulator's."""
@@ -86,8 +97,8 @@ def _logits(plane: Plane) -> jax.Array:
 
 def _before_score(plane: Plane) -> tuple[jax.Array, jax.Array | None]:
     """(c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
-    options, q, in_q = plane.options, plane.q, plane.q.dtype == plane.dtype  # see `logits.scaled_product`
-    q = q * options.scale if in_q else q
+    options, in_q = plane.options, plane.q.dtype == plane.dtype  # see `logits.scaled_product`
+    q = plane.scaled_q if in_q else plane.q
     logits = einsum("...kgth,...ksh->...kgts", q, plane.k, **plane.product)
     logits, tanh = soft_capped(options, logits if in_q else options.scale * logits)
     return logits if plane.bias is None else logits + plane.bias.astype(plane.dtype), tanh

@@ -70,3 +70,15 @@ def test_residuals_are_the_inputs_and_two_outputs():
     (out, lse), pullback = jax.vjp(lambda q: dot_product_attention(q, k, v, return_residual=True), q)
     saved = {x.shape for x in saved_arrays(pullback)}
     assert saved <= {q.shape, k.shape, v.shape, out.shape, lse.shape, ()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {"key_value_seq_lengths": np.array([3, 9], np.int32)}, {"logits_soft_cap": 5.0}],
+    ids=" ".join,
+)
+def test_logits_computed_once(options):
+    """Where forward and backward of a small plane are one program: two products forward, four backward."""
+    x = jax.ShapeDtypeStruct((2, 16, 3, 8), jnp.float32)
+    step = jax.grad(lambda *a: (dot_product_attention(*a, **options) ** 2).sum(), (0, 1, 2))
+    assert jax.jit(step).lower(x, x, x).compile().as_text().count(" dot(") == 6
