@@ -28,7 +28,7 @@ def complete(
     """
     defaults = _defaults(like, allowed)
     for name in given:
-        if name not in defaults:
+        if name not in defaults and name not in allowed.__required_keys__:
             raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
     return {**defaults, **given}
 

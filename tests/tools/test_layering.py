@@ -97,7 +97,7 @@ LAYERS = (
     ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/*/rule",),
-    ("ops/*/api", "ops/*/api_bwd", "ops/*/edge_softmax", "ops/*/edge_reductions"),
+    ("ops/*/api", "ops/*/api_bwd", "ops/*/api_jvp", "ops/*/edge_softmax", "ops/*/edge_reductions"),
     ("mods/*",),
     ("ops/*/workloads", "ops/*/cases", "ops/*/mod_cases", "ops/*/edge_cases"),
     ("ops/*/__init__", "ops/__init__"),

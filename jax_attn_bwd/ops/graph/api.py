@@ -1,4 +1,7 @@
-"""The graph attentions: the public functions. `rule.py` has their custom_vjp, `api_bwd.py` the `_bwd`s."""
+"""The graph attentions: the public functions.
+
+`rule.py` has their custom_vjp, `api_bwd.py` the `_bwd`s and `api_jvp.py` the `_jvp`s.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
@@ -8,7 +11,7 @@ import jax
 from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
-from jax_attn_bwd.ops.graph.rule import attention, decide
+from jax_attn_bwd.ops.graph.rule import attend
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -58,6 +61,7 @@ def graph_attention(
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Attends every destination to the sources of its edges, with additive scores (GAT).
@@ -94,6 +98,7 @@ def graph_attention(
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises.
 
@@ -135,7 +140,7 @@ def graph_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return attention(decide(name, options, operands, return_residual, implementation), operands)
+    return attend(name, options, operands, return_residual, forward_mode, implementation)
 
 
 # fmt: off
@@ -183,6 +188,7 @@ def graph_attention_v2(
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Attends every destination to the sources of its edges, with dynamic scores (GATv2).
@@ -214,6 +220,7 @@ def graph_attention_v2(
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises.
 
@@ -257,7 +264,7 @@ def graph_attention_v2(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return attention(decide(name, options, operands, return_residual, implementation), operands)
+    return attend(name, options, operands, return_residual, forward_mode, implementation)
 
 
 # fmt: off
@@ -306,6 +313,7 @@ def graph_transformer_attention(
     dropout_offset: Sequence[Any] | None = None,
     return_attention_weights: bool = False,
     return_residual: bool = False,
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Attends every destination to the sources of its edges, with scaled dot products.
@@ -339,6 +347,7 @@ def graph_transformer_attention(
         be an index array `[nnz]`.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises.
 
@@ -384,4 +393,4 @@ def graph_transformer_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return attention(decide(name, options, operands, return_residual, implementation), operands)
+    return attend(name, options, operands, return_residual, forward_mode, implementation)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.ops.graph import reductions
@@ -16,7 +17,11 @@ from jax_attn_bwd.ops.graph.tables import on_every_device
 
 
 def edge_sum(
-    graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
+    graph: BipartiteCSC,
+    edge: jax.Array,
+    *,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Sum over the edges into each destination.
 
@@ -25,6 +30,7 @@ def edge_sum(
     Args:
       graph: the edges; see `BipartiteCSC`.
       edge: `[nnz, ...]`, floating, in the caller's edge order; any further axes.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
 
     Returns:
@@ -47,18 +53,22 @@ def edge_sum(
       >>> edge_sum(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
       [5.0, 4.0, 0.0]
     """
-    return _reduced("edge_sum", graph, edge, implementation)
+    return _reduced("edge_sum", graph, edge, forward_mode, implementation)
 
 
 def edge_mean(
-    graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
+    graph: BipartiteCSC,
+    edge: jax.Array,
+    *,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Mean over the edges into each destination: `edge_sum` divided by their number.
 
         out[i] = sum of edge[e] / number of edges, over the edges e into destination i
 
     Args:
-      graph, edge, implementation: as in `edge_sum`.
+      graph, edge, forward_mode, implementation: as in `edge_sum`.
 
     Returns:
       out: shape and dtype as `edge_sum` returns them; 0 for a destination without edges.
@@ -76,18 +86,22 @@ def edge_mean(
       >>> edge_mean(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
       [5.0, 2.0, 0.0]
     """
-    return _reduced("edge_mean", graph, edge, implementation)
+    return _reduced("edge_mean", graph, edge, forward_mode, implementation)
 
 
 def edge_max(
-    graph: BipartiteCSC, edge: jax.Array, *, implementation: Implementation | None = None
+    graph: BipartiteCSC,
+    edge: jax.Array,
+    *,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Maximum over the edges into each destination; the minimum is `-edge_max(graph, -edge)`.
 
         out[i] = max of edge[e] over the edges e into destination i
 
     Args:
-      graph, edge, implementation: as in `edge_sum`.
+      graph, edge, forward_mode, implementation: as in `edge_sum`.
 
     Returns:
       out: `[num_dst, ...]`, dtype of `edge`, exact; 0 for a destination without edges.
@@ -108,7 +122,7 @@ def edge_max(
       >>> jax.grad(lambda edge: edge_max(graph, edge).sum())(jnp.ones(3)).tolist()
       [0.5, 1.0, 0.5]
     """
-    return _reduced("edge_max", graph, edge, implementation)
+    return _reduced("edge_max", graph, edge, forward_mode, implementation)
 
 
 def edge_sum_bwd(
@@ -207,10 +221,13 @@ def edge_max_bwd(
     return _gradient("edge_max", dout, graph, edge, out, implementation)
 
 
-def _reduced(name: str, graph: Any, edge: Any, implementation: Any) -> jax.Array:
+def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation: Any) -> jax.Array:
     graph = check_graph(name, graph)
     edge = _rows(name, "edge", edge, "nnz", graph.capacity)
     chosen = backend.select(name, IMPLEMENTATIONS[name], implementation, None, (graph, edge))
+    if checks.flag(name, "forward_mode", forward_mode):
+        require(name)
+        return _reduce_in_both_modes((name, chosen.name), graph, edge)
     return _reduce((name, chosen.name), graph, edge)
 
 
@@ -253,6 +270,7 @@ def _portable(name: str) -> backend.Implementation:
 
 
 IMPLEMENTATIONS = {name: (_portable(name),) for name in ("edge_sum", "edge_mean", "edge_max")}
+_TANGENTS = {name: jax.jit(partial(reductions.tangent, name)) for name in IMPLEMENTATIONS}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -274,4 +292,15 @@ def _bwd(static, residuals, dout):
     return None, match_type(dedge, like_edge)  # shards of the graph may share the edges' data
 
 
+def _fwd_of_given(static, graph, edge):
+    """The forward rule of operands that say whether they are differentiated."""
+    return _fwd(static, *jax.tree.map(lambda x: x.value, (graph, edge)))
+
+
+def _jvp(static, residuals, along):
+    graph, saved, _ = residuals
+    return on_every_device(_TANGENTS[static[0]], graph, along[1], *saved)
+
+
 _reduce.defvjp(_fwd, _bwd)
+_reduce_in_both_modes = both_modes(Rule(_reduce, _fwd_of_given, _bwd, _jvp))

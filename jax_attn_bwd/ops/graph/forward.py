@@ -58,7 +58,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
         add = lambda out, rows, chunk: edge_loops.add(out, chunk.node, rows)
         runs, count = edge_loops.in_runs(graph)
         sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
-        share = partial(_weighted_messages, kind, t)
+        share = partial(weighted_messages, kind, t)
         sums = edge_loops.scan(share, add, sums, runs, graph.capacity, plan.loops.messages, w)
         out = edge_loops.add_runs(out, graph, sums)
         if weights is not None:
@@ -76,11 +76,20 @@ def forward(plan: Plan, operands: Operands) -> Result:
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
     """The scores of a chunk in groups by destination, `[(W,) R, H]`; `t` comes from `tables.walked`."""
     dtype, seen = accumulator_dtype(t.message.dtype), visible(t, chunk)
-    dst = rows(t.dst, chunk.node).astype(dtype)
-    src = shown(kind.to_heads(rows(t.src, chunk.other).astype(dtype)), seen)
-    edge = None if t.edge is None else shown(kind.to_heads(take(t.edge, chunk.number).astype(dtype)), seen)
-    s = kind.score(t, Rows(src, dst, edge))
+    s = kind.score(t, ends(kind, t, chunk, seen, dtype))
     return with_bias(s, t, chunk, seen)
+
+
+def ends(kind: Kind, t: Tables, chunk: Chunk, seen: jax.Array | None, dtype: Any) -> Rows:
+    """The rows that the scores of a chunk in groups by destination read; None where `t` has none."""
+
+    def read(table, find, index):
+        return None if table is None else find(table, index).astype(dtype)
+
+    dst = read(t.dst, rows, chunk.node)
+    others = read(t.src, rows, chunk.other), read(t.edge, take, chunk.number)
+    src, edge = (None if x is None else shown(kind.to_heads(x), seen) for x in others)
+    return Rows(src, dst, edge)
 
 
 def visible(t: Tables, chunk: Chunk) -> jax.Array | None:
@@ -103,14 +112,16 @@ def with_bias(s: jax.Array, t: Tables, chunk: Chunk, seen: jax.Array | None) -> 
     return jnp.where(seen, s + jnp.where(seen, take(t.bias, chunk.number), 0), -jnp.inf)
 
 
-def _weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> jax.Array:
-    """The sum of w message over each group, `[R, H, D]`.
+def weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> Any:
+    """The sum of w message over each group, `[R, H, D]`; 0 where `t` has no messages.
 
     It goes edge by edge, so that the rows are read where they are multiplied.
     """
     result: Any = 0
+    if t.message is None and (t.edge is None or not kind.edge_in_message):
+        return result
     for at, w_k in zip(chunk.slots(), w if chunk.exists is not None else [w], strict=True):
-        x = rows(t.message, at.other).astype(w.dtype)
+        x: Any = 0 if t.message is None else rows(t.message, at.other).astype(w.dtype)
         if t.edge is not None and kind.edge_in_message:
             x = x + take(t.edge, at.number).astype(w.dtype)
         result = result + w_k[..., None] * shown(kind.to_heads(x), visible(t, at))

@@ -6,6 +6,11 @@ With x the data of the edges and dout the cotangent, for edge e into i, where n_
     mean   out_i = sum_e x_e / n_i    dx_e = dout_i / n_i                                 (2)
     max    out_i = max_e x_e          dx_e = dout_i / t_i where x_e = out_i, else 0,      (3)
                                       t_i the number of such e
+
+Sum and mean are linear: with dx a tangent of x, dout is the sum or mean of dx. The maximum moves with the
+edges that hold it, in equal parts:
+
+    max    dout_i = sum_e dx_e / t_i   over e with x_e = out_i                            (4)
 """
 
 import math
@@ -71,8 +76,13 @@ def _maximum(graph: Any, x: jax.Array) -> jax.Array:
 def _maximum_jvp(primals, tangents):
     (graph, x), (_, dx) = primals, tangents
     out = _maximum(graph, x)
+    return out, _maximum_moves(graph, x, out, dx)
+
+
+def _maximum_moves(graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> jax.Array:
+    """The tangent of the maximum (4)."""
     share = lambda chunk: jnp.where(_is_top(graph, x, out, chunk), take(dx, chunk.number), 0)
-    return out, (_sums(graph, x, share) / _ties(graph, x, out)).astype(x.dtype)
+    return (_sums(graph, x, share) / _ties(graph, x, out)).astype(x.dtype)
 
 
 def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
@@ -111,6 +121,11 @@ def forward(name: str, graph: Any, edge: jax.Array) -> jax.Array:
     out = _total(graph, edge)
     out = out / _degree(graph, out) if name == "edge_mean" else out
     return tie(out.astype(edge.dtype), (graph, edge))
+
+
+def tangent(name: str, graph: Any, dedge: jax.Array, *saved: jax.Array) -> jax.Array:
+    """The tangent of what `forward` returns; `saved` are edge and out of `edge_max`."""
+    return _maximum_moves(graph, *saved, dedge) if name == "edge_max" else forward(name, graph, dedge)
 
 
 def backward(name: str, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The rule of the graph attentions: their implementations, the batch in front of them, and the custom_vjp.
+"""The rules of the graph attentions: their implementations, the batch in front of them, and the custom_vjp.
 
 The implementations know one graph and the features of one entry of a batch. The rule maps them over the
 entries, so that the gradient of what entries share is summed once: over the batch, and over devices after.
@@ -13,10 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, dropout, pallas, split
+from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map
 from jax_attn_bwd.ops.graph import backward as portable_backward
 from jax_attn_bwd.ops.graph import forward as portable_forward
+from jax_attn_bwd.ops.graph import tangent as written_tangent
 from jax_attn_bwd.ops.graph.batch_axes import RANKS
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import (
@@ -42,6 +44,22 @@ def decide(
     return Plan.of(options, operands, chosen.name, return_residual)
 
 
+def attend(
+    operator: str,
+    options: Options,
+    operands: Operands,
+    return_residual: Any,
+    forward_mode: Any,
+    implementation: Any,
+) -> Any:
+    """What a call whose other arguments are checked returns: out, and the weights and lse if asked for."""
+    plan = decide(operator, options, operands, return_residual, implementation)
+    if checks.flag(operator, "forward_mode", forward_mode):
+        require(operator)
+        return _run_both_modes(plan, operands)
+    return _run(plan, operands)
+
+
 def forward_of(plan: Plan) -> Callable[[Plan, Operands], Result]:
     """The forward `(plan, operands) -> Result` of all entries."""
     run = backend.named(IMPLEMENTATIONS, plan.implementation).forward
@@ -54,11 +72,23 @@ def backward_of(plan: Plan) -> Callable[[Plan, Residuals, Cotangents], dict[str,
     return partial(_summed_over_entries, run) if plan.batch_rank else run
 
 
-def _over_entries(function: Callable[..., Any], plan: Plan, operands: Operands, **of_entries: Any) -> Any:
-    """`function(plan, operands, **of_entries)` of every entry; each of `of_entries` has all batch axes."""
+def _over_entries(
+    function: Callable[..., Any],
+    plan: Plan,
+    operands: Operands,
+    along: Operands | None = None,
+    **of_entries: Any,
+) -> Any:
+    """`function(plan, operands, **of_entries)` of every entry; each of `of_entries` has all batch axes.
+
+    Those of `along`, which it gets as `tangents`, have the axes of the operands.
+    """
     given = operands._asdict()
     has_batch = lambda x, own_rank: x is not None and x.ndim - own_rank == plan.batch_rank
     axes: dict[str, Any] = {name: 0 for name, rank in RANKS.items() if has_batch(given[name], rank)}
+    if along is not None:
+        axes["tangents"] = Operands(**{name: axes.get(name) for name in given})
+        of_entries["tangents"] = along
     if operands.dropout_words is not None:
         axes["dropout_offset"] = dropout.Offset(0, None, None, None)
 
@@ -66,7 +96,7 @@ def _over_entries(function: Callable[..., Any], plan: Plan, operands: Operands, 
         own = {name: arrays.pop(name) for name in of_entries}
         return function(plan, Operands(**arrays), **own)
 
-    axes |= dict.fromkeys(of_entries, 0)
+    axes = dict.fromkeys(of_entries, 0) | axes
     return split.over_entries(of_entry, plan.batch_rank, given | of_entries, axes, plan.in_turn)
 
 
@@ -133,5 +163,12 @@ def _bwd(plan, residuals, cotangents):
     return (Operands(None, None, None)._replace(**grads),)
 
 
+def _jvp(plan, residuals, along):
+    operands, result, _ = residuals
+    tangents = along[0]._replace(graph=None)
+    return _outputs(plan, _over_entries(written_tangent.tangent, plan, operands, tangents, result=result))
+
+
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-attention = runs_in_shard_map(_attention)  # (plan, operands) -> out, and the weights and lse if asked for
+_run = runs_in_shard_map(_attention)
+_run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))

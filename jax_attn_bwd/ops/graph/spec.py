@@ -126,16 +126,28 @@ class _Keywords(TypedDict, total=False):
     implementation: Implementation | None
 
 
-class GraphAttentionKeywords(_Keywords, total=False):
-    """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
+class GraphAttentionJvpKeywords(_Keywords, total=False):
+    """Keywords of `graph_attention_jvp` and `graph_attention_v2_jvp` beside the tangents."""
 
     activation: Activation
     alpha: float
 
 
-class GraphTransformerAttentionKeywords(_Keywords, total=False):
-    """Keywords of `graph_transformer_attention` beside those that change what it returns."""
+class GraphAttentionKeywords(GraphAttentionJvpKeywords, total=False):
+    """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
+
+    forward_mode: bool
+
+
+class GraphTransformerAttentionJvpKeywords(_Keywords, total=False):
+    """Keywords of `graph_transformer_attention_jvp` beside the tangents."""
 
     num_kv_heads: int | None
     score_bias: Array | None
     scale: float | None
+
+
+class GraphTransformerAttentionKeywords(GraphTransformerAttentionJvpKeywords, total=False):
+    """Keywords of `graph_transformer_attention` beside those that change what it returns."""
+
+    forward_mode: bool

@@ -12,7 +12,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import all_gathered, auto_devices
 from jax_attn_bwd._core.sharding import gathered as gathered_along
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, take
-from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, split_heads
+from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, heads_of, split_heads
 from jax_attn_bwd.ops.graph.plan import Loops
 from jax_attn_bwd.ops.graph.spec import Operands, Options
 
@@ -30,6 +30,16 @@ def tables(kind: Kind, operands: Operands) -> Tables:
         bias = jnp.broadcast_to(bias.astype(dtype), (E, H))
     mask = None if operands.dropout_mask is None else operands.dropout_mask.astype(dtype).T
     return Tables(src, dst, message, edge, a, bias, mask, *_counters(operands, H))
+
+
+def along(kind: Kind, operands: Operands, tangents: Operands, t: Tables) -> Tables:
+    """The tangents of the tables `t`, None for zero; what tells which edges are seen is that of `t`."""
+    src, dst, edge, a = kind.along(operands, tangents)
+    message = src
+    if not kind.message_is_src:
+        value = tangents.src if operands.value is None else tangents.value
+        message = heads_of(value, kind.options.num_kv_heads)
+    return t._replace(src=src, dst=dst, message=message, edge=edge, a=a)
 
 
 def gathered(operands: Operands) -> Operands:
@@ -56,8 +66,9 @@ def _on_every_device(function, *operands):
 
 def walked(loops: Loops, t: Tables) -> Tables:
     """The tables of nodes as `edge_loops.rows` reads them."""
-    src, dst = (for_rows(loops, x) for x in (t.src, t.dst))
-    message = src if t.message is t.src else for_rows(loops, t.message)
+    padded = lambda x: None if x is None else for_rows(loops, x)
+    src, dst = padded(t.src), padded(t.dst)
+    message = src if t.message is t.src else padded(t.message)
     return t._replace(src=src, dst=dst, message=message)
 
 

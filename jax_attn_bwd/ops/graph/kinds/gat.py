@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
 from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
-from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, merge_heads, split_heads, total
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, total
 from jax_attn_bwd.ops.graph.spec import Operands
 
 
@@ -46,14 +46,38 @@ class GAT(Kind):
     def score_tables(self, operands):
         """The three shares of z."""
         given = zip(
-            self._features(operands), self._used(operands), self._split_weights(operands), strict=True
+            self._features(operands),
+            self._used(operands),
+            self._split_weights(operands, operands.attention_weights),
+            strict=True,
         )
         src, dst, edge = (None if x is None else _share(x, a, used) for x, used, a in given)
         return src, dst, edge, None
 
+    def along(self, operands, tangents):
+        """The tangents of the three shares."""
+        a, da = operands.attention_weights, tangents.attention_weights
+        along_a = [None] * 3 if da is None else self._split_weights(operands, da)
+        given = zip(
+            self._features(operands),
+            self._features(tangents),
+            self._used(operands),
+            self._split_weights(operands, a),
+            along_a,
+            strict=True,
+        )
+        return *(_share_along(*each) for each in given), None
+
     def score(self, t, rows):
         """act(z)."""
         return activate(self.options, total(*rows))
+
+    def score_tangent(self, t, a, rows, moving):
+        """act'(z) dz."""
+        if not any(x is not None for x in moving):
+            return None
+        z = total(*rows)
+        return slope(self.options, z) * to_rank(total(*moving), z.ndim)
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
         """`attention_weights` is made of the sums of all shares."""
@@ -84,7 +108,9 @@ class GAT(Kind):
         """Carries the gradients of the shares back through their products (8)."""
         grads = {}
         dz = {"src": sums.src, "dst": sums.dst, "edge": sums.handed}
-        for (name, x), a in zip(dz.items(), self._split_weights(operands), strict=True):
+        for (name, x), a in zip(
+            dz.items(), self._split_weights(operands, operands.attention_weights), strict=True
+        ):
             if name in wanted:
                 spread = x[..., None] * a.astype(x.dtype)[None]
                 grads[name] = merge_heads(sums.message + spread if name == "src" else spread)
@@ -103,8 +129,7 @@ class GAT(Kind):
     def _features(self, operands: Operands) -> list[jax.Array | None]:
         """Heads of src, dst and edge."""
         H = self.options.num_heads
-        given = (operands.src, operands.dst, operands.edge)
-        return [None if x is None else split_heads(x, H) for x in given]
+        return [heads_of(x, H) for x in (operands.src, operands.dst, operands.edge)]
 
     def _used(self, operands: Operands) -> list[jax.Array]:
         """Which nodes have an edge, and which edges exist: the rows of the others are not read."""
@@ -112,11 +137,10 @@ class GAT(Kind):
         has_edge = jnp.zeros(graph.num_src, bool).at[graph.by_source.node].set(True, mode="drop")
         return [has_edge, graph.offsets[1:] > graph.offsets[:-1], graph.exists]
 
-    def _split_weights(self, operands: Operands) -> list[jax.Array]:
-        """`attention_weights`, `[source | destination | edge]`, as `[H, D]` each."""
-        assert operands.attention_weights is not None
+    def _split_weights(self, operands: Operands, weights: Any) -> list[jax.Array]:
+        """`weights`, `[source | destination | edge]`, as `[H, D]` each."""
         (_, dim), H = operands.src.shape, self.options.num_heads
-        nodes, edge = jnp.split(operands.attention_weights, (2 * dim,))
+        nodes, edge = jnp.split(weights, (2 * dim,))
         nodes = nodes.reshape(2, H, dim // H)  # the two together: their heads may be sharded
         return [nodes[0], nodes[1], edge.reshape(H, edge.size // H)]
 
@@ -135,6 +159,14 @@ def _share(x: jax.Array, a: jax.Array, used: jax.Array) -> jax.Array:
 def _share_jvp(primals, tangents):
     (x, a, used), (dx, da, _) = primals, tangents
     return _share(x, a, used), _share(dx, a, used) + _share(_shown(x, used), da, used)
+
+
+def _share_along(x: Any, dx: Any, used: Any, a: Any, da: Any) -> jax.Array | None:
+    """The tangent of `_share`; None is zero."""
+    terms = [] if dx is None else [_share(dx, a, used)]
+    if x is not None and da is not None:
+        terms.append(_share(x, da, used))
+    return sum(terms[1:], start=terms[0]) if terms else None
 
 
 def _shown(x: jax.Array, used: jax.Array) -> jax.Array:

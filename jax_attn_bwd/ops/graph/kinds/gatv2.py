@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
 from jax_attn_bwd.ops.graph.kinds.kind import (
     Edges,
@@ -25,9 +25,9 @@ from jax_attn_bwd.ops.graph.kinds.kind import (
     Rows,
     Sums,
     Tables,
+    heads_of,
     merge_heads,
     products,
-    split_heads,
     total,
 )
 
@@ -52,16 +52,24 @@ class GATv2(Kind):
 
     def score_tables(self, operands):
         """The features themselves, and a."""
-        assert operands.attention_weights is not None
-        H, dtype = self.options.num_heads, accumulator_dtype(operands.src.dtype)
-        src, dst = split_heads(operands.src, H), split_heads(operands.dst, H)
-        edge = None if operands.edge is None else split_heads(operands.edge, H)
-        return src, dst, edge, operands.attention_weights.astype(dtype).reshape(H, -1)
+        H, a = self.options.num_heads, operands.attention_weights
+        src, dst, edge = (heads_of(x, H) for x in (operands.src, operands.dst, operands.edge))
+        return src, dst, edge, None if a is None else a.astype(accumulator_dtype(a.dtype)).reshape(H, -1)
 
     def score(self, t, rows):
         """<a, act(u)>."""
         y = activate(self.options, total(*rows))
         return products(y, jnp.broadcast_to(t.a, y.shape[-3:]))  # XLA:CPU is slow without the R of a
+
+    def score_tangent(self, t, a, rows, moving):
+        """<a, act'(u) du> + <da, act(u)>."""
+        u, terms = total(*rows), []
+        if any(x is not None for x in moving):
+            dy = slope(self.options, u) * to_rank(total(*moving), u.ndim)
+            terms.append(products(dy, jnp.broadcast_to(t.a, u.shape[-3:])))
+        if a is not None:
+            terms.append(products(activate(self.options, u), jnp.broadcast_to(a, u.shape[-3:])))
+        return sum(terms[1:], start=terms[0]) if terms else None
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
         """A sum for each operand."""

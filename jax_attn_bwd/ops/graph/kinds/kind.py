@@ -38,8 +38,8 @@ class Tables(NamedTuple):
 class Rows(NamedTuple):
     """The rows that the score reads: of each edge of a chunk, or of one edge of each group."""
 
-    src: jax.Array
-    dst: jax.Array
+    src: Any
+    dst: Any
     edge: jax.Array | None
 
 
@@ -91,6 +91,14 @@ class Kind(ABC):
     def score(self, t: Tables, rows: Rows) -> jax.Array:
         """The scores of a chunk, `[(W,) R, H]`, without bias."""
 
+    def along(self, operands: Operands, tangents: Operands) -> tuple[Any, Any, Any, Any]:
+        """The tangents of `score_tables`, None for zero, where the tables hold the operands themselves."""
+        return self.score_tables(tangents)
+
+    @abstractmethod
+    def score_tangent(self, t: Tables, a: jax.Array | None, rows: Rows, moving: Rows) -> jax.Array | None:
+        """The tangents of the scores; `a` and `moving` are those of `t.a` and `rows`; None is zero."""
+
     @abstractmethod
     def needs(self, t: Tables, wanted: frozenset[str]) -> Sums[bool]:
         """Which sums the gradients of the operands in `wanted` are made of."""
@@ -127,6 +135,11 @@ class Kind(ABC):
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
     """`[n, H * D]` -> `[n, H, D]`."""
     return x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
+
+
+def heads_of(x: jax.Array | None, num_heads: int) -> Any:
+    """`split_heads` of what is given."""
+    return None if x is None else split_heads(x, num_heads)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:

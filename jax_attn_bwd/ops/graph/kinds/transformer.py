@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import reduce_to
-from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, merge_heads, products, split_heads, total
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, products, total
 
 
 class Transformer(Kind):
@@ -34,9 +34,8 @@ class Transformer(Kind):
 
     def score_tables(self, operands):
         """k, q and the edges' features."""
-        K = self.options.num_kv_heads
-        src, dst = split_heads(operands.src, K), split_heads(operands.dst, self.options.num_heads)
-        return src, dst, None if operands.edge is None else split_heads(operands.edge, K), None
+        K, H = self.options.num_kv_heads, self.options.num_heads
+        return heads_of(operands.src, K), heads_of(operands.dst, H), heads_of(operands.edge, K), None
 
     def row_elements(self, operands):
         """Keys may be wider than values."""
@@ -57,6 +56,15 @@ class Transformer(Kind):
     def score(self, t, rows):
         """The scaled products."""
         return self.options.scale * products(total(rows.src, rows.edge), rows.dst)
+
+    def score_tangent(self, t, a, rows, moving):
+        """(<dq, k + edge> + <q, dk + dedge>) scale."""
+        terms = []
+        if moving.dst is not None:
+            terms.append(products(total(rows.src, rows.edge), moving.dst))
+        if moving.src is not None or moving.edge is not None:
+            terms.append(products(total(moving.src, moving.edge), rows.dst))
+        return self.options.scale * sum(terms[1:], start=terms[0]) if terms else None
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
         """A sum for each operand; the bias has ds for its gradient."""

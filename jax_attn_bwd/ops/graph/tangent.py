@@ -1,0 +1,153 @@
+"""Tangent rule of the graph attentions: derivation, then one pass over the edges sorted by destination.
+
+The letters and equations (1) to (3) are those of `backward.py`. With dh, da, dq, dk, dv, dedge and dbias the
+tangents of the operands, the score s and the message x of an edge have, by kind,
+
+    gat          ds_e = act'(z_e) dz_e,   dz_e = sum of <dh, a> + <h, da> over its three shares      (12)
+    gatv2        ds_e = <a, act'(u_e) du_e> + <da, act(u_e)>,   du_e = dh_src + dh_dst + dedge       (13)
+                 dx_e = dh_src   in both
+    transformer  ds_e = scale (<dq, k + edge> + <q, dk + dedge>) + dbias,   dx_e = dv + dedge        (14)
+
+Of lse, and of the weights, whose dropout factors Z are constant,
+
+    mu_i   = dlse_i = sum_e p_e ds_e                                  from (1)                       (15)
+    dp_e   = p_e (ds_e - mu_i),   dw_e = w_e (ds_e - mu_i)            from (1), (2)                  (16)
+    dout_i = sum_e dw_e x_e + w_e dx_e                                from (3)
+
+and since sum_e w_e x_e = out_i, mu need not be known before the sum over the edges:
+
+    dout_i = sum_e w_e (ds_e x_e + dx_e) - mu_i out_i                 from (16), (3)                 (17)
+
+p is formed again from the m and l that the forward left. A destination without edges has p = 0 and out = 0,
+and tangent 0. Tangents of nodes that no edge refers to, and of hidden edges, are not read.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core.sharding import all_gathered, full_like_operands
+from jax_attn_bwd.ops.graph import edge_loops, kinds, tables
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
+from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, merge_heads, split_heads
+from jax_attn_bwd.ops.graph.plan import Plan
+from jax_attn_bwd.ops.graph.spec import Operands, Result
+from jax_attn_bwd.ops.graph.tables import factors
+
+
+@partial(jax.jit, static_argnums=0)
+def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> Result:
+    """The tangents of what one entry of a batch returns; None in `tangents` is zero."""
+    if plan.on_every_device:
+        operands, tangents = map(tables.gathered, (operands, tangents))
+        result = all_gathered(result)
+    options, graph, kind = plan.options, operands.graph, kinds.of(plan.options)
+    assert result.m is not None is not result.l  # the forward left them
+    t, out = tables.tables(kind, operands), split_heads(result.out, options.num_heads)
+    saved = _saved(kind, t, operands, result, tangents)
+    found = (operands, result, tangents)
+    zeros = lambda like, *shape: full_like_operands(like, shape, 0, result.m.dtype, found)
+    dout, mu = zeros(out, *out.shape), zeros(result.m, *result.m.shape)
+    ds = zeros(result.m, graph.capacity, options.num_heads) if options.return_weights else None
+    if has_edges(graph):
+        runs, count = edge_loops.in_runs(graph)
+        of_runs = zeros(out, count, *out.shape[1:])
+        sums = _Sums(of_runs, of_runs.sum(-1), ds)
+        sums = sums if saved.scores_move else _Sums(of_runs, None, None)
+        saved = saved.walked(plan)
+        share = partial(_share, kind, graph, saved)
+        sums = edge_loops.scan(share, _fold, sums, runs, graph.capacity, plan.loops.messages)
+        dout = edge_loops.add_runs(dout, graph, sums.dout)
+        if saved.scores_move:
+            mu, ds = edge_loops.add_runs(mu, graph, sums.mu), sums.ds
+    dout = dout - mu[..., None] * out.astype(mu.dtype)  # (17)
+
+    dtype, dweights = operands.src.dtype, None
+    if ds is not None:
+        dweights = _of_weights(graph, result.weights, ds, mu).astype(dtype)
+    mean = None if options.concat_heads else dout.mean(1).astype(dtype)
+    along = Result(merge_heads(dout).astype(dtype), mean, dweights, mu, None, None)
+    return all_gathered(along) if plan.on_every_device else along
+
+
+class _Sums(NamedTuple):
+    """What the edges are summed into, by destination or run, and ds by edge; None = not needed."""
+
+    dout: jax.Array  # [num_dst, H, Dv]
+    mu: Any  # [num_dst, H]
+    ds: Any  # [E, H], or [(W,) R, H] of a chunk
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Saved:
+    """What every chunk reads."""
+
+    t: Tables
+    dt: Tables  # their tangents
+    dbias: jax.Array | None  # [E, H]
+    m: jax.Array  # [num_dst, H]
+    l: jax.Array  # [num_dst, H], 1 instead of 0
+
+    @property
+    def scores_move(self) -> bool:
+        """Whether any score has a tangent: else there is no mu."""
+        dt = self.dt
+        return any(x is not None for x in (dt.src, dt.dst, dt.edge, dt.a, self.dbias))
+
+    def walked(self, plan: Plan) -> "_Saved":
+        """The tables as `edge_loops.rows` reads them; an index past the end finds p = 0."""
+        t, dt = (tables.walked(plan.loops, x) for x in (self.t, self.dt))
+        m, l = (tables.for_rows(plan.loops, x, fill) for x, fill in ((self.m, jnp.inf), (self.l, 1)))
+        return _Saved(t, dt, self.dbias, m, l)
+
+
+def _saved(kind: Kind, t: Tables, operands: Operands, result: Any, tangents: Operands) -> _Saved:
+    dbias = tangents.score_bias
+    if dbias is not None:
+        shape = (operands.graph.capacity, kind.options.num_heads)
+        dbias = jnp.broadcast_to(dbias.astype(result.m.dtype), shape)
+    l = jnp.where(result.l == 0, 1, result.l)
+    return _Saved(t, tables.along(kind, operands, tangents, t), dbias, result.m, l)
+
+
+def _share(kind: Kind, graph: Any, saved: _Saved, chunk: Chunk) -> _Sums:
+    """What a chunk gives to the sums of (15) and (17)."""
+    t, dt, dtype = saved.t, saved.dt, saved.m.dtype
+    chunk = chunk._replace(node=edge_loops.destination(graph, chunk))
+    seen = visible(t, chunk)
+    read = ends(kind, t, chunk, seen, dtype)
+    s = with_bias(kind.score(t, read), t, chunk, seen)
+    m, l = (by_edge(rows(x, chunk.node), chunk) for x in (saved.m, saved.l))
+    p = jnp.exp(s - m) / l  # (1)
+    z = factors(kind.options, t, chunk)
+    w = p if z is None else p * z  # (2)
+    dout = weighted_messages(kind, dt, chunk, w)
+    ds = kind.score_tangent(t, dt.a, read, ends(kind, dt, chunk, seen, dtype))  # (12) to (14)
+    if saved.dbias is not None:
+        given = take(saved.dbias, chunk.number)
+        ds = given if ds is None else ds + given
+    if ds is None:
+        return _Sums(dout, None, None)
+    if seen is not None:
+        ds = jnp.where(seen, ds, 0)
+    dout = dout + weighted_messages(kind, t, chunk, w * ds)
+    return _Sums(dout, sum_of_group(p * ds, chunk), ds)
+
+
+def _fold(sums: _Sums, new: _Sums, chunk: Chunk) -> _Sums:
+    add = lambda x, rows: None if x is None else edge_loops.add(x, chunk.node, rows)
+    ds = None if sums.ds is None else edge_loops.put(sums.ds, chunk.number, new.ds)
+    return _Sums(add(sums.dout, new.dout), add(sums.mu, new.mu), ds)
+
+
+def _of_weights(graph: Any, weights: Any, ds: jax.Array, mu: jax.Array) -> jax.Array:
+    """The tangents dw (16), in the caller's order."""
+    edges = edge_loops.whole(graph.by_destination, graph.capacity)
+    w = take(weights, edges.number).astype(mu.dtype)
+    dw = w * (take(ds, edges.number) - by_edge(rows(mu, edges.node), edges))
+    return edge_loops.put(jnp.zeros_like(ds), edges.number, dw)
