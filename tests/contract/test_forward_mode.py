@@ -18,6 +18,7 @@ from helpers import (
     quick_jit,
     thorough,
 )
+from jax.sharding import AxisType, PartitionSpec
 from jax.test_util import check_grads
 
 import jax_attn_bwd
@@ -165,11 +166,12 @@ def test_jacobians_column_by_column(operator):
 
 
 @every
-def test_finite_differences_in_both_modes(operator):
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=thorough)])
+def test_finite_differences_in_both_modes(operator, order):
     case = next(operator.tagged("second"))
     arrays, inputs, _ = drawn(operator, case)
     call = jax.jit(both_ways(operator, case, arrays)[0])
-    check_grads(call, (inputs,), order=1, modes=["fwd", "rev"], rtol=1e-4)
+    check_grads(call, (inputs,), order=order, modes=["fwd", "rev"], rtol=1e-4)
 
 
 @every
@@ -189,6 +191,21 @@ def test_narrow_dtypes_lose_no_more_than_the_plain_formula(operator):
     for got, plain, expected in zip(tangents(0, narrow), tangents(1, narrow), tangents(1, wide), strict=True):
         error = lambda x, expected=expected: np.linalg.norm(x - expected)
         assert error(got) <= 2 * error(plain) + 2**-9 * np.linalg.norm(expected)
+
+
+@every
+def test_tangents_inside_shard_map(operator):
+    """Each device has inputs of its own; what is not differentiated is on all of them."""
+    case = next(operator.tagged("second"))
+    arrays, inputs, along = drawn(operator, case)
+    called, defined = both_ways(operator, case, arrays)
+    mesh, spec = jax.make_mesh((2,), ("device",), axis_types=(AxisType.Auto,)), PartitionSpec("device")
+    one = lambda inputs: [x[None] for x in called(jax.tree.map(lambda x: x[0], inputs))]
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec)
+    pushed = lambda f: quick_jit(lambda inputs, along: jax.jvp(f, (inputs,), (along,)))
+    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree)
+    got, expected = (pushed(f)(stack(inputs), stack(along)) for f in (mapped, jax.vmap(defined)))
+    close(got, expected)
 
 
 def test_tangents_are_checked():

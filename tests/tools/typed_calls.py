@@ -60,7 +60,8 @@ def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
     assert_type(graph, jab.BipartiteCSC)
     assert_type(graph.with_self_loops(), jab.BipartiteCSC)
     assert_type(graph.with_self_loops(edge, fill_value=1.0), tuple[jab.BipartiteCSC, jax.Array])
-    assert_type(jab.graph_attention(graph, x, None, a, num_heads=2), jax.Array)
+    assert_type(jab.graph_attention(graph, x, None, a, num_heads=2, forward_mode=True), jax.Array)
+    assert_type(jab.graph_attention_jvp(graph, x, None, a, num_heads=2, edge=edge, dedge=edge), Pair)
     assert_type(jab.graph_attention(graph, x, None, a, num_heads=2, return_attention_weights=True), Pair)
     assert_type(jab.graph_attention_v2(graph, x, x, a, num_heads=2, return_residual=True), Pair)
     out, probs, lse = jab.graph_attention(
