@@ -125,7 +125,10 @@ def forward(name: str, graph: Any, edge: jax.Array) -> jax.Array:
 
 def tangent(name: str, graph: Any, dedge: jax.Array, *saved: jax.Array) -> jax.Array:
     """The tangent of what `forward` returns; `saved` are edge and out of `edge_max`."""
-    return _maximum_moves(graph, *saved, dedge) if name == "edge_max" else forward(name, graph, dedge)
+    if name != "edge_max":
+        return forward(name, graph, dedge)
+    edge, out = saved
+    return _maximum_moves(graph, edge, out, dedge)  # (4)
 
 
 def backward(name: str, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.Array:

@@ -87,7 +87,8 @@ def _over_entries(
     has_batch = lambda x, own_rank: x is not None and x.ndim - own_rank == plan.batch_rank
     axes: dict[str, Any] = {name: 0 for name, rank in RANKS.items() if has_batch(given[name], rank)}
     if along is not None:
-        axes["tangents"] = Operands(**{name: axes.get(name) for name in given})
+        of_operands: dict[str, Any] = {name: axes.get(name) for name in given}
+        axes["tangents"] = Operands(**of_operands)
         of_entries["tangents"] = along
     if operands.dropout_words is not None:
         axes["dropout_offset"] = dropout.Offset(0, None, None, None)

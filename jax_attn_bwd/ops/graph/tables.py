@@ -66,7 +66,7 @@ def _on_every_device(function, *operands):
 
 def walked(loops: Loops, t: Tables) -> Tables:
     """The tables of nodes as `edge_loops.rows` reads them."""
-    padded = lambda x: None if x is None else for_rows(loops, x)
+    padded: Any = lambda x: None if x is None else for_rows(loops, x)
     src, dst = padded(t.src), padded(t.dst)
     message = src if t.message is t.src else padded(t.message)
     return t._replace(src=src, dst=dst, message=message)

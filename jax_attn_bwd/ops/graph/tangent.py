@@ -77,7 +77,7 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
 class _Sums(NamedTuple):
     """What the edges are summed into, by destination or run, and ds by edge; None = not needed."""
 
-    dout: jax.Array  # [num_dst, H, Dv]
+    dout: Any  # [num_dst, H, Dv]
     mu: Any  # [num_dst, H]
     ds: Any  # [E, H], or [(W,) R, H] of a chunk
 
