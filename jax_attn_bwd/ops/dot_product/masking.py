@@ -85,8 +85,8 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
     def take(x):
         return x if i is None else take_at(x, {-1: (i, block)})
 
-    start = 0 if i is None else i * block
-    local = start + jnp.arange(block, dtype=jnp.int32)
+    local = jnp.arange(block, dtype=jnp.int32)
+    local = local if i is None else i * block + local
     index = local if tokens.origin is None else tokens.origin + local
     position = index if tokens.position is None else take(tokens.position)
     segment = None if tokens.segment is None else lay(take(tokens.segment))
@@ -116,6 +116,14 @@ def positions(
     return found[0], found[1]
 
 
+def _by_function(given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank: int) -> Any:
+    """What `mask_mod` lets tile (i, j) see, with i and j None the whole plane; None = there is no `mask_mod`."""
+    mask_mod = given.rules.mask_mod
+    if mask_mod is None:
+        return None
+    return mod_functions.seen(mask_mod, given.places, *positions(given, i, j, blocks, rank))
+
+
 def _elements(rules: Mask, mask: Any, bias: Any, row: _Laid | None, column: _Laid | None) -> Any:
     """The conjunction of all conditions; None if all is seen. `row` and `column` are None in a full tile."""
     terms = [mask, None if bias is None else bias != -jnp.inf]
@@ -138,8 +146,7 @@ def of_tile(given: TileMask, i: Any, j: Any, mixed: bool, tiling: Tiling, rank: 
     if mixed:
         row = _lay(given.rows, i, tiling.block_q, -2, rank)
         column = _lay(given.columns, j, tiling.block_k, -1, rank)
-        at = positions(given, i, j, (tiling.block_q, tiling.block_k), rank)
-        mask = masks.conjunction(mask, mod_functions.seen(given.rules.mask_mod, given.places, *at))
+        mask = masks.conjunction(mask, _by_function(given, i, j, (tiling.block_q, tiling.block_k), rank))
     return _elements(given.rules, mask, bias, row, column)
 
 
@@ -155,9 +162,8 @@ def of_whole(given: TileMask, batch_rank: int) -> jax.Array | None:
     """`of_plane` of a mask in the layout of tiles that is not padded."""
     T, S, rank = given.rows.length, given.columns.length, batch_rank + 4
     row, column = _lay(given.rows, None, T, -2, rank), _lay(given.columns, None, S, -1, rank)
-    at = positions(given, None, None, (T, S), rank)
-    by_function = mod_functions.seen(given.rules.mask_mod, given.places, *at)
-    return _elements(given.rules, masks.conjunction(given.elements, by_function), given.bias, row, column)
+    mask = masks.conjunction(given.elements, _by_function(given, None, None, (T, S), rank))
+    return _elements(given.rules, mask, given.bias, row, column)
 
 
 def of_tiles(
@@ -167,7 +173,7 @@ def of_tiles(
 
     NumPy arrays if shapes alone decide. `some` is never False for a tile in which something is seen, and
     exact for bands over indices; `every` is never True for one in which something is hidden but queries
-    beyond their length, whose results are thrown away. A `mask_mod` reads its `modifiers.Places`.
+    beyond their length, whose results are thrown away. A `mask_mod` reads its `mod_functions.Places`.
     """
     (row, row_segment, row_range), (column, column_segment, column_range) = (
         _ranges(tokens, block, axis) for tokens, block, axis in ((rows, block_q, -1), (columns, block_k, -2))
