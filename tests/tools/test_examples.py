@@ -140,6 +140,18 @@ def test_deformable_detector_trains_and_draws(tmp_path):
 
 
 @pytest.mark.thorough
+def test_meanflow_trains_and_draws(tmp_path):
+    for module in ("matplotlib", "optax", "rich", "sklearn"):
+        pytest.importorskip(module)
+    script = ROOT / "examples" / "train_meanflow.py"
+    printed = run(tmp_path, script, "--steps", "2", "--batch", "8", "--repeats", "1", "--out", tmp_path)
+    assert re.search(r"step 2: loss \d\.\d{4}", printed), printed
+    ours, plain = re.findall(r"\d+\.\d{5}", printed)  # the losses of a step
+    assert abs(float(ours) - float(plain)) < 1e-4
+    assert (tmp_path / "meanflow.png").stat().st_size > 10_000
+
+
+@pytest.mark.thorough
 def test_minibatches_share_one_trace(tmp_path):
     for module in ("matplotlib", "optax", "rich", "sklearn"):
         pytest.importorskip(module)
