@@ -57,8 +57,7 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
         # The select keeps the product from being contracted with the difference to top, its rounded twin.
         z = jnp.where(jnp.isnan(x), jnp.nan, z) if bias is None else z + bias.astype(dtype) / after
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
-    top = lax.stop_gradient(z).max(axis, keepdims=True, initial=-jnp.inf)
-    live, top = top != -jnp.inf, jnp.maximum(top, jnp.finfo(dtype).min)
+    top, live = _top(options, z, sink)
     if after == 1:
         z = z - top
     else:
@@ -75,9 +74,8 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
     sign = jnp.where(scale < 0, -1, 1).astype(dtype)
     top = sign * lax.stop_gradient(x)
     top = top if visible is None else jnp.where(visible, top, -jnp.inf)
-    top = top.max(options.axis, keepdims=True, initial=-jnp.inf)
-    live = top != -jnp.inf
-    top = jnp.where(live, top, 0)
+    top, live = _top(options, top, sink)
+    top = top if live is None else jnp.where(live, top, 0)
     half = x / 2 - sign * top / 2
     if options.scale is None or abs(options.scale) > 1:
         z = scale * half
@@ -86,6 +84,20 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
         z = 2 * scale * half
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
     return _normalised(options, z, scale * sign * top, live, sink)
+
+
+def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
+    """The maximum of `z`, at least the least finite number; and where it is not -inf, or None if nobody asks.
+
+    Where nobody asks, the maximum starts at the least finite number: with an operation between maximum and
+    exponential, XLA:CPU no longer takes both and what computes `z` into one library loop, but computes `z`
+    twice in slower loops.
+    """
+    axis, least, z = options.axis % z.ndim, jnp.finfo(z.dtype).min, lax.stop_gradient(z)
+    if sink is None and options.fully_masked == "zero":
+        return jnp.expand_dims(lax.reduce(z, jnp.asarray(least, z.dtype), lax.max, (axis,)), axis), None
+    top = z.max(axis, keepdims=True, initial=-jnp.inf)
+    return jnp.maximum(top, least), top != -jnp.inf
 
 
 def _normalised(options, z, top, live, sink) -> Result:
