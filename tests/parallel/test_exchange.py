@@ -11,7 +11,7 @@ from helpers import QUICK, thorough
 from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, KINDS, LAYOUTS, TOKENS, draw, mesh
 
-from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd import dot_product_attention, parallel
 from jax_attn_bwd.ops.dot_product import engine, masking
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.masking import Tokens
@@ -139,3 +139,12 @@ def test_tiles_that_each_device_visits(layout, spread):
     if layout == "zigzag":  # and no more than the triangle, with its diagonal, has
         side = n * length // tile
         assert sum(tiles) == side * (side + 1) // 2
+
+
+def test_a_ring_weighs_the_keys_of_its_devices_where_logits_are_huge_and_alike():
+    """lse rounds to 1e9 beside one key and beside three: what rounding took tells them apart."""
+    bias = jnp.where(np.array([1, 0, 0, 0, 0, 1, 1, 1]) == 1, 1e9, -jnp.inf).astype(jnp.float32)
+    attend = lambda q, k, v: parallel.ring_attention(q, k, v, bias[None, None, None], axis_name=AXIS)
+    q, v = jnp.zeros((1, 2, 1, 1), jnp.float32), jnp.arange(8, dtype=jnp.float32)[None, :, None, None]
+    run = jax.jit(jax.shard_map(attend, mesh=mesh(2), in_specs=(TOKENS,) * 3, out_specs=TOKENS))
+    np.testing.assert_allclose(run(q, jnp.zeros_like(v), v), (0 + 5 + 6 + 7) / 4, rtol=1e-6)
