@@ -207,6 +207,7 @@ def plot(path: Path, samples: np.ndarray, seen: list[float]) -> None:
     """Writes the samples and the loss, as PNG."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes: Any = figure.subplots(1, 2)
+    samples = np.pad(samples, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-1)  # apart from one another
     rows, columns, side, _ = samples.shape
     sheet = samples.swapaxes(1, 2).reshape(rows * side, columns * side)
     axes[0].imshow(sheet, cmap="gray_r", vmin=-1, vmax=1)

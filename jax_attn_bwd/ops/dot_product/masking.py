@@ -117,7 +117,7 @@ def positions(
 
 
 def _by_function(given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank: int) -> Any:
-    """What `mask_mod` lets tile (i, j) see, with i and j None the whole plane; None = there is no `mask_mod`."""
+    """What `mask_mod` lets tile (i, j) see, with i and j None the whole plane; None: there is none."""
     mask_mod = given.rules.mask_mod
     if mask_mod is None:
         return None
