@@ -85,7 +85,8 @@ def attention_fn(
       precision: of the matrix products.
       module: the layer that sows the weights `[..., N, T, S]` before dropout: to "intermediates" from linen,
         to `nnx.Intermediate` from NNX. None = not sown.
-      force_fp32_for_softmax: either way the softmax is computed in float32, or float64 for float64.
+      force_fp32_for_softmax: either way the softmax is computed in float32, or float64 for float64; True sows
+        the weights so, where False sows them in the dtype of the computation.
       is_causal: a query sees keys up to its own index. In a step of decoding of linen the mask says so
         already; NNX leaves it out there (that of Flax 0.12.8 does not, with its own attention either).
       input_positions: positions that are handed to `rope`.
@@ -198,7 +199,8 @@ def attention_by(
         implementation=implementation,
     )
     if module is not None:
-        _sow(module, _weights(query, key, value, bias, mask, **options))
+        weights = _weights(query, key, value, bias, mask, **options)
+        _sow(module, weights if force_fp32_for_softmax else weights.astype(query.dtype))
     return out
 
 
@@ -259,11 +261,11 @@ def _linen_decodes() -> bool:
 def _weights(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, **given: Any
 ) -> jax.Array:
-    """`[..., N, T, S]`, dtype of `query`."""
+    """`[..., N, T, S]`, float32 or wider."""
     given |= dict(scale=None, sink=None, dropout_rate=0.0, dropout_key=None, dropout_offset=None)
     options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
     p = engine.probabilities(engine.plane(options, operands), None)  # [..., K, G, T, S]
-    return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:]).astype(query.dtype)
+    return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:])
 
 
 def _sow(module: Any, weights: jax.Array) -> None:

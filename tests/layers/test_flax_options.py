@@ -102,6 +102,24 @@ def test_every_option_of_nnx(options):
         assert_all_close(run(cls), run(nnx.MultiHeadAttention), 1e-11)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_dtype_of_sown_weights(wide):
+    """As Flax's own: float32 with `force_fp32_for_softmax`, else that of the computation."""
+    options = dict(dtype="bfloat16", force_fp32_for_softmax=wide)
+    theirs, inner = (
+        nn.MultiHeadDotProductAttention(N, **options, **given)
+        for given in ({}, {"attention_fn": attention_fn})
+    )
+    x = jax.ShapeDtypeStruct((2, T, E), jnp.float32)
+    for layer in (theirs, inner, flax_linen.MultiHeadDotProductAttention(N, **options)):
+        run = lambda x, layer=layer: layer.init_with_output(
+            jax.random.key(0), x, sow_weights=True, mutable=True
+        )[1]
+        with lenient():
+            (weights,) = jax.eval_shape(run, x)["intermediates"]["attention_weights"]
+        assert weights.dtype == ("float32" if wide else "bfloat16")
+
+
 def test_the_whole_layer_and_the_parts_draw_one_mask():
     """Dropout of `multi_head_attention` and of `attention_fn` in the same linen layer."""
     x, y = arrays((2, T, E), (2, S, E))
