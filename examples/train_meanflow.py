@@ -197,7 +197,8 @@ def compare(repeats: int, large: bool) -> Table:
                 start = time.perf_counter()
                 jax.block_until_ready(step(*args))
                 times.append(time.perf_counter() - start)
-            mib = step.memory_analysis().temp_size_in_bytes / 2**20
+            memory = step.memory_analysis()
+            mib = np.nan if memory is None else memory.temp_size_in_bytes / 2**20
             patches = f"{(sizes.side // PATCH) ** 2} patches"
             table.add_row(patches, name, f"{1e3 * np.median(times):.1f}", f"{mib:.0f}", f"{distance:.5f}")
     return table
