@@ -12,7 +12,7 @@ from jax_attn_bwd._core import backend, checks, float_leaves, pallas
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
 from jax_attn_bwd.ops.dot_product import engine
-from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Result
+from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Result, as_cotangents
 from jax_attn_bwd.parallel import all_gather, ring
 from jax_attn_bwd.parallel.arguments import Exchange, prepare
 
@@ -72,7 +72,7 @@ def _bwd(static, residuals, cotangents):
         name: jax.tree.map(match_type, x, float_leaves.floats(getattr(operands, name)))
         for name, x in grads.items()
     }
-    return (operands.cotangents(matched),)
+    return (as_cotangents(operands, matched),)
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -23,6 +23,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionKeywords,
     Operands,
     Result,
+    as_cotangents,
 )
 
 _NAME = "dot_product_attention"
@@ -339,7 +340,7 @@ def _bwd(plan, residuals, cotangents):
     operands, result, note = residuals
     wanted = backend.noted(note, DIFFERENTIABLE)
     grads = engine.backward(plan, operands, engine.restored(result), wanted, dout, dlse, alone=True)
-    return (operands.cotangents(grads._asdict()),)
+    return (as_cotangents(operands, grads._asdict()),)
 
 
 def _jvp(plan, residuals, along):

@@ -111,11 +111,12 @@ class Operands(NamedTuple):
         )
         return {name: axis for name, axis in along.items() if name in self._fields} | {"mask": mask}
 
-    def cotangents(self, gradients: dict[str, Any]) -> "Operands":
-        """What the rule returns: gradients, by their names in `DIFFERENTIABLE`, in the place of operands."""
-        own = {name: x for name, x in gradients.items() if name != "mod_args"}
-        mask = self.mask.rules.replace(mod_args=gradients.get("mod_args"))
-        return Operands(None, None, None, mask=mask)._replace(**own)  # type: ignore[arg-type]
+
+def as_cotangents(operands: Any, gradients: dict[str, Any]) -> Any:
+    """What a rule returns for operands that hold a `mask`: gradients by name, `mod_args` among them."""
+    own = dict.fromkeys(operands._fields) | {name: x for name, x in gradients.items() if name != "mod_args"}
+    own["mask"] = operands.mask.rules.replace(mod_args=gradients.get("mod_args"))
+    return type(operands)(**own)
 
 
 @jax.tree_util.register_static

@@ -11,6 +11,7 @@ from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.engine import Plan
+from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
@@ -73,7 +74,7 @@ def _bwd(static, residuals, cotangents):
     operands, saved, note = residuals
     saved = saved._replace(**engine.restored(saved.attention())._asdict())
     residuals = Residuals(operands, saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
-    return (operands.cotangents(layer_backward.backward(*static, residuals, dout, dweights)),)
+    return (as_cotangents(operands, layer_backward.backward(*static, residuals, dout, dweights)),)
 
 
 _layer.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -107,12 +107,6 @@ class Operands(NamedTuple):
         """The positions of the tokens of "query" or "key"; None = their indices."""
         return self.mask.query_positions if name == "query" else self.mask.key_value_positions
 
-    def cotangents(self, gradients: dict[str, Any]) -> "Operands":
-        """What the rule returns: gradients, by their names in `DIFFERENTIABLE`, in the place of operands."""
-        own = {name: x for name, x in gradients.items() if name != "mod_args"}
-        mask = self.mask.rules.replace(mod_args=gradients.get("mod_args"))
-        return Operands(None, mask=mask)._replace(**own)
-
 
 class Heads(NamedTuple):
     """The projected inputs, queries and keys turned by `rotary`."""
