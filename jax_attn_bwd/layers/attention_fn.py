@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ def attention_fn(
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
     deterministic_sums: bool = True,
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
     promote_dtype: Callable[..., Any] | None = None,
     einsum_dot_general: Any = None,
@@ -103,6 +105,8 @@ def attention_fn(
         a step of decoding the keys are those of the cache, and functions are an error as windows are.
         Positions are what causality, windows and functions read; `rope` is handed `input_positions` alone.
       deterministic_sums: as in `dot_product_attention`.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, as in
+        `dot_product_attention`; layers do not pass it on: `configured_attention_fn(forward_mode=True)`.
       implementation: as in `dot_product_attention`.
       promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
@@ -130,7 +134,9 @@ def attention_fn(
       >>> out.shape
       (1, 5, 8)
     """
-    return attention_by(dot_product_attention, **locals())
+    given = locals()
+    forward_mode = checks.flag(_NAME, "forward_mode", given.pop("forward_mode"))
+    return attention_by(partial(dot_product_attention, forward_mode=forward_mode), **given)
 
 
 def attention_by(

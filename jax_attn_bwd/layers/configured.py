@@ -36,6 +36,7 @@ def configured_attention_fn(
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
     deterministic_sums: bool | None = None,
+    forward_mode: bool | None = None,
     implementation: Implementation | None = None,
 ) -> Callable[..., jax.Array]:
     """`attention_fn` for Flax's layers with options that hold, whatever the layer passes.
@@ -65,8 +66,9 @@ def configured_attention_fn(
         `jax_attn_bwd.parallel.attention_fn` returned.
       bias, is_causal, input_positions, rope, rotary, local_window_size, query_seq_lengths,
         key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions,
-        logits_soft_cap, mask_mod, score_mod, mod_args, deterministic_sums, implementation: as in
-        `jax_attn_bwd.attention_fn`; None (of `mod_args` an empty tuple) leaves it to the layer.
+        logits_soft_cap, mask_mod, score_mod, mod_args, deterministic_sums, forward_mode,
+        implementation: as in `jax_attn_bwd.attention_fn`; None (of `mod_args` an empty tuple) leaves it to
+        the layer.
 
     Returns:
       A function with the arguments of `attention_fn`, each by its own name. Two that are made alike are equal
@@ -93,7 +95,7 @@ def configured_attention_fn(
     if not callable(attention_fn):
         expected = "be a function like jax_attn_bwd.attention_fn"
         raise TypeError(checks.message(_NAME, "attention_fn", expected, type(attention_fn).__name__))
-    for name in {"is_causal", "deterministic_sums"} & options.keys():
+    for name in {"is_causal", "deterministic_sums", "forward_mode"} & options.keys():
         options[name] = checks.flag(_NAME, name, options[name])
     masks.window(_NAME, local_window_size)
     for name in options.keys() - inspect.signature(attention_fn).parameters.keys():

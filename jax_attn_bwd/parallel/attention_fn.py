@@ -70,7 +70,7 @@ def attention_fn(
     Raises:
       ValueError: an axis is not in the mesh; one that does not divide what it shards; and when called, as
         `jax_attn_bwd.attention_fn` and the exchange.
-      NotImplementedError: when called: weights to be sown.
+      NotImplementedError: when called: weights to be sown, or `forward_mode`.
 
     Example:
       >>> import jax
@@ -126,6 +126,10 @@ class _Sharded:
         if given.arguments["module"] is not None:
             remedy = "weights are T x S numbers; sow them from a model on one device"
             raise NotImplementedError(checks.message(_NAME, "module", "be None over a mesh", "one", remedy))
+        if checks.flag(_NAME, "forward_mode", given.arguments.pop("forward_mode")):
+            remedy = "the exchanges have no tangent rule; differentiate in forward mode on one device"
+            message = checks.message(_NAME, "forward_mode", "be False over a mesh", True, remedy)
+            raise NotImplementedError(message)
         if self.layout != "contiguous":
             self._place(given.arguments)
         attend = functools.partial(_attend, self.mesh, self.axes, self.kind)

@@ -30,13 +30,13 @@ def linen_params(**options):
 
 @pytest.mark.parametrize("layer", ["own", "flax"])
 def test_sown_weights(layer):
-    """Where Flax puts them, as Flax computes them, and with a gradient."""
+    """Where Flax puts them, as Flax computes them, with a gradient and, where it is asked for, a tangent."""
     x, y = arrays((2, T, E), (2, S, E))
     params, mask = linen_params(), some_mask(2, 1, T, S)
     ours = (
         flax_linen.MultiHeadDotProductAttention
         if layer == "own"
-        else partial(nn.MultiHeadDotProductAttention, attention_fn=attention_fn)
+        else partial(nn.MultiHeadDotProductAttention, attention_fn=partial(attention_fn, forward_mode=True))
     )
     results = []
     for cls in (nn.MultiHeadDotProductAttention, ours):
@@ -48,8 +48,12 @@ def test_sown_weights(layer):
             (found,) = state["intermediates"]["attention_weights"]
             return found
 
+        def derived(x, weights=weights):
+            found = values_and_gradients(weights, x)
+            return found if layer == "own" else (found, jax.jvp(weights, (x,), (x,))[1])
+
         with lenient():
-            results.append(jitted(partial(values_and_gradients, weights))(x))
+            results.append(jitted(derived)(x))
     assert_all_close(results[1], results[0], 1e-12)
 
 
@@ -165,6 +169,7 @@ def test_rotary_embedding_and_its_positions():
         ({"einsum_dot_general": jax.lax.dot_general}, NotImplementedError, "einsum_dot_general"),
         ({"module": object()}, TypeError, "module must be the Flax module"),
         ({"implementation": "mine"}, ValueError, "mine"),
+        ({"forward_mode": 1}, TypeError, "attention_fn: forward_mode must be a Python bool"),
         ({"bias": jnp.zeros((2, 2, T, S))}, ValueError, "bias must broadcast"),
         (
             {"mod_args": (np.ones(3),)},

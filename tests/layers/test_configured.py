@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 from functools import partial
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, quick_jit, thorough
 from layers.frameworks import lenient
 
 from jax_attn_bwd import Rotary, attention_fn, configured_attention_fn, mods, parallel
@@ -121,6 +122,24 @@ def test_a_step_of_decoding_sees_what_the_cache_holds(name):
                 variables = {**variables, **new}
                 got.append(out)
         assert_close(jnp.concatenate(got, 1), whole(x), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=thorough if "ours" in name else []) for name in LAYERS]
+)
+def test_forward_mode_goes_through_layers(name):
+    def formula(query, key, value, **_):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / math.sqrt(E // N))
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+    x = tokens()
+
+    def tangents(attend):
+        layer = made(name, x, attend)
+        with lenient():
+            return quick_jit(lambda x, along: jnp.stack(jax.jvp(layer, (x,), (along,))))(x, jnp.cos(x))
+
+    assert_close(tangents(configured_attention_fn(forward_mode=True)), tangents(formula), 1e-12)
 
 
 def test_over_a_mesh():
