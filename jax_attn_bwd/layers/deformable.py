@@ -61,6 +61,8 @@ def attend(
     value = _keep(mask, linears.value_proj(_keep(mask, value)))
     # The operator has one batch axis, and takes the softmax of the logits itself.
     B, options = math.prod(batch), dict(vars(config.options))
+    if not config.options.forward_mode:
+        del options["forward_mode"]  # an `attention_fn` of the caller's need not take it
     out = options.pop("attention_fn")(
         value.reshape(B, S, M, config.width // M),
         spatial_shapes,

@@ -39,6 +39,7 @@ class Options:
     method: SamplingMethod = "bilinear"
     deterministic_sums: bool = True
     implementation: Implementation | None = None
+    forward_mode: bool = False
     attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
 
 
@@ -97,6 +98,7 @@ def configure(arguments: Mapping[str, Any], width: str) -> Config:
     counts = tuple(positive(_NAME, "num_points", P) for P in given)
     sums = checks.repeatable_sums(_NAME, arguments["deterministic_sums"], arguments["deterministic"])
     options = Options(**{x.name: arguments[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
+    checks.flag(_NAME, "forward_mode", options.forward_mode)
     if not callable(options.attention_fn):
         expected = "be a function like multi_scale_deformable_attention"
         raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))

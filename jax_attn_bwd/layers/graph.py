@@ -74,6 +74,7 @@ def attend(
         num_heads=config.heads,
         concat_heads=config.concat,
         implementation=config.implementation,
+        forward_mode=config.forward_mode,
         dropout_rate=0.0 if dropout_key is None else config.dropout,
         dropout_key=dropout_key,
         return_attention_weights=checks.flag(

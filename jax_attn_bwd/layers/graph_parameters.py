@@ -41,13 +41,15 @@ class Config:
     share_weights: bool = False  # GATv2Conv
     root_weight: bool = True  # TransformerConv
     beta: bool = False  # TransformerConv
+    forward_mode: bool = False
     in_channels: int | tuple[int, int] | None = None  # None where it is read off the input
 
     def __post_init__(self) -> None:
         """Checks everything that the operator does not."""
         for name in ("out_channels", "heads") + (() if self.edge_dim is None else ("edge_dim",)):
             positive(self.kind, name, getattr(self, name))
-        for name in ("concat", "bias", "residual", "add_self_loops", "share_weights", "root_weight", "beta"):
+        flags = ("concat", "bias", "residual", "add_self_loops", "share_weights", "root_weight", "beta")
+        for name in (*flags, "forward_mode"):
             checks.flag(self.kind, name, getattr(self, name))
         if isinstance(self.fill_value, str):
             checks.choice(self.kind, "fill_value", self.fill_value, FILLS)

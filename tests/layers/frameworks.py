@@ -51,9 +51,21 @@ def arrays(*shapes, dtype="float64"):
 def values_and_gradients(function, *arguments):
     """The outputs, and the gradients of all arguments for random cotangents."""
     outputs, pullback = jax.vjp(function, *arguments)
-    rng = np.random.default_rng(5)
-    cotangents = jax.tree.map(lambda y: jnp.asarray(rng.standard_normal(y.shape), y.dtype), outputs)
-    return outputs, pullback(cotangents)
+    return outputs, pullback(drawn(outputs))
+
+
+def drawn(like, seed=5):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda y: jnp.asarray(rng.standard_normal(y.shape), y.dtype), like)
+
+
+def assert_tangents_agree(function, arguments, outputs, gradients):
+    """<cotangents, J t> = <J^T cotangents, t>, where `values_and_gradients` gave outputs and gradients."""
+    along = drawn(arguments, 6)
+    found, tangents = jitted(lambda *x: jax.jvp(function, x, along))(*arguments)
+    assert_all_close(found, outputs, 1e-11)
+    inner = lambda xs, ys: sum(map(np.vdot, jax.tree.leaves(xs), jax.tree.leaves(ys)))
+    assert_close(inner(drawn(outputs), tangents), inner(gradients, along), 1e-10)
 
 
 def assert_all_close(got, expected, rtol):

@@ -22,7 +22,14 @@ from layers.deformable_cases import (
     inputs,
     torch_state,
 )
-from layers.frameworks import FRAMEWORKS, assert_all_close, frameworks, jitted, values_and_gradients
+from layers.frameworks import (
+    FRAMEWORKS,
+    assert_all_close,
+    assert_tangents_agree,
+    frameworks,
+    jitted,
+    values_and_gradients,
+)
 
 from jax_attn_bwd import parallel
 from jax_attn_bwd.layers.deformable import from_torch
@@ -57,6 +64,14 @@ def test_output_and_gradients_are_those_of_the_definition(framework, case):
     function = lambda *arrays: layer.call(*arrays, LEVELS, mask)
     got = jitted(partial(values_and_gradients, function))(params, *arrays)
     assert_all_close(got, expected(case), 1e-12)
+
+
+@pytest.mark.parametrize("framework", frameworks("flax_linen"))
+def test_tangents_agree_with_the_gradients_of_the_definition(framework):
+    case = "ragged_boxes"
+    options, params, (*arrays, mask) = arguments_of(case)
+    layer = build(framework, forward_mode=True, **options)
+    assert_tangents_agree(lambda *x: layer.call(*x, LEVELS, mask), (params, *arrays), *expected(case))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

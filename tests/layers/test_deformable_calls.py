@@ -122,6 +122,7 @@ def test_every_framework_passes_on_its_arguments(framework, width):
         width: ({"num_heads": 4}, ValueError),
         "padding_mode": ({"padding_mode": "wrap"}, ValueError),
         "method": ({"method": "nearest"}, ValueError),
+        "forward_mode": ({"forward_mode": 1}, TypeError),
         "deterministic_sums": ({"deterministic_sums": 1}, TypeError),
         "'mine'": ({"implementation": "mine"}, ValueError),
     }

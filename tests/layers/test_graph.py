@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, thorough
-from layers.frameworks import FRAMEWORKS, assert_all_close, frameworks, jitted, values_and_gradients
+from layers.frameworks import (
+    FRAMEWORKS,
+    assert_all_close,
+    assert_tangents_agree,
+    frameworks,
+    jitted,
+    values_and_gradients,
+)
 from layers.graph_cases import CASES, EDGE, N_DST, N_SRC, NNZ, C, H, build, definition, inputs, parameters
 
 from jax_attn_bwd import BipartiteCSC
@@ -55,6 +62,23 @@ def test_outputs_and_gradients_are_those_of_the_definition(framework, name):
 
     got = jitted(partial(values_and_gradients, function))(params, x, edge)
     assert_all_close(got, result, 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    [
+        ("flax_linen", "gat_pair"),
+        ("flax_nnx", "gatv2_pair"),
+        ("haiku", "transformer_pair"),
+        pytest.param("equinox", "gat_pair", marks=thorough),
+    ],
+)
+def test_tangents_agree_with_the_gradients_of_the_definition(framework, name):
+    params, (x, graph, edge), (outputs, gradients) = expected(name)
+    kind, in_channels, options = CASES[name]
+    layer = build(framework, kind, in_channels, forward_mode=True, **options)
+    call = lambda params, x, edge: layer.call(params, x, graph, edge, return_attention_weights=True)
+    assert_tangents_agree(call, (params, x, edge), outputs, gradients)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class MultiScaleDeformableAttention(eqx.Module):
         method: SamplingMethod = "bilinear",
         deterministic_sums: bool = True,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         use_4D_normalizer: bool = False,
         offset_scale: float = 0.5,
         projections: bool = True,
@@ -70,7 +71,7 @@ class MultiScaleDeformableAttention(eqx.Module):
           query_size: C, width of queries, values and output; a multiple of M.
           num_levels: L.
           num_points: sampling points of a head on each level, P, or (P_1, ..., P_L).
-          padding_mode, method, deterministic_sums, implementation: options of
+          padding_mode, method, deterministic_sums, implementation, forward_mode: options of
             `jax_attn_bwd.multi_scale_deformable_attention`.
           use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in
             place of boxes over the number of points.

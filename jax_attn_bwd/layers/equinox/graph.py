@@ -172,6 +172,7 @@ class GATConv(_Conv):
         fill_value: float | Fill = "mean",
         inference: bool = False,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         dtype: Any = None,
         key: jax.Array,
     ):
@@ -192,7 +193,7 @@ class GATConv(_Conv):
           fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
             the node.
           inference: True = no dropout.
-          implementation: option of `jax_attn_bwd.graph_attention`.
+          implementation, forward_mode: options of `jax_attn_bwd.graph_attention`.
           dtype: dtype of the parameters.
           key: a PRNG key for the parameters.
         """
@@ -232,6 +233,7 @@ class GATv2Conv(_Conv):
         fill_value: float | Fill = "mean",
         inference: bool = False,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         dtype: Any = None,
         key: jax.Array,
     ):
@@ -276,6 +278,7 @@ class TransformerConv(_Conv):
         root_weight: bool = True,
         inference: bool = False,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         dtype: Any = None,
         key: jax.Array,
     ):

@@ -1,6 +1,7 @@
 """Multi-scale deformable attention as a Flax linen module."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ class MultiScaleDeformableAttention(nn.Module):
       param_dtype: dtype of the parameters.
       precision: precision of the four matrix products.
       kernel_init: initializer of `value_proj` and `output_proj`.
-      padding_mode, method, deterministic_sums, implementation: options of
+      padding_mode, method, deterministic_sums, implementation, forward_mode: options of
         `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
         of boxes over the number of points.
@@ -66,6 +67,7 @@ class MultiScaleDeformableAttention(nn.Module):
     method: SamplingMethod = "bilinear"
     deterministic_sums: bool = True
     implementation: Implementation | None = None
+    forward_mode: bool = field(default=False, kw_only=True)  # the others keep their places
     use_4D_normalizer: bool = False
     offset_scale: float = 0.5
     projections: bool = True

@@ -1,5 +1,6 @@
 """Graph attention layers as Flax linen modules."""
 
+from dataclasses import field
 from typing import Any, ClassVar, Literal, overload
 
 import jax
@@ -25,6 +26,7 @@ class _Conv(nn.Module):
     precision: Any = None
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
     implementation: Implementation | None = None
+    forward_mode: bool = field(default=False, kw_only=True)  # the others keep their places
 
     kind: ClassVar[str]
 
@@ -122,7 +124,7 @@ class GATConv(_Conv):
       param_dtype: dtype of the parameters.
       precision: precision of the linear layers.
       kernel_init: initializer of the linear layers and the attention vectors.
-      implementation: option of `jax_attn_bwd.graph_attention`.
+      implementation, forward_mode: options of `jax_attn_bwd.graph_attention`.
       negative_slope: slope of the leaky ReLU below 0.
       residual: whether to add a linear layer of the destinations.
       add_self_loops: whether to attend along `graph.with_self_loops()` instead, built at each call;
@@ -157,7 +159,8 @@ class GATv2Conv(_Conv):
 
     Attributes:
       out_channels, heads, concat, dropout, edge_dim, bias, deterministic, dtype, param_dtype, precision,
-        kernel_init, implementation, negative_slope, residual, add_self_loops, fill_value: as in `GATConv`.
+        kernel_init, implementation, forward_mode, negative_slope, residual, add_self_loops, fill_value: as in
+        `GATConv`.
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
     """
 
@@ -178,7 +181,7 @@ class TransformerConv(_Conv):
 
     Attributes:
       out_channels, heads, concat, dropout, edge_dim, deterministic, dtype, param_dtype, precision,
-        kernel_init, implementation: as in `GATConv`.
+        kernel_init, implementation, forward_mode: as in `GATConv`.
       bias: whether the linear layers of nodes have one.
       beta: whether a learned gate mixes attention and skip connection, in place of their sum.
       root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.

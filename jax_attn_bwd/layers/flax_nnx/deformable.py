@@ -34,7 +34,7 @@ class MultiScaleDeformableAttention(nnx.Module):
       param_dtype: dtype of the parameters.
       precision: precision of the four matrix products.
       kernel_init: initializer of `value_proj` and `output_proj`.
-      padding_mode, method, deterministic_sums, implementation: options of
+      padding_mode, method, deterministic_sums, implementation, forward_mode: options of
         `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
         of boxes over the number of points.
@@ -71,6 +71,7 @@ class MultiScaleDeformableAttention(nnx.Module):
         method: SamplingMethod = "bilinear",
         deterministic_sums: bool = True,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         use_4D_normalizer: bool = False,
         offset_scale: float = 0.5,
         projections: bool = True,

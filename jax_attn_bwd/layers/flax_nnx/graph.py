@@ -127,7 +127,7 @@ class GATConv(_Conv):
       param_dtype: dtype of the parameters.
       precision: precision of the linear layers.
       kernel_init: initializer of the linear layers and the attention vectors.
-      implementation: option of `jax_attn_bwd.graph_attention`.
+      implementation, forward_mode: options of `jax_attn_bwd.graph_attention`.
       rngs: rng key.
 
     Example:
@@ -163,6 +163,7 @@ class GATConv(_Conv):
         precision: Any = None,
         kernel_init: nnx.Initializer = _XAVIER,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         rngs: nnx.Rngs,
     ):
         self._build(locals())
@@ -178,7 +179,7 @@ class GATv2Conv(_Conv):
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
       in_channels, out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual,
         add_self_loops, fill_value, deterministic, dtype, param_dtype, precision, kernel_init,
-        implementation, rngs: as in `GATConv`.
+        implementation, forward_mode, rngs: as in `GATConv`.
     """
 
     kind: ClassVar[str] = "GATv2Conv"
@@ -204,6 +205,7 @@ class GATv2Conv(_Conv):
         precision: Any = None,
         kernel_init: nnx.Initializer = _XAVIER,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         rngs: nnx.Rngs,
     ):
         self._build(locals())
@@ -220,7 +222,7 @@ class TransformerConv(_Conv):
       beta: whether a learned gate mixes attention and skip connection, in place of their sum.
       root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
       in_channels, out_channels, heads, concat, dropout, edge_dim, deterministic, dtype, param_dtype,
-        precision, kernel_init, implementation, rngs: as in `GATConv`.
+        precision, kernel_init, implementation, forward_mode, rngs: as in `GATConv`.
     """
 
     kind: ClassVar[str] = "TransformerConv"
@@ -243,6 +245,7 @@ class TransformerConv(_Conv):
         precision: Any = None,
         kernel_init: nnx.Initializer = _XAVIER,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         rngs: nnx.Rngs,
     ):
         self._build(locals())

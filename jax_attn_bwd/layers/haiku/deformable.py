@@ -31,7 +31,7 @@ class MultiScaleDeformableAttention(hk.Module):
       num_levels: L.
       num_points: sampling points of a head on each level, P, or (P_1, ..., P_L).
       w_init: initializer of `value_proj` and `output_proj`; Xavier-uniform if None.
-      padding_mode, method, deterministic_sums, implementation: options of
+      padding_mode, method, deterministic_sums, implementation, forward_mode: options of
         `jax_attn_bwd.multi_scale_deformable_attention`.
       use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
         of boxes over the number of points.
@@ -68,6 +68,7 @@ class MultiScaleDeformableAttention(hk.Module):
         method: SamplingMethod = "bilinear",
         deterministic_sums: bool = True,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         use_4D_normalizer: bool = False,
         offset_scale: float = 0.5,
         projections: bool = True,

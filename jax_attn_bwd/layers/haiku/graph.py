@@ -25,6 +25,7 @@ class _Conv(hk.Module):
     bias: bool = True
     w_init: hk.initializers.Initializer | None = None
     implementation: Implementation | None = None
+    forward_mode: bool = False
     name: str | None = None
 
     kind: ClassVar[str]
@@ -126,7 +127,7 @@ class GATConv(_Conv):
       fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
         the node.
       w_init: initializer of the linear layers and the attention vectors; Xavier-uniform if None.
-      implementation: option of `jax_attn_bwd.graph_attention`.
+      implementation, forward_mode: options of `jax_attn_bwd.graph_attention`.
       name: name of the module.
 
     Example:
@@ -160,7 +161,7 @@ class GATv2Conv(_Conv):
     Args:
       share_weights: whether destinations use the linear layer of sources, `lin_l`.
       out_channels, heads, concat, negative_slope, dropout, edge_dim, bias, residual, add_self_loops,
-        fill_value, w_init, implementation, name: as in `GATConv`.
+        fill_value, w_init, implementation, forward_mode, name: as in `GATConv`.
     """
 
     _: KW_ONLY
@@ -184,7 +185,8 @@ class TransformerConv(_Conv):
       bias: whether the linear layers of nodes have one.
       beta: whether a learned gate mixes attention and skip connection, in place of their sum.
       root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
-      out_channels, heads, concat, dropout, edge_dim, w_init, implementation, name: as in `GATConv`.
+      out_channels, heads, concat, dropout, edge_dim, w_init, implementation, forward_mode, name: as in
+        `GATConv`.
     """
 
     _: KW_ONLY
