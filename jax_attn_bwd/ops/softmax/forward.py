@@ -45,8 +45,9 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
 
     after = 1.0  # what the differences to the maximum are multiplied with
     shared_scale = scale is None or scale.shape[axis] == 1
-    if bias is None and scale is None and options.scale >= _OVERFLOW_IS_ZERO:
-        z, after = x, options.scale
+    if bias is None and scale is None and abs(options.scale) >= _OVERFLOW_IS_ZERO:
+        after = abs(options.scale)
+        given, z = (given, x) if options.scale > 0 else (-given, -x)
         if visible is not None:  # before the cast, which then needs no array of its own
             z, visible = jnp.where(visible, given, -jnp.inf).astype(dtype), None
     elif bias is None and shared_scale:
@@ -91,11 +92,14 @@ def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
 
     Where nobody asks, the maximum starts at the least finite number: with an operation between maximum and
     exponential, XLA:CPU no longer takes both and what computes `z` into one library loop, but computes `z`
-    twice in slower loops.
+    twice in slower loops. Over one entry, or one entry a device, XLA drops the start, so each entry is raised
+    to that number too.
     """
-    axis, least, z = options.axis % z.ndim, jnp.finfo(z.dtype).min, lax.stop_gradient(z)
+    axis, least, z = options.axis % z.ndim, jnp.asarray(jnp.finfo(z.dtype).min, z.dtype), lax.stop_gradient(z)
     if sink is None and options.fully_masked == "zero":
-        return jnp.expand_dims(lax.reduce(z, jnp.asarray(least, z.dtype), lax.max, (axis,)), axis), None
+        return jnp.expand_dims(
+            lax.reduce(jnp.maximum(z, least), jnp.asarray(least, z.dtype), lax.max, (axis,)), axis
+        ), None
     top = z.max(axis, keepdims=True, initial=-jnp.inf)
     return jnp.maximum(top, least), top != -jnp.inf
 

@@ -39,7 +39,7 @@ def sines(function, *args):
     return len(re.findall(r" sine\(", jax.jit(function).lower(*args).compile().as_text()))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("scale", [1.0, 0.5, -0.5])
 def test_what_computes_the_logits_is_computed_as_often_as_in_front_of_the_plain_formula(scale):
     x = jnp.ones((64, 1000), jnp.float32)
     ours = sines(lambda x: scaled_masked_softmax(jnp.sin(x), scale=scale), x)

@@ -29,3 +29,10 @@ def test_operands_are_placed_like_x_on_an_explicit_mesh(rng):
         got = jax.jit(lambda *a: step(*a))(*placed)
     for a, b in zip(got, expected, strict=True):
         assert_close(a, b, 1e-13)
+
+
+def test_rows_that_see_nothing_are_zero_where_each_device_holds_one_column():
+    mesh = jax.make_mesh((4,), ("c",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.full((2, 4), -jnp.inf), NamedSharding(mesh, P(None, "c")))
+    for y in jax.jit(lambda x, one: (scaled_masked_softmax(x), scaled_masked_softmax(one)))(x, x[:, :1]):
+        assert not y.any()
