@@ -152,6 +152,23 @@ def test_meanflow_trains_and_draws(tmp_path):
 
 
 @pytest.mark.thorough
+def test_mesh_transformer_trains_and_draws(tmp_path):
+    for module in ("matplotlib", "optax", "rich", "scipy"):
+        pytest.importorskip(module)
+    script = ROOT / "examples" / "train_mesh_transformer.py"
+    options = {"steps": 2, "batch": 1, "refinements": 1, "hops": 1, "repeats": 1}
+    arguments = [word for name, n in options.items() for word in (f"--{name}", str(n))]
+    printed = run(tmp_path, script, *arguments, "--out", tmp_path)
+    assert "42 nodes, 282 pairs" in printed  # 12 nodes have 5 neighbours, 30 have 6, and each has itself
+    assert re.search(r"step 2: squared error \d+\.\d{4} of that of no change", printed), printed
+    differences = [float(x) for x in re.findall(r"\de[+-]\d\d", printed)]
+    assert len(differences) == 5
+    assert max(differences) < 1e-5
+    assert (tmp_path / "mesh.png").stat().st_size > 10_000
+    assert "nan" not in printed
+
+
+@pytest.mark.thorough
 def test_minibatches_share_one_trace(tmp_path):
     for module in ("matplotlib", "optax", "rich", "sklearn"):
         pytest.importorskip(module)
