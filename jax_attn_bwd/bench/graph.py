@@ -58,7 +58,7 @@ def _tolokers(path: str, operator: str) -> Case:
     return make(name, graph=graph, H=4, D=16, dtype="float32")
 
 
-def _edges(graph: BipartiteCSC, columns: int, width: int) -> Edges:
+def edges_of(graph: BipartiteCSC, columns: int, width: int) -> Edges:
     """The edges of a graph, sorted: the sums of its peers are as fast as they get."""
     dst = np.repeat(np.arange(graph.num_dst), np.diff(graph.offsets))
     src = np.asarray(graph.indices).astype(dst.dtype)
@@ -71,7 +71,7 @@ def _workload(operator: Operator, case: Case) -> Workload:
     kind, function = OPERATORS[operator.name]
     name, edges = (
         f"{kind}, {case.name}",
-        _edges(case.options["graph"], dout.shape[1], case.options["head_size"]),
+        edges_of(case.options["graph"], dout.shape[1], case.options["head_size"]),
     )
     start = time.perf_counter()
     graph = BipartiteCSC.from_coo(edges.src, edges.dst, edges.nodes, edges.nodes)

@@ -12,7 +12,7 @@ from jax_attn_bwd import ops
 from jax_attn_bwd._core import backend, console
 from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only import __doc__ as description
-from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, scale, tpu
+from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, scale, tpu, traffic_table
 from jax_attn_bwd.bench.compile_only.programs import Program, registered
 
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -35,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--table",
         nargs="?",
         const="nvidia",
-        choices=(*TABLES, "scale"),
+        choices=(*TABLES, "scale", "programs"),
         help="compile for all chips of that maker and write out/<maker>_static.md; scale: a training step "
-        "for whole pods, out/scale.md",
+        "for whole pods, out/scale.md; programs: the portable path on GPUs beside the plain formula, a "
+        "section of out/nvidia_static.md",
     )
     parser.add_argument("--peers", action="store_true", help="JAX's own TPU kernels instead of ours")
     parser.add_argument("--implementation", choices=backend.NAMES, default="xla")
@@ -46,11 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON; with --table the Markdown file")
     args = parser.parse_args(argv)
     if args.table:
-        name = "scale.md" if args.table == "scale" else f"{args.table}_static.md"
+        names = {"scale": "scale.md", "programs": "nvidia_static.md"}
+        name = names.get(args.table, f"{args.table}_static.md")
         path = args.out or report.OUT / name
         report.prepare(parser, path.parent)
         if args.table == "scale":
             return _scale(path)
+        if args.table == "programs":
+            return _programs(path)
         return _table(path, args.table, tuple(args.operator))
 
     operators = registered(args.implementation, tuple(args.operator))
@@ -102,6 +106,15 @@ def _scale(path: Path) -> int:
     return scale.table(path, here) if here else 2
 
 
+def _programs(path: Path) -> int:
+    """Compiles the portable path and the plain formulas, and writes their section of the page."""
+    for chip in traffic_table.CHIPS:
+        if reason := devices.missing(chip):
+            print(reason, file=sys.stderr)
+            return 2
+    return traffic_table.table(path)
+
+
 def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
     """Compiles for every chip of the table, each in a process of its own, and writes the page."""
     programs: list[Program] = []
@@ -123,6 +136,8 @@ def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
             versions = json.loads(out.read_text())
             programs += compiling.read(versions)
     page = {"nvidia": gpu.markdown, "tpu": tpu.markdown}[maker](programs, versions)
+    if maker == "nvidia" and path.exists():  # the section has a command of its own
+        page = traffic_table.with_section(page, traffic_table.section_of(path.read_text()))
     path.write_text(page)
     return int(bool(_tell(f"wrote {path}: {len(programs)} programs", programs)))
 

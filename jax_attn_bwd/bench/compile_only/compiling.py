@@ -15,7 +15,7 @@ from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only import devices, gpu, programs, tpu, tpu_peers
 from jax_attn_bwd.bench.compile_only.programs import Program
 
-_WITHOUT_GPU = {"xla_gpu_enable_cub_radix_sort": False}  # the library's sort asks the GPU at hand
+WITHOUT_GPU = {"xla_gpu_enable_cub_radix_sort": False}  # the library's sort asks the GPU at hand
 # our kernels ask for as much themselves
 _PEERS = {"xla_tpu_scoped_vmem_limit_kib": str(mosaic_tpu.VMEM // 1024)}
 
@@ -74,7 +74,7 @@ def _compile(
         try:
             lowered = devices.lower(function, arguments, device)
             launches = lowered.as_text().count("custom_call @mosaic_gpu")
-            memory = lowered.compile(_WITHOUT_GPU).memory_analysis()
+            memory = lowered.compile(WITHOUT_GPU).memory_analysis()
             kernels = gpu.dumped(Path(folder), known)
         except Exception as error:  # whatever the compiler raises is this program's answer
             return replace(program, error=report.sentence(error))

@@ -12,14 +12,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.M | re.S)
-_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?(?=[\w.\-]+ = )", re.M)  # its text may run over lines
-_PARTS = re.compile(r"([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)", re.S)
+_INSTRUCTION = re.compile(r"^ +(?=(?:ROOT )?%?[\w.\-]+ = )", re.M)  # its text may run over lines
+_PARTS = re.compile(r"(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)", re.S)
 _CALLED = re.compile(r"(?:body|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _INDEX = re.compile(r"index=(\d+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CHAIN = re.compile(r'chain_id="(\w+)"')
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
+_NOTES = re.compile(r"\{[^{}]*\}|/\*.*?\*/")  # layouts and comments
 _LISTED = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")  # mesh['a'=2,'b'=4] {'b'}
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__cublas|__cudnn|__triton)')
@@ -51,6 +52,7 @@ class Instruction(NamedTuple):
     opcode: str
     operands: str
     text: str
+    is_root: bool = False  # of its computation
 
     @property
     def called(self) -> list[str]:
@@ -61,10 +63,7 @@ class Instruction(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of its result."""
-        return sum(
-            math.prod(int(n) for n in shape.split(",") if n) * max(int(bits or 8), 8) // 8
-            for _, bits, shape in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", self.result))
-        )
+        return size(self.result)
 
 
 class Program:
@@ -88,7 +87,7 @@ class Program:
         for place, x in enumerate(instructions):
             kind = x.opcode.removesuffix("-done")
             if kind in SENT:
-                start = instructions[places[_names(x.operands)[0]]] if kind != x.opcode else x
+                start = instructions[places[names(x.operands)[0]]] if kind != x.opcode else x
                 between = instructions[places[start.name] + 1 : place]
                 sent = x.size * SENT[kind](_group(start))
                 yield Transfer(kind, sent, times, any(map(self._is_heavy, between)))
@@ -97,7 +96,7 @@ class Program:
                     chain = _CHAIN.search(inner.text)
                     chains.setdefault(chain[1] if chain else inner.name, (inner, []))[1].append(place)
             elif x.opcode not in ("reduce", "async-done", "async-update"):
-                more = self._trips(x, instructions) if x.opcode == "while" else 1
+                more = self.trips(x, instructions) if x.opcode == "while" else 1
                 for name in x.called:
                     yield from self._of(name, times * more)
 
@@ -115,19 +114,19 @@ class Program:
                 elif x.opcode == "fusion":
                     yield from self._fused(x)
 
-    def _trips(self, loop: Instruction, around: list[Instruction]) -> int:
+    def trips(self, loop: Instruction, around: list[Instruction]) -> int:
         """How often a loop runs: told, or from its condition `counter < limit` and where it begins."""
         if told := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
             return int(told[1])
         try:
             condition = self.computations[_found(_CONDITION, loop)]
             compare = next(x for x in condition if x.opcode == "compare" and "direction=LT" in x.text)
-            counter, limit = [_named(condition, name) for name in _names(compare.operands)]
+            counter, limit = [_named(condition, name) for name in names(compare.operands)]
             number = int(_found(_INDEX, counter))
-            (state,) = _names(loop.operands)
-            first = _named(around, _names(_named(around, state).operands)[number])
+            (state,) = names(loop.operands)
+            first = _named(around, names(_named(around, state).operands)[number])
             while first.opcode in ("copy", "bitcast"):
-                first = _named(around, *_names(first.operands))
+                first = _named(around, *names(first.operands))
             return int(limit.operands) - int(first.operands)
         except (LookupError, StopIteration, ValueError) as error:
             raise RuntimeError(f"a loop does not tell how often it runs:\n{loop.text[:300]}") from error
@@ -144,12 +143,21 @@ class Program:
 def _instructions(body: str) -> Iterator[Instruction]:
     for text in _INSTRUCTION.split(body):
         if found := _PARTS.match(text):
-            name, result, opcode, operands = found.groups()
-            yield Instruction(name, result, opcode, operands, text)
+            root, name, result, opcode, operands = found.groups()
+            yield Instruction(name, result, opcode, operands, text, root is not None)
 
 
-def _names(operands: str) -> list[str]:
-    return [x.split()[-1].lstrip("%") for x in operands.split(",")]
+def size(types: str) -> int:
+    """Bytes of arrays of these types, `f32[8,16]{1,0}` or a tuple of such."""
+    return sum(
+        math.prod(int(n) for n in shape.split(",") if n) * max(int(bits or 8), 8) // 8
+        for _, bits, shape in _ARRAY.findall(_NOTES.sub("", types))
+    )
+
+
+def names(operands: str) -> list[str]:
+    """The names of these operands."""
+    return [x.split()[-1].lstrip("%") for x in _NOTES.sub("", operands).split(",") if x.strip()]
 
 
 def _found(pattern: re.Pattern, x: Instruction) -> str:

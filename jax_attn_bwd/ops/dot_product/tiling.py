@@ -17,6 +17,7 @@ from jax_attn_bwd.ops.dot_product.spec import Operands
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
 MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
 MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
+GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
 
@@ -47,7 +48,7 @@ class Tiling:
         """Measured tiles for the target platform; see bench/results."""
         mask, dtype, on_cpu = operands.mask, operands.query.dtype, targets.platform() == "cpu"
         batch, T, S, N, _, parts = sizes
-        block_q, block_k = (256, 512) if on_cpu else (1024, 1024)  # not measured but on a CPU
+        block_q, block_k = (256, 512) if on_cpu else (GPU_TILE, GPU_TILE)  # not measured but on a CPU
         slices = 1
         if on_cpu:
             heads = math.prod(batch) * N

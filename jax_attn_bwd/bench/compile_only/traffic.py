@@ -1,0 +1,122 @@
+"""What a compiled GPU program reads and writes, and how many kernels it launches, from its optimised HLO.
+
+Every kernel counts what it must read and write of the device's memory: its operands once each and its
+results, and of an array that it slices, updates in place or gathers from, that part alone. What a cache saves
+and what a product reads again the program does not tell, so this is not a time. Loops count as often as they
+run. A branch counts its dearest side, `share` of the times: the program does not tell what it skips.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_attn_bwd.bench.compile_only.schedule import Instruction, Program, names, size
+
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "async-update", "domain", "add-dependency",
+}  # fmt: skip
+_WORKSPACE = re.compile(r'custom_call_target="__(cublas|cudnn|triton)')
+_SCRATCH = re.compile(r"\bs8\[[\d,]*\](\{[^}]*\})?")
+_PART = ("dynamic-slice", "slice", "gather")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one run of a program.
+
+    Attributes:
+      bytes: read and written.
+      launches: kernels, library calls and copies.
+      by_kernel: {name of an instruction: its bytes, in all runs}.
+    """
+
+    bytes: int
+    launches: int
+    by_kernel: dict[str, int]
+
+
+def of(text: str, share: float = 1.0) -> Traffic:
+    """The traffic of the program `text`, whose branches take their dear side `share` of the times."""
+    reader = _Reader(Program(text), share)
+    total: dict[str, float] = {}
+    launches = 0.0
+    for x, number, times in reader.kernels(reader.program.entry, 1.0):
+        total[x.name] = total.get(x.name, 0) + number * times
+        launches += times
+    return Traffic(round(sum(total.values())), round(launches), {name: round(n) for name, n in total.items()})
+
+
+class _Reader:
+    def __init__(self, program: Program, share: float):
+        self.program, self.share = program, share
+
+    def kernels(self, computation: str, times: float) -> Iterator[tuple[Instruction, int, float]]:
+        """(instruction, bytes of one run, number of runs) of all that runs in a computation."""
+        instructions = self.program.computations[computation]
+        known = {x.name: x for x in instructions}
+        for x in instructions:
+            opcode = x.opcode
+            if opcode == "while":
+                runs = self.program.trips(x, instructions)
+                for name in x.called:
+                    yield from self.kernels(name, times * runs)
+            elif opcode == "conditional":
+                sides = [list(self.kernels(name, times * self.share)) for name in x.called]
+                yield from max(sides, key=lambda side: sum(number * runs for _, number, runs in side))
+            elif opcode in ("call", "async-start"):
+                for name in x.called:
+                    yield from self.kernels(name, times)
+            elif opcode not in _FREE and not opcode.endswith("-done"):
+                yield x, self._moved(x, known), times
+
+    def _moved(self, x: Instruction, known: dict[str, Instruction]) -> int:
+        """The bytes that one kernel reads and writes."""
+        operands = [known[name] for name in names(x.operands) if name in known]
+        if x.opcode == "fusion":
+            body = self.program.computations[x.called[0]]
+            number = {i: y for y in body if y.opcode == "parameter" for i in [int(y.operands)]}
+            read = sum(self._read(number[i], body, operand) for i, operand in enumerate(operands))
+            return read + self._written(x, body)
+        if x.opcode == "dynamic-update-slice":
+            return 2 * operands[1].size
+        if x.opcode == "scatter":
+            return 3 * operands[-1].size + operands[1].size
+        if x.opcode in _PART:
+            return 2 * x.size + sum(y.size for y in operands[1:])
+        result = x.size
+        if _WORKSPACE.search(x.text):
+            result = size(_SCRATCH.sub("", x.result))
+        return result + sum(y.size for y in operands)
+
+    def _read(self, parameter: Instruction, body: list[Instruction], operand: Instruction) -> int:
+        """What a fusion reads of an operand: all of it, or the parts that it takes."""
+        parts = 0
+        for user in (y for y in body if parameter.name in names(y.operands)):
+            first, *others = names(user.operands)
+            if user.opcode == "bitcast":
+                parts += self._read(user, body, operand)
+            elif first == parameter.name and parameter.name not in others and user.opcode in _PART:
+                parts += user.size
+            elif first == parameter.name and user.opcode in ("dynamic-update-slice", "scatter"):
+                parts += 0
+            else:
+                return operand.size
+        return min(parts, operand.size)
+
+    def _written(self, fusion: Instruction, body: list[Instruction]) -> int:
+        """What a fusion writes: its results, or the parts that it updates."""
+        known = {y.name: y for y in body}
+        root = next(y for y in body if y.is_root)
+        roots = [known[name] for name in names(root.operands)] if root.opcode == "tuple" else [root]
+        total = 0
+        for found in roots:
+            while found.opcode == "bitcast" and names(found.operands)[0] in known:
+                found = known[names(found.operands)[0]]
+            if found.opcode == "dynamic-update-slice":
+                total += known[names(found.operands)[1]].size
+            elif found.opcode == "scatter":
+                total += 2 * known[names(found.operands)[-1]].size
+            else:
+                total += found.size
+        return total

@@ -1,0 +1,193 @@
+"""The portable path beside the plain formula, compiled for GPUs: a section of `results/nvidia_static.md`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd import dot_product_attention, ops
+from jax_attn_bwd._core import console
+from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd.bench import report
+from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, traffic
+from jax_attn_bwd.ops import dot_product
+
+CHIPS = ("H200", "A100")
+HEADING = "## Portable path beside the plain formula"
+DOCUMENTS = 4  # of equal length, in a packed sequence
+_ABOUT = f"""Forward and gradients, the cotangent given. `GB`: what all kernels read and write of the
+device's memory; an operand counts once for each kernel, whatever a cache saves. `launches`: kernels, library
+calls and copies; loops count as often as they run. Dense attention is B = 4, T = S = 4096, N = 16, H = 128 in
+bfloat16 beside `jax.nn.dot_product_attention(implementation="xla")`; window: 1024, causal; segments:
+{DOCUMENTS} documents, causal, their dead tiles left out as they are at run time. Softmax stands beside
+`jax.nn.softmax`, graphs beside `jax.ops.segment_sum`, deformable attention beside gathers of its corners.
+Rewritten by `python -m jax_attn_bwd.bench.compile_only --table programs`."""
+
+
+class Pair(NamedTuple):
+    """An operator's call and the plain formula of the same arrays; `share` of our branches is taken."""
+
+    name: str
+    ours: Callable[..., Any]
+    plain: Callable[..., Any]
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    share: float = 1.0
+
+
+class Figures(NamedTuple):
+    """What is told of a compiled program."""
+
+    traffic: traffic.Traffic
+    temporary_bytes: int
+
+
+def pairs(shape: tuple[int, int, int, int] = (4, 4096, 16, 128)) -> Iterator[Pair]:
+    """What is compiled; `shape` is that of dense attention's operands."""
+    yield from _dense(shape)
+    for operator in ops.discover():
+        if operator.name in _PLAIN:
+            timed = [case for case in operator.tagged("timed") if case.name not in _LEFT_OUT]
+            yield _beside(operator, timed[0])
+
+
+def _beside(operator: Operator, case: Case) -> Pair:
+    types = case.shapes()
+
+    def first_output(call, options, *arrays):
+        return call(**dict(zip(types, arrays, strict=True)), **options)[0]
+
+    ours = partial(first_output, operator.call, {**case.options, "implementation": "xla"})
+    plain = _PLAIN[operator.name](operator, case)
+    if plain is None:
+        plain = partial(first_output, operator.reference, case.options)
+    return Pair(f"{operator.name}, {case.name}", ours, plain, tuple(types.values()))
+
+
+def _segments(operator: Operator, case: Case) -> Callable[..., Any]:
+    from jax_attn_bwd.bench import graph  # cases that it imports compute, before a platform is chosen
+
+    types, options = tuple(case.shapes().values()), case.options
+    edges = graph.edges_of(options["graph"], types[0].shape[1], options["head_size"])
+    return graph.segments(edges, operator.name)
+
+
+_PLAIN: dict[str, Callable[[Operator, Case], Callable[..., Any] | None]] = {
+    "scaled_masked_softmax": lambda operator, case: jax.nn.softmax,
+    "multi_scale_deformable_attention": lambda operator, case: None,  # the definition is the formula
+    **dict.fromkeys(gpu.GRAPH, _segments),
+}
+_LEFT_OUT = ("[131072, 1024] bfloat16",)  # narrow rows, which any compiler keeps in registers
+
+
+def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
+    types, (_, T, _, _) = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3, shape
+    calls: dict[str, dict[str, Any]] = {
+        "full": {},
+        "causal": {"is_causal": True},
+        "window": {"is_causal": True, "local_window_size": (T // 4, 0)},
+    }
+    for name, options in calls.items():
+        ours, plain = (
+            partial(call, implementation="xla", **options)
+            for call in (dot_product_attention, jax.nn.dot_product_attention)
+        )
+        yield Pair(f"dot_product_attention, {name}", ours, plain, types)
+    number = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), T // DOCUMENTS)[None]
+
+    def ours(q, k, v, ids):
+        ids = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        return dot_product_attention(q, k, v, is_causal=True, implementation="xla", **ids)
+
+    def plain(q, k, v, ids):
+        mask = (ids[:, :, None] == ids[:, None])[:, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
+
+    ids = jax.ShapeDtypeStruct(number.shape, jnp.int32)
+    yield Pair("dot_product_attention, segments", ours, plain, (*types, ids), _live_share(T))
+
+
+def _live_share(T: int) -> float:
+    """How many of the tiles that causality leaves are live in a packed sequence."""
+    block = min(T, dot_product.tiling.GPU_TILE)
+    i, j = np.tril_indices(T // block)
+    length = T // DOCUMENTS
+    met = ((j + 1) * block - 1) // length >= i * block // length
+    return float(met.mean())
+
+
+def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
+    """Those of the gradients of `call` for the floating arrays of `pair`, compiled for `device`."""
+    moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in pair.arrays]
+    out = jax.eval_shape(call, *pair.arrays)
+
+    def gradients(dout, *arrays):
+        floats = [x for x, moves in zip(arrays, moving, strict=True) if moves]
+        others = [x for x, moves in zip(arrays, moving, strict=True) if not moves]
+
+        def of_floats(*floats):
+            left, rest = iter(floats), iter(others)
+            return call(*(next(left if moves else rest) for moves in moving))
+
+        result, pull = jax.vjp(of_floats, *floats)
+        return result, pull(dout)
+
+    compiled = devices.lower(gradients, (out, *pair.arrays), device).compile(compiling.WITHOUT_GPU)
+    found = traffic.of(compiled.as_text(), pair.share)
+    return Figures(found, compiled.memory_analysis().temp_size_in_bytes)
+
+
+def table(path: Path, chips: Sequence[str] = CHIPS) -> int:
+    """Compiles all pairs and writes the section into the page at `path`."""
+    found = {chip: devices.devices(chip)[0] for chip in chips}  # before JAX computes anything
+    jobs, lines = [(pair, chip) for pair in pairs() for chip in chips], []
+    for pair, chip in console.progress(jobs, len(jobs), "compile"):
+        lines.append(
+            _line(pair, chip, *(figures(call, pair, found[chip]) for call in (pair.ours, pair.plain)))
+        )
+    path.write_text(with_section(path.read_text() if path.exists() else "", section(lines)))
+    print(f"wrote {path}: {2 * len(lines)} programs")
+    return 0
+
+
+def _line(pair: Pair, chip: str, ours: Figures, plain: Figures) -> tuple[Any, ...]:
+    cells: list[Any] = []
+    for one in (ours, plain):
+        cells += [
+            f"{one.traffic.bytes / 1e9:.2f}",
+            one.traffic.launches,
+            f"{one.temporary_bytes / 2**20:.0f}",
+        ]
+    ratio = f"{ours.traffic.bytes / plain.traffic.bytes:.2f}"
+    heaviest = sorted(ours.traffic.by_kernel.items(), key=lambda item: -item[1])[:2]
+    return (pair.name, chip, *cells, ratio, ", ".join(f"{name} {n / 1e9:.2f}" for name, n in heaviest))
+
+
+def section(lines: Sequence[tuple[Any, ...]]) -> str:
+    """The section's text."""
+    columns = (
+        "program",
+        "chip",
+        "GB",
+        "launches",
+        "temp MiB",
+        "plain GB",
+        "launches",
+        "temp MiB",
+        "ratio of GB",
+    )
+    return "\n\n".join((HEADING, _ABOUT, report.markdown_table((*columns, "most GB by"), lines)))
+
+
+def with_section(page: str, text: str) -> str:
+    """`page` with `text` at its end, in the place of an older one."""
+    return report.page(*filter(None, (page.partition(HEADING)[0].rstrip(), text)))
+
+
+def section_of(page: str) -> str:
+    """The section as it stands in `page`; "" if it has none."""
+    _, heading, rest = page.partition(HEADING)
+    return (heading + rest).rstrip()

@@ -1,0 +1,98 @@
+"""What a program for GPUs reads and writes, read from its text; the section of the page that tells it."""
+
+import jax
+import pytest
+
+from jax_attn_bwd.bench.compile_only import traffic, traffic_table
+
+PROGRAM = """HloModule step, is_scheduled=true
+
+%slices (a: f32[64,8], i: s32[]) -> f32[4,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %taken = f32[4,8]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={4,8}
+}
+
+%puts (a.1: f32[64,8], u: f32[4,8], i.1: s32[]) -> f32[64,8] {
+  %a.1 = f32[64,8]{1,0} parameter(0)
+  %u = f32[4,8]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  ROOT %put = f32[64,8]{1,0} dynamic-update-slice(%a.1, %u, %i.1, %zero.1)
+}
+
+%skip (s: f32[4,8]) -> f32[4,8] {
+  ROOT %s = f32[4,8]{1,0} parameter(0)
+}
+
+%work (s.1: f32[4,8]) -> f32[4,8] {
+  %s.1 = f32[4,8]{1,0} parameter(0)
+  ROOT %twice = f32[4,8]{1,0} add(%s.1, %s.1)
+}
+
+%body (x: (s32[], f32[64,8], pred[])) -> (s32[], f32[64,8], pred[]) {
+  %x = (s32[], f32[64,8]{1,0}, pred[]) parameter(0)
+  %n = s32[] get-tuple-element(%x), index=0
+  %all = f32[64,8]{1,0} get-tuple-element(%x), index=1
+  %live = pred[] get-tuple-element(%x), index=2
+  %one = f32[4,8]{1,0} fusion(%all, %n), kind=kLoop, calls=%slices
+  %two = f32[4,8]{1,0} conditional(%live, %one, %one), true_computation=%work, false_computation=%skip
+  %new = f32[64,8]{1,0} fusion(%all, %two, /*index=2*/%n), kind=kLoop, calls=%puts
+  ROOT %next = (s32[], f32[64,8]{1,0}, pred[]) tuple(%n, %new, %live)
+}
+
+%condition (y: (s32[], f32[64,8], pred[])) -> pred[] {
+  %y = (s32[], f32[64,8]{1,0}, pred[]) parameter(0)
+  ROOT %flag = pred[] get-tuple-element(%y), index=2
+}
+
+ENTRY %main (q: bf16[16,16]) -> f32[64,8] {
+  %q = bf16[16,16]{1,0} parameter(0)
+  %product = (bf16[16,16]{1,0}, s8[4096]{0}) custom-call(%q, %q), custom_call_target="__cublas$gemm"
+  %t = (s32[], f32[64,8]{1,0}, pred[]) tuple(%a0, %b0, %c0)
+  %w = (s32[], f32[64,8]{1,0}, pred[]) while(%t), condition=%condition, body=%body,
+    backend_config={"known_trip_count":{"n":"10"}}
+  ROOT %result = f32[64,8]{1,0} get-tuple-element(%w), index=1
+}
+"""
+
+
+def test_slices_updates_loops_branches_and_workspaces():
+    tile, number = 4 * 4 * 8, 4
+    sliced, updated, added, product = 2 * tile + number, 2 * tile + number, 3 * tile, 3 * 2 * 16 * 16
+    found = traffic.of(PROGRAM)
+    assert found.by_kernel == {
+        "product": product,
+        "one": 10 * sliced,
+        "twice": 10 * added,
+        "new": 10 * updated,
+    }
+    assert (found.bytes, found.launches) == (sum(found.by_kernel.values()), 1 + 3 * 10)
+    half = traffic.of(PROGRAM, share=0.5)
+    assert (found.bytes - half.bytes, half.launches) == (5 * added, 1 + 2 * 10 + 5)
+
+
+def test_every_pair_is_one_call_of_two_forms():
+    names = []
+    for pair in traffic_table.pairs((1, 64, 2, 8)):
+        with jax.numpy_dtype_promotion("standard"):  # which `jax.nn` needs
+            ours, plain = (jax.eval_shape(call, *pair.arrays) for call in (pair.ours, pair.plain))
+        assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), pair.name
+        names.append(pair.name)
+    assert len(set(names)) == len(names) == 4 + 1 + 3 + 1
+
+
+def test_the_section_replaces_an_older_one_and_no_other():
+    line = ("softmax", "H200", "1.00", 3, "5", "2.00", 4, "6", "0.50", "fusion 1.00")
+    page = traffic_table.with_section("# Page\n\nKernels.\n", traffic_table.section([line]))
+    assert page.startswith("# Page\n\nKernels.\n\n## ")
+    assert page.endswith("| softmax | H200 | 1.00 | 3 | 5 | 2.00 | 4 | 6 | 0.50 | fusion 1.00 |\n")
+    assert traffic_table.with_section(page, traffic_table.section_of(page)) == page
+    assert "softmax | H200" not in traffic_table.with_section(page, traffic_table.section([]))
+
+
+@pytest.mark.parametrize(("T", "share"), [(4096, 4 / 10), (64, 1)])
+def test_live_tiles_of_packed_documents(T, share):
+    *_, packed = traffic_table._dense((1, T, 2, 8))
+    assert packed.share == share
