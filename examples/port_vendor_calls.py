@@ -147,7 +147,8 @@ def main() -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     for name, port in SYSTEMS.items():
         differences = [float(abs(x - y).max() / abs(y).max()) for x, y in port()]
-        print(f"{name:36} output {differences[0]:.0e}, gradients {max(differences[1:]):.0e}")
+        output, gradients = differences[0], max(differences[1:])
+        print(f"{name:36} differs by {output:.0e} in the output, by {gradients:.0e} in the gradients")
 
 
 if __name__ == "__main__":
