@@ -57,6 +57,7 @@ def mask_of(
     if not all(map(numerics.fits_int32, ids.values())):
         query_segment_ids, key_value_segment_ids = _narrow(operator, ids, like, sizes)
 
+    mask_mod, score_mod = mod_arguments.by_value(mask_mod), mod_arguments.by_value(score_mod)
     has_functions = mask_mod is not None or score_mod is not None
     if has_functions and 0 in [n for n in (T, S) if isinstance(n, int)] and _is_empty(mod_args):
         mask_mod = score_mod = None  # of no element, and nothing can be read of arrays without entries

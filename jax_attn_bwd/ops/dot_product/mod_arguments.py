@@ -7,6 +7,7 @@ size of tile, so it is refused; so is one that closes over traced arrays, or has
 import inspect
 import warnings
 import weakref
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -196,6 +197,41 @@ def takes_other(function: Any, count: int) -> str | None:
     except TypeError as error:
         return f"{getattr(function, '__name__', type(function).__name__)}{signature}, {error}"
     return None
+
+
+class _Partial(partial[Any]):
+    """A `functools.partial` that equals another of the same function and the same bound values."""
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _Partial and _value(self) == _value(other)
+
+    def __hash__(self) -> int:
+        return hash(_value(self))
+
+
+def by_value(function: Any) -> Any:
+    """`function`; a `functools.partial` made anew compares equal, by its parts, and is not compiled anew."""
+    if not isinstance(function, partial):
+        return function
+    try:
+        return _first_of_equals(_Partial(function.func, *function.args, **function.keywords))
+    except TypeError:  # it binds what has no hash, such as an array
+        return function
+
+
+@lru_cache(maxsize=1024)
+def _first_of_equals(function: _Partial) -> _Partial:
+    return function
+
+
+def _value(x: Any) -> Any:
+    """What tells `x` from others; numbers of two types trace to two programs, and so do 0.0 and -0.0."""
+    if isinstance(x, partial):
+        keywords = tuple((name, _value(value)) for name, value in sorted(x.keywords.items()))
+        return type(x), _value(x.func), _value(x.args), keywords
+    if type(x) is tuple:
+        return tuple(map(_value, x))
+    return type(x), repr(x) if isinstance(x, float | np.generic) else x
 
 
 _made: dict[Any, int] = {}  # how many functions a code object has been made into, and were compiled

@@ -3,12 +3,14 @@
 import copy
 import pickle
 import pydoc
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jax_attn_bwd import dot_product_attention, mods, parallel
+from jax_attn_bwd.ops.dot_product.mod_arguments import by_value
 
 
 @mods.Mask
@@ -67,3 +69,22 @@ def test_a_function_made_anew_for_each_call_is_told_once():
     call()
     for _ in range(4):
         dot_product_attention(x, x, x, mask_mod=mods.sliding_window(2), score_mod=mods.soft_cap(2.0))
+
+
+def test_a_partial_made_anew_is_the_same_static_argument():
+    calls = []
+
+    def within(batch, head, row, column, reach, *, back):
+        calls.append(reach)
+        return (column <= row + reach) & (row - column <= back)
+
+    made = lambda reach: partial(partial(within, back=2), reach=reach)
+    x = jnp.ones((1, 3, 1, 2))
+    dot_product_attention(x, x, x, mask_mod=made(0))
+    first = len(calls)
+    dot_product_attention(x, x, x, mask_mod=made(0))
+    assert len(calls) - first < first  # checked again, and not compiled again
+    assert by_value(made(0)) is by_value(made(0))
+    assert len({by_value(made(reach)) for reach in (1, 1.0, True, 0.0, -0.0)}) == 5
+    of_array = partial(within, jnp.ones(()))
+    assert by_value(of_array) is of_array
