@@ -15,7 +15,7 @@ from jax import lax
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.rotary import Rotary, checked, rotate
-from jax_attn_bwd.layers.multi_head import promote
+from jax_attn_bwd.layers.multi_head import check_room, promote, within_room
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
@@ -60,10 +60,7 @@ def decode(
         if x.shape[-2] != T:
             expected = f"have the {T} tokens of query, which are new to the cache"
             raise ValueError(checks.message(layer, name, expected, x.shape))
-    taken = checks.known(cache.tokens)
-    if length < T or (taken is not None and int(taken) + T > length):
-        got = f"{length}" if taken is None else f"{length}, of which {int(taken)} are taken"
-        raise ValueError(checks.message(layer, "the cache", f"have room for {T} tokens more", got))
+    check_room(layer, length, cache.tokens, T)
     p = params
     # The new tokens are projected, and their keys and values written behind those in the cache.
     q = _heads(query, p.query_kernel, p.query_bias, precision)
@@ -111,8 +108,7 @@ def decode(
     out, kernel, bias = promote(None, out, p.out_kernel, p.out_bias)
     out = jnp.einsum("...nh,nhe->...e", out, kernel, precision=precision)
     out = out if bias is None else out + to_rank(bias, out.ndim)
-    # nothing is silently overwritten: a traced count may pass the end
-    return jnp.where(end <= length, out, jnp.nan), filled
+    return within_room(out, length, end), filled
 
 
 def _heads(x: jax.Array, kernel: Any, bias: Any, precision: Any) -> jax.Array:

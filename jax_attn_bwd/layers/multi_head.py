@@ -98,3 +98,18 @@ def told(layer: str, attention: Callable[..., Any], tokens: Mapping[str, Any]) -
             got = f"shape {jnp.shape(x)}" if checks.is_array(x) else f"a {type(x).__name__}"
             raise TypeError(checks.message(layer, name, expected, got, "use jax_attn_bwd.attention_fn"))
     return partial(attention, **tokens)
+
+
+def check_room(layer: str, length: int, taken: Any, new: int = 1) -> None:
+    """Raises where a cache of `length` tokens has no room for `new` more, as far as `taken` is known."""
+    values = checks.known(taken)
+    if length < new or (values is not None and int(values) + new > length):
+        got = f"{length}" if values is None else f"{length}, of which {int(values)} are taken"
+        raise ValueError(
+            checks.message(layer, "the cache", f"have room for {new} token{'s' * (new != 1)} more", got)
+        )
+
+
+def within_room(out: jax.Array, length: int, end: Any) -> jax.Array:
+    """`out`, or NaN where a traced count of tokens passed the end: nothing is overwritten in silence."""
+    return jnp.where(end <= length, out, jnp.nan)

@@ -154,7 +154,7 @@ def test_errors_of_equinox():
         (
             lambda: layer.decode(x[:1], x[:1], x[:1], cache),
             ValueError,
-            "room for 1 tokens more, got 2, of which 2",
+            "room for 1 token more, got 2, of which 2",
         ),
         (
             lambda: layer.decode(x[:1], x, x, cache),

@@ -232,3 +232,11 @@ def test_names_of_unnamed_modules_are_flax_s():
                 model = Model(getattr(source, name))
                 trees.append(jax.eval_shape(model.init, jax.random.key(0), x))
         assert trees[0] == trees[1]
+
+
+def test_tabulate_of_nnx_has_rows_for_the_projections():
+    """It finds the linear layers by wrapping their calls, which one rule over the layer does without."""
+    layer = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+    table = nnx.tabulate(layer, jnp.ones((1, 3, 4), "float32"), console_kwargs={"width": 200})
+    assert all(f" {name} " in table for name in ("query", "key", "value", "out")), table
+    assert layer._is_whole()

@@ -66,6 +66,11 @@ def test_decoding_in_linen(name):
         expected = jitted(whole.apply)({"params": params}, x, mask=mask)
     assert_close(jnp.concatenate(steps, 1), expected, 1e-12)
     assert int(cache["cache_index"]) == T
+    if name == "own":
+        with lenient():
+            assert np.isnan(step(cache, x[:, :1])[0]).all()
+        with pytest.raises(ValueError, match="the cache must have room for 1 token more, got 6, of which 6"):
+            layer.apply(variables(cache), x[:, :1], mutable=["cache"])
 
 
 def test_weights_of_a_causal_step_of_decoding():
@@ -101,3 +106,8 @@ def test_decoding_in_nnx(name):
     expected = layer(x, decode=False, is_causal=True)
     assert_close(jnp.concatenate(steps, 1), expected, 1e-12)
     assert int(layer.cache_index[...]) == T
+    if name == "own":
+        with pytest.raises(ValueError, match="the cache must have room for 1 token more, got 6, of which 6"):
+            layer(x[:, :1], decode=True)
+        with lenient():
+            assert np.isnan(step(layer, x[:, :1])).all()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
@@ -15,7 +16,7 @@ from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
+from jax_attn_bwd.layers.multi_head import attend, check_room, flax_mask, told, within_room
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _own_attention = attention_fn
@@ -114,7 +115,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           `[..., T, out_features]`.
 
         Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as an additive mask.
+          ValueError: shapes disagree, or the cache is full (NaN where that is traced). TypeError: an argument
+            is of the wrong kind, such as an additive mask.
         """
         positive(type(self).__name__, "num_heads", self.num_heads)
         mask = flax_mask(type(self).__name__, mask)
@@ -232,24 +234,29 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "implementation": self.implementation,
         }
         options = {name: x for name, x in options.items() if x is not None}
+        steps, length, index = self.decode and self.has_variable("cache", "cached_key"), 0, jnp.zeros(())
+        if steps:
+            held: Any = self.get_variable("cache", "cached_key")
+            length, index = held.shape[-3], self.get_variable("cache", "cache_index")
+            check_room(type(self).__name__, length, index)
         if self.attention_fn is not _own_attention or self._einsums():
             if options:
                 expected = f"be left out with an attention_fn or an einsum other than {__package__}'s"
                 raise ValueError(checks.message(type(self).__name__, ", ".join(options), expected, options))
             attention = nn.dot_product_attention if self.attention_fn is _own_attention else self.attention_fn
         else:
-            if self.decode and self.has_variable("cache", "cached_key"):
+            if steps:
                 options.pop("is_causal", None)  # Flax hides the keys that are still to come
                 reads = {"local_window_size", "rotary", "mask_mod", "score_mod"} & options.keys()
                 if reads and tokens["query_positions"] is None:
-                    index: Any = self.get_variable("cache", "cache_index")
                     tokens = tokens | {"query_positions": index[None]}
             attention = partial(_own_attention, **options)
         # Modules are frozen: another one, in the same scope and state, has the other attention.
         module = object.__new__(type(self))
         attention = told(type(self).__name__, attention, tokens)
         vars(module).update(vars(self), attention_fn=attention)
-        return _flax_call(module, *inputs, **arguments)
+        out = _flax_call(module, *inputs, **arguments)
+        return within_room(out, length, index + 1) if steps else out
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

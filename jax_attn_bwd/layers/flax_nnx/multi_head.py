@@ -13,11 +13,12 @@ from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
 from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import attend, flax_mask, told
+from jax_attn_bwd.layers.multi_head import attend, check_room, flax_mask, told, within_room
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
 _own_attention = attention_fn
+_linear_call = nnx.LinearGeneral.__call__
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -144,7 +145,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           `[..., T, out_features]`.
 
         Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as an additive mask.
+          ValueError: shapes disagree, or the cache is full (NaN where that is traced). TypeError: an argument
+            is of the wrong kind, such as an additive mask.
         """
         mask = flax_mask(_NAME, mask)
         _check_rngs(rngs)
@@ -211,7 +213,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
 
     def _is_whole(self) -> bool:
-        """Whether nothing stands between plain projections and the attention."""
+        """Whether nothing stands between plain projections and the attention, or watches them."""
         linears = (self.query, self.key, self.value, self.out)
         plain = all(
             type(x) is nnx.LinearGeneral
@@ -221,11 +223,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             and x.promote_dtype is dtypes.promote_dtype
             for x in linears
         )
+        # `nnx.tabulate` wraps the calls of linear layers to tell of them
+        plain = plain and nnx.LinearGeneral.__call__ is _linear_call
         return self.attention_fn is _own_attention and plain and not self.normalize_qk
 
     def _projected(self, *inputs: Any, tokens: dict[str, Any], decode: Any, **arguments: Any) -> Any:
         """Flax's own call, around the attention that the attributes and the tokens ask for."""
         attention = self.attention_fn
+        index = self.cache_index[...] if decode and self.cache_index is not None else None
+        length = 0 if self.cached_key is None else self.cached_key.shape[-3]
+        if index is not None:
+            check_room(_NAME, length, index)
         if attention is _own_attention:
             attention = partial(
                 attention,
@@ -237,10 +245,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 deterministic_sums=self.deterministic_sums,
                 implementation=self.implementation,
             )
-            index = self.cache_index if decode else None
             reads = self.local_window_size or self.mask_mod or self.score_mod or self.rotary
             if reads and index is not None and tokens["query_positions"] is None:
-                tokens = tokens | {"query_positions": index[...][None]}
+                tokens = tokens | {"query_positions": index[None]}
         attention = told(_NAME, attention, tokens)
 
         def sowing_here(*heads: Any, module: Any = None, **options: Any) -> jax.Array:
@@ -250,7 +257,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         # may not be set where it was made outside of a transformation.
         other = object.__new__(type(self))
         vars(other).update(vars(self), attention_fn=sowing_here)
-        return nnx.MultiHeadAttention.__call__(other, *inputs, decode=decode, **arguments)
+        out = nnx.MultiHeadAttention.__call__(other, *inputs, decode=decode, **arguments)
+        return out if index is None else within_room(out, length, index + 1)
 
 
 def _is_variable(x: Any) -> bool:
