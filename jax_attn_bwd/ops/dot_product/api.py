@@ -134,7 +134,8 @@ def dot_product_attention(
       broadcast_dropout: one mask for all batch entries and heads.
       dropout_offset: (batch, head, row, column) of this block in a global array, ints or traced; row
         and column may be index arrays `[T]`, `[S]`. The batch counts over all batch axes, row-major, so
-        a block of the leading one can be described.
+        a block of the leading one can be described. Known ones lie in [0, 2^31); traced ones count
+        modulo 2^32.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does.
       return_residual: return `(out, lse)`.

@@ -95,7 +95,7 @@ def graph_attention(
         of (key, number of the batch entry, head, number of the edge in the caller's order) alone.
       dropout_mask: `[..., H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
       dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
-        be an index array `[nnz]`.
+        be an index array `[nnz]`. Known ones lie in [0, 2^31); traced ones count modulo 2^32.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
@@ -217,7 +217,7 @@ def graph_attention_v2(
         of (key, number of the batch entry, head, number of the edge in the caller's order) alone.
       dropout_mask: `[..., H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
       dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
-        be an index array `[nnz]`.
+        be an index array `[nnz]`. Known ones lie in [0, 2^31); traced ones count modulo 2^32.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
@@ -344,7 +344,7 @@ def graph_transformer_attention(
         of (key, number of the batch entry, head, number of the edge in the caller's order) alone.
       dropout_mask: `[..., H, nnz]`, floating: factors instead of a key (0, or 1 / (1 - rate)); no gradient.
       dropout_offset: (batch, head, edge, 0) of this call in a global one, ints or traced; the third may
-        be an index array `[nnz]`.
+        be an index array `[nnz]`. Known ones lie in [0, 2^31); traced ones count modulo 2^32.
       return_attention_weights: also return the weights.
       return_residual: also return lse.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.

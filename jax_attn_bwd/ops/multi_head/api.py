@@ -151,7 +151,7 @@ def multi_head_attention(
       dropout_key: one JAX random key of any type; required if a rate is > 0. Both masks are functions of
         (key, batch, head, row, column) alone, the same under every sharding and whatever is saved.
       dropout_offset: (batch, head, row, column) of this block in a global array, ints or traced; row and
-        column may be index arrays `[T]`, `[S']`.
+        column may be index arrays `[T]`, `[S']`. Known ones lie in [0, 2^31); traced ones count modulo 2^32.
       broadcast_dropout: one mask of the probabilities for all batch entries and heads.
       add_residual: add `query` to the output; Eo = Eq.
       return_weights: return `(out, weights)`.
