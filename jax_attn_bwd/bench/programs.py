@@ -97,6 +97,14 @@ def _with_lengths(*sizes: int) -> Program:
     return _dense(*sizes, key_value_seq_lengths=lengths)
 
 
+def _triangle(rows: int, T: int, N: int, H: int) -> Program:
+    """Triangle attention of some rows of a pair representation: they share a bias, and each masks columns."""
+    mask = jnp.asarray(np.random.default_rng(1).random((rows, 1, 1, T)) < 0.9)
+    attend = lambda attention: lambda q, k, v, bias: attention(q, k, v, bias=bias, mask=mask)
+    ours, plain = map(attend, (dot_product_attention, jax.nn.dot_product_attention))
+    return _both(ours, plain, (*_heads(rows, T, T, N, H), *_draw((1, N, T, T))))
+
+
 def _hessian(*sizes: int) -> Program:
     def hessian(attention):
         return jax.hessian(lambda *args: (attention(*args) ** 2).sum(), (0, 1, 2))
@@ -188,6 +196,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "dense vmap B16 T256 N4 H64, causal": partial(_dense, 16, 256, 256, 4, 64, is_causal=True, wrap=jax.vmap),
     "dense B2 T2048 N8 H64, causal": partial(_dense, 2, 2048, 2048, 8, 64, is_causal=True),
     "dense B2 T2048 N8 H64, window 256": partial(_dense, 2, 2048, 2048, 8, 64, local_window_size=256),
+    "triangle B8 T256 N4 H32, bias and mask": partial(_triangle, 8, 256, 4, 32),
+    "triangle B4 T384 N4 H32, bias and mask": partial(_triangle, 4, 384, 4, 32),
     "dense 12 layers B2 T256 N4 H32": partial(_layers, 12, 2, 256, 256, 4, 32),
     "dense hessian B1 T3 N2 H4": partial(_hessian, 1, 3, 3, 2, 4),
     "multi-head B4 T512 E512 N8": partial(_layer, 4, 512, 512, 8),
