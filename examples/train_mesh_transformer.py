@@ -256,7 +256,9 @@ def measured(mesh: Mesh, width: int, repeats: int) -> Iterator[tuple[str, float,
             jax.block_until_ready(both(*arrays))
             times.append(time.perf_counter() - start)
         apart = max(float(abs(a - b).max()) for a, b in zip(grads, first, strict=True))
-        yield name, 1e3 * np.median(times), both.memory_analysis().temp_size_in_bytes / 2**20, apart
+        memory = both.memory_analysis()
+        mib = np.nan if memory is None else memory.temp_size_in_bytes / 2**20
+        yield name, 1e3 * np.median(times), mib, apart
 
 
 def compare(meshes: Sequence[tuple[Mesh, int]], repeats: int) -> Table:

@@ -91,11 +91,9 @@ def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
         "window": {"is_causal": True, "local_window_size": (T // 4, 0)},
     }
     for name, options in calls.items():
-        ours, plain = (
-            partial(call, implementation="xla", **options)
-            for call in (dot_product_attention, jax.nn.dot_product_attention)
-        )
-        yield Pair(f"dot_product_attention, {name}", ours, plain, types)
+        options = {"implementation": "xla", **options}
+        pair = partial(dot_product_attention, **options), partial(jax.nn.dot_product_attention, **options)
+        yield Pair(f"dot_product_attention, {name}", *pair, types)
     number = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), T // DOCUMENTS)[None]
 
     def ours(q, k, v, ids):
