@@ -121,8 +121,8 @@ def keep(keys: Words, row: jax.Array, column: jax.Array, rate: float) -> jax.Arr
 def factors(keys: Words, row: jax.Array, column: jax.Array, rate: float, dtype: Any) -> jax.Array:
     """The factor of each element: 1 / (1 - rate) for those that `keep` passes, else 0.
 
-    The barrier keeps XLA from computing the cipher again in every fusion that reads the factors: derivatives
-    of high order read them so often that their programs compiled for minutes.
+    The barrier keeps XLA, from JAX 0.12 on, from computing the cipher again in every fusion that reads the
+    factors: derivatives of high order read them so often that their programs compiled for minutes.
     """
     survivor = jnp.asarray(survivor_factor(rate), dtype)
     return jnp.where(lax.optimization_barrier(keep(keys, row, column, rate)), survivor, 0)
