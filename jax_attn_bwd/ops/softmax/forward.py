@@ -73,30 +73,29 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
     dtype = x.dtype
     scale = jnp.asarray(options.scale, dtype) if scale is None else scale.astype(dtype)
     sign = jnp.where(scale < 0, -1, 1).astype(dtype)
-    top = sign * lax.stop_gradient(x)
-    top = top if visible is None else jnp.where(visible, top, -jnp.inf)
-    top, live = _top(options, top, sink)
+    half = sign * (x / 2)
+    top, live = _top(options, half if visible is None else jnp.where(visible, half, -jnp.inf), sink)
     top = top if live is None else jnp.where(live, top, 0)
-    half = x / 2 - sign * top / 2
+    half = sign * (half - top)
     if options.scale is None or abs(options.scale) > 1:
         z = scale * half
         z = z + z  # as 2 * scale could overflow
     else:
         z = 2 * scale * half
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
-    return _normalised(options, z, scale * sign * top, live, sink)
+    return _normalised(options, z, scale * sign * (top + top), live, sink)
 
 
 def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
-    """The maximum of `z`, at least the least finite number; and where it is not -inf, or None if nobody asks.
+    """The maximum of `z`, at least the least finite number; with a sink also where it is not -inf, else None.
 
-    Where nobody asks, the maximum starts at the least finite number: with an operation between maximum and
+    Without a sink, the maximum starts at the least finite number: with an operation between maximum and
     exponential, XLA:CPU no longer takes both and what computes `z` into one library loop, but computes `z`
     twice in slower loops. Over one entry, or one entry a device, XLA drops the start, so each entry is raised
     to that number too.
     """
     axis, least, z = options.axis % z.ndim, jnp.asarray(jnp.finfo(z.dtype).min, z.dtype), lax.stop_gradient(z)
-    if sink is None and options.fully_masked == "zero":
+    if sink is None:
         return jnp.expand_dims(
             lax.reduce(jnp.maximum(z, least), jnp.asarray(least, z.dtype), lax.max, (axis,)), axis
         ), None
@@ -116,7 +115,9 @@ def _normalised(options, z, top, live, sink) -> Result:
     total = e.sum(axis, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink)
-    total = jnp.maximum(total, 0.5)  # the greatest term is 1: less is a row that sees nothing, whose e are 0
+    elif options.fully_masked != "zero":
+        live = total != 0  # the greatest term is 1
+    total = jnp.maximum(total, 0.5)  # less is a row that sees nothing, whose e are 0
     y = e / total
     if options.fully_masked != "zero":
         filler = 1 / max(z.shape[axis], 1) if options.fully_masked == "uniform" else jnp.nan

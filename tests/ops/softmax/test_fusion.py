@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_attn_bwd import scaled_masked_softmax
@@ -39,11 +40,22 @@ def sines(function, *args):
     return len(re.findall(r" sine\(", jax.jit(function).lower(*args).compile().as_text()))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, -0.5])
-def test_what_computes_the_logits_is_computed_as_often_as_in_front_of_the_plain_formula(scale):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": 0.5},
+        {"scale": -0.5},
+        {"scale": np.ones((64, 1), np.float32)},
+        {"fully_masked": "uniform"},
+        {"scale": 2.0**-101},
+    ],
+    ids=["bare", "scale", "negative", "rows", "uniform", "tiny"],
+)
+def test_what_computes_the_logits_is_computed_as_often_as_in_front_of_the_plain_formula(options):
     x = jnp.ones((64, 1000), jnp.float32)
-    ours = sines(lambda x: scaled_masked_softmax(jnp.sin(x), scale=scale), x)
-    assert ours <= sines(lambda x: jax.nn.softmax(scale * jnp.sin(x)), x)
+    ours = sines(lambda x: scaled_masked_softmax(jnp.sin(x), **options), x)
+    assert ours <= sines(lambda x: jax.nn.softmax(jnp.sin(x)), x)
 
 
 def temporary_bytes(x, **options):
