@@ -346,6 +346,7 @@ def _bwd(plan, residuals, cotangents):
 
 def _jvp(plan, residuals, along):
     operands, result, _ = residuals
+    written_tangent.require_whole_queries(_NAME, plan)
     return written_tangent.tangent(plan, operands, engine.restored(result), along[0])
 
 

@@ -18,6 +18,9 @@ What follows holds for every implementation, and for each pair of a forward with
 * A sink belongs to a row, not to a block: hand it to one block of a row, in the forward and in the backward.
   There its gradient is that of the whole row.
 * Gradients have the dtype of their operands: sums over many blocks in a narrow dtype round once a block.
+* `tangent_sums` takes the same row values and gives what this block adds to the two sums of forward mode;
+  `through_softmax` makes the output's tangent of whole sums; the whole mu is the tangent of lse. This is the
+  portable pass, whatever ran the forward. The tangent of a sink goes with the block that has the sink.
 * Memory is linear in T and S but for `probabilities`, `through_values`, `where_seen` and `gradients`, which
   are the same equations on a `plane`, for those who ask for the probabilities themselves.
 * All are differentiable, to any order and in either mode: a kernel's derivatives are the portable path's.
@@ -56,6 +59,8 @@ from jax_attn_bwd.ops.dot_product.spec import (
     Result,
     Wanted,
 )
+from jax_attn_bwd.ops.dot_product.tangent import require_whole_queries, through_softmax
+from jax_attn_bwd.ops.dot_product.tangent import sums as tangent_sums
 
 _PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
@@ -144,9 +149,12 @@ __all__ = [
     "plane",
     "planned",
     "probabilities",
+    "require_whole_queries",
     "restored",
     "split_heads",
     "split_rows",
+    "tangent_sums",
+    "through_softmax",
     "through_values",
     "where_seen",
 ]

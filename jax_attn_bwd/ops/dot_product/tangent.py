@@ -44,11 +44,25 @@ def tangent(
     plan: Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
     """(dout, dlse), of the types of out and lse; None in `tangents` is zero."""
+    total, mu = sums(plan, operands, result, tangents)
+    return through_softmax(result, total, mu).astype(result.out.dtype), mu.astype(result.lse.dtype)
+
+
+def require_whole_queries(operator: str, plan: Plan) -> None:
+    """Refuses queries that are cut for devices."""
     if plan.pieces is not None:
         raise NotImplementedError(
-            "dot_product_attention: forward_mode=True must have all queries on each device, got queries"
-            " sharded along T; shard batch or heads"
+            f"{operator}: forward_mode=True must have all queries on each device, got queries sharded along"
+            " T; shard batch or heads"
         )
+
+
+def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:
+    """What the keys of a block give to the sum over s of (17), `[..., T, N, Hv]`, and to mu, `[..., T, N]`.
+
+    `result` has the row values of all keys that the queries attend to: what disjoint blocks give adds up, in
+    the dtype of lse. None in `tangents` is zero.
+    """
     operands = query_sharding.with_whole_keys(operands)
     w, groups, block_q = tile_operands(plan, operands), operands.sizes[-1], plan.tiling.block_q
     rows = lambda x: layout.pad(layout.split_rows(x, groups), -1, block_q)
@@ -57,21 +71,25 @@ def tangent(
     saved = _Saved(w, _along(plan, operands, tangents), rows(lse), rows(low))
     mu = full_like_operands(saved.lse, saved.lse.shape, 0, lse.dtype, saved)
     shape = (*mu.shape, w.v.shape[-1])
-    sums = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
+    found = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
     visits = tile_schedule.visits(w.mask, plan.tiling)
     if visits.i.shape[0] != 0:
         body, tiles = tile_schedule.loop(partial(_step, plan, saved, visits.mixed), visits)
-        sums, _ = lax.scan(body, sums, tiles)
+        found, _ = lax.scan(body, found, tiles)
 
     T = operands.query.shape[-3]
-    dout, mu = layout.merge_heads(sums.dout)[..., :T, :, :], layout.merge_rows(sums.mu)[..., :T, :]
+    total, mu = layout.merge_heads(found.dout)[..., :T, :, :], layout.merge_rows(found.mu)[..., :T, :]
     if tangents.sink is not None:
         assert operands.sink is not None  # it has a tangent
         wide = lambda x: to_rank(x.astype(mu.dtype), mu.ndim)
         seen = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
         mu = mu + jnp.exp((wide(operands.sink) - seen) - low) * wide(tangents.sink)  # (15)
-    dout = dout - mu[..., None] * result.wide_out()  # (17)
-    return dout.astype(result.out.dtype), mu.astype(result.lse.dtype)
+    return total, mu
+
+
+def through_softmax(result: Result, total: jax.Array, mu: jax.Array) -> jax.Array:
+    """Dout of (17), in the dtype of lse, from the whole sum over s and mu."""
+    return total - mu[..., None] * result.wide_out()
 
 
 class _Along(NamedTuple):
