@@ -6,7 +6,7 @@ import jax
 
 from jax_attn_bwd._core import checks, dropout, float_leaves, notices, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mask_arguments
-from jax_attn_bwd.ops.dot_product.mask_arguments import Like, plane
+from jax_attn_bwd.ops.dot_product.mask_arguments import Like
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.tiling import Sizes
 
@@ -24,7 +24,7 @@ def prepare(
     (*batch, T, N, H), (S, K) = query.shape, key.shape[-3:-1]
     sizes, like = Sizes(tuple(batch), T, S, N, N // K), Like(query, -3, -2)
     if bias is not None:
-        bias = plane(operator, "bias", checks.floating(operator, "bias", bias), sizes, like)
+        bias = mask_arguments.bias_plane(operator, bias, sizes, like)
     if sink is not None:
         sink = checks.floating(operator, "sink", sink)
         checks.shape(operator, "sink", sink, "[N]", (N,))

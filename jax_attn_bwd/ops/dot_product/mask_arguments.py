@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_attn_bwd._core import checks, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mod_arguments
@@ -107,6 +108,12 @@ def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like |
     if like is None:
         return x
     return sharding.reshard_like(x, like.array, (*range(len(batch)), like.heads, like.queries, None))
+
+
+def bias_plane(operator: str, bias: Any, sizes: Sizes, like: Like | None) -> jax.Array:
+    """The checked bias, kept whole by a barrier: XLA:CPU would compute what makes it anew for each reader."""
+    bias = plane(operator, "bias", checks.floating(operator, "bias", bias), sizes, like)
+    return lax.optimization_barrier(bias) if isinstance(bias, jax.core.Tracer) else bias
 
 
 def drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:

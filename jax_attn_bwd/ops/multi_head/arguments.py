@@ -7,7 +7,7 @@ import jax
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
-from jax_attn_bwd.ops.dot_product.mask_arguments import Like, Sizes, mask_of, plane
+from jax_attn_bwd.ops.dot_product.mask_arguments import Like, Sizes, bias_plane, mask_of, plane
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
 
 _SHAPES = {
@@ -61,7 +61,7 @@ def prepare(
 
     of_plane = Sizes(tuple(batch), T, S, N, N)  # mask functions are checked as for one key head
     if bias is not None:
-        bias = plane(operator, "bias", checks.floating(operator, "bias", bias), of_plane, None)
+        bias = bias_plane(operator, bias, of_plane, None)
     if mask is not None:  # the heads that it is sharded with are made under the rule
         mask = plane(operator, "mask", checks.boolean_mask(operator, mask), of_plane, None)
     flags = {

@@ -1,4 +1,4 @@
-"""Memory is linear in the sequence; what is saved."""
+"""Memory is linear in the sequence; what is saved; what is computed once."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import saved_arrays, thorough
 
-from jax_attn_bwd import dot_product_attention, mods
+from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, mods, multi_head_attention
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -82,3 +82,17 @@ def test_logits_computed_once(options):
     x = jax.ShapeDtypeStruct((2, 16, 3, 8), jnp.float32)
     step = jax.grad(lambda *a: (dot_product_attention(*a, **options) ** 2).sum(), (0, 1, 2))
     assert jax.jit(step).lower(x, x, x).compile().as_text().count(" dot(") == 6
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones drop the barrier before they fuse")
+def test_what_makes_a_bias_is_computed_once():
+    x, bias = jnp.ones((2, 16, 2, 8), jnp.float32), jnp.ones((2, 2, 16, 16), jnp.float32)
+    kernels = MultiHeadAttentionParams(value_kernel=jnp.ones((16, 2, 8), jnp.float32))
+
+    def both(x, bias):
+        inputs = x.reshape(2, 16, 16)
+        out = multi_head_attention(kernels, inputs, num_heads=2, bias=jnp.sin(bias))
+        return dot_product_attention(x, x, x, jnp.cos(bias)), out
+
+    compiled = jax.jit(both).lower(x, bias).compile().as_text()
+    assert (compiled.count(" sine("), compiled.count(" cosine(")) == (1, 1)
