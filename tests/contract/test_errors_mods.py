@@ -38,8 +38,13 @@ MASKS = rows(
      {"mask_mod": lambda b, h, r, c: (r < c, c < r)}),
     ("effects", TypeError, "mask_mod must have no side effects, got .*[Dd]ebug", {"mask_mod": printing}),
     ("branches", TypeError,
-     "mask_mod must be elementwise jnp operations that broadcast over batch, head, row and column, got ",
+     "mask_mod must be elementwise jnp operations that broadcast over batch, head, row and column, got "
+     "branching, which asks in Python whether an array is true; write jnp.where for if, and & | ~ for and",
      {"mask_mod": branching}),
+    ("ands", TypeError, "got <lambda>, which asks in Python whether an array is true; write jnp.where",
+     {"mask_mod": lambda b, h, r, c: r < c and c > 2}),
+    ("uncalled", TypeError, "mask_mod must be a function of places, got mods.sliding_window itself; call it",
+     {"mask_mod": mods.sliding_window}),
     ("arguments", TypeError,
      r"mask_mod must take \(batch, head, row, column\) and the 1 arrays of mod_args, got "
      r"<lambda>\(b, h, r, c\), too many positional arguments; both .* are handed all of mod_args",

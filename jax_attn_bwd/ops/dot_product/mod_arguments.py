@@ -156,13 +156,19 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
         remedy += "go in mod_args"
         got = f"an unhashable {type(function).__name__}"
         raise TypeError(checks.message(operator, argument, "be hashable", got, remedy)) from None
+    if inspect.isfunction(function) and function.__module__.startswith("jax_attn_bwd.mods"):
+        got, remedy = f"mods.{function.__name__} itself", "call it: what it returns is the function"
+        raise TypeError(checks.message(operator, argument, "be a function of places", got, remedy))
     _check_signature(operator, argument, function, shapes)
     try:
         closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
     except Exception as error:
-        words = (str(error).splitlines() or [""])[0]
+        words, remedy = (str(error).splitlines() or [""])[0], ""
         got = f"{type(error).__name__}: {words}"
-        raise TypeError(checks.message(operator, argument, _ELEMENTWISE, got)) from error
+        if isinstance(error, jax.errors.TracerBoolConversionError) or "truth value" in words:
+            got = f"{_called(function)}, which asks in Python whether an array is true"
+            remedy = "write jnp.where for if, and & | ~ for and, or, not"
+        raise TypeError(checks.message(operator, argument, _ELEMENTWISE, got, remedy)) from error
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
         expected, remedy = "not close over traced arrays", "hand them over in mod_args"
         raise TypeError(checks.message(operator, argument, expected, "one that does", remedy))
@@ -195,8 +201,12 @@ def takes_other(function: Any, count: int) -> str | None:
     try:
         signature.bind(*range(count))
     except TypeError as error:
-        return f"{getattr(function, '__name__', type(function).__name__)}{signature}, {error}"
+        return f"{_called(function)}{signature}, {error}"
     return None
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 class _Partial(partial[Any]):
