@@ -3,6 +3,7 @@
 import itertools
 import os
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
@@ -20,6 +21,8 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Names of tests that take more than two CPU seconds each: they are thorough, as those marked in their files.
+SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
 finished_tests = itertools.count(1)
 meant: pytest.StashKey = pytest.StashKey()  # {(operator, implementation)} whose gradients this run compares
 missing: pytest.StashKey = pytest.StashKey()  # the pairs in `meant` whose gradients it never compared
@@ -27,17 +30,32 @@ missing: pytest.StashKey = pytest.StashKey()  # the pairs in `meant` whose gradi
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="run the tests marked thorough, too")
+    parser.addoption(
+        "--thorough-share",
+        metavar="K/N",
+        help="run every N-th of the tests marked thorough, from the K-th on, too (K from 0)",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """The tests marked thorough are left out unless they are asked for; no name differs from run to run."""
+    """The tests that take long are left out unless they are asked for; no name differs from run to run."""
+    slow = set(SLOW_TESTS.read_text().splitlines())
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"give ids to the parameters of {item.nodeid}: it names an address")
+        if item.nodeid in slow:
+            item.add_marker("thorough")
     if config.getoption("thorough") or "thorough" in config.getoption("markexpr"):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    thorough = [item for item in items if item.get_closest_marker("thorough")]
+    share = config.getoption("thorough_share")
+    if share:
+        first, step = map(int, share.split("/"))
+        left_out = [item for place, item in enumerate(thorough) if place % step != first]
+    else:
+        left_out = thorough
+    dropped = set(left_out)
+    items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=left_out)
 
 
