@@ -1,7 +1,8 @@
 """All-gather attention: every device gathers all keys and values, in the forward and again in the backward.
 
 One block per device, so one collective each way: keys and values are gathered, dk and dv are summed and
-scattered. Memory for keys and values is that of the whole sequence.
+scattered. Forward mode gathers the tangents of keys and values likewise. Memory for keys and values is that
+of the whole sequence.
 
 References:
   Grattafiori et al., The Llama 3 herd of models, 2024, arXiv:2407.21783, section 3.3.2 (context parallelism).
@@ -31,6 +32,14 @@ def example(exchange: Exchange, operands: Operands) -> Operands:
 def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result:
     """Attention to all keys, on operands that all vary over the same axes."""
     return engine.forward(plan, example(exchange, operands))
+
+
+def tangent(
+    exchange: Exchange, plan: engine.Plan, operands: Operands, result: Result, tangents: Operands
+) -> tuple[jax.Array, jax.Array]:
+    """The two sums over all keys, of the tangents that are not None."""
+    whole, along = (example(exchange, given) for given in (operands, tangents))
+    return engine.tangent_sums(plan, whole, result, along)
 
 
 def backward(

@@ -70,7 +70,7 @@ def attention_fn(
     Raises:
       ValueError: an axis is not in the mesh; one that does not divide what it shards; and when called, as
         `jax_attn_bwd.attention_fn` and the exchange.
-      NotImplementedError: when called: weights to be sown, or `forward_mode`.
+      NotImplementedError: when called: weights to be sown.
 
     Example:
       >>> import jax
@@ -126,13 +126,10 @@ class _Sharded:
         if given.arguments["module"] is not None:
             remedy = "weights are T x S numbers; sow them from a model on one device"
             raise NotImplementedError(checks.message(_NAME, "module", "be None over a mesh", "one", remedy))
-        if checks.flag(_NAME, "forward_mode", given.arguments.pop("forward_mode")):
-            remedy = "the exchanges have no tangent rule; differentiate in forward mode on one device"
-            message = checks.message(_NAME, "forward_mode", "be False over a mesh", True, remedy)
-            raise NotImplementedError(message)
+        forward_mode = checks.flag(_NAME, "forward_mode", given.arguments.pop("forward_mode"))
         if self.layout != "contiguous":
             self._place(given.arguments)
-        attend = functools.partial(_attend, self.mesh, self.axes, self.kind)
+        attend = functools.partial(_attend, self.mesh, self.axes, self.kind, forward_mode=forward_mode)
         return layers.attention_by(attend, **given.arguments)
 
     def _place(self, arguments: dict[str, Any]) -> None:

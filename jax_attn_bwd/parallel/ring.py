@@ -23,7 +23,16 @@ The sums of (6) cannot leave before this step's part is in them. What travels wh
 the sum of all steps **before**: it arrives from device i - 1 with the parts of this block's keys so far, and
 this step's part is added then. One hop more brings the finished sums home.
 
-A step whose keys no query sees is skipped, in both directions: positions and segments tell.
+Tangents. With the lse of (4) the sums of a tangent, too, are sums over blocks of keys: for (12) to (17) of
+`ops/dot_product/tangent.py` and (out, lse) of (4),
+
+    a_i  = sum_j sum_s Z_ts p_ts (dlogits_ts v_s + dv_s),   b_i = sum_j sum_s p_ts dlogits_ts   (8)
+    at the end   mu = b + p_t0 dsink,   dout = a - mu out,   dlse = mu                          (9)
+
+where s runs over the keys of block j. So a second turn around the ring, in which the tangents of keys and
+values travel beside them, gives dout and dlse; a tangent that is zero does not travel.
+
+A step whose keys no query sees is skipped, in all of them: positions and segments tell.
 
 References:
   Liu et al., Ring attention with blockwise transformers, 2023, arXiv:2310.01889: (1) to (4).
@@ -83,19 +92,45 @@ def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result
         compute = lambda state: _merged(state, engine.forward(plan, given))
         return _if_seen(given, compute, lambda state: state, state)
 
+    state = online.initial(operands.query, operands.value.shape[-1], operands.sink, operands)
+    out, lse, low = online.finished(_around(exchange, fold, state, of_keys(exchange, operands)))  # (4)
+    out, out_low = engine.in_two(plan.options, operands, out)
+    return Result(out, lse, low, out_low)
+
+
+def tangent(
+    exchange: Exchange, plan: engine.Plan, operands: Operands, result: Result, tangents: Operands
+) -> tuple[jax.Array, jax.Array]:
+    """(8), with the sink in mu, of the tangents that are not None; all vary over the same axes."""
+
+    def fold(sums, moving, offset):
+        keys, along = moving
+        given = _block_of(exchange, operands, keys, offset)
+        block = _block_of(exchange, tangents, along, offset, keys["key"].shape[-3])
+        add = lambda sums: jax.tree.map(jnp.add, sums, engine.tangent_sums(plan, given, result, block))
+        return _if_seen(given, add, lambda sums: sums, sums)
+
+    mu = full_like_operands(result.lse, result.lse.shape, 0, result.lse.dtype, (operands, tangents, result))
+    total = jnp.broadcast_to(mu[..., None], result.out.shape)
+    if tangents.sink is not None:
+        assert operands.sink is not None  # it has a tangent
+        mu = mu + engine.tangent_of_sink(operands.sink, result, tangents.sink)
+    return _around(exchange, fold, (total, mu), (of_keys(exchange, operands), of_keys(exchange, tangents)))
+
+
+def _around(exchange: Exchange, fold: Any, state: Any, mine: Any) -> Any:
+    """The state after `fold(state, what has come, offset)` of every step; `mine` sets out from here."""
+
     def step(carry, offset):
         state, moving = carry
         coming = _shifted(exchange, moving, 1)  # on its way while this step computes
         return (fold(state, moving, offset), coming), None
 
     offsets = np.asarray(exchange.offsets, np.int32)
-    state = online.initial(operands.query, operands.value.shape[-1], operands.sink, operands)
-    moving = _shifted(exchange, of_keys(exchange, operands), exchange.offsets[0])
+    moving = _shifted(exchange, mine, exchange.offsets[0])
     if len(offsets) > 1:
         (state, moving), _ = lax.scan(step, (state, moving), offsets[:-1])
-    out, lse, low = online.finished(fold(state, moving, offsets[-1]))  # (4)
-    out, out_low = engine.in_two(plan.options, operands, out)
-    return Result(out, lse, low, out_low)
+    return fold(state, moving, offsets[-1])
 
 
 def backward(
@@ -147,7 +182,7 @@ def backward(
     return stay | _shifted(exchange, go, -exchange.offsets[-1])
 
 
-def _shifted(exchange: Exchange, moving: Moving, hops: int) -> Moving:
+def _shifted(exchange: Exchange, moving: Any, hops: int) -> Any:
     """What each device holds, on the device `hops` further."""
     n = exchange.size
     if hops % n == 0:
@@ -163,8 +198,11 @@ def _columns(exchange: Exchange, operand: str, x: jax.Array, S: int, offset: Any
     return {-1: (lax.rem(lax.axis_index(exchange.axis_name) - offset + n, np.int32(n)), S)}
 
 
-def _block_of(exchange: Exchange, operands: Operands, moving: Moving, offset: Any) -> Operands:
-    given, S = with_keys(operands, moving), moving["key"].shape[-3]
+def _block_of(
+    exchange: Exchange, operands: Operands, moving: Moving, offset: Any, S: int | None = None
+) -> Operands:
+    """`operands` (or tangents, with the number of keys `S`) and the keys of device i - `offset`."""
+    given, S = with_keys(operands, moving), moving["key"].shape[-3] if S is None else S
 
     def cut(name):
         x = given.array(name)

@@ -1,4 +1,7 @@
-"""The rule of ring and all-gather attention: blocks on each device, a custom_vjp around their exchange."""
+"""The rule of ring and all-gather attention: blocks on each device, a custom_vjp around their exchange.
+
+With `forward_mode=True` the same forward and backward, and a tangent rule beside them.
+"""
 
 from functools import partial
 from typing import Any
@@ -9,6 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, float_leaves, pallas
+from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
 from jax_attn_bwd.ops.dot_product import engine
@@ -19,13 +23,19 @@ from jax_attn_bwd.parallel.arguments import Exchange, prepare
 _EXCHANGES: dict[str, Any] = {"ring_attention": ring, "all_gather_attention": all_gather}
 
 
-def exchanged(operator: str, *, return_residual: bool, implementation: str | None, **arguments: Any) -> Any:
+def exchanged(
+    operator: str, *, return_residual: bool, forward_mode: bool, implementation: str | None, **arguments: Any
+) -> Any:
     """out, and lse if it is asked for, of the checked arguments of a call."""
     exchange, options, operands = prepare(operator, **arguments)
     return_residual = checks.flag(operator, "return_residual", return_residual)
     example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
     plan = engine.plan(operator, implementation, options, example)
-    out, lse = _run((operator, exchange, plan), operands)
+    run = _run
+    if checks.flag(operator, "forward_mode", forward_mode):
+        require(operator)
+        run = _run_both_modes
+    out, lse = run((operator, exchange, plan), operands)
     return (out, lse) if return_residual else out
 
 
@@ -75,8 +85,19 @@ def _bwd(static, residuals, cotangents):
     return (as_cotangents(operands, matched),)
 
 
+def _jvp(static, residuals, tangents):
+    operator, exchange, plan = static
+    operands, result, _ = residuals
+    result = engine.restored(result)
+    alike, along = pallas.vary_alike((_alike(exchange, operands), tangents[0]))
+    total, mu = _EXCHANGES[operator].tangent(exchange, plan, alike, result, along)
+    dout = engine.through_softmax(result, total, mu)  # (9) of `ring.py`
+    return dout.astype(result.out.dtype), mu
+
+
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
 _run = runs_in_shard_map(_attention)
+_run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))
 
 
 def _of_live_rows(operands, result, dout, dlse):

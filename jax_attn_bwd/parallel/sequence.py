@@ -16,6 +16,7 @@ class SequenceKeywords(DotProductAttentionKeywords, total=False):
     """Keywords of the exchanges beside the axis and the one that changes what they return."""
 
     layout: SequenceLayout
+    forward_mode: bool
 
 
 # fmt: off
@@ -65,6 +66,7 @@ def ring_attention(
     precision: Any = None,
     deterministic_sums: bool = True,
     return_residual: bool = False,
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
     deterministic: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -111,6 +113,8 @@ def ring_attention(
         to the index of each token, or are index arrays `[T]`, `[S]` of this device's tokens.
       scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic_sums,
         return_residual: as in `dot_product_attention`.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule:
+        the tangents of keys and values are exchanged as keys and values are, in a second round.
       implementation: what computes each block, as in `dot_product_attention`.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 

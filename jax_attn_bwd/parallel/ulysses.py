@@ -2,8 +2,9 @@
 
     [..., T, N, H] of n devices  --all-to-all-->  [..., n * T, N / n, H]
 
-The exchange is linear and its own inverse, so its gradient is the exchange back; between the two stands
-`dot_product_attention`, whose rule is written. What is small, ids and positions, is gathered.
+The exchange is linear and its own inverse, so its gradient is the exchange back, and a tangent takes the way
+of its argument; between the two stands `dot_product_attention`, whose rules are written. What is small, ids
+and positions, is gathered.
 """
 
 from typing import Any
@@ -20,8 +21,8 @@ from jax_attn_bwd.parallel.functions import beginning_at
 
 def attend(
     operator: str, query, key, value, bias, mask, *, sink, query_seq_lengths, key_value_seq_lengths,
-    query_segment_ids, key_value_segment_ids, query_positions, dropout_key, return_residual, implementation,
-    **arguments: Any,
+    query_segment_ids, key_value_segment_ids, query_positions, dropout_key, return_residual, forward_mode,
+    implementation, **arguments: Any,
 ) -> Any:  # fmt: skip
     """What `ulysses_attention` returns."""
     # Everything but mask and bias is checked here, where each device holds its own tokens.
@@ -86,6 +87,7 @@ def attend(
         precision=options.precision,
         deterministic_sums=options.deterministic_sums,
         return_residual=True,
+        forward_mode=forward_mode,
         implementation=implementation,
         **beginning_at(0, first_head, *functions),
     )

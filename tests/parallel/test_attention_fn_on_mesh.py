@@ -163,11 +163,6 @@ def test_several_axes_for_the_batch_and_none_for_the_sequence(rng):
             r"module must be None over a mesh",
         ),
         (
-            lambda on: sharded(on)(*[jnp.zeros((4, 16, 4, 3))] * 3, forward_mode=True),
-            NotImplementedError,
-            r"forward_mode must be False over a mesh",
-        ),
-        (
             lambda on: sharded(on, "ulysses")(*[jnp.zeros((4, 16, 2, 3))] * 3),
             ValueError,
             r"key heads K must be a multiple of the 2 devices along 'sequence', got 1; use ring",

@@ -139,8 +139,7 @@ def dot_product_attention(
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does.
       return_residual: return `(out, lse)`.
-      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
-        queries may then not be sharded along T.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises with the reason. The page "What runs where"
         tells what each of them takes.
@@ -346,7 +345,6 @@ def _bwd(plan, residuals, cotangents):
 
 def _jvp(plan, residuals, along):
     operands, result, _ = residuals
-    written_tangent.require_whole_queries(_NAME, plan)
     return written_tangent.tangent(plan, operands, engine.restored(result), along[0])
 
 

@@ -59,6 +59,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
     Result,
     Wanted,
 )
+from jax_attn_bwd.ops.dot_product.tangent import of_sink as tangent_of_sink
 from jax_attn_bwd.ops.dot_product.tangent import require_whole_queries, through_softmax
 from jax_attn_bwd.ops.dot_product.tangent import sums as tangent_sums
 
@@ -153,6 +154,7 @@ __all__ = [
     "restored",
     "split_heads",
     "split_rows",
+    "tangent_of_sink",
     "tangent_sums",
     "through_softmax",
     "through_values",

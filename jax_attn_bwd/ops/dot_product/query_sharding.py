@@ -20,7 +20,8 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals, Resu
 
 def with_whole_keys(operands: Operands) -> Operands:
     """`operands` with all keys on every device, as far as types tell."""
-    return operands._replace(key=unsharded(operands.key, -3), value=unsharded(operands.value, -3))
+    whole = lambda x: None if x is None else unsharded(x, -3)
+    return operands._replace(key=whole(operands.key), value=whole(operands.value))
 
 
 def forward(plan: Plan, operands: Operands, run: Callable[[Plan, Operands], Result]) -> Result:
@@ -60,12 +61,40 @@ def gradients(
     return split.over(plan.pieces, of_part, arrays | own, axes, places)
 
 
+def tangent(
+    plan: Plan, run: Callable[..., Any], operands: Operands, result: Result, tangents: Operands
+) -> tuple[Any, Any]:
+    """The two sums that `run` gives, over all parts; `tangents` are divided as the operands are."""
+    assert plan.pieces is not None  # else there are no parts
+    arrays, axes = _divided(plan, with_whole_keys(operands))
+    along = _with_gathered_keys(plan, with_whole_keys(tangents))
+    place = split.place(operands.query, axes["query"])
+    places = {"total": place, "mu": place._replace(spec=place.spec[:-1])}
+
+    def of_part(index, arrays):
+        result, along = arrays.pop("result"), Operands(**arrays.pop("along"))
+        found = run(plan, _part(plan.options, index, arrays), result, along)
+        return dict(zip(places, found, strict=True))
+
+    arrays |= {"result": result, "along": along._asdict()}
+    nothing = dict.fromkeys(along._fields)
+    axes |= {"result": axes["query"], "along": nothing | along.axes(along.along("t"))}
+    found = split.over(plan.pieces, of_part, arrays, axes, places)
+    return found["total"], found["mu"]
+
+
+def _with_gathered_keys(plan: Plan, operands: Operands) -> Operands:
+    """`operands` with all keys on every device of an Auto mesh, where types do not tell where they lie."""
+    if plan.pieces is None or plan.pieces.mesh_axes:
+        return operands
+    keys = operands.along("s")
+    return operands.with_arrays({name: gathered(operands.array(name), keys[name]) for name in keys})
+
+
 def _divided(plan: Plan, operands: Operands) -> tuple[dict[str, Any], dict[str, Any]]:
     """The operands by name, and which of their axes is that of the queries."""
     query, batch_rank = operands.query, operands.query.ndim - 3
-    if plan.pieces is not None and not plan.pieces.mesh_axes:
-        keys = operands.along("s")
-        operands = operands.with_arrays({name: gathered(operands.array(name), keys[name]) for name in keys})
+    operands = _with_gathered_keys(plan, operands)
     axes = operands.axes(operands.along("t"))
     if operands.mask.batch_number is not None:  # each device has its own
         numbers = {"batch_number": tuple(range(batch_rank)), "head_number": (-2,)}

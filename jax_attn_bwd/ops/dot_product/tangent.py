@@ -63,6 +63,15 @@ def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> 
     `result` has the row values of all keys that the queries attend to: what disjoint blocks give adds up, in
     the dtype of lse. None in `tangents` is zero.
     """
+    if plan.pieces is None:
+        return _of_part(plan, operands, result, tangents)
+    return query_sharding.tangent(plan, _of_part, operands, result, tangents)
+
+
+def _of_part(
+    plan: Plan, operands: Operands, result: Result, tangents: Operands
+) -> tuple[jax.Array, jax.Array]:
+    """`sums` of the queries that one program computes."""
     operands = query_sharding.with_whole_keys(operands)
     w, groups, block_q = tile_operands(plan, operands), operands.sizes[-1], plan.tiling.block_q
     rows = lambda x: layout.pad(layout.split_rows(x, groups), -1, block_q)
@@ -81,10 +90,16 @@ def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> 
     total, mu = layout.merge_heads(found.dout)[..., :T, :, :], layout.merge_rows(found.mu)[..., :T, :]
     if tangents.sink is not None:
         assert operands.sink is not None  # it has a tangent
-        wide = lambda x: to_rank(x.astype(mu.dtype), mu.ndim)
-        seen = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
-        mu = mu + jnp.exp((wide(operands.sink) - seen) - low) * wide(tangents.sink)  # (15)
+        mu = mu + of_sink(operands.sink, result, tangents.sink)
     return total, mu
+
+
+def of_sink(sink: jax.Array, result: Result, dsink: jax.Array) -> jax.Array:
+    """What the sink gives to mu, (15), `[..., T, N]`."""
+    wide = lambda x: to_rank(x.astype(result.lse.dtype), result.lse.ndim)
+    seen = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
+    low = 0 if result.lse_low is None else result.lse_low
+    return jnp.exp((wide(sink) - seen) - low) * wide(dsink)
 
 
 def through_softmax(result: Result, total: jax.Array, mu: jax.Array) -> jax.Array:
