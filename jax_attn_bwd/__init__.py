@@ -55,6 +55,7 @@ from jax_attn_bwd.ops.multi_head import (
     Rotary,
     multi_head_attention,
     multi_head_attention_bwd,
+    multi_head_attention_jvp,
 )
 from jax_attn_bwd.ops.softmax import (
     scaled_masked_softmax,
@@ -106,6 +107,7 @@ __all__ = [
     "mods",
     "multi_head_attention",
     "multi_head_attention_bwd",
+    "multi_head_attention_jvp",
     "multi_scale_deformable_attention",
     "multi_scale_deformable_attention_bwd",
     "multi_scale_deformable_attention_jvp",

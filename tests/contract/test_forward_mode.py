@@ -221,6 +221,17 @@ def test_tangents_are_checked():
         call(x, dscale=jnp.ones(()))
 
 
+def test_tangents_of_the_layer_are_checked():
+    x, params = jnp.ones((2, 3)), jax_attn_bwd.MultiHeadAttentionParams(query_kernel=jnp.ones((3, 1, 3)))
+    call = partial(jax_attn_bwd.multi_head_attention_jvp, params, x)
+    with pytest.raises(ValueError, match=r"dparams\.query_kernel must have shape the shape of"):
+        call(dparams=jax_attn_bwd.MultiHeadAttentionParams(query_kernel=x))
+    with pytest.raises(TypeError, match="dparams must be a MultiHeadAttentionParams, got dict"):
+        call(dparams={"query_kernel": x})
+    with pytest.raises(ValueError, match="return_residual must be left out with forward_mode=True"):
+        jax_attn_bwd.multi_head_attention(params, x, return_residual=True, forward_mode=True)
+
+
 def test_jax_without_such_operations_is_named(monkeypatch):
     monkeypatch.setattr("jax_attn_bwd._core.forward_mode._BASE", None)
     with pytest.raises(NotImplementedError, match=f"which JAX {jax.__version__} does not have"):

@@ -96,6 +96,7 @@ LAYERS = (
     # the one operator that builds on another, through its block
     ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
+    ("ops/multi_head/tangent",),
     ("ops/*/rule",),
     ("ops/*/api", "ops/*/api_bwd", "ops/*/api_jvp", "ops/*/edge_softmax", "ops/*/edge_reductions"),
     ("mods/*",),

@@ -47,6 +47,8 @@ def layer(x: jax.Array, w: jax.Array, numbers: np.ndarray, weights: bool) -> Non
     out, probs, residual = jab.multi_head_attention(params, x, return_weights=True, return_residual=True)
     assert_type(probs, jax.Array)
     out, residual = jab.multi_head_attention(params, x, return_residual=True)
+    assert_type(jab.multi_head_attention(params, x, return_weights=True, forward_mode=True), Pair)
+    assert_type(jab.multi_head_attention_jvp(params, x, dparams=params, dquery=x, is_causal=True), Pair)
     grads = jab.multi_head_attention_bwd(out, params, x, residual=residual)
     assert_type(grads.params.query_kernel, jax.Array | None)
     from_numpy = jab.MultiHeadAttentionParams(query_kernel=numbers)

@@ -45,6 +45,7 @@ from jax_attn_bwd.ops.dot_product.materialized import (
     gradients,
     plane,
     probabilities,
+    tangent_of_logits,
     through_values,
     where_seen,
 )
@@ -154,6 +155,7 @@ __all__ = [
     "restored",
     "split_heads",
     "split_rows",
+    "tangent_of_logits",
     "tangent_of_sink",
     "tangent_sums",
     "through_softmax",

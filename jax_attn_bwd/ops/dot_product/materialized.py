@@ -7,7 +7,7 @@ logits once for both. Equation numbers are those of `backward.py`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -248,6 +248,31 @@ def probabilities(plane: Plane, result: Result | None) -> jax.Array:
     if result.lse_low is not None:
         p = p - layout.split_rows(result.lse_low, groups)[..., None]
     return jnp.exp(p)
+
+
+def tangent_of_logits(whole: Plane, along: Operands) -> jax.Array:
+    """(14) of `tangent.py`: `[..., K, G, T, S]`, 0 where unseen; None in `along` is zero."""
+    options, given = whole.options, whole.operands
+    filled = {name: getattr(along, name) for name in ("query", "key")}
+    moved = plane(options, given._replace(**{name: x for name, x in filled.items() if x is not None}))
+    logits, tanh = _before_score(whole)
+    product = partial(einsum, "...kgth,...ksh->...kgts", **whole.product)
+    dlogits = jnp.zeros_like(logits)
+    if along.query is not None:
+        dlogits += options.scale * product(moved.q, whole.k)
+    if along.key is not None:
+        dlogits += options.scale * product(whole.q, moved.k)
+    if tanh is not None:
+        dlogits = dlogits * (1 - tanh * tanh)
+    if along.bias is not None:
+        bias = layout.plane(along.bias, given.query.ndim - 3, given.sizes[-1])
+        dlogits = dlogits + bias.astype(whole.dtype)
+    if whole.places is not None:
+        args = mod_functions.tangents_of_args(given.mod_args, along.mod_args)
+        _, dlogits = mod_functions.pushed_forward(
+            options, logits, whole.places, given.mod_args or (), dlogits, args
+        )
+    return where_seen(whole, dlogits)
 
 
 def where_seen(plane: Plane, x: jax.Array) -> jax.Array:

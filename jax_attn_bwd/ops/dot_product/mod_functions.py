@@ -101,6 +101,14 @@ def pushed_forward(
     return jax.jvp(of, (logits, numbers), (dlogits, dargs))
 
 
+def tangents_of_args(args: Any, along: Any) -> Any:
+    """Those of the floats in `args`, with zeros in place of None; None if all are zero."""
+    if not jax.tree.leaves(along):
+        return None
+    zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)
+    return jax.tree.map(zero, along, float_leaves.floats(args), is_leaf=lambda t: t is None)
+
+
 def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[..., Any]) -> Any:
     """The cotangent of `numbers` from `cotangents(read(numbers))`, of what the functions `read` of them."""
     found, pull_back = jax.vjp(read, numbers)

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.slicing import put_at, take_at
@@ -147,10 +146,8 @@ def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
     if bias is not None:
         plane = layout.plane(bias, operands.query.ndim - 3, operands.sizes[-1])
         bias = layout.pad(layout.pad(plane, -2, tiling.block_q), -1, tiling.block_k)
-    if plan.options.score_mod is not None and jax.tree.leaves(tangents.mod_args):
-        zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)
-        numbers = float_leaves.floats(operands.mod_args)
-        args = jax.tree.map(zero, tangents.mod_args, numbers, is_leaf=lambda t: t is None)
+    if plan.options.score_mod is not None:
+        args = mod_functions.tangents_of_args(operands.mod_args, tangents.mod_args)
     return _Along._make((*laid, bias, args))
 
 

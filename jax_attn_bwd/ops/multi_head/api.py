@@ -1,4 +1,4 @@
-"""The multi-head attention layer: the public functions and their checks; `rule.py` has the custom_vjp."""
+"""The multi-head attention layer: the public functions and their checks; `rule.py` has the derivatives."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 
 from jax_attn_bwd._core import checks, float_leaves, keywords
+from jax_attn_bwd._core.forward_mode import require
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
@@ -14,7 +15,7 @@ from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.arguments import prepare
 from jax_attn_bwd.ops.multi_head.rule import IMPLEMENTATIONS as IMPLEMENTATIONS
-from jax_attn_bwd.ops.multi_head.rule import plan, run
+from jax_attn_bwd.ops.multi_head.rule import plan, run, run_both_modes
 from jax_attn_bwd.ops.multi_head.spec import (
     ARRAYS,
     DIFFERENTIABLE,
@@ -38,28 +39,31 @@ def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *,
     return_weights: Literal[False] = False, return_residual: Literal[False] = False,
-    **options: Unpack[MultiHeadAttentionKeywords]) -> jax.Array: ...
+    forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]) -> jax.Array: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[True], return_residual: Literal[False] = False,
+    forward_mode: bool = False,
     **options: Unpack[MultiHeadAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[False] = False, return_residual: Literal[True],
+    forward_mode: Literal[False] = False,
     **options: Unpack[MultiHeadAttentionKeywords]) -> tuple[jax.Array, MultiHeadAttentionResidual]: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[True], return_residual: Literal[True],
+    forward_mode: Literal[False] = False,
     **options: Unpack[MultiHeadAttentionKeywords]
 ) -> tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: bool = False, return_residual: bool = False,
-    **options: Unpack[MultiHeadAttentionKeywords]
+    forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]
 ) -> (
     jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, MultiHeadAttentionResidual]
     | tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]
@@ -101,6 +105,7 @@ def multi_head_attention(
     deterministic_sums: bool = True,
     save: Save = "inputs",
     return_residual: bool = False,
+    forward_mode: bool = False,
     implementation: Implementation | None = None,
     deterministic: bool | None = None,
 ) -> jax.Array | tuple[Any, ...]:
@@ -163,6 +168,8 @@ def multi_head_attention(
         those and the T x S probabilities. The gradients are the same.
       return_residual: append what `multi_head_attention_bwd` can be handed to spare the forward; no
         gradient flows through it.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
+        without `return_residual`.
       implementation: that of the attention inside, as in `dot_product_attention`.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
@@ -174,7 +181,8 @@ def multi_head_attention(
     Gradients:
       Every field of `params`, query, key, value, bias and the floats in mod_args: exact, in the dtype and
       shape of the argument. Only what is differentiated is computed. `out` and `weights` are differentiable,
-      to second order and beyond: reverse over reverse, forward over reverse, `jax.hessian`. Nothing of size
+      to second order and beyond: reverse over reverse, forward over reverse, `jax.hessian`; `jax.jvp` of the
+      function itself by `forward_mode`. Nothing of size
       T x S is formed, except for `return_weights` and `save="probs"`. The heads' output and its lse carry the
       checkpoint names "attention_out" and "attention_lse".
       NaN in rows of query, key and value that see nothing, or that nothing sees, reaches no gradient and no
@@ -213,7 +221,14 @@ def multi_head_attention(
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
         save=save,
     )  # fmt: skip
-    outputs = run((options, plan(_NAME, implementation, options, operands)), operands)
+    call = run
+    if checks.flag(_NAME, "forward_mode", forward_mode):
+        require(_NAME)
+        if options.return_residual:
+            expected = "be left out with forward_mode=True: a residual has no tangent"
+            raise ValueError(checks.message(_NAME, "return_residual", expected, return_residual))
+        call = run_both_modes
+    outputs = call((options, plan(_NAME, implementation, options, operands)), operands)
     given = tuple(x for x in outputs if x is not None)
     return given if len(given) > 1 else given[0]
 

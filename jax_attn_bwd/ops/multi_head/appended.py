@@ -5,10 +5,10 @@ Attention over S keys left (out, lse). With the logits x_r = soft_cap(scale <q, 
     lse' = log(exp(lse) + sum_r exp(x_r)),   p_r = exp(x_r - lse')
     out' = exp(lse - lse') out + sum_r z_r p_r v_r                    (z: dropout factors)
 
-so no key array grows by a row, and no mask by a column. Backward: see backward.py.
+so no key array grows by a row, and no mask by a column. Derivatives: see backward.py and tangent.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +42,22 @@ def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> R
     """The appended rows; None if there are none."""
     found = []
     for x, given in ((inner.key, operands.bias_k), (inner.value, operands.bias_v)):
-        dtype = accumulator_dtype(x.dtype)
-        appended = []
-        if given is not None:
-            given = jnp.broadcast_to(given, x.shape[-2:])
-            appended.append(reshard_like(given, x, (-2, None))[None].astype(dtype))
-        if options.add_zero_attn:
-            appended.append(reshard_like(jnp.zeros(x.shape[-2:], dtype), x, (-2, None))[None])
-        if not appended:
+        appended = _stacked(options, x, given)
+        if appended is None:
             return None
-        found.append(jnp.concatenate(appended))
+        found.append(appended)
     return Rows(*found)
+
+
+def _stacked(options: Options, x: jax.Array, given: Any) -> jax.Array | None:
+    """`[R, K, H]`: `given`, and a row of zeros, to be appended to `x`."""
+    dtype, appended = accumulator_dtype(x.dtype), []
+    if given is not None:
+        given = jnp.broadcast_to(given, x.shape[-2:])
+        appended.append(reshard_like(given, x, (-2, None))[None].astype(dtype))
+    if options.add_zero_attn:
+        appended.append(reshard_like(jnp.zeros(x.shape[-2:], dtype), x, (-2, None))[None])
+    return jnp.concatenate(appended) if appended else None
 
 
 def _logits(options: Options, q: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array | None]:
@@ -144,3 +149,39 @@ def gradients(
     if "query" in wanted:
         query = engine.merge_heads(_einsum(options, "...kgtr,rkh->...kgth", dx, rows.keys))
     return RowGrads(bias_k, bias_v, query)
+
+
+def tangent_sums(
+    options: Options,
+    operands: Operands,
+    inner: dot_product.Operands,
+    rows: Rows,
+    result: dot_product.Result,
+    dq: jax.Array | None,
+    along: Operands,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(16), (17) of `tangent.py`: (dx `[..., K, G, T, R]`, shares of total `[..., T, N, Hv]` and of mu).
+
+    Args:
+      result: that with the appended rows.
+      dq: `[..., T, N, H]`, tangent of the projected queries; None = 0, as in `along`.
+    """
+    G = inner.query.shape[-2] // inner.key.shape[-2]
+    heads = lambda x: engine.split_heads(x, G).astype(rows.keys.dtype) * options.attention.scale
+    p = probabilities(options, inner, rows, result)
+    z = dropping.of_rows(options, operands, inner, p.shape[-1])
+    zp = p if z is None else z * p
+    terms = []
+    if dq is not None:
+        terms.append(_einsum(options, "...kgth,rkh->...kgtr", heads(dq), rows.keys))
+    if along.bias_k is not None:
+        moved = _stacked(options, inner.key, along.bias_k)
+        terms.append(_einsum(options, "...kgth,rkh->...kgtr", heads(inner.query), moved))
+    dx = sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(p)
+    _, tanh = _logits(options, engine.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
+    dx = dx if tanh is None else dx * (1 - tanh * tanh)
+    total = _einsum(options, "...kgtr,rkh->...kgth", zp * dx, rows.values)
+    if along.bias_v is not None:
+        moved = _stacked(options, inner.value, along.bias_v)
+        total = total + _einsum(options, "...kgtr,rkh->...kgth", zp, moved)
+    return dx, engine.merge_heads(total), engine.merge_rows((p * dx).sum(-1))

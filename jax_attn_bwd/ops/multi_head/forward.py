@@ -41,7 +41,7 @@ def _finish(
         p = engine.probabilities(engine.plane(options.attention, inner), result)
         if options.return_weights:
             p_rows = None if rows is None else appended.probabilities(options, inner, rows, result)
-            weights = _weights(options, p, p_rows).astype(operands.query.dtype)
+            weights = weights_of(options, p, p_rows).astype(operands.query.dtype)
         if options.save == "probs":
             probs = p.astype(operands.query.dtype)
     heads = None if options.save == "inputs" else Heads(inner.query, inner.key, inner.value)
@@ -50,7 +50,7 @@ def _finish(
     return tie(Result(out, weights, residual), operands)
 
 
-def _weights(options: Options, p: jax.Array, p_rows: Any) -> jax.Array:
+def weights_of(options: Options, p: jax.Array, p_rows: Any) -> jax.Array:
     """`[..., N, T, S']`, or their mean over N."""
     if p_rows is not None:
         p = jnp.concatenate([p, p_rows], -1)

@@ -33,24 +33,54 @@ def matmul_over_rows(
     return matmul(f"{batch}{left},{batch}{right}->{out}", x, y, precision)
 
 
+NAMES = ("query", "key", "value")
+
+
 @partial(jax.jit, static_argnums=(0,))
 def project(options: Options, operands: Operands) -> Heads:
     """Queries, keys and values: `x W + b`, or where there is no kernel `x` itself for every head; turned."""
     heads = []
-    names = ("query", "key", "value")
-    for name, x in zip(names, operands.inputs, strict=True):
+    for name, x in zip(NAMES, operands.inputs, strict=True):
         kernel, bias = (getattr(operands, f"{name}_{piece}") for piece in ("kernel", "bias"))
-        if kernel is None:
-            y = x[..., None, :]
-        else:
-            y = matmul("...te,enh->...tnh", x, kernel, options.precision)
-            y = y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
-        if options.rotary is not None and name != "value":
-            y = rotate(options.rotary, y, operands.positions(name))
-        heads.append(y.astype(x.dtype))
+        heads.append(_turned(options, operands, name, _mapped(options, x, kernel, bias)).astype(x.dtype))
     query, key, value = heads
     K = max(key.shape[-2], value.shape[-2], *(len(x) for x in (operands.bias_k,) if x is not None))
     return _placed_alike(Heads(_to_heads(query, options.num_heads), _to_heads(key, K), _to_heads(value, K)))
+
+
+def project_tangents(
+    options: Options, operands: Operands, heads: Heads, moved: tuple[Any, Any, Any], along: Operands
+) -> list[Any]:
+    """(14) of `tangent.py`: what each of the `heads` moves by, as the inputs do by `moved`; None is zero."""
+    found = []
+    for name, x, dx, y in zip(NAMES, operands.inputs, moved, heads, strict=True):
+        kernel = getattr(operands, f"{name}_kernel")
+        dkernel, dbias = (getattr(along, f"{name}_{piece}") for piece in ("kernel", "bias"))
+        terms = [] if dx is None else [_mapped(options, dx, kernel, None)]
+        if dkernel is not None:
+            terms.append(_mapped(options, x, dkernel, None))
+        if dbias is not None:
+            zero = jnp.zeros_like(y, dtype=accumulator_dtype(x.dtype))
+            terms.append(zero + to_rank(reshard_like(dbias, y, (-2, None)).astype(zero.dtype), y.ndim))
+        if not terms:
+            found.append(None)
+            continue
+        dy = _turned(options, operands, name, sum(terms[1:], start=terms[0])).astype(x.dtype)
+        found.append(reshard_like(_to_heads(dy, y.shape[-2]), y, tuple(range(y.ndim))))
+    return found
+
+
+def _mapped(options: Options, x: jax.Array, kernel: Any, bias: Any) -> jax.Array:
+    if kernel is None:
+        return x[..., None, :]
+    y = matmul("...te,enh->...tnh", x, kernel, options.precision)
+    return y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
+
+
+def _turned(options: Options, operands: Operands, name: str, y: jax.Array) -> jax.Array:
+    if options.rotary is None or name == "value":
+        return y
+    return rotate(options.rotary, y, operands.positions(name))
 
 
 def _placed_alike(heads: Heads) -> Heads:
@@ -86,19 +116,43 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
 
 def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
     """The layer's output `[..., T, Eo]` from that of the attention."""
-    if operands.out_kernel is None:
+    out = _joined(options, z, operands.out_kernel)
+    if operands.out_bias is not None:
+        out = out + to_rank(operands.out_bias.astype(out.dtype), out.ndim)
+    return _finished(options, operands, out, operands.query).astype(z.dtype)
+
+
+def output_tangent(
+    options: Options, operands: Operands, z: jax.Array, along: Operands, dz: jax.Array | None
+) -> jax.Array:
+    """(20) of `tangent.py`, from the attention's output and its tangent; None is zero."""
+    terms = [] if dz is None else [_joined(options, dz, operands.out_kernel)]
+    if along.out_kernel is not None:
+        terms.append(_joined(options, z, along.out_kernel))
+    if not terms:
+        terms.append(jnp.zeros_like(jax.eval_shape(partial(_joined, options), z, operands.out_kernel)))
+    out = sum(terms[1:], start=terms[0])
+    if along.out_bias is not None:
+        out = out + to_rank(along.out_bias.astype(out.dtype), out.ndim)
+    return _finished(options, operands, out, along.query).astype(z.dtype)
+
+
+def _joined(options: Options, z: jax.Array, kernel: Any) -> jax.Array:
+    """The heads `[..., T, N, Hv]` in one vector of each query, float32 or wider."""
+    if kernel is None:
         out = z.reshape(*z.shape[:-2], z.shape[-2] * z.shape[-1])
-        out = out.astype(accumulator_dtype(z.dtype))
-    else:
-        out = matmul("...tnh,nho->...to", z, operands.out_kernel, options.precision)
-        bias = operands.out_bias
-        out = out if bias is None else out + to_rank(bias.astype(out.dtype), out.ndim)
+        return out.astype(accumulator_dtype(z.dtype))
+    return matmul("...tnh,nho->...to", z, kernel, options.precision)
+
+
+def _finished(options: Options, operands: Operands, out: jax.Array, query: Any) -> jax.Array:
+    """`out` after its dropout, with the `query` that the layer adds."""
     drawn = options.out_dropout_rate, operands.dropout_words, operands.dropout_offset
     factors = dropping.of_output(*drawn, out)
     out = out if factors is None else out * factors
-    if options.add_residual:
-        out = out + operands.query.astype(out.dtype)
-    return out.astype(z.dtype)
+    if options.add_residual and query is not None:
+        out = out + query.astype(out.dtype)
+    return out
 
 
 @partial(jax.jit, static_argnums=(0,))

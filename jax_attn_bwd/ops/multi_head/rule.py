@@ -1,4 +1,4 @@
-"""The rule of the layer: which of dense attention's implementations runs inside, and the custom_vjp."""
+"""The rules of the layer: which of dense attention's implementations runs inside, and the derivatives."""
 
 import dataclasses
 from functools import partial
@@ -8,12 +8,14 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend
+from jax_attn_bwd._core.forward_mode import Rule, both_modes
 from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.engine import Plan
 from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
+from jax_attn_bwd.ops.multi_head import tangent as layer_tangent
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
 from jax_attn_bwd.ops.multi_head.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
 
@@ -72,10 +74,20 @@ def _bwd(static, residuals, cotangents):
         )
     dout, dweights = (None if zero(x) else x for x in cotangents[:2])
     operands, saved, note = residuals
-    saved = saved._replace(**engine.restored(saved.attention())._asdict())
-    residuals = Residuals(operands, saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
+    residuals = Residuals(operands, _restored(saved), Wanted(backend.noted(note, DIFFERENTIABLE)))
     return (as_cotangents(operands, layer_backward.backward(*static, residuals, dout, dweights)),)
+
+
+def _jvp(static, residuals, along):
+    operands, saved, _ = residuals
+    engine.require_whole_queries("multi_head_attention", static[1])
+    return layer_tangent.tangent(*static, operands, _restored(saved), along[0])
+
+
+def _restored(saved):
+    return saved._replace(**engine.restored(saved.attention())._asdict())
 
 
 _layer.defvjp(_fwd, _bwd, symbolic_zeros=True)
 run = runs_in_shard_map(_layer)
+run_both_modes = runs_in_shard_map(both_modes(Rule(_layer, _fwd, _bwd, _jvp)))
