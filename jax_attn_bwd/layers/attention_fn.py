@@ -106,7 +106,7 @@ def attention_fn(
         Positions are what causality, windows and functions read; `rope` is handed `input_positions` alone.
       deterministic_sums: as in `dot_product_attention`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, as in
-        `dot_product_attention`; layers do not pass it on: `configured_attention_fn(forward_mode=True)`.
+        `dot_product_attention`. For Flax's layers: `configured_attention_fn(forward_mode=True)`.
       implementation: as in `dot_product_attention`.
       promote_dtype: replaces the promotion: `promote_dtype((query, key, value), dtype=dtype)`.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.

@@ -190,5 +190,6 @@ def test_wrong_options_reach_the_operator_which_names_them(framework):
     for name, value in (wrong | {"precision": "exact"}).items():
         with pytest.raises(ValueError, match="mine" if value == "mine" else name):
             multi_head(framework, True, **{name: value}).call(params, *inputs, mask)
-    with pytest.raises(TypeError, match="deterministic_sums must be a Python bool"):
-        multi_head(framework, True, deterministic_sums=1).call(params, *inputs, mask)
+    for name in ("deterministic_sums", "forward_mode"):
+        with pytest.raises(TypeError, match=f"{name} must be a Python bool"):
+            multi_head(framework, True, **{name: 1}).call(params, *inputs, mask)

@@ -53,7 +53,7 @@ def layer(x: jax.Array, w: jax.Array, numbers: np.ndarray, weights: bool) -> Non
     assert_type(grads.params.query_kernel, jax.Array | None)
     from_numpy = jab.MultiHeadAttentionParams(query_kernel=numbers)
     assert_type(jab.multi_head_attention(from_numpy, numbers, key_value_seq_lengths=[3]), jax.Array)
-    ours = MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
+    ours = MultiHeadAttention(4, 8, decode=False, forward_mode=True, rngs=nnx.Rngs(0))
     assert_type(ours(x, is_causal=True), jax.Array)
 
 

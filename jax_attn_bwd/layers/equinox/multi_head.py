@@ -49,6 +49,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     deterministic_sums: bool = eqx.field(static=True)
     save: str = eqx.field(static=True)
     implementation: Implementation | None = eqx.field(static=True)
+    forward_mode: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic_sums: bool = True,
         save: Save = "inputs",
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         **kwargs: Any,
     ):
         """Makes the layer.
@@ -84,6 +86,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
             `jax_attn_bwd.multi_head_attention`, where that runs.
           implementation: option of `jax_attn_bwd.dot_product_attention`.
+          forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
         """
         super().__init__(positive(_NAME, "num_heads", num_heads), *args, **kwargs)
         self.is_causal = is_causal
@@ -97,6 +100,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         self.deterministic_sums = deterministic_sums
         self.save = save
         self.implementation = implementation
+        self.forward_mode = forward_mode
 
     def __call__(
         self,
@@ -170,6 +174,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             precision=self.precision,
             deterministic_sums=self.deterministic_sums,
             implementation=self.implementation,
+            forward_mode=self.forward_mode,
             dropout_rate=self.dropout.p if drops else 0.0,
             dropout_key=key if drops else None,
         )
@@ -291,6 +296,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             mod_args=mod_args,
             deterministic_sums=self.deterministic_sums,
             implementation=self.implementation,
+            forward_mode=self.forward_mode,
             key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,

@@ -51,6 +51,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`, where that runs.
       implementation: option of `jax_attn_bwd.dot_product_attention`.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
+        an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`.
 
     Example:
       >>> import jax
@@ -71,6 +73,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     deterministic_sums: bool = True
     save: Save = "inputs"
     implementation: Implementation | None = None
+    forward_mode: bool = False
 
     @nn.compact
     def __call__(
@@ -173,6 +176,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             broadcast_dropout=self.broadcast_dropout,
             save=self.save,
             implementation=self.implementation,
+            forward_mode=self.forward_mode,
         )
 
     @nn.nowrap
@@ -232,6 +236,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "rotary": self.rotary,
             "deterministic_sums": None if self.deterministic_sums is True else self.deterministic_sums,
             "implementation": self.implementation,
+            "forward_mode": None if self.forward_mode is False else self.forward_mode,
         }
         options = {name: x for name, x in options.items() if x is not None}
         steps, length, index = self.decode and self.has_variable("cache", "cached_key"), 0, jnp.zeros(())

@@ -49,6 +49,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
         `jax_attn_bwd.multi_head_attention`, where that runs.
       implementation: option of `jax_attn_bwd.dot_product_attention`.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
+        an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`.
 
     Example:
       >>> import jax
@@ -72,17 +74,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         deterministic_sums: bool = True,
         save: Save = "inputs",
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         **kwargs: Any,
     ):
         options = (local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation)
-        others = any(x is not None for x in options) or deterministic_sums is not True
+        flags = forward_mode, deterministic_sums
+        others = any(x is not None for x in options) or flags != (False, True)
         if attention_fn is not _own_attention and others:
             names = (
                 "local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation, "
-                "deterministic_sums"
+                "forward_mode, deterministic_sums"
             )
             expected = "be left out with an attention_fn of the caller's"
-            got = (*options, deterministic_sums)
+            got = (*options, *flags)
             raise ValueError(checks.message(_NAME, names, expected, got, "bind them with functools.partial"))
         if implementation is not None:
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
@@ -97,6 +101,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.deterministic_sums = deterministic_sums
         self.save = save
         self.implementation = implementation
+        self.forward_mode = forward_mode
 
     def __call__(
         self,
@@ -210,6 +215,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             broadcast_dropout=self.broadcast_dropout,
             save=self.save,
             implementation=self.implementation,
+            forward_mode=self.forward_mode,
         )
 
     def _is_whole(self) -> bool:
@@ -244,6 +250,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 rotary=self.rotary,
                 deterministic_sums=self.deterministic_sums,
                 implementation=self.implementation,
+                forward_mode=self.forward_mode,
             )
             reads = self.local_window_size or self.mask_mod or self.score_mod or self.rotary
             if reads and index is not None and tokens["query_positions"] is None:

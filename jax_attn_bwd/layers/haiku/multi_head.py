@@ -47,6 +47,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         "cached_value", "cache_index"): use `hk.transform_with_state`. The parameters are those of the layer
         without it. Masks, and what is told of keys, are of the cache; dropout is left out.
       implementation: option of `jax_attn_bwd.dot_product_attention`.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
 
     Example:
       >>> import haiku as hk
@@ -83,6 +84,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         save: Save = "inputs",
         cache_length: int | None = None,
         implementation: Implementation | None = None,
+        forward_mode: bool = False,
         name: str | None = None,
     ):
         super().__init__(
@@ -108,6 +110,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             deterministic_sums=deterministic_sums,
             save=save,
             implementation=implementation,
+            forward_mode=forward_mode,
         )
 
     def __call__(
