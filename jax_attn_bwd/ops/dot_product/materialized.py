@@ -7,7 +7,7 @@ logits once for both. Equation numbers are those of `backward.py`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -256,7 +256,7 @@ def tangent_of_logits(whole: Plane, along: Operands) -> jax.Array:
     filled = {name: getattr(along, name) for name in ("query", "key")}
     moved = plane(options, given._replace(**{name: x for name, x in filled.items() if x is not None}))
     logits, tanh = _before_score(whole)
-    product = partial(einsum, "...kgth,...ksh->...kgts", **whole.product)
+    product = lambda q, k: einsum("...kgth,...ksh->...kgts", q, k, **whole.product)
     dlogits = jnp.zeros_like(logits)
     if along.query is not None:
         dlogits += options.scale * product(moved.q, whole.k)

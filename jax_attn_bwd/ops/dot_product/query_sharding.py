@@ -20,7 +20,7 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals, Resu
 
 def with_whole_keys(operands: Operands) -> Operands:
     """`operands` with all keys on every device, as far as types tell."""
-    whole = lambda x: None if x is None else unsharded(x, -3)
+    whole: Callable[[Any], Any] = lambda x: None if x is None else unsharded(x, -3)
     return operands._replace(key=whole(operands.key), value=whole(operands.value))
 
 

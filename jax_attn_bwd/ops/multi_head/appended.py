@@ -175,7 +175,7 @@ def tangent_sums(
     if dq is not None:
         terms.append(_einsum(options, "...kgth,rkh->...kgtr", heads(dq), rows.keys))
     if along.bias_k is not None:
-        moved = _stacked(options, inner.key, along.bias_k)
+        moved: Any = _stacked(options, inner.key, along.bias_k)
         terms.append(_einsum(options, "...kgth,rkh->...kgtr", heads(inner.query), moved))
     dx = sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(p)
     _, tanh = _logits(options, engine.split_heads(inner.query, G).astype(rows.keys.dtype), rows)

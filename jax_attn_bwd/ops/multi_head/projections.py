@@ -52,7 +52,7 @@ def project_tangents(
     options: Options, operands: Operands, heads: Heads, moved: tuple[Any, Any, Any], along: Operands
 ) -> list[Any]:
     """(14) of `tangent.py`: what each of the `heads` moves by, as the inputs do by `moved`; None is zero."""
-    found = []
+    found: list[Any] = []
     for name, x, dx, y in zip(NAMES, operands.inputs, moved, heads, strict=True):
         kernel = getattr(operands, f"{name}_kernel")
         dkernel, dbias = (getattr(along, f"{name}_{piece}") for piece in ("kernel", "bias"))

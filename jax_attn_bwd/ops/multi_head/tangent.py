@@ -65,6 +65,7 @@ def tangent(
     rows_move = rows is not None and not (moved.query is along.bias_k is along.bias_v is None)
     dx = None
     if rows_move:
+        assert rows is not None  # they move
         dx, more, more_mu = appended.tangent_sums(options, operands, inner, rows, result, moved.query, along)
         total, mu = total + more, mu + more_mu  # (17)
     da = engine.through_softmax(result, total, mu) if keys_move or rows_move else None  # (18)
@@ -84,9 +85,8 @@ def _attention_tangents(
     if bias is not None:
         bias = reshard_like(bias, q, (*range(q.ndim - 3), -2, -3, None))
     sink = None if along.sink is None else reshard_like(along.sink, q, (-2,))
-    return dot_product.Operands(
-        *project_tangents(options, clean, heads, moved, along), bias, sink, along.mask
-    )
+    q_moves, k_moves, v_moves = project_tangents(options, clean, heads, moved, along)
+    return dot_product.Operands(q_moves, k_moves, v_moves, bias, sink, along.mask)
 
 
 def _weights(options, inner, moved, rows, result, mu, dx) -> jax.Array:
