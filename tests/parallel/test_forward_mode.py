@@ -11,7 +11,16 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, KINDS, TOKENS, arguments, draw, inputs, mesh, sharded
 from parallel.test_exchange import COLLECTIVE
 
-from jax_attn_bwd import BipartiteCSC, dot_product_attention, graph_transformer_attention, parallel
+from jax_attn_bwd import (
+    BipartiteCSC,
+    MultiHeadAttentionParams,
+    Rotary,
+    dot_product_attention,
+    graph_transformer_attention,
+    multi_head_attention,
+    parallel,
+)
+from jax_attn_bwd.ops.dot_product import tiling
 from jax_attn_bwd.ops.dot_product.mod_cases import with_mod_args
 from jax_attn_bwd.ops.dot_product.reference import dot_product_attention as reference
 
@@ -133,8 +142,9 @@ def test_tangents_of_keys_and_values_travel_once(kind, expected):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=thorough)])
-def test_queries_cut_over_devices(axis_type, rng):
+def test_queries_cut_over_devices(axis_type, rng, monkeypatch):
     """Dense attention whose queries lie along a mesh axis, in tiles."""
+    monkeypatch.setattr(tiling, "MATERIALIZED_LOGITS", 0)  # else an Auto mesh has no pieces
     devices = jax.make_mesh((4,), (AXIS,), axis_types=(axis_type,))
     bias = draw(rng, 4, 264, 1)
     primals = [draw(rng, 1, 264, 4, 3), draw(rng, 1, 272, 2, 3), draw(rng, 1, 272, 2, 5), bias, draw(rng, 4)]
@@ -154,6 +164,28 @@ def test_queries_cut_over_devices(axis_type, rng):
         ]
         run = jax.jit(functools.partial(pushed, attend), compiler_options=QUICK)
         close(run(*given), expected, 1e-11)
+
+
+@thorough
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_queries_of_the_layer_cut_over_devices(axis_type, rng, monkeypatch):
+    """Projected heads in tiles, with appended rows, as on one device."""
+    monkeypatch.setattr(tiling, "MATERIALIZED_LOGITS", 0)
+    devices = jax.make_mesh((4,), (AXIS,), axis_types=(axis_type,))
+    shapes = (6, 4, 3), (4, 3), (6, 2, 3), (2, 3), (6, 2, 3), (2, 3), (4, 3, 6), (6,), (2, 3), (2, 3), (4,)
+    params = MultiHeadAttentionParams(*(draw(rng, *shape) for shape in shapes))
+    primals = params, draw(rng, 1, 264, 6)
+    along = tangents_like(rng, primals)
+    options = {"is_causal": True, "logits_soft_cap": 3.0, "add_zero_attn": True, "rotary": Rotary(size=2)}
+    layer = functools.partial(multi_head_attention, forward_mode=True, implementation="xla", **options)
+    pushed = jax.jit(lambda *x: jax.jvp(layer, *x), compiler_options=QUICK)
+    expected = pushed(primals, along)
+    with jax.set_mesh(devices):
+        place = lambda given: (
+            jax.device_put(given[0], NamedSharding(devices, P())),
+            jax.device_put(given[1], NamedSharding(devices, P(None, AXIS))),
+        )
+        close(pushed(place(primals), place(along)), expected, 1e-11)
 
 
 @thorough

@@ -61,8 +61,8 @@ from jax_attn_bwd.ops.dot_product.spec import (
     Wanted,
 )
 from jax_attn_bwd.ops.dot_product.tangent import of_sink as tangent_of_sink
-from jax_attn_bwd.ops.dot_product.tangent import require_whole_queries, through_softmax
 from jax_attn_bwd.ops.dot_product.tangent import sums as tangent_sums
+from jax_attn_bwd.ops.dot_product.tangent import through_softmax
 
 _PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
@@ -151,7 +151,6 @@ __all__ = [
     "plane",
     "planned",
     "probabilities",
-    "require_whole_queries",
     "restored",
     "split_heads",
     "split_rows",

@@ -47,15 +47,6 @@ def tangent(
     return through_softmax(result, total, mu).astype(result.out.dtype), mu.astype(result.lse.dtype)
 
 
-def require_whole_queries(operator: str, plan: Plan) -> None:
-    """Refuses queries that are cut for devices."""
-    if plan.pieces is not None:
-        raise NotImplementedError(
-            f"{operator}: forward_mode=True must have all queries on each device, got queries sharded along"
-            " T; shard batch or heads"
-        )
-
-
 def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:
     """What the keys of a block give to the sum over s of (17), `[..., T, N, Hv]`, and to mu, `[..., T, N]`.
 

@@ -80,7 +80,6 @@ def _bwd(static, residuals, cotangents):
 
 def _jvp(static, residuals, along):
     operands, saved, _ = residuals
-    engine.require_whole_queries("multi_head_attention", static[1])
     return layer_tangent.tangent(*static, operands, _restored(saved), along[0])
 
 
