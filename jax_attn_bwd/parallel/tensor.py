@@ -35,18 +35,19 @@ def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
     sequence_axis_name: str | None = None, return_weights: Literal[False] = False,
+    forward_mode: bool = False,
     **options: Unpack[LayerKeywords]) -> jax.Array: ...
 @overload
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
-    sequence_axis_name: str | None = None, return_weights: Literal[True],
+    sequence_axis_name: str | None = None, return_weights: Literal[True], forward_mode: bool = False,
     **options: Unpack[LayerKeywords]) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
-    sequence_axis_name: str | None = None, return_weights: bool,
+    sequence_axis_name: str | None = None, return_weights: bool, forward_mode: bool = False,
     **options: Unpack[LayerKeywords]) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def tensor_parallel_multi_head_attention(
@@ -59,6 +60,7 @@ def tensor_parallel_multi_head_attention(
     reduce: Reduce = "psum_scatter",
     sequence_axis_name: str | None = None,
     return_weights: bool = False,
+    forward_mode: bool = False,
     **options: Unpack[LayerKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`multi_head_attention` with its heads over a mesh axis: each device attends with its own.
@@ -101,6 +103,8 @@ def tensor_parallel_multi_head_attention(
         broadcast_dropout, add_residual, return_weights, average_weights, precision, deterministic_sums, save,
         implementation: as in `multi_head_attention`; with `sequence_axis_name` all four kernels are needed,
         and weights and `save` are not to be had.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule:
+        tangents are exchanged as what they are tangents of.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
@@ -163,10 +167,11 @@ def tensor_parallel_multi_head_attention(
     given |= beginning_at(0, first_head, *(given[name] for name in _FUNCTIONS))
     out: Any
     if sequence_axis_name is None:
-        out = multi_head_attention(own, **inputs, return_weights=return_weights, **given)
+        modes = {"return_weights": return_weights, "forward_mode": forward_mode}
+        out = multi_head_attention(own, **inputs, **modes, **given)
     else:
         _check_ring(params, return_weights, given)
-        out = _around_ring(own, inputs, sequence_axis_name, given)
+        out = _around_ring(own, inputs, sequence_axis_name, given, forward_mode)
     out, weights = out if return_weights else (out, None)
     T = out.shape[-2]
     if reduce == "psum_scatter":
@@ -189,7 +194,9 @@ def tensor_parallel_multi_head_attention(
     return out, lax.pmean(weights, axis_name) if given["average_weights"] else weights
 
 
-def _around_ring(params: Any, inputs: dict[str, Any], axis_name: str, given: dict[str, Any]) -> jax.Array:
+def _around_ring(
+    params: Any, inputs: dict[str, Any], axis_name: str, given: dict[str, Any], forward_mode: bool
+) -> jax.Array:
     """The layer `multi_head_attention` with `ring_attention` in the place of its attention."""
     # The ring checks what belongs to the whole sequence, and draws the dropout of its probabilities.
     layer = given | dict.fromkeys(_OF_THE_RING) | {"mod_args": (), "dropout_rate": 0.0}
@@ -203,6 +210,7 @@ def _around_ring(params: Any, inputs: dict[str, Any], axis_name: str, given: dic
     heads = project(options, operands)
     attention = {name: x for name, x in given.items() if name not in _OF_THE_LAYER}
     attention |= {"sink": params.sink, "axis_name": axis_name, "return_residual": True}
+    attention["forward_mode"] = forward_mode
     out, lse = ring_attention(*heads, **attention)
     result = Result(out, lse, None)
     # Rows that every query sees join what the ring leaves, on each device for its own queries.

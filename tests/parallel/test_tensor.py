@@ -187,6 +187,27 @@ def test_rotary_by_positions_around_a_ring(rng):
 
 
 @thorough
+@pytest.mark.parametrize(
+    ("reduce", "sequence"), [("psum", False), ("psum_scatter", False), ("psum_scatter", True)], ids=str
+)
+def test_tangents_are_those_of_one_device(reduce, sequence, rng):
+    """Along all parameters and tokens; around a ring, too."""
+    primals = parameters(rng, not sequence), draw(rng, 2, T, E)
+    along = jax.tree.map(lambda x: draw(rng, *x.shape), primals)
+    options = {"is_causal": True, "add_zero_attn": True, "add_residual": True, "rotary": ROTARY}
+    options |= {"dropout_rate": 0.3, "out_dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
+    options["forward_mode"] = True
+
+    def tangents(call):
+        return jax.jit(lambda *x: jax.jvp(call, *x), compiler_options=QUICK)(primals, along)
+
+    got = tangents(layer(reduce, sequence, primals[0], **options))
+    expected = tangents(functools.partial(multi_head_attention, **options))
+    for x, y in zip(got, expected, strict=True):
+        assert_close(x, y, 1e-12)
+
+
+@thorough
 @pytest.mark.parametrize("average", [False, True])
 def test_weights(average, rng):
     """They are those of each device's heads, or their mean, and have a gradient."""

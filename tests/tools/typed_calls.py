@@ -106,7 +106,7 @@ def over_devices(
     assert_type(jab.parallel.ring_attention(x, x, x, axis_name="sequence", is_causal=True), jax.Array)
     assert_type(jab.parallel.ulysses_attention(x, x, x, axis_name="s", return_residual=True), Pair)
     split = jab.parallel.tensor_parallel_multi_head_attention
-    assert_type(split(params, x, axis_name="heads", return_weights=True), Pair)
+    assert_type(split(params, x, axis_name="heads", return_weights=True, forward_mode=True), Pair)
     out = jab.parallel.sharded_graph_attention(parts, x, mesh=mesh, axis="graph", num_heads=2, kind="gatv2")
     assert_type(out, jax.Array)
 
