@@ -167,8 +167,9 @@ def tensor_parallel_multi_head_attention(
     given |= beginning_at(0, first_head, *(given[name] for name in _FUNCTIONS))
     out: Any
     if sequence_axis_name is None:
-        modes = {"return_weights": return_weights, "forward_mode": forward_mode}
-        out = multi_head_attention(own, **inputs, **modes, **given)
+        out = multi_head_attention(
+            own, **inputs, return_weights=return_weights, forward_mode=forward_mode, **given
+        )
     else:
         _check_ring(params, return_weights, given)
         out = _around_ring(own, inputs, sequence_axis_name, given, forward_mode)
