@@ -28,6 +28,7 @@ def sharded_multi_scale_deformable_attention(
     mesh: Mesh,
     axis: Axes,
     gather_value: bool = False,
+    forward_mode: bool = False,
     **options: Unpack[MultiScaleDeformableAttentionKeywords],
 ) -> jax.Array:
     """`multi_scale_deformable_attention` with each device's share of the queries.
@@ -48,6 +49,8 @@ def sharded_multi_scale_deformable_attention(
       mesh: the devices.
       axis: the mesh axis (or axes) that the queries lie along.
       gather_value: whether `value` comes split along its pixels, and is gathered.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
+        with `gather_value` the tangent of `value` is gathered, too.
       options: `MultiScaleDeformableAttentionKeywords`, as in `multi_scale_deformable_attention`.
 
     Returns:
@@ -92,7 +95,9 @@ def sharded_multi_scale_deformable_attention(
     def local(value, locations, weights):
         if gather_value:
             value = lax.all_gather(value, axis, axis=1, tiled=True)[:, :pixels]
-        return multi_scale_deformable_attention(value, shapes, locations, weights, **options)
+        return multi_scale_deformable_attention(
+            value, shapes, locations, weights, forward_mode=forward_mode, **options
+        )
 
     split = P(None, axis)
     specs = (split if gather_value else P(), split, split)

@@ -39,6 +39,25 @@ def sharded(mesh, gathered, arrays, axis="queries", **options):
     return call(spatial_shapes=LEVELS, gather_value=gathered, normalize="softmax", **arrays, **options)
 
 
+@thorough
+@pytest.mark.parametrize(("axis_type", "gathered"), [(AUTO, False), (EXPLICIT, True)])
+def test_tangents_are_those_on_one_device(rng, axis_type, gathered):
+    mesh = jax.make_mesh((4,), ("queries",), axis_types=(axis_type,))
+    arrays, along = arrays_of(rng), arrays_of(rng)
+    single = functools.partial(
+        multi_scale_deformable_attention, spatial_shapes=LEVELS, normalize="softmax", forward_mode=True
+    )
+    over = functools.partial(sharded, mesh, gathered, forward_mode=True)
+    tangent = lambda call: jax.jit(lambda x, dx: jax.jvp(call, (x,), (dx,)), compiler_options=QUICK)
+    split, copies = NamedSharding(mesh, P(None, "queries")), NamedSharding(mesh, P())
+    place = lambda name: split if gathered or name != "value" else copies
+    put = lambda tree: {name: jax.device_put(x, place(name)) for name, x in tree.items()}
+    got = tangent(over)(put(arrays), put(along))
+    expected = tangent(lambda arrays: single(**arrays))(arrays, along)
+    for x, y in zip(got, expected, strict=True):
+        assert_close(x, y, 1e-12)
+
+
 @pytest.mark.parametrize(
     ("axis_type", "gathered", "form"),
     [
