@@ -50,13 +50,13 @@ def multi_head_attention(
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[False] = False, return_residual: Literal[True],
-    forward_mode: Literal[False] = False,
+    forward_mode: bool = False,
     **options: Unpack[MultiHeadAttentionKeywords]) -> tuple[jax.Array, MultiHeadAttentionResidual]: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[True], return_residual: Literal[True],
-    forward_mode: Literal[False] = False,
+    forward_mode: bool = False,
     **options: Unpack[MultiHeadAttentionKeywords]
 ) -> tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]: ...
 @overload
