@@ -41,6 +41,19 @@ def test_export_with_gradients(operator, implementation, case):
     assert_trees_close(got[1], expected[1], 1e-10)
 
 
+@thorough
+@parametrize(("operator", "implementation", "case"), SMALL)
+def test_export_of_a_tangent(operator, implementation, case):
+    arrays = case.arrays(np.float64)
+    inputs, rng = differentiated(operator, arrays), np.random.default_rng(7)
+    along = {name: jnp.asarray(rng.standard_normal(x.shape)) for name, x in inputs.items()}
+    options = {**case.options, "implementation": implementation, "forward_mode": True}
+    loss = finite_loss(operator.call, operator, arrays, options)
+    tangent = jax.jit(lambda inputs, along: {"tangent": jax.jvp(loss, (inputs,), (along,))[1]})
+    restored = export.deserialize(export.export(tangent)(inputs, along).serialize())
+    assert_trees_close(restored.call(inputs, along), tangent(inputs, along), 1e-12)
+
+
 SYMBOLIC = {
     "causal": dict(is_causal=True, local_window_size=5),
     "full": dict(),

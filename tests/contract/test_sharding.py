@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import inspect
 import re
 
 import jax
@@ -21,6 +22,8 @@ from helpers import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import jax_attn_bwd
 
 COLLECTIVE = re.compile(
     r"= .*? (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
@@ -47,6 +50,10 @@ ON_MESHES = [  # the first case of each on all meshes, the others where both axe
     for name, mesh in MESHES.items()
     if param.id in FIRST or name == ("explicit-BxN", "auto-BxN")[number % 2]
 ]
+
+
+def takes_forward_mode(operator) -> bool:
+    return "forward_mode" in inspect.signature(getattr(jax_attn_bwd, operator.name)).parameters
 
 
 def collectives(compiled) -> dict[str, int]:
@@ -99,21 +106,23 @@ def on_one_device(operator, implementation, case):
     return arrays, names, cts, step, single(arrays, cts)
 
 
+def put(operator, mesh, name, x):
+    """The operand on the devices that its axes are split over."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or name not in operator.axes:
+        return x
+    whole = P(*(None,) * x.ndim)
+    return jax.device_put(
+        x, NamedSharding(mesh, whole if name in operator.whole else spec(operator, name, x))
+    )
+
+
 @pytest.mark.parametrize((*CASE, "axis_type", "shape"), ON_MESHES)
 def test_jit_with_sharded_operands(operator, implementation, case, axis_type, shape):
     arrays, names, cts, step, expected = on_one_device(operator, implementation, case)
     mesh = jax.make_mesh(shape, ("b", "h"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
-
-        def put(name, x):
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or name not in operator.axes:
-                return x
-            if name in operator.whole:
-                return jax.device_put(x, NamedSharding(mesh, P(*(None,) * x.ndim)))
-            return jax.device_put(x, NamedSharding(mesh, spec(operator, name, x)))
-
-        placed = {name: put(name, x) for name, x in arrays.items()}
-        placed_cts = tuple(put(n, ct) for n, ct in zip(operator.outputs, cts, strict=True))
+        placed = {name: put(operator, mesh, name, x) for name, x in arrays.items()}
+        placed_cts = tuple(put(operator, mesh, n, ct) for n, ct in zip(operator.outputs, cts, strict=True))
         compiled = jax.jit(step, compiler_options=QUICK).lower(placed, placed_cts).compile()
         out, gradients = compiled(placed, placed_cts)
 
@@ -128,6 +137,32 @@ def test_jit_with_sharded_operands(operator, implementation, case, axis_type, sh
             assert not out[name].sharding.is_fully_replicated, name
     counted = collectives(compiled)
     assert sum(counted.values()) <= budget(operator, case, arrays, names, shape), counted
+
+
+@thorough
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+@pytest.mark.parametrize(CASE, [p for p in SHARD if p.id in FIRST and takes_forward_mode(p.values[0])])
+def test_tangents_with_sharded_operands(operator, implementation, case, axis_type):
+    """Compiled ahead of time."""
+    arrays, names, *_ = on_one_device(operator, implementation, case)
+    options = {**case.options, "implementation": implementation, "forward_mode": True}
+    rng = np.random.default_rng(7)
+    along = {name: jnp.asarray(rng.standard_normal(arrays[name].shape)) for name in names}
+
+    def step(arrays, along):
+        call = lambda inputs: operator.call(**{**arrays, **inputs}, **options)
+        return jax.jvp(call, ({name: arrays[name] for name in names},), (along,))[1]
+
+    expected = jax.jit(step, compiler_options=QUICK)(arrays, along)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+        placed = {name: put(operator, mesh, name, x) for name, x in arrays.items()}
+        placed_along = {name: put(operator, mesh, name, x) for name, x in along.items()}
+        compiled = jax.jit(step, compiler_options=QUICK).lower(placed, placed_along).compile()
+        got = compiled(placed, placed_along)
+    for name, x, y in zip(operator.outputs, got, expected, strict=True):
+        assert y.any() or not y.size, name
+        assert_close(x, y, 1e-12, name)
 
 
 @thorough
