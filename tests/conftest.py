@@ -21,7 +21,7 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Names of tests that take more than two CPU seconds each: they are thorough, as those marked in their files.
+# Names of tests that take long, one a line: they are thorough, as those that are marked in their files.
 SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
 finished_tests = itertools.count(1)
 meant: pytest.StashKey = pytest.StashKey()  # {(operator, implementation)} whose gradients this run compares
