@@ -25,6 +25,7 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from jax_attn_bwd._core.closed_rules import Closed
 from jax_attn_bwd._core.mapped_rules import Arrays, Flags, Mapped, Rules, Static, note, noted
 
 try:
@@ -33,6 +34,8 @@ except ImportError:  # pragma: no cover
     hijax = None  # type: ignore[assignment]
 
 _BASE: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive", None)
+# Inside `jax.shard_map`; JAX 0.10.2 does not, and takes them as arguments.
+_LOWERS_CONSTANTS = hasattr(hijax, "HiPrim")
 
 
 @dataclass(frozen=True)
@@ -255,39 +258,12 @@ def _sum_of_derivatives(f: Any, args: Arrays, args_move: Arrays, rest: Arrays, r
     return [sum(terms[1:], start=terms[0]) for terms in zip(*found, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Closed:
-    """`of` with the array constants of its program behind its `n` arguments."""
-
-    of: Rules
-    n: int
-
-    def out(self, args):
-        given, constants = args[: self.n], args[self.n :]
-        program = jax.make_jaxpr(lambda *args: self.of.out(args))(*given)
-        return jax.core.eval_jaxpr(program.jaxpr, constants, *given)
-
-    def forward(self, moves, args):
-        outputs, residuals = self.of.forward(moves[: self.n], args[: self.n])
-        return outputs, (residuals, [None] * (len(args) - self.n))
-
-    def backward(self, residuals, cotangents):
-        residuals, nothing = residuals
-        return [*self.of.backward(residuals, cotangents), *nothing]
-
-    def tangent(self, residuals, tangents):
-        return self.of.tangent(residuals[0], tangents[: self.n])
-
-
 def _run(rules: Rules, args: Arrays) -> list[Any]:
     """The outputs of an operation with these rules."""
     program = jax.make_jaxpr(lambda *args: rules.out(args))(*args)
-    out_types = program.out_avals
-    if program.consts and not hasattr(
-        hijax, "HiPrim"
-    ):  # in jax.shard_map JAX 0.10.2 cannot lower them inside
-        rules, args = _Closed(rules, len(args)), [*args, *program.consts]
-    return list(_Operation(rules, tuple(jax.typeof(x) for x in args), tuple(out_types))(*args))
+    if program.consts and not _LOWERS_CONSTANTS:
+        rules, args = Closed(rules, len(args)), [*args, *program.consts]
+    return list(_Operation(rules, tuple(jax.typeof(x) for x in args), tuple(program.out_avals))(*args))
 
 
 def _zero(kind: Any) -> jax.Array:
