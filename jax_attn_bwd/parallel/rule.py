@@ -13,7 +13,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, float_leaves, pallas
 from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
-from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Result, as_cotangents
@@ -71,7 +70,12 @@ def _bwd(static, residuals, cotangents):
     wanted, result = backend.noted(note, DIFFERENTIABLE), engine.restored(result)
     alike, names = _alike(exchange, operands), wanted - {"sink"}
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    dout, dlse = _of_live_rows(alike, result, jnp.zeros_like(result.out) if dout is None else dout, dlse)
+    if dout is None:
+        dout = jnp.zeros_like(result.out)
+    else:
+        dout = jnp.where(engine.sees_nothing(alike, result)[..., None], 0, dout)
+    if dlse is not None:
+        dlse = jnp.where(result.lse == -jnp.inf, 0, dlse)  # nothing seen: it may be anything
     run, grads = _EXCHANGES[operator].backward, {}
     if names:
         grads = run(exchange, plan, alike, result, names, dout, dlse)
@@ -98,12 +102,3 @@ def _jvp(static, residuals, tangents):
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
 _run = runs_in_shard_map(_attention)
 _run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))
-
-
-def _of_live_rows(operands, result, dout, dlse):
-    """The cotangents, 0 where a row attends to nothing: there they may be anything."""
-    lse = result.lse
-    nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
-    dead = (lse == nothing) & (result.out == 0).all(-1)
-    dlse = None if dlse is None else jnp.where(lse == -jnp.inf, 0, dlse)
-    return jnp.where(dead[..., None], 0, dout), dlse

@@ -51,7 +51,7 @@ from jax_attn_bwd.ops.dot_product.materialized import (
 )
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.plan import plan as planned
-from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, in_two
+from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, in_two, sees_nothing
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -152,6 +152,7 @@ __all__ = [
     "planned",
     "probabilities",
     "restored",
+    "sees_nothing",
     "split_heads",
     "split_rows",
     "tangent_of_logits",

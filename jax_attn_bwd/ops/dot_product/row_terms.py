@@ -36,14 +36,19 @@ def delta(
     options: Options, operands: Operands, result: Result, dout: jax.Array, dlse: jax.Array | None
 ) -> jax.Array:
     """(7), `[..., T, N]`, for the row values of all keys that the queries attend to."""
-    out, lse = result.out, result.lse
+    lse = result.lse
     dout = dout.astype(lse.dtype)
     if not fully_masked.every_query_sees(options, operands):
-        # A row that attends to nothing has out = 0, and its dout may be anything.
-        nothing = -jnp.inf if operands.sink is None else to_rank(operands.sink.astype(lse.dtype), lse.ndim)
-        dout = jnp.where(((lse == nothing) & (out == 0).all(-1))[..., None], 0, dout)
+        dout = jnp.where(sees_nothing(operands, result)[..., None], 0, dout)
     found = (dout * result.wide_out()).sum(-1)
     return found if dlse is None else found - finite_rows(options, operands, lse, dlse)
+
+
+def sees_nothing(operands: Operands, result: Result) -> jax.Array:
+    """Whether a row attends to nothing, bool `[..., T, N]`: its out is 0, and its dout may be anything."""
+    lse, sink = result.lse, operands.sink
+    nothing = -jnp.inf if sink is None else to_rank(sink.astype(lse.dtype), lse.ndim)
+    return (lse == nothing) & (result.out == 0).all(-1)
 
 
 def finite_rows(options: Options, operands: Operands, lse: jax.Array, dlse: jax.Array) -> jax.Array:
