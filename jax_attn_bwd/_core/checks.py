@@ -144,11 +144,20 @@ def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tupl
         raise ValueError(message(operator, argument, f"have shape {names} = {expected}", x.shape, remedy))
 
 
-def broadcasts(operator: str, argument: str, x: jax.Array, names: str, target: tuple) -> None:
-    """`x` broadcasts to `target` (never the other way round)."""
-    sizes = zip(reversed(x.shape), reversed(target), strict=False)
-    if x.ndim > len(target) or any(a != b and a != 1 for a, b in sizes):
-        raise ValueError(message(operator, argument, f"broadcast to {names} = {tuple(target)}", x.shape))
+def broadcasts(
+    operator: str, argument: str, x: jax.Array, names: str, target: tuple, swapped: tuple = ()
+) -> None:
+    """Raises unless `x` broadcasts to `target`; what fits `swapped` tells that heads stand before tokens."""
+    if not _fits(x.shape, target):
+        remedy = "the layout is [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
+        remedy = remedy if swapped and _fits(x.shape, swapped) else ""
+        expected = f"broadcast to {names} = {tuple(target)}"
+        raise ValueError(message(operator, argument, expected, x.shape, remedy))
+
+
+def _fits(shape: tuple, target: tuple) -> bool:
+    sizes = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(a == b or a == 1 for a, b in sizes)
 
 
 def python_float(operator: str, argument: str, x: Any, remedy: str = "", dtype: Any = np.float64) -> float:

@@ -50,6 +50,24 @@ def test_the_remedy_is_named(call, message):
         call()
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"mask": jnp.ones((4, 1, 1, 32), bool)},
+        {"bias": jnp.ones((3, 32, 32))},
+        {"query_segment_ids": jnp.ones((4, 32), int), "key_value_segment_ids": jnp.ones((4, 32), int)},
+        {"key_value_positions": jnp.arange(32)},
+    ],
+    ids=lambda told: next(iter(told)),
+)
+def test_what_fits_only_if_heads_precede_tokens_is_told_the_layout(told):
+    x = jnp.ones((4, 3, 32, 2))  # [B, N, T, H]
+    with pytest.raises(ValueError, match=r"must broadcast to .*; the layout is \[\.\.\., T, N, H\]; from"):
+        jab.dot_product_attention(x, x, x, **told)
+    with pytest.raises(ValueError, match=r"must broadcast to [^;]*$"):
+        jab.dot_product_attention(x, x, x, mask=jnp.ones((4, 1, 1, 31), bool))
+
+
 def test_heads_in_the_place_of_tokens_warn():
     x = jnp.ones((1, 4, 64, 2))  # [B, N, T, H]
     with pytest.warns(UserWarning, match=r"T = 4 tokens and N = 64 heads.*swapaxes\(-3, -2\)"):

@@ -35,6 +35,8 @@ def mask_of(
       counted: how many queries and keys indices count; None = those of `sizes`, which may be a device's.
     """
     batch, T, S, N, G, _ = sizes
+    # The shapes that are meant where heads precede tokens, which queries and keys do not tell.
+    swapped = {} if like.heads is None else {"[..., T]": (*batch, N), "[..., S]": (*batch, N // G)}
     if mask is not None:
         mask = plane(operator, "mask", checks.boolean_mask(operator, mask), sizes, like)
 
@@ -44,7 +46,7 @@ def mask_of(
             return None
         rank = len(batch) + len(tail)
         x = drop_leading_ones(checks.integers(operator, argument, x, **limits), rank)
-        checks.broadcasts(operator, argument, x, names, (*batch, *tail))
+        checks.broadcasts(operator, argument, x, names, (*batch, *tail), swapped.get(names, ()))
         x = numerics.to_rank(numerics.saturated(x, **limits), rank)
         return sharding.reshard_like(x, like.array, (*range(len(batch)), *(axes or (None,) * len(tail))))
 
@@ -102,9 +104,10 @@ def mask_of(
 
 def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like | None) -> jax.Array:
     """A mask or bias that broadcasts to `[..., N, T, S]`, sharded as `like` if that is given."""
-    batch, T, S, N, *_ = sizes
+    batch, T, S, N, G, _ = sizes
     x = drop_leading_ones(x, len(batch) + 3)
-    checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S))
+    swapped = () if like is None or like.heads is None else (*batch, T, N, N // G)
+    checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S), swapped)
     if like is None:
         return x
     return sharding.reshard_like(x, like.array, (*range(len(batch)), like.heads, like.queries, None))
