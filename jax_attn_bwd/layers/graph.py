@@ -17,7 +17,8 @@ Where the layers differ from PyTorch Geometric's:
   * they take a `BipartiteCSC` for an `edge_index`, and return attention weights `[nnz, H]` in the caller's
     edge order, added self-loops last, after dropout (its TransformerConv: before);
   * an array x means that the destinations are its first `num_dst` rows, as those of a sampled neighbourhood
-    are; there is no (x_src, None);
+    are, also where there are more sources; destinations that are other nodes take a pair (x_src, x_dst);
+    there is no (x_src, None);
   * a layer with `edge_dim` must be given `edge_attr`, and one without must not;
   * nodes and edges may have batch axes in front, `[..., num_src, channels]`, for one graph (its "static
     graphs"); with dropout every entry has its own; an array of a pair that has none is shared;

@@ -76,8 +76,9 @@ class _Conv(nnx.Module):
         """Attends.
 
         Args:
-          x: `[..., num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
-            (x_src, x_dst); any batch axes for one graph.
+          x: `[..., num_src, channels]`, any batch axes for one graph. The destinations are its first
+            `num_dst` rows, as in a sampled neighbourhood. Where they are other nodes (items that users
+            rate), hand over a pair (x_src, x_dst).
           graph: the edges, from sources to destinations.
           edge_attr: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           deterministic: True = no dropout; None takes what `train()`, `eval()` or the constructor set.
@@ -139,6 +140,10 @@ class GATConv(_Conv):
       >>> layer = GATConv(5, 4, heads=2, rngs=nnx.Rngs(0))
       >>> layer(jnp.ones((3, 5), "float32"), graph).shape
       (3, 8)
+      >>> ratings = BipartiteCSC.from_coo(src=[0, 2], dst=[1, 0], num_src=3, num_dst=2)
+      >>> layer = GATConv((5, 6), 4, heads=2, add_self_loops=False, rngs=nnx.Rngs(0))
+      >>> layer((jnp.ones((3, 5), "float32"), jnp.ones((2, 6), "float32")), ratings).shape  # users, items
+      (2, 8)
     """
 
     kind: ClassVar[str] = "GATConv"

@@ -70,8 +70,9 @@ class _Conv(hk.Module):
         """Attends.
 
         Args:
-          x: `[..., num_src, channels]`, whose first `num_dst` rows are the destinations, or a pair
-            (x_src, x_dst), then with a linear layer for each side; any batch axes for one graph.
+          x: `[..., num_src, channels]`, any batch axes for one graph. The destinations are its first
+            `num_dst` rows, as in a sampled neighbourhood. Where they are other nodes (items that users
+            rate), hand over a pair (x_src, x_dst), which gets a linear layer for each side.
           graph: the edges, from sources to destinations.
           edge_attr: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
           is_training: whether to drop out, with `hk.next_rng_key()`; must be given to a layer with dropout.

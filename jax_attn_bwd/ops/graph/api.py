@@ -82,7 +82,8 @@ def graph_attention(
     Args:
       graph: the edges; see `BipartiteCSC`.
       src: `[..., num_src, dim]`, floating, already projected.
-      dst: `[..., num_dst, dim]`, dtype of `src`; None means the first num_dst rows of `src`.
+      dst: `[..., num_dst, dim]`, dtype of `src`; None means that the destinations are the first num_dst
+        sources, as in a sampled neighbourhood. Destinations that are other nodes must be given.
       attention_weights: `[2 * dim]`, `[source | destination]`, each head by head; with `edge`
         `[2 * dim + dim_edge]`, the share of the edges last.
       num_heads: H; divides dim.
@@ -126,9 +127,10 @@ def graph_attention(
       >>> import jax, jax.numpy as jnp
       >>> from jax_attn_bwd import BipartiteCSC, graph_attention
       >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
-      >>> x, a = jnp.ones((3, 8)), jnp.ones(16)
-      >>> graph_attention(graph, x, None, a, num_heads=2).shape
-      (2, 8)
+      >>> x, a = jnp.arange(24.0).reshape(3, 8), jnp.ones(16)
+      >>> out = graph_attention(graph, x, None, a, num_heads=2)  # the destinations are the sources x[:2]
+      >>> bool((out == graph_attention(graph, x, x[:2], a, num_heads=2)).all())
+      True
 
     References:
       Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903, section 2.1.
@@ -205,7 +207,8 @@ def graph_attention_v2(
     Args:
       graph: the edges; see `BipartiteCSC`.
       src: `[..., num_src, dim]`, floating, already projected.
-      dst: `[..., num_dst, dim]`, dtype of `src`; None means the first num_dst rows of `src`.
+      dst: `[..., num_dst, dim]`, dtype of `src`; None means that the destinations are the first num_dst
+        sources, as in a sampled neighbourhood. Destinations that are other nodes must be given.
       attention_weights: `[dim]`, head by head.
       num_heads: H; divides dim.
       edge: `[..., nnz, dim]`, floating; they enter the score alone.
