@@ -120,14 +120,14 @@ class Poison(NamedTuple):
         return ", ".join(found)
 
 
-def poisoned(operator: Operator, case: Case, arrays: Any) -> Poison | None:
-    """None where the case hides nothing."""
+def poisoned(operator: Operator, case: Case, arrays: Any, cts: Sequence[Any]) -> Poison | None:
+    """A call with these arrays and cotangents, of whose types both are; None where the case hides nothing."""
     hidden = {n: x for n, x in operator.hidden(arrays, case.options).items() if np.any(x)}
     if not hidden:
         return None
-    outputs = jax.eval_shape(lambda: operator.call(**arrays, **case.options))
-    cts = dict(zip(operator.outputs, cotangents(operator, outputs), strict=True))
-    cts |= {name: 0 * ct for name, ct in cts.items() if name not in (operator.outputs[0], *hidden)}
+    cts = dict(zip(operator.outputs, cts, strict=True))
+    kept = (operator.outputs[0], *hidden)
+    cts = {name: ct if name in kept else jnp.zeros_like(ct) for name, ct in cts.items()}
 
     def fill(name, x):
         return jnp.where(_behind(hidden[name], x), np.nan, x).astype(x.dtype) if name in hidden else x
@@ -216,7 +216,9 @@ def examined(call: Call, aim: check.Target, program: Any) -> str:
         again = launched(program, aim.arrays, aim.cotangents)
         if unequal := [name for name in first if first[name].tobytes() != again[name].tobytes()]:
             return f"{', '.join(unequal)} differs from run to run"
-    poison = poisoned(call.operator, call.case, aim.arrays) if "poison" in call.case.tags else None
+    if "poison" not in call.case.tags:
+        return ""
+    poison = poisoned(call.operator, call.case, aim.arrays, aim.cotangents)
     if poison is None:
         return ""
     reached = poison.reached(launched(program, *poison.clean), launched(program, *poison.filled))

@@ -155,6 +155,13 @@ def compiled(call, arrays, cts):
         pytest.skip(str(refused))
 
 
+def given(call):
+    """(arrays, cotangents) of a call."""
+    arrays = call.case.arrays(call.dtype)
+    outputs = jax.eval_shape(lambda: call.operator.call(**arrays, **call.case.options))
+    return arrays, cotangents(call.operator, outputs)
+
+
 def launched(program, *args):
     """Its results; a launch that hangs ends the process."""
     with launching(600) if INTERPRETED else launching():
@@ -190,7 +197,7 @@ def as_expected(got, expected):
 @pytest.mark.parametrize("call", list(tagged("poison")))
 def test_poison_reaches_nothing(call):
     """NaN where nothing looks: the results are those with numbers there, and gradients there are 0."""
-    poison = proof.poisoned(call.operator, call.case, call.case.arrays(call.dtype))
+    poison = proof.poisoned(call.operator, call.case, *given(call))
     if poison is None and INTERPRETED:
         pytest.skip("this small case hides nothing")
     assert poison is not None, "the case hides nothing"
@@ -204,9 +211,7 @@ def test_poison_reaches_nothing(call):
 @pytest.mark.parametrize("call", list(tagged("repeat")))
 def test_every_run_gives_the_same_bits(call):
     """One compiled program, run many times: a race does not."""
-    arrays = call.case.arrays(call.dtype)
-    outputs = jax.eval_shape(lambda: call.operator.call(**arrays, **call.case.options))
-    cts = cotangents(call.operator, outputs)
+    arrays, cts = given(call)
     program = compiled(call, arrays, cts)
     first = launched(program, arrays, cts)
     for _ in range(REPEATS):

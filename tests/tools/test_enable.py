@@ -10,11 +10,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import thorough
 
 from jax_attn_bwd import check, enable, explain, ops, proof, scaled_masked_softmax
 from jax_attn_bwd._core import pallas, proven, targets
+from jax_attn_bwd.ops.dot_product.kernels import cudnn_twin
 
 H200 = "NVIDIA H200"
 slow_interpreter = thorough if jax.__version_info__ < (0, 12) else lambda test: test
@@ -211,6 +213,23 @@ def test_a_plain_check_leaves_out_what_is_passed_over(monkeypatch, picked):
     assert {name for _, name, _ in absent} == {"mosaic_gpu", "mosaic_tpu"} - ({picked} if dtypes else set())
 
 
+def dense(*names, **changes):
+    """Dense attention with some of its cases, changed."""
+    (operator,) = (o for o in ops.discover() if o.name == "dot_product_attention")
+    cases = (c for c in operator.cases if c.name in names)
+    return dataclasses.replace(operator, cases=tuple(dataclasses.replace(c, **changes) for c in cases))
+
+
+def test_a_plain_check_on_a_gpu_runs_cudnn_where_it_is_supported():
+    """It is no kernel of ours, so it need not be proven first."""
+    with targets.aimed_at("H200"):
+        jobs, absent = check.plan([dense("plain", "sink", "dropout")], ["bfloat16", "float32"])
+    of = lambda name: {(case.name, dtype) for _, n, case, dtype in jobs if n == name}
+    assert of("cudnn") == {("plain", "bfloat16"), ("sink", "bfloat16")}
+    assert len(of("xla")) == 6
+    assert {name for _, name, _ in absent} == {"mosaic_tpu", "mosaic_gpu"}
+
+
 # ---------------------------------------------------------------------- what the worker does
 
 
@@ -274,6 +293,27 @@ def test_the_worker_finds_what_differs_from_run_to_run(softmax):
 
     softmax(tick)
     assert failure() == "scaled_masked_softmax: second_mask, float32: y differs from run to run"
+
+
+@thorough
+def test_the_worker_asks_cudnn_for_equal_bits_too(monkeypatch):
+    """A twin plays it, and adds in the same order each time, then in any; NaN is hidden from it, too."""
+    runs, twin = itertools.repeat(0), cudnn_twin.backward
+
+    def backward(*args):
+        dq, *rest = twin(*args)
+        now = jax.pure_callback(lambda: np.float32(next(runs)), jax.ShapeDtypeStruct((), "float32"))
+        return dq * (1 + now / 128).astype(dq.dtype), *rest
+
+    monkeypatch.setattr(cudnn_twin, "backward", backward)
+    options = {"is_causal": True, "scale": 0.3}  # of no other test, which would have the twin traced
+    operator = dense("lengths", tags=frozenset({"poison"}), options=options)
+    call = proof.Call(operator, "cudnn", operator.cases[0], "bfloat16")
+    with pallas.interpreting("cudnn"):
+        aim, program = proof._prepare(call)
+    assert proof.examined(call, aim, program) == ""
+    runs = itertools.cycle((0, 0, 1, 1))  # a run calls it for both cotangents
+    assert proof.examined(call, aim, program) == "dquery differs from run to run"
 
 
 def test_the_worker_finds_that_poison_reaches_a_result(softmax):
