@@ -112,6 +112,23 @@ def test_the_cotangent_of_lse_is_a_second_call_with_other_arrays(monkeypatch):
     assert found[1] == found[2]
 
 
+@pytest.mark.parametrize("names", [("attention_out", "attention_lse"), ()], ids=["saved", "not saved"])
+def test_remat_by_name_saves_the_forward(names, monkeypatch):
+    """Else it is run again, by the same call; the backward is run once in either case."""
+
+    def layer(q, k, v):
+        return jnp.sin(dot_product_attention(q, k, v, implementation=NAME).astype(np.float32)).sum()
+
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    remat = jax.value_and_grad(jax.checkpoint(layer, policy=policy), (0, 1, 2))
+    with lowered_for_gpu(monkeypatch):
+        found = custom_calls(remat, *PLAIN.values())
+    *forwards, (last, _) = found
+    assert last == "__cudnn$fmhaSoftmaxBackward"
+    assert [target for target, _ in forwards] == ["__cudnn$fmhaSoftmax"] * (1 if names else 2)
+    assert len(set(forwards)) == 1
+
+
 def test_the_private_functions_are_those_that_are_known():
     assert cudnn_calls.unknown() is None
     assert set(cudnn_calls._private().more) == (set() if OLD else {"score_mod_name", "score_mod_jaxpr"})
@@ -192,6 +209,18 @@ def test_shards_of_batch_and_heads(manual):
         got = quick_jit(jax.grad(lambda a: squares(*run(a))))(placed)
     for name in arrays:
         assert_close(got[name].astype(np.float32), expected[name].astype(np.float32), 1e-2, name)
+
+
+@thorough
+@pytest.mark.usefixtures("twin")
+def test_remat_gives_the_same_bits():
+    arrays = some(sink=(4,))
+    loss = linear(implementation=NAME, is_causal=True, key_value_seq_lengths=np.array([7, 0], I32))
+    policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    forms = loss, jax.checkpoint(loss), jax.checkpoint(loss, policy=policy)
+    expected, *others = quick_jit(lambda arrays: [jax.value_and_grad(f)(arrays) for f in forms])(arrays)
+    for got in others:
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 @pytest.mark.usefixtures("twin")
