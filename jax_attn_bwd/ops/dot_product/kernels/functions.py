@@ -73,6 +73,33 @@ def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, .
     return mask, score
 
 
+def bounded(options: KernelOptions, refs: Any, mod_args: Any, rows: int, columns: int) -> tuple[Any, Any]:
+    """(the function that bounds of tiles of that size are taken of, what it reads beside row and column).
+
+    Where a kernel is handed values of blocks it is the caller's own `mask_mod` of `mod_args`: values do not
+    say what `intervals.told` knows of them. Beyond the ends nothing is read.
+    """
+    mask_mod = options.mask_mod
+    if not (isinstance(mask_mod, hoisted.OnValues) and mask_mod.cut.of_blocks):
+        return mask_mod, places(refs, rows, columns)
+    ends = (refs.rows_end, refs.columns_end)
+    lasts = tuple(None if x is None else (x - 1).clip(0).reshape(-1, 1, 1, 1, 1) for x in ends)
+
+    def within(batch, head, row, column, lasts, *args):
+        at = (
+            x if last is None else jnp.minimum(x, last) for x, last in zip((row, column), lasts, strict=True)
+        )
+        return mask_mod.function(batch, head, *at, *args)
+
+    return within, mod_functions.Places(*_numbers(refs), (lasts, *mod_args))
+
+
+def _numbers(refs: Any) -> tuple[jax.Array, jax.Array]:
+    """Those of batch entries and heads, in the layout of tiles."""
+    heads = refs.head_number.reshape(1, refs.k.shape[2], -1, 1, 1)
+    return refs.batch_number.reshape(-1, 1, 1, 1, 1), heads
+
+
 def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
     """What a mask reads of `Inputs` before a kernel lays them out, for bounds of tiles of that size."""
     if refs.batch_number is None:
@@ -91,10 +118,7 @@ def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
         )
         return Interval(x.min((-3, -1)), x.max((-3, -1)))
 
-    heads = refs.head_number.reshape(1, K, -1, 1, 1)
-    return mod_functions.Places(
-        refs.batch_number.reshape(-1, 1, 1, 1, 1), heads, tuple(map(between, refs.mask_values))
-    )
+    return mod_functions.Places(*_numbers(refs), tuple(map(between, refs.mask_values)))
 
 
 def is_of_distance(x: Any) -> bool:
@@ -163,15 +187,20 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unsupported(
-    options: KernelOptions, operands: Operands, lowers: frozenset[str], distances: bool = False
+    options: KernelOptions,
+    operands: Operands,
+    lowers: frozenset[str],
+    distances: bool = False,
+    blocks: bool = False,
 ) -> str | None:
     """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can.
 
-    With `distances` it takes values for each distance between row and column.
+    With `distances` it takes values for each distance between row and column, with `blocks` those for each
+    block of rows and columns.
     """
     if not any_given(options):
         return None
-    if (reason := _unsupported_arrays(options, operands, distances)) is not None:
+    if (reason := _unsupported_arrays(options, operands, distances, blocks)) is not None:
         return reason
     with hoisting.unsharded():
         programs = list(_programs(on_values(options, operands)))
@@ -195,7 +224,9 @@ def _too_wide(name: str, closed: Any) -> str | None:
     return None
 
 
-def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: bool) -> str | None:
+def _unsupported_arrays(
+    options: KernelOptions, operands: Operands, distances: bool, blocks: bool
+) -> str | None:
     """Why a kernel cannot be handed what the functions read of arrays; None if it can."""
     for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
         if function is None:
@@ -203,7 +234,7 @@ def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: b
         found = hoisted.of(function, name == "score_mod", operands.mod_args)
         if not found.reads_arrays:
             continue
-        reason = _too_wide(name, found.program) or hoisted.unsupported(found, name, distances)
+        reason = _too_wide(name, found.program) or hoisted.unsupported(found, name, distances, blocks)
         if reason is not None:
             return reason
         if found.cut.of_distance and operands.mask.has_positions:
@@ -211,6 +242,12 @@ def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: b
                 f"{name} reads an array at row - column, and it is handed one value for each difference of "
                 f"indices, not of query_positions and key_value_positions: leave these out, or hand over a "
                 f"bias array"
+            )
+        if found.cut.of_blocks and operands.mask.has_positions:
+            return (
+                f"{name} reads an array at blocks of rows and columns, and it is handed one value for each "
+                f"block of indices, not of query_positions and key_value_positions: leave these out, or hand "
+                f"over a mask array"
             )
     return None
 

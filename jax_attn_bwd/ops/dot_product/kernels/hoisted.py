@@ -2,9 +2,10 @@
 
 A function is traced on one element and cut in two, see `hoisting.py`. What is made of arrays and of no more
 than a batch entry, a head and a row, or a column or the distance instead (`document[row]`, `lengths[batch]`,
-`table[head, column - row]`), is a value for each of these, and computed before the kernel: `values`. What is
-left is made of those values and of the logits, row and column together: `OnValues`, which is evaluated on
-tiles, and must be elementwise.
+`table[head, column - row]`), is a value for each of these, and computed before the kernel: `values`. So is
+what a mask has one value of in each block of rows and columns (`chosen[row // 64, column // 64]`), see
+`blocks.py`. What is left is made of those values and of the logits, row and column together: `OnValues`,
+which is evaluated on tiles, and must be elementwise.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import jaxprs, pallas
 from jax_attn_bwd.ops.dot_product.kernels import hoisting
-from jax_attn_bwd.ops.dot_product.kernels.hoisting import PLACE, Cut, Value
+from jax_attn_bwd.ops.dot_product.kernels.blocks import Blocks
+from jax_attn_bwd.ops.dot_product.kernels.hoisting import PLACE, SHORTEST_WORD, Cut, Value
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ def of(function: Callable[..., Any], is_score: bool, mod_args: Any) -> OnValues:
 
 def values(
     function: OnValues, mod_args: Any, batch: jax.Array, heads: jax.Array, rows: jax.Array, columns: jax.Array
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """What it is handed: 32 bits `[B|1, N|1, T|1, S|1]`, of which no more than one of the last two is not 1.
 
-    A value for each distance is `[B|1, N|1, T + S]`, entry `S + row - column`.
+    A value for each distance is `[B|1, N|1, T + S]`, entry `S + row - column`; one for each block `Blocks`.
 
     Args:
       batch, heads: their numbers, `[B]` and `[N]`.
       rows, columns: as the function is handed them, `[B|1, T]` and `[B|1, S]`; where a value is one of the
-        distance, indices.
+        distance or of a block, indices.
     """
     given = pallas.vary_alike((jax.tree.leaves(mod_args), batch, heads, {"row": rows, "column": columns}))
     arrays, batch, heads, tokens = given
@@ -92,7 +94,9 @@ def values(
         return tuple(_laid(value, arrays, batch, heads, tokens) for value in function.cut.handed)
 
 
-def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> jax.Array:
+def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> Any:
+    if value.block is not None:
+        return _of_blocks(value, arrays, batch, heads, tokens)
     if value.is_of_distance:
         along = _distances(tokens["row"], tokens["column"])
     else:
@@ -114,6 +118,22 @@ def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[
     return found[..., None, :] if "column" in along else found[..., None]
 
 
+def _of_blocks(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> Blocks:
+    rows, columns = (tokens[name][:, ::n] for name, n in zip(("row", "column"), value.block, strict=True))
+
+    def of_element(b, n, row, column):
+        found = _outside(value, arrays, {"batch": b, "head": n, "row": row, "column": column})
+        return found if found.dtype == jnp.bool_ else _as_handed(found)
+
+    run = jax.vmap(jax.vmap(of_element, (None, None, None, 0)), (None, None, 0, None))
+    of_batch = tuple(None if x.shape[0] == 1 else 0 for x in (rows, columns))
+    run = jax.vmap(jax.vmap(run, (None, 0, None, None)), (0, None, *of_batch))
+    batch = batch if "batch" in value.reads or 0 in of_batch else batch[:1]
+    heads = heads if "head" in value.reads else heads[:1]
+    rows, columns = (x[0] if axis is None else x for x, axis in zip((rows, columns), of_batch, strict=True))
+    return Blocks(run(batch, heads, rows, columns), *value.block)
+
+
 def _distances(rows: jax.Array, columns: jax.Array) -> dict[str, jax.Array]:
     """A row and a column for each distance of padded ones; what lies beyond the ends stands at these."""
     S = columns.shape[-1]
@@ -133,24 +153,30 @@ def _as_before(x: Any, dtype: Any) -> Any:
     return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
 
 
-def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
+def unsupported(function: OnValues, name: str, distances: bool, blocks: bool = False) -> str | None:
     """Why a kernel cannot be handed what it reads of arrays; None if it can.
 
     Args:
       function: read under the name `name`.
       distances: whether the kernel takes a value for each distance.
+      blocks: whether it takes a value for each block of rows and columns.
     """
     try:
         cut = function.cut
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
         return f"{name} reads arrays and cannot be traced on one element: {type(error).__name__}: {words}"
+    takes, array = ("a row, a column, " + "a distance row - column, " * distances), "bias"
+    if not function.is_score:
+        takes, array = takes + "a block (row // a, column // b) of 8 elements or more, " * blocks, "mask"
     both = (
         f"{name} reads an array at places that depend on row and column together, and it is handed one value "
-        f"a row, a column, {'a distance row - column, ' if distances else ''}or a batch entry and head: read "
-        f"it so, or hand over a bias array"
+        f"{takes}or a batch entry and head: read it so, hand over a {array} array, or write "
+        f"implementation='xla'"
     )
-    if cut.of_distance and not distances:
+    if (cut.of_distance and not distances) or (cut.of_blocks and not blocks):
+        return both
+    if any(x.aval.dtype != jnp.bool_ and x.block[1] < SHORTEST_WORD for x in cut.of_blocks):
         return both
     for value in cut.made:
         operation = value.equation.primitive.name

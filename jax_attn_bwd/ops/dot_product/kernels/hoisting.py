@@ -2,13 +2,17 @@
 
 XLA makes what depends on arrays and on no more than a batch entry and a head, beside these on a row, on a
 column, or on the distance between the two: then on row and column through their difference alone, as in
-`table[head, clip(column - row)]`. The kernel makes what is left.
+`table[head, clip(column - row)]`. For a mask it also makes what is one value in each block of rows and
+columns, as in `chosen[row // 64, column // 64]`. The kernel makes what is left.
 
 That a value depends on a difference alone is told by its drift: how much it rises where row and column both
 rise by one. That of a row and of a column is 1, that of their difference 0; what is computed of values that
-do not drift does not either.
+do not drift does not either. That it is one value in a block is told by its grain: how many neighbouring rows
+and columns share it. That of `row // 64` is 64 rows; what is computed of several values has the greatest
+common divisor of theirs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +27,9 @@ from jax_attn_bwd._core.intervals import is_floored
 PLACE = ("batch", "head", "row", "column")
 OF_ONE_ELEMENT = frozenset(("broadcast_in_dim", "reshape", "squeeze"))  # which move nothing
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+SHORTEST_WORD = 32  # columns that share a value of 32 bits: it is handed as one bit an element, or less
+_LANES = 128  # tiles are a multiple: blocks of columns are cut so that they divide it
+_SMALLEST_BLOCK = 8  # elements: a bool of each is one bit an element
 _OF_ONE_DRIFT = frozenset(("max", "min", "convert_element_type")) | OF_ONE_ELEMENT
 
 
@@ -34,6 +41,7 @@ class Value:
       aval: its type.
       reads: what of an element's place it depends on, or "logits".
       drift: how much it rises where row and column both rise by one; None if that is not known.
+      grain: how many rows and columns, counted from 0, share it; 0 if all do.
       of_arrays: whether it is made of arrays, and XLA makes it.
       equation, inputs, output: what computes it from what, and which of the results it is.
       constant: what it is, if it is that.
@@ -43,6 +51,7 @@ class Value:
     aval: Any
     reads: frozenset[str] = frozenset()
     drift: int | None = 0
+    grain: tuple[int, int] = (0, 0)
     of_arrays: bool = False
     equation: Any = None
     inputs: tuple["Value", ...] = ()
@@ -59,6 +68,13 @@ class Value:
     def is_of_distance(self) -> bool:
         """Whether it has a value for each element, which the distance between row and column tells."""
         return self.is_of_tile and "logits" not in self.reads and self.drift == 0
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """The rows and columns that share it, if it has one value for each block; None if it has not."""
+        rows, columns = self.grain[0], math.gcd(self.grain[1], _LANES)
+        is_of_plane = self.is_of_tile and not self.is_of_distance
+        return (rows, columns) if is_of_plane and rows * columns >= _SMALLEST_BLOCK else None
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,11 @@ class Cut:
         """Those `handed` that have a value for each distance."""
         return tuple(x for x in self.handed if x.is_of_distance)
 
+    @property
+    def of_blocks(self) -> tuple[Value, ...]:
+        """Those `handed` that have a value for each block of rows and columns."""
+        return tuple(x for x in self.handed if x.block is not None)
+
 
 def unsharded() -> Any:
     """A mesh of the device aimed at that has no axes: what stands in a kernel is not sharded."""
@@ -98,16 +119,22 @@ def cut(function: Any) -> Cut:
     with jax.enable_x64(False), unsharded():
         closed = jax.make_jaxpr(function.on_leaves)(*lead, *arrays)
     invars, drifts = closed.jaxpr.invars, {"row": 1, "column": 1, "logits": None}
-    inputs = [Value(v.aval, frozenset((n,)), drifts.get(n, 0)) for n, v in zip(names, invars, strict=False)]
+    # a score has no values of blocks: their gradients would be sums over blocks
+    grains = {} if function.is_score else {"row": (1, 0), "column": (0, 1)}
+    inputs = [
+        Value(v.aval, frozenset((n,)), drifts.get(n, 0), grains.get(n, (0, 0)))
+        for n, v in zip(names, invars, strict=False)
+    ]
     inputs += [Value(v.aval, of_arrays=True, argument=i) for i, v in enumerate(invars[len(lead) :])]
-    (result,) = jaxprs.evaluate(
-        closed,
-        inputs,
-        _results,
-        constant=lambda x, aval: Value(aval, of_arrays=True, constant=x),
-        literal=lambda x, aval: Value(aval, constant=x),
-        enters=_is_cut,
-    )
+    with jax.enable_x64(False), unsharded():  # as it was traced: `is_floored` compares programs
+        (result,) = jaxprs.evaluate(
+            closed,
+            inputs,
+            _results,
+            constant=lambda x, aval: Value(aval, of_arrays=True, constant=x),
+            literal=lambda x, aval: Value(aval, constant=x),
+            enters=_is_cut,
+        )
     handed: dict[Value, None] = {}
     made: dict[Value, None] = {}
     _walk(result, handed, made)
@@ -125,9 +152,10 @@ def _results(equation: Any, given: Sequence[Value]) -> list[Value]:
     reads = frozenset().union(*(x.reads for x in given))
     found = []
     for output, v in enumerate(equation.outvars):
-        value = Value(v.aval, reads, _drift(equation, given), False, equation, tuple(given), output)
-        if value.is_of_distance:  # elementwise of what a kernel has: it makes that itself
-            of_arrays = any(x.of_arrays and (x.is_of_distance or x.aval.shape) for x in given)
+        drift, grain = _drift(equation, given), _grain(equation, given)
+        value = Value(v.aval, reads, drift, grain, False, equation, tuple(given), output)
+        if value.is_of_distance or value.block:  # elementwise of what a kernel has: it makes that itself
+            of_arrays = any(x.of_arrays and (x.is_of_tile or x.aval.shape) for x in given)
         else:
             of_arrays = not value.is_of_tile and any(x.of_arrays for x in given)
         found.append(replace(value, of_arrays=of_arrays))
@@ -150,6 +178,17 @@ def _drift(equation: Any, given: Sequence[Value]) -> int | None:
     if name == "neg":
         return -drifts[0]
     return drifts[0] if name in _OF_ONE_DRIFT and len(set(drifts)) == 1 else None
+
+
+def _grain(equation: Any, given: Sequence[Value]) -> tuple[int, int]:
+    """How many rows and columns share the results: `size` of `row // size`, else greatest common divisors."""
+    rows, columns = (math.gcd(*(x.grain[i] for x in given)) for i in (0, 1))
+    if equation.params.get("name") == "floor_divide" and is_floored(equation):
+        index, size = given
+        if index.equation is None and index.reads in ({"row"}, {"column"}) and size.constant is not None:
+            size = max(int(size.constant), 1)
+            return rows * size, columns * size
+    return rows, columns
 
 
 def _is_index(aval: Any) -> bool:

@@ -242,15 +242,18 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
     return k, v, jnp.where(read.reshape(read.shape[rank - bias.ndim :]) | (bias == -jnp.inf), bias, 0)
 
 
-def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
+def tile_flags(
+    options: KernelOptions, refs: Inputs, rows: int, columns: int, mod_args: Any = ()
+) -> tuple[Any, Any]:
     """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
 
     As far as causality, window, lengths, segments and `mask_mod` tell; NumPy arrays if shapes alone decide.
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    rules = Mask(options.is_causal, options.window, options.mask_mod)
-    some, every = masking.of_tiles(rules, queries, keys, rows, columns, functions.places(refs, rows, columns))
+    mask_mod, places = functions.bounded(options, refs, mod_args, rows, columns)
+    rules = Mask(options.is_causal, options.window, mask_mod)
+    some, every = masking.of_tiles(rules, queries, keys, rows, columns, places)
     return to_rank(some, 3), to_rank(every, 3)
 
 

@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_attn_bwd._core import dropout, masks, mosaic_tpu
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at
 from jax_attn_bwd.ops.dot_product.kernels.logits import Logits, unmasked
@@ -64,6 +64,9 @@ class Part(NamedTuple):
         """A mask or bias over the part, or a value that a function is handed, 32 bits."""
         if side == distances.SIDE:
             block = distances.block(ref, self.slices, self.tiling)
+            return block if self.transposed else block.T
+        if side == blocks.SIDE:
+            block = ref.spread(self.slices)
             return block if self.transposed else block.T
         if side is not None:
             row = ref[:, self.slices[side]].astype(_wide(ref.dtype))

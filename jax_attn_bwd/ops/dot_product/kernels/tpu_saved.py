@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
@@ -29,7 +29,7 @@ def saved_of(options: KernelOptions, operands: Operands, keys: Any, values: Any,
     """(the options of kernels, `Saved`, the flags of its tiles, `PlaneSides`); `values`: of `kernel_rows`."""
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options = functions.on_values(options, operands)
-    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
+    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k, operands.mod_args)
     sides = PlaneSides.of(refs)
     pad = {-1: tiling.block_q}
 
@@ -62,9 +62,11 @@ def cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved:
     return Saved(refs._replace(**fields), saved.dout[:, :, rows], saved.rows[..., rows])
 
 
-def _cut_value(x: jax.Array, side: int | None, where: slice, tiling: Tiling, T: int) -> jax.Array:
+def _cut_value(x: Any, side: int | None, where: slice, tiling: Tiling, T: int) -> Any:
     if side == distances.SIDE:
         return distances.cut(x, where, tiling, T)
+    if side == blocks.SIDE:
+        return x.cut(slice(where.start * tiling.block_q, where.stop * tiling.block_q))
     return x[..., where.start * tiling.block_q : where.stop * tiling.block_q] if side == 0 else x
 
 

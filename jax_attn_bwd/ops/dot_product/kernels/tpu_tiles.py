@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from jax_attn_bwd._core import mosaic_tpu
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
-from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, whole
@@ -31,6 +31,7 @@ _LOWERS = functions.EVERYWHERE | frozenset(
     ("exp", "exp2", "log", "log1p", "tanh", "logistic", "sin", "cos", "sqrt", "rsqrt", "pow", "integer_pow")
 )
 _LOWERS |= {"square", "one_minus_square", "add_any", "floor", "ceil", "round", "stop_gradient"}
+_LOWERS |= {"shift_right_logical"}
 VALUES = ("mask_values", "score_values")
 TOKENS = {
     "row_position": 0,
@@ -116,7 +117,7 @@ def unsupported(call: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     options = KernelOptions.of(call, operands.mask)
     q, v = operands.query, operands.value
-    if (reason := functions.unsupported(options, operands, _LOWERS, distances=True)) is not None:
+    if (reason := functions.unsupported(options, operands, _LOWERS, True, True)) is not None:
         return reason
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
@@ -154,7 +155,7 @@ def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> In
     fields = {name: tokens(getattr(refs, name)) for name in TOKENS}
     S = refs.k.shape[1]
     planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
-    values = {name: tuple(_laid_value(x, tiling) for x in getattr(refs, name)) for name in VALUES}
+    values = {name: tuple(_laid_value(x, refs, tiling) for x in getattr(refs, name)) for name in VALUES}
     ends: dict[str, Any] = {}
     if isinstance(refs.rows_end, np.ndarray):  # what lies beyond T is cut off, but functions see it
         ends["rows_end"] = jnp.asarray(refs.rows_end) if functions.any_given(options) else None
@@ -174,22 +175,26 @@ def _laid(plane: Any, S: int) -> Any:
     return jnp.swapaxes(plane, -1, -2)
 
 
-def _laid_value(x: jax.Array, tiling: Tiling) -> jax.Array:
+def _laid_value(x: Any, refs: Inputs, tiling: Tiling) -> Any:
     """One value a query or key `[B|1, N|1, 1, n]`, for scalar memory one for all of them `[B|1, N|1]`.
 
-    One a distance as `distances.windows`.
+    One a distance as `distances.windows`, one a block as `blocks.Words`.
     """
     side = value_side(x)
+    if side == blocks.SIDE:
+        return blocks.words(x, refs.q.shape[1], tiling.block_k)
     if side == distances.SIDE:
         return distances.windows(x, tiling)
     return {0: jnp.swapaxes(x, -1, -2), 1: x, None: x[..., 0, 0]}[side]
 
 
-def value_side(x: jax.Array) -> int | None:
+def value_side(x: Any) -> int | None:
     """What an array tells before it is laid: 1 one value a key, 0 one value a query, None one for all.
 
-    `distances.SIDE` one a distance.
+    `distances.SIDE` one a distance, `blocks.SIDE` one a block.
     """
+    if isinstance(x, blocks.Blocks):
+        return blocks.SIDE
     if functions.is_of_distance(x):
         return distances.SIDE
     return None if x.shape[-2:] == (1, 1) else 1 if x.shape[-2] == 1 else 0
@@ -237,6 +242,9 @@ def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) ->
         if side == distances.SIDE:
             number = lambda s: distances.window(s, tiling, refs.k.shape[2])
             return spec((None, None, None, *x.shape[3:]), lambda s: (*lead(s), number(s), ZERO, ZERO))
+        if side == blocks.SIDE:
+            shape = (None, None, None, x.words.shape[3], size[0])
+            return spec(shape, lambda s: (*lead(s), s.column, ZERO, s.row))
         if side is None:
             return spec((None, None, *size), lambda s: (*lead(s), s.row, s.column))
         return spec((None, None, 1, size[side]), lambda s: (*lead(s), ZERO, s.tile(side)))

@@ -1,0 +1,92 @@
+"""What a mask has one value of in each block of rows and columns, as kernels are handed it.
+
+XLA computes a value a block. Bools become bits: a word of 32 bits holds those of one row and of 32 blocks of
+columns, so that a tile reads one number a row; other values of 32 bits are words themselves. Rows share
+nothing in this layout, columns all that a block tells of them:
+
+    words[tile of columns, i, row],    bit j of word i is the block 32 i + j of the tile
+
+That is a bit an element for blocks of one column, and less for wider ones. A kernel spreads words over its
+tile: each over the columns that it tells of, which then shift their own bit to the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SIDE = 3  # of values of blocks, beside those of queries, keys and distances
+_BITS = 32  # of a word
+_static = partial(field, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Blocks:
+    """A value for each block, `[B|1, N|1, blocks of rows, blocks of columns]`; bools, or 32 bits.
+
+    Attributes:
+      x: the values.
+      rows, columns: how many a block has; `columns` is a power of two up to 128.
+    """
+
+    x: Any
+    rows: int = _static()
+    columns: int = _static()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Words:
+    """The same as kernels read it.
+
+    Attributes:
+      words: 32 bits `[B|1, N|1, tiles of columns, words, T]`; in a kernel those of a tile, `[words, rows]`.
+      columns: how many a block has.
+      of_bits: whether a word holds a bit for each of 32 blocks.
+    """
+
+    words: Any
+    columns: int = _static()
+    of_bits: bool = _static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the words."""
+        return self.words.shape
+
+    def cut(self, rows: slice) -> "Words":
+        """Those of some rows."""
+        return replace(self, words=self.words[..., rows])
+
+    def spread(self, slices: Sequence[slice]) -> jax.Array:
+        """The values `[columns, rows]` of the given rows and columns of a kernel's tile, bools as 0 and 1."""
+        rows, columns = slices
+        each = self.columns * (_BITS if self.of_bits else 1)  # columns that a word tells of
+        found = []
+        for i in range(columns.start // each, -(-columns.stop // each)):
+            count = min(columns.stop, (i + 1) * each) - max(columns.start, i * each)
+            found.append(jnp.broadcast_to(self.words[i : i + 1, rows], (count, rows.stop - rows.start)))
+        x = found[0] if len(found) == 1 else jnp.concatenate(found, 0)
+        if not self.of_bits:
+            return x
+        column = lax.broadcasted_iota(jnp.int32, x.shape, 0) + columns.start
+        place = (column >> (self.columns.bit_length() - 1)) & (_BITS - 1)
+        return lax.shift_right_logical(x, place) & 1
+
+
+def words(given: Blocks, T: int, block_k: int) -> Words:
+    """The words of T rows for tiles of `block_k` columns, both padded to whole tiles."""
+    (*lead, n, m), per_tile = given.x.shape, block_k // given.columns
+    x, of_bits = given.x.reshape(*lead, n, m // per_tile, per_tile), given.x.dtype == jnp.bool_
+    if of_bits:
+        widths = [(0, 0)] * (x.ndim - 1) + [(0, -per_tile % _BITS)]
+        x = jnp.pad(x, widths).reshape(*x.shape[:-1], -1, _BITS).astype(jnp.uint32)
+        x = lax.shift_left(x, lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1))
+        x = lax.bitcast_convert_type(x.sum(-1, dtype=jnp.uint32), jnp.int32)
+    x = jnp.repeat(jnp.moveaxis(x, -3, -1), given.rows, axis=-1)[..., :T]
+    return Words(x, given.columns, of_bits)

@@ -1,0 +1,153 @@
+"""Masks that read arrays at blocks of rows and columns, or bits, in the kernels: what a tile is handed."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import thorough
+from ops.dot_product.kernel_calls import OPERATOR, measured, shapes
+from ops.dot_product.test_kernels_tpu import NAME, PARTS, SMALL, long_case, set_tiling
+from ops.dot_product.test_kernels_tpu_schedule import visited
+from ops.dot_product.test_mods import kinds
+
+from jax_attn_bwd import dot_product_attention, mods
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.dot_product.kernels import blocks, functions, hoisted, tpu_schedule
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import tpu_gradients as mosaic_tpu_gradients
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
+
+pytestmark = pytest.mark.kernel
+T, S, N = 300, 270, 2
+NEAR = np.abs(np.arange(T)[:, None] - np.arange(S)) < 7  # packed by cells
+HOLES = np.add.outer(3 * np.arange(T), 2 * np.arange(S)) % 7 < 2  # by words
+
+
+def chosen(rng, rows, columns, lead=(1,), T=T, S=S):
+    return rng.random((*lead, -(-T // rows), -(-S // columns))) < 0.3
+
+
+def of_blocks(rows, columns, heads=1):
+    return lambda rng: (mods.blocks(rows, columns), (chosen(rng, rows, columns, (heads,)),))
+
+
+def counted(batch, head, row, column, table):
+    """More than bools: numbers of blocks of 32 columns, which meet the row and the column."""
+    return (table[head, row, column // 32] + row + column) % 3 != 0
+
+
+MASKS = {
+    "blocks(64)": of_blocks(64, 64),
+    "of heads, that divide nothing": of_blocks(100, 12, heads=N),
+    "of more columns than a tile": of_blocks(8, 200),
+    "the others": lambda rng: (~mods.blocks(32), (chosen(rng, 32, 32),)),
+    "words": lambda rng: mods.packed(HOLES),
+    "cells": lambda rng: mods.packed(NEAR),
+    "numbers": lambda rng: (counted, (rng.integers(0, 9, (N, T, 9)).astype(np.int32),)),
+    "both": lambda rng: (
+        mods.blocks(64) & mods.packed(HOLES)[0] | mods.sliding_window(3),
+        (chosen(rng, 64, 64), *mods.packed(HOLES)[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[thorough] * (n != "both")) for n in MASKS])
+def test_a_tile_is_what_the_function_says(name, rng):
+    """Element by element, in a part of a tile; what is handed has a bit an element, or less."""
+    mask_mod, args = MASKS[name](rng)
+    function = hoisted.of(mask_mod, False, args)
+    assert hoisted.unsupported(function, "mask_mod", distances=True, blocks=True) is None
+    assert "hand over a mask array" in hoisted.unsupported(function, "mask_mod", distances=True)
+    (rows, columns), block_k, tile = (
+        (384, 512),
+        256,
+        slice(128, 384),
+    )  # of queries, and the second one of keys
+    row, column = (np.minimum(np.arange(n), m - 1).astype(np.int32) for n, m in ((rows, T), (columns, S)))
+    numbers = np.zeros(1, np.int32), np.arange(N, dtype=np.int32)
+
+    @jax.jit
+    def both(args):
+        handed = hoisted.values(function, args, *numbers, row[None], column[None])
+        laid = [blocks.words(x, rows, block_k) for x in handed]
+        assert all(x.words[0, 0].size * 32 <= rows * columns for x in laid)
+        found = []
+        for head in range(N):
+            refs = (replace(x, words=x.words[0, head % x.shape[1], 1, :, tile]) for x in laid)
+            values = [x.spread((slice(128, 256), slice(0, 128))) for x in refs]
+            at = np.zeros((1, 1), np.int32), np.full((1, 1), head, np.int32)
+            at = (*at, row[None, 256:], column[256:384, None])
+            found.append(jnp.broadcast_arrays(function(*at, *values), mask_mod(*at, *args)))
+        return found
+
+    for got, expected in both(args):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_empty_tiles_are_left_out_of_the_list(rng):
+    """Known when the call runs, exactly, for blocks that divide no tile and for bits."""
+    bits = NEAR | (rng.random((T, S)) < 0.3) & (np.arange(S) >= 128)
+    of_elements = chosen(rng, 100, 48)
+    blocked = np.kron(of_elements[0], np.ones((100, 48), bool))[:T, :S]
+    pairs = ((mods.blocks(100, 48), (of_elements,), blocked), (*mods.packed(bits), bits))
+    for mask_mod, args, plane in pairs:
+
+        @jax.jit
+        def steps(args, mask_mod=mask_mod):
+            numbers = {"batch_number": jnp.zeros(1, np.int32), "head_number": jnp.arange(N, dtype=np.int32)}
+            mask = Mask(mask_mod=mask_mod, mod_args=args, **numbers)
+            x = jnp.zeros((1, T, N, 2), np.float32)
+            operands, options = Operands(x, x[:, :S], x[:, :S], mask=mask), Options(scale=1.0)
+            options = KernelOptions.of(options, mask)
+            refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
+            options = functions.on_values(options, operands)
+            flags = kernel_inputs.tile_flags(options, refs, 128, 128, operands.mod_args)
+            return tpu_schedule.schedule(*flags).steps
+
+        live, _ = visited(tpu_schedule.Schedule(steps(args), True, True), 0)
+        expected = np.zeros((384, 384), bool)
+        expected[:T, :S] = plane
+        assert live.keys() == set(map(tuple, np.argwhere(kinds(expected, 128, 128) > 0)))
+
+
+LONG = (
+    long_case(
+        "blocks",
+        lambda rng: {
+            "mod_args_0": chosen(rng, 40, 20, (2, 4)), "bias": rng.standard_normal((4, T, S)),
+            "query_seq_lengths": np.array([300, 130], np.int32),
+        },
+        B=2, N=4, K=2, mask_mod=mods.blocks(40, 20) | mods.sliding_window(9, 2),
+    ),
+    long_case(
+        "bits", lambda rng: {f"mod_args_{i}": x for i, x in enumerate(mods.packed(NEAR)[1])},
+        mask_mod=mods.packed(NEAR)[0] & mods.causal,
+    ),
+)  # fmt: skip
+
+
+@thorough
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+def test_against_definition(case, monkeypatch):
+    """Tiles of several parts; dq is too much for the memory it is given, so queries are cut."""
+    set_tiling(monkeypatch, SMALL if case.name == "blocks" else PARTS)
+    monkeypatch.setattr(mosaic_tpu_gradients, "RESIDENT", 1)
+    with pallas.interpreting(NAME), jax.enable_x64(True):
+        measured(OPERATOR, NAME, case)
+
+
+@pytest.mark.parametrize(
+    ("size", "remedy"), [((2, 3), "hand over a mask array"), ((8, 8), "leave these out")]
+)
+def test_what_does_not_fit_is_refused(size, remedy):
+    """Blocks of too few elements; and those of positions, which are no stretches of indices."""
+    given = shapes(T=40, S=48)
+    counts = [-(-n // m) for n, m in zip((40, 48), size, strict=True)]
+    call = partial(dot_product_attention, mask_mod=mods.blocks(*size), implementation=NAME)
+    positions = {"query_positions": np.arange(40)} if size == (8, 8) else {}
+    with pallas.interpreting(NAME), pytest.raises(NotImplementedError, match=remedy):
+        jax.eval_shape(lambda a, x: call(**a, mod_args=(x,), **positions), given, np.ones((1, *counts), bool))
