@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, masks, numerics, sharding
+from jax_attn_bwd._core import checks, masks, numerics, sharding, targets
 from jax_attn_bwd.ops.dot_product import mod_arguments
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.tiling import Sizes
@@ -114,9 +114,13 @@ def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like |
 
 
 def bias_plane(operator: str, bias: Any, sizes: Sizes, like: Like | None) -> jax.Array:
-    """The checked bias, kept whole by a barrier: XLA:CPU would compute what makes it anew for each reader."""
+    """The checked bias, kept whole by a barrier: XLA:CPU would compute what makes it anew for each reader.
+
+    For a GPU it would part what makes the bias from what brings it to a kernel: one more pass over the plane.
+    """
     bias = plane(operator, "bias", checks.floating(operator, "bias", bias), sizes, like)
-    return lax.optimization_barrier(bias) if isinstance(bias, jax.core.Tracer) else bias
+    is_made_here = isinstance(bias, jax.core.Tracer) and targets.platform() == "cpu"
+    return lax.optimization_barrier(bias) if is_made_here else bias
 
 
 def drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:

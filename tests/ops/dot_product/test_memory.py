@@ -10,6 +10,7 @@ import pytest
 from helpers import saved_arrays, thorough
 
 from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, mods, multi_head_attention
+from jax_attn_bwd._core import targets
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -96,3 +97,12 @@ def test_what_makes_a_bias_is_computed_once():
 
     compiled = jax.jit(both).lower(x, bias).compile().as_text()
     assert (compiled.count(" sine("), compiled.count(" cosine(")) == (1, 1)
+
+
+@pytest.mark.parametrize(("chip", "barriers"), [("cpu", 1), ("H200", 0), ("v6e", 0)])
+def test_where_a_barrier_keeps_a_bias_whole(chip, barriers):
+    """XLA:GPU would pass over the plane once more."""
+    x, bias = jnp.ones((2, 16, 2, 8), jnp.float32), jnp.ones((2, 2, 16, 16), jnp.float32)
+    with targets.aimed_at(chip):
+        program = jax.make_jaxpr(lambda bias: dot_product_attention(x, x, x, jnp.cos(bias)))(bias)
+    assert str(program).count("optimization_barrier") == barriers
