@@ -143,7 +143,7 @@ def _tiled(plan: Plan, wanted: Any, operands: Operands, result: Result, dout: An
     if w.live is not None:
         dout, delta = jnp.where(w.live[..., None], dout, 0), jnp.where(w.live, delta, 0)
     rows = (*(layout.split_rows(x, groups) for x in (lse, low)), delta)
-    saved = _Saved(w, layout.pad(dout, -2, block_q), *(layout.pad(x, -1, block_q) for x in rows))
+    saved = _Saved(w, layout.pad(dout, {-2: block_q}), *(layout.pad(x, {-1: block_q}) for x in rows))
     sums = _zeros(wanted, saved, accumulator_dtype(operands.query.dtype))
     visits = tile_schedule.visits(w.mask, plan.tiling)
     if visits.i.shape[0] != 0:

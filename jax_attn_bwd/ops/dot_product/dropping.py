@@ -42,8 +42,8 @@ def counters(options: Options, operands: Operands, block_q: int, block_k: int) -
     assert operands.dropout_words is not None  # checked with the arguments
     return Counters(
         dropout.head_keys(operands.dropout_words, batch_index, head_index),
-        layout.pad(index(T, offset.row), 0, block_q),
-        layout.pad(index(S, offset.column), 0, block_k),
+        layout.pad(index(T, offset.row), {0: block_q}),
+        layout.pad(index(S, offset.column), {0: block_k}),
     )
 
 

@@ -40,6 +40,8 @@ def live_and_seen(mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups
     if sees is None:
         return None, None
     batch = math.prod(sees.shape[:-2])
+    if _is_array(mask, bias):
+        return _reduced(plane(), T, S)
     if all(isinstance(n, int) for n in (batch, T, S)) and batch * T * S > BLOCK_ELEMENTS:
         if mask.mask_mod is not None:
             return _tile_after_tile(mask, bias, T, S, batch_rank, groups)
@@ -81,6 +83,12 @@ def _tells_by_diagonal(mask: Mask, bias: Any, T: Any, S: Any) -> bool:
     if mask.has_positions or mask.has("elements", "query_origin", "query_segment_ids"):
         return False
     return not mask.has("query_seq_lengths", "key_value_seq_lengths") and mod_functions.sees_diagonal(mask)
+
+
+def _is_array(mask: Mask, bias: Any) -> bool:
+    """Whether an array alone tells who sees whom: it is there already, its reductions take no memory."""
+    others = "query_segment_ids", "mask_mod", "query_seq_lengths", "key_value_seq_lengths"
+    return bias is None and not mask.is_banded and not mask.has(*others)
 
 
 def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:

@@ -8,14 +8,14 @@ from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.dot_product.tiling import count
 
 
-def pad(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """Pads `axis` with zeros to a multiple of `block`; an axis of size 1 (broadcast) stays."""
-    n = x.shape[axis]
-    if n == 1 or (isinstance(n, int) and n % block == 0):
-        return x
+def pad(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
+    """Pads axes with zeros to a multiple of their block; an axis of size 1 (broadcast) stays."""
+    is_whole = lambda n, block: n == 1 or (isinstance(n, int) and n % block == 0)
+    short = {axis: block for axis, block in blocks.items() if not is_whole(x.shape[axis], block)}
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, count(n, block) * block - n)
-    return jnp.pad(x, widths)
+    for axis, block in short.items():
+        widths[axis] = (0, count(x.shape[axis], block) * block - x.shape[axis])
+    return jnp.pad(x, widths) if short else x
 
 
 def extend(x: jax.Array, block: int) -> jax.Array:

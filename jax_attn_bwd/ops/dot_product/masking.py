@@ -48,7 +48,7 @@ def tile_mask(
     def plane(x):
         if x is None:
             return None
-        return layout.pad(layout.pad(layout.plane(x, batch_rank, groups), -2, block_q), -1, block_k)
+        return layout.pad(layout.plane(x, batch_rank, groups), {-2: block_q, -1: block_k})
 
     def tokens(length, block, position, segment, valid_length, origin=None):
         if position is None and not isinstance(length, int):

@@ -64,7 +64,7 @@ def _of_part(
     """`sums` of the queries that one program computes."""
     operands = query_sharding.with_whole_keys(operands)
     w, groups, block_q = tile_operands(plan, operands), operands.sizes[-1], plan.tiling.block_q
-    rows = lambda x: layout.pad(layout.split_rows(x, groups), -1, block_q)
+    rows = lambda x: layout.pad(layout.split_rows(x, groups), {-1: block_q})
     lse = finite(result.lse)
     low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
     saved = _Saved(w, _along(plan, operands, tangents), rows(lse), rows(low))
@@ -130,13 +130,13 @@ def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
     whole = query_sharding.with_whole_keys(operands._replace(**filled))
     blocks = (tiling.block_q, tiling.block_k, tiling.block_k)
     laid: Any = [
-        None if x is None else layout.pad(found, -2, block)
+        None if x is None else layout.pad(found, {-2: block})
         for x, found, block in zip(given.values(), unpoisoned(plan.options, whole), blocks, strict=False)
     ]
     bias, args = tangents.bias, None
     if bias is not None:
         plane = layout.plane(bias, operands.query.ndim - 3, operands.sizes[-1])
-        bias = layout.pad(layout.pad(plane, -2, tiling.block_q), -1, tiling.block_k)
+        bias = layout.pad(plane, {-2: tiling.block_q, -1: tiling.block_k})
     if plan.options.score_mod is not None:
         args = mod_functions.tangents_of_args(operands.mod_args, tangents.mod_args)
     return _Along._make((*laid, bias, args))

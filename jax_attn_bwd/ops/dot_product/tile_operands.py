@@ -50,12 +50,15 @@ def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
     batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
     blocks = tiling.block_q, tiling.block_k
+    mask = masking.tile_mask(operands.mask, operands.bias, T, S, len(batch), G, *blocks)
+    if mask.elements is not None:  # padded once: XLA would do so for each of its readers
+        mask = mask._replace(elements=lax.optimization_barrier(mask.elements))
     return TileOperands(
-        q=layout.pad(q, -2, tiling.block_q),
-        k=layout.pad(k, -2, tiling.block_k),
-        v=layout.pad(v, -2, tiling.block_k),
+        q=layout.pad(q, {-2: tiling.block_q}),
+        k=layout.pad(k, {-2: tiling.block_k}),
+        v=layout.pad(v, {-2: tiling.block_k}),
         live=live,
-        mask=masking.tile_mask(operands.mask, operands.bias, T, S, len(batch), G, *blocks),
+        mask=mask,
         counters=dropping.counters(options, operands, *blocks) if options.dropout_rate else None,
     )
 
