@@ -128,8 +128,8 @@ class GATConv(_Conv):
       implementation, forward_mode: options of `jax_attn_bwd.graph_attention`.
       negative_slope: slope of the leaky ReLU below 0.
       residual: whether to add a linear layer of the destinations.
-      add_self_loops: whether to attend along `graph.with_self_loops()` instead, built at each call;
-        see `jax_attn_bwd.layers.graph`.
+      add_self_loops: whether to attend along `graph.with_self_loops()` instead, built at each call; see
+        `jax_attn_bwd.layers.graph`. Set it False for nodes of two kinds: source i is not destination i.
       fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
         the node.
 
