@@ -27,7 +27,6 @@ from jax_attn_bwd._core.cases import is_floating
 TAKE_IT = [
     o for o in OPERATORS if "forward_mode" in inspect.signature(getattr(jax_attn_bwd, o.name)).parameters
 ]
-every = pytest.mark.parametrize("operator", TAKE_IT, ids=lambda o: o.name)
 cases = pytest.mark.parametrize(
     ("operator", "case"),
     [
@@ -37,6 +36,23 @@ cases = pytest.mark.parametrize(
         if "second" in c.tags or c.name == "tiles_dynamic"
     ],
 )
+
+# In every run: the tests of each input by itself take long.
+FOR_ALL_INPUTS = {
+    "dot_product_attention": "second_segments",
+    "graph_attention": "second_edge",
+    "graph_attention_v2": "second_edge",
+    "graph_transformer_attention": "second_edge_bias",
+    "multi_head_attention": "second_packed",
+    "multi_scale_deformable_attention": "second_softmax",
+}
+
+
+def all_but_one_thorough(name):
+    """What composes them is one mechanism for all operators."""
+    return pytest.mark.parametrize(
+        "operator", [pytest.param(o, id=o.name, marks=[] if o.name == name else [thorough]) for o in TAKE_IT]
+    )
 
 
 def portable(operator):
@@ -70,6 +86,22 @@ def both_ways(operator, case, arrays):
 def close(got, expected, rtol=1e-10):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert_close(x, y, rtol)
+
+
+@pytest.mark.parametrize(
+    ("operator", "case"),
+    [
+        pytest.param(o, c, id=f"{o.name}-{c.name}")
+        for o in TAKE_IT
+        for c in o.tagged("second")
+        if c.name == FOR_ALL_INPUTS.get(o.name)
+    ],
+)
+def test_tangents_along_all_inputs(operator, case):
+    arrays, inputs, along = drawn(operator, case)
+    calls = both_ways(operator, case, arrays)
+    got, expected = quick_jit(lambda *given: [jax.jvp(f, given[:1], given[1:]) for f in calls])(inputs, along)
+    close(got, expected)
 
 
 @cases
@@ -136,14 +168,7 @@ def transformations(call, inputs, along):
     }
 
 
-@pytest.mark.parametrize(
-    "operator",
-    # what composes them is one mechanism for all operators
-    [
-        pytest.param(o, id=o.name, marks=[] if o.name == "scaled_masked_softmax" else [thorough])
-        for o in TAKE_IT
-    ],
-)
+@all_but_one_thorough("scaled_masked_softmax")
 def test_transformations_of_it(operator):
     case = next(operator.tagged("second"))
     arrays, inputs, along = drawn(operator, case)
@@ -155,7 +180,7 @@ def test_transformations_of_it(operator):
         close(got[name], result)
 
 
-@every
+@all_but_one_thorough("edge_softmax")
 def test_jacobians_column_by_column(operator):
     case = next(operator.tagged("second"))
     arrays, inputs, _ = drawn(operator, case)
@@ -165,7 +190,7 @@ def test_jacobians_column_by_column(operator):
     close(jacobian(called), jacobian(defined))
 
 
-@every
+@all_but_one_thorough("edge_max")
 @pytest.mark.parametrize("order", [1, pytest.param(2, marks=thorough)])
 def test_finite_differences_in_both_modes(operator, order):
     case = next(operator.tagged("second"))
@@ -174,7 +199,7 @@ def test_finite_differences_in_both_modes(operator, order):
     check_grads(call, (inputs,), order=order, modes=["fwd", "rev"], rtol=1e-4)
 
 
-@every
+@all_but_one_thorough("edge_max")
 def test_narrow_dtypes_lose_no_more_than_the_plain_formula(operator):
     case = next(operator.tagged("second"))
     exact = drawn(operator, case)
@@ -193,7 +218,7 @@ def test_narrow_dtypes_lose_no_more_than_the_plain_formula(operator):
         assert error(got) <= 2 * error(plain) + 2**-9 * np.linalg.norm(expected)
 
 
-@every
+@all_but_one_thorough("edge_softmax")
 def test_tangents_inside_shard_map(operator):
     """Each device has inputs of its own; what is not differentiated is on all of them."""
     case = next(operator.tagged("second"))
@@ -219,6 +244,16 @@ def test_tangents_are_checked():
         call(x, dbias=x)
     with pytest.raises(TypeError, match="scale must be a floating-point array, got float"):
         call(x, dscale=jnp.ones(()))
+
+
+def test_the_value_of_the_appended_row_moves_alone():
+    """The output is linear in it."""
+    x, bias_k, bias_v, along = (jnp.sin(jnp.arange(4.0) + i)[None] for i in range(4))
+    params = jax_attn_bwd.MultiHeadAttentionParams(bias_k=bias_k, bias_v=bias_v)
+    moved, dparams = (jax_attn_bwd.MultiHeadAttentionParams(bias_v=x) for x in (bias_v + along, along))
+    call = partial(jax_attn_bwd.multi_head_attention, query=x, num_heads=1)
+    _, dout = jax_attn_bwd.multi_head_attention_jvp(params, x, dparams=dparams, num_heads=1)
+    assert_close(dout, call(moved._replace(bias_k=bias_k)) - call(params), 1e-12)
 
 
 def test_tangents_of_the_layer_are_checked():

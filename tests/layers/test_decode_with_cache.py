@@ -130,6 +130,24 @@ def test_rows_that_begin_at_different_places(framework):
         assert_close(out[row, start:], layer.whole(x[row : row + 1, start:])[0], 1e-12)
 
 
+def test_tokens_of_one_call_see_what_the_cache_holds_so_far():
+    """Whatever their positions are, and where lengths reach beyond what is in the cache."""
+    (x,) = arrays((2, E))
+    _, layers = imported("equinox")
+    layer = layers.MultiheadAttention(N, E, key=jax.random.key(0), dtype=x.dtype)
+
+    @jitted
+    def both(x):
+        decode = partial(layer.decode, key_value_seq_lengths=jnp.array(T))
+        together, _ = decode(x, x, x, layer.init_cache(T), query_positions=jnp.array([9, 9]))
+        step = partial(decode, query_positions=jnp.array([9]))
+        first, cache = step(x[:1], x[:1], x[:1], layer.init_cache(T))
+        return together, jnp.concatenate([first, step(x[1:], x[1:], x[1:], cache)[0]])
+
+    together, one_by_one = both(x)
+    assert_close(together, one_by_one, 1e-12)
+
+
 @by_default("equinox")
 def test_a_full_cache(framework):
     """Known: an error; traced: NaN. A mask is of the cache."""

@@ -20,6 +20,7 @@ from layers.frameworks import (
 from layers.multi_head_cases import N, S, T
 
 from jax_attn_bwd import MultiHeadAttentionParams, Rotary, attention_fn, multi_head_attention
+from jax_attn_bwd._core.rotary import rotate
 
 E = 16  # heads of 4
 AT = {
@@ -108,6 +109,13 @@ def test_as_heads_turned_in_between(framework, kind):
         expected = jitted(partial(values_and_gradients, theirs))(params, *inputs)
     got = jitted(partial(values_and_gradients, partial(ours.call, **AT)))(params, *inputs)
     assert_all_close(got, expected, 1e-12)
+
+
+def test_a_part_of_a_head_is_turned_as_a_head_of_that_size():
+    (x,) = arrays((T, 1, 8))
+    turned = rotate(Rotary(size=4), x, None)
+    np.testing.assert_array_equal(turned[..., :4], rotate(Rotary(), x[..., :4], None))
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
 
 
 @thorough

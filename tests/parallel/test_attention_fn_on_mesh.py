@@ -14,6 +14,7 @@ from parallel.sequences import draw
 
 import jax_attn_bwd
 from jax_attn_bwd import dot_product_attention, mods, parallel
+from jax_attn_bwd.parallel.functions import beginning_at
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -172,6 +173,14 @@ def test_several_axes_for_the_batch_and_none_for_the_sequence(rng):
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call(mesh("Auto"))
+
+
+def test_functions_count_from_the_first_entry_and_head_of_a_device():
+    mask = lambda batch, head, row, column, x: (batch, head, row, column, x)
+    score = lambda logits, *at: (logits, *at)
+    given = beginning_at(20, 30, mask, score, ("x",))
+    assert given["mask_mod"](1, 2, 3, 4, *given["mod_args"]) == (21, 32, 3, 4, "x")
+    assert given["score_mod"](0.5, 1, 2, 3, 4, *given["mod_args"]) == (0.5, 21, 32, 3, 4, "x")
 
 
 @thorough

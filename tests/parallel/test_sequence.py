@@ -21,6 +21,7 @@ from parallel.sequences import (
     single,
 )
 
+from jax_attn_bwd import mods
 from jax_attn_bwd.ops.dot_product.reference import dot_product_attention as formula
 
 DEFAULT = [
@@ -34,7 +35,6 @@ DEFAULT = [
 REST = [
     ("ring", "window-both-sides-sink", "contiguous"),
     ("all_gather", "functions", "contiguous"),
-    ("ulysses", "functions", "contiguous"),
     ("ulysses", "functions", "striped"),
     ("ring", "segments-lengths-causal", "striped"),
     ("ring", "window-lengths", "contiguous"),
@@ -55,6 +55,20 @@ CASES += [pytest.param(*c, id="-".join(c), marks=thorough) for c in REST]
 @pytest.mark.parametrize(("kind", "case", "layout"), CASES)
 def test_as_on_one_device(kind, case, layout, rng):
     assert_same(kind, case, layout, rng)
+
+
+def test_outputs_of_segments_dropout_and_functions_at_once(rng):
+    """On two devices, whose keys one of the two batch entries sees nothing of on the other."""
+    qkv = draw(rng, 2, 4, 4, 2), draw(rng, 2, 4, 2, 2), draw(rng, 2, 4, 2, 2)
+    ids = Told(jnp.array([[0, 0, 0, 0], [0, 0, 1, 1]]), (-1,), TOKENS)
+    told = {"query_segment_ids": ids, "key_value_segment_ids": ids, "mod_args_0": Told(draw(rng, 4))}
+    told["dropout_key"] = Told(jax.random.key(7))
+    options = {"score_mod": mods.alibi, "dropout_rate": 0.4}
+    runs = {kind: sharded(kind, 2, "contiguous", told, options) for kind in ("ring", "ulysses")}
+    arrays = {name: x.array for name, x in told.items()}
+    run = lambda *given: ({kind: run(*given) for kind, run in runs.items()}, single(options)(*given))
+    found, expected = jax.jit(run, compiler_options=QUICK)(*qkv, arrays)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-13), found, dict.fromkeys(runs, expected))
 
 
 @thorough

@@ -223,6 +223,14 @@ def test_what_no_query_reads_has_gradient_zero(rng):
     np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), [0, 0])
 
 
+def test_entries_of_two_batch_axes_are_counted_row_by_row():
+    v = jnp.arange(12.0).reshape(2, 3, 2, 1, 1)
+    chosen = np.array([0, 1, 1, 0, 0, 1], np.int32)
+    one = lambda batch, head, row, column, chosen: column == chosen[batch]
+    out = dot_product_attention(0 * v, 0 * v, v, mask_mod=one, mod_args=(chosen,))
+    np.testing.assert_array_equal(out[:, :, 1].ravel(), 2 * np.arange(6) + chosen)
+
+
 def test_documents_of_no_token(rng):
     q, k, v = (x[:, :0] for x in inputs(rng, 9)[:3])
     call = dict(mask_mod=mods.document, score_mod=mods.alibi)

@@ -109,6 +109,15 @@ def test_blocks_of_heads_and_batch_entries(rng):
     assert len(traces) == 2
 
 
+@pytest.mark.parametrize("lead", [(2, 3), (2, 1), (1, 3), (3,), (1,)], ids=str)
+def test_blocks_are_those_of_the_entry_and_the_head(rng, lead):
+    chosen = rng.random((*lead, 3, 2)) < 0.5
+    at = (jnp.asarray(i, jnp.int32) for i in np.ix_(range(2), range(3), range(6), range(8)))
+    expected = np.broadcast_to(np.kron(chosen, np.ones((2, 4), bool)), (2, 3, 6, 8))
+    seen = np.broadcast_to(mods.blocks(2, 4)(*at, jnp.asarray(chosen)), expected.shape)
+    np.testing.assert_array_equal(seen, expected)
+
+
 def test_blocks_from_indices(rng):
     indices = np.array([[[0, 2], [1, -1], [-1, -1]]], np.int32)
     expected = [[[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, thorough
 
-from jax_attn_bwd import dot_product_attention, mods
+from jax_attn_bwd import dot_product_attention, dot_product_attention_jvp, mods
 from jax_attn_bwd.ops.dot_product import tiling
 
 
@@ -82,6 +82,15 @@ def test_a_sink_tied_with_huge_logits_has_its_share():
     bias = jnp.broadcast_to(bias, (1, 2, 5, 7))
     got = jax.grad(lambda sink: (dot_product_attention(q, k, v, bias, sink=sink) * dout).sum())(sink)
     assert_close(got, -jnp.einsum("btnh,bsnh->n", dout, v) / 64, 1e-6)
+
+
+def test_tangent_of_a_sink_tied_with_huge_logits():
+    x, bias, sink = jnp.zeros((1, 7, 1, 1), jnp.float32), jnp.float32(-1e9), jnp.full(1, -1e9, jnp.float32)
+    ones, bias = jnp.ones_like(x), jnp.broadcast_to(bias, (1, 1, 7, 7))
+    jvp = partial(dot_product_attention_jvp, x, x, ones, bias, sink=sink)
+    out, dout = jvp(dsink=jnp.ones(1, jnp.float32))
+    assert_close(out, 7 / 8 * ones, 1e-6)
+    assert_close(dout, -7 / 64 * ones, 1e-6)
 
 
 @pytest.mark.usefixtures("_form")

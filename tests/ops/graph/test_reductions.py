@@ -65,11 +65,14 @@ def test_edges_that_tie_share_alike():
     inf = np.inf
     x, dst = np.array([2, 5, 5, 5, -inf, -inf, inf, 1.0]), np.array([0, 0, 0, 0, 1, 1, 2, 2])
     expected = np.array([0, 1, 1, 1, 1.5, 1.5, 3, 0])
+    along = np.arange(8.0)
     for order in (np.arange(8), np.random.default_rng(0).permutation(8)):
         graph = BipartiteCSC.from_coo(np.zeros(8, int), dst[order], 1, 4)
         out, pullback = jax.vjp(lambda edge, graph=graph: jab.edge_max(graph, edge), jnp.asarray(x[order]))
         np.testing.assert_array_equal(out, [5, -inf, inf, 0])
         np.testing.assert_array_equal(pullback(jnp.full(4, 3.0))[0], expected[order])
+        _, dout = jab.edge_max_jvp(graph, jnp.asarray(x[order]), dedge=jnp.asarray(along[order]))
+        np.testing.assert_array_equal(dout, [2, 4.5, 6, 0])
 
 
 def test_sums_of_many_numbers_keep_their_digits():
