@@ -40,7 +40,7 @@ cases = pytest.mark.parametrize(
 # In every run: the tests of each input by itself take long.
 FOR_ALL_INPUTS = {
     "dot_product_attention": "second_segments",
-    "graph_attention": "second_edge",
+    "graph_attention": "second_dropout",
     "graph_attention_v2": "second_edge",
     "graph_transformer_attention": "second_edge_bias",
     "multi_head_attention": "second_packed",

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import QUICK, assert_close, assert_trees_close, thorough
 from jax.sharding import Mesh
@@ -57,14 +58,18 @@ def test_as_on_one_device(kind, case, layout, rng):
     assert_same(kind, case, layout, rng)
 
 
-def test_outputs_of_segments_dropout_and_functions_at_once(rng):
-    """On two devices, whose keys one of the two batch entries sees nothing of on the other."""
-    qkv = draw(rng, 2, 4, 4, 2), draw(rng, 2, 4, 2, 2), draw(rng, 2, 4, 2, 2)
-    ids = Told(jnp.array([[0, 0, 0, 0], [0, 0, 1, 1]]), (-1,), TOKENS)
-    told = {"query_segment_ids": ids, "key_value_segment_ids": ids, "mod_args_0": Told(draw(rng, 4))}
-    told["dropout_key"] = Told(jax.random.key(7))
+def test_outputs_of_many_options_at_once(rng):
+    """On four devices; of the keys of some, one of the two batch entries sees nothing."""
+    T, N = 8, 4
+    qkv = tuple(draw(rng, 2, T, N, 2) for _ in range(3))
+    ids = Told(jnp.asarray(np.stack([np.zeros(T, int), np.arange(T) // 4])), (-1,), TOKENS)
+    told = {"query_segment_ids": ids, "key_value_segment_ids": ids, "mod_args_0": Told(draw(rng, N))}
+    told |= {
+        "bias": Told(draw(rng, N, T, T), (-2, -1), P(None, AXIS)),
+        "dropout_key": Told(jax.random.key(7)),
+    }
     options = {"score_mod": mods.alibi, "dropout_rate": 0.4}
-    runs = {kind: sharded(kind, 2, "contiguous", told, options) for kind in ("ring", "ulysses")}
+    runs = {kind: sharded(kind, 4, "contiguous", told, options) for kind in ("ring", "ulysses")}
     arrays = {name: x.array for name, x in told.items()}
     run = lambda *given: ({kind: run(*given) for kind, run in runs.items()}, single(options)(*given))
     found, expected = jax.jit(run, compiler_options=QUICK)(*qkv, arrays)

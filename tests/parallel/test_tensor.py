@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import QUICK, assert_close, thorough
+from helpers import QUICK, assert_close, quick_jit, thorough
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from parallel.sequences import draw
@@ -79,6 +79,19 @@ def compare(rng, params, reduce, sequence, options):
     got = gradients(layer(reduce, sequence, params, **options))
     expected = gradients(functools.partial(multi_head_attention, **options))
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-12), got, expected)
+
+
+def test_outputs_with_dropout(rng):
+    """In every run: the gradients of other options take long."""
+    options = {"dropout_rate": 0.3, "out_dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
+    options["add_residual"] = True
+    params, x = parameters(rng, False), draw(rng, 2, T, E)
+    calls = (
+        layer("psum_scatter", False, params, **options),
+        functools.partial(multi_head_attention, **options),
+    )
+    got, expected = quick_jit(lambda *given: [call(*given) for call in calls])(params, x)
+    assert_close(got, expected, 1e-12)
 
 
 @pytest.mark.parametrize(
