@@ -53,8 +53,8 @@ def blocks(query_size: int, key_size: int | None = None) -> Mask:
     work is proportional to what is chosen, and gradients reach q, k and v through chosen blocks alone. Other
     blocks are no new trace.
 
-    It runs in `implementation="xla"` everywhere. The TPU kernels take blocks of 8 elements or more, of
-    indices and not of positions, as a bit for each row and block of columns. The kernels for GPUs refuse it.
+    It runs in `implementation="xla"` everywhere. Kernels take blocks of 8 elements or more, of indices
+    and not of positions, as a bit for each row and block of columns.
 
     Args:
       query_size: rows of a block.

@@ -53,8 +53,8 @@ def packed(mask: Any) -> tuple[Mask, tuple[jax.Array, ...]]:
     are fewer those of the cells of 32 x 32 in which something is seen. Tiles that are empty are skipped,
     forward and backward.
 
-    It runs in `implementation="xla"` everywhere. The TPU kernels take it for indices, not for positions, and
-    hold a bit an element. The kernels for GPUs refuse it.
+    It runs in `implementation="xla"` everywhere. Kernels take it for indices, not for positions, and
+    hold a bit an element.
 
     Args:
       mask: what sees what, `[T, S]`: a NumPy array of bools; a SciPy sparse array, whose stored elements that

@@ -304,8 +304,9 @@ def closing_over_an_array(batch, head, row, column):
 REFUSED = (
     ("mosaic_gpu", "mask_mod reads an array at places that depend on row and column together",
      {"mask_mod": mods.blocks(2), "mod_args": (ones(1, 3, 4, dtype=bool),)}),
-    ("mosaic_gpu", "mask_mod reads an array at places that depend on row and column together, .* mask array",
-     dict(zip(("mask_mod", "mod_args"), mods.packed(ones(T, S, dtype=bool)), strict=True))),
+    ("mosaic_gpu", "mask_mod reads an array at blocks of rows and columns, .* hand over a mask array",
+     {**dict(zip(("mask_mod", "mod_args"), mods.packed(ones(T, S, dtype=bool)), strict=True)),
+      "query_positions": np.arange(T)}),
     ("mosaic_gpu", "mask_mod reads an array at places that depend on row and column together, .* one value",
      {"mask_mod": closing_over_an_array}),
     ("mosaic_tpu", "score_mod reads an array at places that depend on row and column together, .* bias array",

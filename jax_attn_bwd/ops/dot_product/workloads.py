@@ -92,9 +92,12 @@ def _tree(rng, B, T, S, N):
 _PACKED, _BITS = mods.packed(np.add.outer(3 * np.arange(300), 2 * np.arange(500)) % 7 < 2)
 
 
+def _chosen(rng, B, T, S, N):
+    return {"mod_args_0": rng.random((B, N, -(-T // 64), -(-S // 20))) < 0.4}
+
+
 def _blocks_and_bits(rng, B, T, S, N):
-    chosen = rng.random((B, N, -(-T // 64), -(-S // 20))) < 0.4
-    return {"mod_args_0": chosen} | {f"mod_args_{i}": x for i, x in enumerate(_BITS, 1)}
+    return _chosen(rng, B, T, S, N) | {f"mod_args_{i}": x for i, x in enumerate(_BITS, 1)}
 
 
 def _sink(rng, B, T, S, N):
@@ -296,7 +299,8 @@ def _for_tpus() -> Iterator[Case]:
     both = {**distances, "mask_mod": _near_by_array, "extra": (_distances, _bias)}
     yield small("small functions of distances, bias", ("v5e", "v6e", "table"), **both)
     blocks = {"mask_mod": mods.blocks(64, 20) & _PACKED, "extra": (_blocks_and_bits,)}
-    yield small("small blocks and bits", ("v5e", "v6e"), **blocks)
+    yield small("small blocks and bits", ("v5e", "v6e", "mosaic_gpu"), H=64, **blocks)
+    yield small("chosen blocks", _HOPPER, mask_mod=mods.blocks(64, 20) & mods.causal, extra=(_chosen,))
     more: dict[str, Any] = {"mask_mod": mods.sliding_window(100, 20), "score_mod": mods.soft_cap(30.0)}
     yield small("small functions of positions", ("v5e",), extra=(_positions, _bias_rows), **more)
     yield _small("small H=256", ("v5e",), H=256, Hv=64, extra=(_bias_keys,), logits_soft_cap=30.0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import thorough
+from helpers import interpreted, thorough
 from ops.dot_product.kernel_calls import OPERATOR, measured, shapes
 from ops.dot_product.test_kernels_tpu import NAME, PARTS, SMALL, long_case, set_tiling
 from ops.dot_product.test_kernels_tpu_schedule import visited
@@ -60,8 +60,7 @@ def test_a_tile_is_what_the_function_says(name, rng):
     """Element by element, in a part of a tile; what is handed has a bit an element, or less."""
     mask_mod, args = MASKS[name](rng)
     function = hoisted.of(mask_mod, False, args)
-    assert hoisted.unsupported(function, "mask_mod", distances=True, blocks=True) is None
-    assert "hand over a mask array" in hoisted.unsupported(function, "mask_mod", distances=True)
+    assert hoisted.unsupported(function, "mask_mod", distances=False) is None
     (rows, columns), block_k, tile = (
         (384, 512),
         256,
@@ -105,7 +104,7 @@ def test_empty_tiles_are_left_out_of_the_list(rng):
             options = KernelOptions.of(options, mask)
             refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
             options = functions.on_values(options, operands)
-            flags = kernel_inputs.tile_flags(options, refs, 128, 128, operands.mod_args)
+            flags = kernel_inputs.tile_flags(options, refs, 128, 128)
             return tpu_schedule.schedule(*flags).steps
 
         live, _ = visited(tpu_schedule.Schedule(steps(args), True, True), 0)
@@ -140,6 +139,25 @@ def test_against_definition(case, monkeypatch):
         measured(OPERATOR, NAME, case)
 
 
+def case_of_gpus(head, T=200, S=140):
+    holes, lead = NEAR[:T, :S] | HOLES[:T, :S] & (np.arange(S) < 60), (1, 2)
+    mask_mod, bits = mods.packed(holes)
+    return long_case(
+        f"H={head}",
+        lambda rng: {"mod_args_0": chosen(rng, 24, 20, lead, T, S)}
+        | {f"mod_args_{i}": x for i, x in enumerate(bits, 1)},
+        T=T, S=S, H=head, Hv=head, mask_mod=mods.blocks(24, 20) | mask_mod,
+    )  # fmt: skip
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize("head", [16, 96])
+def test_on_hopper_against_definition(head):
+    with pallas.interpreting("mosaic_gpu"), jax.enable_x64(True):
+        measured(OPERATOR, "mosaic_gpu", case_of_gpus(head))
+
+
 @pytest.mark.parametrize(
     ("size", "remedy"), [((2, 3), "hand over a mask array"), ((8, 8), "leave these out")]
 )
@@ -147,7 +165,9 @@ def test_what_does_not_fit_is_refused(size, remedy):
     """Blocks of too few elements; and those of positions, which are no stretches of indices."""
     given = shapes(T=40, S=48)
     counts = [-(-n // m) for n, m in zip((40, 48), size, strict=True)]
-    call = partial(dot_product_attention, mask_mod=mods.blocks(*size), implementation=NAME)
+    call = partial(dot_product_attention, mask_mod=mods.blocks(*size))
     positions = {"query_positions": np.arange(40)} if size == (8, 8) else {}
-    with pallas.interpreting(NAME), pytest.raises(NotImplementedError, match=remedy):
-        jax.eval_shape(lambda a, x: call(**a, mod_args=(x,), **positions), given, np.ones((1, *counts), bool))
+    for name in (NAME, "mosaic_gpu"):
+        run = partial(call, **positions, implementation=name)
+        with pallas.interpreting(name), pytest.raises(NotImplementedError, match=remedy):
+            jax.eval_shape(lambda a, x, run=run: run(**a, mod_args=(x,)), given, np.ones((1, *counts), bool))

@@ -38,6 +38,16 @@ class Blocks:
     rows: int = _static()
     columns: int = _static()
 
+    @property
+    def of_bits(self) -> bool:
+        """Whether a word holds a bit for each of 32 blocks."""
+        return self.x.dtype == jnp.bool_
+
+
+def per_word(given: "Blocks | Words", most: int) -> int:
+    """How many columns a word tells of, `most` at most."""
+    return min(most, given.columns * (_BITS if given.of_bits else 1))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -59,6 +69,13 @@ class Words:
         """That of the words."""
         return self.words.shape
 
+    def own_bit(self, x: jax.Array, column: jax.Array) -> jax.Array:
+        """Words over a tile -> the values of its columns, counted from a whole word on; of bools 0 and 1."""
+        if not self.of_bits:
+            return x
+        place = (column >> (self.columns.bit_length() - 1)) & (_BITS - 1)
+        return lax.shift_right_logical(x, place) & 1
+
     def cut(self, rows: slice) -> "Words":
         """Those of some rows."""
         return replace(self, words=self.words[..., rows])
@@ -66,27 +83,22 @@ class Words:
     def spread(self, slices: Sequence[slice]) -> jax.Array:
         """The values `[columns, rows]` of the given rows and columns of a kernel's tile, bools as 0 and 1."""
         rows, columns = slices
-        each = self.columns * (_BITS if self.of_bits else 1)  # columns that a word tells of
-        found = []
+        each, found = per_word(self, columns.stop), []
         for i in range(columns.start // each, -(-columns.stop // each)):
             count = min(columns.stop, (i + 1) * each) - max(columns.start, i * each)
             found.append(jnp.broadcast_to(self.words[i : i + 1, rows], (count, rows.stop - rows.start)))
         x = found[0] if len(found) == 1 else jnp.concatenate(found, 0)
-        if not self.of_bits:
-            return x
-        column = lax.broadcasted_iota(jnp.int32, x.shape, 0) + columns.start
-        place = (column >> (self.columns.bit_length() - 1)) & (_BITS - 1)
-        return lax.shift_right_logical(x, place) & 1
+        return self.own_bit(x, lax.broadcasted_iota(jnp.int32, x.shape, 0) + columns.start)
 
 
 def words(given: Blocks, T: int, block_k: int) -> Words:
     """The words of T rows for tiles of `block_k` columns, both padded to whole tiles."""
     (*lead, n, m), per_tile = given.x.shape, block_k // given.columns
-    x, of_bits = given.x.reshape(*lead, n, m // per_tile, per_tile), given.x.dtype == jnp.bool_
-    if of_bits:
+    x = given.x.reshape(*lead, n, m // per_tile, per_tile)
+    if given.of_bits:
         widths = [(0, 0)] * (x.ndim - 1) + [(0, -per_tile % _BITS)]
         x = jnp.pad(x, widths).reshape(*x.shape[:-1], -1, _BITS).astype(jnp.uint32)
         x = lax.shift_left(x, lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1))
         x = lax.bitcast_convert_type(x.sum(-1, dtype=jnp.uint32), jnp.int32)
     x = jnp.repeat(jnp.moveaxis(x, -3, -1), given.rows, axis=-1)[..., :T]
-    return Words(x, given.columns, of_bits)
+    return Words(x, given.columns, given.of_bits)

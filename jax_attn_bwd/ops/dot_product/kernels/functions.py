@@ -73,14 +73,25 @@ def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, .
     return mask, score
 
 
-def bounded(options: KernelOptions, refs: Any, mod_args: Any, rows: int, columns: int) -> tuple[Any, Any]:
+def for_bounds(options: KernelOptions, operands: Operands) -> tuple[Any, ...]:
+    """The `mod_args` that `bounded` reads, if it does."""
+    mask_mod = on_values(options, operands).mask_mod
+    return operands.mod_args if _is_of_blocks(mask_mod) else ()
+
+
+def _is_of_blocks(mask_mod: Any) -> bool:
+    """Whether a kernel is handed values of blocks for it."""
+    return isinstance(mask_mod, hoisted.OnValues) and bool(mask_mod.cut.of_blocks)
+
+
+def bounded(options: KernelOptions, refs: Any, rows: int, columns: int) -> tuple[Any, Any]:
     """(the function that bounds of tiles of that size are taken of, what it reads beside row and column).
 
     Where a kernel is handed values of blocks it is the caller's own `mask_mod` of `mod_args`: values do not
     say what `intervals.told` knows of them. Beyond the ends nothing is read.
     """
     mask_mod = options.mask_mod
-    if not (isinstance(mask_mod, hoisted.OnValues) and mask_mod.cut.of_blocks):
+    if not _is_of_blocks(mask_mod):
         return mask_mod, places(refs, rows, columns)
     ends = (refs.rows_end, refs.columns_end)
     lasts = tuple(None if x is None else (x - 1).clip(0).reshape(-1, 1, 1, 1, 1) for x in ends)
@@ -91,7 +102,7 @@ def bounded(options: KernelOptions, refs: Any, mod_args: Any, rows: int, columns
         )
         return mask_mod.function(batch, head, *at, *args)
 
-    return within, mod_functions.Places(*_numbers(refs), (lasts, *mod_args))
+    return within, mod_functions.Places(*_numbers(refs), (lasts, *refs.mod_args))
 
 
 def _numbers(refs: Any) -> tuple[jax.Array, jax.Array]:
@@ -187,20 +198,15 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unsupported(
-    options: KernelOptions,
-    operands: Operands,
-    lowers: frozenset[str],
-    distances: bool = False,
-    blocks: bool = False,
+    options: KernelOptions, operands: Operands, lowers: frozenset[str], distances: bool = False
 ) -> str | None:
     """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can.
 
-    With `distances` it takes values for each distance between row and column, with `blocks` those for each
-    block of rows and columns.
+    With `distances` it takes values for each distance between row and column.
     """
     if not any_given(options):
         return None
-    if (reason := _unsupported_arrays(options, operands, distances, blocks)) is not None:
+    if (reason := _unsupported_arrays(options, operands, distances)) is not None:
         return reason
     with hoisting.unsharded():
         programs = list(_programs(on_values(options, operands)))
@@ -224,9 +230,7 @@ def _too_wide(name: str, closed: Any) -> str | None:
     return None
 
 
-def _unsupported_arrays(
-    options: KernelOptions, operands: Operands, distances: bool, blocks: bool
-) -> str | None:
+def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: bool) -> str | None:
     """Why a kernel cannot be handed what the functions read of arrays; None if it can."""
     for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
         if function is None:
@@ -234,7 +238,7 @@ def _unsupported_arrays(
         found = hoisted.of(function, name == "score_mod", operands.mod_args)
         if not found.reads_arrays:
             continue
-        reason = _too_wide(name, found.program) or hoisted.unsupported(found, name, distances, blocks)
+        reason = _too_wide(name, found.program) or hoisted.unsupported(found, name, distances)
         if reason is not None:
             return reason
         if found.cut.of_distance and operands.mask.has_positions:

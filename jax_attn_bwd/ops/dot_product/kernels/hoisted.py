@@ -153,13 +153,12 @@ def _as_before(x: Any, dtype: Any) -> Any:
     return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
 
 
-def unsupported(function: OnValues, name: str, distances: bool, blocks: bool = False) -> str | None:
+def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
     """Why a kernel cannot be handed what it reads of arrays; None if it can.
 
     Args:
       function: read under the name `name`.
       distances: whether the kernel takes a value for each distance.
-      blocks: whether it takes a value for each block of rows and columns.
     """
     try:
         cut = function.cut
@@ -168,15 +167,14 @@ def unsupported(function: OnValues, name: str, distances: bool, blocks: bool = F
         return f"{name} reads arrays and cannot be traced on one element: {type(error).__name__}: {words}"
     takes, array = ("a row, a column, " + "a distance row - column, " * distances), "bias"
     if not function.is_score:
-        takes, array = takes + "a block (row // a, column // b) of 8 elements or more, " * blocks, "mask"
+        takes, array = takes + "a block (row // a, column // b) of 8 elements or more, ", "mask"
     both = (
         f"{name} reads an array at places that depend on row and column together, and it is handed one value "
         f"{takes}or a batch entry and head: read it so, hand over a {array} array, or write "
         f"implementation='xla'"
     )
-    if (cut.of_distance and not distances) or (cut.of_blocks and not blocks):
-        return both
-    if any(x.aval.dtype != jnp.bool_ and x.block[1] < SHORTEST_WORD for x in cut.of_blocks):
+    short = any(x.aval.dtype != jnp.bool_ and x.block[1] < SHORTEST_WORD for x in cut.of_blocks)
+    if (cut.of_distance and not distances) or short:
         return both
     for value in cut.made:
         operation = value.equation.primitive.name

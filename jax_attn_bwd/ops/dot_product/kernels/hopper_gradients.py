@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_attn_bwd._core import dropout, pallas
 from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels.blocks import Words
 from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Inputs, Tile
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
@@ -27,12 +28,17 @@ class Saved(NamedTuple):
     def bounded(self, options: KernelOptions, rows: int, columns: int, **how: bool) -> "Saved":
         """With the bounds of a kernel's tiles; `how` as in `hopper_bounds.bounds`."""
         found = hopper_bounds.bounds(options, self.refs, rows, columns, **how)
-        return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found)))
+        return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found, mod_args=())))
 
     def row_loaders(self, tile: Tile) -> list[Any]:
         """Functions that load lse, delta, low of a tile's queries."""
         rows = self.rows.at[tile.b, tile.n]
         return [partial(tile.vector, rows.at[i], 0) for i in range(self.rows.shape[2])]
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a mask is handed values of blocks."""
+        return any(isinstance(x, Words) for x in self.refs.mask_values)
 
     @property
     def head(self) -> int:

@@ -38,7 +38,7 @@ def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False
     if saved.head > 64 and (options.dropout_rate or crowded or of_values):
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
     busy = options.dropout_rate or options.logits_soft_cap is not None or saved.refs.bias is not None
-    busy = busy or options.score_mod is not None
+    busy = busy or options.score_mod is not None or saved.has_blocks
     wide = saved.head <= 64 and not busy
     return Tiling(block_q=64, block_k=128 if wide else 64, stages=2)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_attn_bwd._core import dropout, masks, mosaic_gpu
 from jax_attn_bwd._core.hopper import COLUMNS, ROWS, WGMMA
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.inputs import (
     LN_2,
@@ -40,7 +41,7 @@ LENGTH = 128  # sequences likewise; tiles divide it, or are a multiple of it tha
 PADDING = kernel_inputs.Padding(LENGTH, LENGTH, HEAD)
 # what functions may be made of
 _LOWERS = functions.EVERYWHERE | frozenset(
-    ("exp", "exp2", "tanh", "one_minus_square", "integer_pow", "square", "add_any")
+    ("exp", "exp2", "tanh", "one_minus_square", "integer_pow", "square", "add_any", "shift_right_logical")
 )
 
 
@@ -92,8 +93,13 @@ def unsupported(call: Options, operands: Operands) -> str | None:
 def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None) -> Inputs:
     """`kernel_inputs.inputs`, padded for these kernels."""
     refs = kernel_inputs.inputs(options, operands, keys, PADDING)
-    end = refs.columns_end
-    return refs._replace(columns_end=None if end is None else jnp.asarray(end))
+    end, T = refs.columns_end, refs.q.shape[1]
+    values = (
+        blocks.words(x, T, blocks.per_word(x, LENGTH)) if isinstance(x, blocks.Blocks) else x
+        for x in refs.mask_values
+    )
+    end = None if end is None else jnp.asarray(end)
+    return refs._replace(columns_end=end, mask_values=tuple(values))
 
 
 def pad_heads(x: jax.Array) -> jax.Array:
@@ -142,12 +148,24 @@ class Tile(NamedTuple):
         return self.spread(self.vector(ref.at[at(ref, 0, self.b)], side), side)
 
     def value(self, ref: Any) -> jax.Array:
-        """What a function is handed, `[B|1, N|1, T|1, S|1]`: a scalar, or over the tile."""
+        """What a function is handed, `[B|1, N|1, T|1, S|1]` or words: a scalar, or over the tile."""
+        if isinstance(ref, blocks.Words):
+            return self._of_blocks(ref)
         ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
         if ref.shape == (1, 1):
             return ref[0, 0]
         side = 0 if ref.shape[1] == 1 else 1
         return self.spread(self.vector(ref.at[0] if side else ref.at[:, 0], side), side)
+
+    def _of_blocks(self, ref: blocks.Words) -> jax.Array:
+        """The values of blocks, of bools their bits, over the tile: of as many words as its columns take."""
+        each, size = np.int32(blocks.per_word(ref, LENGTH)), self.shape[self.axis(1)]
+        first, column = lax.div(self.column, each), self.offset(1) + lax.rem(self.column, each)
+        words = ref.words.at[at(ref, 0, self.b), at(ref, 1, self.n)]
+        x = self.spread(self.vector(words.at[first, 0], 0), 0)
+        for i in range(1, size // each):
+            x = jnp.where(column < i * each, x, self.spread(self.vector(words.at[first + i, 0], 0), 0))
+        return ref.own_bit(x, column)
 
     def plane(self, ref: Any) -> jax.Array:
         """The tile of a plane `[B|1, N|1, T|1, S|1]`."""

@@ -53,6 +53,7 @@ class Inputs(NamedTuple):
     head_number: Any  # int32 [N], of each query head
     mask_values: tuple = ()  # what `mask_mod` reads of arrays, see `handed.values`
     score_values: tuple = ()  # and `score_mod`
+    mod_args: tuple = ()  # where bounds of tiles are taken of these: kernels are handed none
 
 
 def sharded_sequence(operands: Operands) -> str | None:
@@ -105,10 +106,11 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         _end(operands, mask.query_seq_lengths, T, padding.queries),
         _end(operands, mask.key_value_seq_lengths, S, padding.keys),
     )
-    numbers, values = None, ((), ())
+    numbers, values, mod_args = None, ((), ()), ()
     if functions.any_given(options):
         numbers = _batched(operands, mask.batch_number, 0)
         values = functions.values(options, operands, places(operands, padding))
+        mod_args = functions.for_bounds(options, operands)
     q, k, v = (
         pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
         for x, multiple in zip(
@@ -134,6 +136,7 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         numbers,
         mask.head_number,
         *values,
+        mod_args,
     )
 
 
@@ -242,16 +245,14 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
     return k, v, jnp.where(read.reshape(read.shape[rank - bias.ndim :]) | (bias == -jnp.inf), bias, 0)
 
 
-def tile_flags(
-    options: KernelOptions, refs: Inputs, rows: int, columns: int, mod_args: Any = ()
-) -> tuple[Any, Any]:
+def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
     """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
 
     As far as causality, window, lengths, segments and `mask_mod` tell; NumPy arrays if shapes alone decide.
     """
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    mask_mod, places = functions.bounded(options, refs, mod_args, rows, columns)
+    mask_mod, places = functions.bounded(options, refs, rows, columns)
     rules = Mask(options.is_causal, options.window, mask_mod)
     some, every = masking.of_tiles(rules, queries, keys, rows, columns, places)
     return to_rank(some, 3), to_rank(every, 3)

@@ -71,7 +71,7 @@ def _forward(options, tiling, interpret, operands, keys):
     K, Hv = operands.value.shape[-2:]
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options, sides = functions.on_values(options, operands), PlaneSides.of(refs)
-    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k, operands.mod_args)
+    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
     visits = schedule(*flags)
     refs = tiles.kernel_inputs_of(options, refs, tiling)
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), refs))

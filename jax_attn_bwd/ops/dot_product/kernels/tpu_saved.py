@@ -29,7 +29,7 @@ def saved_of(options: KernelOptions, operands: Operands, keys: Any, values: Any,
     """(the options of kernels, `Saved`, the flags of its tiles, `PlaneSides`); `values`: of `kernel_rows`."""
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options = functions.on_values(options, operands)
-    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k, operands.mod_args)
+    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
     sides = PlaneSides.of(refs)
     pad = {-1: tiling.block_q}
 

@@ -117,7 +117,7 @@ def unsupported(call: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     options = KernelOptions.of(call, operands.mask)
     q, v = operands.query, operands.value
-    if (reason := functions.unsupported(options, operands, _LOWERS, True, True)) is not None:
+    if (reason := functions.unsupported(options, operands, _LOWERS, distances=True)) is not None:
         return reason
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
@@ -161,9 +161,8 @@ def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> In
         ends["rows_end"] = jnp.asarray(refs.rows_end) if functions.any_given(options) else None
     if refs.columns_end is not None:
         ends["columns_end"] = jnp.asarray(refs.columns_end)
-    return refs._replace(
-        q=heads(refs.q), k=heads(refs.k), v=heads(refs.v), bounds=None, **fields, **planes, **ends, **values
-    )
+    qkv = {name: heads(getattr(refs, name)) for name in ("q", "k", "v")}
+    return refs._replace(bounds=None, mod_args=(), **qkv, **fields, **planes, **ends, **values)
 
 
 def _laid(plane: Any, S: int) -> Any:
