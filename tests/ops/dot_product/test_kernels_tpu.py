@@ -347,18 +347,24 @@ def test_on_shards(where, rng):
     ids = jnp.asarray(np.arange(20) // 9, np.int32)
     by_row, by_column = (jnp.asarray(rng.standard_normal(n), np.float32) for n in ((1, 20), 20))
 
-    def score(logits, batch, head, row, column, ids, by_row, by_column):
+    lead = (2, 2) if where == "explicit mesh" else (1, 1)  # a shard counts its own heads
+    chosen = jnp.asarray(rng.random((*lead, 5, 3)) < 0.5)
+
+    def score(logits, batch, head, row, column, ids, by_row, by_column, chosen):
         logits = score_of_arrays(logits, 0 * batch, head, row, column, ids[:2] + 3, by_row, by_column)
         return logits + by_column[jnp.abs(row - column)]
 
-    def visible(batch, head, row, column, ids, by_row, by_column):
-        return mods.document(batch, head, row, column, ids) | (ids[jnp.abs(row - column)] == 1)
+    def visible(batch, head, row, column, ids, by_row, by_column, chosen):
+        seen = mods.document(batch, head, row, column, ids) | (ids[jnp.abs(row - column)] == 1)
+        return seen & ((row == column) | mods.blocks(4, 8)(batch, head, row, column, chosen))
 
     def step(implementation, q, k, v, dout):
         functions = {"mask_mod": visible, "score_mod": score, "implementation": implementation}
 
         def call(q, k, v, *floats):
-            return dot_product_attention(q, k, v, is_causal=True, mod_args=(ids, *floats), **functions)
+            return dot_product_attention(
+                q, k, v, is_causal=True, mod_args=(ids, *floats, chosen), **functions
+            )
 
         out, pullback = jax.vjp(call, q, k, v, by_row, by_column)
         dq, dk, dv, *dargs = pullback(dout)
