@@ -7,7 +7,7 @@ from typing import Unpack
 import jax
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks, keywords, tangents
+from jax_attn_bwd._core import backend, checks, fusion, keywords, tangents
 from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
@@ -255,6 +255,7 @@ def _attention(static: tuple[Options, str], operands: Operands) -> jax.Array:
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    operands = fusion.computed_once(operands, DIFFERENTIABLE)
     out = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
     return out, (operands, backend.note(wanted, DIFFERENTIABLE))
 

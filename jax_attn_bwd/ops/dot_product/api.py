@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, float_leaves, keywords, tangents
+from jax_attn_bwd._core import backend, checks, float_leaves, fusion, keywords, tangents
 from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
@@ -331,6 +331,7 @@ def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    operands = fusion.computed_once(operands, ("query", "key", "value"))
     kept = engine.kept(engine.implementation(plan).forward(plan, operands), wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 

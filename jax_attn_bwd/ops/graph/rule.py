@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, dropout, pallas, split
+from jax_attn_bwd._core import backend, checks, dropout, fusion, pallas, split
 from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map
@@ -139,11 +139,13 @@ def _outputs(plan: Plan, result: Result) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(plan: Plan, operands: Operands):
+    operands = fusion.computed_once(operands, DIFFERENTIABLE)
     return _outputs(plan, forward_of(plan)(plan, operands))
 
 
 def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    operands = fusion.computed_once(operands, DIFFERENTIABLE)
     result = forward_of(plan)(plan, operands)
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),

@@ -1,0 +1,46 @@
+"""What makes the operands of an operator is computed once, for its forward and its backward."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_attn_bwd import (
+    BipartiteCSC,
+    dot_product_attention,
+    graph_attention,
+    multi_scale_deformable_attention,
+)
+
+NODES = np.arange(24)
+GRAPH = BipartiteCSC.from_coo(NODES * 7 % 24, NODES, 24, 24)
+CALLS = {  # by operator: a call, and the shapes of what it is differentiated by
+    "dense": (dot_product_attention, ((2, 16, 2, 8),) * 3),
+    "graph": (lambda *x: graph_attention(GRAPH, *x, num_heads=2), ((24, 16), (24, 16), (32,))),
+    "deformable": (
+        lambda *x: multi_scale_deformable_attention(x[0], ((4, 4),), *x[1:]),
+        ((1, 16, 2, 4), (1, 8, 2, 1, 2, 2), (1, 8, 2, 1, 2)),
+    ),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones drop the barrier before they fuse")
+@pytest.mark.parametrize(
+    ("operator", "transform"),
+    [
+        ("graph", lambda loss, _: loss),
+        ("graph", jax.grad),
+        pytest.param("dense", jax.grad, marks=pytest.mark.thorough),
+        pytest.param("deformable", jax.grad, marks=pytest.mark.thorough),
+    ],
+    ids=["graph, forward", "graph", "dense", "deformable"],
+)
+def test_what_makes_the_operands_is_computed_once(operator, transform):
+    function, shapes = CALLS[operator]
+    loss = lambda *args: (function(*map(jnp.sin, args)) ** 2).sum()
+    program = transform(loss, tuple(range(len(shapes))))
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    compiled = jax.jit(program).lower(*given).compile().as_text()
+    assert len(re.findall(r" sine\(", compiled)) == len(shapes)
