@@ -45,6 +45,7 @@ FOR_ALL_INPUTS = {
     "graph_transformer_attention": "second_edge_bias",
     "multi_head_attention": "second_packed",
     "multi_scale_deformable_attention": "second_softmax",
+    "scaled_masked_softmax": "second_scale",
 }
 
 

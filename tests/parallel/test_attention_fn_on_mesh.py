@@ -183,6 +183,15 @@ def test_functions_count_from_the_first_entry_and_head_of_a_device():
     assert given["score_mod"](0.5, 1, 2, 3, 4, *given["mod_args"]) == (0.5, 21, 32, 3, 4, "x")
 
 
+def test_entries_of_the_batch_are_counted_over_the_devices():
+    v = jnp.arange(8.0).reshape(4, 2, 1, 1)
+    chosen = np.array([0, 1, 1, 0], np.int32)
+    one = lambda batch, head, row, column, chosen: column == chosen[batch]
+    attend = parallel.attention_fn(Mesh(jax.devices()[:2], ("data",)), batch="data")
+    out = attend(0 * v, 0 * v, v, mask_mod=one, mod_args=(chosen,))
+    np.testing.assert_array_equal(out[:, 1].ravel(), 2 * np.arange(4) + chosen)
+
+
 @thorough
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 def test_functions_count_in_the_whole(kind, rng):

@@ -174,14 +174,15 @@ def test_more_sources_than_destinations_and_an_empty_part(kind, mode, axis_type)
     "kind", [pytest.param(k, marks=[] if k == "transformer" else [thorough]) for k in KINDS]
 )
 def test_the_sources_alone(kind):
-    """Destinations, and values, are the sources; a bias that is broadcast."""
+    """Destinations, and values, are the sources; a bias that is broadcast; dropout by the caller's edges."""
     graph, cut = square()
     arrays = arrays_of(kind, graph)
     if kind == "transformer":
         arrays["score_bias"] = np.array([0.3, -0.2])
     for name in ("dst", "value"):
         arrays.pop(name, None)
-    assert_alike(kind, graph, cut, arrays, mesh_of())
+    dropout = {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
+    assert_alike(kind, graph, cut, arrays, mesh_of(), **dropout)
 
 
 @thorough

@@ -62,6 +62,14 @@ def test_a_layout_is_told_by_the_word_that_makes_it(kind, layout, rng):
     assert_close(back(got, n, 1), expected, 1e-12)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("layout", [parallel.zigzag, parallel.striped], ids=lambda layout: layout.__name__)
+def test_positions_are_those_of_the_tokens(layout, n):
+    parts = layout(np.arange(4 * n), n).reshape(n, 4)
+    for device in range(n):
+        np.testing.assert_array_equal(positions("test", layout.__name__, n, device, 4), parts[device])
+
+
 def test_a_device_holds_two_whole_pieces():
     with pytest.raises(ValueError, match=r"the sequence must have a multiple of 2n tokens .* got 12; pad it"):
         positions("ring_attention", "zigzag", 4, 0, 3)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jax_attn_bwd._core import intervals
 from jax_attn_bwd._core.intervals import Interval
+from jax_attn_bwd._core.range_extrema import gathered
 
 i32 = np.int32
 COMPARISONS = (jnp.less, jnp.less_equal, jnp.greater, jnp.greater_equal, jnp.equal, jnp.not_equal)
@@ -218,6 +219,17 @@ def test_bounds_are_tight(name):
     function, given_bounds, expected = EXACT[name]
     found = intervals.bounds(function, interval(*given_bounds))
     assert (int(found.least[0]), int(found.greatest[0])) == expected
+
+
+@pytest.mark.parametrize("count", [2, 60], ids=["read", "counted"])
+def test_rectangles_of_bools(count):
+    rng = np.random.default_rng(0)
+    chosen = rng.random((9, 12)) < 0.8
+    rows, columns = (np.sort(rng.integers(0, n, (2, count)), 0).astype(i32) for n in chosen.shape)
+    least, greatest = gathered(chosen, [tuple(rows), tuple(columns)], "clip")
+    found = [chosen[a : b + 1, c : d + 1] for a, b, c, d in zip(*rows, *columns, strict=True)]
+    np.testing.assert_array_equal(least, [x.all() for x in found])
+    np.testing.assert_array_equal(greatest, [x.any() for x in found])
 
 
 def test_a_function_that_has_the_name_of_another_is_not_taken_for_it():

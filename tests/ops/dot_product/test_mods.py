@@ -1,7 +1,6 @@
 """Masks and scores as functions: which tiles are visited, and gradients of what the functions read."""
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -181,15 +180,6 @@ def test_the_bias_form_of_alibi(rng):
         assert_close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize("heads", [4, 6])
-def test_static_alibi_has_the_slopes_of_the_paper(rng, heads):
-    q, k, v, _ = inputs(rng, 9, heads=heads)
-    attend = partial(dot_product_attention, q, k, v)
-    slopes = mods.alibi_slopes(heads).astype(jnp.float64)
-    expected = attend(score_mod=mods.alibi, mod_args=(slopes,))
-    assert_close(attend(score_mod=mods.static_alibi(heads)), expected, 1e-7)
-
-
 def scaled(logits, batch, head, row, column, arrays, slope):
     factor = arrays["factor"][head] * arrays["old"].astype(logits.dtype)[row]
     return logits * factor + slope[0] * column.astype(logits.dtype)
@@ -221,14 +211,6 @@ def test_what_no_query_reads_has_gradient_zero(rng):
     q, k, v = inputs(rng, 9)[:3]
     loss = lambda s: dot_product_attention(q[:, :0], k, v, score_mod=mods.alibi, mod_args=(s,)).sum()
     np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), [0, 0])
-
-
-def test_entries_of_two_batch_axes_are_counted_row_by_row():
-    v = jnp.arange(12.0).reshape(2, 3, 2, 1, 1)
-    chosen = np.array([0, 1, 1, 0, 0, 1], np.int32)
-    one = lambda batch, head, row, column, chosen: column == chosen[batch]
-    out = dot_product_attention(0 * v, 0 * v, v, mask_mod=one, mod_args=(chosen,))
-    np.testing.assert_array_equal(out[:, :, 1].ravel(), 2 * np.arange(6) + chosen)
 
 
 def test_documents_of_no_token(rng):
