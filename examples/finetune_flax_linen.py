@@ -202,7 +202,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="steps of each training")
     parser.add_argument("--context", type=int, default=512, help="length in bytes")
     parser.add_argument("--out", type=Path, default="out", help="directory for finetune.png")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     args = parser.parse_args(argv)
     limits = {"steps": (1, 10**6), "context": (1, 4096), "seed": (0, 2**31 - 2)}
     for name, (low, high) in limits.items():

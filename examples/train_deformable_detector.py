@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, default=2000, help="training steps")
     parser.add_argument("--out", type=Path, default="out", help="directory for detections.png")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and scenes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and scenes")
     args = parser.parse_args(argv)
     if args.steps < 1 or args.seed < 0:
         parser.error("--steps must be positive, --seed must not be negative")

@@ -475,7 +475,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Dat
     parser.add_argument("--graph", type=Path, help="train on this .npz file instead of digits")
     parser.add_argument("--undirected", action="store_true", help="add each edge's reverse")
     parser.add_argument("--out", type=Path, default="out", help="directory for attention.png")
-    parser.add_argument("--seed", type=int, default=0, help="of labels, weights and dropout")
+    parser.add_argument("--seed", type=int, default=0, help="seed of labels, weights and dropout")
     args = parser.parse_args(argv)
     limits = {"steps": (1, 10**6), "labels": (1, 100), "neighbours": (1, 100), "draws": (1, 100)}
     for name, (low, high) in (limits | {"seed": (0, 2**30)}).items():

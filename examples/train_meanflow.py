@@ -229,10 +229,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=2000, help="training steps")
     parser.add_argument("--batch", type=int, default=64, help="digits of a step")
-    parser.add_argument("--repeats", type=int, default=5, help="of each step that is measured")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each step is measured")
     parser.add_argument("--large", action="store_true", help="measure images of 256 patches, too")
     parser.add_argument("--out", type=Path, default="out", help="directory for meanflow.png")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, noise and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, noise and batches")
     args = parser.parse_args(argv)
     limits = {"steps": (1, 10**6), "batch": (1, 1797), "repeats": (1, 100), "seed": (0, 2**30)}
     for name, (low, high) in limits.items():

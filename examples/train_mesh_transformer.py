@@ -302,12 +302,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=300, help="training steps")
     parser.add_argument("--batch", type=int, default=4, help="fields of a step")
-    parser.add_argument("--refinements", type=int, default=3, help="of the icosahedron: 10 * 4^n + 2 nodes")
-    parser.add_argument("--hops", type=int, default=3, help="within which a node sees others")
-    parser.add_argument("--repeats", type=int, default=5, help="of each form that is measured")
+    parser.add_argument(
+        "--refinements", type=int, default=3, help="refinements n of the icosahedron: 10 * 4^n + 2 nodes"
+    )
+    parser.add_argument("--hops", type=int, default=3, help="hops within which a node sees others")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each form is measured")
     parser.add_argument("--large", action="store_true", help="compare on 10,242 nodes and 8 hops, too")
     parser.add_argument("--out", type=Path, default="out", help="directory for mesh.png")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and fields")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and fields")
     args = parser.parse_args(argv)
     limits = {"steps": (1, 10**6), "batch": (1, 1000), "refinements": (1, 6), "hops": (1, 16)}
     limits |= {"repeats": (1, 100), "seed": (0, 2**30)}

@@ -258,7 +258,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fanout", type=int, default=5, help="edges into a node that are drawn, at most")
     parser.add_argument("--quick", action="store_true", help="without the shifted digits, 5 steps")
     parser.add_argument("--out", type=Path, default="out", help="directory for minibatches.png")
-    parser.add_argument("--seed", type=int, default=0, help="of labels, weights and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of labels, weights and batches")
     args = parser.parse_args(argv)
     limits = {"steps": (1, 10**6), "batch": (1, 1000), "fanout": (1, NEIGHBOURS), "seed": (0, 2**30)}
     for name, (low, high) in limits.items():
