@@ -1,7 +1,6 @@
 """What a program for GPUs reads and writes, read from its text; the section of the page that tells it."""
 
 import jax
-import pytest
 
 from jax_attn_bwd.bench.compile_only import traffic, traffic_table
 
@@ -84,15 +83,30 @@ def test_every_pair_is_one_call_of_two_forms():
 
 
 def test_the_section_replaces_an_older_one_and_no_other():
-    line = ("softmax", "H200", "1.00", 3, "5", "2.00", 4, "6", "0.50", "fusion 1.00")
+    line = ("softmax", "H200", "1.00", 3, "5", "2.00", 4, "6", "0.50", "-", "fusion 1.00")
     page = traffic_table.with_section("# Page\n\nKernels.\n", traffic_table.section([line]))
     assert page.startswith("# Page\n\nKernels.\n\n## ")
-    assert page.endswith("| softmax | H200 | 1.00 | 3 | 5 | 2.00 | 4 | 6 | 0.50 | fusion 1.00 |\n")
+    assert page.endswith("| softmax | H200 | 1.00 | 3 | 5 | 2.00 | 4 | 6 | 0.50 | - | fusion 1.00 |\n")
     assert traffic_table.with_section(page, traffic_table.section_of(page)) == page
     assert "softmax | H200" not in traffic_table.with_section(page, traffic_table.section([]))
 
 
-@pytest.mark.parametrize(("T", "share"), [(4096, 4 / 10), (64, 1)])
-def test_live_tiles_of_packed_documents(T, share):
-    *_, packed = traffic_table._dense((1, T, 2, 8))
-    assert packed.share == share
+def test_goals_follow_the_live_tiles():
+    found = {pair.name.split(", ")[1]: pair for pair in traffic_table._dense((1, 4096, 2, 8))}
+    assert {name: (pair.goal.bytes, pair.goal.tiles, pair.share) for name, pair in found.items()} == {
+        "full": (1.0, 16, 1.0),
+        "causal": (0.7, 10, 1.0),
+        "window": (7 / 16, 7, 1.0),
+        "segments": (4 / 16, 4, 4 / 10),
+    }
+    *_, packed = traffic_table._dense((1, 64, 2, 8))
+    assert packed.share == 1
+
+
+def test_what_is_over_its_goal_is_told():
+    def figures(size, launches, memory):
+        return traffic_table.Figures(traffic.Traffic(size, launches, {}), memory)
+
+    goal, plain = traffic_table.Goal(0.7, 10), figures(100, 9, 800)
+    assert goal.missed(figures(70, 20, 100), plain) == ""
+    assert goal.missed(figures(98, 377, 101), plain) == "GB 0.98 > 0.7, temp 0.126 > 0.125, launches 377 > 20"

@@ -19,13 +19,33 @@ from jax_attn_bwd.ops import dot_product
 CHIPS = ("H200", "A100")
 HEADING = "## Portable path beside the plain formula"
 DOCUMENTS = 4  # of equal length, in a packed sequence
+CAUSAL, TEMPORARIES, LAUNCHES = 0.7, 1 / 8, 2  # goals: of plain bytes, of plain memory, for each tile
 _ABOUT = f"""Forward and gradients, the cotangent given. `GB`: what all kernels read and write of the
 device's memory; an operand counts once for each kernel, whatever a cache saves. `launches`: kernels, library
 calls and copies; loops count as often as they run. Dense attention is B = 4, T = S = 4096, N = 16, H = 128 in
 bfloat16 beside `jax.nn.dot_product_attention(implementation="xla")`; window: 1024, causal; segments:
 {DOCUMENTS} documents, causal, their dead tiles left out as they are at run time. Softmax stands beside
 `jax.nn.softmax`, graphs beside `jax.ops.segment_sum`, deformable attention beside gathers of its corners.
+Dense attention has goals: for causal attention at most {CAUSAL} of the plain formula's bytes, for the
+others as large a share of them as the live tiles have of the plane; at most an eighth of its temporaries; at
+most {LAUNCHES} launches for each live tile. "Goals missed" says what a program has more of, and how much.
 Rewritten by `python -m jax_attn_bwd.bench.compile_only --table programs`."""
+
+
+class Goal(NamedTuple):
+    """What our program should stay within."""
+
+    bytes: float  # beside those of the plain formula
+    tiles: int  # of the plane that are live
+
+    def missed(self, ours: "Figures", plain: "Figures") -> str:
+        """What our program has more of than it should, beside the most there should be; "" = nothing."""
+        found = (
+            ("GB", ours.traffic.bytes / plain.traffic.bytes, self.bytes),
+            ("temp", ours.temporary_bytes / max(plain.temporary_bytes, 1), TEMPORARIES),
+            ("launches", ours.traffic.launches, LAUNCHES * self.tiles),
+        )
+        return ", ".join(f"{name} {value:.3g} > {most:.3g}" for name, value, most in found if value > most)
 
 
 class Pair(NamedTuple):
@@ -36,6 +56,7 @@ class Pair(NamedTuple):
     plain: Callable[..., Any]
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     share: float = 1.0
+    goal: Goal | None = None
 
 
 class Figures(NamedTuple):
@@ -84,17 +105,15 @@ _LEFT_OUT = ("[131072, 1024] bfloat16",)  # narrow rows, which any compiler keep
 
 
 def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
-    types, (_, T, _, _) = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3, shape
-    calls: dict[str, dict[str, Any]] = {
-        "full": {},
-        "causal": {"is_causal": True},
-        "window": {"is_causal": True, "local_window_size": (T // 4, 0)},
-    }
+    types, T = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3, shape[1]
+    causal: dict[str, Any] = {"is_causal": True}
+    calls = {"full": {}, "causal": causal, "window": {**causal, "local_window_size": (T // 4, 0)}}
     for name, options in calls.items():
-        options = {"implementation": "xla", **options}
-        pair = partial(dot_product_attention, **options), partial(jax.nn.dot_product_attention, **options)
-        yield Pair(f"dot_product_attention, {name}", *pair, types)
-    number = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), T // DOCUMENTS)[None]
+        ours, plain = (
+            partial(call, **options, implementation="xla")
+            for call in (dot_product_attention, jax.nn.dot_product_attention)
+        )
+        yield Pair(f"dot_product_attention, {name}", ours, plain, types, goal=_goal(T, **options))
 
     def ours(q, k, v, ids):
         ids = {"query_segment_ids": ids, "key_value_segment_ids": ids}
@@ -104,17 +123,25 @@ def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
         mask = (ids[:, :, None] == ids[:, None])[:, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
 
-    ids = jax.ShapeDtypeStruct(number.shape, jnp.int32)
-    yield Pair("dot_product_attention, segments", ours, plain, (*types, ids), _live_share(T))
+    ids, goal = jax.ShapeDtypeStruct((1, T), jnp.int32), _goal(T, **causal, documents=DOCUMENTS)
+    share = goal.tiles / _goal(T, **causal).tiles
+    yield Pair("dot_product_attention, segments", ours, plain, (*types, ids), share, goal)
 
 
-def _live_share(T: int) -> float:
-    """How many of the tiles that causality leaves are live in a packed sequence."""
+def _goal(
+    T: int, is_causal: bool = False, local_window_size: tuple[int, int] | None = None, documents: int = 1
+) -> Goal:
+    """That of a plane of T x T, a window looking back alone, documents of equal length."""
     block = min(T, dot_product.tiling.GPU_TILE)
-    i, j = np.tril_indices(T // block)
-    length = T // DOCUMENTS
-    met = ((j + 1) * block - 1) // length >= i * block // length
-    return float(met.mean())
+    i, j = np.indices((T // block,) * 2)
+    row, column = i * block, (j + 1) * block - 1  # the first row and the last column of each tile
+    live = column * documents // T >= row * documents // T
+    if is_causal:
+        live &= j <= i
+    if local_window_size is not None:
+        live &= column >= row - local_window_size[0]
+    is_plain = local_window_size is None and documents == 1
+    return Goal(CAUSAL if is_causal and is_plain else float(live.mean()), int(live.sum()))
 
 
 def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
@@ -161,7 +188,9 @@ def _line(pair: Pair, chip: str, ours: Figures, plain: Figures) -> tuple[Any, ..
         ]
     ratio = f"{ours.traffic.bytes / plain.traffic.bytes:.2f}"
     heaviest = sorted(ours.traffic.by_kernel.items(), key=lambda item: -item[1])[:2]
-    return (pair.name, chip, *cells, ratio, ", ".join(f"{name} {n / 1e9:.2f}" for name, n in heaviest))
+    missed = "-" if pair.goal is None else pair.goal.missed(ours, plain) or "none"
+    most = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in heaviest)
+    return (pair.name, chip, *cells, ratio, missed, most)
 
 
 def section(lines: Sequence[tuple[Any, ...]]) -> str:
@@ -176,6 +205,7 @@ def section(lines: Sequence[tuple[Any, ...]]) -> str:
         "launches",
         "temp MiB",
         "ratio of GB",
+        "goals missed",
     )
     return "\n\n".join((HEADING, _ABOUT, report.markdown_table((*columns, "most GB by"), lines)))
 
