@@ -91,6 +91,15 @@ def test_the_section_replaces_an_older_one_and_no_other():
     assert "softmax | H200" not in traffic_table.with_section(page, traffic_table.section([]))
 
 
+def test_rows_of_other_operators_stay():
+    lines = [
+        (f"{name}, a", "H200", *"123456", "0.5", "-", "fusion, 1") for name in ("softmax", "dense", "gat")
+    ]
+    page = traffic_table.with_section("# Page", traffic_table.section(lines))
+    assert traffic_table._others(page, ["dense"]) == [lines[0], lines[2]]
+    assert traffic_table._others("# Page", ["dense"]) == []
+
+
 def test_goals_follow_the_live_tiles():
     found = {pair.name.split(", ")[1]: pair for pair in traffic_table._dense((1, 4096, 2, 8))}
     assert {name: (pair.goal.bytes, pair.goal.tiles, pair.share) for name, pair in found.items()} == {

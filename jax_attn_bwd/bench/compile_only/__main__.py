@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table == "scale":
             return _scale(path)
         if args.table == "programs":
-            return _programs(path)
+            return _programs(path, args.operator)
         return _table(path, args.table, tuple(args.operator))
 
     operators = registered(args.implementation, tuple(args.operator))
@@ -106,13 +106,13 @@ def _scale(path: Path) -> int:
     return scale.table(path, here) if here else 2
 
 
-def _programs(path: Path) -> int:
+def _programs(path: Path, names: Sequence[str]) -> int:
     """Compiles the portable path and the plain formulas, and writes their section of the page."""
     for chip in traffic_table.CHIPS:
         if reason := devices.missing(chip):
             print(reason, file=sys.stderr)
             return 2
-    return traffic_table.table(path)
+    return traffic_table.table(path, names)
 
 
 def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:

@@ -165,17 +165,29 @@ def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
     return Figures(found, compiled.memory_analysis().temp_size_in_bytes)
 
 
-def table(path: Path, chips: Sequence[str] = CHIPS) -> int:
-    """Compiles all pairs and writes the section into the page at `path`."""
+def table(path: Path, operators: Sequence[str] = (), chips: Sequence[str] = CHIPS) -> int:
+    """Compiles the pairs of these operators, or all, and writes the section into the page at `path`.
+
+    Rows of other operators stay as they are.
+    """
     found = {chip: devices.devices(chip)[0] for chip in chips}  # before JAX computes anything
-    jobs, lines = [(pair, chip) for pair in pairs() for chip in chips], []
+    wanted = [pair for pair in pairs() if not operators or pair.name.split(", ")[0] in operators]
+    jobs, lines = [(pair, chip) for pair in wanted for chip in chips], []
     for pair, chip in console.progress(jobs, len(jobs), "compile"):
         lines.append(
             _line(pair, chip, *(figures(call, pair, found[chip]) for call in (pair.ours, pair.plain)))
         )
-    path.write_text(with_section(path.read_text() if path.exists() else "", section(lines)))
+    page = path.read_text() if path.exists() else ""
+    path.write_text(with_section(page, section([*lines, *(_others(page, operators) if operators else ())])))
     print(f"wrote {path}: {2 * len(lines)} programs")
     return 0
+
+
+def _others(page: str, operators: Sequence[str]) -> list[tuple[str, ...]]:
+    """The rows of the section that are of other operators."""
+    table = [line for line in section_of(page).splitlines() if line.startswith("| ")]
+    rows = [tuple(line.strip("| ").split(" | ")) for line in table[2:]]  # below the names and the rule
+    return [row for row in rows if row[0].split(", ")[0] not in operators]
 
 
 def _line(pair: Pair, chip: str, ours: Figures, plain: Figures) -> tuple[Any, ...]:
