@@ -14,10 +14,10 @@ from jax_attn_bwd._core import targets
 
 
 def computed_once(operands: Any, names: Sequence[str]) -> Any:
-    """`operands`, a NamedTuple, with those of `names` behind barriers, for a rule.
+    """`operands`, a NamedTuple, with those of `names` behind barriers, for what a rule computes of them.
 
-    Known arrays, as in an eager call, are there already. An array that is given twice gets one barrier, since
-    it is saved once.
+    A rule saves the operands themselves: the outputs of barriers would be copies. Known arrays, as in an
+    eager call, are there already. An array that is given twice gets one barrier.
     """
     if targets.platform() != "cpu":
         return operands

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import saved_arrays
 
 from jax_attn_bwd import (
     BipartiteCSC,
@@ -44,3 +45,13 @@ def test_what_makes_the_operands_is_computed_once(operator, transform):
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     compiled = jax.jit(program).lower(*given).compile().as_text()
     assert len(re.findall(r" sine\(", compiled)) == len(shapes)
+
+
+@pytest.mark.parametrize("operator", ["dense", "graph"])  # the other saves what it makes of locations
+def test_a_compiled_forward_saves_its_operands_and_no_copies(operator):
+    """As the outputs of barriers would be."""
+    function, shapes = CALLS[operator]
+    args = [jnp.full(shape, 0.5, jnp.float32) for shape in shapes]
+    saved = saved_arrays(jax.vjp(jax.jit(function), *args)[1])
+    pointers = {x.unsafe_buffer_pointer() for x in saved}
+    assert {x.unsafe_buffer_pointer() for x in args} <= pointers

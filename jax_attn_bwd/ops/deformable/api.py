@@ -255,14 +255,15 @@ def _attention(static: tuple[Options, str], operands: Operands) -> jax.Array:
 def _fwd(static, operands):
     options, implementation = static
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    operands = fusion.computed_once(operands, DIFFERENTIABLE)
-    out = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    given = fusion.computed_once(operands, DIFFERENTIABLE)
+    out = backend.named(IMPLEMENTATIONS, implementation).forward(options, given)
     return out, (operands, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(static, residuals, dout):
     options, implementation = static
     operands, note = residuals
+    operands = fusion.computed_once(operands, DIFFERENTIABLE)
     residuals = Residuals(operands, Wanted(backend.noted(note, DIFFERENTIABLE)))
     grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout)
     return (Operands(*grads),)

@@ -323,6 +323,9 @@ def dot_product_attention_jvp(
     )
 
 
+_READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     result = engine.implementation(plan).forward(plan, operands)
@@ -331,15 +334,15 @@ def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    operands = fusion.computed_once(operands, ("query", "key", "value"))
-    kept = engine.kept(engine.implementation(plan).forward(plan, operands), wanted)
+    result = engine.implementation(plan).forward(plan, fusion.computed_once(operands, _READ_TWICE))
+    kept = engine.kept(result, wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(plan, residuals, cotangents):
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     operands, result, note = residuals
-    wanted = backend.noted(note, DIFFERENTIABLE)
+    wanted, operands = backend.noted(note, DIFFERENTIABLE), fusion.computed_once(operands, _READ_TWICE)
     grads = engine.backward(plan, operands, engine.restored(result), wanted, dout, dlse, alone=True)
     return (as_cotangents(operands, grads._asdict()),)
 

@@ -145,8 +145,7 @@ def _attention(plan: Plan, operands: Operands):
 
 def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    operands = fusion.computed_once(operands, DIFFERENTIABLE)
-    result = forward_of(plan)(plan, operands)
+    result = forward_of(plan)(plan, fusion.computed_once(operands, DIFFERENTIABLE))
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
         m=checkpoint_name(result.m, "attention_lse"),
@@ -157,8 +156,9 @@ def _fwd(plan, operands):
 
 
 def _bwd(plan, residuals, cotangents):
-    *saved, note = residuals
-    residuals = Residuals(*saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
+    operands, *saved, note = residuals
+    operands = fusion.computed_once(operands, DIFFERENTIABLE)
+    residuals = Residuals(operands, *saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
     names = _returned(plan)
     given = dict(zip(names, cotangents if len(names) > 1 else (cotangents,), strict=True))
     given = {name: None if isinstance(x, SymbolicZero) else x for name, x in given.items()}
