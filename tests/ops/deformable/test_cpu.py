@@ -99,6 +99,14 @@ def test_under_vmap(forced):
         assert_close(x[1], -2.5 * y, 1e-12)
 
 
+def test_a_clamped_point_reaches_one_pixel_of_its_pair(forced):
+    value, at = jnp.zeros((1, 3, 1, 1)), jnp.full((1,) * 5 + (2,), -5.0)
+    nan, weight = jnp.full((1, 1, 1), jnp.nan), jnp.ones((1,) * 5)
+    call = multi_scale_deformable_attention_bwd
+    grads = call(nan, value, ((1, 3),), at, weight, padding_mode="border", wrt="value")
+    assert np.isnan(grads.value).ravel().tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize("padding", [pytest.param("zeros", marks=thorough), "border"])
 def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeypatch, padding):
     """Padding and the neighbour of a clamped point stay out of it, as in the portable loop."""
