@@ -10,8 +10,10 @@ from helpers import saved_arrays
 
 from jax_attn_bwd import (
     BipartiteCSC,
+    MultiHeadAttentionParams,
     dot_product_attention,
     graph_attention,
+    multi_head_attention,
     multi_scale_deformable_attention,
 )
 
@@ -19,6 +21,10 @@ NODES = np.arange(24)
 GRAPH = BipartiteCSC.from_coo(NODES * 7 % 24, NODES, 24, 24)
 CALLS = {  # by operator: a call, and the shapes of what it is differentiated by
     "dense": (dot_product_attention, ((2, 16, 2, 8),) * 3),
+    "layer": (
+        lambda x, *kernels: multi_head_attention(MultiHeadAttentionParams(kernels[0], None, *kernels[1:]), x),
+        ((2, 16, 16), (16, 2, 8), (16, 2, 8)),
+    ),
     "graph": (lambda *x: graph_attention(GRAPH, *x, num_heads=2), ((24, 16), (24, 16), (32,))),
     "deformable": (
         lambda *x: multi_scale_deformable_attention(x[0], ((4, 4),), *x[1:]),
@@ -34,9 +40,10 @@ CALLS = {  # by operator: a call, and the shapes of what it is differentiated by
         ("graph", lambda loss, _: loss),
         ("graph", jax.grad),
         pytest.param("dense", jax.grad, marks=pytest.mark.thorough),
+        pytest.param("layer", jax.grad, marks=pytest.mark.thorough),
         pytest.param("deformable", jax.grad, marks=pytest.mark.thorough),
     ],
-    ids=["graph, forward", "graph", "dense", "deformable"],
+    ids=["graph, forward", "graph", "dense", "layer", "deformable"],
 )
 def test_what_makes_the_operands_is_computed_once(operator, transform):
     function, shapes = CALLS[operator]
@@ -47,7 +54,9 @@ def test_what_makes_the_operands_is_computed_once(operator, transform):
     assert len(re.findall(r" sine\(", compiled)) == len(shapes)
 
 
-@pytest.mark.parametrize("operator", ["dense", "graph"])  # the other saves what it makes of locations
+@pytest.mark.parametrize(
+    "operator", ["dense", "layer", "graph"]
+)  # the other saves what it makes of locations
 def test_a_compiled_forward_saves_its_operands_and_no_copies(operator):
     """As the outputs of barriers would be."""
     function, shapes = CALLS[operator]

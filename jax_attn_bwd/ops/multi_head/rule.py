@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend
+from jax_attn_bwd._core import backend, fusion
 from jax_attn_bwd._core.forward_mode import Rule, both_modes
 from jax_attn_bwd._core.sharding import runs_in_shard_map
 from jax_attn_bwd.ops.dot_product import engine
@@ -17,7 +17,7 @@ from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head import tangent as layer_tangent
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
-from jax_attn_bwd.ops.multi_head.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
+from jax_attn_bwd.ops.multi_head.spec import DIFFERENTIABLE, PARAMS, Operands, Options, Residuals, Wanted
 
 
 def _inner(options: Options, operands: Operands) -> Any:
@@ -51,6 +51,9 @@ def plan(operator: str, implementation: str | None, options: Options, operands: 
     return engine.planned(chosen.name, options.attention, _inner(options, operands))
 
 
+_READ_TWICE = (*PARAMS, "query", "key", "value")  # in the forward and in the backward
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer(static: tuple[Options, Plan], operands: Operands) -> tuple[Any, Any, Any]:
     result = layer_forward.forward(*static, operands)
@@ -59,7 +62,7 @@ def _layer(static: tuple[Options, Plan], operands: Operands) -> tuple[Any, Any, 
 
 def _fwd(static, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, weights, saved = layer_forward.forward(*static, operands)
+    out, weights, saved = layer_forward.forward(*static, fusion.computed_once(operands, _READ_TWICE))
     kept = engine.kept(saved.attention(), wanted)
     residuals = (operands, saved._replace(**kept._asdict()), backend.note(wanted, DIFFERENTIABLE))
     return (out, weights, saved if static[0].return_residual else None), residuals
@@ -74,6 +77,7 @@ def _bwd(static, residuals, cotangents):
         )
     dout, dweights = (None if zero(x) else x for x in cotangents[:2])
     operands, saved, note = residuals
+    operands = fusion.computed_once(operands, _READ_TWICE)
     residuals = Residuals(operands, _restored(saved), Wanted(backend.noted(note, DIFFERENTIABLE)))
     return (as_cotangents(operands, layer_backward.backward(*static, residuals, dout, dweights)),)
 
