@@ -68,16 +68,20 @@ def _is_short(first: Any, last: Any, n: int) -> bool:
 
 
 def _axis_after_axis(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tuple[Any, Any]:
-    """Extrema of the rectangles that known stretches make: entry i of an axis becomes those of stretch i."""
+    """Extrema of the rectangles that known stretches make: entry i of an axis becomes those of stretch i.
+
+    Each stretch is taken once, though places are those of all rectangles: else their number would be squared.
+    """
     least = greatest = operand
     places = list(places)
     for axis in wide:
-        first, last = places[axis]
+        ends, shape = np.stack([x.reshape(-1) for x in places[axis]]), places[axis][0].shape
+        (first, last), number = np.unique(ends, axis=1, return_inverse=True)
         longest = int((last - first).max(initial=0)) + 1
-        within = np.minimum(first.reshape(-1, 1) + np.arange(longest, dtype=first.dtype), last.reshape(-1, 1))
+        within = np.minimum(first[:, None] + np.arange(longest, dtype=first.dtype), last[:, None])
         least = xp.take(least, within, axis).min(axis + 1)
         greatest = xp.take(greatest, within, axis).max(axis + 1)
-        number = np.arange(first.size, dtype=np.int32).reshape(first.shape)
+        number = number.reshape(shape).astype(np.int32)
         places[axis] = number, number
     at = tuple(first for first, _ in places)
     return least[at], greatest[at]

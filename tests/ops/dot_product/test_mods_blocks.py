@@ -10,6 +10,8 @@ from helpers import assert_close, thorough
 from ops.dot_product.test_mods import evaluated, inputs, kinds, walked
 
 from jax_attn_bwd import BipartiteCSC, dot_product_attention, mods
+from jax_attn_bwd._core.intervals import Interval, bounds, exact
+from jax_attn_bwd._core.jaxprs import equations
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 T = 96
@@ -85,6 +87,20 @@ def test_tiles_of_blocks_are_exact(rng, size, block):
         visited, _, is_static = walked(mask_mod, (chosen,), T, tiling, **given)
         np.testing.assert_array_equal(visited, kinds(mask, *block) > 0)
         assert not is_static
+
+
+def test_bounds_of_tiles_take_memory_of_their_number():
+    """Not of its square: 32 x 32 tiles of blocks that are read when the call runs."""
+    row, column = (
+        Interval(start, start + 31)
+        for start in (np.arange(0, 1024, 32, dtype=np.int32).reshape(s) for s in ((1, -1, 1), (1, 1, -1)))
+    )
+    number = exact(np.zeros((1, 1, 1), np.int32))
+    tiles = lambda chosen: bounds(mods.blocks(16), number, number, row, column, exact(chosen)).greatest
+    program = jax.make_jaxpr(tiles)(jax.ShapeDtypeStruct((1, 64, 64), np.bool_))
+    assert program.out_avals[0].shape == (1, 32, 32)
+    sizes = [v.aval.size for equation in equations(program.jaxpr) for v in equation.outvars]
+    assert max(sizes) <= 4 * 64 * 64
 
 
 def test_blocks_of_heads_and_batch_entries(rng):
