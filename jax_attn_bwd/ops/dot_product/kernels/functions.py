@@ -76,7 +76,7 @@ def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, .
 def for_bounds(options: KernelOptions, operands: Operands) -> tuple[Any, ...]:
     """The `mod_args` that `bounded` reads, if it does."""
     mask_mod = on_values(options, operands).mask_mod
-    return operands.mod_args if _is_of_blocks(mask_mod) else ()
+    return (operands.mod_args or ()) if _is_of_blocks(mask_mod) else ()
 
 
 def _is_of_blocks(mask_mod: Any) -> bool:

@@ -96,7 +96,7 @@ def values(
 
 def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> Any:
     if value.block is not None:
-        return _of_blocks(value, arrays, batch, heads, tokens)
+        return _of_blocks(value, value.block, arrays, batch, heads, tokens)
     if value.is_of_distance:
         along = _distances(tokens["row"], tokens["column"])
     else:
@@ -118,8 +118,10 @@ def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[
     return found[..., None, :] if "column" in along else found[..., None]
 
 
-def _of_blocks(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> Blocks:
-    rows, columns = (tokens[name][:, ::n] for name, n in zip(("row", "column"), value.block, strict=True))
+def _of_blocks(
+    value: Value, block: tuple[int, int], arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]
+) -> Blocks:
+    rows, columns = (tokens[name][:, ::n] for name, n in zip(("row", "column"), block, strict=True))
 
     def of_element(b, n, row, column):
         found = _outside(value, arrays, {"batch": b, "head": n, "row": row, "column": column})
@@ -131,7 +133,7 @@ def _of_blocks(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: 
     batch = batch if "batch" in value.reads or 0 in of_batch else batch[:1]
     heads = heads if "head" in value.reads else heads[:1]
     rows, columns = (x[0] if axis is None else x for x, axis in zip((rows, columns), of_batch, strict=True))
-    return Blocks(run(batch, heads, rows, columns), *value.block)
+    return Blocks(run(batch, heads, rows, columns), *block)
 
 
 def _distances(rows: jax.Array, columns: jax.Array) -> dict[str, jax.Array]:
@@ -173,7 +175,7 @@ def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
         f"{takes}or a batch entry and head: read it so, hand over a {array} array, or write "
         f"implementation='xla'"
     )
-    short = any(x.aval.dtype != jnp.bool_ and x.block[1] < SHORTEST_WORD for x in cut.of_blocks)
+    short = any(x.aval.dtype != jnp.bool_ and x.block and x.block[1] < SHORTEST_WORD for x in cut.of_blocks)
     if (cut.of_distance and not distances) or short:
         return both
     for value in cut.made:

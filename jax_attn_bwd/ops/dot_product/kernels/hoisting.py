@@ -186,8 +186,8 @@ def _grain(equation: Any, given: Sequence[Value]) -> tuple[int, int]:
     if equation.params.get("name") == "floor_divide" and is_floored(equation):
         index, size = given
         if index.equation is None and index.reads in ({"row"}, {"column"}) and size.constant is not None:
-            size = max(int(size.constant), 1)
-            return rows * size, columns * size
+            shared = max(int(size.constant), 1)
+            return rows * shared, columns * shared
     return rows, columns
 
 

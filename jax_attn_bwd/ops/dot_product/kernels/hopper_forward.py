@@ -44,8 +44,7 @@ def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
     values = operands.mask.query_segment_ids is not None or jax.tree.leaves(operands.mod_args)
     crowded = head > 64 and options.logits_soft_cap is not None and values
     heavy = options.dropout_rate or operands.bias is not None or options.score_mod is not None
-    heavy = heavy or functions.for_bounds(options, operands)
-    if head > 128 or crowded or heavy:
+    if head > 128 or crowded or heavy or functions.for_bounds(options, operands):
         return Tiling(block_q=64, block_k=64, stages=2)
     return Tiling(block_q=64, block_k=128, stages=2 if head > 64 else 4)
 
