@@ -125,15 +125,15 @@ def poisoned(operator: Operator, case: Case, arrays: Any, cts: Sequence[Any]) ->
     hidden = {n: x for n, x in operator.hidden(arrays, case.options).items() if np.any(x)}
     if not hidden:
         return None
-    cts = dict(zip(operator.outputs, cts, strict=True))
     kept = (operator.outputs[0], *hidden)
-    cts = {name: ct if name in kept else jnp.zeros_like(ct) for name, ct in cts.items()}
+    named = dict(zip(operator.outputs, cts, strict=True))
+    named = {name: ct if name in kept else jnp.zeros_like(ct) for name, ct in named.items()}
 
     def fill(name, x):
         return jnp.where(_behind(hidden[name], x), np.nan, x).astype(x.dtype) if name in hidden else x
 
-    filled = [{name: fill(name, x) for name, x in group.items()} for group in (arrays, cts)]
-    return Poison(hidden, (arrays, tuple(cts.values())), (filled[0], tuple(filled[1].values())))
+    filled = [{name: fill(name, x) for name, x in group.items()} for group in (arrays, named)]
+    return Poison(hidden, (arrays, tuple(named.values())), (filled[0], tuple(filled[1].values())))
 
 
 def _behind(where: np.ndarray, x: Any) -> np.ndarray:

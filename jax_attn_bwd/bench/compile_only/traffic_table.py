@@ -115,17 +115,17 @@ def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
         )
         yield Pair(f"dot_product_attention, {name}", ours, plain, types, goal=_goal(T, **options))
 
-    def ours(q, k, v, ids):
+    def packed(q, k, v, ids):
         ids = {"query_segment_ids": ids, "key_value_segment_ids": ids}
         return dot_product_attention(q, k, v, is_causal=True, implementation="xla", **ids)
 
-    def plain(q, k, v, ids):
+    def masked(q, k, v, ids):
         mask = (ids[:, :, None] == ids[:, None])[:, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
 
     ids, goal = jax.ShapeDtypeStruct((1, T), jnp.int32), _goal(T, **causal, documents=DOCUMENTS)
     share = goal.tiles / _goal(T, **causal).tiles
-    yield Pair("dot_product_attention, segments", ours, plain, (*types, ids), share, goal)
+    yield Pair("dot_product_attention, segments", packed, masked, (*types, ids), share, goal)
 
 
 def _goal(
