@@ -88,7 +88,7 @@ LAYERS = (
         "ops/*/kernels/*",
     ),
     ("ops/dot_product/query_sharding",),
-    ("ops/*/materialized",),
+    ("ops/*/materialized", "ops/dot_product/strips"),
     ("ops/*/forward",),
     ("ops/*/backward", "ops/*/tangent"),
     ("ops/*/query_sharding",),

@@ -54,6 +54,7 @@ from jax_attn_bwd.ops.dot_product import (
     mod_functions,
     query_sharding,
     row_terms,
+    strips,
     tile_schedule,
 )
 from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
@@ -113,9 +114,9 @@ def _of_slice(plan: Plan, wanted: Any, operands: Operands, result: Result, dout:
         grads, delta = materialized.backward_alone(options, wanted.names, operands, heads, dlse)
     else:
         delta = layout.split_rows(row_terms.delta(options, operands, result, dout, dlse), groups)
-        run = (
-            partial(materialized.backward, options) if plan.tiling.is_materialized else partial(_tiled, plan)
-        )
+        run = partial(strips.gradients if plan.tiling.in_strips else _tiled, plan)
+        if plan.tiling.is_materialized:
+            run = partial(materialized.backward, options)
         grads = run(names, operands, result, heads, delta) if names else {}
     if "sink" in wanted.names:
         assert operands.sink is not None  # its gradient is asked for, so delta is formed

@@ -38,6 +38,7 @@ from jax_attn_bwd.ops.dot_product import (
     mod_functions,
     query_sharding,
     row_terms,
+    strips,
     tile_schedule,
 )
 from jax_attn_bwd.ops.dot_product import online_softmax as online
@@ -54,6 +55,7 @@ from jax_attn_bwd.ops.dot_product.tile_operands import TileOperands, tile, tile_
 def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
     run = materialized.forward if plan.tiling.is_materialized else _tiled
+    run = strips.forward if plan.tiling.in_strips else run
     if plan.tiling.batch_slices > 1:
         run = partial(_sliced, run)
     if plan.pieces is not None:

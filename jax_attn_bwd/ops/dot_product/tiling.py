@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +10,15 @@ import jax
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import explicit_spec
+from jax_attn_bwd._core.sharding import auto_devices, explicit_spec
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.spec import Operands
+from jax_attn_bwd.ops.dot_product.mask import AXES
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
 MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
 MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
+LEAST_STRIP, GREATEST_STRIP, MOST_STRIPS = 256, 2048, 16
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
@@ -42,6 +44,8 @@ class Tiling:
     batch_slices: int = 1  # of the first batch axis, one after the other
     is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
+    in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
+    merges_heads: bool = False  # whether strips hold batch and heads in one axis
 
     @classmethod
     def default_for(cls, operands: Operands, sizes: Sizes) -> "Tiling":
@@ -71,6 +75,37 @@ class Tiling:
         if on_cpu:
             blocks = of_blocks(mask.mask_mod, *blocks)
         return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
+
+    def on_gpu(self, options: Options, operands: Operands) -> "Tiling":
+        """These tiles, or on a GPU strips, where shapes alone tell what is seen and strips are few.
+
+        Their number is that of products of different sizes which XLA compiles, and tries variants of.
+        """
+        query, mask = operands.query, operands.mask
+        batch, T, S, *_ = operands.sizes
+        told = mask.has(*AXES, "query_origin", "mod_args", "mask_mod") or options.score_mod is not None
+        known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
+        others = operands.bias is not None or options.dropout_rate > 0
+        if targets.platform() != "gpu" or self.is_materialized or told or others or not known:
+            return self
+        blocks = []
+        for length, other, share in ((T, S, 1), (S, T, 2 if mask.is_causal else 1)):
+            seen = -(-other // share)  # by a strip; causal ones of the backward on average, to have fewer
+            if mask.window is not None:
+                seen = min(seen, sum(mask.window) + 2 * LEAST_STRIP)
+            block = GPU_TILE**2 // seen // LEAST_TILE * LEAST_TILE  # as many logits as a tile has
+            most = max(length // 8, LEAST_STRIP) if mask.is_banded else GREATEST_STRIP
+            block = _even_block(length, max(min(block, most, GREATEST_STRIP), LEAST_STRIP))
+            blocks.append(block)
+        if max(count(T, blocks[0]), count(S, blocks[1])) > MOST_STRIPS:
+            return self
+        return replace(
+            self,
+            block_q=blocks[0],
+            block_k=blocks[1],
+            in_strips=True,
+            merges_heads=not _may_be_divided(query),
+        )
 
 
 def of_blocks(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:
@@ -106,6 +141,13 @@ def _may_be_sharded(query: jax.Array) -> bool:
     except RuntimeError:  # an abstract mesh names devices that are not here
         return True
     return devices > 1 or any(explicit_spec(query)[:-3])
+
+
+def _may_be_divided(query: jax.Array) -> bool:
+    """Whether devices may have shares of batch or heads: of a mesh of type Auto, a trace does not tell."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return jax.device_count() > 1
+    return auto_devices(query) > 1 or any(explicit_spec(query))
 
 
 def _batch_slices(batch: Sequence[Any], logits: Any) -> int:

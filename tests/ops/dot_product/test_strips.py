@@ -1,0 +1,118 @@
+"""The portable path of GPUs: where it is chosen, and that its strips, played small, give the definition."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import QUICK, assert_close, thorough
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd.ops.dot_product import reference
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.plan import plan
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.tiling import Tiling
+
+PLAIN = Options(scale=1.0)
+
+
+def tiling(shape, kind, platform, options=PLAIN, **mask):
+    """The tiling of a call on one such device."""
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return plan("xla", options, Operands(x, x, x, mask=Mask(**mask))).tiling
+
+
+def test_strips_are_for_gpus():
+    shape = (4, 4096, 16, 128)
+    causal = tiling(shape, "NVIDIA H200", "gpu", is_causal=True)
+    assert (causal.in_strips, causal.merges_heads, causal.block_q, causal.block_k) == (True, True, 256, 512)
+    full = tiling((1, 4096, 16, 128), "NVIDIA A100-SXM4-80GB", "gpu")
+    assert (full.in_strips, full.block_q) == (True, 256)
+    for kind, platform in (("cpu", "cpu"), ("TPU v5e", "tpu")):
+        assert not tiling(shape, kind, platform, is_causal=True).in_strips
+    assert not plan("xla", PLAIN, Operands(*(jnp.zeros((4, 4096, 1, 1)),) * 3)).tiling.in_strips
+    ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+    at_run_time = ({"query_segment_ids": ids, "key_value_segment_ids": ids}, {"query_positions": ids})
+    for mask in at_run_time:
+        assert not tiling(shape, "NVIDIA H200", "gpu", is_causal=True, **mask).in_strips
+    assert not tiling((1, 1 << 17, 16, 128), "NVIDIA H200", "gpu").in_strips  # too many of them to compile
+    dropped = Options(scale=1.0, dropout_rate=0.1)
+    assert not tiling(shape, "NVIDIA H200", "gpu", dropped, is_causal=True).in_strips
+
+
+@pytest.fixture
+def strips(monkeypatch):
+    def played(merges_heads):
+        own = {"block_q": 24, "block_k": 40, "in_strips": True, "merges_heads": merges_heads}
+        small = lambda self, options, operands: replace(self, is_materialized=False, **own)
+        monkeypatch.setattr(Tiling, "on_gpu", small)
+
+    jax.clear_caches()  # what was traced with other tiles
+    yield played
+    jax.clear_caches()
+
+
+CALLS = {  # whether batch and heads are merged; T, S, query heads, key heads; options
+    "full, ragged": (True, 50, 70, 2, 2, {}),
+    "causal, grouped": (True, 72, 72, 4, 2, {"is_causal": True}),
+    "window, rows that see nothing": (True, 90, 33, 2, 1, {"local_window_size": (9, 3), "sink": True}),
+    "soft cap, keys that no one sees": (False, 40, 90, 2, 2, {"is_causal": True, "logits_soft_cap": 3.0}),
+}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, marks=() if call == "window, rows that see nothing" else thorough) for call in CALLS],
+)
+def test_strips_give_the_definition(call, strips, rng):
+    """Outputs, gradients for both cotangents, and of one call a derivative of these."""
+    merges_heads, T, S, N, K, options = CALLS[call]
+    strips(merges_heads)
+    options = dict(options)
+    sink = jnp.asarray(rng.normal(size=N)) if options.pop("sink", False) else None
+    shapes = (T, N, 8), (S, K, 8), (S, K, 6), (T, N, 6), (T, N), (T, N, 8)
+    q, k, v, dout, dlse, along = (jnp.asarray(rng.normal(size=(2, *shape))) for shape in shapes)
+
+    def outputs_and_gradients(function):
+        def both(q):
+            call = lambda q, k, v, sink: function(q, k, v, sink=sink, **options)
+            out, pull = jax.vjp(call, q, k, v, sink)
+            return out, pull((dout, dlse))
+
+        second = lambda q: jax.grad(lambda q: (both(q)[1][0] * along).sum())(q)
+        step = lambda q: (both(q), second(q) if "grouped" in call else None)
+        return jax.jit(step, compiler_options=QUICK)(q)
+
+    found = outputs_and_gradients(partial(dot_product_attention, return_residual=True))
+    with jax.numpy_rank_promotion("allow"):
+        expected = outputs_and_gradients(reference.dot_product_attention)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, 1e-10)
+
+
+@thorough
+def test_strips_in_bfloat16_are_as_near_as_the_plain_formula(strips, rng):
+    """The output and each gradient are at most twice as far from float64's as those of `jax.nn` are."""
+    strips(True)
+    narrow = [jnp.asarray(rng.normal(size=(2, 96, 2, 16)), jnp.bfloat16) for _ in range(4)]
+
+    def step(call, arrays):
+        *operands, dout = arrays
+        out, pull = jax.vjp(lambda q, k, v: call(q, k, v, is_causal=True), *operands)
+        return jax.tree.leaves((out, pull(dout)))
+
+    ours = jax.jit(partial(step, dot_product_attention), compiler_options=QUICK)(narrow)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        plain_step = jax.jit(partial(step, jax.nn.dot_product_attention), compiler_options=QUICK)
+        plain, exact = plain_step(narrow), plain_step([x.astype(jnp.float64) for x in narrow])
+    error = lambda x, y: np.abs(np.asarray(x, np.float64) - np.asarray(y)).max()
+    for x, y, z in zip(ours, plain, exact, strict=True):
+        assert error(x, z) <= 2 * error(y, z)
