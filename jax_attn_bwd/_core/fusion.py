@@ -17,9 +17,10 @@ def computed_once(operands: Any, names: Sequence[str]) -> Any:
     """`operands`, a NamedTuple, with those of `names` behind barriers, for what a rule computes of them.
 
     A rule saves the operands themselves: the outputs of barriers would be copies. Known arrays, as in an
-    eager call, are there already. An array that is given twice gets one barrier.
+    eager call, are there already. An array that is given twice gets one barrier. Where there are several
+    devices there is none, since keys that are sharded would be gathered anew behind each.
     """
-    if targets.platform() != "cpu":
+    if not targets.is_one_cpu():
         return operands
     barriers: dict[int, Any] = {}
 

@@ -58,6 +58,16 @@ def platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def is_one_cpu() -> bool:
+    """Whether a CPU is aimed at of which there is one device: then nothing is sharded."""
+    if platform() != "cpu":
+        return False
+    try:
+        return jax.device_count("cpu") == 1
+    except RuntimeError:  # an abstract mesh names devices that are not here
+        return False
+
+
 def device_kind() -> str:
     """The kind of device that is aimed at, as its maker calls it: "NVIDIA H200"."""
     if (aimed := _abstract_device()) is not None:

@@ -1,12 +1,13 @@
 """What makes the operands of an operator is computed once, for its forward and its backward."""
 
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import saved_arrays
+from helpers import assert_trees_close, saved_arrays
 
 from jax_attn_bwd import (
     BipartiteCSC,
@@ -16,6 +17,7 @@ from jax_attn_bwd import (
     multi_head_attention,
     multi_scale_deformable_attention,
 )
+from jax_attn_bwd._core import targets
 
 NODES = np.arange(24)
 GRAPH = BipartiteCSC.from_coo(NODES * 7 % 24, NODES, 24, 24)
@@ -33,6 +35,13 @@ CALLS = {  # by operator: a call, and the shapes of what it is differentiated by
 }
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """Barriers stand where nothing is sharded; the tests have eight devices."""
+    monkeypatch.setattr(targets, "is_one_cpu", lambda: True)
+    jax.clear_caches()
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones drop the barrier before they fuse")
 @pytest.mark.parametrize(
     ("operator", "transform"),
@@ -45,7 +54,7 @@ CALLS = {  # by operator: a call, and the shapes of what it is differentiated by
     ],
     ids=["graph, forward", "graph", "dense", "layer", "deformable"],
 )
-def test_what_makes_the_operands_is_computed_once(operator, transform):
+def test_what_makes_the_operands_is_computed_once(operator, transform, one_device):
     function, shapes = CALLS[operator]
     loss = lambda *args: (function(*map(jnp.sin, args)) ** 2).sum()
     program = transform(loss, tuple(range(len(shapes))))
@@ -54,13 +63,25 @@ def test_what_makes_the_operands_is_computed_once(operator, transform):
     assert len(re.findall(r" sine\(", compiled)) == len(shapes)
 
 
-@pytest.mark.parametrize(
-    "operator", ["dense", "layer", "graph"]
-)  # the other saves what it makes of locations
-def test_a_compiled_forward_saves_its_operands_and_no_copies(operator):
+@pytest.mark.parametrize("operator", ["dense", "layer", "graph"])  # the other saves what it makes of them
+def test_a_compiled_forward_saves_its_operands_and_no_copies(operator, one_device):
     """As the outputs of barriers would be."""
     function, shapes = CALLS[operator]
     args = [jnp.full(shape, 0.5, jnp.float32) for shape in shapes]
     saved = saved_arrays(jax.vjp(jax.jit(function), *args)[1])
     pointers = {x.unsafe_buffer_pointer() for x in saved}
     assert {x.unsafe_buffer_pointer() for x in args} <= pointers
+
+
+@pytest.mark.parametrize("operator", ["dense", pytest.param("graph", marks=pytest.mark.thorough)])
+def test_barriers_change_no_derivative(operator, one_device, monkeypatch):
+    """Mapped over, rematerialized, and differentiated twice."""
+    function, shapes = CALLS[operator]
+    args = [jnp.sin(jnp.arange(2.0 * math.prod(shape))).reshape(2, *shape) for shape in shapes]
+    loss = lambda *args: (jax.checkpoint(function)(*args) ** 2).sum()
+    first = jax.grad(loss, (0, 1, 2))
+    second = jax.grad(lambda *args: sum((x**2).sum() for x in first(*args)), (0, 1, 2))
+    with_barriers = jax.jit(jax.vmap(second))(*args)
+    monkeypatch.setattr(targets, "is_one_cpu", lambda: False)
+    jax.clear_caches()
+    assert_trees_close(with_barriers, jax.jit(jax.vmap(second))(*args), 1e-12)

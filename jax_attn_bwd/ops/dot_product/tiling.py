@@ -136,11 +136,7 @@ def product_dtype(dtype: Any) -> Any:
 
 def _may_be_sharded(query: jax.Array) -> bool:
     """Whether the batch axes may be: on a mesh of type Auto, a trace does not tell."""
-    try:
-        devices = jax.device_count("cpu")
-    except RuntimeError:  # an abstract mesh names devices that are not here
-        return True
-    return devices > 1 or any(explicit_spec(query)[:-3])
+    return not targets.is_one_cpu() or any(explicit_spec(query)[:-3])
 
 
 def _may_be_divided(query: jax.Array) -> bool:
