@@ -89,9 +89,8 @@ def attention_fn(
         to `nnx.Intermediate` from NNX. None = not sown.
       force_fp32_for_softmax: either way the softmax is computed in float32, or float64 for float64; True sows
         the weights so, where False sows them in the dtype of the computation.
-      is_causal: a query sees keys up to its own index. One query with more keys and a mask of numbers may be
-        a step of decoding: the mask says what the cache holds, and without `query_positions` causality is
-        not applied (the attention of Flax up to 0.12.8 applies it there, and sees the first key alone).
+      is_causal: a query sees keys up to its own index. In a step of decoding of linen the mask says so
+        already; NNX leaves it out there (that of Flax 0.12.8 does not, with its own attention either).
       input_positions: positions that are handed to `rope`.
       rope: rotary embedding of queries and keys, `(x [..., L, H], input_positions) -> x`: an `nnx.RoPE`,
         which does not know the index of the query in a step of decoding.
@@ -254,8 +253,15 @@ def _band_of_step(is_causal: bool, local_window_size: Any, **functions: Any) -> 
             "elsewhere write mask != 0"
         )
         raise ValueError(checks.message(_NAME, name, expected, x, remedy))
-    checks.flag(_NAME, "is_causal", is_causal)
-    return dict(is_causal=False, local_window_size=None)  # the mask hides what the cache does not hold yet
+    is_causal = checks.flag(_NAME, "is_causal", is_causal) and not _linen_decodes()
+    return dict(is_causal=is_causal, local_window_size=None)
+
+
+def _linen_decodes() -> bool:
+    """Whether the caller is a layer of linen that decodes: its mask hides the keys that are still to come."""
+    linen = sys.modules.get("flax.linen")
+    stack = [None] if linen is None else linen.module._context.module_stack
+    return bool(getattr(stack[-1], "decode", False))
 
 
 def _weights(

@@ -111,8 +111,7 @@ def test_a_step_of_decoding_sees_what_the_cache_holds(name):
         if name == "nnx":
             steps = nnx.clone(whole)
             steps.init_cache((1, T, E), dtype="float64")
-            # The last steps ask for causality again, which Flax 0.12.8 hands on and newer ones do not.
-            got = [steps(x[:, t : t + 1], decode=True, is_causal=t > 2) for t in range(T)]
+            got = [steps(x[:, t : t + 1], decode=True) for t in range(T)]
         else:
             layer = nn.MultiHeadDotProductAttention(
                 num_heads=N, attention_fn=CAUSAL, param_dtype="float64", decode=True
@@ -123,14 +122,6 @@ def test_a_step_of_decoding_sees_what_the_cache_holds(name):
                 variables = {**variables, **new}
                 got.append(out)
         assert_close(jnp.concatenate(got, 1), whole(x), 1e-12)
-
-
-def test_a_step_of_decoding_leaves_causality_to_its_mask():
-    q, k = tokens(1).reshape(1, 1, N, E // N), tokens().reshape(1, T, N, E // N)
-    held = np.arange(T)[None, None, None] < 3
-    expected = attention_fn(q, k, k, mask=held)
-    for attend in (attention_fn, CAUSAL):
-        np.testing.assert_array_equal(attend(q, k, k, mask=held.astype(float), is_causal=True), expected)
 
 
 @pytest.mark.parametrize(
