@@ -240,6 +240,13 @@ def test_unhashable():
     check_call(attention, NAME, TypeError, words, {"mask_mod": Unhashable()})
 
 
+def test_a_function_without_a_module():
+    """As `exec` defines it."""
+    space = {}
+    exec("visible = lambda batch, head, row, column: row >= column", space)
+    np.testing.assert_array_equal(attention(mask_mod=space["visible"]), attention(mask_mod=mods.causal))
+
+
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
 def test_closing_over_traced_arrays(transform):
     def call(slope):

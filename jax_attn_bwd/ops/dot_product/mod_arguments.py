@@ -156,7 +156,8 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
         remedy += "go in mod_args"
         got = f"an unhashable {type(function).__name__}"
         raise TypeError(checks.message(operator, argument, "be hashable", got, remedy)) from None
-    if inspect.isfunction(function) and function.__module__.startswith("jax_attn_bwd.mods"):
+    module = getattr(function, "__module__", None) or ""  # None for what `exec` defines
+    if inspect.isfunction(function) and module.startswith("jax_attn_bwd.mods"):
         got, remedy = f"mods.{function.__name__} itself", "call it: what it returns is the function"
         raise TypeError(checks.message(operator, argument, "be a function of places", got, remedy))
     _check_signature(operator, argument, function, shapes)
