@@ -29,6 +29,8 @@ class Implementation:
       family: the folder of `ops` under which the record of `check --enable` knows a kernel.
       ran: `() -> when it passed its tests on the generation aimed at`, "" if it has not.
       sized: `(options, operands) -> arrays` by whose size the record is looked up.
+      any_order: it may add in another order in each run; then bits differ, and it is picked by itself only
+        where `options.deterministic_sums` is False.
     """
 
     name: str
@@ -39,10 +41,16 @@ class Implementation:
     family: str = ""
     ran: Callable[[], str] = lambda: ""
     sized: Callable[[Any, Any], Any] = lambda options, operands: operands
+    any_order: bool = False
 
 
 def kernel(
-    name: str, package: str, portable: Implementation, generations: tuple[str, ...], forward: bool = True
+    name: str,
+    package: str,
+    portable: Implementation,
+    generations: tuple[str, ...],
+    forward: bool = True,
+    any_order: bool = False,
 ) -> Implementation:
     """The implementation `name` of the operator in `package` by kernels: Pallas's, or a library's.
 
@@ -82,6 +90,7 @@ def kernel(
         supports=supports,
         family=package.rpartition(".")[2],
         ran=ran,
+        any_order=any_order,
     )
 
 
@@ -115,7 +124,10 @@ def _passed_over(
     if not kernels:
         return {}
     size, name = partial(_size, options, operands), operator.removesuffix("_bwd")
-    candidates = [proven.Candidate(i.name, i.family, name, i.ran(), partial(size, i)) for i in kernels]
+    varies = lambda i: i.any_order and options.deterministic_sums
+    candidates = [
+        proven.Candidate(i.name, i.family, name, i.ran(), partial(size, i), varies(i)) for i in kernels
+    ]
     return proven.passed_over(candidates, NAMES, tell)
 
 

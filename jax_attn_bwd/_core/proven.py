@@ -71,6 +71,7 @@ class Candidate(NamedTuple):
     operator: str  # that is called
     ran: str  # what `targets.py` says of its generation
     size: Callable[[], Size]
+    varies: bool  # from run to run, in a call that is to give the same bits
 
 
 def asked(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
@@ -211,6 +212,10 @@ def passed_over(candidates: Sequence[Candidate], names: Sequence[str], tell: boo
 def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
     """(its time beside that of "xla" at the nearest size, in words), or why it is not picked."""
     known, name = record(kind, candidate.family), candidate.name
+    if isinstance(known, Record) and name in known.kernels and (why := known.kernels[name].failed):
+        return f"it failed on {kind} ({known.written}): {why}"
+    if candidate.varies:
+        return "it adds in any order; deterministic_sums=False lets it be picked where it is proven"
     if isinstance(known, str) or name not in known.kernels:
         if candidate.ran:
             return 1.0, "it was not timed here"
@@ -220,8 +225,6 @@ def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
             f"{KERNELS}={name} picks it unproven"
         )
     kernel, portable = known.kernels[name], known.kernels.get("xla", Kernel(None, {})).times
-    if kernel.failed is not None:
-        return f"it failed on {kind} ({known.written}): {kernel.failed}"
     if not (timed := kernel.times.keys() & portable.keys()):
         return f"it is proven on {kind}, but was not timed beside xla; `{COMMAND} {candidate.family}` does it"
     size, own = candidate.size(), [case for case in timed if case.startswith(f"{candidate.operator}: ")]

@@ -2,7 +2,8 @@
 
 On the first GPU of a generation, in this order, 15 minutes in all:
 
-1. `nvidia-smi -L`, then `pip install -e .[test] "jax[cuda13]"`. Kernels need JAX 0.12 or later.
+1. `nvidia-smi -L`, then `pip install -e .[test] "jax[cuda12]"`. Kernels need JAX 0.12 or later; with CUDA 13,
+   JAX skips its own tests of what `"cudnn"` calls.
 2. `timeout 180 python -m jax_attn_bwd.check`: the portable path, and `"cudnn"` where it is supported,
    against float64. What misses here is no matter of our kernels.
 3. `python -m jax_attn_bwd.check --enable`, which ends itself after five minutes: every kernel in a process
@@ -23,7 +24,6 @@ nothing: the record of 3 serves that machine, and what 4 printed goes to whoever
 import contextlib
 
 import jax
-import numpy as np
 import pytest
 from gpu.conftest import INTERPRETED, absent
 from gpu.losses import launching
@@ -38,7 +38,7 @@ if reason := absent():
     pytest.skip(reason, allow_module_level=True)
 
 REPEATS = 3 if INTERPRETED else 20
-CUDNN = "cudnn"  # it adds in any order, so its bits are not asked for
+CUDNN = "cudnn"
 # {operator: {kernel: the gradients that launch it after the forward}}; None = all.
 PIECES = {
     "dot_product_attention": {
@@ -131,8 +131,6 @@ def compared():
 def tagged(tag):
     """Cases of one tag in bfloat16."""
     for operator, implementation in kernels():
-        if tag == "repeat" and implementation == CUDNN:
-            continue
         launched = [p for p in pieces(operator) if p not in ("any order", "dbias")]
         for case in size(operator, implementation, tag):
             yield param(Call(operator, implementation, case, "bfloat16"), launched)
@@ -188,12 +186,6 @@ def against_float64(call):
     assert not proof.wrong_values(aim, got)
 
 
-def as_expected(got, expected):
-    """`expected` where `got` is near it."""
-    largest = np.abs(np.where(np.isfinite(expected), expected, 0)).max(initial=0)
-    return np.where(np.isclose(got, expected, 1e-2, 1e-2 * largest), expected, got)
-
-
 @pytest.mark.parametrize("call", list(tagged("poison")))
 def test_poison_reaches_nothing(call):
     """NaN where nothing looks: the results are those with numbers there, and gradients there are 0."""
@@ -203,12 +195,10 @@ def test_poison_reaches_nothing(call):
     assert poison is not None, "the case hides nothing"
     program = compiled(call, *poison.clean)
     clean, got = launched(program, *poison.clean), launched(program, *poison.filled)
-    if call.implementation == CUDNN:
-        got = {name: as_expected(x, clean[name]) for name, x in got.items()}
-    assert not poison.reached(clean, got)
+    assert not poison.reached(clean, got, call.in_any_order)
 
 
-@pytest.mark.parametrize("call", list(tagged("repeat")))
+@pytest.mark.parametrize("call", [param for param in tagged("repeat") if not param.values[0].in_any_order])
 def test_every_run_gives_the_same_bits(call):
     """One compiled program, run many times: a race does not."""
     arrays, cts = given(call)

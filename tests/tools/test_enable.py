@@ -296,14 +296,14 @@ def test_the_worker_finds_what_differs_from_run_to_run(softmax):
 
 
 @thorough
-def test_the_worker_asks_cudnn_for_equal_bits_too(monkeypatch):
-    """A twin plays it, and adds in the same order each time, then in any; NaN is hidden from it, too."""
-    runs, twin = itertools.repeat(0), cudnn_twin.backward
+def test_the_worker_does_not_ask_cudnn_for_equal_bits(monkeypatch):
+    """A twin plays it, and adds in any order; its values and NaN where nothing looks count as before."""
+    runs, twin = itertools.cycle((0, 0, 1 / 256, 1 / 256)), cudnn_twin.backward  # a run calls it twice
 
     def backward(*args):
         dq, *rest = twin(*args)
         now = jax.pure_callback(lambda: np.float32(next(runs)), jax.ShapeDtypeStruct((), "float32"))
-        return dq * (1 + now / 128).astype(dq.dtype), *rest
+        return (dq.astype(now.dtype) * (1 + now)).astype(dq.dtype), *rest
 
     monkeypatch.setattr(cudnn_twin, "backward", backward)
     options = {"is_causal": True, "scale": 0.3}  # of no other test, which would have the twin traced
@@ -312,8 +312,10 @@ def test_the_worker_asks_cudnn_for_equal_bits_too(monkeypatch):
     with pallas.interpreting("cudnn"):
         aim, program = proof._prepare(call)
     assert proof.examined(call, aim, program) == ""
-    runs = itertools.cycle((0, 0, 1, 1))  # a run calls it for both cotangents
-    assert proof.examined(call, aim, program) == "dquery differs from run to run"
+    runs = itertools.repeat(1 / 8)
+    assert proof.examined(call, aim, program).startswith("dquery: error 0.1")
+    runs = itertools.chain([0] * 4, itertools.repeat(np.nan))  # what follows the clean run
+    assert proof.examined(call, aim, program) == "NaN where nothing looks: dquery differs, dquery is NaN"
 
 
 def test_the_worker_finds_that_poison_reaches_a_result(softmax):

@@ -148,6 +148,20 @@ def test_a_kernel_that_is_not_is_passed_over_and_explain_says_why(call, times, w
     assert re.match(words, call.reason())
 
 
+def test_what_adds_in_any_order_is_picked_only_where_that_is_asked_for(monkeypatch):
+    chosen = lambda **options: explain(dot_product_attention, *(QUERY,) * 3, platform="H200", **options)
+    in_any_order = "it adds in any order; deterministic_sums=False lets it be picked where it is proven"
+    assert chosen()["cudnn"] == in_any_order
+    assert chosen(deterministic_sums=False)["cudnn"].startswith(f"it is not proven on {H200}")
+    keep(H200, "dot_product", cudnn={"a": 1.0}, xla={"a": 2.0})
+    assert chosen()["cudnn"] == in_any_order
+    assert chosen(deterministic_sums=False)["cudnn"] == "ok"
+    keep(H200, "dot_product", cudnn="a: 1.0% wrong")
+    assert chosen()["cudnn"] == f"it failed on {H200} (2026-01-01): a: 1.0% wrong"
+    monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", "cudnn")
+    assert chosen()["cudnn"] == "ok"
+
+
 def choices(name=None):
     """Three implementations on an H200; `name`: what is picked, or `explain` of it."""
     never = lambda *args: None

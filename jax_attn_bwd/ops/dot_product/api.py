@@ -137,7 +137,8 @@ def dot_product_attention(
         a block of the leading one can be described. Known ones lie in [0, 2^31); traced ones count
         modulo 2^32.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
-      deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does.
+      deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does,
+        so `implementation=None` picks it only then.
       return_residual: return `(out, lse)`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check

@@ -68,7 +68,7 @@ _PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_bac
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("hopper",)),
-    backend.kernel("cudnn", __package__, _PORTABLE, ("cudnn",)),
+    backend.kernel("cudnn", __package__, _PORTABLE, ("cudnn",), any_order=True),
     _PORTABLE,
 )
 
