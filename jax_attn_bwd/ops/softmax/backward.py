@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
@@ -41,6 +42,7 @@ from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name."""
     y, wanted, scale, x, sink_prob, live = residuals
+    y = fusion.read_in_one_kernel(y, options.axis)
     types, dtype = dict(wanted.types), accumulator_dtype(y.dtype)
     factor: Any = options.scale if scale is None else scale.astype(dtype)
     if live is not None:

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close
 
 from jax_attn_bwd import scaled_masked_softmax
+from jax_attn_bwd._core import fusion, targets
 
 
 def loops(function, *args):
@@ -79,3 +81,15 @@ def test_a_scale_is_not_made_an_array():
 def test_a_masked_step_in_bfloat16_makes_no_array_in_float32():
     mask = jnp.arange(256) < 200
     assert temporary_bytes(NARROW, mask=mask, scale=0.125) < 1.1 * 2 * NARROW.size
+
+
+def test_what_makes_one_kernel_of_a_gpu_s_backward_is_the_identity_to_second_order(monkeypatch):
+    """Where several numbers are their row's greatest, too."""
+    monkeypatch.setattr(targets, "platform", lambda: "gpu")
+    y = jnp.array([[0.3, 0.3, 0.3, 0.1], [0.0, 0.7, 0.0, 0.3]])
+    cube = lambda y: (fusion.read_in_one_kernel(y, -1) ** 3).sum()
+    gradient, second = jax.jit(lambda y: (jax.grad(cube)(y), jax.hessian(cube)(y)))(y)
+    assert_close(gradient, 3 * y**2, 1e-15)
+    assert_close(second.reshape(8, 8), jnp.diag(6 * y.ravel()), 1e-15)
+    found = jax.jit(lambda y: fusion.read_in_one_kernel(y, -1)).lower(y).as_text()
+    assert found.count("stablehlo.minimum") == 1
