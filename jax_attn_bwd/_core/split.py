@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -43,16 +44,27 @@ class Pieces:
       count: number of pieces; divides the axes that are cut.
       mesh_axes: the Explicit mesh axes over which devices hold a piece each.
       in_turn: whether one piece follows the other; else, without `mesh_axes`, they run side by side.
+      folded: whether a piece, of those on devices, is two stretches of the axis: of 2n, piece i has 2i and
+        2n - 1 - 2i, of which it gives one away for the other.
     """
 
     count: int
     mesh_axes: tuple[str, ...] = ()
     in_turn: bool = False
+    folded: bool = False
 
     @property
     def in_step(self) -> int:
         """How many pieces one program computes, step by step alike."""
         return 1 if self.mesh_axes or self.in_turn else self.count
+
+    def origins(self, index: Any, length: int) -> Any:
+        """Where the stretches of piece `index`, of that length, begin: int32 `[1]`, or `[2]` if folded."""
+        xp = np if isinstance(index, int) else jnp
+        if not self.folded:
+            return xp.asarray([index * length], xp.int32)
+        half = length // 2
+        return xp.asarray([index * length, (2 * self.count - 1 - 2 * index) * half], xp.int32)
 
 
 def of_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
@@ -112,11 +124,11 @@ def over(
     """
     axes = {name: axes.get(name) for name in arrays}
     if pieces.mesh_axes:
-        return _on_devices(pieces.mesh_axes, function, arrays, axes, results)
+        return _on_devices(pieces, function, arrays, axes, results)
     index = jnp.arange(pieces.count, dtype=jnp.int32)
     if pieces.in_turn:
         return _in_turn(index, function, arrays, axes, results, zeros or {})
-    return _side_by_side(index, function, arrays, axes, results)
+    return _side_by_side(pieces.folded, index, function, arrays, axes, results)
 
 
 def _in_turn(index, function, arrays, axes, results, zeros):
@@ -136,15 +148,18 @@ def _in_turn(index, function, arrays, axes, results, zeros):
     return _map(join, {name: results[name].axis for name in found}, found) | sums
 
 
-def _side_by_side(index, function, arrays, axes, results):
-    cut = _map(lambda axis, x: x if axis is None else _cut(x, axis, index.shape[0]), axes, arrays)
+def _side_by_side(folded, index, function, arrays, axes, results):
+    fold = lambda x, axis: _folded(x, axis + 1, partial(jnp.flip, axis=axis)) if folded else x
+    in_pieces = lambda x, axis: fold(_cut(x, axis, index.shape[0]), axis)
+    cut = _map(lambda axis, x: x if axis is None else in_pieces(x, axis), axes, arrays)
     out_axes = {name: place.axis or 0 for name, place in results.items()}
     found = jax.vmap(function, in_axes=(0, axes), out_axes=out_axes, axis_name=AXIS)(index, cut)
-    whole = lambda axis, x: x.sum(0) if axis is None else _join(x, axis)
+    whole = lambda axis, x: x.sum(0) if axis is None else _join(fold(x, axis), axis)
     return _map(whole, {name: results[name].axis for name in found}, found)
 
 
-def _on_devices(mesh_axes, function, arrays, axes, results):
+def _on_devices(pieces, function, arrays, axes, results):
+    mesh_axes, last = pieces.mesh_axes, pieces.count - 1
     mesh = next(m for x in jax.tree.leaves(arrays) for m in [jax.typeof(x).sharding.mesh] if not m.empty)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
@@ -162,8 +177,15 @@ def _on_devices(mesh_axes, function, arrays, axes, results):
     in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
     out_specs = {name: spec_of(place.axis, place.spec) for name, place in results.items()}
 
+    def fold(axis, x):
+        if axis is None or not pieces.folded:
+            return x
+        pairs = [(device, last - device) for device in range(pieces.count)]
+        return _folded(x, axis, lambda late: lax.ppermute(late, mesh_axes, pairs))
+
     def of_device(arrays):
-        found = function(lax.axis_index(mesh_axes), arrays)
+        found = function(lax.axis_index(mesh_axes), _map(fold, axes, arrays))
+        found = _map(fold, {name: results[name].axis for name in found}, dict(found))
         return {name: jax.tree.map(partial(_summed, out_specs[name]), x) for name, x in found.items()}
 
     run = jax.shard_map(of_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=explicit)
@@ -181,6 +203,12 @@ def _map(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:
     """`f(axis, leaf, ...)` for each leaf of the trees; one axis in `axes` may stand for a whole branch."""
     branch = lambda axis, *branches: jax.tree.map(partial(f, axis), *branches)
     return jax.tree.map(branch, axes, *trees, is_leaf=lambda axis: axis is None)
+
+
+def _folded(x: jax.Array, axis: int, exchanged: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`x` with the second half of `axis` exchanged for that of another piece; done twice, it is `x`."""
+    early, late = jnp.split(x, 2, axis)
+    return jnp.concatenate([early, exchanged(late)], axis)
 
 
 def _own_or_shared(axis: int | None, shared: jax.Array, own: jax.Array | None) -> jax.Array | None:

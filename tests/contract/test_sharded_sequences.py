@@ -3,6 +3,7 @@ collective in a loop.
 """
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ from jax_attn_bwd import (
     multi_head_attention,
     multi_scale_deformable_attention,
 )
+from jax_attn_bwd._core.split import Pieces
+from jax_attn_bwd.ops.dot_product import masking
+from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 T, N, H = 64, 4, 8
@@ -85,10 +89,10 @@ IN_TURN = [(case, "all-BxTxN", (AUTO, EXPLICIT)[number % 2]) for number, case in
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """8 x 8, so that 64 tokens are many tiles, also of one part of 8."""
+    """4 x 8, so that 64 tokens are many tiles, two also of one part of 8."""
 
     def small(cls, operands, sizes):
-        return cls(min(8, sizes.T), 8, str(operands.query.dtype), parts=sizes.parts)
+        return cls(min(4, sizes.T), 8, str(operands.query.dtype), parts=sizes.parts)
 
     jax.clear_caches()  # what was traced with other tiles
     monkeypatch.setattr(Tiling, "default_for", classmethod(small))
@@ -104,6 +108,8 @@ def inputs(case):
         "query": draw(2, T, N, H)(rng), "key": draw(2, T, N // 2, H)(rng), "value": draw(2, T, N // 2, H)(rng)
     }  # fmt: skip
     arrays |= {name: make(rng) for name, make in given.items()}
+    if case == "lengths":  # what nobody sees reaches nothing
+        arrays |= {name: arrays[name].at[1, 20:].set(jnp.nan) for name in ("key", "value")}
     names = [name for name in ("query", "key", "value", "bias", "sink") if name in arrays]
     return arrays, options, names, (draw(2, T, N, H)(rng), draw(2, T, N)(rng))
 
@@ -159,9 +165,23 @@ def test_a_step(case, layout, kind, small_tiles):
     assert loops >= 2
     assert inside == 0
     counted = collectives(compiled)
+    folded = "is_causal" in options and rows != P()  # 4 arrays of rows in the forward, 7 in the backward
+    assert counted.pop("collective-permute", 0) <= 11 * folded, counted
     gathers = sum(specs.get(name, P()) != P() and sizes[1] > 1 for name in ("key", "value"))
     reductions = int(rows != P())
     assert sum(counted.values()) <= gathers + reductions + beyond, counted
+
+
+def test_devices_share_causal_work_evenly(small_tiles):
+    """Each has an eighth of the tiles that a causal mask leaves: of 16 x 8 tiles 72."""
+    x = jax.ShapeDtypeStruct((2, T, N, H), jnp.float32)
+    attend = lambda x: dot_product_attention(x, x, x, is_causal=True)
+    with jax.set_mesh(jax.make_mesh((8,), ("t",), axis_types=(AUTO,))):
+        steps = str(jax.make_jaxpr(jax.grad(lambda x: attend(x).sum()))(x))
+    assert re.findall(r"length=(\d+)", steps) == ["9", "9"]
+    rows = [masking.Tokens(8, origin=Pieces(8, folded=True).origins(device, 8)) for device in range(8)]
+    some = [masking.of_tiles(Mask(is_causal=True), tokens, masking.Tokens(T), 4, 8)[0] for tokens in rows]
+    assert [x.sum() for x in some] == [9] * 8
 
 
 @pytest.mark.parametrize(

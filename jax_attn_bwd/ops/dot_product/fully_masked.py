@@ -3,7 +3,9 @@
 NaN in such a row must reach nothing, so both answers are exact. They take memory linear in T and S.
 """
 
+import functools
 import math
+import operator
 from functools import partial
 from typing import Any
 
@@ -97,10 +99,9 @@ def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
     left, right = mask.window or (far, far)
     left, right = min(left, far), 0 if mask.is_causal else min(right, far)
 
-    def meets(n, others, before, after, end, other_end, first=0, other_first=0):
-        """Whether each of n finds one of the others in [index - before, index + after]."""
-        known = all(isinstance(x, int) for x in (n, others, first, other_first))
-        index: Any = first + (np if known else jnp).arange(n, dtype=np.int32)
+    def meets(index, others, before, after, end, other_end, other_first=0):
+        """Whether each index finds one of the others in [index - before, index + after]."""
+        known = all(isinstance(x, int | np.ndarray) for x in (index, others, other_first))
         least, greatest = (np if known else jnp).maximum(index - before, other_first), index + after
         greatest = (np if known else jnp).minimum(greatest, other_first + (others - 1))
         if other_end is not None:
@@ -114,9 +115,12 @@ def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
         return to_rank(found, batch_rank + 1)
 
     q_end, k_end = mask.query_seq_lengths, mask.key_value_seq_lengths
-    first = 0 if mask.query_origin is None else mask.query_origin
-    live = meets(T, S, left, right, q_end, k_end, first=first)
-    seen = meets(S, T, right, left, k_end, q_end, other_first=first)
+    range_of = lambda n: (np if isinstance(n, int) else jnp).arange(n, dtype=np.int32)
+    rows, columns = masking.Tokens(T, origin=mask.query_origin).in_whole(range_of(T)), range_of(S)
+    live = meets(rows, S, left, right, q_end, k_end)
+    firsts = [0] if mask.query_origin is None else list(mask.query_origin)
+    seen_of = lambda first: meets(columns, T // len(firsts), right, left, k_end, q_end, other_first=first)
+    seen = functools.reduce(operator.or_, map(seen_of, firsts))
     return live[..., None, None, :], seen[..., None, :]
 
 

@@ -53,9 +53,7 @@ class Mask:
     key_value_positions: Any = None
     batch_number: Any = None  # int32 [...]: the number of each batch entry, which functions are handed
     head_number: Any = None  # int32 [N]: the number of each query head, likewise
-    query_origin: Any = (
-        None  # int32 []: the index of the first query, where these are a part of them; None = 0
-    )
+    query_origin: Any = None  # int32 [n]: where n equal stretches of queries begin in the whole; None = at 0
     mod_args: tuple[Any, ...] | None = None  # what `mask_mod` and `score_mod` read; None without them
 
     def replace(self, **fields: Any) -> "Mask":

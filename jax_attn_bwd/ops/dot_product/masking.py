@@ -26,7 +26,17 @@ class Tokens(NamedTuple):
     position: Any = None  # [..., n] int32; None = the index
     segment: Any = None  # [..., n] int32
     valid_length: Any = None  # [...] int32
-    origin: Any = None  # index of the first one; None = 0
+    origin: Any = None  # int32 [n]: where n equal stretches of them begin in the whole; None = at 0
+
+    def in_whole(self, local: Any) -> Any:
+        """The index in the whole of those that are here at the indices `local`."""
+        if self.origin is None:
+            return local
+        index, size = self.origin[0] + local, self.length // self.origin.shape[0]
+        for n in range(1, self.origin.shape[0]):
+            jump = self.origin[n] - self.origin[n - 1] - size
+            index = index + (local >= n * size).astype(np.int32) * jump
+        return index
 
 
 class TileMask(NamedTuple):
@@ -87,7 +97,7 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
 
     local = jnp.arange(block, dtype=jnp.int32)
     local = local if i is None else i * block + local
-    index = local if tokens.origin is None else tokens.origin + local
+    index = tokens.in_whole(local)
     position = index if tokens.position is None else take(tokens.position)
     segment = None if tokens.segment is None else lay(take(tokens.segment))
     valid = None
@@ -110,8 +120,7 @@ def positions(
     for tokens, at, block, axis in ((given.rows, i, blocks[0], -2), (given.columns, j, blocks[1], -1)):
         position = _lay(tokens._replace(segment=None, valid_length=None), at, block, axis, rank).position
         if tokens.position is None and at is not None and tokens.length % block != 0:
-            last = tokens.length - 1
-            position = jnp.minimum(position, last if tokens.origin is None else tokens.origin + last)
+            position = jnp.minimum(position, tokens.in_whole(jnp.int32(tokens.length - 1)))
         found.append(position)
     return found[0], found[1]
 
@@ -251,8 +260,6 @@ def _ranges(tokens: Tokens, block: int, axis: int) -> tuple[Any, Any, Any]:
         blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
         return blocks.min(-1)[lay], blocks.max(-1)[lay]
 
-    if tokens.origin is not None:
-        start, last = tokens.origin + start, tokens.origin + last
-    index = start[lay], last[lay]
+    index = tokens.in_whole(start)[lay], tokens.in_whole(last)[lay]
     segment = None if tokens.segment is None else ranges(tokens.segment)
     return index if tokens.position is None else ranges(tokens.position), segment, index

@@ -1,14 +1,14 @@
 """`Plan`: how a call is computed, decided once in the public function and used by both rules."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jax_attn_bwd._core import split
+from jax_attn_bwd._core import split, targets
 from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import Sizes, Tiling
+from jax_attn_bwd.ops.dot_product.tiling import GPU_TILE, LEAST_TILE, Sizes, Tiling
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,27 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     if pieces is None:
         return Plan(options, implementation, tiling.on_gpu(options, operands))
     tiling = Tiling.default_for(operands, _of_part(operands, pieces))
-    return Plan(options, implementation, tiling, pieces)
+    return Plan(options, implementation, *_folded(operands, tiling, pieces))
+
+
+def _folded(operands: Operands, tiling: Tiling, pieces: Pieces) -> tuple[Tiling, Pieces]:
+    """Parts of an early and a late stretch of the queries each, where causality alone tells what they see.
+
+    All have the same work then. They exchange half of all rows, which is less than the keys that they gather,
+    unless a plane has rows, too.
+    """
+    mask, rows = operands.mask, operands.query.shape[-3] // pieces.count
+    others = mask.window is not None or mask.mask_mod is not None or mask.has_positions
+    if others or not mask.is_causal or {"bias", "elements"} & operands.along("t").keys():
+        return tiling, pieces
+    if tiling.is_materialized or not isinstance(rows, int) or rows == 0:
+        return tiling, pieces
+    least = min(tiling.block_q, LEAST_TILE if targets.platform() == "cpu" else GPU_TILE // 2)
+    blocks = (block for block in (tiling.block_q, tiling.block_q // 2) if block >= least)
+    block_q = next((block for block in blocks if rows % (2 * block) == 0), None)
+    if block_q is None:
+        return tiling, pieces
+    return replace(tiling, block_q=block_q), replace(pieces, folded=True)
 
 
 def _of_part(operands: Operands, pieces: Pieces) -> Sizes:

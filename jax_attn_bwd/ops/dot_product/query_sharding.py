@@ -3,19 +3,18 @@
 A part is a block of queries that attends to all keys: its rows of the output are those of the whole, and the
 gradients of keys and values are sums over the parts. Keys and values are gathered once before the loop over
 the tiles of a part, and their gradients summed once after it. `_core/split.py` runs the parts; `spec.AXES`
-tells which operands a part has its own rows of.
+tells which operands a part has its own rows of. Under causality a part is one early and one late stretch of
+the queries, so that all have the same work (`plan.py`).
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_attn_bwd._core import split
 from jax_attn_bwd._core.sharding import gathered, reshard_like, unsharded
 from jax_attn_bwd.ops.dot_product import row_terms
 from jax_attn_bwd.ops.dot_product.plan import Plan
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.dot_product.spec import Operands, Residuals, Result
 
 
 def with_whole_keys(operands: Operands) -> Operands:
@@ -32,7 +31,7 @@ def forward(plan: Plan, operands: Operands, run: Callable[[Plan, Operands], Resu
     by_row = place._replace(spec=place.spec[:-1])
 
     def of_part(index, arrays):
-        found = run(plan, _part(plan.options, index, arrays))
+        found = run(plan, _part(plan, index, arrays))
         return {name: x for name, x in found._asdict().items() if x is not None}
 
     results = {"out": place, "lse": by_row, "lse_low": by_row}
@@ -55,7 +54,7 @@ def gradients(
 
     def of_part(index, arrays):
         saved, dout, dlse = (arrays.pop(name) for name in own)
-        return run(plan, Residuals(_part(plan.options, index, arrays), saved, wanted), dout, dlse)
+        return run(plan, Residuals(_part(plan, index, arrays), saved, wanted), dout, dlse)
 
     axes |= dict.fromkeys(own, axes["query"])
     return split.over(plan.pieces, of_part, arrays | own, axes, places)
@@ -73,7 +72,7 @@ def tangent(
 
     def of_part(index, arrays):
         result, along = arrays.pop("result"), Operands(**arrays.pop("along"))
-        found = run(plan, _part(plan.options, index, arrays), result, along)
+        found = run(plan, _part(plan, index, arrays), result, along)
         return dict(zip(places, found, strict=True))
 
     arrays |= {"result": result, "along": along._asdict()}
@@ -108,11 +107,13 @@ def _divided(plan: Plan, operands: Operands) -> tuple[dict[str, Any], dict[str, 
     return operands._asdict(), axes
 
 
-def _part(options: Options, index: Any, arrays: dict[str, Any]) -> Operands:
-    """The operands of part `index`, which know where its queries begin if that matters."""
+def _part(plan: Plan, index: Any, arrays: dict[str, Any]) -> Operands:
+    """The operands of part `index`, which know where its queries lie if that matters."""
     part = Operands(**arrays)
     mask = part.mask
-    reads_rows = mask.is_banded or mask.mask_mod is not None or options.score_mod is not None
+    reads_rows = mask.is_banded or mask.mask_mod is not None or plan.options.score_mod is not None
     if mask.query_seq_lengths is None and not (reads_rows and mask.query_positions is None):
         return part
-    return part._replace(mask=mask.replace(query_origin=jnp.int32(index) * part.query.shape[-3]))
+    assert plan.pieces is not None  # else there are no parts
+    origins = plan.pieces.origins(index, part.query.shape[-3])
+    return part._replace(mask=mask.replace(query_origin=origins))

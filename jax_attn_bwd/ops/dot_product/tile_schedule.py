@@ -6,12 +6,13 @@ others are full nothing is compared, else every tile is mixed: its elements are 
 segments, positions, arrays of a `mask_mod` and mask arrays are known at run time only: they give each pair a
 live flag, and `lax.cond` skips dead ones. No loop has a traced trip count, so the scans have a reverse mode.
 
-Parts of the queries that are a batch axis walk in step: at each step all have the same query tile i, and each
-a key tile j of its own list, or one that it does not see where its list is shorter than that of another.
+Parts of the queries that are a batch axis walk in step. At each step all have the same query tile i, and each
+a key tile j of its own list, or one that it does not see where its list is shorter than that of another. Of
+parts that are folded (`_core.split`) each has its own list of pairs (i, j): all are about equally long.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -128,26 +129,42 @@ def _in_step(given: TileMask, tiling: Tiling) -> Visits:
     """The tiles of one of the `tiling.parts` of the queries."""
     rows, columns = given.rows, given.columns
     has_positions = rows.position is not None or columns.position is not None
-    i, j, mixed = tiles_in_step(given.rules, rows.length, columns.length, has_positions, tiling)
-    if not len(i):
-        return Visits(i, j[0], None, mixed)
-    own: Any = j[0] if (j == j[0]).all() else jnp.asarray(j)[lax.axis_index(split.AXIS)]
+    T, S, folded = rows.length, columns.length, rows.origin is not None and rows.origin.shape[0] > 1
+    found = tiles_of_folded if folded else partial(tiles_in_step, has_positions=has_positions)
+    i, j, mixed = found(given.rules, T, S, tiling)
+    if not len(j[0]):
+        return Visits(j[0], j[0], None, mixed)
+    of_part = lambda x: x[0] if (x == x[0]).all() else jnp.asarray(x)[lax.axis_index(split.AXIS)]
+    query_tiles, own = of_part(i) if folded else i, of_part(j)
     given = given._replace(elements=None)  # what it leaves dead the devices would have to tell one another
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
     if by_shapes and given.rules.mask_mod is None:
-        return Visits(i, own, None, mixed)  # beside the origin nothing is known at run time only
+        return Visits(query_tiles, own, None, mixed)  # beside the origin nothing is known at run time only
     live = live_tiles(given, tiling)
     if live is not None:
-        live, mixed = lax.pmax(live[i, own].astype(jnp.int32), split.AXIS) > 0, True
-    return Visits(i, own, live, mixed)
+        live, mixed = lax.pmax(live[query_tiles, own].astype(jnp.int32), split.AXIS) > 0, True
+    return Visits(query_tiles, own, live, mixed)
+
+
+def tiles_of_folded(rules: Mask, T: int, S: int, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(i, j, is one mixed), i and j `[parts, n]`, for folded parts of T queries each."""
+    pieces = split.Pieces(tiling.parts, folded=True)
+    tokens = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
+    some = np.stack(
+        [masking.of_tiles(rules, rows, Tokens(S), tiling.block_q, tiling.block_k)[0] for rows in tokens]
+    )
+    seen = some.reshape(tiling.parts, -1)
+    order = np.argsort(~seen, axis=-1, kind="stable")[:, : seen.sum(-1).max()].astype(np.int32)
+    return order // some.shape[2], order % some.shape[2], True
 
 
 def tiles_in_step(
-    rules: Mask, T: int, S: int, has_positions: bool, tiling: Tiling
+    rules: Mask, T: int, S: int, tiling: Tiling, has_positions: bool
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """(i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes alone tell."""
     block_q, block_k = tiling.block_q, tiling.block_k
-    parts_of_rows = [Tokens(T, origin=part * T) for part in range(tiling.parts)]
+    pieces = split.Pieces(tiling.parts)
+    parts_of_rows = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
     flags = [masking.of_tiles(rules, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
     some, every = (np.stack(x) for x in zip(*flags, strict=True))
     if has_positions:
