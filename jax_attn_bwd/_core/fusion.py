@@ -19,6 +19,21 @@ from jax_attn_bwd._core.sharding import explicit_spec
 _ROW_OF_ONE_KERNEL = 16384  # XLA:GPU reduces longer rows in two kernels
 
 
+@jax.custom_jvp
+def barrier(operands: Any) -> Any:
+    """`operands`: all of them are computed before what reads any of the results.
+
+    Tangents go past it. JAX 0.12 cannot transpose `lax.optimization_barrier` where some of its tangents are
+    known to be zero, as under `jax.checkpoint`.
+    """
+    return lax.optimization_barrier(operands)
+
+
+@barrier.defjvp
+def _barrier_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return barrier(*primals), tangents[0]
+
+
 def computed_once(operands: Any, names: Sequence[str]) -> Any:
     """`operands`, a NamedTuple, with those of `names` behind barriers, for what a rule computes of them.
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
@@ -53,7 +54,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """The gradients of those of query, key, value and bias that are `wanted`."""
     mine = of_keys(exchange, operands)
-    whole = example(exchange, lax.optimization_barrier(operands))  # else XLA keeps what the forward gathered
+    whole = example(exchange, fusion.barrier(operands))  # else XLA keeps what the forward gathered
     parts = engine.backward(plan, whole, result, wanted, dout, dlse, alone=True)
     dtype = accumulator_dtype(operands.query.dtype)
 

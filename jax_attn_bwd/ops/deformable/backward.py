@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import targets
+from jax_attn_bwd._core import fusion, targets
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.deformable import cpu, pairs, products, sampling, scatter
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Options, Residuals
@@ -89,7 +89,7 @@ def _value_gradient(options, sort, operands, dout):
     def add_point(dvalue, point):
         level, (x, y, weight) = point
         at = sampling.place(options, level, x, y)
-        at, scales = lax.optimization_barrier((at, sampling.scales(at, weight)))
+        at, scales = fusion.barrier((at, sampling.scales(at, weight)))
         return add(dvalue, at, scales, dout), None  # (8)
 
     value = operands.value

@@ -10,6 +10,7 @@ from functools import partial
 import jax
 from jax import lax
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.deformable import cpu, sampling
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
@@ -30,7 +31,7 @@ def _sum_over_points(options, loops, operands):
         level = cpu.on_all_cores(level) if loops.on_all_cores else level
         at = sampling.place(options, level, x, y)
         # once for a point, not once for each of its D channels in the loop that XLA fuses
-        pixels, scales = lax.optimization_barrier((at.pixels, sampling.scales(at, weight)))
+        pixels, scales = fusion.barrier((at.pixels, sampling.scales(at, weight)))
         for pixel, scale in zip(pixels, scales, strict=True):
             out += scale[..., None] * sampling.read(value, pixel, heads_first).astype(dtype)
         return out, None

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands, unsharded
 from jax_attn_bwd.ops.deformable import cpu, sampling
 from jax_attn_bwd.ops.deformable.sampling import Place
@@ -45,7 +46,7 @@ def _tangent(options, loops, operands, tangents):
         level, (x, y, weight), (dx, dy, da) = point
         at = sampling.place(options, cpu.on_all_cores(level) if loops.on_all_cores else level, x, y)
         factors, scales = _factors(at, weight, dx, dy, da), sampling.scales(at, weight)
-        pixels, factors, scales = lax.optimization_barrier((at.pixels, factors, scales))
+        pixels, factors, scales = fusion.barrier((at.pixels, factors, scales))
         for pixel, factor, scale in zip(pixels, factors, scales, strict=True):
             if tangents.sampling_locations is not None or tangents.attention_weights is not None:
                 dout += factor[..., None] * sampling.read(value, pixel, heads_first).astype(dtype)

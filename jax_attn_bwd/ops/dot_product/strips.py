@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import masks
+from jax_attn_bwd._core import fusion, masks
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd._core.sharding import full_like_operands
@@ -81,7 +81,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
         state = online.initial(rows, v.shape[-1], sink, operands)
         state = online.State(*(_flat(x, axis) for x, axis in zip(state, (-2, -1, -1), strict=True)))
         if strip.columns[0] < strip.columns[1]:
-            rows, found[-1:] = lax.optimization_barrier((rows, found[-1:]))  # else all strips run at once
+            rows, found[-1:] = fusion.barrier((rows, found[-1:]))  # else all strips run at once
             keys = (_part(x, -2, strip.columns) for x in (k, v))
             state = step(state.m, state.l, _flat(rows, -2), *keys, _seen(operands, strip, G, q.ndim - 1))
         out, lse, low = online.finished(state, live is not None)
@@ -130,7 +130,7 @@ def gradients(
             of_rows += [_flat(_part(x, -1, strip.rows), -1) for x in rows]
             last = {name: parts[-1:] for name, parts in columns.items()}
             # Else all strips run at once; and a slice of a row vector would part a product from what ends it.
-            keys, of_rows, dq, last = lax.optimization_barrier((keys, of_rows, dq, last))
+            keys, of_rows, dq, last = fusion.barrier((keys, of_rows, dq, last))
             for name, x in last.items():
                 columns[name][-1:] = x
             share = step(keys["key"], keys["value"], *of_rows, _seen(operands, strip, G, q.ndim - 1))

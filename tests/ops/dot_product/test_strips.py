@@ -98,6 +98,20 @@ def test_strips_give_the_definition(call, strips, rng):
         assert_close(x, y, 1e-10)
 
 
+def test_strips_have_second_derivatives_by_what_enters_a_barrier(strips, rng):
+    """By keys alone: in the forward they have a tangent where what stands beside them has none."""
+    strips(True)
+    q, k, v, dout, along = (jnp.asarray(rng.normal(size=(1, 30, 1, 4))) for _ in range(5))
+
+    def second(function):
+        dq = lambda k: jax.vjp(lambda q: function(q, k, v, is_causal=True), q)[1](dout)[0]
+        return jax.jit(jax.grad(lambda k: (dq(k) * along).sum()), compiler_options=QUICK)(k)
+
+    with jax.numpy_rank_promotion("allow"):
+        expected = second(lambda *args, **options: reference.dot_product_attention(*args, **options)[0])
+    assert_close(second(dot_product_attention), expected, 1e-10)
+
+
 @thorough
 def test_strips_in_bfloat16_are_as_near_as_the_plain_formula(strips, rng):
     """The output and each gradient are at most twice as far from float64's as those of `jax.nn` are."""
