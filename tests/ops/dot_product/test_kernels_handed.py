@@ -128,3 +128,14 @@ def test_gradients_of_too_many_distances_are_refused():
 
     assert reason(2**15) == "ok"
     assert "up to 524288 distances, of all query heads of a key head, got 1048576" in reason(2**16)
+
+
+@pytest.mark.parametrize("chip", ["H200", "v6e"])
+def test_a_dtype_that_no_kernel_takes_is_refused_before_functions_are_traced(chip):
+    """Kernels trace them on float32, and here nothing is promoted."""
+    q = jax.ShapeDtypeStruct((1, 16, 2, 8), "float64")
+    slopes = jax.ShapeDtypeStruct((2,), "float64")
+    found = explain(dot_product_attention, q, q, q, score_mod=mods.alibi, mod_args=(slopes,), platform=chip)
+    kernel = "mosaic_gpu" if chip == "H200" else "mosaic_tpu"
+    assert "it multiplies" in found.refused[kernel]
+    assert found["xla"] == "ok"

@@ -71,12 +71,12 @@ def unsupported(call: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     options = KernelOptions.of(call, operands.mask)
     q, v = operands.query, operands.value
-    if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
-        return reason
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 and float16 on tensor cores, not {q.dtype}"
+    if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
+        return reason
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
     if 0 in (*q.shape, *v.shape):

@@ -117,12 +117,12 @@ def unsupported(call: Options, operands: Operands) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
     options = KernelOptions.of(call, operands.mask)
     q, v = operands.query, operands.value
-    if (reason := functions.unsupported(options, operands, _LOWERS, distances=True)) is not None:
-        return reason
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
     if q.dtype not in mosaic_tpu.DTYPES:
         return f"it multiplies {' and '.join(mosaic_tpu.DTYPES)}, not {q.dtype}"
+    if (reason := functions.unsupported(options, operands, _LOWERS, distances=True)) is not None:
+        return reason
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
     if 0 in (*q.shape, *v.shape):
