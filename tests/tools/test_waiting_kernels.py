@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jax_attn_bwd import dot_product_attention, explain, scaled_masked_softmax
+from jax_attn_bwd import (
+    MultiHeadAttentionParams,
+    dot_product_attention,
+    explain,
+    multi_head_attention,
+    scaled_masked_softmax,
+)
 from jax_attn_bwd._core import proven, targets
 from jax_attn_bwd._core.backend import Implementation, select
 
@@ -160,6 +167,15 @@ def test_what_adds_in_any_order_is_picked_only_where_that_is_asked_for(monkeypat
     assert chosen()["cudnn"] == f"it failed on {H200} (2026-01-01): a: 1.0% wrong"
     monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", "cudnn")
     assert chosen()["cudnn"] == "ok"
+
+
+def test_a_layer_picks_as_the_attention_in_it_does():
+    keep(H200, "dot_product", cudnn={"a": 1.0}, xla={"a": 2.0})
+    x = jax.ShapeDtypeStruct((1, 256, 64), jnp.bfloat16)
+    layer = partial(multi_head_attention, MultiHeadAttentionParams(), num_heads=1)
+    call = lambda **options: explain(partial(layer, **options), x, x, x, platform="H200")["cudnn"]
+    assert "in any order" in call()
+    assert call(deterministic_sums=False) == "ok"
 
 
 def choices(name=None):

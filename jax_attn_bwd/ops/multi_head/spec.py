@@ -69,6 +69,11 @@ class Options:
         """The precision of all matrix products."""
         return self.attention.precision
 
+    @property
+    def deterministic_sums(self) -> bool:
+        """Whether a kernel adds in the same order in each run."""
+        return self.attention.deterministic_sums
+
 
 class Operands(NamedTuple):
     """Every array of a call; None = not given."""
