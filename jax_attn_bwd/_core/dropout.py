@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, fusion
 
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
@@ -118,14 +117,17 @@ def keep(keys: Words, row: jax.Array, column: jax.Array, rate: float) -> jax.Arr
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
-def factors(keys: Words, row: jax.Array, column: jax.Array, rate: float, dtype: Any) -> jax.Array:
+def factors(
+    keys: Words, row: jax.Array, column: jax.Array, rate: float, dtype: Any, drawn_once: bool = True
+) -> jax.Array:
     """The factor of each element: 1 / (1 - rate) for those that `keep` passes, else 0.
 
-    The barrier keeps XLA, from JAX 0.12 on, from computing the cipher again in every fusion that reads the
-    factors: derivatives of high order read them so often that their programs compiled for minutes.
+    Drawn once, the cipher is not computed again in every fusion that reads the factors: derivatives of high
+    order read them so often that their programs compiled for minutes. A tile that is walked over has one
+    reader, and is faster for holding no mask.
     """
-    survivor = jnp.asarray(survivor_factor(rate), dtype)
-    return jnp.where(lax.optimization_barrier(keep(keys, row, column, rate)), survivor, 0)
+    survivor, kept = jnp.asarray(survivor_factor(rate), dtype), keep(keys, row, column, rate)
+    return jnp.where(fusion.barrier(kept) if drawn_once else kept, survivor, 0)
 
 
 def survivor_factor(rate: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
@@ -23,10 +24,19 @@ _ROW_OF_ONE_KERNEL = 16384  # XLA:GPU reduces longer rows in two kernels
 def barrier(operands: Any) -> Any:
     """`operands`: all of them are computed before what reads any of the results.
 
-    Tangents go past it. JAX 0.12 cannot transpose `lax.optimization_barrier` where some of its tangents are
-    known to be zero, as under `jax.checkpoint`.
+    JAX before 0.12 drops `lax.optimization_barrier` before it fuses for a CPU: a call that is not inlined
+    takes its place there. Tangents go past it. JAX 0.12 cannot transpose a barrier where some of its tangents
+    are known to be zero, as under `jax.checkpoint`.
     """
-    return lax.optimization_barrier(operands)
+    if jax.__version_info__ >= (0, 12) or targets.platform() != "cpu":
+        return lax.optimization_barrier(operands)
+    with set_xla_metadata(inlineable="false"):
+        return _as_they_are(operands)
+
+
+@jax.jit
+def _as_they_are(operands: Any) -> Any:
+    return operands
 
 
 @barrier.defjvp
@@ -37,22 +47,28 @@ def _barrier_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 def computed_once(operands: Any, names: Sequence[str]) -> Any:
     """`operands`, a NamedTuple, with those of `names` behind barriers, for what a rule computes of them.
 
-    A rule saves the operands themselves: the outputs of barriers would be copies. Known arrays, as in an
-    eager call, are there already. An array that is given twice gets one barrier. Where there are several
-    devices there is none, since keys that are sharded would be gathered anew behind each.
+    A rule saves the operands themselves: the outputs of barriers would be copies. An array that is given
+    twice gets one barrier.
     """
-    if not targets.is_one_cpu():
-        return operands
-    barriers: dict[int, Any] = {}
+    found: dict[int, Any] = {}
 
-    def kept(x):
-        if not isinstance(x, jax.core.Tracer):
-            return x
-        if id(x) not in barriers:
-            barriers[id(x)] = lax.optimization_barrier(x)
-        return barriers[id(x)]
+    def once(x):
+        if id(x) not in found:
+            found[id(x)] = kept_whole(x, may_be_gathered=True)
+        return found[id(x)]
 
-    return operands._replace(**{name: jax.tree.map(kept, getattr(operands, name)) for name in names})
+    return operands._replace(**{name: jax.tree.map(once, getattr(operands, name)) for name in names})
+
+
+def kept_whole(x: jax.Array, may_be_gathered: bool) -> jax.Array:
+    """`x` behind a barrier on a CPU, so that what makes it is not computed anew for each reader.
+
+    Known arrays, as in an eager call, are there already. Where there are several devices, what they may
+    gather has none, since it would be gathered anew behind each. For a GPU a barrier would part what makes
+    `x` from what brings it to a kernel: one more pass over it.
+    """
+    on_cpu = targets.is_one_cpu() if may_be_gathered else targets.platform() == "cpu"
+    return barrier(x) if on_cpu and isinstance(x, jax.core.Tracer) else x
 
 
 def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:

@@ -42,7 +42,6 @@ def one_device(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones drop the barrier before they fuse")
 @pytest.mark.parametrize(
     ("operator", "transform"),
     [

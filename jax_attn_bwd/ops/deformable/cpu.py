@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import targets
+from jax_attn_bwd._core import fusion, targets
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
@@ -92,7 +92,7 @@ def products(
     """
     parts, channels, B, M, S = value.shape
     first = S * np.arange(B * M, dtype=np.int32).reshape(B, M, 1)
-    places = lax.optimization_barrier([first + jnp.minimum(pixel, S - 1) for pixel in pixels])
+    places = fusion.barrier([first + jnp.minimum(pixel, S - 1) for pixel in pixels])
 
     def add_channels(sums, part):
         tables, i = part

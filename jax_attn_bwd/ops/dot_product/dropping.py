@@ -50,7 +50,8 @@ def counters(options: Options, operands: Operands, block_q: int, block_k: int) -
 def of_tile(options: Options, tiling: Tiling, counters: Counters, i: Any, j: Any, dtype: Any) -> jax.Array:
     """Factors of tile (i, j), `[..., K, G, block_q, block_k]`."""
     rows = take_at(counters.rows, {0: (i, tiling.block_q)})
-    return _factors(options, counters.keys, rows, take_at(counters.columns, {0: (j, tiling.block_k)}), dtype)
+    columns = take_at(counters.columns, {0: (j, tiling.block_k)})
+    return _factors(options, counters.keys, rows, columns, dtype, drawn_once=False)
 
 
 def of_columns(options: Options, operands: Operands, columns: jax.Array | None = None) -> jax.Array | None:
@@ -59,10 +60,19 @@ def of_columns(options: Options, operands: Operands, columns: jax.Array | None =
         return None
     drawn = counters(options, operands, 1, 1)
     columns = drawn.columns if columns is None else columns
-    return _factors(options, drawn.keys, drawn.rows, columns, accumulator_dtype(operands.query.dtype))
+    dtype = accumulator_dtype(operands.query.dtype)
+    return _factors(options, drawn.keys, drawn.rows, columns, dtype, drawn_once=True)
 
 
-def _factors(options: Options, keys: dropout.Words, rows: jax.Array, columns: jax.Array, dtype: Any):
+def _factors(
+    options: Options,
+    keys: dropout.Words,
+    rows: jax.Array,
+    columns: jax.Array,
+    dtype: Any,
+    *,
+    drawn_once: bool,
+) -> jax.Array:
     first, second = (x[..., None, None] for x in keys)
     rows, columns = to_rank(rows[:, None], first.ndim), to_rank(columns, first.ndim)
-    return dropout.factors((first, second), rows, columns, options.dropout_rate, dtype)
+    return dropout.factors((first, second), rows, columns, options.dropout_rate, dtype, drawn_once)

@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_attn_bwd._core import checks, masks, numerics, sharding, targets
+from jax_attn_bwd._core import checks, fusion, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mod_arguments
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.tiling import Sizes
@@ -114,13 +113,9 @@ def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like |
 
 
 def bias_plane(operator: str, bias: Any, sizes: Sizes, like: Like | None) -> jax.Array:
-    """The checked bias, kept whole by a barrier: XLA:CPU would compute what makes it anew for each reader.
-
-    For a GPU it would part what makes the bias from what brings it to a kernel: one more pass over the plane.
-    """
+    """The checked bias, which a plane or a tile reads more than once."""
     bias = plane(operator, "bias", checks.floating(operator, "bias", bias), sizes, like)
-    is_made_here = isinstance(bias, jax.core.Tracer) and targets.platform() == "cpu"
-    return lax.optimization_barrier(bias) if is_made_here else bias
+    return fusion.kept_whole(bias, may_be_gathered=False)
 
 
 def drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:

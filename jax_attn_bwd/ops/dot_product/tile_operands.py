@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd._core.slicing import take_at
@@ -46,13 +46,13 @@ def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
     if operands.mask.elements is not None:
         # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
         # takes it minutes for a few million elements.
-        operands = operands.with_arrays({"elements": lax.optimization_barrier(operands.mask.elements)})
+        operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
     batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
     blocks = tiling.block_q, tiling.block_k
     mask = masking.tile_mask(operands.mask, operands.bias, T, S, len(batch), G, *blocks)
     if mask.elements is not None:  # padded once: XLA would do so for each of its readers
-        mask = mask._replace(elements=lax.optimization_barrier(mask.elements))
+        mask = mask._replace(elements=fusion.barrier(mask.elements))
     return TileOperands(
         q=layout.pad(q, {-2: tiling.block_q}),
         k=layout.pad(k, {-2: tiling.block_k}),

@@ -1,5 +1,6 @@
 """Memory is linear in the sequence; what is saved; what is computed once."""
 
+import re
 from functools import partial
 
 import jax
@@ -69,8 +70,7 @@ def test_a_mask_array_is_copied_once_to_be_padded():
         return jax.vjp(partial(dot_product_attention, mask=mask), q, k, v)[1](dout)
 
     compiled = jax.jit(step).lower(x, x, x, x, mask).compile()
-    copies = 1 if jax.__version_info__ >= (0, 12) else 2  # older ones drop the barrier before they fuse
-    assert compiled.memory_analysis().temp_size_in_bytes < (copies + 0.8) * T * T
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.8 * T * T
 
 
 @thorough
@@ -97,7 +97,6 @@ def test_logits_computed_once(options):
     assert jax.jit(step).lower(x, x, x).compile().as_text().count(" dot(") == 6
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older ones drop the barrier before they fuse")
 def test_what_makes_a_bias_is_computed_once():
     x, bias = jnp.ones((2, 16, 2, 8), jnp.float32), jnp.ones((2, 2, 16, 16), jnp.float32)
     kernels = MultiHeadAttentionParams(value_kernel=jnp.ones((16, 2, 8), jnp.float32))
@@ -117,4 +116,4 @@ def test_where_a_barrier_keeps_a_bias_whole(chip, barriers):
     x, bias = jnp.ones((2, 16, 2, 8), jnp.float32), jnp.ones((2, 2, 16, 16), jnp.float32)
     with targets.aimed_at(chip):
         program = jax.make_jaxpr(lambda bias: dot_product_attention(x, x, x, jnp.cos(bias)))(bias)
-    assert str(program).count("optimization_barrier") == barriers
+    assert len(re.findall("optimization_barrier|name=_as_they_are", str(program))) == barriers

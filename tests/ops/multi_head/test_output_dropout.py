@@ -51,9 +51,6 @@ def test_both_dropouts_of_a_part_are_those_of_the_whole():
     assert_close(*jax.jit(both, compiler_options=QUICK)(), 1e-12)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="older ones draw the mask again despite the barrier"
-)
 def test_a_gradient_with_appended_rows_draws_no_mask_twice():
     """Fused into all that reads the factors, the cipher made derivatives of order 3 compile for minutes."""
     q, o = jnp.ones((4, 2, 2)), jnp.ones((2, 2, 4))
