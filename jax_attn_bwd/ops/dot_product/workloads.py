@@ -244,6 +244,8 @@ def _crowded() -> Iterator[Case]:
     yield small("odd lengths, soft cap", tags=_TABLE, **cap)
     yield small("tokens, window, soft cap", tags=_TABLE, extra=tokens, **window)
     yield small("bias and mask", tags=_TABLE, extra=planes)
+    yield small("mask and segments, causal", extra=(_mask_plane, _segments), is_causal=True)
+    yield small("mask and segments, soft cap", extra=(_mask_plane, _segments), **cap)
     yield small("function", tags=_TABLE, mask_mod=_NEAR)
     yield small("function of positions, soft cap", extra=(_positions,), mask_mod=_NEAR, logits_soft_cap=30.0)
     of_arrays, given = {"mask_mod": mods.prefix_lm & mods.document}, (_prefixes_and_documents, _positions)

@@ -18,6 +18,7 @@ from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions, hoisted, tpu_schedule
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_gradients as mosaic_tpu_gradients
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
@@ -104,8 +105,8 @@ def test_empty_tiles_are_left_out_of_the_list(rng):
             options = KernelOptions.of(options, mask)
             refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
             options = functions.on_values(options, operands)
-            flags = kernel_inputs.tile_flags(options, refs, 128, 128)
-            return tpu_schedule.schedule(*flags).steps
+            flags = tile_flags(options, refs, 128, 128)
+            return tpu_schedule.schedule(flags).steps
 
         live, _ = visited(tpu_schedule.Schedule(steps(args), True, True), 0)
         expected = np.zeros((384, 384), bool)

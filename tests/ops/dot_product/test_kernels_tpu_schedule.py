@@ -16,6 +16,7 @@ from jax_attn_bwd.ops.dot_product.cases import seen
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_schedule
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
@@ -54,8 +55,8 @@ def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
     mask = Mask(is_causal, window, **{n: jnp.asarray(x, np.int32) for n, x in given.items()})
     operands, options = Operands(q, k, k, mask=mask), KernelOptions.of(Options(scale=1.0), mask)
     refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
-    flags = kernel_inputs.tile_flags(options, refs, 128, 128)
-    schedule = tpu_schedule.schedule(*flags, by_key=by_key)
+    flags = tile_flags(options, refs, 128, 128)
+    schedule = tpu_schedule.schedule(flags, by_key=by_key)
     assert isinstance(schedule.steps, np.ndarray) == (seed <= 1)
     local = {"is_causal": options.is_causal}
     local |= {"local_window_size": options.window} if options.window else {}
@@ -90,8 +91,8 @@ def test_a_window_visits_what_it_sees(capsys):
             lambda q, p=tiling.padding: kernel_inputs.inputs(options, Operands(q, q, q), None, p).q, q
         )
         empty = kernel_inputs.Inputs(*(None,) * len(kernel_inputs.Inputs._fields))
-        some, every = kernel_inputs.tile_flags(options, empty._replace(q=refs, k=refs), bq, bk)
-        count = tpu_schedule.schedule(some, every, by_key=name == "backward").length
+        flags = tile_flags(options, empty._replace(q=refs, k=refs), bq, bk)
+        count = tpu_schedule.schedule(flags, by_key=name == "backward").length
         row, column = np.arange(0, 16384, bq)[:, None], np.arange(0, 16384, bk)
         ideal = ((column <= row + bq - 1) & (row - (column + bk - 1) <= 1024)).sum()
         with capsys.disabled():

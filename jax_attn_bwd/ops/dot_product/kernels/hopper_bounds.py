@@ -4,7 +4,7 @@ XLA tells each tile of queries which tiles of keys it visits, or the reverse, in
 
     an array  int32 [B|1, tiles, 4]: a run of tiles, `first <= j < end`; those with
               `full_first <= j < full_end` need no comparison
-    Listed    how many tiles, and each of them in order: where a `mask_mod` may leave holes in the runs
+    Listed    how many tiles, and each of them in order: where a mask may leave holes in the runs
     Each      every tile by itself, likewise, for the kernel whose blocks own one tile each
 
 Kernels read them from memory step by step: registers are scarcer than loads that hit the cache.
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, live_first, tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import live_first, tile_flags
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
@@ -41,7 +42,7 @@ def bounds(
     For each tile of queries over the tiles of keys; with `by_key` the reverse. None: all, and all full.
     Where there may be holes `Listed`, or with `each` `Each`.
     """
-    some, every = tile_flags(options, refs, rows, columns)
+    some, every, _ = tile_flags(options, refs, rows, columns)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
     if isinstance(every, np.ndarray) and every.all():
@@ -50,7 +51,8 @@ def bounds(
     n = some.shape[-1]
     first = some.argmax(-1)
     end = xp.where(some.any(-1), n - some[..., ::-1].argmax(-1), 0)
-    if options.mask_mod is not None and (xp is jnp or (end - first > some.sum(-1)).any()):
+    may_have_holes = options.mask_mod is not None or refs.mask is not None
+    if may_have_holes and (xp is jnp or (end - first > some.sum(-1)).any()):
         return _each(some, every) if each else _listed(xp, some, every)
     full_first = every.argmax(-1)
     after = ~every & (xp.arange(n)[None, None] >= full_first[..., None])

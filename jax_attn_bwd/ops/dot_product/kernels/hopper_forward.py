@@ -41,8 +41,9 @@ def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
     # an output that is not of the query's shape takes shared memory of its own
     if Hv != H and H + Hv > 384:
         return Tiling(block_q=64, block_k=32, stages=3)
-    values = operands.mask.query_segment_ids is not None or jax.tree.leaves(operands.mod_args)
-    crowded = head > 64 and options.logits_soft_cap is not None and values
+    segments = operands.mask.query_segment_ids is not None
+    crowded = options.logits_soft_cap is not None and (segments or jax.tree.leaves(operands.mod_args))
+    crowded = head > 64 and (crowded or (segments and operands.mask.elements is not None))
     heavy = options.dropout_rate or operands.bias is not None or options.score_mod is not None
     if head > 128 or crowded or heavy or functions.for_bounds(options, operands):
         return Tiling(block_q=64, block_k=64, stages=2)

@@ -34,7 +34,8 @@ def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False
     """
     if saved.head > 128:
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
-    crowded = options.logits_soft_cap is not None and (saved.refs.mask_values or options.score_mod)
+    crowded = saved.refs.mask_values or options.score_mod or saved.has_mask_and_segments
+    crowded = options.logits_soft_cap is not None and crowded
     if saved.head > 64 and (options.dropout_rate or crowded or of_values):
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
     busy = options.dropout_rate or options.logits_soft_cap is not None or saved.refs.bias is not None

@@ -188,9 +188,8 @@ class Tile(NamedTuple):
 def logits(options: KernelOptions, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:
     """The logits of a tile of products q k^T, -inf where nothing is seen."""
 
-    def plane(name):
-        x = tile.plane(getattr(refs, name))
-        return x.astype(jnp.float32) if name == "bias" else x
+    def plane():
+        return tile.plane(refs.bias).astype(jnp.float32)
 
     def scored(x):
         return _on_tile(partial(mod_functions.scored, options), refs, tile, x)
@@ -199,8 +198,8 @@ def logits(options: KernelOptions, refs: Inputs, products: jax.Array, tile: Tile
     x = found.x
     if terms:
         x = jnp.where(masks.conjunction(*terms), x, -jnp.inf)
-    in_band = options.is_causal or options.window is not None
-    if in_band or options.mask_mod or refs.columns_end is not None or refs.row_segment is not None:
+    given = options.window, options.mask_mod, refs.columns_end, refs.row_segment, refs.mask
+    if options.is_causal or any(x is not None for x in given):
         masked = lambda: jnp.where(_seen(options, refs, tile), x, -jnp.inf)
         x = lax.cond(mixed, masked, lambda: x) if refs.bounds is not None else x
     return found._replace(x=x)
@@ -215,6 +214,8 @@ def _seen(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
         terms.append(tile.offset(1) < end - tile.column)
     if refs.row_segment is not None:
         terms.append(tile.tokens(refs, "row_segment") == tile.tokens(refs, "column_segment"))
+    if refs.mask is not None:
+        terms.append(tile.plane(refs.mask) != 0)
     if options.mask_mod is not None:
         numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
         mask_mod = functions.for_gpus(options.mask_mod)

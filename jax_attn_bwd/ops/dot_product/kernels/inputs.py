@@ -1,7 +1,6 @@
 """What the kernels of dense attention read, on any platform, as XLA prepares it.
 
-Batch axes are merged, sequences and head sizes padded to whole tiles, unseen keys zeroed. Of each tile
-`tile_flags` tells whether anything of it is seen, and whether all of it is.
+Batch axes are merged, sequences and head sizes padded to whole tiles, unseen keys zeroed.
 """
 
 import math
@@ -11,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import float_leaves, sharding
+from jax_attn_bwd._core import float_leaves, fusion, sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import dropping, fully_masked, masking, mod_functions
+from jax_attn_bwd.ops.dot_product import dropping, fully_masked, mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import functions
-from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.masking import Tokens
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
@@ -86,6 +83,8 @@ def dropout_keys(options: KernelOptions, operands: Operands) -> jax.Array | None
 
 def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, padding: Padding) -> Inputs:
     """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
+    if operands.mask.elements is not None:  # reductions of a constant XLA would fold, for minutes
+        operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
     T, S, mask = operands.query.shape[-3], operands.key.shape[-3], operands.mask
     positions: tuple[Any, Any] = (None, None)
     if options.is_causal or options.window is not None or functions.any_given(options):
@@ -243,25 +242,6 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
     shared = tuple(i for i, n in enumerate((1,) * (rank - bias.ndim) + bias.shape) if n == 1)
     read = to_rank(read, rank).any(shared, keepdims=True)
     return k, v, jnp.where(read.reshape(read.shape[rank - bias.ndim :]) | (bias == -jnp.inf), bias, 0)
-
-
-def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int) -> tuple[Any, Any]:
-    """(some, every) element of each tile is seen, `[B|1, query tiles, key tiles]`.
-
-    As far as causality, window, lengths, segments and `mask_mod` tell; NumPy arrays if shapes alone decide.
-    """
-    queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
-    keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    mask_mod, places = functions.bounded(options, refs, rows, columns)
-    rules = Mask(options.is_causal, options.window, mask_mod)
-    some, every = masking.of_tiles(rules, queries, keys, rows, columns, places)
-    return to_rank(some, 3), to_rank(every, 3)
-
-
-def live_first(live: Any) -> tuple[Any, Any]:
-    """Along the last axis: (where something is live, in order, then the others; how many are, `[..., 1]`)."""
-    xp: Any = np if isinstance(live, np.ndarray) else jnp
-    return xp.argsort(~live, axis=-1, stable=True), live.sum(-1, keepdims=True)
 
 
 def is_plain(options: KernelOptions, refs: Inputs) -> bool:

@@ -52,16 +52,16 @@ def unmasked(
     refs: Inputs,
     products: jax.Array,
     tanh: Callable[[jax.Array, float], jax.Array],
-    plane: Callable[[str], jax.Array],
+    plane: Callable[[], jax.Array],
     scored: Callable[[jax.Array], jax.Array],
 ) -> tuple[Logits, list[jax.Array]]:
-    """(logits of the products q k^T, what bias and mask say of visibility).
+    """(logits of the products q k^T, what the bias says of visibility).
 
     Args:
       options, refs: of the call.
       products: those of the tile.
       tanh: `(x, cap) -> tanh(x / cap)`.
-      plane: the tile of "bias" or "mask".
+      plane: the tile of the bias.
       scored: `score_mod` of the tile.
     """
     plain, x, factor, capped = is_plain(options, refs), products, options.scale * LOG2_E, None
@@ -72,11 +72,9 @@ def unmasked(
         capped = tanh(x, options.logits_soft_cap)
         x = options.logits_soft_cap * capped
     if refs.bias is not None:
-        bias = plane("bias")
+        bias = plane()
         x = x + bias
         terms.append(bias != -jnp.inf)
-    if refs.mask is not None:
-        terms.append(plane("mask") != 0)
     if options.score_mod is None:
         return Logits(x, factor, capped, plain), terms
     return Logits(scored(x), factor, capped, plain, before=x), terms

@@ -34,7 +34,7 @@ def gradient(
     """float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
     tiling = default_tiling(operands)
     options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
-    visits = every_tile(*flags)
+    visits = every_tile(flags)
     steps, saved = pallas.vary_alike((jnp.asarray(visits.steps), saved))
     refs = saved.refs
     (B, N, T, _), (K, S) = refs.q.shape, refs.k.shape[1:3]

@@ -29,6 +29,7 @@ from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
 from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
@@ -71,8 +72,7 @@ def _forward(options, tiling, interpret, operands, keys):
     K, Hv = operands.value.shape[-2:]
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options, sides = functions.on_values(options, operands), PlaneSides.of(refs)
-    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
-    visits = schedule(*flags)
+    visits = schedule(tile_flags(options, refs, tiling.block_q, tiling.block_k))
     refs = tiles.kernel_inputs_of(options, refs, tiling)
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), refs))
     refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
@@ -162,7 +162,7 @@ def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tupl
     m_old = m_ref[:, queries]
     m = jnp.maximum(m_old, logits.shift(top))
     # unless every query has seen a key
-    hides = kernel_inputs.has_low(part.options, refs) or refs.mask is not None  # a bias or score may be -inf
+    hides = kernel_inputs.has_low(part.options, refs)  # a bias or score may be -inf
     shift = finite(m) if mixed or hides else m
     decay = logits.decay(m_old, shift)
     p = logits.exp(shift)

@@ -50,7 +50,7 @@ def gradients(
     """The gradients of "query", "key", "value" in public layout, "mod_args", a "bias" that lacks an axis."""
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv, tiling, given = operands.value.shape[-1], default_tiling(options, operands), options
-    options, saved, (some, every), sides = saved_of(options, operands, keys, values, tiling)
+    options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
     lines, of_args = {} if sides.bias is None else {"bias": sides.bias}, "mod_args" in wanted
     if of_args:
         pairs = zip(saved.refs.score_values, sides.score_values, strict=True)
@@ -65,7 +65,7 @@ def gradients(
     pieces = []
     for first in range(0, n_q, chunk) if wanted else ():
         where = slice(first, first + chunk)
-        visits = schedule(some[:, where], every[:, where], by_key=True)
+        visits = schedule(jax.tree.map(lambda x, where=where: x[:, where], flags), by_key=True)
         call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q)
         pieces.append(_chunk(call, interpret, cut(saved, sides, where, tiling)))
     made: dict[str, Any] = {}

@@ -77,8 +77,8 @@ class Part(NamedTuple):
     def logits(self, products: jax.Array, mixed: bool) -> Logits:
         """The logits of products q k^T, -inf where nothing is seen."""
 
-        def plane(name):
-            return self.plane(getattr(self.refs, name), getattr(self.sides, name))
+        def plane():
+            return self.plane(self.refs.bias, self.sides.bias)
 
         def scored(x):
             values = self.values("score_values")
@@ -97,6 +97,8 @@ class Part(NamedTuple):
             terms.append(self.offset(1) < end - self.start(1))
         if refs.row_segment is not None:
             terms.append(self.tokens("row_segment") == self.tokens("column_segment"))
+        if refs.mask is not None:
+            terms.append(self.plane(refs.mask, self.sides.mask) != 0)
         if options.mask_mod is not None:
             values = self.values("mask_values")
             terms.append(functions.on_tile(options.mask_mod, *self.place()[:4], *values))

@@ -12,6 +12,7 @@ from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
@@ -26,10 +27,10 @@ class Saved(NamedTuple):
 
 
 def saved_of(options: KernelOptions, operands: Operands, keys: Any, values: Any, tiling: Tiling):
-    """(the options of kernels, `Saved`, the flags of its tiles, `PlaneSides`); `values`: of `kernel_rows`."""
+    """(the options of kernels, `Saved`, its `Flags`, `PlaneSides`); `values`: of `kernel_rows`."""
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options = functions.on_values(options, operands)
-    flags = kernel_inputs.tile_flags(options, refs, tiling.block_q, tiling.block_k)
+    flags = tile_flags(options, refs, tiling.block_q, tiling.block_k)
     sides = PlaneSides.of(refs)
     pad = {-1: tiling.block_q}
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from jax_attn_bwd.ops.dot_product.kernels.inputs import at, live_first
+from jax_attn_bwd.ops.dot_product.kernels.inputs import at
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import Flags, live_first
 
 _MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
 _LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
@@ -35,23 +36,24 @@ class Schedule(NamedTuple):
         return f"{kernel}_{tiling.block_q}x{tiling.block_k}_{kind}"
 
 
-def schedule(some: Any, every: Any, by_key: bool = False) -> Schedule:
-    """The schedule for flags `[B|1, query tiles, key tiles]`; a tile of queries ends before the next begins.
+def schedule(flags: Flags, by_key: bool = False) -> Schedule:
+    """The schedule for these flags; a tile of queries ends before the next begins.
 
     With `by_key` a tile of keys is. One that visits nothing has one step, which is not live.
     """
+    some, every, by_shapes = flags
     xp: Any = np if isinstance(every, np.ndarray) else jnp
     has_full, has_mixed = xp is jnp or bool(every.any()), xp is jnp or bool((some & ~every).any())
-    if some.size > _MOST_STEPS:
-        some, every = some.any(0, keepdims=True), every.all(0, keepdims=True)
+    some, every = _of_all(some, every)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
-    B, _, minors = some.shape
-    idle = ~some.any(-1, keepdims=True)
-    visited = (some | (idle & (xp.arange(minors) == 0)[None, None])).reshape(B, -1)
+        by_shapes = None if by_shapes is None else by_shapes.swapaxes(-1, -2)
+    B = some.shape[0]
+    visited, minors = _with_idle(some), some.shape[-1]
+    most = visited.shape[1] if by_shapes is None else int(_with_idle(by_shapes).sum(-1).max())
     some, every = some.reshape(B, -1), every.reshape(B, -1)
     order, counts = live_first(visited)
-    steps = int(counts.max()) if xp is np else visited.shape[1]
+    steps = int(counts.max()) if xp is np else most
     order = order[:, :steps]
     rank = xp.arange(steps)[None]
     valid = rank < counts
@@ -61,22 +63,35 @@ def schedule(some: Any, every: Any, by_key: bool = False) -> Schedule:
     ends = xp.concatenate([begins[:, 1:], xp.ones((B, 1), bool)], -1) | (rank == counts - 1)
     row, column = (minor, major) if by_key else (major, minor)
     word = (row << _ROW_SHIFT) | (column << _COLUMN_SHIFT)
-    flags = (
+    bits = (
         (_LIVE, xp.take_along_axis(some, order, axis=-1)),
         (_MIXED, ~xp.take_along_axis(every, order, axis=-1)),
         (_FIRST, begins),
         (_LAST, ends),
     )
-    for flag, given in flags:
+    for flag, given in bits:
         word = word | xp.where(given & valid, flag, 0)
     return Schedule(word.astype(np.int32), has_full, has_mixed)
 
 
-def every_tile(some: Any, every: Any) -> Schedule:
+def _of_all(some: Any, every: Any) -> tuple[Any, Any]:
+    """Those of all batch entries together where those of each are too many for scalar memory."""
+    if some.size <= _MOST_STEPS:
+        return some, every
+    return some.any(0, keepdims=True), every.all(0, keepdims=True)
+
+
+def _with_idle(some: Any) -> Any:
+    """Which tiles have a step, `[B|1, all]`: the first one, too, where a tile visits nothing."""
+    xp: Any = np if isinstance(some, np.ndarray) else jnp
+    idle = ~some.any(-1, keepdims=True)
+    return (some | (idle & (xp.arange(some.shape[-1]) == 0)[None, None])).reshape(some.shape[0], -1)
+
+
+def every_tile(flags: Flags) -> Schedule:
     """All tiles, each with its flags: for a result that has a place for every tile."""
-    xp: Any = np if isinstance(every, np.ndarray) else jnp
-    if some.size > _MOST_STEPS:
-        some, every = some.any(0, keepdims=True), every.all(0, keepdims=True)
+    xp: Any = np if isinstance(flags.every, np.ndarray) else jnp
+    some, every = _of_all(flags.some, flags.every)
     rows, columns = some.shape[1:]
     place = (xp.arange(rows)[:, None] << _ROW_SHIFT) | (xp.arange(columns)[None] << _COLUMN_SHIFT)
     word = place[None] | xp.where(some, _LIVE, 0) | xp.where(every, 0, _MIXED)

@@ -1,0 +1,50 @@
+"""What is known of each tile before a kernel runs: whether anything of it is seen, or all."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.dot_product import masking
+from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.masking import Tokens
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions
+
+
+class Flags(NamedTuple):
+    """What is known of each tile, `[B|1, query tiles, key tiles]`; NumPy arrays if shapes alone decide."""
+
+    some: Any  # whether anything of it is seen; never False where something is
+    every: Any  # whether all of it is; never True where something is hidden
+    by_shapes: Any = None  # NumPy: where shapes alone leave something to be seen; None = they do not tell
+
+
+def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int) -> Flags:
+    """As far as causality, window, lengths, segments, `mask_mod` and the mask tell."""
+    queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
+    keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
+    mask_mod, places = functions.bounded(options, refs, rows, columns)
+    rules = Mask(options.is_causal, options.window, mask_mod)
+    some, every = (to_rank(x, 3) for x in masking.of_tiles(rules, queries, keys, rows, columns, places))
+    by_shapes = some if isinstance(some, np.ndarray) else None
+    if refs.mask is not None:
+        some = some & (_over_tiles(refs.mask, jnp.max, rows, columns) != 0)
+        every = every & (_over_tiles(refs.mask, jnp.min, rows, columns) != 0)
+    return Flags(some, every, by_shapes)
+
+
+def _over_tiles(plane: jax.Array, reduction: Any, rows: int, columns: int) -> jax.Array:
+    """The elements of each tile reduced to one, over heads, `[B|1, query tiles|1, key tiles|1]`."""
+    B, N, T, S = plane.shape
+    rows, columns = (1 if n == 1 else block for n, block in ((T, rows), (S, columns)))
+    return reduction(plane.reshape(B, N, T // rows, rows, S // columns, columns), (1, 3, 5))
+
+
+def live_first(live: Any) -> tuple[Any, Any]:
+    """Along the last axis: (where something is live, in order, then the others; how many are, `[..., 1]`)."""
+    xp: Any = np if isinstance(live, np.ndarray) else jnp
+    return xp.argsort(~live, axis=-1, stable=True), live.sum(-1, keepdims=True)

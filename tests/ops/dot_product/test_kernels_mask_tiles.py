@@ -1,0 +1,165 @@
+"""Mask arrays in the kernels of dense attention: tiles in which they hide everything are passed over."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, interpreted, thorough
+from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
+from ops.dot_product.test_kernels_tpu import SMALL, long_case, set_tiling
+from ops.dot_product.test_kernels_tpu_schedule import visited
+from ops.dot_product.test_mods import kinds
+
+from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds, tpu_schedule
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
+
+pytestmark = pytest.mark.kernel
+T, S, N, TILE = 300, 400, 2, 128
+KERNELS = ["mosaic_tpu", pytest.param("mosaic_gpu", marks=interpreted)]
+# 0 nothing is seen, 1 something, 2 everything; a hole in the first row, nothing in the second
+KINDS = np.array([[2, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]])
+
+
+def holes(rng, kinds=KINDS, T=T, S=S):
+    """A mask of tiles of those kinds, `[T, S]`; the first element of a tile that is seen in part is seen."""
+    of_element = np.kron(kinds, np.ones((TILE, TILE), int))[:T, :S]
+    first = np.zeros((TILE, TILE), bool)
+    first[0, 0] = True
+    first = np.tile(first, kinds.shape)[:T, :S]
+    return (of_element == 2) | (of_element == 1) & ((rng.random((T, S)) < 0.1) | first)
+
+
+MASKS = {
+    "of all": lambda rng: holes(rng),
+    "of batch entries": lambda rng: np.stack([holes(rng), holes(rng, KINDS[::-1])])[:, None],
+    "of heads": lambda rng: np.stack([holes(rng), holes(rng, KINDS[:, ::-1])]),
+    "of keys": lambda rng: holes(rng)[200:201] | holes(rng)[:1],
+    "of queries": lambda rng: holes(rng)[:, -1:],
+}
+
+
+FIRST = (("of batch entries", True), ("of queries", False))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_causal"),
+    [
+        pytest.param(*pair, marks=[thorough] * (pair not in FIRST))
+        for pair in itertools.product(MASKS, (False, True))
+    ],
+)
+def test_flags_are_those_of_the_array(name, is_causal, rng):
+    """Exactly, for the TPU's steps and for the lists of Hopper kernels; causality leaves steps out."""
+    elements = MASKS[name](rng)
+    x = jnp.zeros((2, S, N, 2), BF16)
+    mask = Mask(is_causal, elements=jnp.asarray(elements))
+    operands, options = Operands(x[:, :T], x, x, mask=mask), KernelOptions.of(Options(scale=1.0), mask)
+
+    @jax.jit
+    def found():
+        refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
+        steps = tpu_schedule.schedule(tile_flags(options, refs, TILE, TILE)).steps
+        bounds = partial(hopper_bounds.bounds, options, refs, TILE, TILE)
+        return steps, bounds().words, bounds(by_key=True).words, bounds(each=True).words
+
+    steps, by_query, by_key, each = map(np.asarray, found())
+    assert steps.shape[1] == (1 + 2 + 3 if is_causal else 12)
+    padding = [(0, (-n % TILE) * (n > 1)) for n in elements.shape[-2:]]
+    padded = np.pad(elements, [(0, 0)] * (elements.ndim - 2) + padding)
+    padded = padded.reshape(-1, N if elements.shape[-3:-2] == (N,) else 1, *padded.shape[-2:])
+    band = (np.arange(512) < S) & (np.tri(384, 512, dtype=bool) if is_causal else True)
+    band = kinds(np.broadcast_to(band, (384, 512)), TILE, TILE)
+    for b, of_heads in enumerate(padded):
+        of_tiles = np.stack([kinds(np.broadcast_to(x, (384, 512)), TILE, TILE) for x in of_heads])
+        of_tiles = np.where((of_tiles == 2).all(0), 2, np.minimum(of_tiles.max(0), 1))
+        expected = np.minimum(of_tiles, band)
+        live = {tuple(map(int, place)): expected[tuple(place)] == 1 for place in np.argwhere(expected)}
+        assert visited(tpu_schedule.Schedule(steps, True, True), b)[0] == live
+        np.testing.assert_array_equal(each[b], np.array([0, 2, 1])[expected])
+        for words, wanted in ((by_query[b], expected), (by_key[b], expected.T)):
+            for (count, *tiles), row in zip(words, wanted, strict=True):
+                assert [(t // 2, t % 2) for t in tiles[:count]] == [
+                    (j, row[j] == 1) for j in np.flatnonzero(row)
+                ]
+
+
+@thorough
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_hidden_tiles_are_not_touched(implementation, monkeypatch):
+    """NaN in values times a weight of 0 is NaN, as in rows of queries and dout times a gradient of 0.
+
+    So only a tile that is passed over keeps it from what its rows and its keys have of other tiles.
+    """
+    set_tiling(monkeypatch, SMALL)
+    kinds = np.array([[1, 1, 0, 0], [0, 0, 1, 2], [0, 1, 0, 1]])
+    rng = np.random.default_rng(0)
+    mask = jnp.asarray(holes(rng, kinds))
+    q, k, v, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 64)), BF16) for n in (T, S, S, T))
+
+    @jax.jit
+    def run(q, k, v, dout):
+        call = partial(dot_product_attention, mask=mask, implementation=implementation)
+        out, pullback = jax.vjp(call, q, k, v)
+        return out, *pullback(dout)
+
+    def of_tiles(x):
+        whole = np.pad(np.asarray(x, np.float32)[0, :, 0], ((0, -x.shape[1] % TILE), (0, 0)))
+        return np.isnan(whole).reshape(-1, TILE, 64).any((1, 2))
+
+    with pallas.interpreting(implementation), jax.enable_x64(True):
+        out, dq, dk, dv = run(q, k, v.at[:, :TILE].set(jnp.nan), dout)
+        assert of_tiles(out).tolist() == of_tiles(dq).tolist() == [True, False, False]
+        assert of_tiles(dk).tolist() == [True, True, False, False]
+        assert not of_tiles(dv).any()
+        out, dq, dk, dv = run(q, k, v, dout.at[:, TILE : 2 * TILE].set(jnp.nan))
+        assert of_tiles(dq).tolist() == [False, True, False]
+        assert of_tiles(dk).tolist() == of_tiles(dv).tolist() == [False, False, True, True]
+
+
+LONG = {
+    "of all": {},
+    "of batch entries": {"B": 2, "K": 2, "is_causal": True},
+    "of heads": {"logits_soft_cap": 3.0},
+    "of keys": {"B": 2},
+    "of queries": {"local_window_size": (90, 200)},
+}
+
+
+@thorough
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("name", LONG)
+def test_against_definition(name, implementation, monkeypatch):
+    """Holes in the middle of a row, rows that see nothing, tiles in which all is seen."""
+    set_tiling(monkeypatch, SMALL)
+    extra = {"bias": (N, T, S)} if name == "of heads" else {}
+    arrays = lambda rng: {"mask": MASKS[name](rng)} | {n: rng.standard_normal(x) for n, x in extra.items()}
+    with pallas.interpreting(implementation), jax.enable_x64(True):
+        measured(OPERATOR, implementation, long_case(name, arrays, T=T, S=S, N=N, **LONG[name]))
+
+
+@thorough
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_vmap_over_masks(implementation, monkeypatch, rng):
+    """Each has its own tiles; forward and gradients."""
+    set_tiling(monkeypatch, SMALL)
+    masks = jnp.stack([jnp.asarray(holes(rng)), jnp.asarray(holes(rng, KINDS[::-1]))])
+    q, k, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 16)), BF16) for n in (T, S, T))
+
+    def step(mask):
+        call = partial(dot_product_attention, mask=mask, implementation=implementation)
+        out, pullback = jax.vjp(call, q, k, k)
+        return out, *pullback(dout)
+
+    with pallas.interpreting(implementation), jax.enable_x64(True):
+        got = jax.block_until_ready(jax.jit(jax.vmap(step))(masks))
+        rows = [jax.block_until_ready(jax.jit(step)(mask)) for mask in masks]
+    for x, *expected in zip(got, *rows, strict=True):
+        assert_close(x, jnp.stack(expected), 0.0)
