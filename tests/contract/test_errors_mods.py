@@ -339,5 +339,7 @@ REFUSED = (
 def test_kernels_refuse_by_name(name, words, options):
     from jax_attn_bwd._core import pallas
 
+    sizes = {"query": (B, T, N, 4), "key": (B, S, 3, 4), "value": (B, S, 3, HV)}
+    operands = {argument: jnp.ones(shape, jnp.bfloat16) for argument, shape in sizes.items()}
     with pallas.interpreting(name), pytest.raises(NotImplementedError, match=words):
-        attention(**options, implementation=name)
+        attention(**operands, **options, implementation=name)
