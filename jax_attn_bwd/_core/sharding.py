@@ -90,6 +90,11 @@ def explicit_spec(x: jax.Array) -> tuple:
     return spec + (None,) * (x.ndim - len(spec))
 
 
+def mesh_axes_of(*entries: Any) -> frozenset[str]:
+    """The mesh axes that entries of a spec name."""
+    return frozenset(n for entry in entries if entry for n in ((entry,) if isinstance(entry, str) else entry))
+
+
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
     """`x` with all of `axis` on every device of an Explicit mesh; its other axes stay where they are."""
     spec = list(explicit_spec(x))
@@ -126,14 +131,17 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
 
     `axes` is right-aligned with `x`; None, and axes of size 1, are not split.
     """
+    spec = explicit_spec(other)
+    names = (None if axis is None else spec[axis] for axis in tuple(axes)[len(axes) - x.ndim :])
+    return resharded(x, other, tuple(names))
+
+
+def resharded(x: jax.Array, other: jax.Array, spec: Sequence[Any]) -> jax.Array:
+    """`x` sharded by `spec` on the mesh of `other`, if it is Explicit; axes of size 1 are not split."""
     mesh = jax.typeof(other).sharding.mesh  # that of `x` is empty where `x` was made before the mesh was set
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return x
-    spec = explicit_spec(other)
-    wanted = tuple(
-        None if axis is None or n == 1 else spec[axis]
-        for axis, n in zip(tuple(axes)[len(axes) - x.ndim :], x.shape, strict=True)
-    )
+    wanted = tuple(None if n == 1 else name for name, n in zip(spec, x.shape, strict=True))
     if wanted == explicit_spec(x):
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))

@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.sharding import auto_devices, explicit_spec, reshard_like, varying
+from jax_attn_bwd._core.sharding import auto_devices, explicit_spec, mesh_axes_of, reshard_like, varying
 
 AXIS = "jax_attn_bwd_pieces"  # names the batch axis of pieces side by side
 
@@ -194,8 +194,7 @@ def _on_devices(pieces, function, arrays, axes, results):
 
 def _summed(spec: PartitionSpec, x: jax.Array) -> jax.Array:
     """The sum of `x` over the mesh axes along which it varies and `spec` does not shard it."""
-    sharded = {n for entry in spec if entry for n in ((entry,) if isinstance(entry, str) else entry)}
-    surplus = varying(x) - sharded
+    surplus = varying(x) - mesh_axes_of(*spec)
     return lax.psum(x, tuple(sorted(surplus))) if surplus else x
 
 

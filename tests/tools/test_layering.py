@@ -52,6 +52,7 @@ LAYERS = (
         "ops/*/graph_checks",
         "ops/*/batching",
         "ops/*/edge_loops",
+        "ops/*/edge_pieces",
         "ops/*/reductions",
         "ops/graph/softmax",
     ),

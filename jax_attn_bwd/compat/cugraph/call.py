@@ -18,7 +18,7 @@ from jax_attn_bwd.ops.graph.forward import scores
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.plan import Loops
 from jax_attn_bwd.ops.graph.spec import Operands, Options
-from jax_attn_bwd.ops.graph.tables import tables, walked
+from jax_attn_bwd.ops.graph.tables import tables, walked, whole
 
 _ACTIVATIONS = {
     "ELU": "elu",
@@ -219,7 +219,7 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
     loops = Loops.of(options, operands)
-    t = walked(loops, tables(kind, operands))
+    t = walked(loops, whole(tables(kind, operands))[0])
     shape = (graph.capacity, options.num_heads)
     plane = full_like_operands(operands.src, shape, 0, dtype, operands)
     if not edge_loops.has_edges(graph):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
-from jax_attn_bwd.ops.graph.batch_axes import placed
+from jax_attn_bwd.ops.graph.batch_axes import placed, with_destinations
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.rule import backward_of, decide, forward_of
 from jax_attn_bwd.ops.graph.spec import (
@@ -260,13 +260,13 @@ def _gradients(
         needed = dataclasses.replace(options, return_weights=dweights is not None)
         result = forward_of(plan)(dataclasses.replace(plan, options=needed), operands)
     else:
-        out, lse = (placed(x, operands, (None, -1)) for x in (out, lse))
+        out, lse = (with_destinations(x, operands, True) for x in (out, lse))
         result = Result(out, None, None, lse, None, None)
-    dout_axes = (None, -1 if options.concat_heads else None)
-    axes = ((dout, dout_axes), (dweights, (None, -1)), (dlse, (None, -1)))
-    cts = (None if x is None else placed(x, operands, at) for x, at in axes)
+    dout = None if dout is None else with_destinations(dout, operands, options.concat_heads)
+    dweights = None if dweights is None else placed(dweights, operands, (None, -1))
+    dlse = None if dlse is None else with_destinations(dlse, operands, True)
     residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
-    return backward_of(plan)(plan, residuals, Cotangents(*cts))
+    return backward_of(plan)(plan, residuals, Cotangents(dout, dweights, dlse))
 
 
 def _additive_gradients(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.sharding import mesh_axes_of
 from jax_attn_bwd.ops.graph import kinds
 from jax_attn_bwd.ops.graph.batch_axes import batch_axes, numbered, placed
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2, Transformer
@@ -68,7 +69,11 @@ def rows_of_destinations(
         raise ValueError(
             checks.message(operator, argument, expected, got, "batch.dst.join makes that of dst")
         )
-    return src[..., : graph.num_dst, :]
+    if (rows := sharding.explicit_spec(src)[-2]) is None:
+        return src[..., : graph.num_dst, :]
+    dst = sharding.unsharded(src, -2)[..., : graph.num_dst, :]
+    shared_evenly = graph.num_dst % sharding.axis_size(src, rows) == 0
+    return sharding.reshard_like(dst, src, range(src.ndim)) if shared_evenly else dst
 
 
 def prepare_transformer(
@@ -244,16 +249,15 @@ def _edge(
 
 
 def _check_explicit_sharding(operator: str, name: str, heads: int, **nodes: jax.Array) -> None:
-    """Checks that an Explicit mesh shards no nodes; it may shard the batch, and heads, counted by `name`."""
+    """Checks that an Explicit mesh shards batches and heads, counted by `name`, alike; nodes as it likes."""
     first, like = max(nodes.items(), key=lambda item: item[1].ndim)
     for argument, x in nodes.items():
-        spec = sharding.explicit_spec(x)
-        if spec[-2] is not None:
-            expected = "not be sharded along its nodes"
-            remedy = "shard the heads; inside jax.shard_map each device may have a graph of its own"
-            raise ValueError(checks.message(operator, argument, expected, spec, remedy))
-        if spec != sharding.explicit_spec(like)[-x.ndim :]:
-            expected = f"be sharded like {first}, {sharding.explicit_spec(like)}"
+        spec, (*batch, _, heads_axis) = sharding.explicit_spec(x), sharding.explicit_spec(like)
+        if (*spec[:-2], spec[-1]) != (*batch, heads_axis)[-x.ndim + 1 :]:
+            expected = f"be sharded like {first}, {sharding.explicit_spec(like)}, but for its nodes"
+            raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
+        if mesh_axes_of(spec[-2]) & mesh_axes_of(*batch, heads_axis):
+            expected = f"have its nodes along another mesh axis than batch and heads of {first}"
             raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
     axis = sharding.explicit_spec(like)[-1]
     if axis is not None and heads % (n := sharding.axis_size(like, axis)):

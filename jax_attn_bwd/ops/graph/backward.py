@@ -39,14 +39,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_type
-from jax_attn_bwd.ops.graph import edge_loops, kinds, row_terms
+from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds, row_terms
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
+from jax_attn_bwd.ops.graph.edge_pieces import Home
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
 from jax_attn_bwd.ops.graph.plan import Loops, Plan
 from jax_attn_bwd.ops.graph.row_terms import Saved
-from jax_attn_bwd.ops.graph.spec import Cotangents, Residuals
-from jax_attn_bwd.ops.graph.tables import factors, for_rows, gathered, tables, walked
+from jax_attn_bwd.ops.graph.spec import Cotangents, Operands, Residuals
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+from jax_attn_bwd.ops.graph.tables import factors, for_rows, gathered, tables, walked, whole
 
 
 @partial(jax.jit, static_argnums=0)
@@ -62,14 +64,21 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     two_passes = need.dst and not plan.one_pass
     if two_passes:
         need = need._replace(handed=True)
-    sums = _zeros(kind, need, t, residuals, cotangents)
-    if has_edges(operands.graph):
-        saved = _walked(plan.loops, row_terms.saved(options, residuals, cotangents))
-        t = walked(plan.loops, t)
-        of_sources = need._replace(dst=need.dst and not two_passes)
-        sums = _source_pass(plan, kind, t, saved, operands.graph, sums, of_sources)
-        if two_passes:
-            sums = sums._replace(dst=_destination_pass(plan, kind, t, operands.graph, sums))
+    of_sources = need._replace(dst=need.dst and not two_passes)
+    if plan.pieces:
+        saved = row_terms.saved(options, residuals, cotangents)
+        sums = _sums_over_pieces(plan, kind, t, saved, operands, need, of_sources)
+    else:
+        result = residuals.result
+        row: Any = result.lse if result.m is None else result.m
+        given = operands, result, cotangents
+        sums = _zeros(kind, need, t, row, operands.graph, given)
+        if has_edges(operands.graph):
+            saved = _walked(plan.loops, row_terms.saved(options, residuals, cotangents))
+            t = walked(plan.loops, t)
+            sums = _source_pass(plan, kind, t, saved, operands.graph, sums, of_sources)
+            if two_passes:
+                sums = sums._replace(dst=_destination_pass(plan, kind, t, operands.graph, sums))
     grads = kind.gradients(operands, sums, wanted)
     grads = {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
     if not plan.on_every_device:
@@ -86,12 +95,10 @@ def _walked(loops: Loops, found: Saved) -> Saved:
 
 
 def _zeros(
-    kind: Kind, need: Sums[bool], t: Tables, residuals: Residuals, cotangents: Cotangents
+    kind: Kind, need: Sums[bool], t: Tables, row: jax.Array, graph: BipartiteCSC, operands: Any
 ) -> Sums[Any]:
-    """Zeros for the sums that are needed."""
-    result, operands = residuals.result, (residuals.operands, residuals.result, cotangents)
-    row = result.lse if result.m is None else result.m
-    by_edge = (residuals.operands.graph.capacity, kind.options.num_heads)
+    """Zeros for the sums that are needed; `row` `[num_dst, H]` tells their dtype."""
+    by_edge = (graph.capacity, kind.options.num_heads)
 
     def zeros(needed, like, shape=None):
         return full_like_operands(like, shape or like.shape, 0, row.dtype, operands) if needed else None
@@ -104,6 +111,48 @@ def _zeros(
         a=zeros(need.a, t.a),
         handed=zeros(need.handed, row, by_edge),
     )
+
+
+def _sums_over_pieces(
+    plan: Plan,
+    kind: Kind,
+    t: Tables,
+    saved: Saved,
+    operands: Operands,
+    need: Sums[bool],
+    of_sources: Sums[bool],
+) -> Sums[Any]:
+    """The sums where nodes lie on several devices, by pieces of the edges; each sum lies as its operand.
+
+    What the pass by source hands on is summed, and whole on every device, before the pass by destination.
+    """
+    pieces, graph = plan.pieces, operands.graph
+    assert pieces is not None  # else there are no pieces
+    value = operands.src if operands.value is None else operands.value
+    like = {"message": value, "src": operands.src, "dst": operands.dst}
+    t, saved = whole(t, saved)
+
+    def source_pass(graph, shared):
+        t, saved = shared
+        sums = _zeros(kind, of_sources, t, saved.m, graph, (graph, shared))
+        t, saved = walked(plan.loops, t), _walked(plan.loops, saved)
+        return _source_pass(plan, kind, t, saved, graph, sums, of_sources)._asdict()
+
+    def destination_pass(graph, shared):
+        t, handed, row = shared
+        only_dst = Sums(*(False for _ in need))._replace(dst=True)
+        sums = _zeros(kind, only_dst, t, row, graph, (graph, shared))
+        sums = sums._replace(handed=handed)
+        return {"dst": _destination_pass(plan, kind, walked(plan.loops, t), graph, sums)}
+
+    needed = [name for name, is_needed in of_sources._asdict().items() if is_needed]
+    homes = {name: Home(like.get(name)) for name in needed}
+    found = edge_pieces.by_source(pieces, graph, source_pass, (t, saved), homes)
+    if need.dst and not of_sources.dst:
+        home = {"dst": Home(operands.dst)}
+        shared = t, found["handed"], saved.m
+        found |= edge_pieces.by_destination(pieces, graph, destination_pass, shared, home)
+    return Sums(**dict.fromkeys(Sums._fields) | found)
 
 
 def _source_pass(

@@ -3,7 +3,7 @@
 import jax
 
 from jax_attn_bwd._core import split, targets
-from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd._core.sharding import explicit_spec, reshard_like, resharded
 from jax_attn_bwd.ops.graph.spec import Operands
 
 RANKS = {"src": 2, "dst": 2, "value": 2, "edge": 2, "score_bias": 2, "dropout_mask": 2}  # of one entry
@@ -29,6 +29,13 @@ def placed(x: jax.Array, operands: Operands, axes: tuple[int | None, ...]) -> ja
     """`x` laid out on an Explicit mesh like the nodes: its batch axes like theirs, its others like `axes`."""
     batch = x.ndim - len(axes)
     return reshard_like(x, leader(operands), (*range(batch), *axes))
+
+
+def with_destinations(x: jax.Array, operands: Operands, has_heads: bool) -> jax.Array:
+    """`x` `[..., num_dst, n]` laid out on an Explicit mesh like the destinations; its n may be of heads."""
+    spec = explicit_spec(leader(operands))
+    rows, heads = explicit_spec(operands.dst)[-2], spec[-1] if has_heads else None
+    return resharded(x, leader(operands), (*spec[: x.ndim - 2], rows, heads))
 
 
 def numbered(operands: Operands) -> Operands:

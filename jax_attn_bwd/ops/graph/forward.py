@@ -16,31 +16,65 @@ References:
   Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903.
 """
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, tie
-from jax_attn_bwd.ops.graph import edge_loops, kinds
+from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
+from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Result
-from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked, whole
 
 
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> Result:
     """The outputs and row values of one entry of a batch."""
     operands, options = gathered(operands) if plan.on_every_device else operands, plan.options
-    graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
-    t = tables(kind, operands)
-    H, D, like = options.num_heads, t.message.shape[2], split_heads(operands.dst, options.num_heads)
+    t, like = tables(kind, operands), split_heads(operands.dst, options.num_heads)
+    found = (_sums_over_pieces if plan.pieces else _sums)(plan, t, operands.graph, like, operands)
+    out, m, l, weights = found
+    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
+    mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
+    # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
+    weights = None if weights is None else weights.astype(operands.src.dtype)
+    out = merge_heads(out).astype(operands.src.dtype)
+    result = tie(Result(out, mean, weights, lse, m, l), operands)
+    return all_gathered(result) if plan.on_every_device else result
+
+
+class _Sums(NamedTuple):
+    """What the edges are summed into, accumulated."""
+
+    out: jax.Array  # [num_dst, H, D]
+    m: jax.Array  # [num_dst, H]
+    l: jax.Array  # [num_dst, H]
+    weights: jax.Array | None  # [E, H]
+
+
+def _sums(
+    plan: Plan,
+    t: Tables,
+    graph: BipartiteCSC,
+    like: jax.Array,
+    operands: Any,
+    mesh_axes: tuple[str, ...] = (),
+) -> _Sums:
+    """Of all edges of `graph`; what `like` `[.., H, D]` and the operands are sharded over, the sums are too.
+
+    Of edges in pieces along `mesh_axes`, `out` is not divided by l yet.
+    """
+    options, dtype = plan.options, accumulator_dtype(t.message.dtype)
+    kind, H, D = kinds.of(options), options.num_heads, t.message.shape[2]
     out = full_like_operands(like, (graph.num_dst, H, D), 0, dtype, operands)
     m = l = out.sum(-1)  # zeros
     weights = None
@@ -52,7 +86,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
         walk = (graph.by_destination, graph.capacity)
         s = edge_loops.each(partial(scores, kind, t), *walk, plan.loops.scores)
         edges = edge_loops.whole(*walk)
-        p, m, l = softmax(s, graph, l)
+        p, m, l = softmax(s, graph, l, mesh_axes)
         z = factors(options, t, edges)
         w = p if z is None else p * z
         add = lambda out, rows, chunk: edge_loops.add(out, chunk.node, rows)
@@ -63,14 +97,47 @@ def forward(plan: Plan, operands: Operands) -> Result:
         out = edge_loops.add_runs(out, graph, sums)
         if weights is not None:
             weights = edge_loops.put(weights, edges.number, w)
+    return _Sums(out, m, l, weights)
 
-    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
-    mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
-    weights = None if weights is None else weights.astype(operands.src.dtype)
-    out = merge_heads(out).astype(operands.src.dtype)
-    result = tie(Result(out, mean, weights, lse, m, l), operands)
-    return all_gathered(result) if plan.on_every_device else result
+
+def _sums_over_pieces(plan: Plan, t: Tables, graph: BipartiteCSC, like: jax.Array, _) -> _Sums:
+    """The same where nodes lie on several devices, by pieces of the edges.
+
+    The pieces agree on m, then sum exp(s - m) and its products with the messages, and divide what they have
+    summed. The weights need l of all pieces: they take a pass of their own.
+    """
+    pieces, heads = plan.pieces, like.sum(0, keepdims=True)
+    assert pieces is not None  # else there are no pieces
+    t, _ = whole(t)
+    part = replace(plan, options=replace(plan.options, return_weights=False))
+
+    def sums(graph, shared):
+        return _sums(part, shared[0], graph, shared[1], (graph, shared), pieces.mesh_axes)._asdict()
+
+    home = edge_pieces.Home(like)
+    found = edge_pieces.by_destination(
+        pieces, graph, sums, (t, heads), {"out": home, "m": edge_pieces.EVERYWHERE, "l": home}
+    )
+    m, l = found["m"], found["l"]
+    positive = jnp.where(l == 0, 1, l)
+    out, like_rows = found["out"] / positive[..., None], reshard_like(m, l, (0, 1))
+    if not plan.options.return_weights:
+        return _Sums(out, like_rows, l, None)
+    shared, homes = (t, m, edge_pieces.whole(positive)), dict.fromkeys(("w", "number"), edge_pieces.EACH)
+    found = edge_pieces.by_destination(pieces, graph, partial(_weights, plan), shared, homes)
+    zeros = full_like_operands(heads.sum(-1), (graph.capacity, plan.options.num_heads), 0, l.dtype, ())
+    weights = edge_loops.put(zeros, *(edge_pieces.whole(found[n]) for n in ("number", "w")))
+    return _Sums(out, like_rows, l, weights)
+
+
+def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> dict[str, jax.Array]:
+    """The weights `[(W,) R, H]` and numbers of the edges in groups by destination, by tables, m and l."""
+    (t, m, l), kind, walk = saved, kinds.of(plan.options), (graph.by_destination, graph.capacity)
+    s = edge_loops.each(partial(scores, kind, walked(plan.loops, t)), *walk, plan.loops.scores)
+    edges = edge_loops.whole(*walk)
+    m, l = (edge_loops.by_edge(rows(x, edges.node), edges) for x in (m, l))
+    p, z = jnp.exp(s - m) / l, factors(plan.options, t, edges)
+    return {"w": p if z is None else p * z, "number": edges.number}
 
 
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import finite
-from jax_attn_bwd._core.sharding import full_like_operands, reshard_like
+from jax_attn_bwd._core.sharding import full_like_operands, reshard_like, unsharded
 from jax_attn_bwd.ops.graph import edge_loops
 from jax_attn_bwd.ops.graph.edge_loops import sum_of_group, take
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options
@@ -40,7 +40,9 @@ def saved(options: Options, residuals: Any, cotangents: Cotangents) -> Saved:
         dout = reshard_like(dout, out, (0, 1, 2))
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
     if cotangents.weights is not None:
-        delta = delta + sum_by_destination(operands.graph, weights, cotangents.weights, delta)
+        like = unsharded(delta, 0)
+        of_weights = sum_by_destination(operands.graph, weights, cotangents.weights, like)
+        delta = delta + reshard_like(of_weights, delta, (0, 1))
     if cotangents.lse is not None:
         delta = delta - jnp.where(empty, 0, cotangents.lse)
     dweights = None if cotangents.weights is None else cotangents.weights.astype(dtype)

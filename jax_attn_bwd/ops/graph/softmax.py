@@ -25,15 +25,16 @@ from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 class Softmax(NamedTuple):
     """The softmax by edge, in groups by destination, and its row values; l = 0 where no edge is seen."""
 
-    p: jax.Array  # [(W,) R, H], past the end anything finite
+    p: jax.Array  # [(W,) R, H], past the end anything finite; exp(s_e - m_i) of edges in pieces
     m: jax.Array  # [num_dst, H], finite
     l: jax.Array  # [num_dst, H]
 
 
-def softmax(s: jax.Array, graph: BipartiteCSC, zeros: jax.Array) -> Softmax:
+def softmax(s: jax.Array, graph: BipartiteCSC, zeros: jax.Array, mesh_axes: tuple[str, ...] = ()) -> Softmax:
     """Softmax of the scores `[(W,) R, H]` of all groups; `zeros` is `[num_dst, H]`.
 
-    One more row of m and l takes what is past the end.
+    One more row of m and l takes what is past the end. Where devices have a piece of the edges each, along
+    `mesh_axes`, m is that of all pieces, and l the share of one.
     """
     n, chunk = graph.num_dst, whole(graph.by_destination, graph.capacity)
     sums = jnp.pad(zeros, ((0, 1), (0, 0)))
@@ -41,11 +42,13 @@ def softmax(s: jax.Array, graph: BipartiteCSC, zeros: jax.Array) -> Softmax:
     top = top if chunk.exists is None else top.max(0)
     lowest = sums + jnp.finfo(sums.dtype).min  # no -inf: all scores of a destination may be hidden
     m = lowest.at[chunk.node].max(top, mode="drop", indices_are_sorted=True)
+    if mesh_axes:
+        m = lax.pmax(m, mesh_axes)
     e = jnp.exp(s - by_edge(rows(m, chunk.node), chunk))
     runs, count = in_runs(graph)
     of_runs = jnp.pad(zeros, ((0, max(count - n, 1)), (0, 0)))
     l = add_runs(sums, graph, add(of_runs, runs.node, sum_of_group(e, chunk)))
-    p = e / by_edge(rows(jnp.where(l == 0, 1, l), chunk.node), chunk)
+    p = e if mesh_axes else e / by_edge(rows(jnp.where(l == 0, 1, l), chunk.node), chunk)
     return Softmax(p, m[:n], l[:n])
 
 

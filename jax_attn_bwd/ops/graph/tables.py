@@ -11,6 +11,7 @@ from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import all_gathered, auto_devices
 from jax_attn_bwd._core.sharding import gathered as gathered_along
+from jax_attn_bwd.ops.graph import edge_pieces
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, heads_of, split_heads
 from jax_attn_bwd.ops.graph.plan import Loops
@@ -51,6 +52,13 @@ def gathered(operands: Operands) -> Operands:
     others = all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
     mask = None if mask is None else gathered_along(mask, 1)
     return others._replace(attention_weights=a, dropout_mask=mask)
+
+
+def whole(t: Tables, others: Any = None) -> tuple[Tables, Any]:
+    """Tables, and other arrays, with all nodes and edges on every device of an Explicit mesh."""
+    by_row = {name: getattr(t, name) for name in ("src", "dst", "message", "edge", "bias", "mask")}
+    found, others = edge_pieces.whole((by_row, others))
+    return t._replace(**found), others
 
 
 def on_every_device(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:

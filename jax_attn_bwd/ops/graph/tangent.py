@@ -29,13 +29,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.sharding import all_gathered, full_like_operands
-from jax_attn_bwd.ops.graph import edge_loops, kinds, tables
+from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, unsharded
+from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds, tables
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.edge_pieces import Home
 from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, merge_heads, split_heads
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import Operands, Result
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 from jax_attn_bwd.ops.graph.tables import factors
 
 
@@ -50,28 +52,49 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
     t, out = tables.tables(kind, operands), split_heads(result.out, options.num_heads)
     saved = _saved(kind, t, operands, result, tangents)
     found = (operands, result, tangents)
-    zeros = lambda like, *shape: full_like_operands(like, shape, 0, result.m.dtype, found)
-    dout, mu = zeros(out, *out.shape), zeros(result.m, *result.m.shape)
-    ds = zeros(result.m, graph.capacity, options.num_heads) if options.return_weights else None
+    if plan.pieces:
+        dout, mu, ds = _sums_over_pieces(plan, graph, saved, out)
+    else:
+        dout, mu, ds = _sums(plan, graph, saved, out, found)
+    dout = dout - mu[..., None] * out.astype(mu.dtype)  # (17)
+
+    dtype, dweights = operands.src.dtype, None
+    if ds is not None:
+        dweights = _of_weights(graph, result.weights, ds, unsharded(mu, 0)).astype(dtype)
+    mean = None if options.concat_heads else dout.mean(1).astype(dtype)
+    along = Result(merge_heads(dout).astype(dtype), mean, dweights, mu, None, None)
+    return all_gathered(along) if plan.on_every_device else along
+
+
+def _sums(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax.Array, operands: Any) -> "_Sums":
+    """Of all edges of `graph`; the sums are sharded like `out` `[.., H, Dv]` and the operands."""
+    m, shape = saved.m, (graph.num_dst, *out.shape[1:])
+    zeros = lambda like, *shape: full_like_operands(like, shape, 0, m.dtype, operands)
+    dout, mu = zeros(out, *shape), zeros(m, *m.shape)
+    ds = zeros(m, graph.capacity, plan.options.num_heads) if plan.options.return_weights else None
     if has_edges(graph):
         runs, count = edge_loops.in_runs(graph)
         of_runs = zeros(out, count, *out.shape[1:])
         sums = _Sums(of_runs, of_runs.sum(-1), ds)
         sums = sums if saved.scores_move else _Sums(of_runs, None, None)
         saved = saved.walked(plan)
-        share = partial(_share, kind, graph, saved)
+        share = partial(_share, kinds.of(plan.options), graph, saved)
         sums = edge_loops.scan(share, _fold, sums, runs, graph.capacity, plan.loops.messages)
         dout = edge_loops.add_runs(dout, graph, sums.dout)
         if saved.scores_move:
             mu, ds = edge_loops.add_runs(mu, graph, sums.mu), sums.ds
-    dout = dout - mu[..., None] * out.astype(mu.dtype)  # (17)
+    return _Sums(dout, mu, ds)
 
-    dtype, dweights = operands.src.dtype, None
-    if ds is not None:
-        dweights = _of_weights(graph, result.weights, ds, mu).astype(dtype)
-    mean = None if options.concat_heads else dout.mean(1).astype(dtype)
-    along = Result(merge_heads(dout).astype(dtype), mean, dweights, mu, None, None)
-    return all_gathered(along) if plan.on_every_device else along
+
+def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax.Array) -> "_Sums":
+    """The same where nodes lie on several devices, by pieces of the edges; each sum lies as `out`."""
+    pieces = plan.pieces
+    assert pieces is not None  # else there are no pieces
+    shared = saved.whole(), out.sum(0, keepdims=True)
+    sums = lambda graph, shared: _sums(plan, graph, shared[0], shared[1], (graph, shared))._asdict()
+    homes = dict.fromkeys(("dout", "mu"), Home(out))
+    homes |= {"ds": edge_pieces.EVERYWHERE} if plan.options.return_weights else {}
+    return _Sums(**{"ds": None} | edge_pieces.by_destination(pieces, graph, sums, shared, homes))
 
 
 class _Sums(NamedTuple):
@@ -98,6 +121,11 @@ class _Saved:
         """Whether any score has a tangent: else there is no mu."""
         dt = self.dt
         return any(x is not None for x in (dt.src, dt.dst, dt.edge, dt.a, self.dbias))
+
+    def whole(self) -> "_Saved":
+        """With all nodes and edges on every device."""
+        t, others = tables.whole(self.t, (self.dbias, self.m, self.l))
+        return _Saved(t, tables.whole(self.dt)[0], *others)
 
     def walked(self, plan: Plan) -> "_Saved":
         """The tables as `edge_loops.rows` reads them; an index past the end finds p = 0."""

@@ -198,8 +198,10 @@ def test_shardings_that_are_refused():
     with jax.set_mesh(mesh):
         put = lambda spec, *shape: jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
         heads, vector = put(P(None, "h"), 4, 8), jnp.ones(16)
-        with pytest.raises(ValueError, match="src must not be sharded along its nodes"):
+        with pytest.raises(ValueError, match=r"dst must be sharded like src, .*, but for its nodes"):
             graph_attention(graph, put(P("h"), 4, 8), heads, vector, num_heads=4)
+        with pytest.raises(ValueError, match="src must have its nodes along another mesh axis than batch"):
+            graph_attention(graph, put(P("h"), 4, 8), put(P("h"), 4, 4, 8), vector, num_heads=4)
         with pytest.raises(ValueError, match="dst must be sharded like src"):
             graph_attention(graph, heads, put(P(), 4, 8), vector, num_heads=4)
         with pytest.raises(ValueError, match="attention_weights must not be sharded"):

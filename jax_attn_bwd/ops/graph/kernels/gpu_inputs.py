@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.sharding import explicit_spec
+from jax_attn_bwd.ops.graph import edge_pieces
 from jax_attn_bwd.ops.graph.batch_axes import leader
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges
 from jax_attn_bwd.ops.graph.kernels.gpu_plan import WIDTHS, Inputs
@@ -32,6 +33,8 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return "the graph has no room for edges"
     if any(explicit_spec(nodes := leader(operands))[: nodes.ndim - 2]):
         return "batch axes must not lie on several devices of an Explicit mesh; call it inside jax.shard_map"
+    if edge_pieces.of_nodes(operands) is not None:
+        return "nodes must not lie on several devices of an Explicit mesh; the portable path cuts the edges"
     if options.sharing > 1:
         return f"every head must have a key of its own, got {options.sharing} heads that share one"
     if operands.value is not None and operands.value.shape[-1] != src.shape[-1]:

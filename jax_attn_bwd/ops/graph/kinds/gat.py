@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd.ops.graph import edge_pieces
 from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
 from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, total
@@ -134,7 +135,7 @@ class GAT(Kind):
     def _used(self, operands: Operands) -> list[jax.Array]:
         """Which nodes have an edge, and which edges exist: the rows of the others are not read."""
         graph = operands.graph
-        has_edge = jnp.zeros(graph.num_src, bool).at[graph.by_source.node].set(True, mode="drop")
+        has_edge = edge_pieces.sources_with_edges(graph, operands.src)
         return [has_edge, graph.offsets[1:] > graph.offsets[:-1], graph.exists]
 
     def _split_weights(self, operands: Operands, weights: Any) -> list[jax.Array]:
