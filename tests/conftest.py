@@ -126,6 +126,14 @@ def pytest_runtest_teardown():
 
 
 @pytest.fixture
+def one_device(monkeypatch):
+    """What is traced is for a CPU with one device, as most users' is: nothing may be sharded there."""
+    from jax_attn_bwd._core import targets
+
+    monkeypatch.setattr(targets, "is_one_cpu", lambda: True)
+
+
+@pytest.fixture
 def rng():
     import numpy as np
 

@@ -23,6 +23,7 @@ from helpers import (
 )
 from jax.test_util import check_grads
 
+pytestmark = pytest.mark.usefixtures("one_device")
 CASE = ("operator", "implementation", "case")
 
 

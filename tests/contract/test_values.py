@@ -50,6 +50,7 @@ def _marks(operator, implementation: str, case) -> list:
     return [pytest.mark.thorough] if for_xla and implementation == "mosaic_tpu" else []
 
 
+pytestmark = pytest.mark.usefixtures("one_device")
 CASE = ("operator", "implementation", "case")
 EVERY = [
     pytest.param(*p.values, id=p.id, marks=[*p.marks, *_marks(*p.values)])
