@@ -55,8 +55,10 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
     else:
         after = 1.0 if bias is None else options.unit
         z = (options.scale / after if scale is None else scale.astype(dtype)) * x
-        # The select keeps the product from being contracted with the difference to top, its rounded twin.
-        z = jnp.where(jnp.isnan(x), jnp.nan, z) if bias is None else z + bias.astype(dtype) / after
+        if bias is not None:
+            z = z + bias.astype(dtype) / after
+        else:  # a scale for each entry: the product must not be contracted with the difference to its maximum
+            z = jnp.minimum(z, jnp.where(jnp.isnan(scale), jnp.nan, jnp.inf).astype(dtype))
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
     top, live = _top(options, z, sink)
     if after == 1:
@@ -107,10 +109,9 @@ def _normalised(options, z, top, live, sink) -> Result:
     """The result for `z`, the logits less `top`, the greatest of the row; -inf where nothing is seen."""
     axis, dtype = options.axis, z.dtype
     if sink is not None:  # as seen from the maximum of z, which it may exceed
-        huge = jnp.finfo(dtype).max
-        sink = jnp.where(sink == -jnp.inf, -jnp.inf, jnp.minimum(sink.astype(dtype) - top, huge))
-        above = lax.stop_gradient(jnp.maximum(sink, 0))
-        z, sink = z - above, sink - above
+        # Of differences that overflow. A select would part the library loop of XLA:CPU.
+        sink = sink.astype(dtype) - top
+        z, sink = z - jnp.maximum(sink, 0), jnp.minimum(sink, 0)
     e = jnp.exp(z)
     total = e.sum(axis, keepdims=True)
     if sink is not None:
