@@ -71,6 +71,16 @@ def kept_whole(x: jax.Array, may_be_gathered: bool) -> jax.Array:
     return barrier(x) if on_cpu and isinstance(x, jax.core.Tracer) else x
 
 
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in a narrower `dtype`, from which a caller takes what rounding took.
+
+    XLA:GPU reads a number that is narrowed and widened again as it was, so that `x` less its rounded self
+    would be 0 there.
+    """
+    narrow = x.astype(dtype)
+    return barrier(narrow) if targets.platform() == "gpu" else narrow
+
+
 def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:
     """`x`, a forward's result, for a backward that sums over `axis` what it makes of `x`, and reads it again.
 

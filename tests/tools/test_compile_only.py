@@ -146,6 +146,27 @@ def test_sharded_kernels_compile_within_budgets_of_collectives():
     assert lines == [none, none, "True 1 0 0 0 0", none, none], done.stderr[-3000:]
 
 
+ROUNDED = """
+import jax, jax.numpy as jnp
+from jax_attn_bwd._core.fusion import rounded
+from jax_attn_bwd.bench.compile_only import devices
+
+lost = lambda x: x - rounded(x, jnp.bfloat16).astype(x.dtype)
+(device,) = devices.devices("H200")
+print(devices.lower(lost, (jax.ShapeDtypeStruct((8, 128), "float32"),), device).compile().as_text())
+"""
+
+
+@thorough
+def test_what_rounding_takes_is_within_budgets_of_a_gpu():
+    """XLA:GPU takes a conversion there and back for nothing: it would subtract the number from itself."""
+    if reason := devices.missing("H200"):
+        pytest.skip(reason)
+    done = subprocess.run([sys.executable, "-c", ROUNDED], capture_output=True, text=True, check=True)
+    ((x, y),) = re.findall(r" subtract\(%(\S+), %(\S+)\)", done.stdout)
+    assert x != y
+
+
 def test_every_kernel_that_is_registered_is_compiled_for_each_of_its_chips():
     kernels = {(o.name, i.name) for o in ops.discover() for i in o.implementations if i.platform is not None}
     kernels = {(o, name) for o, name in kernels if name != "cudnn"}  # whose plans are made on a GPU

@@ -74,7 +74,8 @@ def _tiled(plan: Plan, operands: Operands) -> Result:
     visits = tile_schedule.visits(w.mask, plan.tiling)
     state = online.initial(w.q, w.v.shape[-1], _sink_of_rows(operands, w), operands)
     if visits.i.shape[0] != 0:
-        body, tiles = tile_schedule.loop(partial(_step, plan, w, visits.mixed), visits)
+        whole = row_terms.keeps_low(plan.options, operands)
+        body, tiles = tile_schedule.loop(partial(_step, plan, w, visits.mixed, whole), visits)
         state, _ = lax.scan(body, state, tiles)
     T = operands.query.shape[-3]
     may_be_empty = w.live is not None or not isinstance(T, int) or T % plan.tiling.block_q != 0
@@ -91,19 +92,19 @@ def _sink_of_rows(operands: Operands, w: TileOperands) -> jax.Array | None:
     return operands.sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
 
 
-def _step(plan, w, mixed, state, visit):
+def _step(plan, w, mixed, whole, state, visit):
     """Folds key tile j into the rows of query tile i."""
     i, j, live = visit
     q = (i, plan.tiling.block_q)
     blocks = State(acc={-2: q}, m={-1: q}, l={-1: q})
     rows = State(*map(take_at, state, blocks))
-    update = jax.checkpoint(partial(_update, plan, w, mixed=mixed), prevent_cse=False)
+    update = jax.checkpoint(partial(_update, plan, w, mixed=mixed, whole=whole), prevent_cse=False)
     skip = lambda rows, i, j: rows
     rows = update(rows, i, j) if live is None else lax.cond(live, update, skip, rows, i, j)
     return State(*map(put_at, state, rows, blocks)), None
 
 
-def _update(plan, w, rows, i, j, *, mixed):
+def _update(plan, w, rows, i, j, *, mixed, whole):
     options = plan.options
     q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
     logits, _ = soft_capped(options, scaled_product(options, q, k, rows.l.dtype))
@@ -118,5 +119,5 @@ def _update(plan, w, rows, i, j, *, mixed):
     if w.counters is not None:
         p = p * dropping.of_tile(options, plan.tiling, w.counters, i, j, p.dtype)
     product = {"precision": options.precision, "preferred_element_type": p.dtype}
-    pv = jnp.einsum("...gts,...sh->...gth", p.astype(v.dtype), v, **product)
+    pv = row_terms.times_values("...gts,...sh->...gth", p, v, whole, **product)
     return State(rows.acc * decay[..., None] + pv, m, l)

@@ -138,8 +138,8 @@ def forward(plan: Plan, operands: Operands) -> Result:
     lse, low = log_sum(m, l)
     if empty is not None:
         lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
-    e = whole.dropped(e).astype(whole.v.dtype)
-    out = einsum("...kgts,...ksh->...kgth", e, whole.v, **whole.product) / l
+    low_counts, e = row_terms.keeps_low(plan.options, operands), whole.dropped(e)
+    out = row_terms.times_values("...kgts,...ksh->...kgth", e, whole.v, low_counts, **whole.product) / l
     lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))
     out, out_low = row_terms.in_two(plan.options, operands, layout.merge_heads(out))
     return Result(out, lse, low, out_low)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core import fusion, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product import fully_masked
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_calls, cudnn_inputs
@@ -92,7 +92,7 @@ def _of_the_rest(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, ja
     q, weights = arrays.q, WEIGHTS[str(arrays.q.dtype)]
     out, dout = jnp.zeros_like(q, shape=(*rest.shape, q.shape[-1])), jnp.zeros_like(q)
     for i, weight in enumerate(weights):
-        part = (rest / weight).astype(q.dtype)
+        part = fusion.rounded(rest / weight, q.dtype)
         rest = rest - weight * part.astype(rest.dtype)
         out, dout = out.at[..., i].set(part), dout.at[..., i].set(weight)
     return arrays._replace(v=jnp.zeros_like(arrays.v)), out, dout
