@@ -18,7 +18,9 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
 MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
 MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
-LEAST_STRIP, GREATEST_STRIP, MOST_STRIPS = 256, 2048, 16
+LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with the slices of their heads
+STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,096 x 4,096
+SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
@@ -45,7 +47,9 @@ class Tiling:
     is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
     in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
-    merges_heads: bool = False  # whether strips hold batch and heads in one axis
+    head_slices: int = (
+        0  # strips hold batch and heads in one axis, cut into so many; 0 = in axes of their own
+    )
 
     @classmethod
     def default_for(cls, operands: Operands, sizes: Sizes) -> "Tiling":
@@ -88,24 +92,31 @@ class Tiling:
         others = operands.bias is not None or options.dropout_rate > 0
         if targets.platform() != "gpu" or self.is_materialized or told or others or not known:
             return self
-        blocks = []
-        for length, other, share in ((T, S, 1), (S, T, 2 if mask.is_causal else 1)):
-            seen = -(-other // share)  # by a strip; causal ones of the backward on average, to have fewer
+        heads, groups = math.prod(batch) * operands.sizes[3], operands.sizes[4]
+        is_divided = _may_be_divided(query)
+        slices, blocks, logits = 1, [], groups * T * S
+        if not (mask.is_banded or is_divided):
+            slices = _slices(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
+        for length, other in ((T, S), (S, T)):
+            seen = other  # by a strip
             if mask.window is not None:
                 seen = min(seen, sum(mask.window) + 2 * LEAST_STRIP)
-            block = GPU_TILE**2 // seen // LEAST_TILE * LEAST_TILE  # as many logits as a tile has
-            most = max(length // 8, LEAST_STRIP) if mask.is_banded else GREATEST_STRIP
-            block = _even_block(length, max(min(block, most, GREATEST_STRIP), LEAST_STRIP))
-            blocks.append(block)
-        if max(count(T, blocks[0]), count(S, blocks[1])) > MOST_STRIPS:
+            block = STRIP_LOGITS * slices // seen // LEAST_TILE * LEAST_TILE
+            most = max(length // 8, LEAST_STRIP) if mask.is_banded else length
+            blocks.append(_even_block(length, max(min(block, most), LEAST_STRIP)))
+            logits = min(logits, groups * blocks[-1] * seen)
+        strips = max(count(T, blocks[0]), count(S, blocks[1]))
+        if mask.is_banded and not is_divided:
+            slices = _slices(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
+        if strips > MOST_STRIPS or strips * slices > MOST_PIECES:
             return self
-        return replace(
-            self,
-            block_q=blocks[0],
-            block_k=blocks[1],
-            in_strips=True,
-            merges_heads=not _may_be_divided(query),
-        )
+        slices = 0 if is_divided else slices
+        return replace(self, block_q=blocks[0], block_k=blocks[1], in_strips=True, head_slices=slices)
+
+
+def _slices(heads: int, wanted: int) -> int:
+    """Into how many slices of equal size `heads` are cut: as many as `wanted`, or the next fewer."""
+    return max(n for n in range(1, min(wanted, heads, MOST_STRIPS) + 1) if heads % n == 0)
 
 
 def of_blocks(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:

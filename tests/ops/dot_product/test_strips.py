@@ -11,6 +11,7 @@ from helpers import QUICK, assert_close, thorough
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd._core.targets import aimed_at
 from jax_attn_bwd.ops.dot_product import reference
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import plan
@@ -32,9 +33,9 @@ def tiling(shape, kind, platform, options=PLAIN, **mask):
 def test_strips_are_for_gpus():
     shape = (4, 4096, 16, 128)
     causal = tiling(shape, "NVIDIA H200", "gpu", is_causal=True)
-    assert (causal.in_strips, causal.merges_heads, causal.block_q, causal.block_k) == (True, True, 256, 512)
+    assert (causal.in_strips, causal.head_slices, causal.block_q, causal.block_k) == (True, 1, 512, 512)
     full = tiling((1, 4096, 16, 128), "NVIDIA A100-SXM4-80GB", "gpu")
-    assert (full.in_strips, full.block_q) == (True, 256)
+    assert (full.in_strips, full.head_slices, full.block_q, full.block_k) == (True, 8, 4096, 4096)
     for kind, platform in (("cpu", "cpu"), ("TPU v5e", "tpu")):
         assert not tiling(shape, kind, platform, is_causal=True).in_strips
     assert not plan("xla", PLAIN, Operands(*(jnp.zeros((4, 4096, 1, 1)),) * 3)).tiling.in_strips
@@ -47,10 +48,32 @@ def test_strips_are_for_gpus():
     assert not tiling(shape, "NVIDIA H200", "gpu", dropped, is_causal=True).in_strips
 
 
+def test_large_planes_are_cut_by_heads():
+    many = tiling((64, 2048, 16, 64), "NVIDIA H200", "gpu")
+    assert (many.head_slices, many.block_q, many.block_k) == (16, 2048, 2048)
+    causal = tiling((64, 4096, 16, 128), "NVIDIA H200", "gpu", is_causal=True)
+    assert (causal.head_slices, causal.block_q) == (4, 512)
+    few = tiling((1, 4096, 5, 64), "NVIDIA H200", "gpu")
+    assert (few.head_slices, few.block_q) == (5, 2048)
+
+
+def test_a_gpu_s_product_rounds_the_probabilities_that_it_reads():
+    """They stand in memory in float32, for what ends the product of their cotangent."""
+    x = jax.ShapeDtypeStruct((1, 1024, 16, 16), jnp.bfloat16)
+    gradient = jax.grad(lambda q, k, v: dot_product_attention(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
+    with aimed_at("H200"):
+        text = jax.jit(gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    rounding = [line for line in products if "lhs_precision_type = bf16" in line]
+    assert len(rounding) == 1
+    assert "x1024x1024xf32>" in rounding[0]
+    assert len(products) == 3 + 5
+
+
 @pytest.fixture
 def strips(monkeypatch):
-    def played(merges_heads):
-        own = {"block_q": 24, "block_k": 40, "in_strips": True, "merges_heads": merges_heads}
+    def played(head_slices):
+        own = {"block_q": 24, "block_k": 40, "in_strips": True, "head_slices": head_slices}
         small = lambda self, options, operands: replace(self, is_materialized=False, **own)
         monkeypatch.setattr(Tiling, "on_gpu", small)
 
@@ -59,11 +82,11 @@ def strips(monkeypatch):
     jax.clear_caches()
 
 
-CALLS = {  # whether batch and heads are merged; T, S, query heads, key heads; options
-    "full, ragged": (True, 50, 70, 2, 2, {}),
-    "causal, grouped": (True, 72, 72, 4, 2, {"is_causal": True}),
-    "window, rows that see nothing": (True, 90, 33, 2, 1, {"local_window_size": (9, 3), "sink": True}),
-    "soft cap, keys that no one sees": (False, 40, 90, 2, 2, {"is_causal": True, "logits_soft_cap": 3.0}),
+CALLS = {  # into how many slices merged batch and heads are cut; T, S, query heads, key heads; options
+    "full, ragged": (2, 50, 70, 2, 2, {}),
+    "causal, grouped": (1, 72, 72, 4, 2, {"is_causal": True}),
+    "window, rows that see nothing": (2, 60, 33, 2, 1, {"local_window_size": (9, 3), "sink": True}),
+    "soft cap, keys that no one sees": (0, 40, 90, 2, 2, {"is_causal": True, "logits_soft_cap": 3.0}),
 }
 
 
@@ -73,8 +96,8 @@ CALLS = {  # whether batch and heads are merged; T, S, query heads, key heads; o
 )
 def test_strips_give_the_definition(call, strips, rng):
     """Outputs, gradients for both cotangents, and of one call a derivative of these."""
-    merges_heads, T, S, N, K, options = CALLS[call]
-    strips(merges_heads)
+    head_slices, T, S, N, K, options = CALLS[call]
+    strips(head_slices)
     options = dict(options)
     sink = jnp.asarray(rng.normal(size=N)) if options.pop("sink", False) else None
     shapes = (T, N, 8), (S, K, 8), (S, K, 6), (T, N, 6), (T, N), (T, N, 8)
@@ -100,7 +123,7 @@ def test_strips_give_the_definition(call, strips, rng):
 
 def test_strips_have_second_derivatives_by_what_enters_a_barrier(strips, rng):
     """By keys alone: in the forward they have a tangent where what stands beside them has none."""
-    strips(True)
+    strips(1)
     q, k, v, dout, along = (jnp.asarray(rng.normal(size=(1, 30, 1, 4))) for _ in range(5))
 
     def second(function):
@@ -115,7 +138,7 @@ def test_strips_have_second_derivatives_by_what_enters_a_barrier(strips, rng):
 @thorough
 def test_strips_in_bfloat16_are_as_near_as_the_plain_formula(strips, rng):
     """The output and each gradient are at most twice as far from float64's as those of `jax.nn` are."""
-    strips(True)
+    strips(1)
     narrow = [jnp.asarray(rng.normal(size=(2, 96, 2, 16)), jnp.bfloat16) for _ in range(4)]
 
     def step(call, arrays):
