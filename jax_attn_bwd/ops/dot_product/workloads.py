@@ -244,6 +244,7 @@ def _crowded() -> Iterator[Case]:
     yield small("odd lengths, soft cap", tags=_TABLE, **cap)
     yield small("tokens, window, soft cap", tags=_TABLE, extra=tokens, **window)
     yield small("bias and mask", tags=_TABLE, extra=planes)
+    yield small("bias and segments, causal", extra=(_bias, _segments), is_causal=True)
     yield small("mask and segments, causal", extra=(_mask_plane, _segments), is_causal=True)
     yield small("mask and segments, soft cap", extra=(_mask_plane, _segments), **cap)
     yield small("function", tags=_TABLE, mask_mod=_NEAR)

@@ -89,7 +89,8 @@ def gradients_of_twin(options, residuals, cts):
     head = kernel_tiles.whole(max(operands.query.shape[-1], operands.value.shape[-1]), 64)
     mask = operands.mask
     given = {"bias": operands.bias, "mask": mask.elements, "row_segment": mask.query_segment_ids}
-    saved = SimpleNamespace(head=head, refs=SimpleNamespace(**given, mask_values=(), score_values=()))
+    refs = SimpleNamespace(**given, mask_values=(), score_values=())
+    saved = SimpleNamespace(head=head, refs=refs, has_blocks=False)
     made = {}
     for names, file in ((wanted & {"query"}, by_query), (wanted - {"query"}, by_key)):
         part = residuals._replace(wanted=Wanted(names))

@@ -1,4 +1,4 @@
-"""Mask arrays in the kernels of dense attention: tiles in which they hide everything are passed over."""
+"""Masks and biases of -inf in the kernels of dense attention: tiles that they hide are passed over."""
 
 import itertools
 from functools import partial
@@ -46,22 +46,32 @@ MASKS = {
 }
 
 
-FIRST = (("of batch entries", True), ("of queries", False))
+ARRAYS = ("mask", "bias")
+FIRST = (("mask", "of batch entries", True), ("mask", "of queries", False), ("bias", "of heads", True))
+
+
+def given(array, elements):
+    """The mask, or a bias that hides what it hides."""
+    return {array: elements if array == "mask" else np.where(elements, np.float32(1.5), -np.float32(np.inf))}
 
 
 @pytest.mark.parametrize(
-    ("name", "is_causal"),
+    ("array", "name", "is_causal"),
     [
         pytest.param(*pair, marks=[thorough] * (pair not in FIRST))
-        for pair in itertools.product(MASKS, (False, True))
+        for pair in itertools.product(ARRAYS, MASKS, (False, True))
     ],
 )
-def test_flags_are_those_of_the_array(name, is_causal, rng):
-    """Exactly, for the TPU's steps and for the lists of Hopper kernels; causality leaves steps out."""
+def test_flags_are_those_of_the_array(array, name, is_causal, rng):
+    """Exactly, for the TPU's steps and for the lists of Hopper kernels; causality leaves steps out.
+
+    Where a bias is finite it is added: the tiles that must be compared are those of causality.
+    """
     elements = MASKS[name](rng)
-    x = jnp.zeros((2, S, N, 2), BF16)
-    mask = Mask(is_causal, elements=jnp.asarray(elements))
-    operands, options = Operands(x[:, :T], x, x, mask=mask), KernelOptions.of(Options(scale=1.0), mask)
+    x, plane = jnp.zeros((2, S, N, 2), BF16), given(array, jnp.asarray(elements))
+    mask = Mask(is_causal, elements=plane.get("mask"))
+    operands = Operands(x[:, :T], x, x, plane.get("bias"), mask=mask)
+    options = KernelOptions.of(Options(scale=1.0), mask)
 
     @jax.jit
     def found():
@@ -80,6 +90,8 @@ def test_flags_are_those_of_the_array(name, is_causal, rng):
     for b, of_heads in enumerate(padded):
         of_tiles = np.stack([kinds(np.broadcast_to(x, (384, 512)), TILE, TILE) for x in of_heads])
         of_tiles = np.where((of_tiles == 2).all(0), 2, np.minimum(of_tiles.max(0), 1))
+        if array == "bias":
+            of_tiles = 2 * np.minimum(of_tiles, 1)
         expected = np.minimum(of_tiles, band)
         live = {tuple(map(int, place)): expected[tuple(place)] == 1 for place in np.argwhere(expected)}
         assert visited(tpu_schedule.Schedule(steps, True, True), b)[0] == live
@@ -92,8 +104,9 @@ def test_flags_are_those_of_the_array(name, is_causal, rng):
 
 
 @thorough
+@pytest.mark.parametrize("array", ARRAYS)
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_hidden_tiles_are_not_touched(implementation, monkeypatch):
+def test_hidden_tiles_are_not_touched(implementation, array, monkeypatch):
     """NaN in values times a weight of 0 is NaN, as in rows of queries and dout times a gradient of 0.
 
     So only a tile that is passed over keeps it from what its rows and its keys have of other tiles.
@@ -101,12 +114,12 @@ def test_hidden_tiles_are_not_touched(implementation, monkeypatch):
     set_tiling(monkeypatch, SMALL)
     kinds = np.array([[1, 1, 0, 0], [0, 0, 1, 2], [0, 1, 0, 1]])
     rng = np.random.default_rng(0)
-    mask = jnp.asarray(holes(rng, kinds))
+    plane = given(array, jnp.asarray(holes(rng, kinds)))
     q, k, v, dout = (jnp.asarray(rng.standard_normal((1, n, 1, 64)), BF16) for n in (T, S, S, T))
 
     @jax.jit
     def run(q, k, v, dout):
-        call = partial(dot_product_attention, mask=mask, implementation=implementation)
+        call = partial(dot_product_attention, **plane, implementation=implementation)
         out, pullback = jax.vjp(call, q, k, v)
         return out, *pullback(dout)
 
@@ -125,24 +138,29 @@ def test_hidden_tiles_are_not_touched(implementation, monkeypatch):
 
 
 LONG = {
-    "of all": {},
-    "of batch entries": {"B": 2, "K": 2, "is_causal": True},
-    "of heads": {"logits_soft_cap": 3.0},
-    "of keys": {"B": 2},
-    "of queries": {"local_window_size": (90, 200)},
+    ("mask", "of all"): {},
+    ("mask", "of batch entries"): {"B": 2, "K": 2, "is_causal": True},
+    ("mask", "of heads"): {"logits_soft_cap": 3.0},
+    ("mask", "of keys"): {"B": 2},
+    ("mask", "of queries"): {"local_window_size": (90, 200)},
+    ("bias", "of all"): {"B": 2},
+    ("bias", "of heads"): {"B": 2, "is_causal": True},
 }
 
 
 @thorough
 @pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("name", LONG)
-def test_against_definition(name, implementation, monkeypatch):
+@pytest.mark.parametrize(("array", "name"), LONG)
+def test_against_definition(array, name, implementation, monkeypatch):
     """Holes in the middle of a row, rows that see nothing, tiles in which all is seen."""
     set_tiling(monkeypatch, SMALL)
-    extra = {"bias": (N, T, S)} if name == "of heads" else {}
-    arrays = lambda rng: {"mask": MASKS[name](rng)} | {n: rng.standard_normal(x) for n, x in extra.items()}
+
+    def arrays(rng):
+        found = given(array, MASKS[name](rng))
+        return {"bias": rng.standard_normal((N, T, S))} | found if name == "of heads" else found
+
     with pallas.interpreting(implementation), jax.enable_x64(True):
-        measured(OPERATOR, implementation, long_case(name, arrays, T=T, S=S, N=N, **LONG[name]))
+        measured(OPERATOR, implementation, long_case(name, arrays, T=T, S=S, N=N, **LONG[array, name]))
 
 
 @thorough

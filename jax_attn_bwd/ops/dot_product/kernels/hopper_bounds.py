@@ -42,16 +42,17 @@ def bounds(
     For each tile of queries over the tiles of keys; with `by_key` the reverse. None: all, and all full.
     Where there may be holes `Listed`, or with `each` `Each`.
     """
-    some, every, _ = tile_flags(options, refs, rows, columns)
+    some, every, _ = tile_flags(options, refs, rows, columns, common=64)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
-    if isinstance(every, np.ndarray) and every.all():
+    xp: Any = np if isinstance(some, np.ndarray) else jnp
+    if xp is np and every.all():
         return None
-    xp: Any = np if isinstance(every, np.ndarray) else jnp
+    every = xp.broadcast_to(every, some.shape)
     n = some.shape[-1]
     first = some.argmax(-1)
     end = xp.where(some.any(-1), n - some[..., ::-1].argmax(-1), 0)
-    may_have_holes = options.mask_mod is not None or refs.mask is not None
+    may_have_holes = any(x is not None for x in (options.mask_mod, refs.mask, refs.bias))
     if may_have_holes and (xp is jnp or (end - first > some.sum(-1)).any()):
         return _each(some, every) if each else _listed(xp, some, every)
     full_first = every.argmax(-1)

@@ -41,11 +41,6 @@ class Saved(NamedTuple):
         return any(isinstance(x, Words) for x in self.refs.mask_values)
 
     @property
-    def has_mask_and_segments(self) -> bool:
-        """Whether a tile compares both."""
-        return self.refs.mask is not None and self.refs.row_segment is not None
-
-    @property
     def head(self) -> int:
         """The larger head size."""
         return max(self.refs.q.shape[-1], self.refs.v.shape[-1])

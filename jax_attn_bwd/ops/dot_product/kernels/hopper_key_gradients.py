@@ -35,7 +35,7 @@ def default_tiling(options: KernelOptions, saved: Saved) -> Tiling:
     if saved.head > 128:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
     # what a row of scores takes registers for, beside them
-    planes = (saved.refs.bias is not None and saved.refs.mask is not None) or saved.has_mask_and_segments
+    planes = sum(x is not None for x in (saved.refs.bias, saved.refs.mask, saved.refs.row_segment)) > 1
     many = saved.has_blocks or sum(max(x.shape[-2:]) > 1 for x in saved.refs.mask_values) > 2
     heavy = options.dropout_rate or options.logits_soft_cap is not None or planes or many
     heavy = heavy or options.score_mod is not None

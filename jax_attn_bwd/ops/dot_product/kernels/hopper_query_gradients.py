@@ -34,7 +34,8 @@ def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False
     """
     if saved.head > 128:
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)
-    crowded = saved.refs.mask_values or options.score_mod or saved.has_mask_and_segments
+    compares = saved.refs.mask is not None and saved.refs.row_segment is not None
+    crowded: Any = compares or saved.refs.mask_values or options.score_mod
     crowded = options.logits_soft_cap is not None and crowded
     if saved.head > 64 and (options.dropout_rate or crowded or of_values):
         return Tiling(block_q=64, block_k=32, stages=2, overlap=False)

@@ -96,7 +96,8 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
     )
     _, seen = fully_masked.live_and_seen_of(operands)
     key, value, bias = _zero_unseen(operands, seen)
-    bias, elements = (None if x is None else _plane(operands, x, padding) for x in (bias, mask.elements))
+    planes = (bias, -jnp.inf), (mask.elements, False)
+    bias, elements = (None if x is None else _plane(operands, x, padding, fill) for x, fill in planes)
     row_counter = column_counter = None
     if keys is not None:
         counters = dropping.counters(options, operands, padding.queries, padding.keys)
@@ -211,11 +212,11 @@ def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
     return jnp.pad(x, widths, **how) if any(any(w) for w in widths) else x
 
 
-def _plane(operands: Operands, x: jax.Array, padding: Padding) -> jax.Array:
-    """A mask or bias `[B|1, N|1, T|1, S|1]`."""
+def _plane(operands: Operands, x: jax.Array, padding: Padding, fill: Any) -> jax.Array:
+    """A mask or bias `[B|1, N|1, T|1, S|1]`, with what hides in the places of padding."""
     x = _batched(operands, x, 3)
     multiples = {-2: padding.queries, -1: padding.keys}
-    return pad(x, {axis: n for axis, n in multiples.items() if x.shape[axis] != 1})
+    return pad(x, {axis: n for axis, n in multiples.items() if x.shape[axis] != 1}, constant_values=fill)
 
 
 def _tokens(operands: Operands, x: jax.Array, n: int, multiple: int) -> jax.Array:

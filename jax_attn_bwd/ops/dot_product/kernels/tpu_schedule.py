@@ -42,8 +42,11 @@ def schedule(flags: Flags, by_key: bool = False) -> Schedule:
     With `by_key` a tile of keys is. One that visits nothing has one step, which is not live.
     """
     some, every, by_shapes = flags
-    xp: Any = np if isinstance(every, np.ndarray) else jnp
-    has_full, has_mixed = xp is jnp or bool(every.any()), xp is jnp or bool((some & ~every).any())
+    every = np.broadcast_to(every, some.shape) if isinstance(every, np.ndarray) else every
+    xp: Any = np if isinstance(some, np.ndarray) else jnp
+    has_full, has_mixed = True, True
+    if isinstance(every, np.ndarray):
+        has_full, has_mixed = bool(every.any()), bool((by_shapes & ~every).any())
     some, every = _of_all(some, every)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
@@ -51,7 +54,7 @@ def schedule(flags: Flags, by_key: bool = False) -> Schedule:
     B = some.shape[0]
     visited, minors = _with_idle(some), some.shape[-1]
     most = visited.shape[1] if by_shapes is None else int(_with_idle(by_shapes).sum(-1).max())
-    some, every = some.reshape(B, -1), every.reshape(B, -1)
+    some, every = some.reshape(B, -1), xp.asarray(every.reshape(B, -1))
     order, counts = live_first(visited)
     steps = int(counts.max()) if xp is np else most
     order = order[:, :steps]
@@ -90,7 +93,7 @@ def _with_idle(some: Any) -> Any:
 
 def every_tile(flags: Flags) -> Schedule:
     """All tiles, each with its flags: for a result that has a place for every tile."""
-    xp: Any = np if isinstance(flags.every, np.ndarray) else jnp
+    xp: Any = np if isinstance(flags.some, np.ndarray) else jnp
     some, every = _of_all(flags.some, flags.every)
     rows, columns = some.shape[1:]
     place = (xp.arange(rows)[:, None] << _ROW_SHIFT) | (xp.arange(columns)[None] << _COLUMN_SHIFT)
