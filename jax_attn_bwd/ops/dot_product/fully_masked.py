@@ -30,8 +30,8 @@ def live_and_seen(mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups
     """(which queries see a key, `[..., K|1, G|1, T]`; which keys a query sees, `[..., K|1, S]`); None = all.
 
     Both are exact, and in memory linear in T and S: block after block of queries is held against all keys,
-    unless causality, windows and lengths alone decide; with a `mask_mod`, tile after tile of those that are
-    neither empty nor full.
+    unless causality, windows and lengths alone decide, or an array that is reduced as it lies; with a
+    `mask_mod`, tile after tile of those that are neither empty nor full.
     """
     if tells_by_index(mask, bias) or 0 in (T, S):
         live, seen = _by_index(mask, T, S, batch_rank)

@@ -5,6 +5,8 @@ indices, and what bounds tell of a `mask_mod` there, drop dead pairs from the li
 others are full nothing is compared, else every tile is mixed: its elements are compared one by one. Lengths,
 segments, positions, arrays of a `mask_mod` and mask arrays are known at run time only: they give each pair a
 live flag, and `lax.cond` skips dead ones. No loop has a traced trip count, so the scans have a reverse mode.
+A bias of -inf gives none here, as it does in kernels: on two cores, at 4,096 tokens, flags took 1.06 of the
+forward's time and 1.02 of a step's where a bias hid nothing.
 
 Parts of the queries that are a batch axis walk in step. At each step all have the same query tile i, and each
 a key tile j of its own list, or one that it does not see where its list is shorter than that of another. Of

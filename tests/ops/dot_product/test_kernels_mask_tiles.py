@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, interpreted, thorough
+from jax.sharding import AxisType
 from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 from ops.dot_product.test_kernels_tpu import SMALL, long_case, set_tiling
 from ops.dot_product.test_kernels_tpu_schedule import visited
@@ -181,3 +182,31 @@ def test_vmap_over_masks(implementation, monkeypatch, rng):
         rows = [jax.block_until_ready(jax.jit(step)(mask)) for mask in masks]
     for x, *expected in zip(got, *rows, strict=True):
         assert_close(x, jnp.stack(expected), 0.0)
+
+
+@thorough
+@pytest.mark.parametrize("array", ARRAYS)
+def test_on_shards_and_to_second_order(array, monkeypatch, rng):
+    """Each shard has tiles of its own batch entries and heads; derivatives of gradients are portable."""
+    set_tiling(monkeypatch, SMALL)
+    mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
+    q, k, dout = (jnp.asarray(rng.standard_normal((2, n, N, 8)), np.float32) for n in (T, S, T))
+    elements = np.stack([MASKS["of heads"](rng), MASKS["of heads"](rng)[:, ::-1]])
+    plane = jnp.asarray(given(array, elements)[array])
+
+    def step(implementation, q, k, dout, plane):
+        def gradients(q, k):
+            call = partial(dot_product_attention, **{array: plane}, implementation=implementation)
+            out, pullback = jax.vjp(call, q, k, k)
+            return out, *pullback(dout)
+
+        squares = lambda q, k: sum(jnp.sin(x).sum() for x in gradients(q, k))
+        return gradients(q, k), jax.grad(squares, (0, 1))(q, k)
+
+    expected = jax.jit(partial(step, "xla"))(q, k, dout, plane)
+    with pallas.interpreting("mosaic_tpu"), jax.set_mesh(mesh):
+        specs = jax.P("b", None, "n"), jax.P("b", None, "n"), jax.P("b", None, "n"), jax.P("b", "n")
+        placed = map(jax.device_put, (q, k, dout, plane), (jax.NamedSharding(mesh, x) for x in specs))
+        got = jax.jit(partial(step, "mosaic_tpu"))(*placed)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, 1e-5)
