@@ -3,9 +3,9 @@
 The portable tiles read and write their sums once a tile. XLA:GPU keeps a product's result in memory unless
 what follows is elementwise and read once, so bytes decide, and a strip has fewer of them:
 
-* Forward: a strip of rows holds all its keys, so its softmax needs no sums from elsewhere. Its logits are
-  formed twice: for the rows' maxima and sums, in one kernel, and again to end in the probabilities, rounded.
-  That is 12 bytes an element with what reads them, and would be 16 if the logits were read back.
+* Forward: a strip of rows holds all its keys, so its softmax needs no sums from elsewhere. Logits of narrow
+  factors are formed twice: for the rows' maxima and sums, in one kernel, and again to end in the
+  probabilities, rounded. That is 12 bytes an element with what reads them; read back, it would be 16.
 * Backward: a strip of keys holds all its rows, so dk and dv are whole. dq alone is summed over strips.
 * Backward: p = exp(logits - lse) ends the product that its logits come from, and dlogits that of dp. There p
   is taken as it stands in memory: XLA widens nothing at the end of a product. So p stays wide, and is rounded
@@ -107,7 +107,8 @@ def _attended(
     options: Options, q: Any, k: Any, v: Any, sink: Any, seen: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out, lse, lse_low) of rows that see these keys, and a sink, alone."""
-    m, l = _greatest_and_sum(_logits(options, q, k, seen))
+    logits = fusion.barrier(_logits(options, q, k, seen))
+    m, l = _greatest_and_sum(logits)
     if sink is not None:
         greatest = lax.stop_gradient(jnp.maximum(m, sink))
         shift = finite(greatest)
@@ -116,8 +117,12 @@ def _attended(
     m, l = finite(m), jnp.where(empty, 1, l)
     lse, low = online.log_sum(m, l)
     lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
-    q, k, m, l = map(fusion.barrier, (q, k, m, l))  # else XLA takes both products at once
-    p = fusion.barrier(jnp.exp(_logits(options, q, k, seen) - m).astype(v.dtype))
+    m, l = map(fusion.barrier, (m, l))
+    if q.dtype != l.dtype:
+        # Other barriers than of the first product: else XLA takes both at once. Two kernels need not round
+        # alike, which counts where one logit of 1e5 takes all, and factors are wide.
+        logits = _logits(options, fusion.barrier(q), fusion.barrier(k), seen)
+    p = fusion.barrier(jnp.exp(logits - m).astype(v.dtype))
     product = {"precision": options.precision, "preferred_element_type": l.dtype}
     out = jnp.einsum("...ts,...sh->...th", p, v, **product) / l
     return out.astype(q.dtype), lse, low
