@@ -53,6 +53,7 @@ LAYERS = (
         "ops/*/batching",
         "ops/*/edge_loops",
         "ops/*/edge_pieces",
+        "ops/*/edge_ties",
         "ops/*/reductions",
         "ops/graph/softmax",
     ),

@@ -42,18 +42,20 @@ from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_
 from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds, row_terms
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
 from jax_attn_bwd.ops.graph.edge_pieces import Home
+from jax_attn_bwd.ops.graph.edge_ties import tied_rows
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
 from jax_attn_bwd.ops.graph.plan import Loops, Plan
 from jax_attn_bwd.ops.graph.row_terms import Saved
 from jax_attn_bwd.ops.graph.spec import Cotangents, Operands, Residuals
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-from jax_attn_bwd.ops.graph.tables import factors, for_rows, gathered, tables, walked, whole
+from jax_attn_bwd.ops.graph.tables import edges_of, factors, for_rows, gathered, tables, walked, whole
 
 
 @partial(jax.jit, static_argnums=0)
 def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
     """Gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
+    graph, given = edges_of(plan, residuals.operands), residuals.operands
     if plan.on_every_device:
         result, cotangents = all_gathered((residuals.result, cotangents))
         residuals = Residuals(gathered(residuals.operands), result, residuals.wanted)
@@ -71,20 +73,21 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     else:
         result = residuals.result
         row: Any = result.lse if result.m is None else result.m
-        given = operands, result, cotangents
-        sums = _zeros(kind, need, t, row, operands.graph, given)
+        sums = _zeros(kind, need, t, row, graph, (operands, result, cotangents))
         if has_edges(operands.graph):
             saved = _walked(plan.loops, row_terms.saved(options, residuals, cotangents))
             t = walked(plan.loops, t)
-            sums = _source_pass(plan, kind, t, saved, operands.graph, sums, of_sources)
+            sums = _source_pass(plan, kind, t, saved, graph, sums, of_sources)
             if two_passes:
-                sums = sums._replace(dst=_destination_pass(plan, kind, t, operands.graph, sums))
+                sums = sums._replace(dst=_destination_pass(plan, kind, t, graph, sums))
     grads = kind.gradients(operands, sums, wanted)
     grads = {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
     if not plan.on_every_device:
         return grads
-    whole = "attention_weights"  # heads may be sharded; it has no axis of nodes or edges
-    return {name: x if name == whole else all_gathered(x) for name, x in grads.items()}
+    alone = "attention_weights"  # heads may be sharded; it has no axis of nodes or edges
+    grads = {name: x if name == alone else all_gathered(x) for name, x in grads.items()}
+    nodes = {"src", "dst", "value"} & set(grads) if plan.tied > 1 else ()
+    return grads | {name: tied_rows(grads[name], getattr(given, name)) for name in nodes}
 
 
 def _walked(loops: Loops, found: Saved) -> Saved:

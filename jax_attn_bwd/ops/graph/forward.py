@@ -32,16 +32,17 @@ from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Result
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-from jax_attn_bwd.ops.graph.tables import factors, gathered, tables, walked, whole
+from jax_attn_bwd.ops.graph.tables import edges_of, factors, gathered, tables, walked, whole
 
 
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> Result:
     """The outputs and row values of one entry of a batch."""
-    operands, options = gathered(operands) if plan.on_every_device else operands, plan.options
+    options, graph = plan.options, edges_of(plan, operands)
+    operands = gathered(operands) if plan.on_every_device else operands
     kind = kinds.of(options)
     t, like = tables(kind, operands), split_heads(operands.dst, options.num_heads)
-    found = (_sums_over_pieces if plan.pieces else _sums)(plan, t, operands.graph, like, operands)
+    found = (_sums_over_pieces if plan.pieces else _sums)(plan, t, graph, like, operands)
     out, m, l, weights = found
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)

@@ -31,17 +31,24 @@ class Loops:
     end_row: bool
 
     @classmethod
-    def of(cls, options: Options, operands: Operands, pieces: Pieces | None = None) -> "Loops":
-        """Decides from the shapes and the platform."""
+    def of(
+        cls, options: Options, operands: Operands, pieces: Pieces | None = None, tied: bool = False
+    ) -> "Loops":
+        """Decides from the shapes and the platform; groups that are cut, or tied, have a padding."""
         kind, graph = kinds.of(options), operands.graph
         elements, walks = kind.row_elements(operands), [graph.by_destination, graph.by_source]
         if pieces is not None:
             walks = [edge_pieces.share(graph, walk, pieces) for walk in walks]
         messages, sources = (edge_loops.grid(walk, elements) for walk in walks)
         single = adds_in_order() and all(walk.other.shape[1] == 1 for walk in walks)
-        filled = graph.exact and pieces is None and messages.count == sources.count == 1
+        filled = graph.exact and pieces is None and not tied and messages.count == sources.count == 1
         end_row = not (filled or (single and not kind.sums_whole_chunks))
         return cls(edge_loops.grid(walks[0], kind.score_elements(operands)), messages, sources, end_row)
+
+    @property
+    def has_none(self) -> bool:
+        """Whether every pass takes all groups at once."""
+        return all(isinstance(n, int) and n == 1 for n, _ in (self.scores, self.messages, self.sources))
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Plan:
       in_turn: whether the entries of the batch are computed one after the other.
       on_every_device: whether nodes and edges may lie on several devices of an Auto mesh. Then each device
         gathers them all: any edge may ask for any node, and each chunk of a loop would gather its own.
+      tied: how many devices of an Auto mesh may share the edges, as `edge_ties.py` has it; 1: none do.
       pieces: how devices cut the edges where nodes lie on several of an Explicit mesh; else None.
       loops: how the passes (over the edges of a piece) are cut into chunks.
       one_pass: whether the backward sums for the destinations in its pass by source: where a scatter adds in
@@ -68,6 +76,7 @@ class Plan:
     batch_rank: int
     in_turn: bool
     on_every_device: bool
+    tied: int
     pieces: Pieces | None
     loops: Loops
     one_pass: bool
@@ -77,14 +86,18 @@ class Plan:
         """Decides from the shapes, the mesh and the platform."""
         spread = (operands.src, operands.dst, operands.value, operands.edge)
         pieces = edge_pieces.of_nodes(operands)
+        devices = 1 if pieces else max(auto_devices(x) for x in spread if x is not None)
+        batch_rank = batch_axes.batch_rank(operands)
+        loops = Loops.of(options, operands, pieces, tied=devices > 1 and not batch_rank)
         return cls(
             options,
             implementation,
             return_residual,
-            batch_axes.batch_rank(operands),
+            batch_rank,
             batch_axes.one_after_another(),
-            any(auto_devices(x) > 1 for x in spread if x is not None),
+            devices > 1,
+            devices if loops.has_none and not batch_rank else 1,
             pieces,
-            Loops.of(options, operands, pieces),
+            loops,
             adds_in_order() and operands.graph.run_owners is None,
         )

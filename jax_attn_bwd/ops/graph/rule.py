@@ -20,6 +20,7 @@ from jax_attn_bwd.ops.graph import backward as portable_backward
 from jax_attn_bwd.ops.graph import forward as portable_forward
 from jax_attn_bwd.ops.graph import tangent as written_tangent
 from jax_attn_bwd.ops.graph.batch_axes import RANKS
+from jax_attn_bwd.ops.graph.edge_ties import tied_rows
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import (
     DIFFERENTIABLE,
@@ -130,9 +131,11 @@ def _returned(plan: Plan) -> list[str]:
     return [name for name, is_asked in asked.items() if is_asked]
 
 
-def _outputs(plan: Plan, result: Result) -> Any:
-    out = result.out if plan.options.concat_heads else result.mean
-    found = {"out": out, "weights": result.weights, "lse": result.lse}
+def _outputs(plan: Plan, operands: Operands, result: Result) -> Any:
+    out, lse = result.out if plan.options.concat_heads else result.mean, result.lse
+    if plan.tied > 1:
+        out, lse = (tied_rows(x, operands.dst) for x in (out, lse))
+    found = {"out": out, "weights": result.weights, "lse": lse}
     outputs = tuple(found[name] for name in _returned(plan))
     return outputs if len(outputs) > 1 else out
 
@@ -140,7 +143,7 @@ def _outputs(plan: Plan, result: Result) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(plan: Plan, operands: Operands):
     operands = fusion.computed_once(operands, DIFFERENTIABLE)
-    return _outputs(plan, forward_of(plan)(plan, operands))
+    return _outputs(plan, operands, forward_of(plan)(plan, operands))
 
 
 def _fwd(plan, operands):
@@ -152,7 +155,7 @@ def _fwd(plan, operands):
         l=checkpoint_name(result.l, "attention_lse"),
     )
     saved = result._replace(mean=None, lse=None)
-    return _outputs(plan, result), (operands, saved, backend.note(wanted, DIFFERENTIABLE))
+    return _outputs(plan, operands, result), (operands, saved, backend.note(wanted, DIFFERENTIABLE))
 
 
 def _bwd(plan, residuals, cotangents):
@@ -169,7 +172,8 @@ def _bwd(plan, residuals, cotangents):
 def _jvp(plan, residuals, along):
     operands, result, _ = residuals
     tangents = along[0]._replace(graph=None)
-    return _outputs(plan, _over_entries(written_tangent.tangent, plan, operands, tangents, result=result))
+    found = _over_entries(written_tangent.tangent, plan, operands, tangents, result=result)
+    return _outputs(plan, operands, found)
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -13,9 +13,11 @@ from jax_attn_bwd._core.sharding import all_gathered, auto_devices
 from jax_attn_bwd._core.sharding import gathered as gathered_along
 from jax_attn_bwd.ops.graph import edge_pieces
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, take
+from jax_attn_bwd.ops.graph.edge_ties import tied_edges
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, heads_of, split_heads
-from jax_attn_bwd.ops.graph.plan import Loops
+from jax_attn_bwd.ops.graph.plan import Loops, Plan
 from jax_attn_bwd.ops.graph.spec import Operands, Options
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
 def tables(kind: Kind, operands: Operands) -> Tables:
@@ -41,6 +43,11 @@ def along(kind: Kind, operands: Operands, tangents: Operands, t: Tables) -> Tabl
         value = tangents.src if operands.value is None else tangents.value
         message = heads_of(value, kind.options.num_kv_heads)
     return t._replace(src=src, dst=dst, message=message, edge=edge, a=a)
+
+
+def edges_of(plan: Plan, operands: Operands) -> BipartiteCSC:
+    """The graph as the passes walk over it."""
+    return tied_edges(operands, plan.tied) if plan.tied > 1 else operands.graph
 
 
 def gathered(operands: Operands) -> Operands:

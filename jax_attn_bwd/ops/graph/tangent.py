@@ -44,10 +44,11 @@ from jax_attn_bwd.ops.graph.tables import factors
 @partial(jax.jit, static_argnums=0)
 def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> Result:
     """The tangents of what one entry of a batch returns; None in `tangents` is zero."""
+    graph = tables.edges_of(plan, operands)
     if plan.on_every_device:
         operands, tangents = map(tables.gathered, (operands, tangents))
         result = all_gathered(result)
-    options, graph, kind = plan.options, operands.graph, kinds.of(plan.options)
+    options, kind = plan.options, kinds.of(plan.options)
     assert result.m is not None is not result.l  # the forward left them
     t, out = tables.tables(kind, operands), split_heads(result.out, options.num_heads)
     saved = _saved(kind, t, operands, result, tangents)
@@ -60,7 +61,7 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
 
     dtype, dweights = operands.src.dtype, None
     if ds is not None:
-        dweights = _of_weights(graph, result.weights, ds, unsharded(mu, 0)).astype(dtype)
+        dweights = _of_weights(operands.graph, result.weights, ds, unsharded(mu, 0)).astype(dtype)
     mean = None if options.concat_heads else dout.mean(1).astype(dtype)
     along = Result(merge_heads(dout).astype(dtype), mean, dweights, mu, None, None)
     return all_gathered(along) if plan.on_every_device else along

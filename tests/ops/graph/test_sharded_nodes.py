@@ -1,4 +1,7 @@
-"""Nodes of a graph over 8 virtual devices of an Explicit mesh: same numbers, work and sums shared evenly."""
+"""Nodes of a graph over 8 virtual devices: same numbers, work and sums shared evenly.
+
+On an Explicit mesh, and on an Auto mesh where no pass has a loop.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -59,13 +62,14 @@ def program(kind, options, cts):
 
 def placed_like(x, other):
     sharding = jax.typeof(other).sharding
-    return x if sharding.mesh.empty else jax.sharding.reshard(x, sharding)
+    explicit = not sharding.mesh.empty and AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(x, sharding) if explicit else x
 
 
-def on_mesh(shape, specs, arrays):
+def on_mesh(shape, specs, arrays, axis_type=AxisType.Explicit):
     """(mesh, arrays); `specs` by name, else whole."""
     names = ("x", "y")[: len(shape)]
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
     put = lambda name, x: jax.device_put(x, NamedSharding(mesh, specs.get(name, P(*(None,) * x.ndim))))
     return mesh, {name: put(name, x) for name, x in arrays.items()}
 
@@ -159,10 +163,64 @@ def test_chunks_runs_and_groups(kind, width, form):
     assert inside == 0
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("hub", marks=thorough)])
-def test_work_is_shared(name):
+AUTO_CASES = [
+    pytest.param(kind, layout, rich, marks=[thorough] * ((kind, layout, rich) != ("gat", "both", False)))
+    for kind in FUNCTIONS
+    for layout in ("both", "destinations", "heads", "two axes")
+    for rich in (False, True)
+    if layout == "both" or not rich
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "rich"), AUTO_CASES)
+def test_auto_axes(kind, layout, rich):
+    """The partitioner cuts the edges as it cuts the nodes; each array is gathered once."""
+    (shape, of_sources, of_destinations), graph = LAYOUTS[layout], graph_of("room")
+    arrays, rng = arrays_of(kind, rich, graph.capacity), np.random.default_rng(2)
+    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(0)} if rich else {}
+    options |= {"return_attention_weights": rich, "return_residual": rich}
+    outs = jax.eval_shape(lambda: FUNCTIONS[kind][0](graph, **arrays, num_heads=H, **options))
+    cts = [jnp.asarray(rng.standard_normal(x.shape)) for x in jax.tree.leaves(outs)]
+    expected = program(kind, options, cts)(graph, arrays)
+    specs = dict.fromkeys(("src", "key", "value"), of_sources)
+    specs |= dict.fromkeys(("dst", "query"), of_destinations)
+    mesh, placed = on_mesh(shape, specs, arrays, AxisType.Auto)
+    with jax.set_mesh(mesh):
+        compiled = program(kind, options, cts).lower(graph, placed).compile()
+        got = compiled(graph, placed)
+    assert_trees_close(got, expected, 1e-12)
+    assert got["output 0"].sharding.spec[0] == of_destinations[0]
+    counted = collectives(compiled)
+    if not rich:
+        assert counted.pop("all-gather") <= 4, counted
+        assert sum(counted.values()) <= 4, counted
+
+
+@thorough
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_batch_over_auto_axes_exchanges_nothing(mapped):
+    graph, x = graph_of("plain"), jnp.asarray(np.random.default_rng(0).standard_normal((8, SOURCES, H * D)))
+    call = lambda x: graph_attention_v2(graph, x, None, jnp.ones(H * D), num_heads=H)
+    step = lambda x: jax.value_and_grad(lambda x: (jax.vmap(call) if mapped else call)(x).std())(x)[1]
+    mesh, placed = on_mesh((8,), {"x": P("x")}, {"x": x}, AxisType.Auto)
+    expected = jax.jit(step, compiler_options=QUICK)(x)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda x: step(x), compiler_options=QUICK).lower(placed["x"]).compile()
+        assert_trees_close({"x": compiled(placed["x"])}, {"x": expected}, 1e-12)
+    assert set(collectives(compiled)) <= {"all-reduce"}  # of the loss
+
+
+@pytest.mark.parametrize(
+    ("name", "axis_type"),
+    [
+        pytest.param(n, t, marks=[thorough] * ((n, t) != ("hub", AxisType.Auto)))
+        for n in ("plain", "hub")
+        for t in (AxisType.Auto, AxisType.Explicit)
+    ],
+)
+def test_work_is_shared(name, axis_type):
     """Each of 8 devices does at most 1.5 times an eighth, also where all edges lead into one node."""
-    rng, nodes, edges = np.random.default_rng(0), 64, 4096
+    rng, nodes, edges = np.random.default_rng(0), 64, 16384
     dst = np.full(edges, 5) if name == "hub" else rng.integers(0, nodes, edges)
     graph = BipartiteCSC.from_coo(rng.integers(0, nodes, edges), dst, nodes, nodes)
     x, a = jnp.asarray(rng.standard_normal((nodes, H * D))), jnp.ones(H * D)
@@ -172,7 +230,7 @@ def test_work_is_shared(name):
         compiled = jax.jit(lambda x: step(x), compiler_options=QUICK).lower(x).compile()
         return compiled.cost_analysis()["flops"]
 
-    mesh, placed = on_mesh((8,), {"x": P("x", None)}, {"x": x})
+    mesh, placed = on_mesh((8,), {"x": P("x", None)}, {"x": x}, axis_type)
     alone = flops(x)
     with jax.set_mesh(mesh):
         assert flops(placed["x"]) < 1.5 / 8 * alone
