@@ -27,14 +27,15 @@ def finite(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-def in_two_parts(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Numbers of a narrower `dtype` that add up to `x`, float32, but for its last bits; cut off, not rounded.
+def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
+    """What rounding to a narrower `dtype` takes from `x`, float32, in that dtype, and without a derivative.
 
-    By the bits, since XLA:GPU takes a conversion there and back for nothing. The first has the derivative.
+    Rounded by the bits, as XLA:GPU takes a conversion there and back for nothing.
     """
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << (23 - jnp.finfo(dtype).nmant)))
-    low = lax.stop_gradient(x - lax.bitcast_convert_type(bits, jnp.float32))
-    return (x - low).astype(dtype), low.astype(dtype)
+    cut = 23 - jnp.finfo(dtype).nmant
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    bits = (bits + (1 << (cut - 1)) - 1 + (bits >> cut & 1)) & -(1 << cut)
+    return lax.stop_gradient(x - lax.bitcast_convert_type(bits, jnp.float32)).astype(dtype)
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:

@@ -20,13 +20,13 @@ References:
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
 from jax_attn_bwd._core.pallas import opaque
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd._core.slicing import put_at, take_at
@@ -73,14 +73,19 @@ def _tiled(plan: Plan, operands: Operands) -> Result:
     w = tile_operands(plan, operands)
     visits = tile_schedule.visits(w.mask, plan.tiling)
     state = online.initial(w.q, w.v.shape[-1], _sink_of_rows(operands, w), operands)
+    rounds = plan.tiling.product_dtype != state.acc.dtype and row_terms.keeps_low(plan.options, operands)
+    sums = _Sums(state, jnp.zeros_like(state.acc) if rounds else None)
     if visits.i.shape[0] != 0:
-        whole = row_terms.keeps_low(plan.options, operands)
-        body, tiles = tile_schedule.loop(partial(_step, plan, w, visits.mixed, whole), visits)
-        state, _ = lax.scan(body, state, tiles)
+        body, tiles = tile_schedule.loop(partial(_step, plan, w, visits.mixed), visits)
+        sums, _ = lax.scan(body, sums, tiles)
+    state, lost = sums
     T = operands.query.shape[-3]
     may_be_empty = w.live is not None or not isinstance(T, int) or T % plan.tiling.block_q != 0
     out, lse, low = online.finished(state, may_be_empty)
-    out, out_low = row_terms.in_two(plan.options, operands, layout.merge_heads(out)[..., :T, :, :])
+    whole_rows = lambda x: layout.merge_heads(x)[..., :T, :, :]
+    if lost is not None:
+        lost = whole_rows(online.finished(state._replace(acc=lost), may_be_empty)[0])
+    out, out_low = row_terms.in_two(plan.options, operands, whole_rows(out), lost)
     lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
     return Result(out, lse, low, out_low)
 
@@ -92,20 +97,27 @@ def _sink_of_rows(operands: Operands, w: TileOperands) -> jax.Array | None:
     return operands.sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
 
 
-def _step(plan, w, mixed, whole, state, visit):
+class _Sums(NamedTuple):
+    """What the walk keeps."""
+
+    state: State
+    lost: jax.Array | None  # what rounding p takes from `state.acc`; no one reads it but gradients that ask
+
+
+def _step(plan, w, mixed, sums, visit):
     """Folds key tile j into the rows of query tile i."""
     i, j, live = visit
     q = (i, plan.tiling.block_q)
-    blocks = State(acc={-2: q}, m={-1: q}, l={-1: q})
-    rows = State(*map(take_at, state, blocks))
-    update = jax.checkpoint(partial(_update, plan, w, mixed=mixed, whole=whole), prevent_cse=False)
+    blocks = _Sums(State(acc={-2: q}, m={-1: q}, l={-1: q}), None if sums.lost is None else {-2: q})
+    rows = jax.tree.map(take_at, sums, blocks)
+    update = jax.checkpoint(partial(_update, plan, w, mixed=mixed), prevent_cse=False)
     skip = lambda rows, i, j: rows
     rows = update(rows, i, j) if live is None else lax.cond(live, update, skip, rows, i, j)
-    return State(*map(put_at, state, rows, blocks)), None
+    return jax.tree.map(put_at, sums, rows, blocks), None
 
 
-def _update(plan, w, rows, i, j, *, mixed, whole):
-    options = plan.options
+def _update(plan, w, sums, i, j, *, mixed):
+    options, (rows, lost) = plan.options, sums
     q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
     logits, _ = soft_capped(options, scaled_product(options, q, k, rows.l.dtype))
     if bias is not None:
@@ -119,5 +131,7 @@ def _update(plan, w, rows, i, j, *, mixed, whole):
     if w.counters is not None:
         p = p * dropping.of_tile(options, plan.tiling, w.counters, i, j, p.dtype)
     product = {"precision": options.precision, "preferred_element_type": p.dtype}
-    pv = row_terms.times_values("...gts,...sh->...gth", p, v, whole, **product)
-    return State(rows.acc * decay[..., None] + pv, m, l)
+    add = lambda acc, p: acc * decay[..., None] + jnp.einsum("...gts,...sh->...gth", p, v, **product)
+    if lost is not None:
+        lost = add(lost, lost_to(v.dtype, p))
+    return _Sums(State(add(rows.acc, p.astype(v.dtype)), m, l), lost)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite, lost_to, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import einsum
 from jax_attn_bwd.ops.dot_product import dropping, layout, masking, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.logits import soft_capped
@@ -138,10 +138,13 @@ def forward(plan: Plan, operands: Operands) -> Result:
     lse, low = log_sum(m, l)
     if empty is not None:
         lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
-    low_counts, e = row_terms.keeps_low(plan.options, operands), whole.dropped(e)
-    out = row_terms.times_values("...kgts,...ksh->...kgth", e, whole.v, low_counts, **whole.product) / l
+    e, v, lost = whole.dropped(e), whole.v, None
+    times_v = lambda e: einsum("...kgts,...ksh->...kgth", e, v, **whole.product) / l
+    out = times_v(e.astype(v.dtype))
+    if v.dtype != e.dtype and row_terms.keeps_low(plan.options, operands):
+        lost = layout.merge_heads(times_v(lost_to(v.dtype, e)))
     lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))
-    out, out_low = row_terms.in_two(plan.options, operands, layout.merge_heads(out))
+    out, out_low = row_terms.in_two(plan.options, operands, layout.merge_heads(out), lost)
     return Result(out, lse, low, out_low)
 
 

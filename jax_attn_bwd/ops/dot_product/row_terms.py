@@ -9,38 +9,29 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion
-from jax_attn_bwd._core.numerics import accumulator_dtype, in_two_parts, reduce_to, to_rank
-from jax_attn_bwd._core.sharding import einsum
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import fully_masked
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
-def in_two(options: Options, operands: Operands, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """`out` in the dtype of the operands, and what rounding took from it if `keeps_low`."""
+def in_two(
+    options: Options, operands: Operands, out: jax.Array, lost: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`out` in the dtype of the operands, and if `keeps_low` what rounding took from it, `lost` included."""
     dtype = operands.query.dtype
     if not keeps_low(options, operands):
         return out.astype(dtype), None
     narrow = fusion.rounded(out, dtype)
-    return narrow, (out - narrow.astype(out.dtype)).astype(narrow.dtype)
-
-
-def times_values(equation: str, p: jax.Array, v: jax.Array, whole: bool, **product: Any) -> jax.Array:
-    """`einsum(equation, p, v)`, p rounded to the dtype of `v`; with `whole`, two numbers for each of p.
-
-    Where `keeps_low`: the p of the backward are rounded in another way, or not, so that rounding them is an
-    error of delta, too.
-    """
-    if not whole or v.dtype == p.dtype:
-        return einsum(equation, p.astype(v.dtype), v, **product)
-    first, rest = (einsum(equation, part, v, **product) for part in in_two_parts(p, v.dtype))
-    return first + rest
+    low = out - narrow.astype(out.dtype)
+    return narrow, (low if lost is None else low + lost).astype(dtype)
 
 
 def keeps_low(options: Options, operands: Operands) -> bool:
     """Whether what rounding takes from `out` counts.
 
     An error of delta is one of the whole row of (8). The gradients of bias and of what a score reads sum it
-    over the row, and would be wrong by several times what the plain formula is.
+    over the row, and would be wrong by several times what the plain formula is. So does what rounding takes
+    from p, where it is a factor in a narrow dtype: the backward's p are not rounded alike.
     """
     dtype = operands.query.dtype
     is_narrow = accumulator_dtype(dtype) != dtype
