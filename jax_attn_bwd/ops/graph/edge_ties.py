@@ -4,7 +4,8 @@ The edges of a pass are tied to the rows of the nodes, part by part: an addition
 partitioner shard both alike. If nodes are sharded, each device has a part of the edges, and what a pass sums
 by node is one all-reduce. If they are not, but heads are, or nothing is, nothing changes.
 
-A loop over chunks of edges would hold an exchange at every step: ties are for passes without one.
+A loop over chunks of edges would hold an exchange at every step, and so would running sums of sorted edges:
+ties are for passes without a loop, where a scatter adds in order.
 """
 
 import math

@@ -88,7 +88,8 @@ class Plan:
         pieces = edge_pieces.of_nodes(operands)
         devices = 1 if pieces else max(auto_devices(x) for x in spread if x is not None)
         batch_rank = batch_axes.batch_rank(operands)
-        loops = Loops.of(options, operands, pieces, tied=devices > 1 and not batch_rank)
+        may_be_tied = devices > 1 and not batch_rank and adds_in_order()
+        loops = Loops.of(options, operands, pieces, may_be_tied)
         return cls(
             options,
             implementation,
@@ -96,7 +97,7 @@ class Plan:
             batch_rank,
             batch_axes.one_after_another(),
             devices > 1,
-            devices if loops.has_none and not batch_rank else 1,
+            devices if may_be_tied and loops.has_none else 1,
             pieces,
             loops,
             adds_in_order() and operands.graph.run_owners is None,

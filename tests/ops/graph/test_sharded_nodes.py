@@ -18,7 +18,7 @@ from ops.graph.calls import FUNCTIONS
 from parallel.exchanges import loops_and_collectives_in_them
 
 from jax_attn_bwd import BipartiteCSC, graph_attention, graph_attention_v2, graph_attention_v2_bwd
-from jax_attn_bwd.ops.graph import edge_groups, edge_loops, edge_pieces
+from jax_attn_bwd.ops.graph import edge_groups, edge_loops, edge_pieces, plan
 
 SOURCES, DESTINATIONS, EDGES, ROOM, H, D = 16, 8, 70, 90, 4, 4
 NODES = ("src", "dst", "query", "key", "value")
@@ -194,6 +194,24 @@ def test_auto_axes(kind, layout, rich):
     if not rich:
         assert counted.pop("all-gather") <= 4, counted
         assert sum(counted.values()) <= 4, counted
+
+
+@thorough
+def test_auto_axes_off_the_cpu(monkeypatch):
+    """Edges that are summed in a fixed order are not cut: each array is gathered once, and nothing else."""
+    graph, arrays = graph_of("hub"), arrays_of("gatv2", False, EDGES)
+    ct = [jnp.asarray(np.random.default_rng(2).standard_normal((DESTINATIONS, H * D)))]
+    expected = program("gatv2", {}, ct)(graph, arrays)
+    jax.clear_caches()
+    for module in (edge_loops, plan):
+        monkeypatch.setattr(module, "adds_in_order", lambda: False)
+    mesh, placed = on_mesh((8,), {name: P("x", None) for name in NODES}, arrays, AxisType.Auto)
+    with jax.set_mesh(mesh):
+        compiled = program("gatv2", {}, ct).lower(graph, placed).compile()
+        assert_trees_close(compiled(graph, placed), expected, 1e-12)
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert set(collectives(compiled)) == {"all-gather"}
 
 
 @thorough
