@@ -47,9 +47,7 @@ class Tiling:
     is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
     in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
-    head_slices: int = (
-        0  # strips hold batch and heads in one axis, cut into so many; 0 = in axes of their own
-    )
+    head_slices: int = 0  # of batch and heads, one axis of strips; 0 = they have axes of their own
 
     @classmethod
     def default_for(cls, operands: Operands, sizes: Sizes) -> "Tiling":
