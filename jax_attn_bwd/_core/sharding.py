@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 def _type(x: Any) -> jax.core.ShapedArray:
@@ -104,9 +104,32 @@ def unsharded(x: jax.Array, axis: int) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
 
 
+def mesh_of(*arrays: jax.Array) -> AbstractMesh:
+    """The mesh that arrays lie on: the ambient one, else that of the first whose type has one; maybe empty.
+
+    Of arrays that `jax.device_put` brought onto a mesh types know it, and those of what is computed of them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    for x in arrays:
+        mesh = jax.typeof(x).sharding.mesh if mesh.empty else mesh
+    return mesh
+
+
+def types_of(function: Callable[..., Any], *operands: Any) -> Any:
+    """What `jax.eval_shape` gives, which forgets a mesh of Auto axes: here results tell it as arrays do."""
+    traced = jax.jit(function).trace(*operands)
+    leaves, tree = jax.tree.flatten(traced.out_info)
+    known = (aval.sharding for aval in traced.jaxpr.out_avals)
+    told = (
+        x.update(sharding=sharding) if set(sharding.mesh.axis_types) == {AxisType.Auto} else x
+        for x, sharding in zip(leaves, known, strict=True)
+    )
+    return jax.tree.unflatten(tree, told)
+
+
 def auto_devices(x: jax.Array) -> int:
     """The number of devices over which Auto axes of the mesh may shard `x`; 1 inside `jax.shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh_of(x)
     known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if mesh.empty or AxisType.Manual in mesh.axis_types or (known and len(x.sharding.device_set) == 1):
         return 1
@@ -114,16 +137,22 @@ def auto_devices(x: jax.Array) -> int:
     return math.prod(n for n, kind in sizes if kind == AxisType.Auto)
 
 
-def gathered(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with all of `axis` on every device of an Auto mesh; its other axes stay; under `jax.jit`."""
+def gathered(x: jax.Array, axis: int, others: Any = ()) -> jax.Array:
+    """`x` with all of `axis` on every device of an Auto mesh; its other axes stay; under `jax.jit`.
+
+    The mesh is that of `x`, or else of `others`, arrays that are computed with it; without one `x` is whole.
+    """
+    mesh = mesh_of(x, *jax.tree.leaves(others))
+    if mesh.empty:
+        return x
     spec = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in explicit_spec(x)]
     spec[axis] = None
-    return lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def all_gathered(tree: Any) -> Any:
     """The arrays of `tree`, each with all of its first axis on every device; see `gathered`."""
-    return jax.tree.map(lambda x: gathered(x, 0) if x.ndim else x, tree)
+    return jax.tree.map(lambda x: gathered(x, 0, tree) if x.ndim else x, tree)
 
 
 def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> jax.Array:

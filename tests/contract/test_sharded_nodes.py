@@ -66,19 +66,20 @@ def test_nodes_and_edges(name, jitted, small_chunks):
     ct = jnp.asarray(rng.standard_normal(jax.eval_shape(lambda: call(graph, **arrays)).shape))
     expected = jax.jit(step, compiler_options=QUICK)(arrays, ct)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        rows = NamedSharding(mesh, P("x"))
-        placed = {n: jax.device_put(x, rows) if x.ndim > 1 else x for n, x in arrays.items()}
-        placed_ct = jax.device_put(ct, rows)
-        if jitted:
-            compiled = jax.jit(step, compiler_options=QUICK).lower(placed, placed_ct).compile()
-            loops, inside = loops_and_collectives_in_them(compiled)
-            counted = collectives(compiled)
-            assert loops >= least
-            assert inside == 0
-            assert sum(counted.values()) <= 1 + sum(x.ndim > 1 for x in arrays.values()), counted
-            step = compiled
-        got = step(placed, placed_ct)
+    rows = NamedSharding(mesh, P("x"))
+    placed = {n: jax.device_put(x, rows) if x.ndim > 1 else x for n, x in arrays.items()}
+    placed_ct = jax.device_put(ct, rows)
+    if jitted:  # arrays alone tell of the mesh
+        compiled = jax.jit(step, compiler_options=QUICK).lower(placed, placed_ct).compile()
+        loops, inside = loops_and_collectives_in_them(compiled)
+        counted = collectives(compiled)
+        assert loops >= least
+        assert inside == 0
+        assert sum(counted.values()) <= 1 + sum(x.ndim > 1 for x in arrays.values()), counted
+        got = compiled(placed, placed_ct)
+    else:
+        with jax.set_mesh(mesh):
+            got = step(placed, placed_ct)
     assert_close(got[0], expected[0], 1e-12, "out")
     for n in arrays:
         assert_close(got[1][n], expected[1][n], 1e-12, n)

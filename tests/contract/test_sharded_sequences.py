@@ -100,6 +100,11 @@ def small_tiles(monkeypatch):
     jax.clear_caches()
 
 
+def around(mesh, kind):
+    """What a step is traced in: on Auto axes nobody sets the mesh, and arrays alone tell of it."""
+    return jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext()
+
+
 def inputs(case):
     """(arguments, options, names of the differentiated, cotangents) with a batch of 2."""
     given, options, _, _ = CASES[case]
@@ -144,12 +149,12 @@ def test_a_step(case, layout, kind, small_tiles):
     *_, of_rows, beyond = CASES[case]
     specs = specs | of_rows if "query" in specs else specs
     mesh = jax.make_mesh(sizes, ("b", "t", "n"), axis_types=(kind,) * 3)
-    with jax.set_mesh(mesh):
-        placed = {
-            name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in arrays.items()
-        }
-        rows = specs.get("query", P())
-        placed_cts = tuple(jax.device_put(ct, NamedSharding(mesh, rows)) for ct in cts)
+    rows = specs.get("query", P())
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in arrays.items()
+    }
+    placed_cts = tuple(jax.device_put(ct, NamedSharding(mesh, rows)) for ct in cts)
+    with around(mesh, kind):
         compiled = step.lower(placed, placed_cts).compile()
         out, lse, grads = compiled(placed, placed_cts)
 
@@ -172,12 +177,16 @@ def test_a_step(case, layout, kind, small_tiles):
     assert sum(counted.values()) <= gathers + reductions + beyond, counted
 
 
-def test_devices_share_causal_work_evenly(small_tiles):
+@pytest.mark.parametrize("by_arrays", [False, True], ids=["ambient mesh", "mesh of arrays"])
+def test_devices_share_causal_work_evenly(by_arrays, small_tiles):
     """Each has an eighth of the tiles that a causal mask leaves: of 16 x 8 tiles 72."""
-    x = jax.ShapeDtypeStruct((2, T, N, H), jnp.float32)
+    mesh = jax.make_mesh((8,), ("t",), axis_types=(AUTO,))
+    x = jax.ShapeDtypeStruct(
+        (2, T, N, H), jnp.float32, sharding=NamedSharding(mesh, P(None, "t")) if by_arrays else None
+    )
     attend = lambda x: dot_product_attention(x, x, x, is_causal=True)
-    with jax.set_mesh(jax.make_mesh((8,), ("t",), axis_types=(AUTO,))):
-        steps = str(jax.make_jaxpr(jax.grad(lambda x: attend(x).sum()))(x))
+    with contextlib.nullcontext() if by_arrays else jax.set_mesh(mesh):
+        steps = str(jax.jit(jax.grad(lambda x: attend(x).sum())).trace(x).jaxpr)
     assert re.findall(r"length=(\d+)", steps) == ["9", "9"]
     rows = [masking.Tokens(8, origin=Pieces(8, folded=True).origins(device, 8)) for device in range(8)]
     some = [masking.of_tiles(Mask(is_causal=True), tokens, masking.Tokens(T), 4, 8)[0] for tokens in rows]
@@ -208,7 +217,7 @@ def test_functions_of_rows_and_columns(layout, kind, small_tiles):
     given = {name: arrays[name] for name in names}
     expected = step(given, slopes)
     mesh = jax.make_mesh(LAYOUTS[layout][0], ("b", "t", "n"), axis_types=(kind,) * 3)
-    with jax.set_mesh(mesh):
+    with around(mesh, kind):
         placed = {name: jax.device_put(x, NamedSharding(mesh, ALL[name])) for name, x in given.items()}
         compiled = step.lower(placed, slopes).compile()
         value, (grads, dslopes) = compiled(placed, slopes)
@@ -238,7 +247,7 @@ def test_second_order_and_vmap(kind, small_tiles):
     find = jax.jit(jax.grad(loss), compiler_options=QUICK)
     expected = find(given, queries)
     mesh = jax.make_mesh((8,), ("t",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
+    with around(mesh, kind):
         rows = NamedSharding(mesh, P(None, "t"))
         placed = tuple(jax.device_put(x, rows) for x in given)
         got = find(placed, jax.device_put(queries, NamedSharding(mesh, P(None, None, "t"))))
@@ -294,7 +303,7 @@ def test_queries_of_deformable_attention(layout, kind):
     sizes = (2, 2, 2) if layout == "queries-BxQxM" else (1, 8, 1)
     specs = QUERIES | {"value": P("b", "t" if layout == "pixels" else None, "n")}
     mesh = jax.make_mesh(sizes, ("b", "t", "n"), axis_types=(kind,) * 3)
-    with jax.set_mesh(mesh):
+    with around(mesh, kind):
         placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
         rows = NamedSharding(mesh, P("b", "t", "n"))
         placed_ct = jax.device_put(ct, rows)
@@ -356,7 +365,7 @@ def test_tokens_of_the_multi_head_layer(layout, kind, small_tiles):
     ct, step = draw(2, T, 16)(rng), jax.jit(step, compiler_options=QUICK)
     expected = step(arrays, ct)
     mesh = jax.make_mesh(sizes, ("b", "t", "n"), axis_types=(kind,) * 3)
-    with jax.set_mesh(mesh):
+    with around(mesh, kind):
         rows, specs = NamedSharding(mesh, P("b", "t")), {"x": P("b", "t")} | placement
         placed = {
             name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in arrays.items()

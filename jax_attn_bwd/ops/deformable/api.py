@@ -55,9 +55,8 @@ def multi_scale_deformable_attention(
     NaN and an infinite one among them, is skipped: it adds 0 and has gradient 0.
 
     Over several devices batch, heads and queries may be sharded; the gradient of the value is summed once. On
-    Auto axes call it within `jax.set_mesh(mesh)`, or else it is summed at every point; there, unless the
-    batch is a multiple of the devices, the backward holds it once for each device until it is summed. A value
-    split along its pixels is gathered.
+    Auto axes, unless the batch is a multiple of the devices, the backward holds it once for each device until
+    it is summed. A value split along its pixels is gathered.
 
     Args:
       value: `[B, S, M, D]`, floating: the levels one after the other, each row by row. Or a sequence

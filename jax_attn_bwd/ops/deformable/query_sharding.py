@@ -50,7 +50,7 @@ def _pieces(operands: Operands) -> Pieces | None:
 
 def _with_all_pixels(pieces: Pieces, operands: Operands) -> Operands:
     """`operands` whose value is whole on every device."""
-    return operands if pieces.mesh_axes else operands._replace(value=gathered(operands.value, 1))
+    return operands if pieces.mesh_axes else operands._replace(value=gathered(operands.value, 1, operands))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -90,7 +90,7 @@ def dot_product_attention(
 
     Over several devices batch and heads may be sharded, and nothing is exchanged but the gradients of what
     they share. Sequences may be sharded, too; the page "Sharding" tells what that costs on Explicit and on
-    Auto meshes (call it within `jax.set_mesh(mesh)` there), and when to take `jax_attn_bwd.parallel`.
+    Auto meshes, and when to take `jax_attn_bwd.parallel`.
 
     Shapes: `...` any number of batch axes, T query length, S key length, N query heads, K key/value
     heads (N a multiple of K: query head n uses key head n // (N / K)), H head size, Hv value head size.

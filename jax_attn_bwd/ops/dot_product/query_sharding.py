@@ -87,7 +87,8 @@ def _with_gathered_keys(plan: Plan, operands: Operands) -> Operands:
     if plan.pieces is None or plan.pieces.mesh_axes:
         return operands
     keys = operands.along("s")
-    return operands.with_arrays({name: gathered(operands.array(name), keys[name]) for name in keys})
+    whole = {name: gathered(operands.array(name), axis, operands.query) for name, axis in keys.items()}
+    return operands.with_arrays(whole)
 
 
 def _divided(plan: Plan, operands: Operands) -> tuple[dict[str, Any], dict[str, Any]]:

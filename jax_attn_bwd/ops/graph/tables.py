@@ -57,7 +57,7 @@ def gathered(operands: Operands) -> Operands:
     """
     a, mask = operands.attention_weights, operands.dropout_mask
     others = all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
-    mask = None if mask is None else gathered_along(mask, 1)
+    mask = None if mask is None else gathered_along(mask, 1, operands)
     return others._replace(attention_weights=a, dropout_mask=mask)
 
 

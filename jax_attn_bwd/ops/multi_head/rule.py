@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, fusion
 from jax_attn_bwd._core.forward_mode import Rule, both_modes
-from jax_attn_bwd._core.sharding import runs_in_shard_map
+from jax_attn_bwd._core.sharding import runs_in_shard_map, types_of
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.engine import Plan
 from jax_attn_bwd.ops.dot_product.spec import as_cotangents
@@ -22,7 +22,7 @@ from jax_attn_bwd.ops.multi_head.spec import DIFFERENTIABLE, PARAMS, Operands, O
 
 def _inner(options: Options, operands: Operands) -> Any:
     """The shapes of what dense attention is handed."""
-    return jax.eval_shape(lambda o: attention_operands(o, project(options, o)), operands)
+    return types_of(lambda o: attention_operands(o, project(options, o)), operands)
 
 
 def _around(attention: backend.Implementation) -> backend.Implementation:
