@@ -12,9 +12,10 @@ what follows is elementwise and read once, so bytes decide, and a strip has fewe
   by the product that gives dv.
 * Which elements are seen is an array of one strip without batch and heads, not a comparison, and values of
   rows stand behind barriers: XLA takes arrays into the end of a product, but not what computes them.
-* Batch and heads are one axis where no device can have a share of them: XLA:GPU computes products over one
-  batch axis, and a reshape in between parts a product from what ends it. That axis is cut, too: a strip of a
-  few heads that holds all rows and keys reads their operands once, and has no sums.
+* Batch and heads of a device are one axis: XLA:GPU computes products over one batch axis, and a reshape in
+  between parts a product from what ends it. On an Explicit mesh each device runs strips of its own; how the
+  arrays lie on an Auto mesh a trace does not tell, and there they stay two axes. The one axis is cut, too: a
+  strip of a few heads that holds all rows and keys reads their operands once, and has no sums.
 
 Equation numbers are those of `backward.py`. Strips have sizes of their own, known at trace time, so this is
 for masks that shapes alone decide: causality and windows over plain indices.
@@ -28,11 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import fusion, masks, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
-from jax_attn_bwd._core.pallas import vary_alike
-from jax_attn_bwd._core.sharding import full_like_operands, varying
+from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
+from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, masking, tile_schedule
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.logits import soft_capped
@@ -75,6 +77,13 @@ def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
 
 def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values, a strip of rows after the other."""
+    if not plan.tiling.head_slices:
+        return _forward(plan, operands)
+    rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
+    return on_local_shards(partial(_forward, plan), lambda _: Result(rows, rows, rows), (operands,))
+
+
+def _forward(plan: Plan, operands: Operands) -> Result:
     operands = vary_alike(operands)
     q, k, v, _ = unpoisoned(plan.options, operands)
     *batch, K, G, _, _ = q.shape
@@ -148,6 +157,20 @@ def gradients(
     plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
     """What `materialized.backward` gives of query, key and value, a strip of keys after the other."""
+    run, given = partial(_gradients, plan, wanted), (operands, result, dout, delta)
+    if not plan.tiling.head_slices:
+        return run(*given)
+    specs = {name: PartitionSpec(*explicit_spec(operands.array(name))) for name in wanted}
+
+    def on_a_device(operands, *rows):
+        return {name: match_type(x, operands.array(name)) for name, x in run(operands, *rows).items()}
+
+    return on_local_shards(on_a_device, lambda *_: specs, given)
+
+
+def _gradients(
+    plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
+) -> dict[str, Any]:
     alike = vary_alike(operands)
     if any(varying(x) != varying(y) for x, y in zip(operands[:3], alike[:3], strict=True)):
         dtype = accumulator_dtype(operands.query.dtype)  # there are sums over devices to come
@@ -254,7 +277,7 @@ def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ja
 
 
 def _merged(plan: Plan, x: jax.Array, batch_rank: int) -> jax.Array:
-    """`x [*batch, K, ...]` with the axes of batch and heads in one, where no device has a share of them."""
+    """`x [*batch, K, ...]` with the axes of batch and heads in one, where they are those of one device."""
     return x.reshape(-1, *x.shape[batch_rank + 1 :]) if plan.tiling.head_slices else x
 
 

@@ -10,7 +10,7 @@ import jax
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import auto_devices, explicit_spec
+from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
@@ -47,7 +47,7 @@ class Tiling:
     is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
     in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
-    head_slices: int = 0  # of batch and heads, one axis of strips; 0 = they have axes of their own
+    head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
 
     @classmethod
     def default_for(cls, operands: Operands, sizes: Sizes) -> "Tiling":
@@ -90,8 +90,8 @@ class Tiling:
         others = operands.bias is not None or options.dropout_rate > 0
         if targets.platform() != "gpu" or self.is_materialized or told or others or not known:
             return self
-        heads, groups = math.prod(batch) * operands.sizes[3], operands.sizes[4]
-        is_divided = _may_be_divided(query)
+        heads, groups = _own_heads(query), operands.sizes[4]
+        is_divided = heads == 0
         slices, blocks, logits = 1, [], groups * T * S
         if not (mask.is_banded or is_divided):
             slices = _slices(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
@@ -148,11 +148,14 @@ def _may_be_sharded(query: jax.Array) -> bool:
     return not targets.is_one_cpu() or any(explicit_spec(query)[:-3])
 
 
-def _may_be_divided(query: jax.Array) -> bool:
-    """Whether devices may have shares of batch or heads: of a mesh of type Auto, a trace does not tell."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return jax.device_count() > 1
-    return auto_devices(query) > 1 or any(explicit_spec(query))
+def _own_heads(query: jax.Array) -> int:
+    """How many heads, of all batch entries, one device has; 0 where types do not tell, or cut their sizes."""
+    *axes, _, axis_of_heads, axis_of_size = explicit_spec(query)
+    if auto_devices(query) > 1 or axis_of_size is not None:
+        return 0
+    lengths = (*query.shape[:-3], query.shape[-2])
+    shards = (1 if axis is None else axis_size(query, axis) for axis in (*axes, axis_of_heads))
+    return math.prod(n // m for n, m in zip(lengths, shards, strict=True))
 
 
 def _batch_slices(batch: Sequence[Any], logits: Any) -> int:

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contract.test_sharding import collectives
 from helpers import QUICK, assert_close, thorough
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.targets import aimed_at
@@ -55,6 +57,21 @@ def test_large_planes_are_cut_by_heads():
     assert (causal.head_slices, causal.block_q) == (4, 512)
     few = tiling((1, 4096, 5, 64), "NVIDIA H200", "gpu")
     assert (few.head_slices, few.block_q) == (5, 2048)
+
+
+def test_devices_of_a_mesh_have_the_strips_of_one():
+    """Where types tell how arrays lie; of Auto axes they do not, and batch and heads are not merged."""
+    alone = tiling((4, 4096, 16, 128), "NVIDIA H200", "gpu", is_causal=True)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=1, platform="gpu")
+    for kind, merged in ((AxisType.Explicit, True), (AxisType.Auto, False)):
+        mesh = AbstractMesh((2, 4), ("b", "n"), (kind, kind), abstract_device=device)
+        sharding = NamedSharding(mesh, P("b", None, "n") if merged else P())
+        x = jax.ShapeDtypeStruct((8, 4096, 64, 128), jnp.bfloat16, sharding=sharding)
+        with jax.sharding.use_abstract_mesh(mesh):
+            found = plan("xla", PLAIN, Operands(x, x, x, mask=Mask(is_causal=True))).tiling
+        assert (found == alone) == merged
+        assert found.in_strips
+        assert (found.head_slices > 0) == merged
 
 
 def test_a_gpu_s_product_rounds_the_probabilities_that_it_reads():
@@ -119,6 +136,37 @@ def test_strips_give_the_definition(call, strips, rng):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_close(x, y, 1e-10)
+
+
+@thorough
+@pytest.mark.parametrize("order", [1, 2])
+def test_strips_on_an_explicit_mesh(order, strips, rng):
+    """Each device has strips of its own batch entries and heads, and a step exchanges nothing."""
+    strips(1)
+    shapes = (30, 4, 8), (50, 2, 8), (50, 2, 6), (30, 4, 6), (30, 4)
+    arrays = [jnp.asarray(rng.normal(size=(4, *shape))) for shape in shapes]
+    attend = partial(dot_product_attention, local_window_size=(9, 3), return_residual=True)
+
+    def step(q, k, v, *cotangents):
+        def first(*operands):
+            out, pull = jax.vjp(attend, *operands)
+            return out, pull(cotangents)
+
+        if order == 1:
+            return first(q, k, v)
+        return jax.grad(lambda *x: sum((g * g).sum() for g in first(*x)[1]), (0, 1, 2))(q, k, v)
+
+    step = jax.jit(step, compiler_options=QUICK)
+    expected = step(*arrays)
+    mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, P("b", None, "n")) for x in arrays]
+        compiled = step.lower(*placed).compile()
+        found = compiled(*placed)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, 1e-12)
+        assert x.sharding.spec[:3] == ("b", None, "n")
+    assert order == 2 or not collectives(compiled)
 
 
 def test_strips_have_second_derivatives_by_what_enters_a_barrier(strips, rng):
