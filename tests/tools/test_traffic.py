@@ -21,6 +21,14 @@ PROGRAM = """HloModule step, is_scheduled=true
   ROOT %put = f32[64,8]{1,0} dynamic-update-slice(%a.1, %u, %i.1, %zero.1)
 }
 
+%turns (a.2: f32[64,8]) -> bf16[8,4] {
+  %a.2 = f32[64,8]{1,0} parameter(0)
+  %rounded = bf16[64,8]{1,0} convert(%a.2)
+  %half = bf16[32,8]{1,0} slice(%rounded), slice={[0:32], [0:8]}
+  %turned = bf16[8,32]{1,0} transpose(%half), dimensions={1,0}
+  ROOT %few = bf16[8,4]{1,0} slice(%turned), slice={[0:8], [4:8]}
+}
+
 %skip (s: f32[4,8]) -> f32[4,8] {
   ROOT %s = f32[4,8]{1,0} parameter(0)
 }
@@ -48,7 +56,9 @@ PROGRAM = """HloModule step, is_scheduled=true
 
 ENTRY %main (q: bf16[16,16]) -> f32[64,8] {
   %q = bf16[16,16]{1,0} parameter(0)
+  %b0 = f32[64,8]{1,0} copy-done(%q)
   %product = (bf16[16,16]{1,0}, s8[4096]{0}) custom-call(%q, %q), custom_call_target="__cublas$gemm"
+  %part = bf16[8,4]{1,0} fusion(%b0), kind=kLoop, calls=%turns
   %t = (s32[], f32[64,8]{1,0}, pred[]) tuple(%a0, %b0, %c0)
   %w = (s32[], f32[64,8]{1,0}, pred[]) while(%t), condition=%condition, body=%body,
     backend_config={"known_trip_count":{"n":"10"}}
@@ -63,13 +73,14 @@ def test_slices_updates_loops_branches_and_workspaces():
     found = traffic.of(PROGRAM)
     assert found.by_kernel == {
         "product": product,
+        "part": (4 + 2) * 8 * 4,
         "one": 10 * sliced,
         "twice": 10 * added,
         "new": 10 * updated,
     }
-    assert (found.bytes, found.launches) == (sum(found.by_kernel.values()), 1 + 3 * 10)
+    assert (found.bytes, found.launches) == (sum(found.by_kernel.values()), 2 + 3 * 10)
     half = traffic.of(PROGRAM, share=0.5)
-    assert (found.bytes - half.bytes, half.launches) == (5 * added, 1 + 2 * 10 + 5)
+    assert (found.bytes - half.bytes, half.launches) == (5 * added, 2 + 2 * 10 + 5)
 
 
 def test_every_pair_is_one_call_of_two_forms():

@@ -18,6 +18,7 @@ _FREE = {
 }  # fmt: skip
 _WORKSPACE = re.compile(r'custom_call_target="__(cublas|cudnn|triton)')
 _SCRATCH = re.compile(r"\bs8\[[\d,]*\](\{[^}]*\})?")
+_ELEMENT_BY_ELEMENT = ("bitcast", "convert", "copy", "reshape", "transpose")
 _PART = ("dynamic-slice", "slice", "gather")
 
 
@@ -76,7 +77,7 @@ class _Reader:
         if x.opcode == "fusion":
             body = self.program.computations[x.called[0]]
             number = {i: y for y in body if y.opcode == "parameter" for i in [int(y.operands)]}
-            read = sum(self._read(number[i], body, operand) for i, operand in enumerate(operands))
+            read = sum(self._read(number[i], body) for i in range(len(operands)))
             return read + self._written(x, body)
         if x.opcode == "dynamic-update-slice":
             return 2 * operands[1].size
@@ -89,20 +90,20 @@ class _Reader:
             result = size(_SCRATCH.sub("", x.result))
         return result + sum(y.size for y in operands)
 
-    def _read(self, parameter: Instruction, body: list[Instruction], operand: Instruction) -> int:
-        """What a fusion reads of an operand: all of it, or the parts that it takes."""
+    def _read(self, x: Instruction, body: list[Instruction]) -> int:
+        """What a fusion reads of an operand, or of what it makes of one element by element: all, or parts."""
         parts = 0
-        for user in (y for y in body if parameter.name in names(y.operands)):
+        for user in (y for y in body if x.name in names(y.operands)):
             first, *others = names(user.operands)
-            if user.opcode == "bitcast":
-                parts += self._read(user, body, operand)
-            elif first == parameter.name and parameter.name not in others and user.opcode in _PART:
-                parts += user.size
-            elif first == parameter.name and user.opcode in ("dynamic-update-slice", "scatter"):
+            if user.opcode in _ELEMENT_BY_ELEMENT:
+                parts += self._read(user, body) * x.size // max(user.size, 1)
+            elif first == x.name and x.name not in others and user.opcode in _PART:
+                parts += min(self._read(user, body), user.size) if user.opcode == "slice" else user.size
+            elif first == x.name and user.opcode in ("dynamic-update-slice", "scatter"):
                 parts += 0
             else:
-                return operand.size
-        return min(parts, operand.size)
+                return x.size
+        return x.size if x.is_root else min(parts, x.size)
 
     def _written(self, fusion: Instruction, body: list[Instruction]) -> int:
         """What a fusion writes: its results, or the parts that it updates."""
