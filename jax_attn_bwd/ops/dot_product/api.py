@@ -335,11 +335,8 @@ def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    forward = engine.implementation(plan).forward
-    result = forward(
-        engine.differentiated(plan, operands, wanted), fusion.computed_once(operands, _READ_TWICE)
-    )
-    kept = engine.kept(plan, operands, result, wanted)
+    result = engine.implementation(plan).forward(plan, fusion.computed_once(operands, _READ_TWICE))
+    kept = engine.kept(result, wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 

@@ -5,14 +5,12 @@ the compiler overlaps the matrix products of some parts with the exponentials of
 transposed, keys by queries, and so are the sums of weighted values: what belongs to a query is one number in
 a lane, which broadcasts for free, and a wide matrix unit adds up over 256 keys at once. The softmax is the
 online one of `forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap
-the maximum is subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_low`
-p is two numbers, what rounding takes from it the second, and each is multiplied with v.
+the maximum is subtracted first, in natural units, so that huge tied logits stay exact.
 
 References:
   Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
 """
 
-import functools
 from functools import partial
 from typing import Any
 
@@ -21,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
@@ -54,15 +53,21 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     tiling, operands = default_tiling(options, operands), functions.numbered(operands)
-    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME), plan.keeps_low)
+    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, operands)
-    specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, specs, given))
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, partial(_out_specs, options), given))
     return tie(call(operands, keys), operands)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _forward(options, tiling, interpret, keeps_low, operands, keys):
+def _out_specs(options: KernelOptions, operands: Any, keys: Any) -> Any:
+    """The specs of the result, from those of the operands."""
+    spec = operands.query
+    row: Any = PartitionSpec(*spec[:-1])
+    return Result(spec, row, row if kernel_inputs.has_low(options, operands) else None)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _forward(options, tiling, interpret, operands, keys):
     *batch, T, N, _ = operands.query.shape
     K, Hv = operands.value.shape[-2:]
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
@@ -89,32 +94,28 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
         (None, None, tiling.block_q, width),
         lambda *where: (lambda s: (s.b, s.n, s.row, ZERO))(locate(*where)),
     )
-    heads = pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs), of_out
-    rows = pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs), of_rows
-    results = [heads, rows, *([rows] if kernel_inputs.has_low(options, refs) else [])]
-    results += [heads] if keeps_low else []
+    out_type = [
+        pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs),
+        *[pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs)]
+        * (2 if kernel_inputs.has_low(options, refs) else 1),
+    ]
     state = [(n, tiling.block_q) for n in (1, 1, width)]
     kernel = partial(_kernel, options, tiling, sides, visits, tree, locate)
-    found = mosaic_tpu.launch(
+    out, *rows = mosaic_tpu.launch(
         kernel,
-        visits.name("attention_forward_low" if keeps_low else "attention_forward", tiling),
+        visits.name("attention_forward", tiling),
         interpret=interpret,
         grid=(B, K, groups, visits.length),
         parallel=3,
         prefetched=1,
         in_specs=jax.tree.leaves(specs),
-        out_specs=[spec for _, spec in results],
-        out_type=[out_type for out_type, _ in results],
+        out_specs=[of_out] + [of_rows] * (len(out_type) - 1),
+        out_type=out_type,
         scratch=[*(pltpu.VMEM(shape, jnp.float32) for shape in state), *tiles.bands(refs, sides, tiling)],
     )(steps, *values)
-
-    def public(x, of):
-        if of is heads:
-            return jnp.swapaxes(x, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
-        return jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N)
-
-    out, lse, *low = map(public, found, results)
-    return Result(out, lse, *(low or [None]))
+    out = jnp.swapaxes(out, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
+    lse, *low = (jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N) for x in rows)
+    return Result(out, lse, low[0] if low else None)
 
 
 def _kernel(
@@ -134,8 +135,7 @@ def _kernel(
         parts = [
             Part(options, given, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
         ]
-        keeps_low = len(outputs) == len(Result._fields)
-        stages = _products, partial(_weights, mixed, keeps_low, m_ref, l_ref), partial(_add, acc_ref)
+        stages = _products, partial(_weights, mixed, m_ref, l_ref), partial(_add, acc_ref)
         tiles.in_stages(parts, stages, tiling.apart)
 
     step.each_kind(visits, visit)
@@ -151,8 +151,8 @@ def _products(part: Part, _: Any) -> jax.Array:
     return product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
 
 
-def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
-    """(numbers that add up to the weights of the part's values, what its queries' sums are multiplied by).
+def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
+    """(weights of the part's values, what its queries' earlier sums are multiplied by).
 
     Folds the part into the maxima and sums of its queries; m is in units of the exponent if plain.
     """
@@ -171,23 +171,20 @@ def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: j
     kept = part.keep()
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
-    narrow = p.astype(refs.v.dtype)
-    lost = [(p - narrow.astype(p.dtype)).astype(narrow.dtype)] if keeps_low else []
-    return [narrow, *lost], decay
+    return p.astype(refs.v.dtype), decay
 
 
 def _add(acc_ref, part: Part, given: tuple) -> None:
     """Adds a part's weighted values to the sums of its queries."""
     p, decay = given
     queries, keys = part.slices
-    v = part.refs.v[:, keys]
-    weighted = functools.reduce(jnp.add, [product(part.options, v, x) for x in p])
+    weighted = product(part.options, part.refs.v[:, keys], p)
     acc_ref[:, queries] = acc_ref[:, queries] * decay + weighted
 
 
 def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l_ref, acc_ref):
-    """Writes out, lse, and what rounding took from lse and from out, in the order of `Result`."""
-    out_ref, lse_ref, *low_refs = outputs
+    """Writes out, lse, and what rounding took from lse."""
+    out_ref, lse_ref, *low_ref = outputs
     unit = LN_2 if is_plain(options, refs) else 1.0  # of m
     m, l = m_ref[...] * unit, l_ref[...]
     if refs.rows_end is not None:
@@ -207,12 +204,9 @@ def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l
     if options.dropout_rate:
         factor = factor * dropout.survivor_factor(options.dropout_rate)
     out = jnp.where(empty, 0.0, acc_ref[...] * (factor / total))
-    narrow = out.astype(out_ref.dtype)
-    out_ref[...] = narrow.T
-    for ref in low_refs[1:]:
-        ref[...] = (out - narrow.astype(out.dtype)).astype(ref.dtype).T
+    out_ref[...] = out.astype(out_ref.dtype).T
     log_l = jnp.log(total)
     lse = jnp.where(empty, floor, m + log_l)
     lse_ref[...] = lse
-    for ref in low_refs[:1]:
+    for ref in low_ref:
         ref[...] = jnp.where(empty, 0.0, (m - lse) + log_l)
