@@ -64,16 +64,21 @@ def product(acc: Any, a: jax.Array, b: Any, spare: Any) -> None:
     plgpu.wgmma(acc, a if spare is None else spare, b)
 
 
-def add_product(acc: jax.Array, a: jax.Array, b: Any, spare: Any) -> jax.Array:
-    """`acc + a @ b` on tensor cores: acc and a in registers, b a tile of shared memory.
+def add_products(acc: jax.Array, factors: Sequence[jax.Array], b: Any, spare: Any) -> jax.Array:
+    """`acc + a @ b`, for each a of `factors`, on tensor cores: acc and a in registers, b in shared memory.
 
     The interpreter does not start an accumulator from registers: it adds afterwards.
     """
+
+    def add(ref):
+        for a in factors:
+            product(ref, a, b, spare)
+
     if spare is None:
-        return pl.run_state(partial(product, a=a, b=b, spare=None))(plgpu.ACC.init(acc))
+        return pl.run_state(add)(plgpu.ACC.init(acc))
 
     def alone(ref):
-        product(ref, a, b, spare)
+        add(ref)
         return ref[...]
 
     return acc + pl.run_scoped(alone, plgpu.ACC((acc.shape[0], acc.shape[1]), jnp.float32))

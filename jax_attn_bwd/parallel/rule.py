@@ -60,7 +60,9 @@ def _forward(static, operands) -> Result:
 
 def _fwd(static, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    kept = engine.kept(_forward(static, operands), wanted)
+    *exchange, plan = static
+    result = _forward((*exchange, engine.differentiated(plan, operands, wanted)), operands)
+    kept = engine.kept(plan, operands, result, wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 

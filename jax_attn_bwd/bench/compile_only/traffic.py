@@ -1,14 +1,13 @@
 """What a compiled GPU program reads and writes, and how many kernels it launches, from its optimised HLO.
 
 Every kernel counts what it must read and write of the device's memory: its operands once each and its
-results, and of an array that it slices, updates in place or gathers from, that part alone, at most all of it
-once. What a cache saves and what a product reads again the program does not tell, so this is not a time.
-Loops count as often as they run. A branch counts its dearest side, `share` of the times: the program does not
-tell what it skips.
+results, and of an array that it slices, updates in place or gathers from, that part alone. What a cache saves
+and what a product reads again the program does not tell, so this is not a time. Loops count as often as they
+run. Of branches the dearest counts, unless it is told how often each is taken: the program does not tell.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_attn_bwd.bench.compile_only.schedule import Instruction, Program, names, size
@@ -21,7 +20,6 @@ _WORKSPACE = re.compile(r'custom_call_target="__(cublas|cudnn|triton)')
 _SCRATCH = re.compile(r"\bs8\[[\d,]*\](\{[^}]*\})?")
 _ELEMENT_BY_ELEMENT = ("bitcast", "convert", "copy", "reshape", "transpose")
 _PART = ("dynamic-slice", "slice", "gather")
-_SORT = 4  # passes over what is sorted, 8 bits of the keys in each
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,9 @@ class Traffic:
     by_kernel: dict[str, int]
 
 
-def of(text: str, share: float = 1.0) -> Traffic:
-    """The traffic of the program `text`, whose branches take their dear side `share` of the times."""
-    reader = _Reader(Program(text), share)
+def of(text: str, branches: Sequence[float] = ()) -> Traffic:
+    """The traffic of the program `text`; conditionals with as many `branches` take each that often."""
+    reader = _Reader(Program(text), tuple(branches))
     total: dict[str, float] = {}
     launches = 0.0
     for x, number, times in reader.kernels(reader.program.entry, 1.0):
@@ -51,8 +49,8 @@ def of(text: str, share: float = 1.0) -> Traffic:
 
 
 class _Reader:
-    def __init__(self, program: Program, share: float):
-        self.program, self.share = program, share
+    def __init__(self, program: Program, branches: tuple[float, ...]):
+        self.program, self.branches = program, branches
 
     def kernels(self, computation: str, times: float) -> Iterator[tuple[Instruction, int, float]]:
         """(instruction, bytes of one run, number of runs) of all that runs in a computation."""
@@ -64,23 +62,22 @@ class _Reader:
                 runs = self.program.trips(x, instructions)
                 for name in x.called:
                     yield from self.kernels(name, times * runs)
+            elif opcode == "conditional" and len(x.called) == len(self.branches):
+                for name, share in zip(x.called, self.branches, strict=True):
+                    yield from self.kernels(name, times * share)
             elif opcode == "conditional":
-                sides = [list(self.kernels(name, times * self.share)) for name in x.called]
+                sides = [list(self.kernels(name, times)) for name in x.called]
                 yield from max(sides, key=lambda side: sum(number * runs for _, number, runs in side))
             elif opcode in ("call", "async-start"):
                 for name in x.called:
                     yield from self.kernels(name, times)
             elif opcode not in _FREE and not opcode.endswith("-done"):
-                yield x, self._moved(x, known), times * (_SORT if self._sorts(x) else 1)
-
-    def _sorts(self, x: Instruction) -> bool:
-        body = self.program.computations[x.called[0]] if x.opcode == "fusion" else [x]
-        return any(y.opcode == "sort" for y in body)
+                yield x, self._moved(x, known), times
 
     def _moved(self, x: Instruction, known: dict[str, Instruction]) -> int:
         """The bytes that one kernel reads and writes."""
         operands = [known[name] for name in names(x.operands) if name in known]
-        if x.opcode == "fusion":
+        if x.opcode in ("fusion", "fusion-start"):
             body = self.program.computations[x.called[0]]
             number = {i: y for y in body if y.opcode == "parameter" for i in [int(y.operands)]}
             read = sum(self._read(number[i], body) for i in range(len(operands)))
@@ -88,7 +85,7 @@ class _Reader:
         if x.opcode == "dynamic-update-slice":
             return 2 * operands[1].size
         if x.opcode == "scatter":
-            return operands[-1].size + 2 * min(operands[-1].size, x.size) + operands[1].size
+            return 3 * operands[-1].size + operands[1].size
         if x.opcode in _PART:
             return 2 * x.size + sum(y.size for y in operands[1:])
         result = x.size
@@ -123,7 +120,7 @@ class _Reader:
             if found.opcode == "dynamic-update-slice":
                 total += known[names(found.operands)[1]].size
             elif found.opcode == "scatter":
-                total += 2 * min(known[names(found.operands)[-1]].size, found.size)
+                total += 2 * known[names(found.operands)[-1]].size
             else:
                 total += found.size
         return total

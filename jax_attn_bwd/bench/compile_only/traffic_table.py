@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd import dot_product_attention, ops
-from jax_attn_bwd._core import console
+from jax_attn_bwd._core import console, targets
 from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.bench import report
 from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, traffic
 from jax_attn_bwd.ops import dot_product
+from jax_attn_bwd.ops.dot_product import strip_widths
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.plan import plan
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.strip_plane import Plane
 
 CHIPS = ("H200", "A100")
 HEADING = "## Portable path beside the plain formula"
@@ -24,7 +29,8 @@ _ABOUT = f"""Forward and gradients, the cotangent given. `GB`: what all kernels 
 device's memory; an operand counts once for each kernel, whatever a cache saves. `launches`: kernels, library
 calls and copies; loops count as often as they run. Dense attention is B = 4, T = S = 4096, N = 16, H = 128 in
 bfloat16 beside `jax.nn.dot_product_attention(implementation="xla")`; window: 1024, causal; segments:
-{DOCUMENTS} documents, causal, their dead tiles left out as they are at run time. Softmax stands beside
+{DOCUMENTS} documents of equal length, causal; which of its widths a strip takes is told at run time, and each
+width counts as often as these documents take it. Softmax stands beside
 `jax.nn.softmax`, graphs beside `jax.ops.segment_sum`, deformable attention beside gathers of its corners.
 Dense attention has goals: for causal attention at most {CAUSAL} of the plain formula's bytes, for the
 others as large a share of them as the live tiles have of the plane; at most an eighth of its temporaries; at
@@ -49,13 +55,13 @@ class Goal(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """An operator's call and the plain formula of the same arrays; `share` of our branches is taken."""
+    """An operator's call and the plain formula of the same arrays; how often ours takes each branch."""
 
     name: str
     ours: Callable[..., Any]
     plain: Callable[..., Any]
     arrays: tuple[jax.ShapeDtypeStruct, ...]
-    share: float = 1.0
+    branches: tuple[float, ...] = ()
     goal: Goal | None = None
 
 
@@ -124,8 +130,25 @@ def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
 
     ids, goal = jax.ShapeDtypeStruct((1, T), jnp.int32), _goal(T, **causal, documents=DOCUMENTS)
-    share = goal.tiles / _goal(T, **causal).tiles
-    yield Pair("dot_product_attention, segments", packed, masked, (*types, ids), share, goal)
+    yield Pair(
+        "dot_product_attention, segments", packed, masked, (*types, ids), _widths_taken(types[0]), goal
+    )
+
+
+def _widths_taken(operand: Any) -> tuple[float, ...]:
+    """How often strips of the packed documents take each width, forward or backward, whichever more."""
+    T = operand.shape[1]
+    ids = jnp.arange(T, dtype=jnp.int32)[None] * DOCUMENTS // T
+    mask = Mask(is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids)
+    operands = Operands(operand, operand, operand, mask=mask)
+    with targets.aimed_at(CHIPS[0]):
+        tiling = plan("xla", Options(scale=1.0), operands).tiling
+    if not tiling.has_widths:
+        return ()
+    plane = Plane.of(tiling, operands)
+    found = [strip_widths.extents(plane, axis) for axis in (0, 1)]
+    taken = [np.bincount(np.ravel(x.width), minlength=len(x.widths)) / x.width.size for x in found]
+    return tuple(map(float, np.maximum(*taken)))
 
 
 def _goal(
@@ -161,7 +184,7 @@ def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
         return result, pull(dout)
 
     compiled = devices.lower(gradients, (out, *pair.arrays), device).compile(compiling.WITHOUT_GPU)
-    found = traffic.of(compiled.as_text(), pair.share)
+    found = traffic.of(compiled.as_text(), pair.branches)
     return Figures(found, compiled.memory_analysis().temp_size_in_bytes)
 
 

@@ -335,8 +335,11 @@ def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    result = engine.implementation(plan).forward(plan, fusion.computed_once(operands, _READ_TWICE))
-    kept = engine.kept(result, wanted)
+    forward = engine.implementation(plan).forward
+    result = forward(
+        engine.differentiated(plan, operands, wanted), fusion.computed_once(operands, _READ_TWICE)
+    )
+    kept = engine.kept(plan, operands, result, wanted)
     return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
 
 

@@ -30,6 +30,7 @@ Heads in the layout of tiles are `[..., K, G, T, H]`: `split_heads` and `merge_h
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ from jax_attn_bwd.ops.dot_product.materialized import (
 )
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.plan import plan as planned
-from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, in_two, sees_nothing
+from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, in_two, keeps_low, sees_nothing
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -94,14 +95,27 @@ def forward(plan: Plan, operands: Operands) -> Result:
     return implementation(plan).forward(plan, operands)
 
 
-def kept(result: Result, wanted: Iterable[str]) -> Result:
+def differentiated(plan: Plan, operands: Any, wanted: Iterable[str]) -> Plan:
+    """The plan of a rule's forward: a kernel keeps what rounding takes if these gradients need it.
+
+    Of the portable path XLA drops what no one keeps.
+    """
+    is_asked = _sum_rows(wanted) and keeps_low(plan.options, operands)
+    return replace(plan, keeps_low=True) if is_asked and plan.implementation != _PORTABLE.name else plan
+
+
+def _sum_rows(wanted: Iterable[str]) -> bool:
+    return not {"bias", "mod_args"}.isdisjoint(wanted)
+
+
+def kept(plan: Plan, operands: Any, result: Result, wanted: Iterable[str]) -> Result:
     """What a rule keeps of a forward, under the names by which checkpoint policies know it.
 
     `out_low` is kept for the gradients that need it. Without them it has no elements, rather than not to be:
     JAX keeps one structure of residuals for all derivatives of a jitted function.
     """
-    if result.out_low is not None and not {"bias", "mod_args"} & set(wanted):
-        result = result._replace(out_low=jnp.zeros((0,), result.out_low.dtype))
+    if keeps_low(plan.options, operands) and (result.out_low is None or not _sum_rows(wanted)):
+        result = result._replace(out_low=jnp.zeros((0,), result.out.dtype))
     name = lambda field: "attention_out" if field.startswith("out") else "attention_lse"
     return Result(**{field: checkpoint_name(x, name(field)) for field, x in result._asdict().items()})
 
@@ -138,6 +152,7 @@ __all__ = [
     "Plan",
     "backward",
     "delta",
+    "differentiated",
     "dropout_factors",
     "forward",
     "gradient_of_sink",

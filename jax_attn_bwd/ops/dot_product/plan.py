@@ -20,12 +20,14 @@ class Plan:
       implementation: the name of the one that runs.
       tiling: the tiles of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
+      keeps_low: whether a kernel's forward keeps what rounding takes from `out`, and from p.
     """
 
     options: Options
     implementation: str
     tiling: Tiling
     pieces: Pieces | None = None
+    keeps_low: bool = False
 
 
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:

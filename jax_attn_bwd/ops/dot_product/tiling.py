@@ -21,6 +21,7 @@ MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are fast
 LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with the slices of their heads
 STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,096 x 4,096
 SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
+TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
@@ -47,6 +48,7 @@ class Tiling:
     is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
     in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
+    has_widths: bool = False  # which of a few widths a strip has is told at run time, see `strip_widths.py`
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
 
     @classmethod
@@ -79,22 +81,23 @@ class Tiling:
         return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
 
     def on_gpu(self, options: Options, operands: Operands) -> "Tiling":
-        """These tiles, or on a GPU strips, where shapes alone tell what is seen and strips are few.
+        """These tiles, or on a GPU strips: of sizes of their own, or where these are many of a few widths.
 
-        Their number is that of products of different sizes which XLA compiles, and tries variants of.
+        The number of sizes is that of different products which XLA compiles, and tries variants of.
         """
-        query, mask = operands.query, operands.mask
-        batch, T, S, *_ = operands.sizes
-        told = mask.has(*AXES, "query_origin", "mod_args", "mask_mod") or options.score_mod is not None
+        mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
+        functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
+        planes = operands.bias is not None or mask.elements is not None or options.dropout_rate > 0
         known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
-        others = operands.bias is not None or options.dropout_rate > 0
-        if targets.platform() != "gpu" or self.is_materialized or told or others or not known:
+        if targets.platform() != "gpu" or self.is_materialized or functions or planes or not known:
             return self
-        heads, groups = _own_heads(query), operands.sizes[4]
+        if mask.has(*AXES):
+            return self._with_widths(operands)
+        heads = math.prod(_own(operands))
         is_divided = heads == 0
         slices, blocks, logits = 1, [], groups * T * S
         if not (mask.is_banded or is_divided):
-            slices = _slices(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
+            slices = slices_of(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
         for length, other in ((T, S), (S, T)):
             seen = other  # by a strip
             if mask.window is not None:
@@ -105,16 +108,47 @@ class Tiling:
             logits = min(logits, groups * blocks[-1] * seen)
         strips = max(count(T, blocks[0]), count(S, blocks[1]))
         if mask.is_banded and not is_divided:
-            slices = _slices(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
+            slices = slices_of(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
         if strips > MOST_STRIPS or strips * slices > MOST_PIECES:
-            return self
+            return self._with_widths(operands)
         slices = 0 if is_divided else slices
         return replace(self, block_q=blocks[0], block_k=blocks[1], in_strips=True, head_slices=slices)
 
+    def _with_widths(self, operands: Operands) -> "Tiling":
+        """Strips of a few widths, or these tiles where the widest has no room."""
+        _, T, S, _, groups = operands.sizes
+        (entries, heads), longest = _own(operands), max(T, S)
+        if heads == 0:
+            turns, block = 0, min(2 * STRIP_LOGITS // longest // LEAST_TILE * LEAST_TILE, GPU_TILE)
+            has_room = block >= LEAST_STRIP
+        else:
+            tile = lambda block: heads * groups * min(block, T) * min(block, S)  # logits, of a batch entry
+            least = TURN_LOGITS // tile(GPU_TILE)
+            turns = _turns(entries, least) if _tells_entries_apart(operands.mask) else 1
+            small, own = GPU_TILE // 2, entries // turns
+            block = small if own * tile(small) >= TURN_LOGITS else GPU_TILE
+            has_room = own * tile(block) * count(longest, block) <= MOST_STRIPS * SLICE_LOGITS
+        if not has_room:
+            return self
+        sides = _even_block(T, block), _even_block(S, block)
+        strips = replace(self, block_q=sides[0], block_k=sides[1], in_strips=True)
+        return replace(strips, has_widths=True, head_slices=turns)
 
-def _slices(heads: int, wanted: int) -> int:
+
+def _tells_entries_apart(mask: Any) -> bool:
+    """Whether an array of the mask has axes of the batch."""
+    arrays = ((getattr(mask, name), len(axes)) for name, axes in AXES.items())
+    return any(math.prod(x.shape[: x.ndim - n]) > 1 for x, n in arrays if x is not None)
+
+
+def _turns(entries: int, least: int) -> int:
+    """Into how many turns batch entries are cut, so that each has `least` of them."""
+    return max(n for n in range(1, entries + 1) if entries % n == 0 and (entries // n >= least or n == 1))
+
+
+def slices_of(heads: int, wanted: int) -> int:
     """Into how many slices of equal size `heads` are cut: as many as `wanted`, or the next fewer."""
-    return max(n for n in range(1, min(wanted, heads, MOST_STRIPS) + 1) if heads % n == 0)
+    return max(n for n in range(1, max(min(wanted, heads, MOST_STRIPS), 1) + 1) if heads % n == 0)
 
 
 def of_blocks(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:
@@ -148,14 +182,15 @@ def _may_be_sharded(query: jax.Array) -> bool:
     return not targets.is_one_cpu() or any(explicit_spec(query)[:-3])
 
 
-def _own_heads(query: jax.Array) -> int:
-    """How many heads, of all batch entries, one device has; 0 where types do not tell, or cut their sizes."""
-    *axes, _, axis_of_heads, axis_of_size = explicit_spec(query)
-    if auto_devices(query) > 1 or axis_of_size is not None:
-        return 0
-    lengths = (*query.shape[:-3], query.shape[-2])
-    shards = (1 if axis is None else axis_size(query, axis) for axis in (*axes, axis_of_heads))
-    return math.prod(n // m for n, m in zip(lengths, shards, strict=True))
+def _own(operands: Operands) -> tuple[int, int]:
+    """How many batch entries, and key heads, one device has; (0, 0) where types do not tell, or cut H."""
+    query, key = operands.query, operands.key
+    *axes, _, axis_of_heads, _ = explicit_spec(key)
+    if auto_devices(query) > 1 or explicit_spec(query)[-1] is not None:
+        return 0, 0
+    share = lambda n, axis: n if axis is None else n // axis_size(key, axis)
+    entries = (share(n, axis) for n, axis in zip(key.shape[:-3], axes, strict=True))
+    return math.prod(entries), share(key.shape[-2], axis_of_heads)
 
 
 def _batch_slices(batch: Sequence[Any], logits: Any) -> int:

@@ -62,10 +62,12 @@ def _layer(static: tuple[Options, Plan], operands: Operands) -> tuple[Any, Any, 
 
 def _fwd(static, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
-    out, weights, saved = layer_forward.forward(*static, fusion.computed_once(operands, _READ_TWICE))
-    kept = engine.kept(saved.attention(), wanted)
+    options, plan = static
+    forward = partial(layer_forward.forward, options, engine.differentiated(plan, operands, wanted))
+    out, weights, saved = forward(fusion.computed_once(operands, _READ_TWICE))
+    kept = engine.kept(plan, operands, saved.attention(), wanted)
     residuals = (operands, saved._replace(**kept._asdict()), backend.note(wanted, DIFFERENTIABLE))
-    return (out, weights, saved if static[0].return_residual else None), residuals
+    return (out, weights, saved if options.return_residual else None), residuals
 
 
 def _bwd(static, residuals, cotangents):

@@ -38,7 +38,7 @@ def kernels(function, *args):
     """The names of the kernels that a program runs, sorted."""
     with gpu():
         program = str(jax.make_jaxpr(function)(*args))
-    return sorted(re.findall(r"\bname=attention_(d\w+|forward)\b", program))
+    return sorted(re.findall(r"\bname=attention_(d\w+|forward\w*)\b", program))
 
 
 def near_or_first(batch, head, row, column):

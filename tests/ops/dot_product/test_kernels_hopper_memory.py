@@ -73,7 +73,7 @@ def launched(monkeypatch):
     found, launch = {}, mosaic_gpu.launch
 
     def record(body, name, *, scratch, **more):
-        found[name] = scratch_bytes(scratch) + (REDUCTIONS if name == "attention_forward" else 0)
+        found[name] = scratch_bytes(scratch) + (REDUCTIONS if name.startswith("attention_forward") else 0)
         return launch(body, name, scratch=scratch, **more)
 
     monkeypatch.setattr(mosaic_gpu, "launch", record)
@@ -113,7 +113,7 @@ def test_scratch_fits_shared_memory(H, Hv, call, launched):
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
     with pallas.interpreting(), jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(False):
         jax.eval_shape(gradients, arrays)
-    assert "attention_forward" in launched
+    assert any(name.startswith("attention_forward") for name in launched)
     assert len(launched) >= 2
     too_large = {n: size for n, size in launched.items() if size > hopper.SHARED_MEMORY}
     assert not too_large, f"of {hopper.SHARED_MEMORY} bytes"

@@ -41,11 +41,6 @@ def test_strips_are_for_gpus():
     for kind, platform in (("cpu", "cpu"), ("TPU v5e", "tpu")):
         assert not tiling(shape, kind, platform, is_causal=True).in_strips
     assert not plan("xla", PLAIN, Operands(*(jnp.zeros((4, 4096, 1, 1)),) * 3)).tiling.in_strips
-    ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
-    at_run_time = ({"query_segment_ids": ids, "key_value_segment_ids": ids}, {"query_positions": ids})
-    for mask in at_run_time:
-        assert not tiling(shape, "NVIDIA H200", "gpu", is_causal=True, **mask).in_strips
-    assert not tiling((1, 1 << 17, 16, 128), "NVIDIA H200", "gpu").in_strips  # too many of them to compile
     dropped = Options(scale=1.0, dropout_rate=0.1)
     assert not tiling(shape, "NVIDIA H200", "gpu", dropped, is_causal=True).in_strips
 
@@ -57,6 +52,10 @@ def test_large_planes_are_cut_by_heads():
     assert (causal.head_slices, causal.block_q) == (4, 512)
     few = tiling((1, 4096, 5, 64), "NVIDIA H200", "gpu")
     assert (few.head_slices, few.block_q) == (5, 2048)
+    with aimed_at("H200"):
+        q, k = (jax.ShapeDtypeStruct((1, 4096, n, 64), jnp.bfloat16) for n in (16, 2))
+        grouped = plan("xla", PLAIN, Operands(q, k, k)).tiling
+    assert grouped.head_slices == 2  # those of keys are cut
 
 
 def test_devices_of_a_mesh_have_the_strips_of_one():

@@ -7,11 +7,9 @@ has lse = c + stat. With a sink (base r = max(c, sink)) the row sum has one more
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.numerics import to_rank
@@ -29,13 +27,8 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     run = partial(_forward, options, pallas.is_interpreted(cudnn_calls.NAME))
-    return tie(pallas.on_local_shards(run, partial(_out_specs, options), (operands,)), operands)
-
-
-def _out_specs(options: KernelOptions, operands: Any) -> Any:
-    """The specs of the result, from those of the operands."""
-    row: Any = PartitionSpec(*operands.query[:-1])
-    return Result(operands.query, row, row if kernel_inputs.has_low(options, operands) else None)
+    specs = partial(kernel_inputs.result_specs, options, False)
+    return tie(pallas.on_local_shards(run, specs, (operands,)), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

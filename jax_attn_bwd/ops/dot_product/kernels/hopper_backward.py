@@ -2,8 +2,9 @@
 
 XLA computes delta (7) and the gradient of the sink (9); the rest are kernels:
 
-    hopper_query_gradients.py   dq; sums over keys; the gradient of a full bias
+    hopper_query_gradients.py   dq; sums over keys
     hopper_key_gradients.py     dk and dv; sums over queries; the fused kernel
+    hopper_bias_gradient.py     the gradient of a full bias
 
 The pair dq; dk, dv needs seven products a tile and no workspace beyond two row values, adds in one order,
 and gives the same bits every time. With `deterministic_sums=False` the fused kernel needs five; under
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import float_leaves, mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
+from jax_attn_bwd.ops.dot_product.kernels import hopper_bias_gradient as full_bias
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
@@ -155,7 +157,7 @@ def _bias_gradient(options, interpret, saved: Saved, operands: Operands) -> jax.
     (*batch, T, _, _), S = operands.query.shape, operands.key.shape[-3]
     shape = (1,) * (len(batch) + 3 - operands.bias.ndim) + operands.bias.shape
     if shape[-2] != 1 and shape[-1] != 1:
-        dbias = by_query.full_bias_gradient(options, interpret, saved)[..., :T, :S]
+        dbias = full_bias.gradient(options, interpret, saved)[..., :T, :S]
     elif shape[-1] != 1:
         dbias = by_key.key_gradients(options, interpret, saved, frozenset({"bias"}))["bias"][..., :S]
     else:

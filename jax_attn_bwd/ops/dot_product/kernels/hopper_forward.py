@@ -4,7 +4,8 @@ A block computes 2 x block_q query rows of one head with three warpgroups. One l
 ring of shared-memory stages (TMA). The other two hold block_q rows each, and take turns: while one has the
 tensor cores for its products (wgmma), the other computes exponentials. The softmax is the online one of
 `forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap the maximum is
-subtracted first, in natural units, so that huge tied logits stay exact.
+subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_low` p is two
+numbers, what rounding takes from it the second, and each is multiplied with v.
 
 References:
   Shah et al., FlashAttention-3, 2024, arXiv:2407.08608, section 3.1 (ping-pong scheduling).
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import dropout, hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import ROWS, WGMMA
@@ -34,12 +34,12 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 supports = tiles.unsupported
 
 
-def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
+def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool = False) -> Tiling:
     """Tiles that fit registers without spills, and shared memory; see bench/results/nvidia_static.md."""
     H, Hv = (tiles.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
     head = max(H, Hv)
-    # an output that is not of the query's shape takes shared memory of its own
-    if Hv != H and H + Hv > 384:
+    # an output that is not of the query's shape takes shared memory of its own; two numbers a p, registers
+    if (Hv != H and H + Hv > 384) or (head > 128 and keeps_low and options.dropout_rate):
         return Tiling(block_q=64, block_k=32, stages=3)
     segments = operands.mask.query_segment_ids is not None
     crowded = options.logits_soft_cap is not None and (segments or jax.tree.leaves(operands.mod_args))
@@ -53,21 +53,16 @@ def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
 def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
-    tiling, operands = default_tiling(options, operands), functions.numbered(operands)
-    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME))
+    tiling = default_tiling(options, operands, plan.keeps_low)
+    operands = functions.numbered(operands)
+    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME), plan.keeps_low)
+    specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
     keys = tiles.dropout_keys(options, operands)
-    return tie(pallas.on_local_shards(run, partial(_out_specs, options), (operands, keys)), operands)
+    return tie(pallas.on_local_shards(run, specs, (operands, keys)), operands)
 
 
-def _out_specs(options: KernelOptions, operands: Any, keys: Any) -> Any:
-    """The specs of the result, from those of the operands."""
-    spec = operands.query
-    row: Any = PartitionSpec(*spec[:-1])
-    return Result(spec, row, row if kernel_inputs.has_low(options, operands) else None)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(options, tiling, interpret, operands, keys):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _forward(options, tiling, interpret, keeps_low, operands, keys):
     *batch, T, N, _ = operands.query.shape
     Hv = operands.value.shape[-1]
     rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
@@ -75,33 +70,33 @@ def _forward(options, tiling, interpret, operands, keys):
     options = functions.on_values(options, operands)
     bounds = hopper_bounds.bounds(options, refs, rows, tiling.block_k)
     refs = pallas.vary_alike(refs._replace(bounds=bounds, mod_args=()))
-    kernel = partial(_kernel, options, tiling)
-    out, *row_values = mosaic_gpu.launch(
-        kernel,
-        "attention_forward",
+    out, lse, *low = mosaic_gpu.launch(
+        partial(_kernel, options, tiling),
+        "attention_forward_low" if keeps_low else "attention_forward",
         interpret=interpret,
-        out_type=_out_types(options, refs),
+        out_type=_out_types(options, keeps_low, refs),
         scratch=_scratch(options, tiling, refs, interpret),
         grid={"q_tile": refs.q.shape[1] // rows, "head": N, "batch": refs.q.shape[0]},
         warpgroups=tiles.COMPUTE_WARPGROUPS + 1,
     )(refs)
 
-    out = out[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
-    lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in row_values)
+    out, *out_low = (x[:, :T, :, :Hv].reshape(*batch, T, N, Hv) for x in (out, *low[1:]))
+    lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in (lse, *low[:1]))
     if (lengths := operands.mask.query_seq_lengths) is not None:
         lengths = lengths[..., None, None]
         beyond = to_rank(jnp.arange(T, dtype=jnp.int32)[:, None], lengths.ndim) >= lengths
         empty = -jnp.inf if operands.sink is None else operands.sink.astype(lse.dtype)
-        out = jnp.where(beyond[..., None], 0, out)
+        out, *out_low = (jnp.where(beyond[..., None], 0, x) for x in (out, *out_low))
         lse = jnp.where(beyond, empty, lse)
-    return Result(out, lse, low[0] if low else None)
+    return Result(out, lse, *(low or [None]), *out_low)
 
 
-def _out_types(options: KernelOptions, refs: Inputs) -> list[Any]:
+def _out_types(options: KernelOptions, keeps_low: bool, refs: Inputs) -> list[Any]:
     (B, T, N, _), Hv = refs.q.shape, refs.v.shape[-1]
     row = pallas.out_type((B, N, T), jnp.float32, refs)
     out = pallas.out_type((B, T, N, Hv), refs.q.dtype, refs)
-    return [out, row, row] if kernel_inputs.has_low(options, refs) else [out, row]
+    low = [row] if kernel_inputs.has_low(options, refs) else []
+    return [out, row, *low, *([out] if keeps_low else [])]
 
 
 def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
@@ -130,7 +125,7 @@ def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bo
 
 def _kernel(
     options: KernelOptions, tiling: Tiling,
-    refs: Inputs, out_ref, lse_ref, *low_ref,
+    refs: Inputs, out_ref, lse_ref, *low_refs,
     q_tile, k_tiles, v_tiles, row_values, q_loaded, k_loaded, v_loaded, k_free, v_free, turn,
     out_tile=None, spare=None,
 ):  # fmt: skip
@@ -138,7 +133,7 @@ def _kernel(
     i = lax.axis_index("q_tile")
     if options.is_causal:  # the longest first
         i = jnp.int32(refs.q.shape[1] // (tiles.COMPUTE_WARPGROUPS * tiling.block_q) - 1) - i
-    groups = refs.q.shape[2] // refs.k.shape[2]
+    groups, keeps_low = refs.q.shape[2] // refs.k.shape[2], len(low_refs) == 2
     wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     load_bounds = partial(hopper_bounds.load, refs, b, i, refs.k.shape[1] // bk)
@@ -180,13 +175,13 @@ def _kernel(
             s = pl.run_scoped(product, plgpu.ACC((bq, bk), jnp.float32))
             plgpu.barrier_arrive(k_free.at[slot])
             tile = Tile(b, n, row, bounds.tile(t) * bk, (bq, bk))
-            decay, p, m, l = _softmax(options, refs, s, tile, bounds.mixed(t), *carry[1:])
+            decay, p, m, l = _softmax(options, refs, keeps_low, s, tile, bounds.mixed(t), *carry[1:])
             acc = carry[0] * lax.broadcast_in_dim(decay, carry[0].shape, [0])
             acc, m, l, p = lax.optimization_barrier((acc, m, l, p))
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_loaded.at[slot])
             plgpu.barrier_wait(turn)
-            acc = hopper.add_product(acc, p, v_tiles.at[slot], spare and spare.at[wg])
+            acc = hopper.add_products(acc, p, v_tiles.at[slot], spare and spare.at[wg])
             plgpu.barrier_arrive(v_free.at[slot])
             return acc, m, l
 
@@ -198,19 +193,27 @@ def _kernel(
         factor = dropout.survivor_factor(options.dropout_rate) if options.dropout_rate else 1.0
         scale = jnp.where(l == 0.0, 0.0, factor / l)
         target = (q_tile if out_tile is None else out_tile).at[wg]
-        target[...] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(refs.q.dtype)
+        out = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
+        narrow = out.astype(refs.q.dtype)
+        lost = _lost(out, narrow) if keeps_low else None
+        target[...] = narrow
         unit = LN_2 if tiles.is_plain(options, refs) else 1.0  # of m
         log_l = jnp.log2(l) * LN_2
         lse = m * unit + log_l
         row_values[wg, 0] = lse
-        if low_ref:  # what rounding took from lse
+        if low_refs:  # what rounding took from lse
             row_values[wg, 1] = jnp.where(l == 0.0, 0.0, (m - lse) + log_l)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(row, bq), n], commit_group=False)
-        for c, ref in enumerate((lse_ref, *low_ref)):
+        for c, ref in enumerate((lse_ref, *low_refs[:1])):
             plgpu.copy_smem_to_gmem(row_values.at[wg, c], ref.at[b, n, pl.ds(row, bq)], commit_group=False)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
+        for ref in low_refs[1:]:  # what it took from out, in the place of out
+            target[...] = lost
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(target, ref.at[b, pl.ds(row, bq), n])
+            plgpu.wait_smem_to_gmem(0)
 
 
 def _initial(options, refs: Inputs, rows: int, n):
@@ -227,8 +230,8 @@ def _initial(options, refs: Inputs, rows: int, n):
     return acc, filled(sink, (rows,), ROWS), filled(l, (rows,), ROWS)
 
 
-def _softmax(options, refs: Inputs, s, tile: Tile, mixed, m_old, l_old):
-    """(decay of what was accumulated, p for the product with v, m, l) after a tile of products s."""
+def _softmax(options, refs: Inputs, keeps_low: bool, s, tile: Tile, mixed, m_old, l_old):
+    """(decay of what was accumulated, numbers that add up to p, m, l) after a tile of products s."""
     logits = tiles.logits(options, refs, s, tile, mixed)
     m = jnp.maximum(m_old, logits.shift(logits.x.max(axis=1)))
     shift = finite(m)
@@ -238,4 +241,10 @@ def _softmax(options, refs: Inputs, s, tile: Tile, mixed, m_old, l_old):
     kept = tiles.keep(options, refs, tile)
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
-    return decay, p.astype(refs.q.dtype), m, l
+    narrow = p.astype(refs.q.dtype)
+    return decay, [narrow, _lost(p, narrow)] if keeps_low else [narrow], m, l
+
+
+def _lost(x: jax.Array, narrow: jax.Array) -> jax.Array:
+    """What rounding took from `x`."""
+    return (x - narrow.astype(x.dtype)).astype(narrow.dtype)

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import float_leaves, fusion, sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import dropping, fully_masked, mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import functions
-from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
@@ -254,6 +255,13 @@ def is_plain(options: KernelOptions, refs: Inputs) -> bool:
 def has_low(options: KernelOptions, given: Any) -> bool:
     """Whether lse keeps what rounding took from it: logits may be huge; `given` has the bias."""
     return given.bias is not None or options.score_mod is not None
+
+
+def result_specs(options: KernelOptions, keeps_low: bool, operands: Any, keys: Any = None) -> Any:
+    """The specs of a forward's result, from those of the operands."""
+    out: Any = operands.query
+    row: Any = PartitionSpec(*out[:-1])
+    return Result(out, row, row if has_low(options, operands) else None, out if keeps_low else None)
 
 
 def at(ref: Any, axis: int, index: Any) -> Any:

@@ -5,12 +5,14 @@ the compiler overlaps the matrix products of some parts with the exponentials of
 transposed, keys by queries, and so are the sums of weighted values: what belongs to a query is one number in
 a lane, which broadcasts for free, and a wide matrix unit adds up over 256 keys at once. The softmax is the
 online one of `forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap
-the maximum is subtracted first, in natural units, so that huge tied logits stay exact.
+the maximum is subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_low`
+p is two numbers, what rounding takes from it the second, and each is multiplied with v.
 
 References:
   Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
 """
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
@@ -53,21 +54,15 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     tiling, operands = default_tiling(options, operands), functions.numbered(operands)
-    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME))
+    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME), plan.keeps_low)
     keys = kernel_inputs.dropout_keys(options, operands)
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, partial(_out_specs, options), given))
+    specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, specs, given))
     return tie(call(operands, keys), operands)
 
 
-def _out_specs(options: KernelOptions, operands: Any, keys: Any) -> Any:
-    """The specs of the result, from those of the operands."""
-    spec = operands.query
-    row: Any = PartitionSpec(*spec[:-1])
-    return Result(spec, row, row if kernel_inputs.has_low(options, operands) else None)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(options, tiling, interpret, operands, keys):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _forward(options, tiling, interpret, keeps_low, operands, keys):
     *batch, T, N, _ = operands.query.shape
     K, Hv = operands.value.shape[-2:]
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
@@ -94,28 +89,32 @@ def _forward(options, tiling, interpret, operands, keys):
         (None, None, tiling.block_q, width),
         lambda *where: (lambda s: (s.b, s.n, s.row, ZERO))(locate(*where)),
     )
-    out_type = [
-        pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs),
-        *[pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs)]
-        * (2 if kernel_inputs.has_low(options, refs) else 1),
-    ]
+    heads = pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs), of_out
+    rows = pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs), of_rows
+    results = [heads, rows, *([rows] if kernel_inputs.has_low(options, refs) else [])]
+    results += [heads] if keeps_low else []
     state = [(n, tiling.block_q) for n in (1, 1, width)]
     kernel = partial(_kernel, options, tiling, sides, visits, tree, locate)
-    out, *rows = mosaic_tpu.launch(
+    found = mosaic_tpu.launch(
         kernel,
-        visits.name("attention_forward", tiling),
+        visits.name("attention_forward_low" if keeps_low else "attention_forward", tiling),
         interpret=interpret,
         grid=(B, K, groups, visits.length),
         parallel=3,
         prefetched=1,
         in_specs=jax.tree.leaves(specs),
-        out_specs=[of_out] + [of_rows] * (len(out_type) - 1),
-        out_type=out_type,
+        out_specs=[spec for _, spec in results],
+        out_type=[out_type for out_type, _ in results],
         scratch=[*(pltpu.VMEM(shape, jnp.float32) for shape in state), *tiles.bands(refs, sides, tiling)],
     )(steps, *values)
-    out = jnp.swapaxes(out, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
-    lse, *low = (jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N) for x in rows)
-    return Result(out, lse, low[0] if low else None)
+
+    def public(x, of):
+        if of is heads:
+            return jnp.swapaxes(x, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
+        return jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N)
+
+    out, lse, *low = map(public, found, results)
+    return Result(out, lse, *(low or [None]))
 
 
 def _kernel(
@@ -135,7 +134,8 @@ def _kernel(
         parts = [
             Part(options, given, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
         ]
-        stages = _products, partial(_weights, mixed, m_ref, l_ref), partial(_add, acc_ref)
+        keeps_low = len(outputs) == len(Result._fields)
+        stages = _products, partial(_weights, mixed, keeps_low, m_ref, l_ref), partial(_add, acc_ref)
         tiles.in_stages(parts, stages, tiling.apart)
 
     step.each_kind(visits, visit)
@@ -151,8 +151,8 @@ def _products(part: Part, _: Any) -> jax.Array:
     return product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
 
 
-def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
-    """(weights of the part's values, what its queries' earlier sums are multiplied by).
+def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
+    """(numbers that add up to the weights of the part's values, what its queries' sums are multiplied by).
 
     Folds the part into the maxima and sums of its queries; m is in units of the exponent if plain.
     """
@@ -171,20 +171,23 @@ def _weights(mixed: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tupl
     kept = part.keep()
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
-    return p.astype(refs.v.dtype), decay
+    narrow = p.astype(refs.v.dtype)
+    lost = [(p - narrow.astype(p.dtype)).astype(narrow.dtype)] if keeps_low else []
+    return [narrow, *lost], decay
 
 
 def _add(acc_ref, part: Part, given: tuple) -> None:
     """Adds a part's weighted values to the sums of its queries."""
     p, decay = given
     queries, keys = part.slices
-    weighted = product(part.options, part.refs.v[:, keys], p)
+    v = part.refs.v[:, keys]
+    weighted = functools.reduce(jnp.add, [product(part.options, v, x) for x in p])
     acc_ref[:, queries] = acc_ref[:, queries] * decay + weighted
 
 
 def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l_ref, acc_ref):
-    """Writes out, lse, and what rounding took from lse."""
-    out_ref, lse_ref, *low_ref = outputs
+    """Writes out, lse, and what rounding took from lse and from out, in the order of `Result`."""
+    out_ref, lse_ref, *low_refs = outputs
     unit = LN_2 if is_plain(options, refs) else 1.0  # of m
     m, l = m_ref[...] * unit, l_ref[...]
     if refs.rows_end is not None:
@@ -204,9 +207,12 @@ def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l
     if options.dropout_rate:
         factor = factor * dropout.survivor_factor(options.dropout_rate)
     out = jnp.where(empty, 0.0, acc_ref[...] * (factor / total))
-    out_ref[...] = out.astype(out_ref.dtype).T
+    narrow = out.astype(out_ref.dtype)
+    out_ref[...] = narrow.T
+    for ref in low_refs[1:]:
+        ref[...] = (out - narrow.astype(out.dtype)).astype(ref.dtype).T
     log_l = jnp.log(total)
     lse = jnp.where(empty, floor, m + log_l)
     lse_ref[...] = lse
-    for ref in low_ref:
+    for ref in low_refs[:1]:
         ref[...] = jnp.where(empty, 0.0, (m - lse) + log_l)
