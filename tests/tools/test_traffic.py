@@ -83,6 +83,41 @@ def test_slices_updates_loops_branches_and_workspaces():
     assert (found.bytes - half.bytes, half.launches) == (5 * added, 2 + 2 * 10 + 5)
 
 
+SORTS_AND_ADDS = """HloModule sums, is_scheduled=true
+
+%order (k: s32[64,8]) -> (s32[64,8], s32[64,8]) {
+  %k = s32[64,8]{1,0} parameter(0)
+  %places = s32[64,8]{1,0} iota(), iota_dimension=0
+  ROOT %sorted = (s32[64,8]{1,0}, s32[64,8]{1,0}) sort(%k, %places), dimensions={0}, to_apply=%less
+}
+
+%adds (v: f32[64,8], r: f32[999,8], j: s32[999,1]) -> f32[64,8] {
+  %v = f32[64,8]{1,0} parameter(0)
+  %r = f32[999,8]{1,0} parameter(1)
+  %j = s32[999,1]{1,0} parameter(2)
+  ROOT %added = f32[64,8]{1,0} scatter(%v, %j, %r), to_apply=%sum
+}
+
+ENTRY %main (keys: s32[64,8], rows: f32[999,8], at: s32[999,1]) -> f32[64,8] {
+  %keys = s32[64,8]{1,0} parameter(0)
+  %rows = f32[999,8]{1,0} parameter(1)
+  %at = s32[999,1]{1,0} parameter(2)
+  %first = (s32[64,8]{1,0}, s32[64,8]{1,0}) fusion(%keys), kind=kCustom, calls=%order
+  %zeros = f32[64,8]{1,0} copy(%keys)
+  %one = f32[64,8]{1,0} fusion(%zeros, %rows, %at), kind=kInput, calls=%adds
+  ROOT %other = f32[64,8]{1,0} scatter(%one, %at, %rows), to_apply=%sum
+}
+"""
+
+
+def test_a_sort_goes_over_its_arrays_some_times_and_a_scatter_over_its_own_once():
+    keys, rows, at = 4 * 64 * 8, 4 * 999 * 8, 4 * 999
+    added = rows + at + 2 * keys
+    found = traffic.of(SORTS_AND_ADDS)
+    assert found.by_kernel == {"first": 4 * 3 * keys, "zeros": 2 * keys, "one": added, "other": added}
+    assert found.launches == 4 + 3
+
+
 def test_every_pair_is_one_call_of_two_forms():
     names = []
     for pair in traffic_table.pairs((1, 64, 2, 8)):

@@ -1,9 +1,10 @@
 """What a compiled GPU program reads and writes, and how many kernels it launches, from its optimised HLO.
 
 Every kernel counts what it must read and write of the device's memory: its operands once each and its
-results, and of an array that it slices, updates in place or gathers from, that part alone. What a cache saves
-and what a product reads again the program does not tell, so this is not a time. Loops count as often as they
-run. Of branches the dearest counts, unless it is told how often each is taken: the program does not tell.
+results, and of an array that it slices, updates in place or gathers from, that part alone, at most all of it
+once. What a cache saves and what a product reads again the program does not tell, so this is not a time.
+Loops count as often as they run. Of branches the dearest counts, unless it is told how often each is taken:
+the program does not tell.
 """
 
 import re
@@ -20,6 +21,7 @@ _WORKSPACE = re.compile(r'custom_call_target="__(cublas|cudnn|triton)')
 _SCRATCH = re.compile(r"\bs8\[[\d,]*\](\{[^}]*\})?")
 _ELEMENT_BY_ELEMENT = ("bitcast", "convert", "copy", "reshape", "transpose")
 _PART = ("dynamic-slice", "slice", "gather")
+_SORT = 4  # passes over what is sorted, 8 bits of the keys in each
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,11 @@ class _Reader:
                 for name in x.called:
                     yield from self.kernels(name, times)
             elif opcode not in _FREE and not opcode.endswith("-done"):
-                yield x, self._moved(x, known), times
+                yield x, self._moved(x, known), times * (_SORT if self._sorts(x) else 1)
+
+    def _sorts(self, x: Instruction) -> bool:
+        body = self.program.computations[x.called[0]] if x.opcode == "fusion" else [x]
+        return any(y.opcode == "sort" for y in body)
 
     def _moved(self, x: Instruction, known: dict[str, Instruction]) -> int:
         """The bytes that one kernel reads and writes."""
@@ -85,7 +91,7 @@ class _Reader:
         if x.opcode == "dynamic-update-slice":
             return 2 * operands[1].size
         if x.opcode == "scatter":
-            return 3 * operands[-1].size + operands[1].size
+            return operands[-1].size + 2 * min(operands[-1].size, x.size) + operands[1].size
         if x.opcode in _PART:
             return 2 * x.size + sum(y.size for y in operands[1:])
         result = x.size
@@ -120,7 +126,7 @@ class _Reader:
             if found.opcode == "dynamic-update-slice":
                 total += known[names(found.operands)[1]].size
             elif found.opcode == "scatter":
-                total += 2 * known[names(found.operands)[-1]].size
+                total += 2 * min(known[names(found.operands)[-1]].size, found.size)
             else:
                 total += found.size
         return total

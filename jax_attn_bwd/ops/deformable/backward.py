@@ -32,65 +32,63 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import fusion, targets
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.deformable import cpu, pairs, products, sampling, scatter
+from jax_attn_bwd.ops.deformable import all_points, cpu, loops, pairs, products, runs, sampling, scatter
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Options, Residuals
 
 
 def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """The gradients in `residuals.wanted`."""
-    sort, loops = _choices(options, residuals)
-    return _matched_gradients(options, sort, loops, residuals, dout)
+    return _matched_gradients(options, loops.chosen(options, residuals.operands), residuals, dout)
 
 
 def gradients(options: Options, residuals: Residuals, dout: jax.Array) -> dict[str, jax.Array]:
     """The gradients by name, accumulated in float32 or wider, that these queries alone give."""
-    sort, loops = _choices(options, residuals)
-    return _by_operand(options, sort, loops, residuals, dout)
+    return _by_operand(options, loops.chosen(options, residuals.operands), residuals, dout)
 
 
-def _choices(options: Options, residuals: Residuals) -> tuple[bool, cpu.Loops]:
-    """Whether rows are sorted before they are added, and which loops run."""
-    # elsewhere than on a GPU, a scatter-add adds in one order
-    sort = options.deterministic_sums and targets.platform() == "gpu"
-    return sort, cpu.loops(options, residuals.operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _matched_gradients(options, sort, loops, residuals, dout):
-    grads = _by_operand(options, sort, loops, residuals, dout)
+@partial(jax.jit, static_argnums=(0, 1))
+def _matched_gradients(options, loops, residuals, dout):
+    grads = _by_operand(options, loops, residuals, dout)
     return MultiScaleDeformableAttentionGrads(
         **{name: match_type(grad, getattr(residuals.operands, name)) for name, grad in grads.items()}
     )
 
 
-def _by_operand(options, sort, loops, residuals, dout):
+def _by_operand(options, loops, residuals, dout):
     operands, wanted = residuals.operands, residuals.wanted.names
     dtype = sampling.compute_dtype(operands)
     B, Q, M, _ = operands.attention_weights.shape
     dout = dout.reshape(B, Q, M, operands.value.shape[3]).astype(dtype)
     grads = {}
     if "value" in wanted:
-        if loops.paired_queries:
+        if loops.in_order:
+            grads["value"] = runs.value_gradient(options, operands, dout)
+        elif loops.all_points:
+            grads["value"] = all_points.value_gradient(options, operands, dout)
+        elif loops.paired_queries:
             grads["value"] = pairs.value_gradient(options, loops.paired_queries, operands, dout)
         else:
-            grads["value"] = _value_gradient(options, sort, operands, dout)
+            grads["value"] = _value_gradient(options, operands, dout)
     if wanted & {"sampling_locations", "attention_weights"}:
-        points = _point_gradients(options, wanted, loops.by_channel, operands, dout)
+        if loops.all_points:  # what the points' gradients form lies where the value's did
+            grads, operands, dout = fusion.barrier((grads, operands, dout))
+            points = all_points.point_gradients(options, wanted, operands, dout)
+        else:
+            points = _point_gradients(options, wanted, loops.by_channel, operands, dout)
         grads |= products.by_name(options, operands, *points)  # (9)
     return grads
 
 
-def _value_gradient(options, sort, operands, dout):
+def _value_gradient(options, operands, dout):
     """`dvalue [B, S, M, D]`: a loop over the points, each added to its pixels."""
-    add = scatter.add_sorted if sort else scatter.add
 
     def add_point(dvalue, point):
         level, (x, y, weight) = point
         at = sampling.place(options, level, x, y)
         at, scales = fusion.barrier((at, sampling.scales(at, weight)))
-        return add(dvalue, at, scales, dout), None  # (8)
+        return scatter.add(dvalue, at, scales, dout), None  # (8)
 
     value = operands.value
     zeros = full_like_operands(value, value.shape, 0, dout.dtype, (operands, dout))

@@ -1,8 +1,8 @@
-"""Portable forward of multi-scale deformable attention: a loop over the K sampling points.
+"""Portable forward of multi-scale deformable attention: a loop over the K sampling points, or all at once.
 
     out = sum over k of weight_k * sum over corners c of share_c * value[pixel_c]
 
-The largest intermediate has the size of `out`.
+The largest intermediate that is written has the size of `out`, or of the points.
 """
 
 from functools import partial
@@ -12,19 +12,23 @@ from jax import lax
 
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.deformable import cpu, sampling
+from jax_attn_bwd.ops.deformable import all_points, cpu, loops, sampling
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
 def forward(options: Options, operands: Operands) -> jax.Array:
     """`out [B, Q, M * D]`, in the dtype of the value."""
-    return _sum_over_points(options, cpu.loops(options, operands), operands)
+    return _sum_over_points(options, loops.chosen(options, operands), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _sum_over_points(options, loops, operands):
     value, dtype, heads_first = operands.value, sampling.compute_dtype(operands), loops.heads_first
     (B, Q, M, _), D = operands.attention_weights.shape, value.shape[3]
+    if loops.all_points:
+        at, samples = all_points.places(options, operands)
+        out = all_points.weighted_sum(value, at.pixels, sampling.scales(at, samples.weight))
+        return tie(out.reshape(B, Q, M * D).astype(value.dtype), operands)
 
     def add_point(out, point):
         level, (x, y, weight) = point

@@ -1,7 +1,7 @@
 """Where a sampling point lies on its level, and reading the pixels around it.
 
-Every function here handles one sampling point of all queries and heads, so that no array has the extent
-of the points and the channels. Arrays are [B, Q, M], or [B, M, Q] where the caller has them so.
+Arrays are [B, Q, M] for one sampling point of all queries and heads, [B, M, Q] where the caller has them so,
+or [B, Q, M, K] for all points.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,6 @@ class Place(NamedTuple):
     """The pixels around a sampling point, all of the shape of x; fields as in `Location`."""
 
     counts: jax.Array
-    cell: jax.Array  # int32: equal for points with the same pixels
     pixels: tuple[jax.Array, ...]  # int32, indices of the corners on the axis S; S = outside
     right: jax.Array
     below: jax.Array
@@ -107,11 +106,7 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
         under = first + level.width
         corners += [(right & above, first + 1), (left & below, under), (right & below, under + 1)]
     pixels = tuple(jnp.where(seen, index, jnp.int32(outside)) for seen, index in corners)
-    # a point clamped onto the first row or column has no part in the next: its cell is the one before
-    cell_column = jnp.where(at.x_between | (column > 0), column, -1)
-    cell_row = jnp.where(at.y_between | (row > 0), row, -1)
-    cell = (cell_row + 1) * (level.width + 1) + cell_column + 1  # 0: above and left of pixel (0, 0)
-    return Place(counts, jnp.where(counts, cell, -1), pixels, at.right, at.below, at.dx, at.dy)
+    return Place(counts, pixels, at.right, at.below, at.dx, at.dy)
 
 
 def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
@@ -157,12 +152,12 @@ def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False) -> jax.Array:
-    """The pixels of `value [B, S, M, D]` at `[B, Q, M]`, 0 outside: `[B, Q, M, D]`.
+    """The pixels of `value [B, S, M, D]` at `[B, Q, M, ...]`, 0 outside: `[B, Q, M, ..., D]`.
 
     With `heads_first`, M is in front of Q.
     """
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=(3,),
+        offset_dims=(pixel.ndim,),
         collapsed_slice_dims=(1,),
         start_index_map=(1,),
         operand_batching_dims=(0, 2),

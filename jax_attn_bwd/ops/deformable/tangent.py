@@ -25,7 +25,7 @@ from jax import lax
 
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands, unsharded
-from jax_attn_bwd.ops.deformable import cpu, sampling
+from jax_attn_bwd.ops.deformable import all_points, cpu, loops, sampling
 from jax_attn_bwd.ops.deformable.sampling import Place
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
@@ -34,13 +34,17 @@ def tangent(options: Options, operands: Operands, tangents: Operands) -> jax.Arr
     """`dout [B, Q, M * D]`, in the dtype of the value; None in `tangents` is zero."""
     whole: Any = lambda x: None if x is None else unsharded(x, 1)
     operands, tangents = (x._replace(value=whole(x.value)) for x in (operands, tangents))
-    return _tangent(options, cpu.loops(options, operands), operands, tangents)
+    return _tangent(options, loops.chosen(options, operands), operands, tangents)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _tangent(options, loops, operands, tangents):
     value, dtype, heads_first = operands.value, sampling.compute_dtype(operands), loops.heads_first
     (B, Q, M, _), D = operands.attention_weights.shape, value.shape[3]
+
+    if loops.all_points:
+        dout = _at_all_points(options, operands, tangents, dtype)
+        return dout.reshape(B, Q, M * D).astype(value.dtype)
 
     def add_point(dout, point):
         level, (x, y, weight), (dx, dy, da) = point
@@ -64,6 +68,19 @@ def _tangent(options, loops, operands, tangents):
     dout, _ = lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)
     dout = dout.transpose(0, 2, 1, 3) if heads_first else dout
     return dout.reshape(B, Q, M * D).astype(value.dtype)
+
+
+def _at_all_points(options, operands, tangents, dtype):
+    """`dout [B, Q, M, D]` by (14), without a loop."""
+    at, samples = all_points.places(options, operands)
+    dout = 0
+    if tangents.sampling_locations is not None or tangents.attention_weights is not None:
+        factors = _factors(at, samples.weight, *_of_points(options, operands, tangents, dtype))
+        dout += all_points.weighted_sum(operands.value, at.pixels, factors)
+    if tangents.value is not None:
+        scales = sampling.scales(at, samples.weight)
+        dout += all_points.weighted_sum(tangents.value, at.pixels, scales)
+    return dout
 
 
 def _of_points(options, operands, tangents, dtype):

@@ -10,7 +10,7 @@ from helpers import OPERATORS, assert_close, assert_trees_close, differentiated,
 from ops.deformable.calls import QUICK
 
 from jax_attn_bwd import multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
-from jax_attn_bwd.ops.deformable import cpu
+from jax_attn_bwd.ops.deformable import loops
 from jax_attn_bwd.ops.deformable.cases import locations
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
@@ -21,12 +21,12 @@ QUERIES = 3  # queries of a block: most cases have a last block of fewer
 
 @pytest.fixture
 def forced(monkeypatch):
-    def loops(options, operands):
+    def chosen(options, operands):
         queries = operands.attention_weights.shape[1]
         paired = min(queries, QUERIES) if options.method == "bilinear" else 0
-        return cpu.Loops(True, True, True, paired)
+        return loops.Loops(True, True, True, paired)
 
-    monkeypatch.setattr(cpu, "loops", loops)
+    monkeypatch.setattr(loops, "chosen", chosen)
 
 
 def cases(tag, *kept):
@@ -119,7 +119,7 @@ def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeyp
         ).value
 
     got = dvalue()
-    monkeypatch.setattr(cpu, "loops", lambda *_: cpu.Loops())
+    monkeypatch.setattr(loops, "chosen", lambda *_: loops.Loops())
     expected = dvalue()
     assert 0 < np.isnan(expected).sum() < expected.size
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
@@ -139,7 +139,7 @@ def test_in_low_precision(forced, monkeypatch, dtype):
         return [np.asarray(x, np.float64) for x in (out, *pullback(dout))]
 
     got = results(*narrow)
-    monkeypatch.setattr(cpu, "loops", lambda *_: cpu.Loops())
+    monkeypatch.setattr(loops, "chosen", lambda *_: loops.Loops())
     portable = results(*narrow)
     exact = results(*(x.astype(jnp.float64) for x in narrow))
     for x, y, z in zip(got, portable, exact, strict=True):
@@ -158,33 +158,35 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((1, 5440, 8, 32, 5440), cpu.Loops(True, True, True, 512)),
-        ((1, 5440, 8, 256, 5440), cpu.Loops(True, True, True, 64)),
-        ((8, 300, 8, 32, 5440), cpu.Loops(True, True, False, 300)),
-        ((1, 300, 8, 32, 5440), cpu.Loops(paired_queries=300)),
-        ((1, 100, 8, 32, 5440), cpu.Loops()),
-        ((0, 5440, 8, 32, 5440), cpu.Loops()),
-        ((1, 5440, 8, 0, 5440), cpu.Loops(True, True, True)),
-        ((1, 4096, 1 << 10, 32, 1 << 15), cpu.Loops(on_all_cores=True)),  # 2^30 numbers
+        ((1, 5440, 8, 32, 5440), loops.Loops(True, True, True, 512)),
+        ((1, 5440, 8, 256, 5440), loops.Loops(True, True, True, 64)),
+        ((8, 300, 8, 32, 5440), loops.Loops(True, True, False, 300)),
+        ((1, 300, 8, 32, 5440), loops.Loops(paired_queries=300)),
+        ((1, 100, 8, 32, 5440), loops.Loops()),
+        ((0, 5440, 8, 32, 5440), loops.Loops()),
+        ((1, 5440, 8, 0, 5440), loops.Loops(True, True, True)),
+        ((1, 4096, 1 << 10, 32, 1 << 15), loops.Loops(on_all_cores=True)),  # 2^30 numbers
     ],
 )
 def test_which_loops(monkeypatch, sizes, expected):
-    monkeypatch.setattr(cpu, "_has_several_devices", lambda: False)
-    assert cpu.loops(OPTIONS, shapes(*sizes)) == expected
-    nearest = cpu.loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
+    monkeypatch.setattr(loops, "_has_several_devices", lambda: False)
+    assert loops.chosen(OPTIONS, shapes(*sizes)) == expected
+    nearest = loops.chosen(replace(OPTIONS, method="discrete"), shapes(*sizes))
     assert nearest == expected._replace(paired_queries=0)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
-    assert cpu.loops(OPTIONS, shapes(*sizes)) == cpu.Loops()
+    assert loops.chosen(OPTIONS, shapes(*sizes)) == loops.Loops(all_points=True, in_order=True)
+    monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "tpu")
+    assert loops.chosen(OPTIONS, shapes(*sizes)) == loops.Loops()
 
 
 def test_operands_that_may_be_sharded_keep_their_heads_apart():
     """Whether they are is not known while tracing; these tests have several devices."""
-    assert cpu.loops(OPTIONS, shapes(1, 5440, 8, 32, 5440)) == cpu.Loops(on_all_cores=True)
+    assert loops.chosen(OPTIONS, shapes(1, 5440, 8, 32, 5440)) == loops.Loops(on_all_cores=True)
 
 
 def test_no_loop_is_compiled_for_one_core(monkeypatch):
     """XLA marks what it does not share between cores; before JAX 0.12 it does so with small loops only."""
-    monkeypatch.setattr(cpu, "_has_several_devices", lambda: False)
+    monkeypatch.setattr(loops, "_has_several_devices", lambda: False)
     (dout, value, at, weights), levels = problem(B=1, Q=4100, M=2, D=8, dtype=np.float32)
 
     def step(dout, *operands):

@@ -1,0 +1,122 @@
+"""Multi-scale deformable attention as a GPU takes it: all points at once, and runs of sorted samples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, assert_trees_close, thorough
+from ops.deformable.calls import assert_as_defined, sample
+from ops.deformable.small import LEVELS, B, D, M, Q, first_order, second_order
+from ops.deformable.small import sample as small
+
+from jax_attn_bwd import multi_scale_deformable_attention_bwd
+from jax_attn_bwd.ops.deformable import loops, runs
+from jax_attn_bwd.ops.deformable.spec import Options
+
+CALLS = {
+    "border, ragged": {"padding_mode": "border", "num_points": (5, 0, 4), "normalize": "softmax"},
+    "discrete": {"method": "discrete"},
+    "zeros": {},
+    "border": {"padding_mode": "border"},
+    "any order": {"deterministic_sums": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Few samples make blocks of blocks of blocks, and few points more than one sum."""
+    monkeypatch.setattr(runs, "BLOCK", 3)
+    monkeypatch.setattr("jax_attn_bwd.ops.deformable.all_points.BLOCK", 3)
+    monkeypatch.setattr(runs, "_GROUP_BYTES", 1 << 10)
+
+
+@pytest.mark.parametrize("spread", [1.5, pytest.param(0.0, marks=thorough)])
+@pytest.mark.parametrize(
+    "options", [pytest.param(x, id=name, marks=() if "," in name else thorough) for name, x in CALLS.items()]
+)
+def test_output_and_gradients_are_those_of_the_definition(short_blocks, options, spread):
+    levels = ((3, 5), (1, 1), (4, 2))
+    method = options.get("method", "bilinear")
+    arrays = sample(levels, B=2, Q=13, M=2, D=3, P=options.get("num_points", 3), method=method, spread=spread)
+    assert_as_defined(arrays, spatial_shapes=levels, **options)
+
+
+@thorough
+def test_a_run_may_hold_all_samples():
+    """5,000 samples in a cell, 20 of its blocks of blocks: what a run sums is spread over all of them."""
+    arrays = sample(((1, 1),), Q=2500, M=1, D=1, P=2, spread=0.0)
+    assert_as_defined(arrays, 1e-11, spatial_shapes=((1, 1),))
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(9, marks=thorough), 28])
+def test_what_follows_is_of_the_same_cell(short_blocks, n):
+    rng = np.random.default_rng(n)
+    rows, cell = rng.standard_normal((2, 1, n, 1, 2)), np.sort(rng.integers(0, 4, (2, 1, n)), axis=2)
+    same = (cell[..., None] == cell[..., None, :]) & np.triu(np.ones((n, n), bool))
+    expected = np.einsum("bmij,bmjcd->bmicd", same, rows)
+    assert_close(jax.jit(runs._all_that_follow)(rows, cell), expected, 1e-13)
+
+
+@pytest.mark.parametrize("padding", [pytest.param("zeros", marks=thorough), "border"])
+def test_a_cotangent_that_is_not_finite_reaches_its_own_pixels_alone(short_blocks, monkeypatch, padding):
+    """Samples of one cell share a run, cells share blocks, and a clamped sample has one column of pixels."""
+    at = np.array([[0.05, 0.3], [0.5, 0.5], [0.5, 0.6], [0.95, 0.4], [-3.0, 0.5]]).reshape(1, 5, 1, 1, 1, 2)
+    arrays = {
+        "value": jnp.zeros((1, 12, 1, 1)),
+        "sampling_locations": jnp.asarray(at),
+        "attention_weights": jnp.ones((1, 5, 1, 1, 1)),
+    }
+    options = {"spatial_shapes": ((3, 4),), "padding_mode": padding, "wrt": "value"}
+
+    @jax.jit
+    @jax.vmap
+    def reached(dout):
+        return jnp.isnan(multi_scale_deformable_attention_bwd(dout, **arrays, **options).value)
+
+    each = jnp.where(jnp.eye(5, dtype=bool), jnp.nan, 1.0)[:, None, :, None]
+    got = reached(each)
+    monkeypatch.setattr(loops, "chosen", lambda *_: loops.Loops())
+    jax.clear_caches()
+    np.testing.assert_array_equal(got, reached(each))
+
+
+def test_levels_are_taken_together_while_that_needs_little_memory():
+    def groups(points, Q):
+        options = Options(((8, 8),) * len(points), points)
+        dout = jax.ShapeDtypeStruct((1, Q, 8, 32), jnp.float32)
+        return [range(len(points))[group] for group in runs._groups(options, dout)]
+
+    assert groups((4, 4, 4, 4), 300) == [range(4)]
+    assert groups((4, 4, 4, 4), 5440) == [range(3), range(3, 4)]
+    assert groups((4, 4, 4, 4), 20000) == [range(2), range(2, 4)]
+    assert groups((64, 0, 2), 20000) == [range(1), range(1, 3)]
+
+
+@thorough
+@pytest.mark.parametrize("options", [{}, {"normalize": "softmax"}], ids=str)
+def test_second_order_is_that_of_other_platforms(monkeypatch, options):
+    arrays = {name: jnp.asarray(x) for name, x in small().items()}
+    dout = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
+    options = {"spatial_shapes": LEVELS, **options}
+    got = second_order(options)(arrays, dout)
+    monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "cpu")
+    assert_trees_close(got, second_order(options)(arrays, dout), 1e-12)
+
+
+@thorough
+@pytest.mark.parametrize("batched", ["value", "sampling_locations", "dout"])
+def test_vmap_over_one_array(batched):
+    arrays = {name: jnp.asarray(x) for name, x in small().items()}
+    arrays["dout"] = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
+    run = lambda arrays: first_order({"spatial_shapes": LEVELS})(arrays, arrays.pop("dout"))
+    stacked = arrays | {batched: jnp.stack([arrays[batched], 0.9 * arrays[batched]])}
+    axes = {name: 0 if name == batched else None for name in arrays}
+    got = jax.vmap(lambda arrays: run(dict(arrays)), (axes,))(stacked)
+    for i in range(2):
+        expected = run({name: x[i] if name == batched else x for name, x in stacked.items()})
+        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), expected, 1e-13)
