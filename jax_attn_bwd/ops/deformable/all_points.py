@@ -4,8 +4,10 @@ XLA:GPU takes gathers into the loop of a sum, so that no array of the points and
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import products, sampling, scatter
@@ -21,13 +23,22 @@ def places(options: Options, operands: Operands) -> tuple[Place, Samples]:
     return sampling.place(options, level, samples.x, samples.y), samples
 
 
+def read(value: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
+    """The pixels of `value [B, S, M, D]` at `[B, Q, M, K]`, 0 outside: `[B, Q, M, K, D]`.
+
+    The select is in the loop that gathers; what a gather fills in, XLA:GPU looks up in a kernel of its own.
+    """
+    rows = sampling.read(value, pixel, mode="clip").astype(dtype)
+    return jnp.where((pixel < value.shape[1])[..., None], rows, 0)
+
+
 def weighted_sum(value: jax.Array, pixels: Sequence[jax.Array], scales: Sequence[jax.Array]) -> jax.Array:
     """The sum over points and corners of `scale * value` at the corner's pixel: [B, Q, M, D]."""
     sums = []
     for first in range(0, max(1, scales[0].shape[3]), BLOCK):
         terms = [
             scale[..., first : first + BLOCK, None]
-            * sampling.read(value, pixel[..., first : first + BLOCK]).astype(scale.dtype)
+            * read(value, pixel[..., first : first + BLOCK], scale.dtype)
             for pixel, scale in zip(pixels, scales, strict=True)
         ]
         sums.append(sum(terms[1:], terms[0]).sum(3))
@@ -47,6 +58,5 @@ def point_gradients(
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """dloc_x, dloc_y, da, [B, Q, M, K] each; None where not asked."""
     at, samples = places(options, operands)
-    rows = [sampling.read(operands.value, pixel).astype(dout.dtype) for pixel in at.pixels]
-    d = [(dout[:, :, :, None] * row).sum(-1) for row in rows]
+    d = [(dout[:, :, :, None] * read(operands.value, pixel, dout.dtype)).sum(-1) for pixel in at.pixels]
     return products.gradients(wanted, at, samples.weight, d)

@@ -164,7 +164,7 @@ def _in_cell(index: jax.Array, share: jax.Array, between: Any) -> tuple[jax.Arra
 
 
 def _sums(options: Options, runs: Runs, dout: jax.Array) -> Sums:
-    rows = sampling.read(dout, runs.query, heads_first=True)
+    rows = sampling.read(dout, runs.query, heads_first=True, mode="clip")
     following = _leading(_at_corners(options, runs, rows), runs.cell)
     cell, following = _blocks(runs.cell[..., 0]), _blocks(following)
     return Sums(cell, following, cell[..., 0], _all_that_follow(_leading(following, cell), cell[..., 0]))
@@ -223,7 +223,7 @@ def _of_corner(
     if _corners(options) == 4:
         below, right = _taken(runs.below, block), _taken(runs.right, block)
         scale *= (below if offset[0] else 1 - below) * (right if offset[1] else 1 - right)
-    rows = scale[..., None] * sampling.read(dout, _taken(runs.query, block))
+    rows = scale[..., None] * sampling.read(dout, _taken(runs.query, block), mode="clip")
     of_blocks = jnp.minimum((block + 1) // BLOCK, sums.cell.shape[2] - 1)
     follows = (_taken(sums.cell, of_blocks) == cell[..., None]) & (
         of_blocks[..., None] * BLOCK + places > block[..., None]

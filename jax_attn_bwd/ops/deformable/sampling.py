@@ -151,10 +151,10 @@ def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(share * weight for share in shares(at))
 
 
-def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False) -> jax.Array:
+def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False, mode: str = "fill") -> jax.Array:
     """The pixels of `value [B, S, M, D]` at `[B, Q, M, ...]`, 0 outside: `[B, Q, M, ..., D]`.
 
-    With `heads_first`, M is in front of Q.
+    With `heads_first`, M is in front of Q. With `mode="clip"`, what lies outside reads the last pixel.
     """
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(pixel.ndim,),
@@ -164,7 +164,7 @@ def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False) -> jax.A
         start_indices_batching_dims=(0, 1 if heads_first else 2),
     )
     sizes = (1, 1, 1, value.shape[3])
-    return lax.gather(value, pixel[..., None], numbers, sizes, mode="fill", fill_value=0)
+    return lax.gather(value, pixel[..., None], numbers, sizes, mode=mode, fill_value=0)
 
 
 def weighted_sum(terms: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
