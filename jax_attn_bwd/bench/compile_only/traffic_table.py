@@ -28,7 +28,8 @@ CAUSAL, TEMPORARIES, LAUNCHES = 0.7, 1 / 8, 2  # goals: of plain bytes, of plain
 _ABOUT = f"""Forward and gradients, the cotangent given. `GB`: what all kernels read and write of the
 device's memory; an operand counts once for each kernel, whatever a cache saves. `launches`: kernels, library
 calls and copies; loops count as often as they run. Dense attention is B = 4, T = S = 4096, N = 16, H = 128 in
-bfloat16 beside `jax.nn.dot_product_attention(implementation="xla")`; window: 1024, causal; segments:
+bfloat16 beside `jax.nn.dot_product_attention(implementation="xla")`; window: 1024, causal; padding: a
+mask array that may hide keys of each entry, and hides none; segments:
 {DOCUMENTS} documents of equal length, causal; which of its widths a strip takes is told at run time, and each
 width counts as often as these documents take it. Softmax stands beside
 `jax.nn.softmax`, graphs beside `jax.ops.segment_sum`, deformable attention beside gathers of its corners.
@@ -120,6 +121,13 @@ def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
             for call in (dot_product_attention, jax.nn.dot_product_attention)
         )
         yield Pair(f"dot_product_attention, {name}", ours, plain, types, goal=_goal(T, **options))
+
+    def padded(call, q, k, v, keys):
+        return call(q, k, v, mask=keys, implementation="xla")
+
+    ours, plain = (partial(padded, call) for call in (dot_product_attention, jax.nn.dot_product_attention))
+    keys = jax.ShapeDtypeStruct((shape[0], 1, 1, T), jnp.bool_)
+    yield Pair("dot_product_attention, padding", ours, plain, (*types, keys), goal=_goal(T))
 
     def packed(q, k, v, ids):
         ids = {"query_segment_ids": ids, "key_value_segment_ids": ids}

@@ -18,8 +18,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_attn_bwd._core.masks import Window
+from jax_attn_bwd._core.numerics import to_rank
 
 # The axes that stand behind those of the batch: n query heads, t queries, s keys. Size 1 broadcasts.
 AXES = {
@@ -74,6 +76,20 @@ class Mask:
     def has_positions(self) -> bool:
         """Whether positions are told of queries or of keys."""
         return self.query_positions is not None or self.key_value_positions is not None
+
+    @property
+    def hides_keys_alone(self) -> bool:
+        """Whether the array of elements has no axis of heads or queries, and no segments are given."""
+        x = self.elements
+        return x is not None and set(x.shape[-3:-1]) <= {1} and not self.has("query_segment_ids")
+
+    def with_segments_of_keys(self) -> "Mask":
+        """The same mask where the array `hides_keys_alone`: keys that it hides are of another segment."""
+        if not self.hides_keys_alone:
+            return self
+        keys = to_rank(self.elements, 3)[..., 0, 0, :]
+        ids = jnp.zeros((1,), jnp.int32), jnp.where(keys, 0, 1).astype(jnp.int32)
+        return self.replace(elements=None, query_segment_ids=ids[0], key_value_segment_ids=ids[1])
 
     def has(self, *names: str) -> bool:
         """Whether any of these fields is given."""

@@ -39,10 +39,10 @@ class Plane(NamedTuple):
 
     @classmethod
     def of(cls, tiling: Tiling, operands: Operands) -> "Plane":
-        """That of a call without mask arrays and functions."""
+        """That of a call without functions, whose mask array, if there is one, hides keys alone."""
         batch, T, S, K, G = operands.sizes
         blocks = tiling.block_q, tiling.block_k
-        given = masking.tile_mask(operands.mask, None, T, S, len(batch), G, *blocks)
+        given = masking.tile_mask(operands.mask.with_segments_of_keys(), None, T, S, len(batch), G, *blocks)
         plane = cls(tiling, batch, (K, G), given, None, None)
 
         def tokens(x, block):

@@ -73,10 +73,7 @@ def shares(
     """What a strip gives to each gradient that is wanted."""
     matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
     logits, tanh = _capped(options, q, k)  # (1)
-    p = (logits - lse) - low
-    if seen is not None:
-        p = jnp.where(seen, p, -jnp.inf)
-    p, share = jnp.exp(p), {}  # (2)
+    p, share = jnp.exp(_hidden((logits - lse) - low, seen)), {}  # (2)
     factor = p if tanh is None else p * (1 - tanh * tanh)  # of (10)
     p, factor = map(fusion.barrier, (p, factor))
     if "value" in wanted:
@@ -102,9 +99,15 @@ def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.A
     return jnp.einsum(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
 
 
-def _logits(options: Options, q: jax.Array, k: jax.Array, seen: jax.Array | None) -> jax.Array:
-    logits, _ = _capped(options, q, k)
-    return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
+def _logits(options: Options, q: jax.Array, k: jax.Array, seen: Any) -> jax.Array:
+    return _hidden(_capped(options, q, k)[0], seen)
+
+
+def _hidden(x: jax.Array, seen: Any) -> jax.Array:
+    """`x`, -inf where one of the arrays `seen` is False: each by itself, for their conjunction is larger."""
+    for one in jax.tree.leaves(seen):
+        x = jnp.where(one, x, -jnp.inf)
+    return x
 
 
 def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -118,14 +121,17 @@ def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ja
 
 
 def few_heads_at_a_time(slices: int, run: Callable[[Any], Any], arrays: Any) -> Any:
-    """What `run` gives, of one of these slices of the first axis of `arrays` after the other."""
+    """What `run` gives, of one of these slices of the first axis of `arrays` after the other.
+
+    An array that has one entry there is for all of them.
+    """
     if slices <= 1:
         return run(arrays)
     size = jax.tree.leaves(arrays)[0].shape[0] // slices
     found: list[Any] = []
     for number in range(slices):
-        few = jax.tree.map(lambda x, at=number * size: lax.slice_in_dim(x, at, at + size), arrays)
-        found.append(run(after(few, found[-1:])))
+        part = lambda x, at=number * size: x if x.shape[0] == 1 else lax.slice_in_dim(x, at, at + size)
+        found.append(run(after(jax.tree.map(part, arrays), found[-1:])))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 

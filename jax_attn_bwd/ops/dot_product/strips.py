@@ -10,17 +10,20 @@ what follows is elementwise and read once, so bytes decide, and a strip has fewe
 * Backward: p = exp(logits - lse) ends the product that its logits come from, and dlogits that of dp. There p
   is taken as it stands in memory: XLA widens nothing at the end of a product. So p stays wide, and is rounded
   by the product that gives dv.
-* Which elements are seen is an array of one strip without batch and heads, not a comparison, and values of
-  rows stand behind barriers: XLA takes arrays into the end of a product, but not what computes them.
+* Which elements are seen is an array of one strip, not a comparison, and values of rows stand behind
+  barriers: XLA takes arrays into the end of a product, but not what computes them. What a band hides is an
+  array without batch and heads, what arrays of the call tell is another one.
 * Batch and heads of a device are one axis: XLA:GPU computes products over one batch axis, and a reshape in
   between parts a product from what ends it. On an Explicit mesh each device runs strips of its own; how the
   arrays lie on an Auto mesh a trace does not tell, and there they stay two axes. The one axis is cut, too: a
   strip of a few heads that holds all rows and keys reads their operands once, and has no sums.
 
-What one strip computes: `strip_products.py`. Strips have sizes of their own here, known at trace time, so
-this is for masks that shapes alone decide, causality and windows over indices. Others: `strip_widths.py`.
+What one strip computes: `strip_products.py`. Strips have sizes of their own here, known at trace time: this
+is for masks that shapes alone decide, causality and windows over indices, and for planes of at most one tile,
+where arrays skip nothing. Others: `strip_widths.py`.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,11 +33,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import masks
+from jax_attn_bwd._core import fusion, masks
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, masking, strip_widths, tile_schedule
+from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
 from jax_attn_bwd.ops.dot_product.strip_products import (
@@ -60,7 +64,8 @@ def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
     """The strips of the plane: one for each block of rows (`axis` 0) or of columns (1), even if empty."""
     batch, T, S, _, groups = operands.sizes
     blocks, ends = (plan.tiling.block_q, plan.tiling.block_k), (T, S)
-    given = masking.tile_mask(operands.mask, None, T, S, len(batch), groups)
+    rules = Mask() if operands.mask.has_positions else operands.mask.rules
+    given = masking.tile_mask(rules, None, T, S, len(batch), groups)
     full, mixed, _ = tile_schedule.static_pairs(given, plan.tiling)
     pairs, found = np.concatenate([full, mixed]), []
     for number, start in enumerate(range(0, ends[axis], blocks[axis])):
@@ -93,6 +98,7 @@ def _forward(plan: Plan, operands: Operands) -> Result:
         sink = operands.sink.astype(accumulator_dtype(q.dtype)).reshape(K, G, 1, 1)
         sink = jnp.broadcast_to(sink, (*batch, K, G, 1, 1))
     given = jax.tree.map(lambda x: merged(plan.tiling, x, len(batch)), (q, k, v, sink))
+    given = *given, _told(plan, operands)
     found = few_heads_at_a_time(plan.tiling.head_slices, partial(_rows, plan, operands), given)
     out, lse, low = jax.tree.map(lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:])), found)
     return Result(out, lse[..., 0], low[..., 0])
@@ -100,7 +106,7 @@ def _forward(plan: Plan, operands: Operands) -> Result:
 
 def _rows(plan: Plan, operands: Operands, given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out `[..., K, G, T, Hv]`, lse, lse_low `[..., K, G, T, 1]`) of some heads."""
-    q, k, v, sink = given
+    q, k, v, sink, told = given
     found: list[Any] = []
     step = jax.checkpoint(partial(attended, plan.options))
     for strip in strips(plan, operands, 0):
@@ -108,7 +114,7 @@ def _rows(plan: Plan, operands: Operands, given: Any) -> tuple[jax.Array, jax.Ar
         rows, *keys = after((rows, k, v), found[-1:])
         rows, keys = flat(rows), [_part(x, -2, strip.columns) for x in keys]
         extra = None if sink is None else flat(jnp.broadcast_to(sink, (*shape, 1)))
-        parts = step(rows, *keys, extra, _seen(operands, strip, q.shape[-3], q.ndim - 1))
+        parts = step(rows, *keys, extra, _seen(operands, strip, told, q.shape[-3], q.ndim - 1))
         found.append([x.reshape(*shape, x.shape[-1]) for x in parts])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, -2), *found)
 
@@ -145,7 +151,7 @@ def _gradients(
     low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
     rows = (*(layout.split_rows(x, G) for x in (lse, low)), delta)
     whole = (q, k, v, dout.astype(v.dtype), *(x[..., None] for x in rows))
-    given = tuple(merged(plan.tiling, x, len(batch)) for x in whole)
+    given = *(merged(plan.tiling, x, len(batch)) for x in whole), _told(plan, operands)
     found = few_heads_at_a_time(
         plan.tiling.head_slices, partial(_gradients_of_heads, plan, wanted, dtype, operands), given
     )
@@ -161,14 +167,14 @@ def _gradients_of_heads(
     plan: Plan, wanted: frozenset[str], dtype: Any, operands: Operands, given: Any
 ) -> dict[str, Any]:
     """Those of query `[..., K, G, T, H]`, of key and value `[..., K, S, H]`, of some heads."""
-    q, k, v, dout, lse, low, delta = given
+    q, k, v, dout, lse, low, delta, told = given
     columns: dict[str, list[jax.Array]] = {name: [] for name in ("key", "value") if name in wanted}
     dq, step = None, jax.checkpoint(partial(shares, plan.options, wanted))
     for strip in strips(plan, operands, 1):
         keys = [_part(x, -2, strip.columns) for x in (k, v)]
         rows = [flat(_part(x, -2, strip.rows)) for x in (q, dout, lse, low, delta)]
         keys, rows, dq = after((keys, rows, dq), (dq, [parts[-1:] for parts in columns.values()]))
-        share = step(*keys, *rows, _seen(operands, strip, q.shape[-3], q.ndim - 1))
+        share = step(*keys, *rows, _seen(operands, strip, told, q.shape[-3], q.ndim - 1))
         for name, parts in columns.items():
             parts.append(share[name].astype(dtype))
         if "query" in wanted:
@@ -192,13 +198,37 @@ def _part(x: jax.Array, axis: int, along: tuple[int, int]) -> jax.Array:
     return lax.slice_in_dim(x, *along, axis=axis)
 
 
-def _seen(operands: Operands, strip: Strip, groups: int, rank: int) -> jax.Array | None:
-    """Which elements are seen, `[groups * rows, columns]` with axes in front; None if all are."""
-    if not strip.mixed:
-        return None
-    row, column = (jnp.arange(*along, dtype=jnp.int32) for along in (strip.rows, strip.columns))
-    row = jnp.tile(row, groups)
-    seen = masks.in_band(row[:, None], column[None], operands.mask.is_causal, operands.mask.window)
-    if seen is None:  # mixed for being shorter than a block
-        return None
-    return to_rank(lax.optimization_barrier(seen), rank)
+def _told(plan: Plan, operands: Operands) -> list[jax.Array]:
+    """What arrays tell of who sees whom, each `[*batch|1, K|1, G|1, T|1, S|1]`, batch and heads `merged`."""
+    batch, T, S, K, groups = operands.sizes
+    mask, found = operands.mask, []
+    if mask.elements is not None:
+        found.append(layout.plane(mask.elements, len(batch), groups))
+    if mask.has(*AXES.keys() - {"elements"}):
+        tokens = mask.replace(elements=None)
+        if not mask.has_positions:  # the band is one of indices
+            tokens = tokens.replace(is_causal=False, window=None)
+        seen = masking.of_plane(tokens, None, T, S, len(batch), groups)
+        found += [] if seen is None else [seen]
+    if plan.tiling.head_slices:
+        alone = lambda x: math.prod(x.shape[:-3]) == 1
+        found = [x if alone(x) else jnp.broadcast_to(x, (*batch, K, *x.shape[-3:])) for x in found]
+    return [merged(plan.tiling, x, len(batch)) for x in found]
+
+
+def _seen(operands: Operands, strip: Strip, told: list[jax.Array], groups: int, rank: int) -> list[jax.Array]:
+    """Which elements are seen, arrays `[groups * rows|1, columns|1]` with axes in front; none if all are."""
+    seen, mask = [], operands.mask
+    if strip.mixed and not mask.has_positions:
+        row, column = (jnp.arange(*along, dtype=jnp.int32) for along in (strip.rows, strip.columns))
+        row = jnp.tile(row, groups)
+        band = masks.in_band(row[:, None], column[None], mask.is_causal, mask.window)
+        if band is not None:  # else mixed for being shorter than a block
+            seen.append(to_rank(band, rank))
+    for x in told:
+        for axis, along in ((-2, strip.rows), (-1, strip.columns)):
+            x = x if x.shape[axis] == 1 else _part(x, axis, along)
+        if x.shape[-3:-1] != (1, 1):
+            x = jnp.broadcast_to(x, (*x.shape[:-3], groups, strip.rows[1] - strip.rows[0], x.shape[-1]))
+        seen.append(flat(x))
+    return fusion.barrier(seen) if seen else []

@@ -87,30 +87,32 @@ class Tiling:
         """
         mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
         functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
-        planes = operands.bias is not None or mask.elements is not None or options.dropout_rate > 0
+        others = operands.bias is not None or options.dropout_rate > 0
         known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
-        if targets.platform() != "gpu" or self.is_materialized or functions or planes or not known:
+        if targets.platform() != "gpu" or self.is_materialized or functions or others or not known:
             return self
-        if mask.has(*AXES):
-            return self._with_widths(operands)
+        has_plane = mask.has("elements") and not mask.hides_keys_alone
+        of_tiles = self if has_plane else self._with_widths(operands)
+        if mask.has(*AXES) and max(T, S) > GPU_TILE:  # tiles may be empty
+            return of_tiles
         heads = math.prod(_own(operands))
-        is_divided = heads == 0
+        is_divided, is_banded = heads == 0, mask.is_banded and not mask.has_positions
         slices, blocks, logits = 1, [], groups * T * S
-        if not (mask.is_banded or is_divided):
+        if not (is_banded or is_divided):
             slices = slices_of(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
         for length, other in ((T, S), (S, T)):
             seen = other  # by a strip
-            if mask.window is not None:
+            if mask.window is not None and is_banded:
                 seen = min(seen, sum(mask.window) + 2 * LEAST_STRIP)
             block = STRIP_LOGITS * slices // seen // LEAST_TILE * LEAST_TILE
-            most = max(length // 8, LEAST_STRIP) if mask.is_banded else length
+            most = max(length // 8, LEAST_STRIP) if is_banded else length
             blocks.append(_even_block(length, max(min(block, most), LEAST_STRIP)))
             logits = min(logits, groups * blocks[-1] * seen)
         strips = max(count(T, blocks[0]), count(S, blocks[1]))
-        if mask.is_banded and not is_divided:
+        if is_banded and not is_divided:
             slices = slices_of(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
         if strips > MOST_STRIPS or strips * slices > MOST_PIECES:
-            return self._with_widths(operands)
+            return of_tiles
         slices = 0 if is_divided else slices
         return replace(self, block_q=blocks[0], block_k=blocks[1], in_strips=True, head_slices=slices)
 
