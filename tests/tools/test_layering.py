@@ -56,6 +56,7 @@ LAYERS = (
         "ops/*/edge_ties",
         "ops/*/reductions",
         "ops/graph/softmax",
+        "ops/graph/sorted_sums",
     ),
     ("ops/*/kinds/*",),
     (

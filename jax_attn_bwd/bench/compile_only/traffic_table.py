@@ -32,7 +32,8 @@ bfloat16 beside `jax.nn.dot_product_attention(implementation="xla")`; window: 10
 mask array that may hide keys of each entry, and hides none; segments:
 {DOCUMENTS} documents of equal length, causal; which of its widths a strip takes is told at run time, and each
 width counts as often as these documents take it. Softmax stands beside
-`jax.nn.softmax`, graphs beside `jax.ops.segment_sum`, deformable attention beside gathers of its corners.
+`jax.nn.softmax`, graphs (constants of their programs) beside `jax.ops.segment_sum`, deformable attention
+beside gathers of its corners.
 Dense attention has goals: for causal attention at most {CAUSAL} of the plain formula's bytes, for the
 others as large a share of them as the live tiles have of the plane; at most an eighth of its temporaries; at
 most {LAUNCHES} launches for each live tile. "Goals missed" says what a program has more of, and how much.
@@ -83,7 +84,8 @@ def pairs(shape: tuple[int, int, int, int] = (4, 4096, 16, 128)) -> Iterator[Pai
 
 
 def _beside(operator: Operator, case: Case) -> Pair:
-    types = case.shapes()
+    with targets.aimed_at(CHIPS[0]):  # a graph is built for the chip that it is used on
+        types = case.shapes()
 
     def first_output(call, options, *arrays):
         return call(**dict(zip(types, arrays, strict=True)), **options)[0]

@@ -225,5 +225,5 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     if not edge_loops.has_edges(graph):
         return plane
     walk = (graph.by_destination, graph.capacity)
-    found = edge_loops.each(partial(scores, kind, t), *walk, loops.scores)
+    (found,) = edge_loops.each(partial(scores, kind, t), *walk, loops.scores)
     return edge_loops.put(plane, edge_loops.whole(*walk).number, found)

@@ -33,14 +33,15 @@ References:
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_type
 from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds, row_terms
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, own_rows, rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.edge_pieces import Home
 from jax_attn_bwd.ops.graph.edge_ties import tied_rows
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
@@ -64,6 +65,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     t = tables(kind, operands)
     need = kind.needs(t, wanted)
     two_passes = need.dst and not plan.one_pass
+    in_parts = two_passes and plan.loops.led and not need.handed
     if two_passes:
         need = need._replace(handed=True)
     of_sources = need._replace(dst=need.dst and not two_passes)
@@ -74,6 +76,8 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
         result = residuals.result
         row: Any = result.lse if result.m is None else result.m
         sums = _zeros(kind, need, t, row, graph, (operands, result, cotangents))
+        if in_parts:
+            sums = sums._replace(handed=())
         if has_edges(operands.graph):
             saved = _walked(plan.loops, row_terms.saved(options, residuals, cotangents))
             t = walked(plan.loops, t)
@@ -165,14 +169,19 @@ def _source_pass(
     if not any(need):
         return sums
 
+    def hand_on(handed, new, chunk):
+        if isinstance(handed, tuple):
+            return (*handed, (chunk.number, new))
+        return edge_loops.put(handed, chunk.number, new)
+
     def fold(sums, new, chunk):
         return Sums(
             a=sums.a + new.a if need.a else None,
-            handed=edge_loops.put(sums.handed, chunk.number, new.handed) if need.handed else None,
+            handed=hand_on(sums.handed, new.handed, chunk) if need.handed else None,
             dst=sums.dst.at[chunk.other].add(new.dst, mode="drop") if need.dst else sums.dst,
             edge=edge_loops.put(sums.edge, chunk.number, new.edge) if need.edge else None,
-            message=edge_loops.add(sums.message, chunk.node, new.message) if need.message else None,
-            src=edge_loops.add(sums.src, chunk.node, new.src) if need.src else None,
+            message=edge_loops.add(sums.message, chunk, new.message) if need.message else None,
+            src=edge_loops.add(sums.src, chunk, new.src) if need.src else None,
         )
 
     share = partial(_share, kind, t, saved, need)
@@ -181,49 +190,58 @@ def _source_pass(
 
 def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
     """The shares of a chunk's edges in the sums that are needed."""
-    dtype, seen = saved.m.dtype, visible(t, chunk)
-    single = chunk.exists is None
-    own, slots = kind.to_heads(rows(t.src, chunk.node).astype(dtype)), chunk.slots()
-
-    def ends_of(at):
-        return _ends(kind, t, own, None, at, visible(t, at))
-
-    def dout_of(at):
-        return shown(rows(saved.dout, at.other).astype(dtype), visible(t, at))
-
-    ends, dout = ends_of(chunk), dout_of(chunk)
-    s = with_bias(kind.score(t, ends), t, chunk, seen)
-    p = jnp.exp(s - rows(saved.m, chunk.other)) / rows(saved.l, chunk.other)  # (1)
+    read = _read(kind, t, saved, chunk)
+    s = with_bias(kind.score(t, read.ends), t, chunk, read.seen)
+    p = jnp.exp(s - rows(saved.m, chunk.other, jnp.inf)) / rows(saved.l, chunk.other, 1)  # (1)
     z = factors(kind.options, t, chunk)
     w = p if z is None else p * z  # (2)
-
-    dx: Any = None
-    if need.message or (need.src and kind.message_is_src):
-        parts = [(w, dout)] if single else zip(w, map(dout_of, slots), strict=True)
-        dx = sum(w_k[..., None] * dout_k for w_k, dout_k in parts)  # (4)
-    message = kind.from_heads(dx) if need.message else None
     if not any(need._replace(message=False)):
+        message = kind.from_heads(sum_of_group(w[..., None] * read.dout, chunk)) if need.message else None
         return Sums(None, None, None, None, message, None)
 
-    x = kind.to_heads(rows(t.message, chunk.node).astype(dtype))
-    c = products(dout, total(x, ends.edge) if kind.edge_in_message else x)
+    ds = _of_scores(kind, t, saved, chunk, read, p, z)
+    if kind.reads_twice and not edge_loops.adds_in_order():
+        ds, w, chunk = fusion.barrier((ds, w, chunk))
+        read = _read(kind, t, saved, chunk)
+    dx: Any = None
+    if need.message or (need.src and kind.message_is_src):
+        dx = sum_of_group(w[..., None] * read.dout, chunk)  # (4)
+    found = kind.shares(t, need, Edges(ds, w, read.dout, dx, read.ends, chunk))
+    dst = None
+    if need.dst:
+        dst = kind.to_dst(t, found.handed, read.ends._replace(src=shown(read.own, read.seen)))
+    found = found._replace(message=kind.from_heads(dx) if need.message else None, dst=dst)
+    return Sums(*(x if needed else None for x, needed in zip(found, need, strict=True)))
+
+
+class _Read(NamedTuple):
+    """What a chunk, in groups by source, reads of the nodes and edges."""
+
+    own: jax.Array  # [(W,) R, H, D], of the sources
+    ends: Rows
+    dout: jax.Array  # [(W,) R, H, Dv]
+    seen: jax.Array | None  # [(W,) R, H]
+
+
+def _read(kind: Kind, t: Tables, saved: Saved, chunk: Chunk) -> _Read:
+    dtype, seen = saved.m.dtype, visible(t, chunk)
+    own = kind.to_heads(own_rows(t.src, chunk).astype(dtype))
+    dout = shown(rows(saved.dout, chunk.other).astype(dtype), seen)
+    return _Read(own, _ends(kind, t, own, None, chunk, seen), dout, seen)
+
+
+def _of_scores(
+    kind: Kind, t: Tables, saved: Saved, chunk: Chunk, read: _Read, p: jax.Array, z: jax.Array | None
+) -> jax.Array:
+    """The gradients ds of the scores (6)."""
+    x = kind.to_heads(own_rows(t.message, chunk).astype(p.dtype))
+    c = products(read.dout, total(x, read.ends.edge) if kind.edge_in_message else x)
     if saved.dweights is not None:
         c = c + take(saved.dweights, chunk.number)
     c, delta = c if z is None else z * c, rows(saved.delta, chunk.other)
-    if seen is not None:
-        c, delta = jnp.where(seen, c, 0), jnp.where(seen, delta, 0)
-    ds = p * (c - delta)  # (6)
-
-    by_slot = [(ds, ends)] if single else list(zip(ds, map(ends_of, slots), strict=True))
-    found = kind.shares(t, need, Edges(ds, w, dout, dx, ends, by_slot, chunk))
-    dst: Any = None
-    if need.dst:
-        handed = [found.handed] if single else found.handed
-        read = [e._replace(src=shown(own, visible(t, at))) for at, (_, e) in zip(slots, by_slot, strict=True)]
-        dst = [kind.to_dst(t, h, e) for h, e in zip(handed, read, strict=True)]
-        dst = dst[0] if single else jnp.stack(dst)
-    found = found._replace(message=message, dst=dst)
-    return Sums(*(x if needed else None for x, needed in zip(found, need, strict=True)))
+    if read.seen is not None:
+        c, delta = jnp.where(read.seen, c, 0), jnp.where(read.seen, delta, 0)
+    return p * (c - delta)
 
 
 def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) -> Rows:
@@ -241,18 +259,18 @@ def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) ->
 
 def _destination_pass(plan: Plan, kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
     """Sums for each destination what its edges handed on in the pass by source."""
-    dtype = sums.handed.dtype
-
+    dtype = sums.dst.dtype
+    handed: Any = partial(take, sums.handed)
+    if isinstance(sums.handed, tuple):
+        handed = edge_loops.by_number(sums.handed, graph.capacity)
     runs, count = edge_loops.in_runs(graph)
 
     def share(chunk):
-        own, result = rows(t.dst, edge_loops.destination(graph, chunk)).astype(dtype), 0
-        for at in chunk.slots():
-            ends = _ends(kind, t, None, own, at, visible(t, at))
-            result = result + kind.to_dst(t, take(sums.handed, at.number), ends)
-        return result
+        own = own_rows(t.dst, edge_loops.to_nodes(graph, chunk)).astype(dtype)
+        ends = _ends(kind, t, None, own, chunk, visible(t, chunk))
+        return sum_of_group(kind.to_dst(t, handed(chunk.number), ends), chunk)
 
-    add = lambda dst, new, chunk: edge_loops.add(dst, chunk.node, new)
+    add = lambda dst, new, chunk: edge_loops.add(dst, chunk, new)
     extra = ((0, count - graph.num_dst), *((0, 0) for _ in sums.dst.shape[1:]))
     of_runs = jnp.pad(sums.dst, extra)
     of_runs = edge_loops.scan(share, add, of_runs, runs, graph.capacity, plan.loops.scores)

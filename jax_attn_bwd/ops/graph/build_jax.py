@@ -54,7 +54,8 @@ def _grouped(operator, node, other, number, nodes, others) -> Groups:
     if width == 1:
         return Groups(node, other[:, None], number[:, None])
     start = _starts(node, nodes)
-    ends = jnp.cumsum((start[1:] - start[:-1] + width - 1) // width, dtype=jnp.int32)
+    count = jnp.maximum((start[1:] - start[:-1] + width - 1) // width, 1)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     total = most_groups(operator, room, nodes, width)
     rank = jnp.arange(room, dtype=jnp.int32) - start[node]

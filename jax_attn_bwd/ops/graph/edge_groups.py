@@ -23,18 +23,38 @@ RUN = 256  # edges that one sum adds up in turn: its error grows with their numb
 
 @exportable_tuple
 class Groups(NamedTuple):
-    """Every edge once, in groups of W of one node, by increasing node; "none" is one past the end."""
+    """Every edge once, in groups of W of one node, by increasing node; "none" is one past the end.
+
+    Where W > 1 every node has a group, if need be one of no edge.
+    """
 
     node: jax.Array  # int32 [V], whose edges these are
     other: jax.Array  # int32 [V, W], the nodes at their other ends
     number: jax.Array  # int32 [V, W], of these edges in the caller's order
 
 
+class Led(Groups):
+    """Groups in another order: one of each node, in the nodes' order; then the others, as they were.
+
+    `node` is of the others alone.
+    """
+
+
+def led(groups: Groups, nodes: int) -> Led:
+    """All groups of a graph, led by one of each of its `nodes`."""
+    node, count = groups.node, groups.node.shape[0]
+    row = np.arange(count, dtype=np.int32)
+    leads = jnp.concatenate([jnp.ones(1, bool), node[1:] != node[:-1]])
+    place = jnp.where(node == nodes, row, jnp.where(leads, node, nodes + row - node - 1))
+    order = jnp.zeros(count, jnp.int32).at[place].set(row, unique_indices=True)
+    return Led(node[order[nodes:]], groups.other[order], groups.number[order])
+
+
 def grouped(operator, node, other, number, nodes, others, room, exact) -> Groups:
     """Groups of edges sorted by `node`: as many as needed with `exact`, else as many as `room` may need."""
     width = group_width(room, nodes)
     degree = np.bincount(node, minlength=nodes)
-    count = ceil_div(degree, width)
+    count = np.maximum(ceil_div(degree, width), 1 if width > 1 else 0)
     needed, bound = int(count.sum()), most_groups(operator, room, nodes, width)
     total = needed if exact else bound
     first, start = np.cumsum(count) - count, np.cumsum(degree) - degree
@@ -53,7 +73,7 @@ def grouped(operator, node, other, number, nodes, others, room, exact) -> Groups
 
 def most_groups(operator: str, room: int, nodes: int, width: int) -> int:
     """The number of groups that `room` edges of `nodes` nodes may need."""
-    bound = (room + (width - 1) * min(nodes, room)) // width
+    bound = room if width == 1 else nodes and nodes + max(ceil_div(room, width) - 1, 0)
     if bound * width > LIMIT:
         expected = f"need at most {LIMIT} slots, which int32 can count"
         remedy = "split the graph by destinations"
@@ -63,11 +83,14 @@ def most_groups(operator: str, room: int, nodes: int, width: int) -> int:
 
 
 def group_width(edges: int, nodes: int) -> int:
-    """Edges of a group, by the mean degree: wide groups are faster, but emptier where degrees are low."""
+    """Edges of a group, by the mean degree: wide groups are faster, but emptier where degrees are low.
+
+    At most 16: a longer axis XLA:GPU sums in another way, for which it writes what is summed.
+    """
     if targets.platform() == "cpu":
         return 1
     mean = edges / max(nodes, 1)
-    return 8 if mean >= 6 else 4 if mean >= 2 else 2
+    return next((width for width, least in ((16, 10), (8, 6), (4, 2)) if mean >= least), 2)
 
 
 def may_have_runs(room: int) -> bool:

@@ -3,10 +3,11 @@
 A pass that reads a few numbers of each edge takes all edges at once (`each`, `whole`). A pass that reads all
 features does so too where they are few: without a loop XLA compiles it sooner, runs it on all cores and fuses
 it with its neighbours. Above `whole_elements` the same functions run in a loop, over `chunk_elements` at a
-time.
+time. On a GPU a kernel reads rows where it multiplies and sums them, so that what is written by edge has no
+features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import targets
-from jax_attn_bwd._core.numerics import ceil_div, segment_sums
-from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups
+from jax_attn_bwd._core.numerics import ceil_div
+from jax_attn_bwd.ops.graph import sorted_sums
+from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups, Led
 
 _SYMBOLIC_ELEMENTS = 64  # assumed of an edge where the size is symbolic
 _NONE = np.int32(2**31 - 1)  # a node past every end
@@ -25,17 +27,10 @@ _NONE = np.int32(2**31 - 1)  # a node past every end
 class Chunk(NamedTuple):
     """R groups of W edges. An index past the end stands for no edge; single edges, W = 1, have no axis W."""
 
-    node: jax.Array  # [R]
+    node: Any  # [R], not decreasing; None: of nodes 0 to R - 1, of all that there are
     other: jax.Array  # [(W,) R]
     number: jax.Array  # [(W,) R], of the edge in the caller's order
     exists: jax.Array | None  # bool [W, R]; None for single edges, of which one past the end is none
-
-    def slots(self) -> "list[Chunk]":
-        """The k-th edges of all groups, for each k: chunks of single edges."""
-        if self.exists is None:
-            return [self]
-        parts = zip(self.other, self.number, strict=True)
-        return [Chunk(self.node, other, number, None) for other, number in parts]
 
 
 class Grid(NamedTuple):
@@ -56,21 +51,26 @@ def grid(groups: Groups, elements: Any) -> Grid:
     return Grid(count, ceil_div(total, count))
 
 
-@jax.custom_jvp
-def rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The rows of `x` at `index`, of nodes; an index past the end finds the last row, see `tables.for_rows`.
+def rows(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
+    """The rows of `x` at `index`, of nodes; `fill` for an index past the end.
 
-    To compare each index with the end, as `take` does, is slower: XLA:CPU then computes an `exp` that
-    follows one number at a time, and a sum of products in one more pass.
+    On a CPU it finds the last row, see `tables.for_rows`. To compare each index with the end, as `take` does,
+    is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products in one
+    more pass.
     """
+    return _clipped(x, index) if adds_in_order() else take(x, index, fill)
+
+
+@jax.custom_jvp
+def _clipped(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="clip")
 
 
-@rows.defjvp
-def _rows_jvp(primals, tangents):
+@_clipped.defjvp
+def _clipped_jvp(primals, tangents):
     """The last row gets a derivative only from indices that asked for it, not from those past the end."""
     x, index = primals
-    return rows(x, index), take(tangents[0], index)
+    return _clipped(x, index), take(tangents[0], index)
 
 
 def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
@@ -81,6 +81,18 @@ def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
 def put(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """`x` with `rows` at `index`, each row once; those past the end are dropped."""
     return x.at[index].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
+
+
+def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
+    """The rows of `x`, of the nodes whose groups these are, for each edge, `[(W,) R, ...]`.
+
+    `fill` where there is no edge: chosen for each edge, since XLA:GPU would write a table of nodes that is
+    masked before.
+    """
+    if chunk.exists is None:
+        return rows(x, chunk.node, fill)
+    own = x[: chunk.other.shape[1]] if chunk.node is None else rows(x, chunk.node, fill)
+    return jnp.where(jnp.expand_dims(chunk.exists, tuple(range(2, own.ndim + 1))), own[None], fill)
 
 
 def by_edge(x: jax.Array, chunk: Chunk) -> jax.Array:
@@ -98,20 +110,31 @@ def adds_in_order() -> bool:
     return targets.platform() == "cpu"
 
 
-def add(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x` plus `rows` at `index`, which does not decrease; those past the end are dropped.
+def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
+    """`x`, by node, plus the `rows` `[R, ...]` of a chunk's groups; those past the end are dropped.
 
-    The order of the sum is fixed: where a scatter has none, the rows of one index are summed first and then
-    written once.
+    The order of the sum is fixed, also where a scatter has none.
     """
+    if chunk.node is None:
+        more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
+        return x + jnp.pad(rows.astype(x.dtype), more)
+    return add_sorted(x, chunk.node, rows)
+
+
+def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
+    """`x` plus `rows` at `index`, which does not decrease; those past the end are dropped."""
     rows = rows.astype(x.dtype)
     if adds_in_order():
         return x.at[index].add(rows, mode="drop", indices_are_sorted=True)
-    start = jnp.concatenate([jnp.ones(1, bool), index[1:] != index[:-1]])
-    sums = segment_sums(rows, jnp.expand_dims(start, tuple(range(1, rows.ndim))), axis=0)
-    last = jnp.concatenate([start[1:], jnp.ones(1, bool)])
-    past = x.shape[0] + np.arange(index.shape[0], dtype=np.int32)  # distinct, and all dropped
-    return x.at[jnp.where(last, index, past)].add(sums, mode="drop", unique_indices=True)
+    return sorted_sums.add(x, index, rows)
+
+
+def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
+    """The higher of `x`, by node, and the `rows` of a chunk's groups."""
+    if chunk.node is not None:
+        return x.at[chunk.node].max(rows, mode="drop", indices_are_sorted=True)
+    more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
+    return jnp.maximum(x, jnp.pad(rows, more, constant_values=-jnp.inf))
 
 
 def has_edges(graph: Any) -> bool:
@@ -128,14 +151,42 @@ def in_runs(graph: Any) -> tuple[Groups, int]:
     return found._replace(node=found.node + position // RUN), graph.run_owners.shape[0]
 
 
-def destination(graph: Any, chunk: Chunk) -> jax.Array:
-    """The nodes of a chunk of `in_runs`."""
-    return chunk.node if graph.run_owners is None else rows(graph.run_owners, chunk.node)
+def to_runs(graph: Any, chunk: Chunk) -> Chunk:
+    """All groups by destination, with their run for `node`."""
+    return chunk if graph.run_owners is None else chunk._replace(node=in_runs(graph)[0].node)
+
+
+def to_nodes(graph: Any, chunk: Chunk) -> Chunk:
+    """A chunk of `in_runs` with the nodes of its groups."""
+    return chunk if graph.run_owners is None else chunk._replace(node=rows(graph.run_owners, chunk.node))
 
 
 def add_runs(x: jax.Array, graph: Any, sums: jax.Array) -> jax.Array:
     """`x`, by destination, plus the sums of the runs."""
-    return sums if graph.run_owners is None else add(x, graph.run_owners, sums)
+    return sums if graph.run_owners is None else add_sorted(x, graph.run_owners, sums)
+
+
+def by_number(
+    parts: Sequence[tuple[jax.Array, jax.Array]], capacity: int
+) -> Callable[[jax.Array], jax.Array]:
+    """A function that finds the rows of edges by their numbers; 0 past the end.
+
+    `parts` are pairs (numbers `[(W,) R]`, rows `[(W,) R, H]`), which hold each edge once: where a row lies is
+    written in place of the row.
+    """
+    none = sum(number.size for number, _ in parts)
+    place, start, tables = jnp.full(capacity, none, jnp.int32), 0, []
+    for number, rows in parts:
+        at = start + np.arange(number.size, dtype=np.int32)
+        place = place.at[number.reshape(-1)].set(at, mode="drop", unique_indices=True)
+        tables.append((start, rows.reshape(-1, *rows.shape[number.ndim :])))
+        start += number.size
+
+    def find(number):
+        at = take(place, number, none)
+        return sum(take(rows, jnp.where(at < first, none, at - first)) for first, rows in tables)
+
+    return find
 
 
 def whole(groups: Groups, capacity: int) -> Chunk:
@@ -143,13 +194,25 @@ def whole(groups: Groups, capacity: int) -> Chunk:
     return _chunk(groups.node, groups.other, groups.number, capacity)
 
 
-def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid) -> jax.Array:
-    """`function(chunk)`, `[(W,) R, ...]`, for all groups; `scan` explains the arguments."""
+def parts(groups: Groups, capacity: int) -> list[Chunk]:
+    """All groups in chunks, which a pass without a loop takes one after the other."""
+    if not isinstance(groups, Led):
+        return [whole(groups, capacity)]
+    n = groups.other.shape[0] - groups.node.shape[0]
+    cut = lambda node, rows: _chunk(node, groups.other[rows], groups.number[rows], capacity)
+    lead, others = cut(None, slice(0, n)), cut(groups.node, slice(n, None))
+    return [lead, others] if groups.node.shape[0] else [lead]
+
+
+def each(
+    function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid
+) -> list[jax.Array]:
+    """`function(chunk)`, `[(W,) R, ...]`, for each of `parts`; `scan` explains the arguments."""
     if grid.count == 1:
-        return function(whole(groups, capacity))
+        return [function(chunk) for chunk in parts(groups, capacity)]
     axis = int(groups.other.shape[1] > 1)  # of the groups
     found = lax.map(lambda x: function(_chunk(x[0], x[1], x[2], capacity)), _chunks(groups, grid))
-    return _joined(found, axis)[(slice(None),) * axis + (slice(groups.node.shape[0]),)]
+    return [_joined(found, axis)[(slice(None),) * axis + (slice(groups.node.shape[0]),)]]
 
 
 def scan(
@@ -159,7 +222,7 @@ def scan(
     groups: Groups,
     capacity: int,
     grid: Grid,
-    *by_edge: jax.Array,
+    *by_edge: list[jax.Array],
 ) -> Any:
     """`carry = fold(carry, share(chunk, ...), chunk)` over all groups, in order.
 
@@ -170,13 +233,14 @@ def scan(
       groups: of the graph.
       capacity: of the graph.
       grid: how they are cut into chunks.
-      by_edge: arrays `[(W,) R, ...]` of all groups, of which `share` is given the chunk's part.
+      by_edge: arrays `[(W,) R, ...]` of each of `parts`, of which `share` is given what is the chunk's.
     """
-    if groups.node.shape[0] == 0:
+    if groups.other.shape[0] == 0:
         return carry
     if grid.count == 1:
-        chunk = whole(groups, capacity)
-        return fold(carry, share(chunk, *by_edge), chunk)
+        for chunk, *own in zip(parts(groups, capacity), *by_edge, strict=True):
+            carry = fold(carry, share(chunk, *own), chunk)
+        return carry
     share = jax.checkpoint(share, prevent_cse=False)
     axis = int(groups.other.shape[1] > 1)  # of the groups
 
@@ -185,11 +249,11 @@ def scan(
         chunk = _chunk(node, other, number, capacity)
         return fold(carry, share(chunk, *(jnp.moveaxis(x, 0, axis) for x in rest)), chunk), None
 
-    parts = [_grouped(jnp.moveaxis(x, axis, 0), grid, 0) for x in by_edge]
-    return lax.scan(step, carry, (_chunks(groups, grid), parts))[0]
+    cut = [_grouped(jnp.moveaxis(x, axis, 0), grid, 0) for (x,) in by_edge]
+    return lax.scan(step, carry, (_chunks(groups, grid), cut))[0]
 
 
-def _chunk(node: jax.Array, other: jax.Array, number: jax.Array, capacity: int) -> Chunk:
+def _chunk(node: jax.Array | None, other: jax.Array, number: jax.Array, capacity: int) -> Chunk:
     """From rows of `Groups`."""
     if other.shape[1] == 1:
         return Chunk(node, other[:, 0], number[:, 0], None)
@@ -217,14 +281,15 @@ def _grouped(x: jax.Array, grid: Grid, none: Any) -> jax.Array:
 
 
 def whole_elements() -> int:
-    """Elements of the largest array that is formed without a loop.
+    """Elements of all edges' rows that a pass reads without a loop.
 
     On a CPU a step then needs some 16 MiB: glibc's malloc maps a buffer above 32 MiB anew in each call, whose
-    first touch of every page takes longer than the step.
+    first touch of every page takes longer than the step. On a GPU nothing of that size is written but by
+    derivatives of derivatives: each such array then has at most 4 GiB in float32.
     """
-    return 1 << 20 if targets.platform() == "cpu" else 1 << 24
+    return {"cpu": 1 << 20, "gpu": 1 << 30}.get(targets.platform(), 1 << 21)
 
 
 def chunk_elements() -> int:
-    """Elements of the largest array of a chunk: what the cache of a CPU holds, or what occupies a GPU."""
-    return 1 << 18 if targets.platform() == "cpu" else 1 << 24
+    """Elements of the largest array of a chunk: what the cache of a CPU holds, or what occupies a chip."""
+    return {"cpu": 1 << 18, "gpu": 1 << 27}.get(targets.platform(), 1 << 21)

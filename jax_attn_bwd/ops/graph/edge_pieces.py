@@ -130,13 +130,19 @@ def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
     """Which sources have an edge, bool `[num_src]`, sharded like the rows of `src`."""
     pieces = split.of_rows(src, 0, 1) if explicit_spec(src)[0] is not None and has_edges(graph) else None
     if pieces is None:
-        return jnp.zeros(graph.num_src, bool).at[graph.by_source.node].set(True, mode="drop")
+        return jnp.zeros(graph.num_src, bool).at[_with_edges(graph)].set(True, mode="drop")
 
     def marks(graph, _):
         zeros = full_like_operands(graph.offsets[:1], (graph.num_src,), 0, jnp.int32, graph)
-        return {"marks": zeros.at[graph.by_source.node].set(1, mode="drop")}
+        return {"marks": zeros.at[_with_edges(graph)].set(1, mode="drop")}
 
     return by_source(pieces, graph, marks, (), {"marks": Home(src)})["marks"] > 0
+
+
+def _with_edges(graph: BipartiteCSC) -> jax.Array:
+    """The nodes of the groups by source; past the end those of groups without an edge."""
+    node, _, number = graph.by_source
+    return jnp.where(number[:, 0] < graph.capacity, node, graph.num_src)
 
 
 def _part(

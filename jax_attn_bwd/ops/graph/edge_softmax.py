@@ -23,7 +23,7 @@ from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match
 from jax_attn_bwd._core.types import Array, Implementation
 from jax_attn_bwd.ops.graph import edge_loops
 from jax_attn_bwd.ops.graph.arguments import check_graph
-from jax_attn_bwd.ops.graph.edge_loops import by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.edge_loops import has_edges, own_rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 from jax_attn_bwd.ops.graph.tables import on_every_device
@@ -184,7 +184,8 @@ def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
     if has_edges(graph):
         zeros = full_like_operands(scores, (graph.num_dst, scores.shape[1]), 0, dtype, like)
         s = present(take(scores, edges.number).astype(dtype), edges)
-        weights = edge_loops.put(weights, edges.number, softmax(s, graph, zeros).p)
+        ((p,), *_) = softmax([s], [edges], graph, zeros)
+        weights = edge_loops.put(weights, edges.number, p)
     return tie(weights, like)
 
 
@@ -198,8 +199,8 @@ def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> ja
         w = take(weights, edges.number).astype(dtype)
         dw = jnp.where(w == 0, 0, take(dweights, edges.number).astype(dtype))
         zeros = full_like_operands(weights, (graph.num_dst, weights.shape[1]), 0, dtype, like)
-        sums = edge_loops.add(zeros, edges.node, sum_of_group(w * dw, edges))
-        ds = w * (dw - by_edge(rows(sums, edges.node), edges))  # (2)
+        sums = edge_loops.add(zeros, edges, sum_of_group(w * dw, edges))
+        ds = w * (dw - own_rows(sums, edges))  # (2)
         dscores = edge_loops.put(dscores, edges.number, ds)
     return match_type(dscores, weights)
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
 from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, rows, take
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, own_rows, rows, take
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import present, softmax
@@ -86,18 +86,19 @@ def _sums(
         t = walked(plan.loops, t)
         walk = (graph.by_destination, graph.capacity)
         s = edge_loops.each(partial(scores, kind, t), *walk, plan.loops.scores)
-        edges = edge_loops.whole(*walk)
-        p, m, l = softmax(s, graph, l, mesh_axes)
-        z = factors(options, t, edges)
-        w = p if z is None else p * z
-        add = lambda out, rows, chunk: edge_loops.add(out, chunk.node, rows)
+        parts = edge_loops.parts(*walk)
+        p, m, l = softmax(s, parts, graph, l, mesh_axes)
+        z = [factors(options, t, chunk) for chunk in parts]
+        w = [p_k if z_k is None else p_k * z_k for p_k, z_k in zip(p, z, strict=True)]
+        add = lambda out, rows, chunk: edge_loops.add(out, chunk, rows)
         runs, count = edge_loops.in_runs(graph)
         sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
         share = partial(weighted_messages, kind, t)
         sums = edge_loops.scan(share, add, sums, runs, graph.capacity, plan.loops.messages, w)
         out = edge_loops.add_runs(out, graph, sums)
         if weights is not None:
-            weights = edge_loops.put(weights, edges.number, w)
+            for chunk, w_k in zip(parts, w, strict=True):
+                weights = edge_loops.put(weights, chunk.number, w_k)
     return _Sums(out, m, l, weights)
 
 
@@ -134,9 +135,9 @@ def _sums_over_pieces(plan: Plan, t: Tables, graph: BipartiteCSC, like: jax.Arra
 def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> dict[str, jax.Array]:
     """The weights `[(W,) R, H]` and numbers of the edges in groups by destination, by tables, m and l."""
     (t, m, l), kind, walk = saved, kinds.of(plan.options), (graph.by_destination, graph.capacity)
-    s = edge_loops.each(partial(scores, kind, walked(plan.loops, t)), *walk, plan.loops.scores)
+    (s,) = edge_loops.each(partial(scores, kind, walked(plan.loops, t)), *walk, plan.loops.scores)
     edges = edge_loops.whole(*walk)
-    m, l = (edge_loops.by_edge(rows(x, edges.node), edges) for x in (m, l))
+    m, l = (own_rows(x, edges, fill) for x, fill in ((m, 0), (l, 1)))
     p, z = jnp.exp(s - m) / l, factors(plan.options, t, edges)
     return {"w": p if z is None else p * z, "number": edges.number}
 
@@ -151,10 +152,10 @@ def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
 def ends(kind: Kind, t: Tables, chunk: Chunk, seen: jax.Array | None, dtype: Any) -> Rows:
     """The rows that the scores of a chunk in groups by destination read; None where `t` has none."""
 
-    def read(table, find, index):
-        return None if table is None else find(table, index).astype(dtype)
+    def read(table, find, at):
+        return None if table is None else find(table, at).astype(dtype)
 
-    dst = read(t.dst, rows, chunk.node)
+    dst = read(t.dst, own_rows, chunk)
     others = read(t.src, rows, chunk.other), read(t.edge, take, chunk.number)
     src, edge = (None if x is None else shown(kind.to_heads(x), seen) for x in others)
     return Rows(src, dst, edge)
@@ -188,9 +189,7 @@ def weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> Any:
     result: Any = 0
     if t.message is None and (t.edge is None or not kind.edge_in_message):
         return result
-    for at, w_k in zip(chunk.slots(), w if chunk.exists is not None else [w], strict=True):
-        x: Any = 0 if t.message is None else rows(t.message, at.other).astype(w.dtype)
-        if t.edge is not None and kind.edge_in_message:
-            x = x + take(t.edge, at.number).astype(w.dtype)
-        result = result + w_k[..., None] * shown(kind.to_heads(x), visible(t, at))
-    return result
+    x: Any = 0 if t.message is None else rows(t.message, chunk.other).astype(w.dtype)
+    if t.edge is not None and kind.edge_in_message:
+        x = x + take(t.edge, chunk.number).astype(w.dtype)
+    return edge_loops.sum_of_group(w[..., None] * shown(kind.to_heads(x), visible(t, chunk)), chunk)

@@ -3,7 +3,7 @@
 Forward and backward take the same `Plan`, and derive nothing that stands in it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_attn_bwd._core.sharding import auto_devices
 from jax_attn_bwd._core.split import Pieces
@@ -22,13 +22,16 @@ class Loops:
       sources: chunks of groups by source, where it reads all features.
       end_row: whether the tables of nodes get one more row, which an index past the end finds. It counts in
         groups of several edges, which are summed, and where a gradient sums over all that a chunk holds.
-        What belongs to a single edge is dropped where it would be added.
+        What belongs to a single edge is dropped where it would be added. Off CPUs no table needs it.
+      led: whether the passes, all without a loop, take one group of each node first. Their sums are rows of
+        the nodes as they are, without a scatter, whose adding has no order off CPUs.
     """
 
     scores: Grid
     messages: Grid
     sources: Grid
     end_row: bool
+    led: bool
 
     @classmethod
     def of(
@@ -40,10 +43,13 @@ class Loops:
         if pieces is not None:
             walks = [edge_pieces.share(graph, walk, pieces) for walk in walks]
         messages, sources = (edge_loops.grid(walk, elements) for walk in walks)
-        single = adds_in_order() and all(walk.other.shape[1] == 1 for walk in walks)
+        single = all(walk.other.shape[1] == 1 for walk in walks)
         filled = graph.exact and pieces is None and not tied and messages.count == sources.count == 1
-        end_row = not (filled or (single and not kind.sums_whole_chunks))
-        return cls(edge_loops.grid(walks[0], kind.score_elements(operands)), messages, sources, end_row)
+        end_row = adds_in_order() and not (filled or (single and not kind.sums_whole_chunks))
+        scores = edge_loops.grid(walks[0], kind.score_elements(operands))
+        found = cls(scores, messages, sources, end_row, led=False)
+        groups = all(walk.other.shape[1] > 1 for walk in walks)
+        return replace(found, led=found.has_none and groups and pieces is None and not adds_in_order())
 
     @property
     def has_none(self) -> bool:

@@ -25,7 +25,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import edge_loops
 from jax_attn_bwd.ops.graph.edge_groups import Groups
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, by_edge, has_edges, sum_of_group, take
 
 
 def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
@@ -37,7 +37,7 @@ def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.
     runs, count = edge_loops.in_runs(graph)
     of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
     share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
-    add = lambda sums, new, chunk: edge_loops.add(sums, chunk.node, new)
+    add = lambda sums, new, chunk: edge_loops.add(sums, chunk, new)
     of_runs = edge_loops.scan(
         share, add, of_runs, runs, graph.capacity, edge_loops.grid(runs, math.prod(rest))
     )
@@ -66,7 +66,7 @@ def _maximum(graph: Any, x: jax.Array) -> jax.Array:
     elif has_edges(graph):
         of_edges = lambda chunk: take(x, chunk.number, -jnp.inf)
         share = lambda chunk: of_edges(chunk) if chunk.exists is None else of_edges(chunk).max(0)
-        fold = lambda top, new, chunk: top.at[chunk.node].max(new, mode="drop", indices_are_sorted=True)
+        fold = lambda top, new, chunk: edge_loops.highest(top, chunk, new)
         grid = edge_loops.grid(graph.by_destination, math.prod(rest))
         out = edge_loops.scan(share, fold, out, graph.by_destination, graph.capacity, grid)
     return jnp.where(_spread(graph.offsets[1:] > graph.offsets[:-1], out), out, 0)
@@ -87,7 +87,7 @@ def _maximum_moves(graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> j
 
 def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
     """Which edges of a chunk of `edge_loops.in_runs` hold their destination's maximum."""
-    of_node = by_edge(rows(out, edge_loops.destination(graph, chunk)), chunk)
+    of_node = edge_loops.own_rows(out, edge_loops.to_nodes(graph, chunk))
     return take(x, chunk.number, jnp.nan) == of_node
 
 

@@ -56,4 +56,4 @@ def sum_by_destination(graph: Any, x: jax.Array, y: jax.Array | None, like: jax.
     if y is not None:  # where x is 0 the edge may be hidden, and y there anything
         terms = terms * jnp.where(terms == 0, 0, take(y, edges.number).astype(like.dtype))
     zeros = full_like_operands(like, like.shape, 0, like.dtype, (x, y, graph))
-    return edge_loops.add(zeros, edges.node, sum_of_group(terms, edges))
+    return edge_loops.add(zeros, edges, sum_of_group(terms, edges))

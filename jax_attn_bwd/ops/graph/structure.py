@@ -24,6 +24,8 @@ class BipartiteCSC:
     `from_traced` builds it inside, from edges that are found there. It is a pytree: hand it to a compiled
     function as an argument, or close over it. Two graphs with the same node counts share one compiled program
     if both were given the same `capacity`; such graphs may be stacked, for `jax.vmap` of a call over them.
+    Build a graph where it is used: its edges are grouped for the platform of the default device, and groups
+    that were made on a CPU take a GPU more memory and time.
 
     Two graphs are equal if all their arrays hold the same numbers; where these cannot be read (traced
     arrays, those of other processes) an array equals itself alone. `hash` depends on the node counts alone.

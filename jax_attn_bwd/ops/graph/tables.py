@@ -1,6 +1,7 @@
 """The operands as the loops over the edges read them, and the dropout factors of a chunk."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import all_gathered, auto_devices
 from jax_attn_bwd._core.sharding import gathered as gathered_along
-from jax_attn_bwd.ops.graph import edge_pieces
+from jax_attn_bwd.ops.graph import edge_groups, edge_pieces
 from jax_attn_bwd.ops.graph.edge_loops import Chunk, take
 from jax_attn_bwd.ops.graph.edge_ties import tied_edges
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, heads_of, split_heads
@@ -47,7 +48,14 @@ def along(kind: Kind, operands: Operands, tangents: Operands, t: Tables) -> Tabl
 
 def edges_of(plan: Plan, operands: Operands) -> BipartiteCSC:
     """The graph as the passes walk over it."""
-    return tied_edges(operands, plan.tied) if plan.tied > 1 else operands.graph
+    graph = operands.graph
+    if plan.tied > 1:
+        return tied_edges(operands, plan.tied)
+    if not plan.loops.led:
+        return graph
+    by_destination = edge_groups.led(graph.by_destination, graph.num_dst)
+    by_source = edge_groups.led(graph.by_source, graph.num_src)
+    return replace(graph, by_destination=by_destination, by_source=by_source)
 
 
 def gathered(operands: Operands) -> Operands:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, unsharded
 from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds, tables
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, by_edge, has_edges, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, own_rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.edge_pieces import Home
 from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, merge_heads, split_heads
@@ -147,11 +147,11 @@ def _saved(kind: Kind, t: Tables, operands: Operands, result: Any, tangents: Ope
 def _share(kind: Kind, graph: Any, saved: _Saved, chunk: Chunk) -> _Sums:
     """What a chunk gives to the sums of (15) and (17)."""
     t, dt, dtype = saved.t, saved.dt, saved.m.dtype
-    chunk = chunk._replace(node=edge_loops.destination(graph, chunk))
+    chunk = edge_loops.to_nodes(graph, chunk)
     seen = visible(t, chunk)
     read = ends(kind, t, chunk, seen, dtype)
     s = with_bias(kind.score(t, read), t, chunk, seen)
-    m, l = (by_edge(rows(x, chunk.node), chunk) for x in (saved.m, saved.l))
+    m, l = (own_rows(x, chunk, fill) for x, fill in ((saved.m, jnp.inf), (saved.l, 1)))
     p = jnp.exp(s - m) / l  # (1)
     z = factors(kind.options, t, chunk)
     w = p if z is None else p * z  # (2)
@@ -169,7 +169,7 @@ def _share(kind: Kind, graph: Any, saved: _Saved, chunk: Chunk) -> _Sums:
 
 
 def _fold(sums: _Sums, new: _Sums, chunk: Chunk) -> _Sums:
-    add = lambda x, rows: None if x is None else edge_loops.add(x, chunk.node, rows)
+    add = lambda x, rows: None if x is None else edge_loops.add(x, chunk, rows)
     ds = None if sums.ds is None else edge_loops.put(sums.ds, chunk.number, new.ds)
     return _Sums(add(sums.dout, new.dout), add(sums.mu, new.mu), ds)
 
@@ -178,5 +178,5 @@ def _of_weights(graph: Any, weights: Any, ds: jax.Array, mu: jax.Array) -> jax.A
     """The tangents dw (16), in the caller's order."""
     edges = edge_loops.whole(graph.by_destination, graph.capacity)
     w = take(weights, edges.number).astype(mu.dtype)
-    dw = w * (take(ds, edges.number) - by_edge(rows(mu, edges.node), edges))
+    dw = w * (take(ds, edges.number) - own_rows(mu, edges))
     return edge_loops.put(jnp.zeros_like(ds), edges.number, dw)

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import edge_loops, kinds
-from jax_attn_bwd.ops.graph.edge_loops import by_edge, rows, take
+from jax_attn_bwd.ops.graph.edge_loops import own_rows, take
 from jax_attn_bwd.ops.graph.kernels import gpu_inputs, gpu_kinds, gpu_walk
 from jax_attn_bwd.ops.graph.kernels.gpu_plan import Plan, spread
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments, segments, settled
@@ -140,9 +140,8 @@ def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Arr
 def _weights(options, t, graph, scores, m, l, operands):
     """The weights that are returned, `[E, H]`, from the scores by edge."""
     chunk = edge_loops.whole(graph.by_destination, graph.capacity)
-    of_node = lambda x: by_edge(rows(x, chunk.node), chunk)
     s = take(scores, chunk.number)
-    w = jnp.exp(s - of_node(m)) / of_node(jnp.where(l == 0, 1, l))
+    w = jnp.exp(s - own_rows(m, chunk)) / own_rows(jnp.where(l == 0, 1, l), chunk, 1)
     z = factors(options, t, chunk)
     weights = full_like_operands(l, scores.shape, 0, operands.src.dtype, operands)
     return edge_loops.put(weights, chunk.number, w if z is None else w * z)

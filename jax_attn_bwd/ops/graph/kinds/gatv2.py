@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
 from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
 from jax_attn_bwd.ops.graph.kinds.kind import (
     Edges,
@@ -38,6 +39,7 @@ class GATv2(Kind):
     name = "gatv2"
     message_is_src = True
     sums_whole_chunks = True
+    reads_twice = True
     placement = MappingProxyType({**Kind.placement, "attention_weights": (-1,)})
 
     @staticmethod
@@ -86,7 +88,7 @@ class GATv2(Kind):
         """Sums of du by source, du by edge, and da."""
         src = a = edge = None
         if need.src:
-            src = sum((self._du(t, ds, rows) for ds, rows in edges.slots), edges.dx)
+            src = edges.dx + sum_of_group(self._du(t, edges.ds, edges.rows), edges.chunk)
         if need.a:
             y = activate(self.options, total(*edges.rows))
             a = (edges.ds[..., None] * y).sum(tuple(range(y.ndim - 2)))  # (10)

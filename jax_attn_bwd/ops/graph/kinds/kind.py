@@ -1,7 +1,6 @@
 """A kind of graph attention, as the loops over the edges know it: by its methods.
 
-An edge has two ends. In a pass over the groups of one end, that end's rows are `[R, ...]` (its own), the
-other's `[(W,) R, ...]`; scores and pullbacks take either.
+Scores and pullbacks take the rows of both ends of each edge, `[(W,) R, ...]`.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +35,7 @@ class Tables(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows that the score reads: of each edge of a chunk, or of one edge of each group."""
+    """The rows that the score of each edge of a chunk reads."""
 
     src: Any
     dst: Any
@@ -51,7 +50,6 @@ class Edges(NamedTuple):
     dout: jax.Array  # [(W,) R, H, Dv], of the destinations
     dx: Any  # [R, H, Dv], the sum over each group; None where no one needs it
     rows: Rows
-    slots: list[tuple[jax.Array, Rows]]  # (ds, rows) of the k-th edge of each group, for each k
     chunk: Chunk
 
 
@@ -79,6 +77,7 @@ class Kind(ABC):
     message_is_src: ClassVar[bool] = False  # one table is both, and one sum takes both cotangents
     edge_in_message: ClassVar[bool] = False
     sums_whole_chunks: ClassVar[bool] = False  # a gradient sums over all that a chunk holds
+    reads_twice: ClassVar[bool] = False  # off CPUs: else XLA:GPU keeps slopes by edge and feature
     placement: ClassVar[Mapping[str, tuple]] = MappingProxyType(
         {"edge": (None, -1), "score_bias": (None, -1), "dropout_mask": (-1, None)}
     )  # the axes of `src` that these operands follow on an Explicit mesh
@@ -148,10 +147,8 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 
 def total(*terms: jax.Array | None) -> jax.Array:
-    """The sum of the terms that are not None; one by group, `[R, ...]`, counts for each of its W edges."""
-    present = [x for x in terms if x is not None]
-    rank = max(x.ndim for x in present)
-    result, *others = (x if x.ndim == rank else x[None] for x in present)
+    """The sum of the terms that are not None."""
+    result, *others = (x for x in terms if x is not None)
     for x in others:
         result = result + x
     return result

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import reduce_to
+from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, products, total
 
 
@@ -81,7 +82,7 @@ class Transformer(Kind):
         """Sums of dk by source, and dedge (11)."""
         src = edge = None
         if need.src:
-            src = self.from_heads(sum(self._to_key(ds, rows) for ds, rows in edges.slots))
+            src = self.from_heads(sum_of_group(self._to_key(edges.ds, edges.rows), edges.chunk))
         if need.edge:
             edge = self._to_key(edges.ds, edges.rows) + edges.w[..., None] * edges.dout
             edge = self.from_heads(edge)
