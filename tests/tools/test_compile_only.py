@@ -4,18 +4,21 @@ It needs the packages of the `compile` and `compile-tpu` extras, and skips witho
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
+from compile_only import devices, programs
 from helpers import thorough
 
 from jax_attn_bwd import ops
 from jax_attn_bwd._core.cases import Case
-from jax_attn_bwd.bench.compile_only import devices, programs
 
+TESTS = Path(__file__).parents[1]
 TARGETS = {"mosaic_gpu": ("H200", "H100", "B200", "A100"), "mosaic_tpu": tuple(devices.TPU), "xla": ("H200",)}
 # cases that an H100 compiles too: it runs the very code of an H200, and they show that it accepts it
 ON_AN_H100 = ("H=128 causal, any order", "width 4096 float16", "bfloat16, D=256")
@@ -37,6 +40,14 @@ def compiled_here(implementation, target):
     ]
 
 
+def run_python(*arguments, check=True):
+    """A process of its own, which finds compile_only, too."""
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=check, env=environment)
+
+
 @thorough
 @pytest.mark.parametrize(
     ("implementation", "target"), [(name, chip) for name, chips in TARGETS.items() for chip in chips]
@@ -46,11 +57,11 @@ def test_compiles_within_budgets(implementation, target, tmp_path):
         pytest.skip(reason)
     found = compiled_here(implementation, target)
     out = tmp_path / "rows.json"
-    program = [sys.executable, "-m", "jax_attn_bwd.bench.compile_only", "--target", target]
+    program = ["-m", "compile_only", "--target", target]
     program += ["--implementation", implementation, "--out", str(out)]
     program += ["--operator", *sorted({operator.name for operator, _ in found})]
     program += ["--case", *sorted({case.name for _, case in found})]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    done = run_python(*program, check=False)
     assert out.exists(), f"ended with {done.returncode}: {done.stderr[-3000:]}"
     rows = json.loads(out.read_text())["programs"]
     assert not [sentence for row in rows for sentence in row["violations"]]
@@ -85,7 +96,7 @@ import re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jax_attn_bwd import dot_product_attention, multi_scale_deformable_attention, scaled_masked_softmax
-from jax_attn_bwd.bench.compile_only.devices import devices
+from compile_only.devices import devices
 
 mesh = Mesh(np.array(devices("H200", 4)).reshape(2, 2), ("b", "n"), axis_types=(AxisType.Explicit,) * 2)
 
@@ -140,7 +151,7 @@ def test_sharded_kernels_compile_within_budgets_of_collectives():
     """On an Explicit mesh and in `shard_map`: one all-reduce, of what was broadcast over the batch."""
     if reason := devices.missing("H200"):
         pytest.skip(reason)
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False)
+    done = run_python("-c", SHARDED, check=False)
     lines = done.stdout.splitlines()
     none = "True 0 0 0 0 0"
     assert lines == [none, none, "True 1 0 0 0 0", none, none], done.stderr[-3000:]
@@ -149,7 +160,7 @@ def test_sharded_kernels_compile_within_budgets_of_collectives():
 ROUNDED = """
 import jax, jax.numpy as jnp
 from jax_attn_bwd._core.fusion import rounded
-from jax_attn_bwd.bench.compile_only import devices
+from compile_only import devices
 
 lost = lambda x: x - rounded(x, jnp.bfloat16).astype(x.dtype)
 (device,) = devices.devices("H200")
@@ -162,13 +173,13 @@ def test_what_rounding_takes_is_within_budgets_of_a_gpu():
     """XLA:GPU takes a conversion there and back for nothing: it would subtract the number from itself."""
     if reason := devices.missing("H200"):
         pytest.skip(reason)
-    done = subprocess.run([sys.executable, "-c", ROUNDED], capture_output=True, text=True, check=True)
+    done = run_python("-c", ROUNDED)
     ((x, y),) = re.findall(r" subtract\(%(\S+), %(\S+)\)", done.stdout)
     assert x != y
 
 
 SAMPLES = """
-from jax_attn_bwd.bench.compile_only import devices, traffic_table
+from compile_only import devices, traffic_table
 
 (device,) = devices.devices("H200")
 (pair,) = [pair for pair in traffic_table.pairs() if pair.name.startswith("multi_scale_deformable_attention")]
@@ -183,7 +194,7 @@ def test_deformable_attention_is_within_budgets_of_a_gpu():
     """A sum that XLA:GPU does not take the gathers into writes a row for each sample: 90 MB here."""
     if reason := devices.missing("H200"):
         pytest.skip(reason)
-    done = subprocess.run([sys.executable, "-c", SAMPLES], capture_output=True, text=True, check=True)
+    done = run_python("-c", SAMPLES)
     ours, plain = ([int(x) for x in line.split()] for line in done.stdout.splitlines()[-2:])
     assert ours[0] <= plain[0]
     assert ours[1] <= plain[1]
@@ -239,6 +250,6 @@ def test_a_case_far_beyond_any_memory_has_shapes():
 def test_every_chip_has_its_description_in_the_package(target):
     from importlib import resources
 
-    folder = resources.files("jax_attn_bwd.bench.compile_only") / "targets"
+    folder = resources.files("compile_only") / "targets"
     assert "gpu_device_info" in (folder / f"{devices.NVIDIA[target]}.txtpb").read_text()
     assert "Apache License" in (folder / "SOURCE.md").read_text()

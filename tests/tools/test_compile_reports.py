@@ -4,10 +4,9 @@ import dataclasses
 import json
 
 import pytest
-
-from jax_attn_bwd.bench.compile_only import __main__ as command
-from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, programs, tpu
-from jax_attn_bwd.bench.compile_only.programs import Program
+from compile_only import __main__ as command
+from compile_only import compiling, devices, gpu, programs, tpu
+from compile_only.programs import Program
 
 
 def good_row(**changes):

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_only import scale, schedule
 from helpers import QUICK, assert_close, thorough
 from jax.sharding import Mesh
 
-from jax_attn_bwd.bench.compile_only import scale, schedule
 from jax_attn_bwd.parallel import zigzag
 
 SMALL = scale.Model(64, 3, 16, 8, 4, 4, 32, 8, "float32")

@@ -1,8 +1,7 @@
 """What a program for GPUs reads and writes, read from its text; the section of the page that tells it."""
 
 import jax
-
-from jax_attn_bwd.bench.compile_only import traffic, traffic_table
+from compile_only import traffic, traffic_table
 
 PROGRAM = """HloModule step, is_scheduled=true
 

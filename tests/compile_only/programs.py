@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from compile_only import devices
 from jax_attn_bwd import ops
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case, Operator, value_and_gradients
-from jax_attn_bwd.bench.compile_only import devices
 
 DIRECTIONS = ("forward", "gradients")
 

@@ -32,10 +32,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from compile_only import devices, schedule
 from jax_attn_bwd import parallel
 from jax_attn_bwd._core import console
 from jax_attn_bwd.bench import report
-from jax_attn_bwd.bench.compile_only import devices, schedule
 
 AXIS = "sequence"
 TOKENS_AT_ONCE = 16_384  # tokens of a device that go through the wide layer of a block together
@@ -128,10 +128,10 @@ order with Ulysses.
 All figures are of one device and in GiB. `memory`: arguments, results and temporaries as the compiler counts
 them, of what the device has. `kept`: 12 bytes for each of its weights, and the saved arrays. `sent`: what
 the collectives of a step send, read from the compiled program, loops counted; `predicted`: by the formulas
-at the head of `bench/compile_only/scale.py`. `hidden`: the share of `sent` that is under way while a kernel
+at the head of `tests/compile_only/scale.py`. `hidden`: the share of `sent` that is under way while a kernel
 or a product of matrices runs, by the schedule: nothing was timed. `5 at once`: compiled with
 `xla_gpu_experimental_parallel_collective_overlap_limit=5`. Rewritten by
-`python -m jax_attn_bwd.bench.compile_only --table scale`."""
+`PYTHONPATH=tests python -m compile_only --table scale`."""
 _DIFFERENCES = """Where found is not predicted: compilers round gradients to bfloat16 before the last hop of a
 ring, which sends less; those for TPUs make all-reduces of the reduce-scatters, which sends twice as much, and
 sum the all-gather's gradients of keys and values in bfloat16. A sum above the memory of a device stands as it

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compile_only.devices import tool
+from compile_only.programs import Program, did_not_compile
 from jax_attn_bwd.bench import report
-from jax_attn_bwd.bench.compile_only.devices import tool
-from jax_attn_bwd.bench.compile_only.programs import Program, did_not_compile
 
 COUNTED = (
     "HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "MUFU.EX2", "MUFU.TANH", "LDG.E.128", "STG.E.128",
@@ -203,7 +203,7 @@ def markdown(rows: Sequence[Program], versions: dict[str, str]) -> str:
         "# Static figures of the compiled programs, NVIDIA",
         f"JAX {versions['jax']}, ptxas {versions['ptxas']}. Compiled in full with no such chip at hand; "
         "every figure is static, none is a time. Rewritten by "
-        "`python -m jax_attn_bwd.bench.compile_only --table`.",
+        "`PYTHONPATH=tests python -m compile_only --table`.",
         "## Kernels",
         _kernels([row for row in kernels if row.operator not in SPARSE], _SHOWN),
         "## Kernels of graphs and of deformable attention",

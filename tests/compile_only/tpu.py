@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from compile_only.programs import Program, did_not_compile
+from compile_only.tpu_peers import NAMES
 from jax_attn_bwd._core import mosaic_tpu
 from jax_attn_bwd.bench import report
-from jax_attn_bwd.bench.compile_only.programs import Program, did_not_compile
-from jax_attn_bwd.bench.compile_only.tpu_peers import NAMES
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?:\s*>)*)\s*\{", re.M)
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(?=[\w.-]+ = )", re.M)  # its text may run over lines
@@ -39,7 +39,7 @@ which it waits for nothing: bundles compare programs, they are not a time. `bund
 loop over the grid in the program text; `per score` divides them by the elements of the tile of one step,
 where the loop holds one program for a tile (`full`: nothing is compared; `mixed`: causality, windows and
 lengths are; `both`: one of each). MXU, XLU, ...: share of the slots of that unit. Rewritten by
-`python -m jax_attn_bwd.bench.compile_only --table tpu`."""
+`PYTHONPATH=tests python -m compile_only --table tpu`."""
 _ABOUT_PEERS = """bfloat16, H = 128, T = S = 4096; `one causal tile`: 1024. `temp MiB`: what the program of
 forward and gradients allocates beside arguments and results, for 2 x 16 heads (ours) and 8 heads (peers)."""
 

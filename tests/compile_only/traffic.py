@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jax_attn_bwd.bench.compile_only.schedule import Instruction, Program, names, size
+from compile_only.schedule import Instruction, Program, names, size
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",

@@ -1,4 +1,4 @@
-"""Command line: `python -m jax_attn_bwd.bench.compile_only --target H200 [--out FILE]`, or `--table`."""
+"""Command line: `PYTHONPATH=tests python -m compile_only --target H200 [--out FILE]`, or `--table`."""
 
 import argparse
 import json
@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from compile_only import __doc__ as description
+from compile_only import compiling, devices, gpu, scale, tpu, traffic_table
+from compile_only.programs import Program, registered
 from jax_attn_bwd import ops
 from jax_attn_bwd._core import backend, console
 from jax_attn_bwd.bench import report
-from jax_attn_bwd.bench.compile_only import __doc__ as description
-from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, scale, tpu, traffic_table
-from jax_attn_bwd.bench.compile_only.programs import Program, registered
 
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     # an H100 runs the H200's code
@@ -26,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if all compiled within budgets, 1 if not, 2 if nothing could be compiled."""
     devices.none_of_this_machine()
     known = sorted(operator.name for operator in ops.discover())
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_attn_bwd.bench.compile_only", description=description
-    )
+    parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m compile_only", description=description)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", choices=devices.TARGETS)
     what.add_argument(

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from compile_only import compiling, devices, gpu, traffic
 from jax_attn_bwd import dot_product_attention, ops
 from jax_attn_bwd._core import console, targets
 from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.bench import report
-from jax_attn_bwd.bench.compile_only import compiling, devices, gpu, traffic
 from jax_attn_bwd.ops import dot_product
 from jax_attn_bwd.ops.dot_product import strip_widths
 from jax_attn_bwd.ops.dot_product.mask import Mask
@@ -37,7 +37,7 @@ beside gathers of its corners.
 Dense attention has goals: for causal attention at most {CAUSAL} of the plain formula's bytes, for the
 others as large a share of them as the live tiles have of the plane; at most an eighth of its temporaries; at
 most {LAUNCHES} launches for each live tile. "Goals missed" says what a program has more of, and how much.
-Rewritten by `python -m jax_attn_bwd.bench.compile_only --table programs`."""
+Rewritten by `PYTHONPATH=tests python -m compile_only --table programs`."""
 
 
 class Goal(NamedTuple):
