@@ -36,6 +36,14 @@ def only(monkeypatch):
     jax.config.update("jax_default_matmul_precision", precision)
 
 
+@pytest.mark.parametrize("operator", ops.discover(), ids=lambda operator: operator.name)
+def test_the_definition_takes_every_case_that_a_chip_is_held_against(operator):
+    """Where no chip is, nothing else hands it their options."""
+    for case in operator.tagged("large", "any_order", "repeat", "poison", "timed"):
+        outputs = jax.eval_shape(lambda arrays, o=case.options: operator.reference(**arrays, **o), case.shapes())
+        assert len(outputs) == len(operator.outputs)
+
+
 @jax.custom_vjp
 def one_percent_too_much(x):
     """The identity, with a gradient that is off by 1 %."""

@@ -198,7 +198,7 @@ def _call(**arguments):
     return api.dot_product_attention(**mod_cases.with_mod_args(arguments), return_residual=True)
 
 
-def _reference(**arguments):
+def _reference(deterministic_sums=True, **arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return reference.dot_product_attention(**_with_keep_mask(**mod_cases.with_mod_args(arguments)))
 
