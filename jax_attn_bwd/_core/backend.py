@@ -79,7 +79,9 @@ def kernel(
         return load("forward" if forward else "backward", "supports")(options, operands)
 
     def ran():
-        return device.ran if isinstance(device := found(), targets.Generation) else ""
+        device = found()
+        passed = isinstance(device, targets.Generation) and jax.__version_info__ >= device.oldest_jax
+        return device.ran if passed else ""
 
     opaque = pallas.with_portable_jvp(load("forward", "forward"), portable.forward)
     return Implementation(

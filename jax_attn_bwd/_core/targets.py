@@ -14,20 +14,27 @@ class Generation(NamedTuple):
     files: str  # what the names of its kernel files begin with
     kinds: str  # regular expression of the kinds of device, as their makers call them
     words: str
-    ran: str  # when and where its kernels passed on such a device; "" = not yet
+    ran: str  # when and at which commit its kernels passed on such a device; "" = not yet
     capability: tuple[int, int] | None = None  # the least of a device of any other name that tells its own
+    oldest_jax: tuple[int, ...] = ()  # on which they passed
 
 
 # By implementation, the newest last. Kernels are picked by themselves only where they are proven: by a user's
 # own record (`proven.py`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
-# a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`.
+# a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`, and the JAX it passed on.
 GENERATIONS = {
     "mosaic_tpu": (Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", ""),),
     "mosaic_gpu": (
         Generation(
             "gpu", r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
         ),
-        Generation("hopper", r"\b(GH|H)\d+", "a Hopper GPU (compute capability 9.0)", ""),
+        Generation(
+            "hopper",
+            r"\b(GH|H)\d+",
+            "a Hopper GPU (compute capability 9.0)",
+            "2026-11-26, 391a32d",
+            oldest_jax=(0, 11, 2),
+        ),
     ),
     "cudnn": (
         Generation(

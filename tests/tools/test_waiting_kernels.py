@@ -29,7 +29,7 @@ CALLS = {"dot_product": (dot_product_attention, (QUERY,) * 3), "softmax": (scale
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
+def _cache(tmp_path, monkeypatch, unproven):
     monkeypatch.setenv("JAX_ATTN_BWD_CACHE", str(tmp_path))
 
 
@@ -86,12 +86,23 @@ def test_without_a_record_the_portable_path_runs(call):
     assert call.launches(implementation=call.chip.name)
 
 
+def passed(monkeypatch, name, oldest_jax):
+    """The code says that the kernels `name` have passed, on this JAX and later ones."""
+    ran = {"ran": "2026-01-01, 0123abc", "oldest_jax": oldest_jax}
+    found = tuple(generation._replace(**ran) for generation in targets.GENERATIONS[name])
+    monkeypatch.setitem(targets.GENERATIONS, name, found)
+
+
 def test_a_generation_that_the_code_says_to_have_passed(call, monkeypatch):
-    passed = tuple(g._replace(ran="2026-01-01, 0123abc") for g in targets.GENERATIONS[call.chip.name])
-    monkeypatch.setitem(targets.GENERATIONS, call.chip.name, passed)
+    passed(monkeypatch, call.chip.name, jax.__version_info__)
     assert is_picked(call)
     keep(call.chip.kind, call.family, **{call.chip.name: "wrong here"})
     assert not is_picked(call)  # the chip at hand knows better
+
+
+def test_a_generation_passed_on_the_jax_it_ran_on_and_on_later_ones(call, monkeypatch):
+    passed(monkeypatch, call.chip.name, (*jax.__version_info__[:2], jax.__version_info__[2] + 1))
+    assert not is_picked(call)
 
 
 @pytest.mark.parametrize(
@@ -360,3 +371,14 @@ def test_explained_is_a_table_to_read_and_a_dict_to_programs(monkeypatch):
     assert lines[2].startswith("  mosaic_gpu  by name     it is not proven on NVIDIA H200: ")
     assert lines[-1] == "  xla         picked"
     assert max(map(len, lines)) <= 80
+
+
+# ---------------------------------------------------------------------- what has run
+
+
+@pytest.mark.parametrize("chip", ["H100", "H200", "A100", "B200", "v6e"])
+def test_kernels_of_softmax_and_dense_attention_have_run_on_hopper(chip, monkeypatch):
+    monkeypatch.undo()  # of what the other tests are told
+    calls = [(scaled_masked_softmax, QUERY), (dot_product_attention, QUERY, QUERY, QUERY)]
+    picked = [explain(*call, platform=chip)["mosaic_gpu"] == "ok" for call in calls]
+    assert picked == [chip.startswith("H") and jax.__version_info__ >= (0, 11, 2)] * 2

@@ -220,7 +220,7 @@ def test_elsewhere_the_reason_is_the_platform():
         ("NVIDIA GH200 480GB", True),
     ],
 )
-def test_which_gpus(kind, runs):
+def test_which_gpus(kind, runs, unproven):
     """Where the kernels can run, they are passed over until they are proven."""
     refused = f"it needs a Hopper GPU (compute capability 9.0), not {kind}"
     with gpu(kind):
