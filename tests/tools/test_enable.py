@@ -41,7 +41,7 @@ PLAYED = """
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
+def _cache(tmp_path, monkeypatch, unproven):
     monkeypatch.setenv("JAX_ATTN_BWD_CACHE", str(tmp_path / "cache"))
 
 
