@@ -2,8 +2,8 @@
 
 On the first GPU of a generation, in this order, 15 minutes in all:
 
-1. `nvidia-smi -L`, then `pip install -e .[test] "jax[cuda13]"`. Kernels of graphs and deformable attention need
-   JAX 0.12 or later.
+1. `nvidia-smi -L`, then `pip install -e .[test] "jax[cuda13]"`. Kernels of graphs and deformable attention
+   need JAX 0.12 or later.
 2. `timeout 180 python -m jax_attn_bwd.check`: the portable path, and `"cudnn"` where it is supported,
    against float64. What misses here is no matter of our kernels.
 3. `python -m jax_attn_bwd.check --enable`, which ends itself after five minutes: every kernel in a process

@@ -40,7 +40,8 @@ def only(monkeypatch):
 def test_the_definition_takes_every_case_that_a_chip_is_held_against(operator):
     """Where no chip is, nothing else hands it their options."""
     for case in operator.tagged("large", "any_order", "repeat", "poison", "timed"):
-        outputs = jax.eval_shape(lambda arrays, o=case.options: operator.reference(**arrays, **o), case.shapes())
+        define = lambda arrays, options=case.options: operator.reference(**arrays, **options)
+        outputs = jax.eval_shape(define, case.shapes())
         assert len(outputs) == len(operator.outputs)
 
 
