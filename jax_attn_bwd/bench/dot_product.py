@@ -11,9 +11,9 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd.bench import peers
 from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
-from jax_attn_bwd.ops.dot_product import cases, engine, masking, tile_schedule
+from jax_attn_bwd.ops.dot_product import cases, engine, tiles, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
-from jax_attn_bwd.ops.dot_product.tiling import count
+from jax_attn_bwd.ops.dot_product.plan import count
 
 
 def workloads(quick: bool, scaling: bool = False) -> Iterator[Workload]:
@@ -55,7 +55,7 @@ def visited(case: Case) -> str:
     tiling, T = engine.planned("xla", options, operands).tiling, x.shape[1]
     if tiling.is_materialized:
         return f"{tiling.batch_slices} batch slices of whole planes"
-    full, mixed, _ = tile_schedule.static_pairs(masking.tile_mask(operands.mask, None, T, T, 1, 1), tiling)
+    full, mixed, _ = tiles.static_pairs(visibility.tile_mask(operands.mask, None, T, T, 1, 1), tiling)
     total = count(T, tiling.block_q) * count(T, tiling.block_k)
     return f"{len(full) + len(mixed)} of {total} tiles of {tiling.block_q} x {tiling.block_k}"
 

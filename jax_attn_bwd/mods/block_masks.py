@@ -12,7 +12,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Integers
 from jax_attn_bwd.mods.masks import Mask
 from jax_attn_bwd.mods.mod_args_spec import Read
-from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
 
 
 @dataclass(frozen=True)

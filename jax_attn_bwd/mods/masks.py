@@ -12,7 +12,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.mods.mod_args_spec import Read, check
 from jax_attn_bwd.mods.named import Mod
-from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
 
 
 @dataclass(frozen=True)

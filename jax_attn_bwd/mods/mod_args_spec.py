@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
 
 
 @dataclass(frozen=True)

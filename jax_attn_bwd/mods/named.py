@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.mods.mod_args_spec import Read
-from jax_attn_bwd.ops.dot_product.mod_arguments import takes_other
+from jax_attn_bwd.ops.dot_product.mod_functions import takes_other
 
 
 @dataclass(frozen=True)

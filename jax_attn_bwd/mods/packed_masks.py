@@ -10,7 +10,7 @@ import numpy as np
 from jax_attn_bwd._core import checks, intervals
 from jax_attn_bwd.mods.masks import Mask
 from jax_attn_bwd.mods.mod_args_spec import Read
-from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 _NAME = "mods.packed"

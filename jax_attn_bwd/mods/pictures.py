@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.dot_product import mod_arguments, mod_functions
+from jax_attn_bwd.ops.dot_product import mod_functions
 
 
 def tiles(
@@ -44,7 +44,7 @@ def tiles(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mod_args)):
         got = checks.message("mods.tiles", "mod_args", "be known", "a traced array", "call it outside of jit")
         raise TypeError(got)
-    args = mod_arguments.prepared_mask("mods.tiles", mask_mod, mod_args)
+    args = mod_functions.prepared_mask("mods.tiles", mask_mod, mod_args)
     given = (block, block) if isinstance(block, int) else tuple(block)
     blocks = [checks.integer("mods.tiles", "block", size, 1) for size in given]
     index = lambda n: np.full((1, 1, 1, 1), n, np.int32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd.mods.mod_args_spec import Read, check
 from jax_attn_bwd.mods.named import Mod
-from jax_attn_bwd.ops.dot_product.mod_arguments import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
 
 
 @dataclass(frozen=True)

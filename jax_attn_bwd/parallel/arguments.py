@@ -16,8 +16,8 @@ from jax import lax
 from jax_attn_bwd._core import checks, dropout, numerics, pallas
 from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
+from jax_attn_bwd.ops.dot_product.arguments import Like, Sizes, plane
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.mask_arguments import Like, Sizes, plane
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.parallel import layouts
 

@@ -49,7 +49,7 @@ from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.slicing import put_at, take_at
-from jax_attn_bwd.ops.dot_product import engine, masking, mod_functions
+from jax_attn_bwd.ops.dot_product import engine, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.spec import AXES, Operands, Result
 from jax_attn_bwd.parallel.arguments import Exchange
@@ -226,12 +226,12 @@ def _added(exchange: Exchange, operand: str, total: Any, part: Any, offset: Any)
 def _if_seen(given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
     """`compute(carry)`; `skip(carry)` where positions and segments tell that nothing is seen."""
     mask, (batch, T, S, _, G) = given.mask, given.sizes
-    rows = masking.Tokens(T, mask.query_positions, mask.query_segment_ids)
-    columns = masking.Tokens(S, mask.key_value_positions, mask.key_value_segment_ids)
+    rows = visibility.Tokens(T, mask.query_positions, mask.query_segment_ids)
+    columns = visibility.Tokens(S, mask.key_value_positions, mask.key_value_segment_ids)
     if 0 in (T, S) or all(x is None for x in (*rows[1:], *columns[1:])):
         return compute(carry)
     places = mod_functions.places(mask, len(batch), G)
-    some, _ = masking.of_tiles(mask.rules, rows, columns, T, S, places)
+    some, _ = visibility.of_tiles(mask.rules, rows, columns, T, S, places)
     return lax.cond(some.any(), compute, skip, carry)
 
 

@@ -23,9 +23,9 @@ from jax_attn_bwd import (
     multi_scale_deformable_attention,
 )
 from jax_attn_bwd._core.split import Pieces
-from jax_attn_bwd.ops.dot_product import masking
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Tiling
 
 T, N, H = 64, 4, 8
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -188,8 +188,10 @@ def test_devices_share_causal_work_evenly(by_arrays, small_tiles):
     with contextlib.nullcontext() if by_arrays else jax.set_mesh(mesh):
         steps = str(jax.jit(jax.grad(lambda x: attend(x).sum())).trace(x).jaxpr)
     assert re.findall(r"length=(\d+)", steps) == ["9", "9"]
-    rows = [masking.Tokens(8, origin=Pieces(8, folded=True).origins(device, 8)) for device in range(8)]
-    some = [masking.of_tiles(Mask(is_causal=True), tokens, masking.Tokens(T), 4, 8)[0] for tokens in rows]
+    rows = [visibility.Tokens(8, origin=Pieces(8, folded=True).origins(device, 8)) for device in range(8)]
+    some = [
+        visibility.of_tiles(Mask(is_causal=True), tokens, visibility.Tokens(T), 4, 8)[0] for tokens in rows
+    ]
     assert [x.sum() for x in some] == [9] * 8
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, mods, parallel
-from jax_attn_bwd.ops.dot_product.mod_cases import with_mod_args
+from jax_attn_bwd.ops.dot_product.cases import with_mod_args
 
 AXIS = "x"
 KINDS = {

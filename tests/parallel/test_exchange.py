@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, KINDS, LAYOUTS, TOKENS, draw, mesh
 
 from jax_attn_bwd import dot_product_attention, parallel
-from jax_attn_bwd.ops.dot_product import engine, masking
+from jax_attn_bwd.ops.dot_product import engine, visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.masking import Tokens
+from jax_attn_bwd.ops.dot_product.visibility import Tokens
 from jax_attn_bwd.parallel import ring
 
 COLLECTIVE = re.compile(
@@ -126,7 +126,7 @@ def test_tiles_that_each_device_visits(layout, spread):
     parts = lay(np.arange(n * length, dtype=np.int32), n=n, axis=0).reshape(n, length)
 
     def visited(rows, columns):
-        some, _ = masking.of_tiles(
+        some, _ = visibility.of_tiles(
             Mask(is_causal=True), Tokens(length, rows), Tokens(length, columns), tile, tile
         )
         return int(some.sum())

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.compat.multi_head import after_dropout, arrays, drops, merged
 from jax_attn_bwd.compat.torch.arguments import NAME, all_masks, all_params, all_sizes, all_static
-from jax_attn_bwd.ops.dot_product.fully_masked import live_and_seen
 from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.visibility import live_and_seen
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head.projections import matmul

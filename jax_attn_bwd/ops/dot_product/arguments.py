@@ -1,14 +1,15 @@
-"""Checks the arguments of a call and makes `Options` and `Operands` of them."""
+"""Checks the arguments of a call and makes `Options`, `Operands` and a `Mask` of them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, float_leaves, notices, numerics, sharding
-from jax_attn_bwd.ops.dot_product import mask_arguments
-from jax_attn_bwd.ops.dot_product.mask_arguments import Like
+from jax_attn_bwd._core import checks, dropout, float_leaves, fusion, masks, notices, numerics, sharding
+from jax_attn_bwd.ops.dot_product import mod_functions
+from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.plan import Sizes
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import Sizes
 
 
 def prepare(
@@ -18,20 +19,18 @@ def prepare(
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `dot_product_attention`; raises as its docstring says.
 
-    `conditions` are those of `mask_arguments.mask_of`.
+    `conditions` are those of `mask_of`.
     """
     query, key, value = _query_key_value(operator, query, key, value)
     (*batch, T, N, H), (S, K) = query.shape, key.shape[-3:-1]
     sizes, like = Sizes(tuple(batch), T, S, N, N // K), Like(query, -3, -2)
     if bias is not None:
-        bias = mask_arguments.bias_plane(operator, bias, sizes, like)
+        bias = bias_plane(operator, bias, sizes, like)
     if sink is not None:
         sink = checks.floating(operator, "sink", sink)
         checks.shape(operator, "sink", sink, "[N]", (N,))
         sink = sharding.reshard_like(sink, query, (-2,))
-    seen, score_mod = mask_arguments.mask_of(
-        operator, like, sizes, mask=mask, score_mod=score_mod, **conditions
-    )
+    seen, score_mod = mask_of(operator, like, sizes, mask=mask, score_mod=score_mod, **conditions)
     remedy = "multiply query by a learned or traced temperature"
     options = options_of(
         operator, checks.head_scale(operator, scale, H, query.dtype, remedy), query.dtype, logits_soft_cap,
@@ -122,3 +121,147 @@ def require_floats(operator: str, mod_args: Any) -> None:
         dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(mod_args)) or "nothing"
         expected, remedy = "hold floating-point arrays where wrt names it", "integers have no gradient"
         raise TypeError(checks.message(operator, "mod_args", expected, dtypes, remedy))
+
+
+# a difference of two positions must fit int32
+_POSITIONS = {"least": -(2**30), "greatest": 2**30}
+
+
+class Like(NamedTuple):
+    """The array that queries are told by: on an Explicit mesh, what is told of them is sharded as it is."""
+
+    array: jax.Array  # its batch axes are those of the call
+    queries: int  # its axis of queries
+    heads: int | None  # its axis of heads; None = it has none
+
+
+def mask_of(
+    operator: str, like: Like, sizes: Sizes, *, mask=None, is_causal=False, local_window_size=None,
+    query_seq_lengths=None, key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None,
+    query_positions=None, key_value_positions=None, mask_mod=None, score_mod=None, mod_args=(), counted=None,
+) -> tuple[Mask, Any]:  # fmt: skip
+    """(the checked mask, `score_mod`), which reads of `mod_args`, too; raises as the public docstrings say.
+
+    Args:
+      like, sizes: what the call's arrays are.
+      counted: how many queries and keys indices count; None = those of `sizes`, which may be a device's.
+    """
+    batch, T, S, N, G, _ = sizes
+    # The shapes that are meant where heads precede tokens, which queries and keys do not tell.
+    swapped = {} if like.heads is None else {"[..., T]": (*batch, N), "[..., S]": (*batch, N // G)}
+    if mask is not None:
+        mask = plane(operator, "mask", checks.boolean_mask(operator, mask), sizes, like)
+
+    def tokens(argument, x, names, tail, axes=(), **limits):
+        """`axes`: those of `like` along which the tail is sharded as it is."""
+        if x is None:
+            return None
+        rank = len(batch) + len(tail)
+        x = drop_leading_ones(checks.integers(operator, argument, x, **limits), rank)
+        checks.broadcasts(operator, argument, x, names, (*batch, *tail), swapped.get(names, ()))
+        x = numerics.to_rank(numerics.saturated(x, **limits), rank)
+        return sharding.reshard_like(x, like.array, (*range(len(batch)), *(axes or (None,) * len(tail))))
+
+    if (query_segment_ids is None) != (key_value_segment_ids is None):
+        given, missing = "query_segment_ids", "key_value_segment_ids"
+        if query_segment_ids is None:
+            given, missing = missing, given
+        expected = f"be given together with {given}"
+        raise ValueError(checks.message(operator, missing, expected, None))
+    ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    if not all(map(numerics.fits_int32, ids.values())):
+        query_segment_ids, key_value_segment_ids = _narrow(operator, ids, like, sizes)
+
+    mask_mod, score_mod = mod_functions.by_value(mask_mod), mod_functions.by_value(score_mod)
+    has_functions = mask_mod is not None or score_mod is not None
+    if has_functions and 0 in [n for n in (T, S) if isinstance(n, int)] and _is_empty(mod_args):
+        mask_mod = score_mod = None  # of no element, and nothing can be read of arrays without entries
+    rules = Mask(
+        checks.flag(operator, "is_causal", is_causal), masks.window(operator, local_window_size), mask_mod
+    )
+    args = numbers = heads = None
+    if has_functions:
+        wide = numerics.accumulator_dtype(like.array.dtype)
+        positions = (query_positions, key_value_positions)
+        sides = zip(counted or (T, S), positions, strict=True)
+        by_index = [n if x is None else None for n, x in sides]
+        known = [n for n in by_index if isinstance(n, int)]
+        read = mod_functions.Sizes(batch, N, max(known, default=0), *by_index)
+        args = mod_functions.prepared(operator, mask_mod, score_mod, mod_args, read, N // G, wide)
+        read_by = args, _numbers(batch), jnp.arange(N, dtype=jnp.int32)
+        whole = lambda x: sharding.reshard_like(x, like.array, (None,) * x.ndim)
+        args, numbers, heads = jax.tree.map(whole, read_by)
+    elif jax.tree.leaves(mod_args):
+        expected = "be given together with mask_mod or score_mod"
+        raise ValueError(checks.message(operator, "mod_args", expected, "neither"))
+    rows = (like.queries,)
+    found = rules.replace(
+        elements=mask,
+        query_seq_lengths=tokens("query_seq_lengths", query_seq_lengths, "[...]", (), **_lengths(T)),
+        key_value_seq_lengths=tokens(
+            "key_value_seq_lengths", key_value_seq_lengths, "[...]", (), **_lengths(S)
+        ),
+        query_segment_ids=tokens("query_segment_ids", query_segment_ids, "[..., T]", (T,), rows),
+        key_value_segment_ids=tokens("key_value_segment_ids", key_value_segment_ids, "[..., S]", (S,)),
+        query_positions=tokens("query_positions", query_positions, "[..., T]", (T,), rows, **_POSITIONS),
+        key_value_positions=tokens(
+            "key_value_positions", key_value_positions, "[..., S]", (S,), **_POSITIONS
+        ),
+        batch_number=numbers,
+        head_number=heads,
+        mod_args=args,
+    )
+    return found, score_mod
+
+
+def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like | None) -> jax.Array:
+    """A mask or bias that broadcasts to `[..., N, T, S]`, sharded as `like` if that is given."""
+    batch, T, S, N, G, _ = sizes
+    x = drop_leading_ones(x, len(batch) + 3)
+    swapped = () if like is None or like.heads is None else (*batch, T, N, N // G)
+    checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S), swapped)
+    if like is None:
+        return x
+    return sharding.reshard_like(x, like.array, (*range(len(batch)), like.heads, like.queries, None))
+
+
+def bias_plane(operator: str, bias: Any, sizes: Sizes, like: Like | None) -> jax.Array:
+    """The checked bias, which a plane or a tile reads more than once."""
+    bias = plane(operator, "bias", checks.floating(operator, "bias", bias), sizes, like)
+    return fusion.kept_whole(bias, may_be_gathered=False)
+
+
+def drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:
+    """`x` without axes of size 1 beyond `rank`: `jax.nn` wants them with inputs that have no batch."""
+    extra = x.ndim - rank
+    return x.reshape(x.shape[extra:]) if extra > 0 and x.shape[:extra] == (1,) * extra else x
+
+
+def _lengths(size: Any) -> dict[str, int]:
+    """The range of a length of that many tokens; what is symbolic is not known."""
+    return {"least": 0} | ({"greatest": size} if isinstance(size, int) else {})
+
+
+def _narrow(operator: str, ids: dict[str, Any], like: Like, sizes: Sizes) -> Any:
+    """Wide traced segment ids as int32 `[..., T]` and `[..., S]` that are equal where they are."""
+    batch, rows = sizes.batch, []
+    sides = zip(ids.items(), ("[..., T]", "[..., S]"), (sizes.T, sizes.S), strict=True)
+    for (argument, x), names, length in sides:
+        x = drop_leading_ones(checks.integers(operator, argument, x), len(batch) + 1)
+        checks.broadcasts(operator, argument, x, names, (*batch, length))
+        x = jnp.broadcast_to(x, (*batch, x.shape[-1] if x.ndim else 1))
+        rows.append(sharding.reshard_like(x, like.array, (*range(len(batch)), None)))
+    return numerics.ranks(*rows)
+
+
+def _is_empty(mod_args: Any) -> bool:
+    return any(0 in getattr(x, "shape", ()) for x in jax.tree.leaves(mod_args))
+
+
+def _numbers(batch: tuple[Any, ...]) -> jax.Array:
+    """The number of each batch entry, row-major, int32 `[...]`."""
+    number = jnp.zeros((1,) * len(batch), jnp.int32)
+    for axis, n in enumerate(batch):
+        shape = tuple(n if i == axis else 1 for i in range(len(batch)))
+        number = number * n + jnp.arange(n, dtype=jnp.int32).reshape(shape)
+    return number

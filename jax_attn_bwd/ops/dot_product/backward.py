@@ -46,21 +46,11 @@ from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd._core.slicing import put_at, take_at
-from jax_attn_bwd.ops.dot_product import (
-    batch_slices,
-    dropping,
-    layout,
-    materialized,
-    mod_functions,
-    query_sharding,
-    row_terms,
-    strips,
-    tile_schedule,
-)
-from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
+from jax_attn_bwd.ops.dot_product import devices, layout, materialized, mod_functions, row_terms, strips
+from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result
-from jax_attn_bwd.ops.dot_product.tile_operands import TileOperands, tile, tile_operands
+from jax_attn_bwd.ops.dot_product.tiles import TileOperands, loop, tile, tile_operands, tile_visits
 
 
 @partial(jax.jit, static_argnums=0)
@@ -69,11 +59,11 @@ def backward(
 ) -> DotProductAttentionGrads:
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     given = residuals.operands
-    residuals = residuals._replace(operands=query_sharding.with_whole_keys(given))
+    residuals = residuals._replace(operands=devices.with_whole_keys(given))
     if plan.pieces is None:
         grads = _gradients(plan, residuals, dout, dlse)
     else:
-        grads = query_sharding.gradients(plan, _gradients, residuals, dout, dlse)
+        grads = devices.gradients(plan, _gradients, residuals, dout, dlse)
     return matched(grads, given)
 
 
@@ -99,7 +89,7 @@ def _gradients(plan: Plan, residuals: Residuals, dout: Any, dlse: Any) -> dict[s
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
     zeros = {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in shared}
-    grads, sums = batch_slices.over_slices(of_slice, plan.tiling.batch_slices, operands, rows, zeros)
+    grads, sums = devices.over_slices(of_slice, plan.tiling.batch_slices, operands, rows, zeros)
     return grads | sums
 
 
@@ -146,9 +136,9 @@ def _tiled(plan: Plan, wanted: Any, operands: Operands, result: Result, dout: An
     rows = (*(layout.split_rows(x, groups) for x in (lse, low)), delta)
     saved = _Saved(w, layout.pad(dout, {-2: block_q}), *(layout.pad(x, {-1: block_q}) for x in rows))
     sums = _zeros(wanted, saved, accumulator_dtype(operands.query.dtype))
-    visits = tile_schedule.visits(w.mask, plan.tiling)
+    visits = tile_visits(w.mask, plan.tiling)
     if visits.i.shape[0] != 0:
-        body, tiles = tile_schedule.loop(partial(_step, plan, saved, visits.mixed), visits)
+        body, tiles = loop(partial(_step, plan, saved, visits.mixed), visits)
         sums, _ = lax.scan(body, sums, tiles)
     return _in_shapes_of(operands, w, sums)
 
@@ -251,7 +241,7 @@ def _share(plan, saved, old, i, j, *, mixed):
     # Through the product with the values, and back to the logits.
     z = 1
     if w.counters is not None:
-        z = _transposed(dropping.of_tile(options, tiling, w.counters, i, j, p.dtype))
+        z = _transposed(dropout_of_tile(options, tiling, w.counters, i, j, p.dtype))
     share = {}
     if "value" in old:
         share["value"] = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)

@@ -12,7 +12,7 @@ What follows holds for every implementation, and for each pair of a forward with
 * `backward` takes the row values of **all** keys that a query attends to, be they in the block or not, and
   gives what this block adds to each gradient: blocks of disjoint queries or keys add up to the whole. `out`
   and dout enter it through delta alone (equation (7) of `backward.py`), lse through the probabilities.
-* A block sees what `masking.py` says of its operands. Where it lies in the whole is told by positions
+* A block sees what `visibility.py` says of its operands. Where it lies in the whole is told by positions
   (causality, windows), segment ids, its own mask and bias, and `dropout_offset` (which probabilities are
   dropped); lengths count from the beginning of the block.
 * A sink belongs to a row, not to a block: hand it to one block of a row, in the forward and in the backward.
@@ -40,7 +40,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_attn_bwd._core import backend
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
-from jax_attn_bwd.ops.dot_product.dropping import of_columns as dropout_factors
+from jax_attn_bwd.ops.dot_product.block import dropout_factors
 from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
 from jax_attn_bwd.ops.dot_product.materialized import (
     gradients,

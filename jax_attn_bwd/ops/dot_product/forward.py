@@ -30,23 +30,13 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
 from jax_attn_bwd._core.pallas import opaque
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd._core.slicing import put_at, take_at
-from jax_attn_bwd.ops.dot_product import (
-    batch_slices,
-    dropping,
-    layout,
-    materialized,
-    mod_functions,
-    query_sharding,
-    row_terms,
-    strips,
-    tile_schedule,
-)
+from jax_attn_bwd.ops.dot_product import devices, layout, materialized, mod_functions, row_terms, strips
 from jax_attn_bwd.ops.dot_product import online_softmax as online
-from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
+from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.online_softmax import State
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.tile_operands import TileOperands, tile, tile_operands
+from jax_attn_bwd.ops.dot_product.tiles import TileOperands, loop, tile, tile_operands, tile_visits
 
 
 # Opaque as a kernel is: a policy that saves products would save those of every tile, T x S numbers.
@@ -59,24 +49,24 @@ def forward(plan: Plan, operands: Operands) -> Result:
     if plan.tiling.batch_slices > 1:
         run = partial(_sliced, run)
     if plan.pieces is not None:
-        run = partial(query_sharding.forward, run=run)
-    return tie(run(plan, query_sharding.with_whole_keys(operands)), operands)
+        run = partial(devices.forward, run=run)
+    return tie(run(plan, devices.with_whole_keys(operands)), operands)
 
 
 def _sliced(run: Any, plan: Plan, operands: Operands) -> Result:
     """What `run` gives, of one slice of the batch after the other."""
     of_slice = lambda operands, _: (run(plan, operands), ())
-    return batch_slices.over_slices(of_slice, plan.tiling.batch_slices, operands, (), ())[0]
+    return devices.over_slices(of_slice, plan.tiling.batch_slices, operands, (), ())[0]
 
 
 def _tiled(plan: Plan, operands: Operands) -> Result:
     w = tile_operands(plan, operands)
-    visits = tile_schedule.visits(w.mask, plan.tiling)
+    visits = tile_visits(w.mask, plan.tiling)
     state = online.initial(w.q, w.v.shape[-1], _sink_of_rows(operands, w), operands)
     rounds = plan.tiling.product_dtype != state.acc.dtype and row_terms.keeps_low(plan.options, operands)
     sums = _Sums(state, jnp.zeros_like(state.acc) if rounds else None)
     if visits.i.shape[0] != 0:
-        body, tiles = tile_schedule.loop(partial(_step, plan, w, visits.mixed), visits)
+        body, tiles = loop(partial(_step, plan, w, visits.mixed), visits)
         sums, _ = lax.scan(body, sums, tiles)
     state, lost = sums
     T = operands.query.shape[-3]
@@ -129,7 +119,7 @@ def _update(plan, w, sums, i, j, *, mixed):
     m, decay, p = online.weights(rows.m, logits)
     l = rows.l * decay + p.sum(-1)
     if w.counters is not None:
-        p = p * dropping.of_tile(options, plan.tiling, w.counters, i, j, p.dtype)
+        p = p * dropout_of_tile(options, plan.tiling, w.counters, i, j, p.dtype)
     product = {"precision": options.precision, "preferred_element_type": p.dtype}
     add = lambda acc, p: acc * decay[..., None] + jnp.einsum("...gts,...sh->...gth", p, v, **product)
     if lost is not None:

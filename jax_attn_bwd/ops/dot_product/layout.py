@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.ops.dot_product.tiling import count
+from jax_attn_bwd.ops.dot_product.plan import count
 
 
 def pad(x: jax.Array, blocks: dict[int, int]) -> jax.Array:

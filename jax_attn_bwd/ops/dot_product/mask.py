@@ -7,8 +7,8 @@ A query t sees a key s if every condition that is given holds:
     mask_mod(batch, head, position_t, position_s, *mod_args)
 
 A bias of -inf hides, too. `AXES` is the one table of which array has which axes: slices of a batch, parts of
-the queries, the keys that travel around a ring, shardings and tiles follow from it. `masking.py` and
-`fully_masked.py` read the conditions: by element, by tile, by row and by column.
+the queries, the keys that travel around a ring, shardings and tiles follow from it. `visibility.py`
+reads the conditions: by element, by tile, by row and by column.
 """
 
 import dataclasses

@@ -17,14 +17,13 @@ from jax import lax
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, lost_to, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import einsum
-from jax_attn_bwd.ops.dot_product import dropping, layout, masking, mod_functions, row_terms
-from jax_attn_bwd.ops.dot_product.logits import soft_capped
+from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
+from jax_attn_bwd.ops.dot_product.block import dropout_factors, soft_capped
+from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
 from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
-from jax_attn_bwd.ops.dot_product.plan import Plan
-from jax_attn_bwd.ops.dot_product.query_sharding import with_whole_keys
+from jax_attn_bwd.ops.dot_product.plan import Plan, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Result
-from jax_attn_bwd.ops.dot_product.tile_operands import unpoisoned
-from jax_attn_bwd.ops.dot_product.tiling import product_dtype
+from jax_attn_bwd.ops.dot_product.tiles import unpoisoned
 
 
 @dataclass(eq=False)
@@ -44,7 +43,7 @@ class Plane:
     @cached_property
     def z(self) -> jax.Array | None:
         """The dropout factors `[..., K, G, T, S]`, drawn when first asked for; None = no dropout."""
-        return dropping.of_columns(self.options, self.operands)
+        return dropout_factors(self.options, self.operands)
 
     @cached_property
     def scaled_q(self) -> jax.Array:
@@ -78,11 +77,11 @@ def plane(options: Options, operands: Operands) -> Plane:
     batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
     q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))
-    given, places = masking.tile_mask(operands.mask, operands.bias, T, S, len(batch), G), None
-    seen = masking.of_whole(given, len(batch))
+    given, places = visibility.tile_mask(operands.mask, operands.bias, T, S, len(batch), G), None
+    seen = visibility.of_whole(given, len(batch))
     if options.score_mod is not None:
         assert given.places is not None  # prepared with the function
-        at = masking.positions(given, None, None, (T, S), len(batch) + 4)
+        at = visibility.positions(given, None, None, (T, S), len(batch) + 4)
         places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
     return Plane(options, operands, q, k, v, seen, live, given.bias, places)
 
@@ -97,7 +96,7 @@ def _logits(plane: Plane) -> jax.Array:
 
 def _before_score(plane: Plane) -> tuple[jax.Array, jax.Array | None]:
     """(c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
-    options, in_q = plane.options, plane.q.dtype == plane.dtype  # see `logits.scaled_product`
+    options, in_q = plane.options, plane.q.dtype == plane.dtype  # see `block.scaled_product`
     q = plane.scaled_q if in_q else plane.q
     logits = einsum("...kgth,...ksh->...kgts", q, plane.k, **plane.product)
     logits, tanh = soft_capped(options, logits if in_q else options.scale * logits)

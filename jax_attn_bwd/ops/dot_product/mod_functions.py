@@ -3,13 +3,19 @@
     visible_ts = mask_mod(batch, head, row, column, *mod_args)
     logits_ts  = score_mod(logits_ts, batch, head, row, column, *mod_args)
 
-Indices are handed over as arrays that broadcast to the tile, so the functions are elementwise. Which tiles a
-mask leaves alive is told by interval arithmetic on its jaxpr, without evaluating it on the plane. The
-derivative of the caller's function is JAX's, tile by tile; nothing else is differentiated here.
+Indices are handed over as arrays that broadcast to the tile, so the functions are elementwise. They are
+traced on a small tile first: one that is not elementwise would compute something else on each size of tile,
+so it is refused; so is one that closes over traced arrays, or has side effects. Which tiles a mask leaves
+alive is told by interval arithmetic on its jaxpr, without evaluating it on the plane. The derivative of the
+caller's function is JAX's, tile by tile; nothing else is differentiated here.
 """
 
+import inspect
 import math
+import warnings
+import weakref
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import diagonal, float_leaves, intervals, pallas
+from jax_attn_bwd._core import checks, diagonal, elementwise, float_leaves, intervals, pallas
 from jax_attn_bwd._core.double_where import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
@@ -212,3 +218,251 @@ def known_tiles(
 def _of_all_heads(found: intervals.Interval, rank: int) -> Tiles:
     least, greatest = (to_rank(x, rank) for x in (found.least, found.greatest))
     return Tiles(greatest.any((-4, -3)), least.all((-4, -3)), not found.vague)
+
+
+_HALVES = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
+_ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, row and column"
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, for functions that have a method `check` of what they read."""
+
+    batch: tuple[Any, ...]
+    heads: Any
+    tokens: Any  # the more of rows and columns, where their positions are indices; else 0
+    rows: Any = None  # None where they have positions
+    columns: Any = None
+
+
+def prepared(
+    operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, sizes: Sizes, K: int, dtype: Any
+) -> tuple[Any, ...]:
+    """The checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
+    args = _arguments(operator, mod_args, dtype)
+    _check_arguments(operator, (mask_mod, score_mod), args, sizes)
+    batch, G = sizes.batch, sizes.heads // K
+    rank, plane = len(batch) + 4, (*batch, K, G, 2, 3)
+    index = lambda *shape: jax.ShapeDtypeStruct((1,) * (rank - len(shape)) + shape, jnp.int32)
+    at = (index(*batch, 1, 1, 1, 1), index(K, G, 1, 1), index(2, 1), index(1, 3))
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    if mask_mod is not None:
+        _check_mask(operator, mask_mod, at, given, plane)
+    if score_mod is not None:
+        logits = jax.ShapeDtypeStruct(plane, dtype)
+        closed = _traced(operator, "score_mod", score_mod, (logits, *at, *given))
+        result = closed.out_avals[0]
+        if result.dtype != dtype:
+            expected, remedy = f"return {dtype}, the dtype of the logits", "cast what it adds to logits.dtype"
+            got = f"dtype {result.dtype}"
+            raise TypeError(checks.message(operator, "score_mod", expected, got, remedy))
+        if result.shape != plane:
+            expected = f"return logits of the shape that it is handed, here {plane}"
+            raise ValueError(checks.message(operator, "score_mod", expected, result.shape))
+        _elementwise(operator, "score_mod", closed, 1 + len(at))
+        turned = (index(*batch, 1, 1, 1, 1), index(K, 1, G, 1), index(2), index(3, 1, 1))
+        logits = jax.ShapeDtypeStruct((*batch, K, 3, G, 2), dtype)
+        _any_order(operator, "score_mod", score_mod, (logits, *turned, *given))
+    for argument, function in (("mask_mod", mask_mod), ("score_mod", score_mod)):
+        _warn_of_functions_made_anew(operator, argument, function)
+    return args
+
+
+def prepared_mask(operator: str, mask_mod: Any, mod_args: Any) -> tuple[Any, ...]:
+    """The checked `mod_args` of a mask alone, where it is not known for how many heads and tokens it is."""
+    args, n = _arguments(operator, mod_args, jnp.float32), getattr(mask_mod, "num_args", None)
+    if n is not None and len(args) != n:
+        expected = f"hold the {n} that are read"
+        raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
+    index = lambda *shape: jax.ShapeDtypeStruct((1, 1, *shape), jnp.int32)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    _check_mask(operator, mask_mod, (index(1, 1), index(1, 1), index(2, 1), index(1, 3)), given, (1, 1, 2, 3))
+    return args
+
+
+def _arguments(operator: str, mod_args: Any, dtype: Any) -> tuple[Any, ...]:
+    if not isinstance(mod_args, tuple | list):
+        got = f"{type(mod_args).__name__}"
+        remedy = "write (x,) for one array"
+        raise TypeError(checks.message(operator, "mod_args", "be a tuple of arrays", got, remedy))
+    return jax.tree.map(lambda x: _argument(operator, x, dtype), tuple(mod_args))
+
+
+def _check_mask(operator: str, mask_mod: Any, at: Any, given: Any, plane: tuple[Any, ...]) -> None:
+    closed = _traced(operator, "mask_mod", mask_mod, (*at, *given))
+    result = closed.out_avals[0]
+    if result.dtype != np.bool_:
+        raise TypeError(checks.message(operator, "mask_mod", "return bool", f"dtype {result.dtype}"))
+    _broadcast(operator, "mask_mod", result.shape, plane)
+    _elementwise(operator, "mask_mod", closed, len(at))
+
+
+def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: Sizes) -> None:
+    """Raises where functions that know it do not find what they read, or leave something."""
+    given = [function for function in functions if function is not None]
+    for function in given:
+        if hasattr(function, "check"):
+            function.check(operator, args, sizes)
+    counts = [getattr(function, "num_args", None) for function in given]
+    known = [n for n in counts if n is not None]
+    if given and len(known) == len(counts) and len(args) > sum(known):
+        expected = f"hold the {sum(known)} that are read"
+        raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
+
+
+def _argument(operator: str, x: Any, dtype: Any) -> jax.Array:
+    x = x if checks.is_array(x) else np.asarray(x)
+    kinds, is_half = (jnp.floating, jnp.integer, np.bool_), str(x.dtype) in _HALVES
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds) or is_half:
+        expected = "hold arrays of floats, integers or bools" + ", of whole bytes" * is_half
+        raise TypeError(checks.message(operator, "mod_args", expected, f"dtype {x.dtype}"))
+    x = jnp.asarray(x)
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _broadcast(operator: str, argument: str, shape: Any, plane: tuple[Any, ...]) -> None:
+    sizes = zip(reversed(shape), reversed(plane), strict=False)
+    if len(shape) > len(plane) or any(a != b and a != 1 for a, b in sizes):
+        expected = f"return what broadcasts to the tile that it is handed, here {plane}"
+        raise ValueError(checks.message(operator, argument, expected, shape))
+
+
+def _elementwise(operator: str, argument: str, closed: Any, tile_inputs: int) -> None:
+    if (got := elementwise.violation(closed, tile_inputs)) is not None:
+        remedy = "it is evaluated on tiles of any size: hand over what it computes of all in mod_args"
+        raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
+
+
+def _any_order(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
+    """It takes the axes of its tile, here columns before heads, in any order."""
+    try:
+        closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
+        (result,) = closed.out_avals
+        if result.shape == shapes[0].shape and elementwise.violation(closed, 5) is None:
+            return
+    except Exception:  # whatever its operations say of a shape
+        pass
+    got = "one that takes or drops an axis of its tile by its place"
+    remedy = "a tile may have its axes in another order: let arrays broadcast with all of theirs"
+    raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
+
+
+def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> Any:
+    """The jaxpr, of one result; raises unless the function may be static and is pure."""
+    if not callable(function):
+        expected = "be a function or None"
+        raise TypeError(checks.message(operator, argument, expected, type(function).__name__))
+    try:
+        hash(function)
+    except TypeError:
+        remedy = (
+            "it is a static argument: make it a function, or a frozen dataclass with __call__; its arrays "
+        )
+        remedy += "go in mod_args"
+        got = f"an unhashable {type(function).__name__}"
+        raise TypeError(checks.message(operator, argument, "be hashable", got, remedy)) from None
+    module = getattr(function, "__module__", None) or ""  # None for what `exec` defines
+    if inspect.isfunction(function) and module.startswith("jax_attn_bwd.mods"):
+        got, remedy = f"mods.{function.__name__} itself", "call it: what it returns is the function"
+        raise TypeError(checks.message(operator, argument, "be a function of places", got, remedy))
+    _check_signature(operator, argument, function, shapes)
+    try:
+        closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
+    except Exception as error:
+        words, remedy = (str(error).splitlines() or [""])[0], ""
+        got = f"{type(error).__name__}: {words}"
+        if isinstance(error, jax.errors.TracerBoolConversionError) or "truth value" in words:
+            got = f"{_called(function)}, which asks in Python whether an array is true"
+            remedy = "write jnp.where for if, and & | ~ for and, or, not"
+        raise TypeError(checks.message(operator, argument, _ELEMENTWISE, got, remedy)) from error
+    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+        expected, remedy = "not close over traced arrays", "hand them over in mod_args"
+        raise TypeError(checks.message(operator, argument, expected, "one that does", remedy))
+    if closed.effects:
+        remedy = "it is traced and evaluated any number of times"
+        got = ", ".join(sorted(map(str, closed.effects)))
+        raise TypeError(checks.message(operator, argument, "have no side effects", got, remedy))
+    if len(closed.out_avals) != 1:
+        got = f"{len(closed.out_avals)} of them"
+        raise TypeError(checks.message(operator, argument, "return one array", got))
+    return closed
+
+
+def _check_signature(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
+    """It takes as many arguments as it will be handed."""
+    own = 5 if argument == "score_mod" else 4
+    if (taken := takes_other(function, len(shapes))) is not None:
+        names = ("logits, " if own == 5 else "") + "batch, head, row, column"
+        expected = f"take ({names}) and the {len(shapes) - own} arrays of mod_args"
+        remedy = "both functions are handed all of mod_args: write *args for what one does not read"
+        raise TypeError(checks.message(operator, argument, expected, taken, remedy))
+
+
+def takes_other(function: Any, count: int) -> str | None:
+    """The function with what it takes, where that is another number of arguments than `count`; else None."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # not told of some callables
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        return f"{_called(function)}{signature}, {error}"
+    return None
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _Partial(partial[Any]):
+    """A `functools.partial` that equals another of the same function and the same bound values."""
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _Partial and _value(self) == _value(other)
+
+    def __hash__(self) -> int:
+        return hash(_value(self))
+
+
+def by_value(function: Any) -> Any:
+    """`function`; a `functools.partial` made anew compares equal, by its parts, and is not compiled anew."""
+    if not isinstance(function, partial):
+        return function
+    try:
+        return _first_of_equals(_Partial(function.func, *function.args, **function.keywords))
+    except TypeError:  # it binds what has no hash, such as an array
+        return function
+
+
+@lru_cache(maxsize=1024)
+def _first_of_equals(function: _Partial) -> _Partial:
+    return function
+
+
+def _value(x: Any) -> Any:
+    """What tells `x` from others; numbers of two types trace to two programs, and so do 0.0 and -0.0."""
+    if isinstance(x, partial):
+        keywords = tuple((name, _value(value)) for name, value in sorted(x.keywords.items()))
+        return type(x), _value(x.func), _value(x.args), keywords
+    if type(x) is tuple:
+        return tuple(map(_value, x))
+    return type(x), repr(x) if isinstance(x, float | np.generic) else x
+
+
+_made: dict[Any, int] = {}  # how many functions a code object has been made into, and were compiled
+_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _warn_of_functions_made_anew(operator: str, argument: str, function: Any) -> None:
+    """Once, at the third function of one code object in calls outside of `jax.jit`: all were compiled."""
+    inner = getattr(function, "function", function)  # a named one holds it
+    code = getattr(getattr(inner, "func", inner), "__code__", None)  # as a partial one does
+    if code is None or function in _compiled or isinstance(jnp.zeros(()), jax.core.Tracer):
+        return
+    _compiled.add(function)
+    _made[code] = _made.get(code, 0) + 1
+    if _made[code] == 3:
+        expected = "be defined once: it is a static argument, and compiled anew for each function object"
+        got = f"the third one that {code.co_filename}:{code.co_firstlineno} makes"
+        remedy = "hand over what changes in mod_args, or write a frozen dataclass with __call__"
+        warnings.warn(checks.message(operator, argument, expected, got, remedy), stacklevel=2)

@@ -1,14 +1,238 @@
-"""`Plan`: how a call is computed, decided once in the public function and used by both rules."""
+"""`Plan`: how a call is computed, decided once in the public function and used by all rules.
+
+Part of it is the `Tiling`: into which tiles or strips the portable path cuts a call, and how many batch
+entries it takes at a time.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
 
 from jax_attn_bwd._core import split, targets
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd._core.split import Pieces
+from jax_attn_bwd.ops.dot_product import mod_functions
+from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import GPU_TILE, LEAST_TILE, Sizes, Tiling
+
+pass
+
+TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
+MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
+MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
+LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with the slices of their heads
+STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,096 x 4,096
+SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
+TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
+GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
+LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, or of one part of its queries."""
+
+    batch: tuple[Any, ...]
+    T: Any
+    S: Any
+    N: Any
+    G: Any
+    parts: int = 1  # of the queries that walk in step, this being one of them
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the plane is cut and its products taken: changes speed and rounding, never the meaning."""
+
+    block_q: int
+    block_k: int
+    product_dtype: str  # of the factors of matrix products
+    batch_slices: int = 1  # of the first batch axis, one after the other
+    is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
+    parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
+    in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
+    has_widths: bool = False  # which of a few widths a strip has is told at run time, see `strips.py`
+    head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
+
+    @classmethod
+    def default_for(cls, operands: Operands, sizes: Sizes) -> "Tiling":
+        """Measured tiles for the target platform; see bench/results."""
+        mask, dtype, on_cpu = operands.mask, operands.query.dtype, targets.platform() == "cpu"
+        batch, T, S, N, _, parts = sizes
+        block_q, block_k = (256, 512) if on_cpu else (GPU_TILE, GPU_TILE)  # not measured but on a CPU
+        slices = 1
+        if on_cpu:
+            heads = math.prod(batch) * N
+            if not _may_be_sharded(operands.query):
+                plane = _even_block(T, block_q) * _even_block(S, block_k)
+                slices = _batch_slices(batch, N * plane)
+            if isinstance(heads, int) and heads >= 64 * slices:
+                block_q, block_k = 128, 128
+        if mask.window is not None:
+            left, right = mask.window
+            if left + (0 if mask.is_causal else right) < block_k:
+                block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
+        elif on_cpu and _visits_less(operands, sizes, block_q, block_q, than=block_k):
+            block_k = block_q
+        all_sizes = (parts, *batch, N, T, S)
+        known = all(isinstance(n, int) for n in all_sizes)
+        if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
+            return cls(T, S, str(product_dtype(dtype)), slices, is_materialized=True, parts=parts)
+        blocks = _even_block(T, block_q), _even_block(S, block_k)
+        if on_cpu:
+            blocks = of_blocks(mask.mask_mod, *blocks)
+        return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
+
+    def on_gpu(self, options: Options, operands: Operands) -> "Tiling":
+        """These tiles, or on a GPU strips: of sizes of their own, or where these are many of a few widths.
+
+        The number of sizes is that of different products which XLA compiles, and tries variants of.
+        """
+        mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
+        functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
+        others = operands.bias is not None or options.dropout_rate > 0
+        known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
+        if targets.platform() != "gpu" or self.is_materialized or functions or others or not known:
+            return self
+        has_plane = mask.has("elements") and not mask.hides_keys_alone
+        of_tiles = self if has_plane else self._with_widths(operands)
+        if mask.has(*AXES) and max(T, S) > GPU_TILE:  # tiles may be empty
+            return of_tiles
+        heads = math.prod(_own(operands))
+        is_divided, is_banded = heads == 0, mask.is_banded and not mask.has_positions
+        slices, blocks, logits = 1, [], groups * T * S
+        if not (is_banded or is_divided):
+            slices = slices_of(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
+        for length, other in ((T, S), (S, T)):
+            seen = other  # by a strip
+            if mask.window is not None and is_banded:
+                seen = min(seen, sum(mask.window) + 2 * LEAST_STRIP)
+            block = STRIP_LOGITS * slices // seen // LEAST_TILE * LEAST_TILE
+            most = max(length // 8, LEAST_STRIP) if is_banded else length
+            blocks.append(_even_block(length, max(min(block, most), LEAST_STRIP)))
+            logits = min(logits, groups * blocks[-1] * seen)
+        strips = max(count(T, blocks[0]), count(S, blocks[1]))
+        if is_banded and not is_divided:
+            slices = slices_of(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
+        if strips > MOST_STRIPS or strips * slices > MOST_PIECES:
+            return of_tiles
+        slices = 0 if is_divided else slices
+        return replace(self, block_q=blocks[0], block_k=blocks[1], in_strips=True, head_slices=slices)
+
+    def _with_widths(self, operands: Operands) -> "Tiling":
+        """Strips of a few widths, or these tiles where the widest has no room."""
+        _, T, S, _, groups = operands.sizes
+        (entries, heads), longest = _own(operands), max(T, S)
+        if heads == 0:
+            turns, block = 0, min(2 * STRIP_LOGITS // longest // LEAST_TILE * LEAST_TILE, GPU_TILE)
+            has_room = block >= LEAST_STRIP
+        else:
+            tile = lambda block: heads * groups * min(block, T) * min(block, S)  # logits, of a batch entry
+            least = TURN_LOGITS // tile(GPU_TILE)
+            turns = _turns(entries, least) if _tells_entries_apart(operands.mask) else 1
+            small, own = GPU_TILE // 2, entries // turns
+            block = small if own * tile(small) >= TURN_LOGITS else GPU_TILE
+            has_room = own * tile(block) * count(longest, block) <= MOST_STRIPS * SLICE_LOGITS
+        if not has_room:
+            return self
+        sides = _even_block(T, block), _even_block(S, block)
+        strips = replace(self, block_q=sides[0], block_k=sides[1], in_strips=True)
+        return replace(strips, has_widths=True, head_slices=turns)
+
+
+def _tells_entries_apart(mask: Any) -> bool:
+    """Whether an array of the mask has axes of the batch."""
+    arrays = ((getattr(mask, name), len(axes)) for name, axes in AXES.items())
+    return any(math.prod(x.shape[: x.ndim - n]) > 1 for x, n in arrays if x is not None)
+
+
+def _turns(entries: int, least: int) -> int:
+    """Into how many turns batch entries are cut, so that each has `least` of them."""
+    return max(n for n in range(1, entries + 1) if entries % n == 0 and (entries // n >= least or n == 1))
+
+
+def slices_of(heads: int, wanted: int) -> int:
+    """Into how many slices of equal size `heads` are cut: as many as `wanted`, or the next fewer."""
+    return max(n for n in range(1, max(min(wanted, heads, MOST_STRIPS), 1) + 1) if heads % n == 0)
+
+
+def of_blocks(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:
+    """Tiles of these sizes, or of the blocks that a `mask_mod` is made of, so that each is seen or not."""
+    tile = getattr(mask_mod, "tile", None)
+    if tile is None:
+        return block_q, block_k
+    least_q, least_k = (-(-LEAST_TILE // size) * size for size in tile)  # whole blocks, where these are small
+    return min(least_q, block_q), min(least_k, block_k)
+
+
+def _visits_less(operands: Operands, sizes: Sizes, block_q: int, block_k: int, than: int) -> bool:
+    """Whether a `mask_mod`, as far as it is known at trace time, leaves far fewer elements in these tiles."""
+    mask, T, S = operands.mask, sizes.T, sizes.S
+    if mask.mask_mod is None or block_k >= than or not isinstance(T, int) or not isinstance(S, int):
+        return False
+    rank, groups = operands.query.ndim - 3, sizes.G
+    places = jax.eval_shape(lambda mask: mod_functions.places(mask, rank, groups), mask)  # no equation for it
+    told = partial(mod_functions.known_tiles, mask.mask_mod, places, (T, S), by_index=not mask.has_positions)
+    narrow, wide = (size * told(blocks=(block_q, size)).some.sum() for size in (block_k, than))
+    return bool(narrow < 0.75 * wide)
+
+
+def product_dtype(dtype: Any) -> Any:
+    """The dtype of factors: XLA:CPU computes products of bfloat16 in float32 anyway, and refuses some."""
+    return accumulator_dtype(dtype) if targets.platform() == "cpu" else dtype
+
+
+def _may_be_sharded(query: jax.Array) -> bool:
+    """Whether the batch axes may be: on a mesh of type Auto, a trace does not tell."""
+    return not targets.is_one_cpu() or any(explicit_spec(query)[:-3])
+
+
+def _own(operands: Operands) -> tuple[int, int]:
+    """How many batch entries, and key heads, one device has; (0, 0) where types do not tell, or cut H."""
+    query, key = operands.query, operands.key
+    *axes, _, axis_of_heads, _ = explicit_spec(key)
+    if auto_devices(query) > 1 or explicit_spec(query)[-1] is not None:
+        return 0, 0
+    share = lambda n, axis: n if axis is None else n // axis_size(key, axis)
+    entries = (share(n, axis) for n, axis in zip(key.shape[:-3], axes, strict=True))
+    return math.prod(entries), share(key.shape[-2], axis_of_heads)
+
+
+def _batch_slices(batch: Sequence[Any], logits: Any) -> int:
+    """Into how many slices the first batch axis is cut, so that a slice's tile has about TILE_LOGITS logits.
+
+    Args:
+      batch: the batch axes.
+      logits: how many one tile of one batch entry has.
+    """
+    if not batch or not all(isinstance(n, int) for n in (*batch, logits)) or 0 in (*batch, logits):
+        return 1
+    whole = math.prod(batch) * logits
+    small = [n for n in range(1, math.isqrt(batch[0]) + 1) if batch[0] % n == 0]
+    divisors = small + [batch[0] // n for n in reversed(small)]
+    return min(divisors, key=lambda n: abs(math.log2(whole / (n * TILE_LOGITS))))
+
+
+def _even_block(length: Any, limit: int) -> int:
+    """A multiple of 8 up to `limit` whose blocks cover `length` with no padding, or else with little."""
+    if not isinstance(length, int):  # symbolic
+        return limit
+    if length <= 1:
+        return 1
+    for block in range(limit, limit // 2, -8):
+        if length % block == 0:
+            return block
+    blocks = -(-length // limit)
+    return -(-length // (8 * blocks)) * 8
+
+
+def count(length: Any, block: int) -> Any:
+    """Number of blocks that cover `length` (an int or a symbolic dimension)."""
+    return -(-length // block)
 
 
 @dataclass(frozen=True)

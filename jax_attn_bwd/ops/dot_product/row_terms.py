@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import fully_masked
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
@@ -44,7 +44,7 @@ def delta(
     """(7), `[..., T, N]`, for the row values of all keys that the queries attend to."""
     lse = result.lse
     dout = dout.astype(lse.dtype)
-    if not fully_masked.every_query_sees(options, operands):
+    if not visibility.every_query_sees(options, operands):
         dout = jnp.where(sees_nothing(operands, result)[..., None], 0, dout)
     found = (dout * result.wide_out()).sum(-1)
     return found if dlse is None else found - finite_rows(options, operands, lse, dlse)
@@ -59,7 +59,7 @@ def sees_nothing(operands: Operands, result: Result) -> jax.Array:
 
 def finite_rows(options: Options, operands: Operands, lse: jax.Array, dlse: jax.Array) -> jax.Array:
     """dlse, 0 where lse is -inf: it may be anything there."""
-    if fully_masked.every_query_sees(options, operands):
+    if visibility.every_query_sees(options, operands):
         return dlse
     return jnp.where(lse == -jnp.inf, 0, dlse)
 

@@ -18,12 +18,30 @@ what follows is elementwise and read once, so bytes decide, and a strip has fewe
   arrays lie on an Auto mesh a trace does not tell, and there they stay two axes. The one axis is cut, too: a
   strip of a few heads that holds all rows and keys reads their operands once, and has no sums.
 
-What one strip computes: `strip_products.py`. Strips have sizes of their own here, known at trace time: this
-is for masks that shapes alone decide, causality and windows over indices, and for planes of at most one tile,
-where arrays skip nothing. Others: `strip_widths.py`.
+Strips of static extent have sizes of their own, known at trace time: for masks that shapes alone decide,
+causality and windows over indices, and for planes of at most one tile, where arrays skip nothing.
+
+Where arrays tell what is seen (segments, lengths, positions), a block of rows (in the backward, of keys)
+meets the blocks of keys (of rows) from the first to the last in which something may be seen, and their number
+is known at run time only. So `lax.switch` has a branch for each of a few widths, 1, 2, 3, 4, 6, 8, 12 ...
+blocks, and the narrowest that holds them all is taken, within the plane. Its elements are compared one by
+one: a strip that is too wide is never wrong, and segments need not be sorted.
+
+* Such strips are a `lax.scan` of a length known at trace time, so a program has each width once. Masks that
+  shapes alone decide take them, too, where strips of static extent would be too many to compile.
+* Where segments and the like differ between batch entries, these are taken in turn, each with widths of its
+  own: one width for all would be that of the widest. Entries are taken together where they are small, where
+  they share segments, and on Auto meshes, where a trace does not tell which device has them.
+* Heads of a wide strip are computed a few at a time, so memory is that of static strips.
+* Arrays stay in the caller's layout: what cuts a strip out of them brings its heads to the front, too, and
+  zeroes what no one sees, in the one pass that it takes anyway.
+
+Equation numbers are those of `backward.py`. Rows of all groups of heads are one axis, and so are batch and
+heads of one device.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,25 +49,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import fusion, masks
+from jax_attn_bwd._core import fusion, masks, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
-from jax_attn_bwd.ops.dot_product import layout, masking, strip_widths, tile_schedule
+from jax_attn_bwd._core.slicing import Parts, put_part, take_part
+from jax_attn_bwd.ops.dot_product import layout, visibility
+from jax_attn_bwd.ops.dot_product import online_softmax as online
+from jax_attn_bwd.ops.dot_product.block import soft_capped
 from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
-from jax_attn_bwd.ops.dot_product.plan import Plan
-from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.strip_products import (
-    after,
-    attended,
-    few_heads_at_a_time,
-    flat,
-    merged,
-    shares,
-)
-from jax_attn_bwd.ops.dot_product.tile_operands import unpoisoned
+from jax_attn_bwd.ops.dot_product.plan import SLICE_LOGITS, Plan, Tiling, count, slices_of
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.tiles import static_pairs, unpoisoned
+from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
 
 
 class Strip(NamedTuple):
@@ -65,8 +80,8 @@ def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
     batch, T, S, _, groups = operands.sizes
     blocks, ends = (plan.tiling.block_q, plan.tiling.block_k), (T, S)
     rules = Mask() if operands.mask.has_positions else operands.mask.rules
-    given = masking.tile_mask(rules, None, T, S, len(batch), groups)
-    full, mixed, _ = tile_schedule.static_pairs(given, plan.tiling)
+    given = visibility.tile_mask(rules, None, T, S, len(batch), groups)
+    full, mixed, _ = static_pairs(given, plan.tiling)
     pairs, found = np.concatenate([full, mixed]), []
     for number, start in enumerate(range(0, ends[axis], blocks[axis])):
         others = pairs[pairs[:, axis] == number][:, 1 - axis]
@@ -82,14 +97,14 @@ def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
 
 def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values, a strip of rows after the other."""
-    run = partial(strip_widths.forward if plan.tiling.has_widths else _forward, plan)
+    run = partial(_forward_by_widths if plan.tiling.has_widths else _forward_by_extents, plan)
     if not plan.tiling.head_slices:
         return run(operands)
     rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
     return on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
 
 
-def _forward(plan: Plan, operands: Operands) -> Result:
+def _forward_by_extents(plan: Plan, operands: Operands) -> Result:
     operands = vary_alike(operands)
     q, k, v, _ = unpoisoned(plan.options, operands)
     *batch, K, G, _, _ = q.shape
@@ -123,7 +138,7 @@ def gradients(
     plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
     """What `materialized.backward` gives of query, key and value, a strip of keys after the other."""
-    run = partial(strip_widths.gradients if plan.tiling.has_widths else _gradients, plan, wanted)
+    run = partial(_gradients_by_widths if plan.tiling.has_widths else _gradients_by_extents, plan, wanted)
     given = operands, result, dout, delta
     if not plan.tiling.head_slices:
         return run(*given)
@@ -135,7 +150,7 @@ def gradients(
     return on_local_shards(on_a_device, lambda *_: specs, given)
 
 
-def _gradients(
+def _gradients_by_extents(
     plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
     alike = vary_alike(operands)
@@ -208,7 +223,7 @@ def _told(plan: Plan, operands: Operands) -> list[jax.Array]:
         tokens = mask.replace(elements=None)
         if not mask.has_positions:  # the band is one of indices
             tokens = tokens.replace(is_causal=False, window=None)
-        seen = masking.of_plane(tokens, None, T, S, len(batch), groups)
+        seen = visibility.of_plane(tokens, None, T, S, len(batch), groups)
         found += [] if seen is None else [seen]
     if plan.tiling.head_slices:
         alone = lambda x: math.prod(x.shape[:-3]) == 1
@@ -232,3 +247,422 @@ def _seen(operands: Operands, strip: Strip, told: list[jax.Array], groups: int, 
             x = jnp.broadcast_to(x, (*x.shape[:-3], groups, strip.rows[1] - strip.rows[0], x.shape[-1]))
         seen.append(flat(x))
     return fusion.barrier(seen) if seen else []
+
+
+_ROUNDED = {  # products whose kernels round wide factors as they read them; TF32 has the mantissa of float16
+    "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "float16": lax.DotAlgorithmPreset.TF32_TF32_F32,
+}
+
+
+def attended(
+    options: Options, q: Any, k: Any, v: Any, sink: Any, seen: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(out, lse, lse_low) of rows that see these keys, and a sink, alone."""
+    logits = fusion.barrier(_logits(options, q, k, seen))
+    m, l = _greatest_and_sum(logits)
+    if sink is not None:
+        greatest = lax.stop_gradient(jnp.maximum(m, sink))
+        shift = finite(greatest)
+        m, l = greatest, l * jnp.exp(m - shift) + jnp.exp(sink - shift)
+    empty = l == 0
+    m, l = finite(m), jnp.where(empty, 1, l)
+    lse, low = online.log_sum(m, l)
+    lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
+    m, l = map(fusion.barrier, (m, l))
+    if q.dtype != l.dtype:
+        # Other barriers than of the first product: else XLA takes both at once. Two kernels need not round
+        # alike, which counts where one logit of 1e5 takes all, and factors are wide.
+        logits = _logits(options, fusion.barrier(q), fusion.barrier(k), seen)
+    p = fusion.barrier(jnp.exp(logits - m).astype(v.dtype))
+    product = {"precision": options.precision, "preferred_element_type": l.dtype}
+    out = jnp.einsum("...ts,...sh->...th", p, v, **product) / l
+    return out.astype(q.dtype), lse, low
+
+
+def _greatest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(m, sum of exp(logits - m)) of each row, `[..., 1]`.
+
+    One kernel of XLA:GPU reads a row once, if all that follows its maximum is one array, and if the maximum
+    has no other reader: hence it is formed twice, and m and the sum are one array.
+    """
+    least = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    fixed = lax.stop_gradient(logits)
+    greatest = lax.reduce(jnp.maximum(fixed, least), least, lax.max, (logits.ndim - 1,))
+    l = jnp.exp(logits - greatest[..., None]).sum(-1, keepdims=True)
+    m = -lax.reduce(-fixed, jnp.asarray(jnp.inf, logits.dtype), lax.min, (logits.ndim - 1,))
+    is_first = to_rank(jnp.arange(2) == 0, logits.ndim)
+    both = fusion.barrier(jnp.where(is_first, m[..., None], l))
+    return lax.stop_gradient(both[..., :1]), both[..., 1:]
+
+
+def shares(
+    options: Options, wanted: frozenset[str],
+    k: Any, v: Any, q: Any, dout: Any, lse: Any, low: Any, delta: Any, seen: Any,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """What a strip gives to each gradient that is wanted."""
+    matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
+    logits, tanh = _capped(options, q, k)  # (1)
+    p, share = jnp.exp(_hidden((logits - lse) - low, seen)), {}  # (2)
+    factor = p if tanh is None else p * (1 - tanh * tanh)  # of (10)
+    p, factor = map(fusion.barrier, (p, factor))
+    if "value" in wanted:
+        share["value"] = _rounded_product(options, "...ts,...th->...sh", p, dout)  # (5)
+    if wanted == {"value"}:
+        return share
+    dx = factor * (matmul("...th,...sh->...ts", dout, v) - delta)  # (6), (8), (10)
+    dx = dx.astype(q.dtype)
+    if "query" in wanted:
+        share["query"] = options.scale * matmul("...ts,...sh->...th", dx, k)  # (11)
+    if "key" in wanted:
+        share["key"] = options.scale * matmul("...ts,...th->...sh", dx, q)  # (11)
+    return share
+
+
+def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.Array) -> jax.Array:
+    """The product with `wide` rounded to the dtype of `narrow`, on a GPU by the kernel that reads it."""
+    precision = _ROUNDED.get(str(narrow.dtype)) if targets.platform() == "gpu" else None
+    if precision is None or options.precision is not None:
+        wide, precision = wide.astype(narrow.dtype), options.precision
+    else:
+        narrow = narrow.astype(wide.dtype)
+    return jnp.einsum(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
+
+
+def _logits(options: Options, q: jax.Array, k: jax.Array, seen: Any) -> jax.Array:
+    return _hidden(_capped(options, q, k)[0], seen)
+
+
+def _hidden(x: jax.Array, seen: Any) -> jax.Array:
+    """`x`, -inf where one of the arrays `seen` is False: each by itself, for their conjunction is larger."""
+    for one in jax.tree.leaves(seen):
+        x = jnp.where(one, x, -jnp.inf)
+    return x
+
+
+def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """`block.scaled_product` of rows in one axis, soft-capped: a reshape would part it from what ends it."""
+    dtype = accumulator_dtype(q.dtype)
+    in_q = q.dtype == dtype
+    q = q * options.scale if in_q else q
+    product = {"precision": options.precision, "preferred_element_type": dtype}
+    logits = jnp.einsum("...th,...sh->...ts", q, k, **product)
+    return soft_capped(options, logits if in_q else options.scale * logits)
+
+
+def few_heads_at_a_time(slices: int, run: Callable[[Any], Any], arrays: Any) -> Any:
+    """What `run` gives, of one of these slices of the first axis of `arrays` after the other.
+
+    An array that has one entry there is for all of them.
+    """
+    if slices <= 1:
+        return run(arrays)
+    size = jax.tree.leaves(arrays)[0].shape[0] // slices
+    found: list[Any] = []
+    for number in range(slices):
+        part = lambda x, at=number * size: x if x.shape[0] == 1 else lax.slice_in_dim(x, at, at + size)
+        found.append(run(after(jax.tree.map(part, arrays), found[-1:])))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+
+def after(arrays: Any, last: Any) -> Any:
+    """`arrays`, of which nothing is computed before `last` is: else all strips run at once."""
+    return fusion.barrier((arrays, last))[0]
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """`x [..., G, T, n]` with the rows of all groups in one axis."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def merged(tiling: Tiling, x: jax.Array, batch_rank: int) -> jax.Array:
+    """`x [*batch, K, ...]` with the axes of batch and heads in one, where they are those of one device."""
+    return x.reshape(-1, *x.shape[batch_rank + 1 :]) if tiling.head_slices else x
+
+
+class Along(NamedTuple):
+    """A part of a sequence."""
+
+    first: jax.Array
+    size: int
+
+
+class Plane(NamedTuple):
+    """The plane of a call, padded to whole blocks; of the batch, arrays have the axes, or one."""
+
+    tiling: Tiling
+    batch: tuple[int, ...]
+    heads: tuple[int, int]  # of keys; of queries for each of these
+    mask: TileMask
+    live: jax.Array | None  # [..., T], which queries see something; None = all
+    seen: jax.Array | None  # [..., S], which keys are seen
+
+    @classmethod
+    def of(cls, tiling: Tiling, operands: Operands) -> "Plane":
+        """That of a call without functions, whose mask array, if there is one, hides keys alone."""
+        batch, T, S, K, G = operands.sizes
+        blocks = tiling.block_q, tiling.block_k
+        given = visibility.tile_mask(
+            operands.mask.with_segments_of_keys(), None, T, S, len(batch), G, *blocks
+        )
+        plane = cls(tiling, batch, (K, G), given, None, None)
+
+        def tokens(x, block):
+            length = x.valid_length
+            if x.length % block:  # what lies beyond is padding
+                length = jnp.minimum(jnp.int32(x.length), x.length if length is None else length)
+            position, segment = (None if y is None else plane.laid(y, 1) for y in (x.position, x.segment))
+            return Tokens(x.length, position, segment, None if length is None else plane.laid(length, 0))
+
+        rows, columns = tokens(given.rows, blocks[0]), tokens(given.columns, blocks[1])
+        live, seen = (  # the same for all heads
+            None
+            if x is None
+            else plane.laid(layout.pad(x.reshape(*x.shape[: len(batch)], -1), {-1: block}), 1)
+            for x, block in zip(visibility.live_and_seen_of(operands), blocks, strict=True)
+        )
+        return plane._replace(mask=TileMask(given.rules, rows, columns, None, None), live=live, seen=seen)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the axes of batch and heads are one."""
+        return self.tiling.head_slices > 0
+
+    def laid(self, x: jax.Array, own: int) -> jax.Array:
+        """`x`, which has `own` axes behind those of the batch, with these in one if they are to be."""
+        x = to_rank(x, len(self.batch) + own)
+        if not self.merges:
+            return x
+        lead, sizes = x.shape[: len(self.batch)], x.shape[len(self.batch) :]
+        return (x if math.prod(lead) == 1 else jnp.broadcast_to(x, (*self.batch, *sizes))).reshape(-1, *sizes)
+
+    def given(self, x: jax.Array, axis: int) -> jax.Array:
+        """`x [..., n, heads, h]` of queries (`axis` 0) or of keys (1), padded: what is cut.
+
+        With heads and what each has in one axis, if no device has a share of them: else XLA brings heads to
+        the front of the whole array, one more pass over it.
+        """
+        x = self.laid(layout.pad(x, {-3: (self.tiling.block_q, self.tiling.block_k)[axis]}), 3)
+        return x.reshape(*x.shape[:-2], -1) if self.merges else x
+
+    def returned(self, x: jax.Array, length: int, groups: int) -> jax.Array:
+        """`[*batch, length, heads, h]` of an array in the layout of `given`."""
+        heads = self.heads[0] * groups
+        h = x.shape[-1] // heads if self.merges else x.shape[-1]
+        return x.reshape(*self.batch, -1, heads, h)[..., :length, :, :]
+
+    def parts(self, x: jax.Array, turn: jax.Array, along: Along, axis: int | None = None) -> Parts:
+        """Where in `x`, laid like `given`, the batch entries lie whose turn it is, `along` their axis."""
+        turns = self.tiling.head_slices
+        entries = {0: (turn * (x.shape[0] // turns), x.shape[0] // turns)} if turns > 1 else {}
+        axis = (-2 if self.merges else -3) if axis is None else axis
+        return {**entries, x.ndim + axis: along}
+
+    def rows(self, x: jax.Array, turn: jax.Array, along: Along) -> jax.Array:
+        """`[*lead, G * n, h]` of `x` of queries, 0 where these see nothing."""
+        return self._cut(x, turn, along, self.live, self.heads[1])
+
+    def columns(self, x: jax.Array, turn: jax.Array, along: Along) -> jax.Array:
+        """`[*lead, n, h]` of `x` of keys, 0 where these are not seen."""
+        return self._cut(x, turn, along, self.seen, 1)
+
+    def _cut(self, x: jax.Array, turn: jax.Array, along: Along, used: Any, groups: int) -> jax.Array:
+        x = take_part(x, self.parts(x, turn, along))
+        if self.merges:
+            heads = self.heads[0] * groups
+            x = x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+        if used is not None:
+            used = take_part(used, self.parts(used, turn, along, -1))
+            x = jnp.where(used[..., None, None], x, 0)
+        x = layout.split_heads(x, groups)
+        *batch, K, _, n, h = x.shape
+        lead = (math.prod(batch) * K,) if self.merges else (*batch, K)
+        return x.reshape(*lead, groups * n, h)
+
+    def of_rows(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """`x [N]`, a number of each query head, for rows like `[*lead, G * n, h]`: `[*lead, G * n, 1]`."""
+        K, G = self.heads
+        x = jnp.repeat(x.reshape(K, G), like.shape[-2] // G, 1)[..., None]
+        entries = (like.shape[0] // K,) if self.merges else like.shape[:-3]
+        return jnp.broadcast_to(x, (*entries, *x.shape)).reshape(*like.shape[:-1], 1)
+
+    def as_given(self, x: jax.Array, groups: int) -> jax.Array:
+        """`x [*lead, groups * n, h]` in the layout of `given`."""
+        *lead, n, h = x.shape
+        lead = [lead[0] // self.heads[0], self.heads[0]] if self.merges else lead
+        x = layout.merge_heads(x.reshape(*lead, groups, n // groups, h))
+        return x.reshape(*x.shape[:-2], x.shape[-2] * h) if self.merges else x
+
+    def where_seen(self, turn: jax.Array, rows: Along, columns: Along) -> jax.Array | None:
+        """Which elements are, `[*lead, G * rows, columns]`, with axes of size 1 in front; None = all."""
+
+        def window(tokens, along):
+            take = lambda x: None if x is None else take_part(x, self.parts(x, turn, along, -1))
+            length = tokens.valid_length
+            length = None if length is None else take(length[..., None])[..., 0]
+            return Tokens(along.size, take(tokens.position), take(tokens.segment), length, along.first[None])
+
+        sides, rank = (window(self.mask.rows, rows), window(self.mask.columns, columns)), len(self.batch)
+        given = TileMask(self.mask.rules, *sides, None, None)
+        seen = visibility.of_whole(given, 1 if self.merges else rank)
+        if seen is None:
+            return None
+        seen = jnp.broadcast_to(seen[..., 0, :, :], (*seen.shape[:-3], rows.size, columns.size))
+        seen = jnp.tile(seen, (1,) * (seen.ndim - 2) + (self.heads[1], 1))  # [..., 1, G * rows, columns]
+        if self.merges:
+            seen = seen[:, 0] if len(seen) == 1 else jnp.repeat(seen[:, 0], self.heads[0], 0)
+        return fusion.barrier(seen)
+
+
+class Extents(NamedTuple):
+    """What strips meet: `[turns, strips]` int32, NumPy arrays where shapes alone tell."""
+
+    first: Any  # block
+    width: Any  # which of these:
+    widths: list[int]  # in blocks
+
+
+def extents(plane: Plane, axis: int) -> Extents:
+    """Those of the strips of rows (`axis` 0) or of keys (1)."""
+    given, turns, blocks = plane.mask, plane.tiling.head_slices, (plane.tiling.block_q, plane.tiling.block_k)
+    live, _ = visibility.of_tiles(given.rules, given.rows, given.columns, *blocks)
+    if turns > 1:
+        live = live.reshape(turns, -1, *live.shape[-2:]).any(1)
+    else:
+        live = live.any(tuple(range(live.ndim - 2)))[None]
+    is_known, others = isinstance(live, np.ndarray), live.shape[2 - axis]
+    first, end = _met(live if is_known else _of_all(live), axis)
+    least, most = _met(visibility.known_tiles(given, *blocks)[0][None], axis)  # by shapes alone
+    widths = _widths(others, most - least, is_known)
+    sizes, xp = np.asarray(widths, np.int32)[None, None], np if is_known else jnp
+    is_less = sizes < (end - first)[..., None]
+    size = xp.where(is_less, others, sizes).min(-1)
+    return Extents(xp.clip(first, 0, others - size), is_less.sum(-1, dtype=np.int32), widths)
+
+
+def _met(live: Any, axis: int) -> tuple[Any, Any]:
+    """(first, end) of the blocks that each strip meets, of `live [turns, query tiles, key tiles]`."""
+    live, xp = live if axis == 0 else live.swapaxes(1, 2), np if isinstance(live, np.ndarray) else jnp
+    number = np.arange(live.shape[-1], dtype=np.int32)[None, None]
+    end = xp.where(live, number + 1, 0).max(-1)
+    return xp.minimum(xp.where(live, number, live.shape[-1]).min(-1), end), end
+
+
+def _widths(blocks: int, most: np.ndarray, is_known: bool) -> list[int]:
+    """How many of so many blocks strips may meet, which meet at `most` these: at most half more than that.
+
+    Where it `is_known` that they do meet them, others are left out: each is a branch to compile.
+    """
+    some = {n for i in range(blocks.bit_length()) for n in (1 << i, 3 << i) if n < blocks} | {blocks}
+    rounded = {min(n for n in some if n >= number) for number in most.flat}
+    return sorted(rounded if is_known else {n for n in some if n <= max(rounded)})
+
+
+@custom_vmap
+def _of_all(live: jax.Array) -> jax.Array:
+    """`live`; under `vmap` where any is: branches taken apart for each would all be computed."""
+    return live
+
+
+@_of_all.def_vmap
+def _of_all_of_batch(size: int, in_batched: list[bool], live: jax.Array) -> tuple[jax.Array, bool]:
+    return _of_all(live.any(0) if in_batched[0] else live), False
+
+
+def _walk(plane: Plane, axis: int, run: Callable[..., Any], sums: Any, found: Any) -> tuple[Any, Any]:
+    """`(sums, found)` after all strips of rows (`axis` 0) or of keys (1), one after the other.
+
+    `run(turn, own, met, sums)` computes one of them, its own tokens and those that it meets `Along` the
+    sequences. It gives new sums, and what lies in `found`, arrays `[..., n, heads, h]`, at its own tokens.
+    """
+    first, width, widths = extents(plane, axis)
+    (turns, strips), (own, other) = first.shape, (plane.tiling.block_q, plane.tiling.block_k)[:: 1 - 2 * axis]
+    at = lambda x, i: take_part(jnp.asarray(x, jnp.int32).reshape(-1), {0: (i, 1)}).reshape(())
+
+    def place(i):
+        turn = i // strips if turns > 1 else jnp.zeros_like(i)
+        return turn, Along((i - turn * strips) * own, own)
+
+    def meeting(blocks, i, sums):  # finds its place itself: outside, that would be kernels of their own
+        return run(*place(i), Along(at(first, i) * other, blocks * other), sums)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def narrowest(i, sums):
+        branches = [jax.checkpoint(partial(meeting, blocks)) for blocks in widths]
+        return lax.switch(at(width, i), branches, i, sums)
+
+    def step(carry, i):
+        sums, part = narrowest(i, carry[0])
+        groups = plane.heads[1] if axis == 0 else 1
+        put = lambda x, part: put_part(x, plane.as_given(part, groups), plane.parts(x, *place(i)))
+        return (sums, jax.tree.map(put, carry[1], part)), None
+
+    return lax.scan(step, (sums, found), np.arange(turns * strips, dtype=np.int32))[0]
+
+
+def _forward_by_widths(plan: Plan, operands: Operands) -> Result:
+    """The output and its row values, a strip of rows after the other."""
+    operands = vary_alike(operands)
+    plane, (_, T, _, _, G) = Plane.of(plan.tiling, operands), operands.sizes
+    q, k, v = plane.given(operands.query, 0), plane.given(operands.key, 1), plane.given(operands.value, 1)
+    wide = accumulator_dtype(q.dtype)
+
+    def run(turn, own, met, _):
+        rows = plane.rows(q, turn, own)
+        sink = None if operands.sink is None else plane.of_rows(operands.sink.astype(wide), rows)
+        arrays = rows, plane.columns(k, turn, met), plane.columns(v, turn, met), sink
+        return None, _of_heads(plane, partial(attended, plan.options), arrays, turn, own, met)
+
+    heads = operands.query.shape[-2] if plane.merges else 1
+    like = ((operands.value.shape[-1], q.dtype), (1, wide), (1, wide))
+    empty = tuple(full_like_operands(q, (*q.shape[:-1], heads * n), 0, dtype, operands) for n, dtype in like)
+    _, found = _walk(plane, 0, run, None, empty)
+    out, lse, low = (plane.returned(x, T, G) for x in found)
+    return Result(out, lse[..., 0], low[..., 0])
+
+
+def _of_heads(
+    plane: Plane, run: Callable[..., Any], arrays: Any, turn: jax.Array, rows: Along, columns: Along
+) -> Any:
+    """`run(*arrays, seen)`, of so many heads at a time as have room."""
+    arrays, seen = fusion.barrier(arrays), plane.where_seen(turn, rows, columns)
+    if not plane.merges:
+        return run(*arrays, seen)
+    heads = jax.tree.leaves(arrays)[0].shape[0]
+    slices = slices_of(heads, count(heads * plane.heads[1] * rows.size * columns.size, SLICE_LOGITS))
+    if seen is None or len(seen) == 1:
+        return few_heads_at_a_time(slices, lambda few: run(*few, seen), arrays)
+    return few_heads_at_a_time(slices, lambda few: run(*few), (*arrays, seen))
+
+
+def _gradients_by_widths(
+    plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
+) -> dict[str, Any]:
+    """What `materialized.backward` gives of query, key and value, a strip of keys after the other."""
+    alike = vary_alike(operands)
+    is_alike = all(varying(x) == varying(y) for x, y in zip(operands[:3], alike[:3], strict=True))
+    wide = accumulator_dtype(operands.query.dtype)
+    dtype = operands.query.dtype if is_alike else wide  # else there are sums over devices to come
+    operands, plane, (_, T, S, _, G) = alike, Plane.of(plan.tiling, alike), operands.sizes
+    q, k, v = plane.given(operands.query, 0), plane.given(operands.key, 1), plane.given(operands.value, 1)
+    lse = finite(result.lse)
+    low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
+    values = (x[..., None] for x in (lse, low, layout.merge_rows(delta)))
+    rows = [plane.given(x, 0) for x in (layout.merge_heads(dout).astype(v.dtype), *values)]
+
+    def run(turn, own, met, dq):
+        keys = (plane.columns(x, turn, own) for x in (k, v))
+        arrays = *keys, *(plane.rows(x, turn, met) for x in (q, *rows))
+        share = _of_heads(plane, partial(shares, plan.options, wanted), arrays, turn, met, own)
+        if dq is not None:
+            # Behind barriers: else the rows of dq are copied to the product that gives their share.
+            share["query"] = plane.as_given(fusion.barrier(share["query"]), G)
+            parts = plane.parts(dq, turn, Along(fusion.barrier(met.first), met.size))
+            dq = put_part(dq, take_part(dq, parts) + share["query"], parts)
+        return dq, {name: share[name].astype(dtype) for name in columns}
+
+    zeros = lambda x, dtype: full_like_operands(x, x.shape, 0, dtype, operands)
+    columns = {name: zeros(x, dtype) for name, x in (("key", k), ("value", v)) if name in wanted}
+    dq, found = _walk(plane, 1, run, zeros(q, wide) if "query" in wanted else None, columns)
+    grads = {name: plane.returned(x, S, 1) for name, x in found.items()}
+    return grads if dq is None else grads | {"query": plane.returned(dq.astype(dtype), T, G)}

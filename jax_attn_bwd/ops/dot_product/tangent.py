@@ -31,11 +31,18 @@ from jax import lax
 from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.slicing import put_at, take_at
-from jax_attn_bwd.ops.dot_product import dropping, layout, mod_functions, query_sharding, tile_schedule
-from jax_attn_bwd.ops.dot_product.logits import scaled_product, soft_capped
+from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions
+from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.tile_operands import TileOperands, tile, tile_operands, unpoisoned
+from jax_attn_bwd.ops.dot_product.tiles import (
+    TileOperands,
+    loop,
+    tile,
+    tile_operands,
+    tile_visits,
+    unpoisoned,
+)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -55,14 +62,14 @@ def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> 
     """
     if plan.pieces is None:
         return _of_part(plan, operands, result, tangents)
-    return query_sharding.tangent(plan, _of_part, operands, result, tangents)
+    return devices.tangent(plan, _of_part, operands, result, tangents)
 
 
 def _of_part(
     plan: Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
     """`sums` of the queries that one program computes."""
-    operands = query_sharding.with_whole_keys(operands)
+    operands = devices.with_whole_keys(operands)
     w, groups, block_q = tile_operands(plan, operands), operands.sizes[-1], plan.tiling.block_q
     rows = lambda x: layout.pad(layout.split_rows(x, groups), {-1: block_q})
     lse = finite(result.lse)
@@ -71,9 +78,9 @@ def _of_part(
     mu = full_like_operands(saved.lse, saved.lse.shape, 0, lse.dtype, saved)
     shape = (*mu.shape, w.v.shape[-1])
     found = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
-    visits = tile_schedule.visits(w.mask, plan.tiling)
+    visits = tile_visits(w.mask, plan.tiling)
     if visits.i.shape[0] != 0:
-        body, tiles = tile_schedule.loop(partial(_step, plan, saved, visits.mixed), visits)
+        body, tiles = loop(partial(_step, plan, saved, visits.mixed), visits)
         found, _ = lax.scan(body, found, tiles)
 
     T = operands.query.shape[-3]
@@ -127,7 +134,7 @@ def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
     names, tiling = ("query", "key", "value"), plan.tiling
     given = {name: getattr(tangents, name) for name in names}
     filled: Any = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
-    whole = query_sharding.with_whole_keys(operands._replace(**filled))
+    whole = devices.with_whole_keys(operands._replace(**filled))
     blocks = (tiling.block_q, tiling.block_k, tiling.block_k)
     laid: Any = [
         None if x is None else layout.pad(found, {-2: block})
@@ -184,7 +191,7 @@ def _share(plan, saved, i, j, *, mixed):
     pd = p * dlogits
     mu = pd.sum(-1)
     if w.counters is not None:
-        z = dropping.of_tile(options, tiling, w.counters, i, j, p.dtype)
+        z = dropout_of_tile(options, tiling, w.counters, i, j, p.dtype)
         p, pd = p * z, pd * z
     values = partial(
         jnp.einsum, "...gts,...sh->...gth", precision=options.precision, preferred_element_type=dtype

@@ -7,7 +7,7 @@ import jax
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
-from jax_attn_bwd.ops.dot_product.mask_arguments import Like, Sizes, bias_plane, mask_of, plane
+from jax_attn_bwd.ops.dot_product.arguments import Like, Sizes, bias_plane, mask_of, plane
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
 
 _SHAPES = {
@@ -41,7 +41,7 @@ def prepare(
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `multi_head_attention`; raises as its docstring says.
 
-    `conditions` are those of `dot_product.mask_arguments.mask_of`, but the mask itself.
+    `conditions` are those of `dot_product.arguments.mask_of`, but the mask itself.
     """
     params = _params(operator, params)
     given = {"query": query, "key": key, "value": value}

@@ -11,8 +11,8 @@ from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import axis_size, einsum, explicit_spec, reshard_like
-from jax_attn_bwd.ops.dot_product import fully_masked
 from jax_attn_bwd.ops.dot_product import spec as dot_product
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.multi_head import dropping
 from jax_attn_bwd.ops.multi_head.spec import Heads, Operands, Options
 
@@ -163,7 +163,7 @@ def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]
     not make up for NaN in the row of the input that it is multiplied with.
     """
     (*batch, T, _), S = operands.query.shape, operands.inputs[1].shape[-2]
-    of_heads = fully_masked.live_and_seen(operands.mask, operands.bias, T, S, len(batch), 1)
+    of_heads = visibility.live_and_seen(operands.mask, operands.bias, T, S, len(batch), 1)
     live, seen = (
         None if x is None else x.any(axes) for x, axes in zip(of_heads, ((-3, -2), -2), strict=True)
     )

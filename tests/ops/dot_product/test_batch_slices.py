@@ -7,7 +7,7 @@ from helpers import assert_trees_close, thorough
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd.ops.dot_product import tiling
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product.plan import plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
@@ -21,7 +21,7 @@ def in_parts(monkeypatch):
 
     def set_count(count):
         monkeypatch.setattr(jax, "device_count", lambda platform: 1)
-        monkeypatch.setattr(tiling, "_batch_slices", lambda batch, logits: count)
+        monkeypatch.setattr(planning, "_batch_slices", lambda batch, logits: count)
 
     return set_count
 
@@ -110,7 +110,7 @@ def default_parts(batch, heads, T, S):
 def test_explicit_mesh_of_one_device(rng, monkeypatch):
     """Where the batch is sharded, if over one device, it stays whole; inside shard_map it is cut."""
     monkeypatch.setattr(jax, "device_count", lambda platform: 1)
-    monkeypatch.setattr(tiling, "TILE_LOGITS", 1 << 8)
+    monkeypatch.setattr(planning, "TILE_LOGITS", 1 << 8)
     x = jnp.asarray(rng.standard_normal((3, 4, 16, 2, 8)))
     expected = jax.jit(dot_product_attention)(*x)
     mesh = jax.make_mesh((1, 1), ("x", "y"), devices=jax.devices()[:1], axis_types=2 * (AxisType.Explicit,))

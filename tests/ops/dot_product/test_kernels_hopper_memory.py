@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
-from jax_attn_bwd.ops.dot_product.mod_cases import with_mod_args
+from jax_attn_bwd.ops.dot_product.cases import with_mod_args
 
 NAME = "mosaic_gpu"
 B, T, S, N, K = 3, 130, 190, 4, 2

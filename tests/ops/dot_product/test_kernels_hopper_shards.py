@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.dot_product import cases
 from jax_attn_bwd.ops.dot_product import mask as mask_fields
-from jax_attn_bwd.ops.dot_product import mod_cases
 
 (OPERATOR,) = (o for o in OPERATORS if o.name == "dot_product_attention")
 # bits by batch entry and head; gradients of a bias and of slopes, sums over shards; one pair of heads on each
-CASE = mod_cases.case(
+CASE = cases.case(
     "shards",
     T=6,
     S=10,

@@ -13,7 +13,7 @@ from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.cases import cotangents
-from jax_attn_bwd.ops.dot_product import arguments, mask_arguments
+from jax_attn_bwd.ops.dot_product import arguments
 from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_backward
@@ -22,8 +22,8 @@ from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
 from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.plan import Tiling as PortableTiling
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Residuals, Wanted
-from jax_attn_bwd.ops.dot_product.tiling import Tiling as PortableTiling
 
 NAME = "mosaic_gpu"
 NAMED = {case.name: case for case in OPERATOR.tagged("ci")}
@@ -42,7 +42,7 @@ def prepared(case, dtype=BF16):
     defaults = inspect.signature(dot_product_attention).parameters
     taken = {
         *inspect.signature(arguments.prepare).parameters,
-        *inspect.signature(mask_arguments.mask_of).parameters,
+        *inspect.signature(arguments.mask_of).parameters,
     }
     options, operands = arguments.prepare(
         **{n: given.get(n, parameter.default) for n, parameter in defaults.items() if n in taken},

@@ -8,7 +8,7 @@ from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd.ops.dot_product import fully_masked, masking
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.mask import Mask
@@ -73,12 +73,12 @@ def test_live_and_seen_are_exact(seed, block_elements):
     window = (None, (2, 1), (0, 3))[rng.integers(3)]
     rules = Mask(bool(rng.random() < 0.4), window)
     arguments = drawn(rng, T, S)
-    before = fully_masked.BLOCK_ELEMENTS
-    fully_masked.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
+    before = visibility.BLOCK_ELEMENTS
+    visibility.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
     try:
-        live, seen = fully_masked.live_and_seen(*mask_and_bias(rules, arguments), T, S, 1, G)
+        live, seen = visibility.live_and_seen(*mask_and_bias(rules, arguments), T, S, 1, G)
     finally:
-        fully_masked.BLOCK_ELEMENTS = before
+        visibility.BLOCK_ELEMENTS = before
     expected = whole_plane(rules, arguments, T, S)
     live, seen = (True if x is None else np.asarray(x) for x in (live, seen))
     np.testing.assert_array_equal(np.broadcast_to(live, (B, K, G, T)), expected.any(-1))
@@ -89,7 +89,7 @@ def test_the_plane_is_the_definition(rng):
     for is_causal in (False, True):
         arguments = drawn(rng, 6, 5) | {"query_seq_lengths": np.array([0, 4])}
         rules = Mask(is_causal, (3, 1))
-        found = masking.of_plane(*mask_and_bias(rules, arguments), 6, 5, 1, G)
+        found = visibility.of_plane(*mask_and_bias(rules, arguments), 6, 5, 1, G)
         expected = whole_plane(rules, arguments, 6, 5)
         np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
 

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
-from jax_attn_bwd.ops.dot_product import fully_masked, masking, mod_functions, reference, tile_schedule
+from jax_attn_bwd.ops.dot_product import mod_functions, reference, tiles, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Tiling
 
 N = 96
 IDS = np.repeat(np.arange(7), [5, 20, 1, 30, 16, 8, 16]).astype(np.int32)
@@ -79,11 +79,11 @@ def walked(mask_mod, args, T, tiling, **given):
     _, operands = prepare("test", x, x, x, None, None, **options)
 
     def live(operands):
-        found = masking.tile_mask(operands.mask, None, T, T, 1, 1, tiling.block_q, tiling.block_k)
+        found = visibility.tile_mask(operands.mask, None, T, T, 1, 1, tiling.block_q, tiling.block_k)
         static = np.zeros((-(-T // tiling.block_q), -(-T // tiling.block_k)), bool)
-        for pairs in tile_schedule.static_pairs(found, tiling)[:2]:
+        for pairs in tiles.static_pairs(found, tiling)[:2]:
             static[tuple(pairs.T)] = True
-        flags = tile_schedule.live_tiles(found, tiling)
+        flags = tiles.live_tiles(found, tiling)
         return static, None if flags is None else flags & static
 
     known = []
@@ -148,9 +148,9 @@ def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
         mask = mask.replace(elements=jnp.asarray(rng.random((1, 1, 1, S)) < 0.5))
     if "query_seq_lengths" in more:
         mask = mask.replace(query_seq_lengths=jnp.asarray([290, 3], jnp.int32))
-    run = lambda: jax.jit(lambda m: fully_masked.live_and_seen(m, None, T, S, 1, 2))(mask)
+    run = lambda: jax.jit(lambda m: visibility.live_and_seen(m, None, T, S, 1, 2))(mask)
     expected = run()
-    monkeypatch.setattr(fully_masked, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(visibility, "BLOCK_ELEMENTS", 1)
     for got, wanted in zip(run(), expected, strict=True):
         full = np.broadcast_shapes(got.shape, wanted.shape)
         np.testing.assert_array_equal(*(np.broadcast_to(x, full) for x in (got, wanted)))

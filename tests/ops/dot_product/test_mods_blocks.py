@@ -12,7 +12,7 @@ from ops.dot_product.test_mods import evaluated, inputs, kinds, walked
 from jax_attn_bwd import BipartiteCSC, dot_product_attention, mods
 from jax_attn_bwd._core.intervals import Interval, bounds, exact
 from jax_attn_bwd._core.jaxprs import equations
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Tiling
 
 T = 96
 

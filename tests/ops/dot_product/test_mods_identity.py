@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_attn_bwd import dot_product_attention, mods, parallel
-from jax_attn_bwd.ops.dot_product.mod_arguments import by_value
+from jax_attn_bwd.ops.dot_product.mod_functions import by_value
 
 
 @mods.Mask

@@ -15,8 +15,8 @@ from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.dot_product import engine, row_terms
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_backward
 from jax_attn_bwd.ops.dot_product.kernels.cudnn_spec import Arrays
+from jax_attn_bwd.ops.dot_product.plan import Tiling, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import Tiling, product_dtype
 
 T, N, H = 192, 4, 8
 STRENGTHS = jnp.asarray([2.0, -0.2, 0.4, -0.6], jnp.float32)

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close, thorough
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_jvp, mods
-from jax_attn_bwd.ops.dot_product import tiling
+from jax_attn_bwd.ops.dot_product import plan as planning
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -55,7 +55,7 @@ def test_a_dominant_sink_still_has_a_gradient(size):
 @pytest.fixture(params=[False, True], ids=["whole", "tiles"])
 def _form(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(tiling, "MATERIALIZED_LOGITS", 0)
+        monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
 
 
 @pytest.mark.usefixtures("_form")

@@ -13,9 +13,8 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.targets import aimed_at
 from jax_attn_bwd.ops.dot_product import reference
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import plan
+from jax_attn_bwd.ops.dot_product.plan import Tiling, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 B, T, S, N = 2, 50, 70, 4
 

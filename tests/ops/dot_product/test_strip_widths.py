@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.targets import aimed_at
-from jax_attn_bwd.ops.dot_product import reference, strip_widths
+from jax_attn_bwd.ops.dot_product import reference, strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import plan
+from jax_attn_bwd.ops.dot_product.plan import Tiling, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.strip_plane import Plane
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.strips import Plane
 
 PLAIN = Options(scale=1.0)
 
@@ -53,7 +52,7 @@ def extents(ids, blocks, turns, axis):
         q, k = (jax.ShapeDtypeStruct((*x.shape, 1, 4), jnp.float32) for x in ids)
         tiling = Tiling(blocks[0], blocks[1], "float32", in_strips=True, has_widths=True, head_slices=turns)
         plane = Plane.of(tiling, Operands(q, k, k, mask=Mask(**segments(*ids))))
-        *met, known = strip_widths.extents(plane, axis)
+        *met, known = strips.extents(plane, axis)
         widths.extend(known)
         return met
 
@@ -83,11 +82,11 @@ def test_a_strip_meets_all_that_it_sees_and_little_more(is_sorted, rng):
 
 
 def test_widths_are_few_and_near():
-    widths = strip_widths._widths(32, np.asarray([32]), is_known=False)
+    widths = strips._widths(32, np.asarray([32]), is_known=False)
     assert widths == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
-    assert strip_widths._widths(8, np.arange(1, 9), is_known=True) == [1, 2, 3, 4, 6, 8]
-    assert strip_widths._widths(8, np.asarray([8]), is_known=True) == [8]  # no branch
-    assert strip_widths._widths(8, np.asarray([3]), is_known=False) == [1, 2, 3]  # a window is no wider
+    assert strips._widths(8, np.arange(1, 9), is_known=True) == [1, 2, 3, 4, 6, 8]
+    assert strips._widths(8, np.asarray([8]), is_known=True) == [8]  # no branch
+    assert strips._widths(8, np.asarray([3]), is_known=False) == [1, 2, 3]  # a window is no wider
 
 
 @pytest.fixture
@@ -209,7 +208,7 @@ def test_vmapped_and_rematerialised(axes, played, rng):
 
 @thorough
 def test_heads_of_wide_strips_are_computed_in_slices(played, rng, monkeypatch):
-    monkeypatch.setattr(strip_widths, "SLICE_LOGITS", 512)
+    monkeypatch.setattr(strips, "SLICE_LOGITS", 512)
     for turns in (1, 2):
         played(turns)
         arrays = random_arrays(rng, 2, 64, 64, 8, 4, sink=True)

@@ -6,12 +6,11 @@ from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd.ops.dot_product import masking, tile_schedule
-from jax_attn_bwd.ops.dot_product import tiling as tiling_module
+from jax_attn_bwd.ops.dot_product import plan as tiling_module
+from jax_attn_bwd.ops.dot_product import tiles, visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import plan
+from jax_attn_bwd.ops.dot_product.plan import Tiling, count, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
 
 lengths = st.integers(1, 70)
 blocks = st.sampled_from([1, 3, 8, 16])
@@ -40,7 +39,7 @@ def band(T, S, mask):
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
     mask = Mask(is_causal, window)
     tiling = Tiling(block_q, block_k, "float32")
-    full, mixed, final = tile_schedule.static_pairs(masking.tile_mask(mask, None, T, S, 1, 1), tiling)
+    full, mixed, final = tiles.static_pairs(visibility.tile_mask(mask, None, T, S, 1, 1), tiling)
     assert final
     seen = band(T, S, mask)
     kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
@@ -55,8 +54,8 @@ def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
 
 def live(T, S, tiling, **conditions):
     """The run-time flags of a call with one head."""
-    given = masking.tile_mask(Mask(**conditions), None, T, S, 1, 1, tiling.block_q, tiling.block_k)
-    return np.asarray(tile_schedule.live_tiles(given, tiling))
+    given = visibility.tile_mask(Mask(**conditions), None, T, S, 1, 1, tiling.block_q, tiling.block_k)
+    return np.asarray(tiles.live_tiles(given, tiling))
 
 
 @thorough
@@ -122,8 +121,8 @@ def test_tiles_of_segments(rng):
     """None that shares a segment is missed, none whose ranges are apart kept; full are those of one."""
     for _ in range(50):
         q, k = np.cumsum(rng.random(16) < 0.2), np.cumsum(rng.random(32) < 0.2)
-        rows, columns = masking.Tokens(16, segment=q[None]), masking.Tokens(32, segment=k[None])
-        some, every = masking.of_tiles(Mask(), rows, columns, 4, 8)
+        rows, columns = visibility.Tokens(16, segment=q[None]), visibility.Tokens(32, segment=k[None])
+        some, every = visibility.of_tiles(Mask(), rows, columns, 4, 8)
         q, k = q.reshape(4, 1, 4), k.reshape(1, 4, 8)
         met = (q[..., :, None] == k[..., None, :]).any((-1, -2))
         apart = (q.max(-1) < k.min(-1)) | (k.max(-1) < q.min(-1))

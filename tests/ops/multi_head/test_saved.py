@@ -11,7 +11,7 @@ from helpers import saved_arrays
 from ops.multi_head.calls import HV, B, H, K, N, S, T, draw, inputs, layer
 
 from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
-from jax_attn_bwd.ops.dot_product import tiling
+from jax_attn_bwd.ops.dot_product import plan as planning
 
 
 @pytest.mark.parametrize("save", ["inputs", "qkv", "probs"])
@@ -31,7 +31,7 @@ def test_what_is_saved(save):
 
 
 def test_nothing_of_size_t_times_s(monkeypatch):
-    monkeypatch.setattr(tiling, "MATERIALIZED_LOGITS", 0)  # no plane counts as small
+    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)  # no plane counts as small
     long = dict(
         zip(("query", "key", "value"), (draw(1, 640, 4), draw(1, 704, 4), draw(1, 704, 4)), strict=True)
     )

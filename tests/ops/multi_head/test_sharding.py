@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ops.multi_head.calls import EK, EO, EQ, EV, HV, H, draw, inputs, layer, leaves_close, vjp
 
 from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Tiling
 
 
 def params_of_8_heads():

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion, pallas
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.dot_product import fully_masked
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_calls, cudnn_inputs
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
@@ -101,7 +101,7 @@ def _of_the_rest(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, ja
 def _mended(operands: Operands, wanted: frozenset[str], made: dict[str, Any], empty: Any) -> dict[str, Any]:
     """The gradients of the operands, 0 where nothing looks."""
     (*batch, T, N, H), (S, K, Hv) = operands.query.shape, operands.value.shape[-3:]
-    _, seen = fully_masked.live_and_seen_of(operands)
+    _, seen = visibility.live_and_seen_of(operands)
     grads: dict[str, Any] = {}
     for name, n, heads, h in (("query", T, N, H), ("key", S, K, H), ("value", S, K, Hv)):
         if name not in wanted:

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_attn_bwd._core import pallas, sharding, targets
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.ops.dot_product import masking
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_calls
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.cudnn_spec import Arrays, Call
@@ -160,7 +160,7 @@ def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     """(all that hides or adds, as a bias `[B|1, N|1, T, S]`; `Prepared.shift`)."""
     (batch, T, S, _, G), dtype = operands.sizes, operands.query.dtype
     hidden, shift = jnp.asarray(HIDDEN[str(dtype)], jnp.float32), None
-    sees = _by_head(masking.of_plane(operands.mask, operands.bias, T, S, len(batch), G), operands)
+    sees = _by_head(visibility.of_plane(operands.mask, operands.bias, T, S, len(batch), G), operands)
     if operands.bias is None:
         bias = jnp.where(sees, 0, hidden)
     else:

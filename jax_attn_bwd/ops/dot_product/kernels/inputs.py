@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import float_leaves, fusion, sharding
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import dropping, fully_masked, mod_functions
+from jax_attn_bwd.ops.dot_product import mod_functions, visibility
+from jax_attn_bwd.ops.dot_product.block import dropout_counters
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 
@@ -76,7 +77,7 @@ def dropout_keys(options: KernelOptions, operands: Operands) -> jax.Array | None
     """
     if not options.dropout_rate:
         return None
-    words = dropping.counters(options, operands, 1, 1).keys
+    words = dropout_counters(options, operands, 1, 1).keys
     keys = jnp.stack([x.reshape(*x.shape[:-2], -1) for x in words], -1)
     batch = range(operands.query.ndim - 3)
     return sharding.reshard_like(keys, operands.query, (*batch, -2, None))
@@ -95,13 +96,13 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         tuple(None if x is None else _tokens(operands, x, n, multiple) for x in side)
         for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
     )
-    _, seen = fully_masked.live_and_seen_of(operands)
+    _, seen = visibility.live_and_seen_of(operands)
     key, value, bias = _zero_unseen(operands, seen)
     planes = (bias, -jnp.inf), (mask.elements, False)
     bias, elements = (None if x is None else _plane(operands, x, padding, fill) for x, fill in planes)
     row_counter = column_counter = None
     if keys is not None:
-        counters = dropping.counters(options, operands, padding.queries, padding.keys)
+        counters = dropout_counters(options, operands, padding.queries, padding.keys)
         row_counter, column_counter = counters.rows, counters.columns
     ends = (
         _end(operands, mask.query_seq_lengths, T, padding.queries),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd.ops.dot_product import fully_masked, layout, row_terms
+from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOptions, Operands, Residuals
 
 
@@ -64,7 +64,7 @@ def empty_rows(options: KernelOptions, operands: Operands, lse: jax.Array) -> ja
 
 def _sees_nothing(options: KernelOptions, operands: Operands, lse: jax.Array) -> jax.Array:
     """Which queries see no key, `[..., T, N]`; lse does not tell: with a large sink it is the sink anyway."""
-    live, _ = fully_masked.live_and_seen_of(operands)
+    live, _ = visibility.live_and_seen_of(operands)
     if live is None:
         return jnp.zeros_like(lse, bool)
     groups = operands.query.shape[-2] // operands.key.shape[-2]
@@ -80,4 +80,4 @@ def _rows_may_be_empty(options: KernelOptions, operands: Operands) -> bool:
         return True
     if mask.has("query_seq_lengths", "key_value_seq_lengths"):
         return True
-    return mask.mask_mod is not None and not fully_masked.every_query_sees(options, operands)
+    return mask.mask_mod is not None and not visibility.every_query_sees(options, operands)

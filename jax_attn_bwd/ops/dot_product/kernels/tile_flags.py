@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.ops.dot_product import masking
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.masking import Tokens
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions
+from jax_attn_bwd.ops.dot_product.visibility import Tokens
 
 
 class Flags(NamedTuple):
@@ -36,7 +36,7 @@ def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int, co
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
     mask_mod, places = functions.bounded(options, refs, rows, columns)
     rules = Mask(options.is_causal, options.window, mask_mod)
-    some, every = (to_rank(x, 3) for x in masking.of_tiles(rules, queries, keys, rows, columns, places))
+    some, every = (to_rank(x, 3) for x in visibility.of_tiles(rules, queries, keys, rows, columns, places))
     by_shapes = some if isinstance(some, np.ndarray) else None
     small = math.gcd(rows, common), math.gcd(columns, common)
     over_tiles = partial(_over_tiles, sizes=(small, (rows // small[0], columns // small[1])))

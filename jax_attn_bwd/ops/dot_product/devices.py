@@ -1,17 +1,21 @@
-"""The portable path where the queries lie on several devices: it computes them part by part.
+"""The portable path where a call is cut: queries that lie on several devices, batches taken slice by slice.
 
 A part is a block of queries that attends to all keys: its rows of the output are those of the whole, and the
 gradients of keys and values are sums over the parts. Keys and values are gathered once before the loop over
 the tiles of a part, and their gradients summed once after it. `_core/split.py` runs the parts; `spec.AXES`
 tells which operands a part has its own rows of. Under causality a part is one early and one late stretch of
 the queries, so that all have the same work (`plan.py`).
+
+A slice is some of the batch, one after the other: what it computes stays in the cache.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from jax_attn_bwd._core import split
+from jax_attn_bwd._core.dropout import Offset
 from jax_attn_bwd._core.sharding import gathered, reshard_like, unsharded
+from jax_attn_bwd._core.split import Pieces, Place
 from jax_attn_bwd.ops.dot_product import row_terms
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Residuals, Result
@@ -118,3 +122,39 @@ def _part(plan: Plan, index: Any, arrays: dict[str, Any]) -> Operands:
     assert plan.pieces is not None  # else there are no parts
     origins = plan.pieces.origins(index, part.query.shape[-3])
     return part._replace(mask=mask.replace(query_origin=origins))
+
+
+def over_slices(
+    fn: Callable[[Operands, Any], tuple[Any, Any]], count: int, operands: Operands, rows: Any, sums: Any
+) -> tuple[Any, Any]:
+    """`fn(operands, rows) -> (results, shares)` of the whole batch.
+
+    Args:
+      fn: computes it of some of the batch.
+      count: number of slices; divides the first batch axis.
+      operands: those of the call.
+      rows: further arrays with all batch axes, sliced likewise.
+      sums: zeros that the shares of the slices are added to.
+
+    Returns:
+      `(results, sums)`: the slices' results, which have all batch axes, put together; and the sums.
+    """
+    axes = operands.axes(dict.fromkeys(operands.along_batch(), 0))
+    if operands.dropout_words is not None:
+        offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
+        operands = operands._replace(dropout_offset=offset)
+        axes["dropout_offset"] = Offset(0, None, None, None)
+
+    def run(_, arrays):
+        rows = arrays.pop("rows")
+        return dict(zip(("results", "sums"), fn(Operands(**arrays), rows), strict=True))
+
+    found = split.over(
+        Pieces(count, in_turn=True),
+        run,
+        {**operands._asdict(), "rows": rows},
+        {**axes, "rows": 0},
+        {"results": Place(0)},
+        {"sums": sums},
+    )
+    return found["results"], found["sums"]

@@ -1,4 +1,6 @@
-"""Which tiles of the T x S plane the portable path visits, and in which order.
+"""The tiles of the portable path: operands in their layout, which tiles are visited, and in which order.
+
+Heads stand in front, grouped; sequences are padded to whole tiles.
 
 The portable forward and backward scan one list of (i, j) tile pairs. Causality and windows over plain
 indices, and what bounds tell of a `mask_mod` there, drop dead pairs from the list at trace time; where all
@@ -22,11 +24,99 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import split
-from jax_attn_bwd.ops.dot_product import masking
+from jax_attn_bwd._core import fusion, split
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.pallas import vary_alike
+from jax_attn_bwd._core.slicing import take_at
+from jax_attn_bwd.ops.dot_product import layout, mod_functions, visibility
+from jax_attn_bwd.ops.dot_product.block import DropoutCounters, dropout_counters
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.masking import TileMask, Tokens
-from jax_attn_bwd.ops.dot_product.tiling import Tiling, count
+from jax_attn_bwd.ops.dot_product.plan import Plan, Tiling, count
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
+
+
+class TileOperands(NamedTuple):
+    """The operands of all tiles; queries that see nothing, and keys that nothing sees, are 0."""
+
+    q: jax.Array  # [..., K, G, T, H]
+    k: jax.Array  # [..., K, S, H]
+    v: jax.Array  # [..., K, S, Hv]
+    live: jax.Array | None  # [..., K|1, G|1, T] before padding, which queries see something; None = all
+    mask: TileMask  # the bias is part of it
+    counters: DropoutCounters | None  # with dropout
+
+
+class Tile(NamedTuple):
+    """What the step of one tile reads."""
+
+    q: jax.Array  # [..., K, G, block_q, H]
+    k: jax.Array  # [..., K, block_k, H]
+    v: jax.Array  # [..., K, block_k, Hv]
+    bias: jax.Array | None  # [..., K|1, G|1, block_q|1, block_k|1]
+    seen: jax.Array | None  # likewise; None = all
+    places: mod_functions.Tile | None  # where the elements stand, with a `score_mod`
+
+
+def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
+    """Brings the operands into the layout of tiles.
+
+    Inside `jax.shard_map` all vary alike: a derivative by what is the same on all devices is a sum over them,
+    and must not stand in a tile that some of them skip, where they would wait for the others for ever.
+    """
+    options, tiling, operands = plan.options, plan.tiling, vary_alike(operands)
+    if operands.mask.elements is not None:
+        # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
+        # takes it minutes for a few million elements.
+        operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
+    batch, T, S, _, G = operands.sizes
+    q, k, v, live = unpoisoned(options, operands)
+    blocks = tiling.block_q, tiling.block_k
+    mask = visibility.tile_mask(operands.mask, operands.bias, T, S, len(batch), G, *blocks)
+    if mask.elements is not None:  # padded once: XLA would do so for each of its readers
+        mask = mask._replace(elements=fusion.barrier(mask.elements))
+    return TileOperands(
+        q=layout.pad(q, {-2: tiling.block_q}),
+        k=layout.pad(k, {-2: tiling.block_k}),
+        v=layout.pad(v, {-2: tiling.block_k}),
+        live=live,
+        mask=mask,
+        counters=dropout_counters(options, operands, *blocks) if options.dropout_rate else None,
+    )
+
+
+def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """(q, k, v, live) before padding: NaN where nobody looks would pass through p = 0, so it becomes 0."""
+    batch, T, _, _, G = operands.sizes
+    q = layout.split_heads(operands.query, G)
+    k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))
+    live, seen = visibility.live_and_seen_of(operands)
+    if live is None and options.score_mod is not None:  # it may give -inf to all that a query sees
+        live = jnp.ones((1,) * (len(batch) + 2) + (T,), bool)
+    if live is not None:
+        live = to_rank(live, q.ndim - 1)
+        q = jnp.where(live[..., None], q, 0)
+    if seen is not None:
+        k, v = (jnp.where(to_rank(seen[..., None], x.ndim), x, 0) for x in (k, v))
+    return q, k, v, live
+
+
+def tile(plan: Plan, w: TileOperands, i: Any, j: Any, mixed: bool) -> Tile:
+    """Tile (i, j); unless it is `mixed`, masks and biases alone hide elements of it."""
+    tiling, given = plan.tiling, w.mask
+    rows, columns = (i, tiling.block_q), (j, tiling.block_k)
+    q = take_at(w.q, {-2: rows}).astype(tiling.product_dtype)
+    k, v = (take_at(x, {-2: columns}).astype(tiling.product_dtype) for x in (w.k, w.v))
+    seen = visibility.of_tile(given, i, j, mixed, tiling, w.q.ndim)
+    bias, places = None, None
+    if given.bias is not None:
+        bias = take_at(given.bias, {-2: rows, -1: columns})
+    if plan.options.score_mod is not None:
+        assert given.places is not None  # prepared with the function
+        at = visibility.positions(given, i, j, (tiling.block_q, tiling.block_k), w.q.ndim)
+        places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
+    return Tile(q, k, v, bias, seen, places)
+
 
 GROUP = 64  # tiles
 
@@ -45,7 +135,7 @@ class Visits(NamedTuple):
     in_groups: bool = False  # whether few are expected to be live
 
 
-def visits(given: TileMask, tiling: Tiling) -> Visits:
+def tile_visits(given: TileMask, tiling: Tiling) -> Visits:
     """The tiles in which something may be seen."""
     T, S = given.rows.length, given.columns.length
     if tiling.parts > 1:
@@ -73,11 +163,11 @@ def live_tiles(given: TileMask, tiling: Tiling) -> jax.Array | None:
 
 def _live_tiles(given: TileMask, tiling: Tiling) -> jax.Array:
     blocks = tiling.block_q, tiling.block_k
-    some, _ = masking.of_tiles(given.rules, given.rows, given.columns, *blocks, given.places)
+    some, _ = visibility.of_tiles(given.rules, given.rows, given.columns, *blocks, given.places)
     some = jnp.asarray(some).any(tuple(range(some.ndim - 2)))
     if given.elements is None or not all(isinstance(n, int) for n in given.elements.shape):  # symbolic
         return some
-    return some & masking.live_elements(given.elements, *blocks)
+    return some & visibility.live_elements(given.elements, *blocks)
 
 
 def static_pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -101,7 +191,7 @@ def _pairs_of(rules: Mask, T: int, S: int, rows: Any, columns: Any, tiling: Tili
 def _pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
     block_q, block_k = tiling.block_q, tiling.block_k
     T, S = given.rows.length, given.columns.length
-    some, every, final = masking.known_tiles(given, block_q, block_k)
+    some, every, final = visibility.known_tiles(given, block_q, block_k)
     i, j = np.indices(some.shape, np.int32)
     every = every & ((j + 1) * block_k <= S) & ((i + 1) * block_q <= T)
     pairs = np.stack([i, j], -1)
@@ -153,7 +243,7 @@ def tiles_of_folded(rules: Mask, T: int, S: int, tiling: Tiling) -> tuple[np.nda
     pieces = split.Pieces(tiling.parts, folded=True)
     tokens = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
     some = np.stack(
-        [masking.of_tiles(rules, rows, Tokens(S), tiling.block_q, tiling.block_k)[0] for rows in tokens]
+        [visibility.of_tiles(rules, rows, Tokens(S), tiling.block_q, tiling.block_k)[0] for rows in tokens]
     )
     seen = some.reshape(tiling.parts, -1)
     order = np.argsort(~seen, axis=-1, kind="stable")[:, : seen.sum(-1).max()].astype(np.int32)
@@ -167,7 +257,7 @@ def tiles_in_step(
     block_q, block_k = tiling.block_q, tiling.block_k
     pieces = split.Pieces(tiling.parts)
     parts_of_rows = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
-    flags = [masking.of_tiles(rules, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
+    flags = [visibility.of_tiles(rules, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
     some, every = (np.stack(x) for x in zip(*flags, strict=True))
     if has_positions:
         some = np.ones_like(some)

@@ -1,4 +1,8 @@
-"""The dropout factors of the probabilities, 0 or 1 / (1 - rate), drawn again wherever they are needed."""
+"""Scaled products, the soft cap and dropout: what a tile, a strip and the whole plane have in common.
+
+(1) of `backward.py` tells what the logits are made of, in the forward and in the backward alike. The dropout
+factors of the probabilities, 0 or 1 / (1 - rate), are drawn again wherever they are needed.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -10,11 +14,45 @@ from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.slicing import take_at
 from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd.ops.dot_product.plan import Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.tiling import Tiling
 
 
-class Counters(NamedTuple):
+def scaled_product(
+    options: Options, q: jax.Array, k: jax.Array, dtype: Any, transposed: bool = False
+) -> jax.Array:
+    """Scale * q k^T of a tile, `[..., K, G, T, S]`, or transposed `[..., K, S, G, T]`.
+
+    Wide factors: the scale goes into q. Then the logits are bare sums of products, the same bits in the
+    forward and in the backward, and exp(logits - lse) is exact where one logit of 1e5 takes all. (Where
+    it multiplies the logits, compilers contract it with the subtraction, and round differently.)
+    """
+    in_q = q.dtype == dtype
+    q = q * options.scale if in_q else q
+    *lead, G, T, H = q.shape
+    q, S = q.reshape(*lead, G * T, H), k.shape[-2]
+    # XLA:CPU of JAX 0.10 sums in an order that depends on the width of the second factor, so where that
+    # may differ the product is taken as in the forward, and transposed afterwards.
+    swap = transposed and all(isinstance(n, int) and n % 64 == 0 for n in (G * T, S))
+    factors = (k, q) if swap else (q, k)
+    logits = jnp.einsum(
+        "...ah,...bh->...ab", *factors, precision=options.precision, preferred_element_type=dtype
+    )
+    logits = logits.reshape(*lead, *((S, G, T) if swap else (G, T, S)))
+    if transposed and not swap:
+        logits = jnp.moveaxis(logits, -1, -3)
+    return logits if in_q else options.scale * logits
+
+
+def soft_capped(options: Options, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """(soft_cap(logits), its tanh)."""
+    if options.logits_soft_cap is None:
+        return logits, None
+    tanh = jnp.tanh(logits / options.logits_soft_cap)
+    return options.logits_soft_cap * tanh, tanh
+
+
+class DropoutCounters(NamedTuple):
     """What the dropout bits of an element are a function of."""
 
     keys: dropout.Words  # each [..., K, G]
@@ -22,7 +60,7 @@ class Counters(NamedTuple):
     columns: jax.Array  # [S] uint32
 
 
-def counters(options: Options, operands: Operands, block_q: int, block_k: int) -> Counters:
+def dropout_counters(options: Options, operands: Operands, block_q: int, block_k: int) -> DropoutCounters:
     """What the dropout bits are drawn from, rows and columns padded to whole blocks."""
     *batch, T, N, _ = operands.query.shape
     S, K, _ = operands.key.shape[-3:]
@@ -40,25 +78,29 @@ def counters(options: Options, operands: Operands, block_q: int, block_k: int) -
         head_index = index(N, offset.head).reshape(N // groups, groups)
         head_index = to_rank(head_index, batch_index.ndim)
     assert operands.dropout_words is not None  # checked with the arguments
-    return Counters(
+    return DropoutCounters(
         dropout.head_keys(operands.dropout_words, batch_index, head_index),
         layout.pad(index(T, offset.row), {0: block_q}),
         layout.pad(index(S, offset.column), {0: block_k}),
     )
 
 
-def of_tile(options: Options, tiling: Tiling, counters: Counters, i: Any, j: Any, dtype: Any) -> jax.Array:
+def dropout_of_tile(
+    options: Options, tiling: Tiling, counters: DropoutCounters, i: Any, j: Any, dtype: Any
+) -> jax.Array:
     """Factors of tile (i, j), `[..., K, G, block_q, block_k]`."""
     rows = take_at(counters.rows, {0: (i, tiling.block_q)})
     columns = take_at(counters.columns, {0: (j, tiling.block_k)})
     return _factors(options, counters.keys, rows, columns, dtype, drawn_once=False)
 
 
-def of_columns(options: Options, operands: Operands, columns: jax.Array | None = None) -> jax.Array | None:
+def dropout_factors(
+    options: Options, operands: Operands, columns: jax.Array | None = None
+) -> jax.Array | None:
     """Factors of the plane `[..., K, G, T, S]`, or of other `columns [n]` (uint32); None = no dropout."""
     if options.dropout_rate == 0:
         return None
-    drawn = counters(options, operands, 1, 1)
+    drawn = dropout_counters(options, operands, 1, 1)
     columns = drawn.columns if columns is None else columns
     dtype = accumulator_dtype(operands.query.dtype)
     return _factors(options, drawn.keys, drawn.rows, columns, dtype, drawn_once=True)
