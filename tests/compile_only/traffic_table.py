@@ -14,12 +14,11 @@ from jax_attn_bwd import dot_product_attention, ops
 from jax_attn_bwd._core import console, targets
 from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.bench import report
-from jax_attn_bwd.ops import dot_product
-from jax_attn_bwd.ops.dot_product import strip_widths
+from jax_attn_bwd.ops.dot_product import strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import plan
+from jax_attn_bwd.ops.dot_product.plan import GPU_TILE, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.strip_plane import Plane
+from jax_attn_bwd.ops.dot_product.strips import Plane
 
 CHIPS = ("H200", "A100")
 HEADING = "## Portable path beside the plain formula"
@@ -156,7 +155,7 @@ def _widths_taken(operand: Any) -> tuple[float, ...]:
     if not tiling.has_widths:
         return ()
     plane = Plane.of(tiling, operands)
-    found = [strip_widths.extents(plane, axis) for axis in (0, 1)]
+    found = [strips.extents(plane, axis) for axis in (0, 1)]
     taken = [np.bincount(np.ravel(x.width), minlength=len(x.widths)) / x.width.size for x in found]
     return tuple(map(float, np.maximum(*taken)))
 
@@ -165,7 +164,7 @@ def _goal(
     T: int, is_causal: bool = False, local_window_size: tuple[int, int] | None = None, documents: int = 1
 ) -> Goal:
     """That of a plane of T x T, a window looking back alone, documents of equal length."""
-    block = min(T, dot_product.tiling.GPU_TILE)
+    block = min(T, GPU_TILE)
     i, j = np.indices((T // block,) * 2)
     row, column = i * block, (j + 1) * block - 1  # the first row and the last column of each tile
     live = column * documents // T >= row * documents // T
