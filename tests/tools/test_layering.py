@@ -80,12 +80,7 @@ LAYERS = (
         "ops/*/plan",
         "ops/*/tables",
     ),
-    (
-        "ops/*/tiles",
-        "ops/*/online_softmax",
-        "ops/*/row_terms",
-        "ops/*/kernels/*",
-    ),
+    ("ops/*/tiles", "ops/*/online_softmax", "ops/*/row_terms", "ops/*/kernels/*"),
     ("ops/dot_product/devices",),
     ("ops/*/materialized", "ops/*/strips"),
     ("ops/*/forward",),
@@ -109,13 +104,7 @@ LAYERS = (
     ("proof",),
     ("bench/*",),
 )
-DOORS = (
-    "engine",
-    "spec",
-    "mask",
-    "visibility",
-    "arguments",
-)  # what one operator imports of another
+DOORS = ("engine", "spec", "mask", "visibility", "arguments")  # what one operator imports of another
 RANKS = [(pattern, rank) for rank, row in enumerate(LAYERS) for pattern in row]
 SIZES = {"kernels": 1000, "": 700}  # lines of a file, by folder
 TESTS = ROOT.parent / "tests"
