@@ -15,10 +15,10 @@ from ops.dot_product.test_mods import kinds
 
 from jax_attn_bwd import dot_product_attention, mods
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.dot_product.kernels import blocks, functions, hoisted, tpu_schedule
+from jax_attn_bwd.ops.dot_product.kernels import blocks, functions, hoisting, tpu_tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels import tpu_gradients as mosaic_tpu_gradients
-from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels import tpu_backward as mosaic_tpu_backward
+from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
@@ -60,8 +60,8 @@ MASKS = {
 def test_a_tile_is_what_the_function_says(name, rng):
     """Element by element, in a part of a tile; what is handed has a bit an element, or less."""
     mask_mod, args = MASKS[name](rng)
-    function = hoisted.of(mask_mod, False, args)
-    assert hoisted.unsupported(function, "mask_mod", distances=False) is None
+    function = hoisting.of(mask_mod, False, args)
+    assert hoisting.unsupported(function, "mask_mod", distances=False) is None
     (rows, columns), block_k, tile = (
         (384, 512),
         256,
@@ -72,7 +72,7 @@ def test_a_tile_is_what_the_function_says(name, rng):
 
     @jax.jit
     def both(args):
-        handed = hoisted.values(function, args, *numbers, row[None], column[None])
+        handed = hoisting.values(function, args, *numbers, row[None], column[None])
         laid = [blocks.words(x, rows, block_k) for x in handed]
         assert all(x.words[0, 0].size * 32 <= rows * columns for x in laid)
         found = []
@@ -106,9 +106,9 @@ def test_empty_tiles_are_left_out_of_the_list(rng):
             refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
             options = functions.on_values(options, operands)
             flags = tile_flags(options, refs, 128, 128)
-            return tpu_schedule.schedule(flags).steps
+            return tpu_tiles.schedule(flags).steps
 
-        live, _ = visited(tpu_schedule.Schedule(steps(args), True, True), 0)
+        live, _ = visited(tpu_tiles.Schedule(steps(args), True, True), 0)
         expected = np.zeros((384, 384), bool)
         expected[:T, :S] = plane
         assert live.keys() == set(map(tuple, np.argwhere(kinds(expected, 128, 128) > 0)))
@@ -135,7 +135,7 @@ LONG = (
 def test_against_definition(case, monkeypatch):
     """Tiles of several parts; dq is too much for the memory it is given, so queries are cut."""
     set_tiling(monkeypatch, SMALL if case.name == "blocks" else PARTS)
-    monkeypatch.setattr(mosaic_tpu_gradients, "RESIDENT", 1)
+    monkeypatch.setattr(mosaic_tpu_backward, "RESIDENT", 1)
     with pallas.interpreting(NAME), jax.enable_x64(True):
         measured(OPERATOR, NAME, case)
 

@@ -19,7 +19,7 @@ from ops.dot_product.kernel_calls import BF16, gpu, shapes
 import jax_attn_bwd
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.dot_product.kernels import cudnn_backward, cudnn_calls, cudnn_spec
+from jax_attn_bwd.ops.dot_product.kernels import cudnn, cudnn_backward
 from jax_attn_bwd.parallel import ring_attention
 
 NAME = "cudnn"
@@ -39,8 +39,8 @@ def lowered_for_gpu(monkeypatch, kind="NVIDIA H200"):
     with monkeypatch.context() as patch:
         patch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
         patch.setattr("jax_attn_bwd._core.targets.device_kind", lambda: kind)
-        patch.setattr(f"{cudnn_calls._MODULE}.check_cudnn_version", lambda: 91900)
-        patch.setattr(f"{cudnn_calls._MODULE}.check_compute_capability", lambda capability: True)
+        patch.setattr(f"{cudnn._MODULE}.check_cudnn_version", lambda: 91900)
+        patch.setattr(f"{cudnn._MODULE}.check_compute_capability", lambda capability: True)
         yield
 
 
@@ -130,21 +130,21 @@ def test_remat_by_name_saves_the_forward(names, monkeypatch):
 
 
 def test_the_private_functions_are_those_that_are_known():
-    assert cudnn_calls.unknown() is None
+    assert cudnn.unknown() is None
     added = {"score_mod_name", "score_mod_jaxpr"} if jax.__version_info__ >= (0, 12) else set()
-    assert set(cudnn_calls._private().more) == added
+    assert set(cudnn._private().more) == added
 
 
 @pytest.mark.parametrize("change", ["gone", "renamed", "another option"])
 def test_other_private_functions_are_not_called_and_explain_says_so(change, monkeypatch):
-    name = f"{cudnn_calls._MODULE}._dot_product_attention_bwd_cuda_lowering"
+    name = f"{cudnn._MODULE}._dot_product_attention_bwd_cuda_lowering"
     if change == "gone":
         monkeypatch.delattr(name)
     else:
         more = "sinks" if change == "another option" else "page_table_v"
-        arrays = ", ".join(("ctx", *cudnn_calls._ARRAYS, *cudnn_calls._SAVED)).replace("page_table_v, ", "")
+        arrays = ", ".join(("ctx", *cudnn._ARRAYS, *cudnn._SAVED)).replace("page_table_v, ", "")
         monkeypatch.setattr(name, eval(f"lambda {arrays}, *, {more}: None"))
-    cudnn_calls._private.cache_clear()
+    cudnn._private.cache_clear()
     try:
         with gpu():
             reason = jax_attn_bwd.explain(dot_product_attention, **shapes())[NAME]
@@ -152,7 +152,7 @@ def test_other_private_functions_are_not_called_and_explain_says_so(change, monk
             f"JAX {jax.__version__} is not known: its private functions are not those of"
         )
     finally:
-        cudnn_calls._private.cache_clear()
+        cudnn._private.cache_clear()
 
 
 def some(seed=0, B=2, T=6, S=8, N=4, K=2, H=8, dtype=BF16, **more):
@@ -281,7 +281,7 @@ def test_biases_far_below_what_hides(dtype, least):
 def test_a_float32_is_held_by_three_narrow_numbers(dtype):
     rest = jnp.asarray(np.outer([1e-4, 1.0, 3e7], np.random.default_rng(0).standard_normal(100)), np.float32)
     q = jnp.zeros((3, 100, 1, 8), dtype)
-    arrays, out, dout = cudnn_backward._of_the_rest(cudnn_spec.Arrays(q, q, q), rest[..., None])
+    arrays, out, dout = cudnn_backward._of_the_rest(cudnn.Arrays(q, q, q), rest[..., None])
     held = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1)[..., 0]
     assert not np.asarray(arrays.v).any()
     for x, y in zip(held, rest, strict=True):

@@ -9,7 +9,7 @@ import pytest
 from ops.dot_product.kernel_calls import tpu
 
 from jax_attn_bwd import dot_product_attention, explain, mods
-from jax_attn_bwd.ops.dot_product.kernels import functions, hoisted
+from jax_attn_bwd.ops.dot_product.kernels import functions, hoisting
 
 T, S, N = 24, 16, 3
 TABLE = np.random.default_rng(0).standard_normal((N, 90)).astype(np.float32)
@@ -35,14 +35,14 @@ OF_DISTANCES = {
 @pytest.mark.parametrize("name", OF_DISTANCES)
 def test_values_of_distances(name):
     score = OF_DISTANCES[name]
-    function = hoisted.of(score, True, (TABLE,))
-    assert hoisted.unsupported(function, "score_mod", distances=True) is None
-    assert "row and column together" in hoisted.unsupported(function, "score_mod", distances=False)
+    function = hoisting.of(score, True, (TABLE,))
+    assert hoisting.unsupported(function, "score_mod", distances=True) is None
+    assert "row and column together" in hoisting.unsupported(function, "score_mod", distances=False)
     rows, columns = (
         np.minimum(np.arange(n), n - 3).astype(np.int32)[None] for n in (T, S)
     )  # three of padding
     numbers = np.arange(2, dtype=np.int32), np.arange(N, dtype=np.int32)
-    found = hoisted.values(function, (TABLE,), *numbers, rows, columns)
+    found = hoisting.values(function, (TABLE,), *numbers, rows, columns)
     assert len(function.cut.of_distance) == 1
     (vector,) = (x for x, of in zip(found, function.cut.handed, strict=True) if of.is_of_distance)
     ends = S - columns.max(), S + rows.max()  # entries: what lies beyond is as far, or it may be NaN
@@ -78,13 +78,13 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("place", ELSEWHERE.values(), ids=ELSEWHERE)
 def test_what_is_of_no_distance_is_refused(place):
-    function = hoisted.of(lambda x, b, h, r, c, table: x + table[h, place(r, c)], True, (TABLE,))
+    function = hoisting.of(lambda x, b, h, r, c, table: x + table[h, place(r, c)], True, (TABLE,))
     assert not function.cut.of_distance
-    assert "row and column together" in hoisted.unsupported(function, "score_mod", distances=True)
+    assert "row and column together" in hoisting.unsupported(function, "score_mod", distances=True)
 
 
 def test_what_a_kernel_makes_itself_is_not_handed_for_each_distance():
-    function = hoisted.of(mods.alibi, True, (TABLE[:, 0],))
+    function = hoisting.of(mods.alibi, True, (TABLE[:, 0],))
     assert [value.aval.shape for value in function.cut.handed] == [()]
     assert not function.cut.of_distance
 
@@ -107,7 +107,7 @@ def test_bounds_on_tiles_are_exact(block_q, block_k, rng):
 @pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.relu6])
 def test_functions_with_a_derivative_of_their_own(function):
     """Beside an array, on a tile: with that derivative, which of relu is 0 at 0."""
-    score = hoisted.of(lambda x, b, h, r, c, table: function(x) + table[h, r], True, (TABLE,))
+    score = hoisting.of(lambda x, b, h, r, c, table: function(x) + table[h, r], True, (TABLE,))
     zero, x = np.zeros((1, 1), np.int32), jnp.asarray([[-1.5, 0.25], [0.0, 7.0]], np.float32)
     call = lambda x: score(x, zero, zero, np.arange(2)[:, None], np.arange(2)[None], TABLE[:1, :2].T)
     of = lambda x: function(x) + TABLE[0, :2, None]

@@ -8,7 +8,7 @@ from ops.dot_product.kernel_calls import BF16
 
 from jax_attn_bwd import mods
 from jax_attn_bwd.ops.dot_product.cases import seen
-from jax_attn_bwd.ops.dot_product.kernels import functions, hopper_bounds
+from jax_attn_bwd.ops.dot_product.kernels import functions, hopper_tiles
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.kernel
 def visited(options, operands, rows, columns, by_key):
     """[B, tiles of one side, 4]; all and all full where the kernels are told nothing."""
     refs = kernel_tiles.inputs(options, operands, None)
-    found = hopper_bounds.bounds(options, refs, rows, columns, by_key)
+    found = hopper_tiles.bounds(options, refs, rows, columns, by_key)
     n_q, n_k = refs.q.shape[1] // rows, refs.k.shape[1] // columns
     outer, inner = (n_k, n_q) if by_key else (n_q, n_k)
     found = np.array([[[0, 0, inner, inner]] * outer]) if found is None else np.asarray(found)
@@ -121,13 +121,13 @@ def test_visited_are_the_tiles_of_the_evaluated_mask(name, blocks):
     plane = np.asarray(mask(0, 0, at[:, None], at[None], *args))[None]
     grid = n // rows, n // columns
     some, every = tile_flags(plane, rows, columns, grid, [n])
-    each = hopper_bounds.bounds(options, refs, rows, columns, each=True)
+    each = hopper_tiles.bounds(options, refs, rows, columns, each=True)
     if name == "causal":
         assert each.shape == (1, grid[0], 4)
         return
     np.testing.assert_array_equal(each.words, np.where(every, 1, 2 * some))
     some, every = (x[0].T if by_key else x[0] for x in (some, every))
-    (words,) = np.asarray(hopper_bounds.bounds(options, refs, rows, columns, by_key).words)
+    (words,) = np.asarray(hopper_tiles.bounds(options, refs, rows, columns, by_key).words)
     assert len(words) == len(some)
     for (count, *steps), live, full in zip(words, some, every, strict=True):
         visited = {step // 2: bool(step % 2) for step in steps[:count]}

@@ -18,8 +18,8 @@ from jax_attn_bwd.ops.dot_product import backward as portable_backward
 from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_backward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_forward as mosaic_gpu_forward
-from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
-from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
+from jax_attn_bwd.ops.dot_product.kernels import hopper_key as by_key
+from jax_attn_bwd.ops.dot_product.kernels import hopper_query as by_query
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.plan import Tiling as PortableTiling

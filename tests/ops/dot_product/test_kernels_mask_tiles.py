@@ -16,9 +16,9 @@ from ops.dot_product.test_mods import kinds
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds, tpu_schedule
+from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles, tpu_tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
@@ -77,8 +77,8 @@ def test_flags_are_those_of_the_array(array, name, is_causal, rng):
     @jax.jit
     def found():
         refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
-        steps = tpu_schedule.schedule(tile_flags(options, refs, TILE, TILE)).steps
-        bounds = partial(hopper_bounds.bounds, options, refs, TILE, TILE)
+        steps = tpu_tiles.schedule(tile_flags(options, refs, TILE, TILE)).steps
+        bounds = partial(hopper_tiles.bounds, options, refs, TILE, TILE)
         return steps, bounds().words, bounds(by_key=True).words, bounds(each=True).words
 
     steps, by_query, by_key, each = map(np.asarray, found())
@@ -95,7 +95,7 @@ def test_flags_are_those_of_the_array(array, name, is_causal, rng):
             of_tiles = 2 * np.minimum(of_tiles, 1)
         expected = np.minimum(of_tiles, band)
         live = {tuple(map(int, place)): expected[tuple(place)] == 1 for place in np.argwhere(expected)}
-        assert visited(tpu_schedule.Schedule(steps, True, True), b)[0] == live
+        assert visited(tpu_tiles.Schedule(steps, True, True), b)[0] == live
         np.testing.assert_array_equal(each[b], np.array([0, 2, 1])[expected])
         for words, wanted in ((by_query[b], expected), (by_key[b], expected.T)):
             for (count, *tiles), row in zip(words, wanted, strict=True):

@@ -17,9 +17,8 @@ from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 import jax_attn_bwd
 from jax_attn_bwd import dot_product_attention, mods
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.dot_product.kernels import tpu_bias_gradient as full_bias
+from jax_attn_bwd.ops.dot_product.kernels import tpu_backward as mosaic_tpu_backward
 from jax_attn_bwd.ops.dot_product.kernels import tpu_forward as mosaic_tpu_forward
-from jax_attn_bwd.ops.dot_product.kernels import tpu_gradients as mosaic_tpu_gradients
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 
 NAME = "mosaic_tpu"
@@ -36,8 +35,9 @@ def _interpreter(monkeypatch):
 
 
 def set_tiling(monkeypatch, tiling):
-    for module in (mosaic_tpu_forward, mosaic_tpu_gradients, full_bias):
+    for module in (mosaic_tpu_forward, mosaic_tpu_backward):
         monkeypatch.setattr(module, "default_tiling", lambda *_: tiling)
+    monkeypatch.setattr(mosaic_tpu_backward, "bias_tiling", lambda *_: tiling)
 
 
 def long_case(name, extra, *, B=1, T=300, S=270, N=2, K=1, H=16, Hv=16, **options):
@@ -169,7 +169,7 @@ def test_short_cases_against_definition(name):
 def test_parts_of_a_tile_and_chunks_of_queries(monkeypatch):
     """Eight parts a tile, in stages; dq is too much for the memory it is given, so queries are cut."""
     set_tiling(monkeypatch, PARTS)
-    monkeypatch.setattr(mosaic_tpu_gradients, "RESIDENT", 1)
+    monkeypatch.setattr(mosaic_tpu_backward, "RESIDENT", 1)
     table = lambda rng: {"mod_args_0": rng.standard_normal((4, 81))}
     window = {"local_window_size": (60, 20), "score_mod": mods.relative_bias(40)}
     measured(OPERATOR, NAME, long_case("window", table, T=400, S=257, N=4, K=2, **window))

@@ -14,9 +14,9 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.dot_product.cases import seen
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels import tpu_schedule
+from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
-from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
@@ -34,8 +34,8 @@ def _interpreter():
 def visited(schedule, b):
     """{(row, column): is_mixed} of the live steps of batch entry b, and the steps in order."""
     words = np.asarray(schedule.steps)[min(b, schedule.steps.shape[0] - 1)]
-    steps = [tpu_schedule.Step.at(words[None], 1, 0, 0, 0, p) for p in range(len(words))]
-    live = {(s.row, s.column): s.flag(tpu_schedule._MIXED) for s in steps if s.flag(tpu_schedule._LIVE)}
+    steps = [tpu_tiles.Step.at(words[None], 1, 0, 0, 0, p) for p in range(len(words))]
+    live = {(s.row, s.column): s.flag(tpu_tiles._MIXED) for s in steps if s.flag(tpu_tiles._LIVE)}
     return live, steps
 
 
@@ -56,7 +56,7 @@ def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
     operands, options = Operands(q, k, k, mask=mask), KernelOptions.of(Options(scale=1.0), mask)
     refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
     flags = tile_flags(options, refs, 128, 128)
-    schedule = tpu_schedule.schedule(flags, by_key=by_key)
+    schedule = tpu_tiles.schedule(flags, by_key=by_key)
     assert isinstance(schedule.steps, np.ndarray) == (seed <= 1)
     local = {"is_causal": options.is_causal}
     local |= {"local_window_size": options.window} if options.window else {}
@@ -92,7 +92,7 @@ def test_a_window_visits_what_it_sees(capsys):
         )
         empty = kernel_inputs.Inputs(*(None,) * len(kernel_inputs.Inputs._fields))
         flags = tile_flags(options, empty._replace(q=refs, k=refs), bq, bk)
-        count = tpu_schedule.schedule(flags, by_key=name == "backward").length
+        count = tpu_tiles.schedule(flags, by_key=name == "backward").length
         row, column = np.arange(0, 16384, bq)[:, None], np.arange(0, 16384, bk)
         ideal = ((column <= row + bq - 1) & (row - (column + bk - 1) <= 1024)).sum()
         with capsys.disabled():

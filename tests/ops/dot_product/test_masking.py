@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options, Residuals, Result, Wanted
 
@@ -114,7 +113,7 @@ def test_nothing_of_size_t_times_s_is_formed(given):
 
     def prepared(operands, rows):
         residuals = Residuals(operands, Result(operands.value, rows, None), Wanted(frozenset({"query"})))
-        values = kernel_rows.row_values(options, residuals, operands.value, None)
+        values = kernel_inputs.row_values(options, residuals, operands.value, None)
         return values, kernel_inputs.inputs(options, operands, None, kernel_inputs.Padding(128, 128, 8))
 
     operands = Operands(x, x, x, sink=sink, mask=mask)

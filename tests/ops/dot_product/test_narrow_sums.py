@@ -14,7 +14,7 @@ from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.dot_product import engine, row_terms
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_backward
-from jax_attn_bwd.ops.dot_product.kernels.cudnn_spec import Arrays
+from jax_attn_bwd.ops.dot_product.kernels.cudnn import Arrays
 from jax_attn_bwd.ops.dot_product.plan import Tiling, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import fusion, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product import visibility
-from jax_attn_bwd.ops.dot_product.kernels import cudnn_calls, cudnn_inputs
+from jax_attn_bwd.ops.dot_product.kernels import cudnn
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
-from jax_attn_bwd.ops.dot_product.kernels.cudnn_spec import Arrays
+from jax_attn_bwd.ops.dot_product.kernels.cudnn import Arrays
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOptions, Operands, Residuals
 
@@ -36,8 +35,8 @@ def backward(
 ) -> DotProductAttentionGrads:
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     options = KernelOptions.of(plan.options, residuals.operands.mask)
-    run = partial(_backward, options, pallas.is_interpreted(cudnn_calls.NAME))
-    return pallas.on_local_shards(run, kernel_rows.out_specs(residuals), (residuals, dout, dlse))
+    run = partial(_backward, options, pallas.is_interpreted(cudnn.NAME))
+    return pallas.on_local_shards(run, kernel_inputs.out_specs(residuals), (residuals, dout, dlse))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -45,14 +44,14 @@ def _backward(
     options: KernelOptions, interpret: bool, residuals: Residuals, dout: Any, dlse: Any
 ) -> DotProductAttentionGrads:
     operands, wanted = residuals.operands, residuals.wanted.names
-    values = kernel_rows.row_values(options, residuals, dout, dlse)
-    empty = kernel_rows.empty_rows(options, operands, values.lse)
+    values = kernel_inputs.row_values(options, residuals, dout, dlse)
+    empty = kernel_inputs.empty_rows(options, operands, values.lse)
     out, lse = residuals.result.out, values.lse
     if empty is not None:  # here; elsewhere the row may see keys
         lse = jnp.where(empty, jnp.inf, lse)
 
-    call = cudnn_inputs.call_of(options, operands, interpret)
-    arrays, shift = cudnn_inputs.prepare(options, operands._replace(query=values.query))
+    call = cudnn.call_of(options, operands, interpret)
+    arrays, shift = cudnn.prepare(options, operands._replace(query=values.query))
     _, T, _, H = arrays.q.shape
     rows = lambda x: kernel_inputs.pad(kernel_inputs.merged(x, 2), {1: T})
     heads = lambda x: kernel_inputs.pad(kernel_inputs.merged(x, 3), {1: T, -1: H})
@@ -66,9 +65,7 @@ def _backward(
     def add(arrays, out, dout, names):
         given = pallas.vary_alike((arrays, stat, out, dout))
         found = zip(
-            ("query", "key", "value", "bias"),
-            cudnn_calls.backward(call, *given, "bias" in wanted),
-            strict=True,
+            ("query", "key", "value", "bias"), cudnn.backward(call, *given, "bias" in wanted), strict=True
         )
         for name, x in found:
             if name in names and x is not None:

@@ -14,19 +14,18 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import tie
-from jax_attn_bwd.ops.dot_product.kernels import cudnn_calls, cudnn_inputs
+from jax_attn_bwd.ops.dot_product.kernels import cudnn
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 
-supports = cudnn_inputs.unsupported
+supports = cudnn.unsupported
 
 
 def forward(plan: Plan, operands: Operands) -> Result:
     """The output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
-    run = partial(_forward, options, pallas.is_interpreted(cudnn_calls.NAME))
+    run = partial(_forward, options, pallas.is_interpreted(cudnn.NAME))
     specs = partial(kernel_inputs.result_specs, options, False)
     return tie(pallas.on_local_shards(run, specs, (operands,)), operands)
 
@@ -34,13 +33,13 @@ def forward(plan: Plan, operands: Operands) -> Result:
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Result:
     *batch, T, N, _ = operands.query.shape
-    arrays, shift = pallas.vary_alike(cudnn_inputs.prepare(options, operands))
-    out, stat = cudnn_calls.forward(cudnn_inputs.call_of(options, operands, interpret), arrays)
+    arrays, shift = pallas.vary_alike(cudnn.prepare(options, operands))
+    out, stat = cudnn.forward(cudnn.call_of(options, operands, interpret), arrays)
     out = out[:, :T, :, : operands.value.shape[-1]].reshape(*batch, T, N, -1)
     stat = jnp.swapaxes(stat, -1, -2)[:, :T]
     shift = None if shift is None else jnp.broadcast_to(shift, stat.shape).reshape(*batch, T, N)
     stat = stat.reshape(*batch, T, N)
-    if (empty := kernel_rows.empty_rows(options, operands, stat)) is not None:
+    if (empty := kernel_inputs.empty_rows(options, operands, stat)) is not None:
         out, stat = jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, stat)
     if shift is None and operands.sink is None:
         return Result(out, stat, None)

@@ -2,7 +2,7 @@
 
 For a tile a kernel has one batch entry, one head, and the indices or positions of its queries and keys. The
 functions are traced on these, the derivative of `score_mod` with them; so they may hold what the compiler of
-the chip has vector instructions for. What they read of arrays is handed over, see `hoisted.py`.
+the chip has vector instructions for. What they read of arrays is handed over, see `hoisting.py`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax_attn_bwd._core.intervals import Interval
 from jax_attn_bwd._core.range_extrema import gathered
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.kernels import hoisted, hoisting
+from jax_attn_bwd.ops.dot_product.kernels import hoisting
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands
 
 _ON_BOOLS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"))
@@ -49,7 +49,7 @@ def on_values(options: KernelOptions, operands: Operands) -> KernelOptions:
     def replaced(function, is_score):
         if function is None:
             return None
-        found = hoisted.of(function, is_score, operands.mod_args)
+        found = hoisting.of(function, is_score, operands.mod_args)
         return found if found.reads_arrays else function
 
     mask, score = replaced(options.mask_mod, False), replaced(options.score_mod, True)
@@ -59,15 +59,15 @@ def on_values(options: KernelOptions, operands: Operands) -> KernelOptions:
 def floats_of_distance(options: KernelOptions, operands: Operands) -> int:
     """How many floats of each distance `score_mod` is handed."""
     score = on_values(options, operands).score_mod
-    found = score.cut.of_distance if isinstance(score, hoisted.OnValues) else ()
+    found = score.cut.of_distance if isinstance(score, hoisting.OnValues) else ()
     return sum(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in found)
 
 
 def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
-    """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `handed.values`."""
+    """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `hoisting.values`."""
     options = on_values(options, operands)
     mask, score = (
-        hoisted.values(f, operands.mod_args, *place) if isinstance(f, hoisted.OnValues) else ()
+        hoisting.values(f, operands.mod_args, *place) if isinstance(f, hoisting.OnValues) else ()
         for f in (options.mask_mod, options.score_mod)
     )
     return mask, score
@@ -81,7 +81,7 @@ def for_bounds(options: KernelOptions, operands: Operands) -> tuple[Any, ...]:
 
 def _is_of_blocks(mask_mod: Any) -> bool:
     """Whether a kernel is handed values of blocks for it."""
-    return isinstance(mask_mod, hoisted.OnValues) and bool(mask_mod.cut.of_blocks)
+    return isinstance(mask_mod, hoisting.OnValues) and bool(mask_mod.cut.of_blocks)
 
 
 def bounded(options: KernelOptions, refs: Any, rows: int, columns: int) -> tuple[Any, Any]:
@@ -235,10 +235,10 @@ def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: b
     for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
         if function is None:
             continue
-        found = hoisted.of(function, name == "score_mod", operands.mod_args)
+        found = hoisting.of(function, name == "score_mod", operands.mod_args)
         if not found.reads_arrays:
             continue
-        reason = _too_wide(name, found.program) or hoisted.unsupported(found, name, distances)
+        reason = _too_wide(name, found.program) or hoisting.unsupported(found, name, distances)
         if reason is not None:
             return reason
         if found.cut.of_distance and operands.mask.has_positions:
@@ -261,7 +261,7 @@ def _programs(options: KernelOptions) -> Iterator[tuple[str, Any]]:
     index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     at, logits = (index(1, 1), index(1, 1), index(1, 8), index(8, 1)), jax.ShapeDtypeStruct((8, 8), "float32")
     mask, score = options.mask_mod, options.score_mod
-    given = lambda function: function.examples() if isinstance(function, hoisted.OnValues) else ()
+    given = lambda function: function.examples() if isinstance(function, hoisting.OnValues) else ()
     if mask is not None:
         yield "mask_mod", jax.make_jaxpr(mask)(*at, *given(mask))
     if score is not None:

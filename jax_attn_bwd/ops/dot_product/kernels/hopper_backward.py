@@ -2,9 +2,8 @@
 
 XLA computes delta (7) and the gradient of the sink (9); the rest are kernels:
 
-    hopper_query_gradients.py   dq; sums over keys
-    hopper_key_gradients.py     dk and dv; sums over queries; the fused kernel
-    hopper_bias_gradient.py     the gradient of a full bias
+    hopper_query.py   dq; sums over keys; the gradient of a full bias
+    hopper_key.py     dk and dv; sums over queries; the fused kernel
 
 The pair dq; dk, dv needs seven products a tile and no workspace beyond two row values, adds in one order,
 and gives the same bits every time. With `deterministic_sums=False` the fused kernel needs five; under
@@ -27,15 +26,12 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import float_leaves, mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product.kernels import functions
-from jax_attn_bwd.ops.dot_product.kernels import hopper_bias_gradient as full_bias
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
-from jax_attn_bwd.ops.dot_product.kernels import hopper_key_gradients as by_key
-from jax_attn_bwd.ops.dot_product.kernels import hopper_query_gradients as by_query
+from jax_attn_bwd.ops.dot_product.kernels import hopper_key as by_key
+from jax_attn_bwd.ops.dot_product.kernels import hopper_query as by_query
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels import rows as kernel_rows
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
-from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LOG2_E
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOptions, Operands, Residuals
 
@@ -46,11 +42,11 @@ def backward(
     """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     options = KernelOptions.of(plan.options, residuals.operands.mask)
     interpret = pallas.is_interpreted(mosaic_gpu.NAME)
-    keys = tiles.dropout_keys(options, residuals.operands)
+    keys = kernel_inputs.dropout_keys(options, residuals.operands)
     residuals = residuals._replace(operands=functions.numbered(residuals.operands))
 
     def call(options, *given):
-        out_specs = kernel_rows.out_specs(residuals)
+        out_specs = kernel_inputs.out_specs(residuals)
         return pallas.on_local_shards(partial(_backward, options, interpret), out_specs, given)
 
     pair = partial(call, dataclasses.replace(options, deterministic_sums=True))
@@ -137,14 +133,14 @@ def _of_values(sides: list[int], made: dict[str, Any]) -> list[jax.Array]:
 
 def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | None]:
     """The inputs of the kernels, and the gradient of the sink."""
-    values = kernel_rows.row_values(options, residuals, dout, dlse)
+    values = kernel_inputs.row_values(options, residuals, dout, dlse)
 
     def row(x, fill=0.0):
         x = jnp.swapaxes(kernel_inputs.merged(x, 2), -1, -2)
-        return tiles.pad(x, {-1: tiles.LENGTH}, constant_values=fill)
+        return kernel_inputs.pad(x, {-1: tiles.LENGTH}, constant_values=fill)
 
     refs = tiles.inputs(options, residuals.operands._replace(query=values.query), keys)
-    lse = values.lse * LOG2_E if tiles.is_plain(options, refs) else values.lse
+    lse = values.lse * kernel_inputs.LOG2_E if kernel_inputs.is_plain(options, refs) else values.lse
     rows = [row(lse, jnp.inf), row(values.delta)]
     rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
     dout = tiles.pad_heads(kernel_inputs.merged(values.dout, 3))
@@ -157,7 +153,7 @@ def _bias_gradient(options, interpret, saved: Saved, operands: Operands) -> jax.
     (*batch, T, _, _), S = operands.query.shape, operands.key.shape[-3]
     shape = (1,) * (len(batch) + 3 - operands.bias.ndim) + operands.bias.shape
     if shape[-2] != 1 and shape[-1] != 1:
-        dbias = full_bias.gradient(options, interpret, saved)[..., :T, :S]
+        dbias = by_query.bias_gradient(options, interpret, saved)[..., :T, :S]
     elif shape[-1] != 1:
         dbias = by_key.key_gradients(options, interpret, saved, frozenset({"bias"}))["bias"][..., :S]
     else:

@@ -24,10 +24,11 @@ from jax_attn_bwd._core import dropout, hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import ROWS, WGMMA
 from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import tie
-from jax_attn_bwd.ops.dot_product.kernels import functions, hopper_bounds
+from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import LN_2, LOG2_E, Inputs, Tile, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Tile, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, LOG2_E, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 
@@ -36,7 +37,7 @@ supports = tiles.unsupported
 
 def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool = False) -> Tiling:
     """Tiles that fit registers without spills, and shared memory; see bench/results/nvidia_static.md."""
-    H, Hv = (tiles.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
+    H, Hv = (kernel_inputs.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
     head = max(H, Hv)
     # an output that is not of the query's shape takes shared memory of its own; two numbers a p, registers
     if (Hv != H and H + Hv > 384) or (head > 128 and keeps_low and options.dropout_rate):
@@ -57,7 +58,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     operands = functions.numbered(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME), plan.keeps_low)
     specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
-    keys = tiles.dropout_keys(options, operands)
+    keys = kernel_inputs.dropout_keys(options, operands)
     return tie(pallas.on_local_shards(run, specs, (operands, keys)), operands)
 
 
@@ -68,7 +69,7 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
     rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
     refs = tiles.inputs(options, operands, keys)
     options = functions.on_values(options, operands)
-    bounds = hopper_bounds.bounds(options, refs, rows, tiling.block_k)
+    bounds = tiles.bounds(options, refs, rows, tiling.block_k)
     refs = pallas.vary_alike(refs._replace(bounds=bounds, mod_args=()))
     out, lse, *low = mosaic_gpu.launch(
         partial(_kernel, options, tiling),
@@ -136,9 +137,9 @@ def _kernel(
     groups, keeps_low = refs.q.shape[2] // refs.k.shape[2], len(low_refs) == 2
     wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
-    load_bounds = partial(hopper_bounds.load, refs, b, i, refs.k.shape[1] // bk)
+    load_bounds = partial(tiles.load_bounds, refs, b, i, refs.k.shape[1] // bk)
     # a list has more to be read, and what is known before the warpgroups part costs registers
-    known = None if isinstance(refs.bounds, hopper_bounds.Listed) else load_bounds()
+    known = None if isinstance(refs.bounds, tiles.Listed) else load_bounds()
 
     @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
     def _load():
@@ -197,7 +198,7 @@ def _kernel(
         narrow = out.astype(refs.q.dtype)
         lost = _lost(out, narrow) if keeps_low else None
         target[...] = narrow
-        unit = LN_2 if tiles.is_plain(options, refs) else 1.0  # of m
+        unit = LN_2 if is_plain(options, refs) else 1.0  # of m
         log_l = jnp.log2(l) * LN_2
         lse = m * unit + log_l
         row_values[wg, 0] = lse
@@ -225,7 +226,7 @@ def _initial(options, refs: Inputs, rows: int, n):
     acc = filled(0.0, (rows, refs.v.shape[-1]), WGMMA)
     if refs.sink is None:
         return acc, filled(-jnp.inf, (rows,), ROWS), filled(0.0, (rows,), ROWS)
-    sink = refs.sink[n] * (LOG2_E if tiles.is_plain(options, refs) else 1.0)
+    sink = refs.sink[n] * (LOG2_E if is_plain(options, refs) else 1.0)
     l = jnp.where(sink == -jnp.inf, 0.0, 1.0)
     return acc, filled(sink, (rows,), ROWS), filled(l, (rows,), ROWS)
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import dropout, pallas
-from jax_attn_bwd.ops.dot_product.kernels import hopper_bounds
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.blocks import Words
-from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Inputs, Tile
+from jax_attn_bwd.ops.dot_product.kernels.hopper_tiles import Tile
+from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
@@ -26,8 +26,8 @@ class Saved(NamedTuple):
     rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
 
     def bounded(self, options: KernelOptions, rows: int, columns: int, **how: bool) -> "Saved":
-        """With the bounds of a kernel's tiles; `how` as in `hopper_bounds.bounds`."""
-        found = hopper_bounds.bounds(options, self.refs, rows, columns, **how)
+        """With the bounds of a kernel's tiles; `how` as in `tiles.bounds`."""
+        found = tiles.bounds(options, self.refs, rows, columns, **how)
         return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found, mod_args=())))
 
     def row_loaders(self, tile: Tile) -> list[Any]:

@@ -1,6 +1,6 @@
 """Values that the distance between query and key tells, in the TPU kernels of dense attention.
 
-XLA makes a vector of one value for each distance, `handed.values`. A tile of scores needs block_q + block_k
+XLA makes a vector of one value for each distance, `hoisting.values`. A tile of scores needs block_q + block_k
 neighbours of it, its window, and holds them along its diagonals. All queries by 128 keys of a tile are read
 from one band of 128 rows, in which each row is the window moved one lane further than the row before:
 
@@ -51,7 +51,7 @@ def window(step: Any, tiling: Any, S: int) -> Any:
 
 
 def windows(x: jax.Array, tiling: Any) -> jax.Array:
-    """`[B|1, N|1, T + S]` of `handed.values` -> `[B|1, N|1, windows, 8, width]`."""
+    """`[B|1, N|1, T + S]` of `hoisting.values` -> `[B|1, N|1, windows, 8, width]`."""
     (*lead, length), unit = x.shape, _step(tiling)
     before = jnp.pad(x, [(0, 0)] * len(lead) + [(ROWS, 0)], mode="edge")
     rows = jnp.stack([before[..., ROWS - i : ROWS - i + length] for i in range(ROWS)], -2)

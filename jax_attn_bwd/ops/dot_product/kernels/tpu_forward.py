@@ -30,10 +30,16 @@ from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
-from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
-from jax_attn_bwd.ops.dot_product.kernels.tpu_part import Part, product
-from jax_attn_bwd.ops.dot_product.kernels.tpu_schedule import Schedule, Step, schedule
-from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import PlaneSides, Tiling
+from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
+    Part,
+    PlaneSides,
+    Schedule,
+    Step,
+    Tiling,
+    product,
+    schedule,
+)
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 

@@ -1,7 +1,8 @@
-"""What the TPU kernels of dense attention share: their tiles, and which blocks of the inputs a tile reads.
+"""What the TPU kernels of dense attention share: their tiles, in which order, and what a part of a tile sees.
 
-XLA prepares the inputs (`inputs.py`) and the schedule (`tpu_schedule.py`); what a tile sees of them is told
-in `tpu_part.py`.
+XLA prepares the inputs (`inputs.py`) and the schedule, one int32 for each tile that is visited. The grid runs
+over it, and it lies in scalar memory before a step begins, so the loads of what is skipped are skipped too.
+A step holds one tile, and a kernel runs over parts of it, which the compiler overlaps.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_attn_bwd._core import mosaic_tpu
+from jax_attn_bwd._core import dropout, masks, mosaic_tpu
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, whole
+from jax_attn_bwd.ops.dot_product.kernels.tiles import Flags, Logits, live_first, unmasked
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 HEAD = 64  # head sizes are padded to a multiple
@@ -293,3 +296,302 @@ def gathered(tree: Any, sides: PlaneSides, refs: Sequence[Any]) -> tuple[Inputs,
     """(`Inputs` of that tree, which come first among `refs`; the others; `bands`, which come last)."""
     start, end = tree.num_leaves, len(refs) - sides.distances
     return jax.tree.unflatten(tree, refs[:start]), refs[start:end], refs[end:]
+
+
+_MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
+_LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
+_COLUMN_SHIFT, _ROW_SHIFT = 4, 17  # of a step's word: 4 bits of flags, 13 for the tile of keys, the rest
+
+
+class Schedule(NamedTuple):
+    """The tiles that a kernel visits."""
+
+    steps: Any  # int32 [B|1, steps]; NumPy if shapes alone decide
+    has_full: bool  # whether a tile may need no comparison
+    has_mixed: bool  # whether a tile may need comparison element by element
+
+    @property
+    def length(self) -> int:
+        """Steps of the grid."""
+        return self.steps.shape[1]
+
+    def name(self, kernel: str, tiling: Any) -> str:
+        """The name of a kernel in reports: its tile, and which programs for a tile it holds."""
+        kind = "both" if self.has_full and self.has_mixed else "mixed" if self.has_mixed else "full"
+        return f"{kernel}_{tiling.block_q}x{tiling.block_k}_{kind}"
+
+
+def schedule(flags: Flags, by_key: bool = False) -> Schedule:
+    """The schedule for these flags; a tile of queries ends before the next begins.
+
+    With `by_key` a tile of keys is. One that visits nothing has one step, which is not live.
+    """
+    some, every, by_shapes = flags
+    every = np.broadcast_to(every, some.shape) if isinstance(every, np.ndarray) else every
+    xp: Any = np if isinstance(some, np.ndarray) else jnp
+    has_full, has_mixed = True, True
+    if isinstance(every, np.ndarray):
+        has_full, has_mixed = bool(every.any()), bool((by_shapes & ~every).any())
+    some, every = _of_all(some, every)
+    if by_key:
+        some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
+        by_shapes = None if by_shapes is None else by_shapes.swapaxes(-1, -2)
+    B = some.shape[0]
+    visited, minors = _with_idle(some), some.shape[-1]
+    most = visited.shape[1] if by_shapes is None else int(_with_idle(by_shapes).sum(-1).max())
+    some, every = some.reshape(B, -1), xp.asarray(every.reshape(B, -1))
+    order, counts = live_first(visited)
+    steps = int(counts.max()) if xp is np else most
+    order = order[:, :steps]
+    rank = xp.arange(steps)[None]
+    valid = rank < counts
+    order = xp.take_along_axis(order, xp.minimum(rank, counts - 1), axis=-1)  # repeats the last
+    major, minor = order // minors, order % minors
+    begins = xp.concatenate([xp.ones((B, 1), bool), major[:, 1:] != major[:, :-1]], -1)
+    ends = xp.concatenate([begins[:, 1:], xp.ones((B, 1), bool)], -1) | (rank == counts - 1)
+    row, column = (minor, major) if by_key else (major, minor)
+    word = (row << _ROW_SHIFT) | (column << _COLUMN_SHIFT)
+    bits = (
+        (_LIVE, xp.take_along_axis(some, order, axis=-1)),
+        (_MIXED, ~xp.take_along_axis(every, order, axis=-1)),
+        (_FIRST, begins),
+        (_LAST, ends),
+    )
+    for flag, given in bits:
+        word = word | xp.where(given & valid, flag, 0)
+    return Schedule(word.astype(np.int32), has_full, has_mixed)
+
+
+def _of_all(some: Any, every: Any) -> tuple[Any, Any]:
+    """Those of all batch entries together where those of each are too many for scalar memory."""
+    if some.size <= _MOST_STEPS:
+        return some, every
+    return some.any(0, keepdims=True), every.all(0, keepdims=True)
+
+
+def _with_idle(some: Any) -> Any:
+    """Which tiles have a step, `[B|1, all]`: the first one, too, where a tile visits nothing."""
+    xp: Any = np if isinstance(some, np.ndarray) else jnp
+    idle = ~some.any(-1, keepdims=True)
+    return (some | (idle & (xp.arange(some.shape[-1]) == 0)[None, None])).reshape(some.shape[0], -1)
+
+
+def every_tile(flags: Flags) -> Schedule:
+    """All tiles, each with its flags: for a result that has a place for every tile."""
+    xp: Any = np if isinstance(flags.some, np.ndarray) else jnp
+    some, every = _of_all(flags.some, flags.every)
+    rows, columns = some.shape[1:]
+    place = (xp.arange(rows)[:, None] << _ROW_SHIFT) | (xp.arange(columns)[None] << _COLUMN_SHIFT)
+    word = place[None] | xp.where(some, _LIVE, 0) | xp.where(every, 0, _MIXED)
+    return Schedule(word.reshape(some.shape[0], -1).astype(np.int32), True, True)
+
+
+class Step(NamedTuple):
+    """Where a grid step is: batch entry, key head, query head, tiles, flags."""
+
+    b: Any
+    k: Any
+    n: Any
+    row: Any
+    column: Any
+    word: Any
+
+    @classmethod
+    def at(cls, steps: Any, groups: int, b: Any, k: Any, g: Any, p: Any) -> "Step":
+        """Step `p` of the schedule of batch entry `b`, for query head `g` of key head `k`."""
+        word = steps[at(steps, 0, b), p]
+        column = (word >> _COLUMN_SHIFT) & (2 ** (_ROW_SHIFT - _COLUMN_SHIFT) - 1)
+        return cls(b, k, k * groups + g, word >> _ROW_SHIFT, column, word)
+
+    def tile(self, side: int) -> Any:
+        """The tile of queries (side 0) or of keys (side 1)."""
+        return self.column if side else self.row
+
+    def flag(self, flag: int) -> Any:
+        """Whether the step has one of the flags above."""
+        return (self.word & flag) != 0
+
+    @property
+    def first(self) -> Any:
+        """Whether a tile of the outer side begins here."""
+        return self.flag(_FIRST)
+
+    @property
+    def last(self) -> Any:
+        """Whether a tile of the outer side ends here."""
+        return self.flag(_LAST)
+
+    def each_kind(self, tiles: Schedule, run: Any) -> None:
+        """`run(mixed)` if the tile is live: two programs, of which the full one compares nothing."""
+        live, mixed = self.flag(_LIVE), self.flag(_MIXED)
+        if tiles.has_full:
+            pl.when(live & ~mixed)(lambda: run(False))
+        if tiles.has_mixed:
+            pl.when(live & mixed)(lambda: run(True))
+
+
+_FAR = 2**30  # no position is as far as this from another
+
+
+class Part(NamedTuple):
+    """A part of a tile, in a kernel: of the step's tile the given queries and keys."""
+
+    options: KernelOptions
+    refs: Inputs
+    sides: PlaneSides
+    tiling: Tiling
+    step: Step
+    slices: tuple[slice, slice]  # (queries, keys) within the tile
+    transposed: bool = False  # keys along axis 0
+    row_offset: int = 0  # of the first tile of queries
+
+    def axis(self, side: int) -> int:
+        """The axis that runs over queries (side 0) or keys (side 1)."""
+        return 1 - side if self.transposed else side
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the part as it is held."""
+        sizes = tuple(s.stop - s.start for s in self.slices)
+        return (sizes[1], sizes[0]) if self.transposed else (sizes[0], sizes[1])
+
+    def start(self, side: int) -> Any:
+        """The index of the first query or key."""
+        if side:
+            return self.step.column * self.tiling.block_k + self.slices[1].start
+        return self.step.row * self.tiling.block_q + (self.slices[0].start + self.row_offset)
+
+    def offset(self, side: int) -> jax.Array:
+        """The distance of each element's query or key from the first one."""
+        return lax.broadcasted_iota(jnp.int32, self.shape, self.axis(side))
+
+    def vector(self, ref: Any, side: int) -> jax.Array:
+        """The values of the part's queries or keys from a block `[1, n]`, to broadcast over the part."""
+        row = ref[:, self.slices[side]]
+        return row if self.axis(side) else mosaic_tpu.stand(row)
+
+    def tokens(self, name: str) -> jax.Array:
+        """A field of `Inputs` that has one value a position."""
+        return self.vector(getattr(self.refs, name), TOKENS[name])
+
+    def plane(self, ref: Any, side: int | None) -> jax.Array:
+        """A mask or bias over the part, or a value that a function is handed, 32 bits."""
+        if side == distances.SIDE:
+            block = distances.block(ref, self.slices, self.tiling)
+            return block if self.transposed else block.T
+        if side == blocks.SIDE:
+            block = ref.spread(self.slices)
+            return block if self.transposed else block.T
+        if side is not None:
+            row = ref[:, self.slices[side]].astype(_wide(ref.dtype))
+            return row if self.axis(side) else mosaic_tpu.stand(row)
+        block = ref[self.slices[0], self.slices[1]].astype(_wide(ref.dtype))
+        return block.T if self.transposed else block
+
+    def logits(self, products: jax.Array, mixed: bool) -> Logits:
+        """The logits of products q k^T, -inf where nothing is seen."""
+
+        def plane():
+            return self.plane(self.refs.bias, self.sides.bias)
+
+        def scored(x):
+            values = self.values("score_values")
+            return functions.on_tile(mod_functions.scored, self.options, x, self.place(), values)
+
+        found, terms = unmasked(self.options, self.refs, products, _tanh, plane, scored)
+        visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
+        return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
+
+    def _seen(self) -> list[Any]:
+        options, refs, terms = self.options, self.refs, []
+        if options.is_causal or options.window is not None:
+            terms.append(self._in_band())
+        if refs.columns_end is not None:
+            end = refs.columns_end[at(refs.columns_end, 0, self.step.b)]
+            terms.append(self.offset(1) < end - self.start(1))
+        if refs.row_segment is not None:
+            terms.append(self.tokens("row_segment") == self.tokens("column_segment"))
+        if refs.mask is not None:
+            terms.append(self.plane(refs.mask, self.sides.mask) != 0)
+        if options.mask_mod is not None:
+            values = self.values("mask_values")
+            terms.append(functions.on_tile(options.mask_mod, *self.place()[:4], *values))
+        return terms
+
+    def values(self, name: str) -> tuple[jax.Array, ...]:
+        """What a function is handed, to broadcast over the part."""
+        refs, sides = getattr(self.refs, name), getattr(self.sides, name)
+        lead = lambda ref: (at(ref, 0, self.step.b), at(ref, 1, self.step.n))
+        return tuple(
+            jnp.full((1, 1), ref[lead(ref)]) if side is None else self.plane(ref, side)
+            for ref, side in zip(refs, sides, strict=True)
+        )
+
+    def place(self) -> mod_functions.Tile:
+        """Where the elements stand, as functions are handed it; padding stands where the last query does."""
+        refs = self.refs
+        batch, head = (
+            jnp.full((1, 1), ref[i], jnp.int32)
+            for ref, i in ((refs.batch_number, self.step.b), (refs.head_number, self.step.n))
+        )
+        row, column = (
+            self._indices(side) if getattr(refs, name) is None else self.tokens(name)
+            for side, name in enumerate(("row_position", "column_position"))
+        )
+        if refs.rows_end is not None and refs.row_position is None:
+            end = refs.rows_end[at(refs.rows_end, 0, self.step.b)]
+            row = jnp.minimum(row, jnp.maximum(end - 1, 0))
+        return mod_functions.Tile(batch, head, row, column, None)
+
+    def _indices(self, side: int) -> jax.Array:
+        """The indices of the part's queries or keys, to broadcast over the part."""
+        axis, shape = self.axis(side), [1, 1]
+        shape[axis] = self.shape[axis]
+        return lax.broadcasted_iota(jnp.int32, shape, axis) + self.start(side)
+
+    def _in_band(self) -> Any:
+        options, refs = self.options, self.refs
+        if refs.row_position is not None or refs.column_position is not None:
+            row, column = (
+                self.offset(side) + self.start(side) if getattr(refs, name) is None else self.tokens(name)
+                for side, name in enumerate(("row_position", "column_position"))
+            )
+            return masks.in_band(row, column, options.is_causal, options.window)
+        # one comparison an element for each bound, of constants with a scalar
+        distance, shift = self.offset(1) - self.offset(0), self.start(0) - self.start(1)
+        left, right = options.window or (_FAR, _FAR)
+        right = 0 if options.is_causal else right
+        terms = [distance <= shift + right] if right < _FAR else []
+        terms += [distance >= shift - left] if left < _FAR else []
+        return masks.conjunction(*terms)
+
+    def keep(self) -> jax.Array | None:
+        """Which probabilities dropout lets pass; None without dropout."""
+        keys = self.refs.dropout_keys
+        if keys is None:
+            return None
+        lead = at(keys, 0, self.step.b), at(keys, 1, self.step.n)
+        words = keys[(*lead, 0)], keys[(*lead, 1)]
+        row, column = (
+            jnp.broadcast_to(self.tokens(name), self.shape) for name in ("row_counter", "column_counter")
+        )
+        return dropout.keep(words, row, column, self.options.dropout_rate)
+
+
+def _tanh(x: jax.Array, cap: float) -> jax.Array:
+    return jnp.tanh(x * (1.0 / cap))
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+
+
+def product(options: KernelOptions, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
+    """The matrix product of two blocks over `axes`, in float32."""
+    wide = a.dtype == jnp.float32
+    precision = options.precision if wide else lax.Precision.DEFAULT  # bfloat16 products are exact
+    if wide and precision == lax.Precision.HIGH:
+        precision = lax.Precision.HIGHEST  # the matrix unit has no three-pass mode in kernels
+    return lax.dot_general(
+        a, b, (((axes[0],), (axes[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type, reshard_like
-from jax_attn_bwd.ops.softmax.kernels import hopper_rows as rows
+from jax_attn_bwd.ops.softmax.kernels import hopper_forward as rows
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 

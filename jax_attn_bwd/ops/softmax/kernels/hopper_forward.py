@@ -1,4 +1,4 @@
-"""Mosaic GPU kernel of the softmax's forward: one read of x, one write of y.
+"""Mosaic GPU kernel of the softmax's forward: one read of x, one write of y. And how kernels walk over rows.
 
 Online, at each place of a piece: the maximum m of what came by there and l = sum exp(z - m). At the end of
 the row both are combined over all places:
@@ -6,22 +6,389 @@ the row both are combined over all places:
     top = max m,   total = sum l exp(m - top),   y = exp(z - top) / total
 
 A row that fits one tile keeps its exponentials in registers; they only change factor, from m to top.
+
+A *piece* `[rows, columns]` is what a warpgroup holds in one register array; each warp owns whole rows of a
+piece, so that a reduction along columns is a few shuffles. A *tile* is some pieces that one warpgroup loads
+at once, into shared memory. There are two ways to lay pieces over the array:
+
+* narrow rows: the rows of a piece are rows of the array and its pieces lie side by side; one tile holds whole
+  rows, several of them;
+* wide rows: the array is seen as `[..., width / 128, 128]` and the rows of a piece are left or right halves
+  of segments of one row of the array; a block of up to four warpgroups shares that row, each taking every so
+  many-th tile, and row values are combined through shared memory. Rows that shared memory cannot hold are
+  read twice, the second time backwards, so that what was read last is not read again and the rest is likely
+  still in the L2 cache.
+
+What a copy reads beyond an axis is 0, what it would write there is dropped. That is TMA; a part of an array
+that is contiguous would be written by a plain copy, which only stops at the end of the whole array. So no
+piece is as wide as the array, or as a segment.
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import masks, mosaic_gpu, pallas
+from jax_attn_bwd._core.hopper import SHARED_MEMORY
+from jax_attn_bwd._core.mosaic_gpu import launch
 from jax_attn_bwd._core.numerics import finite
+from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd._core.sharding import tie
-from jax_attn_bwd.ops.softmax.kernels import hopper_rows as rows
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
+
+MAX_WIDTH = 131072
+NARROW = 2048  # widest rows that one warp holds whole
+_SEGMENT = 128  # elements of a segment of a wide row
+_RESERVED = 4096  # bytes of shared memory for barriers, row values and the compiler
+
+Groups = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Never changes the answer. See the module for pieces and tiles.
+
+    Attributes:
+      rows, columns: of a piece.
+      vector: neighbouring elements that one thread holds.
+      pieces: of a tile.
+      tiles: of a row that a warpgroup walks over.
+      slots: tiles that a warpgroup has shared memory for.
+      warpgroups: that share a row.
+      wide: rows of a piece are segments of one row of the array.
+    """
+
+    rows: int
+    columns: int
+    vector: int
+    pieces: int
+    tiles: int = 1
+    slots: int = 1
+    warpgroups: int = 1
+    wide: bool = False
+
+    @staticmethod
+    def default_for(rows: int, width: int, dtype: Any, element_bytes: int, elements: int) -> "Tiling":
+        """A tiling for `rows` rows, along the axis that a tile may hold several of, of padded `width`.
+
+        Args:
+          rows, width: see above.
+          dtype: of x.
+          element_bytes: of shared memory for an element of a tile, in all arrays that are read.
+          elements: of a tile, at most where that is possible.
+        """
+        vector = 16 // jnp.dtype(dtype).itemsize
+        if width > NARROW:
+            columns, segments = _SEGMENT // 2, width // _SEGMENT
+            least = _fewest_rows(columns, vector)
+            warpgroups = 1 if width <= 8192 else 2 if width <= 16384 else 4
+            share = pl.cdiv(segments, warpgroups * least)  # pairs of pieces, for a warpgroup
+            room = (SHARED_MEMORY - _RESERVED) // (warpgroups * element_bytes * least * _SEGMENT)
+            tiles = -(-share * least * _SEGMENT // elements)
+            pairs = -(-share // tiles)
+            # No copy may be larger than the array, and tiles that come and go take turns in three slots.
+            while least * pairs > segments or room // pairs < min(3, tiles):
+                tiles += 1
+                pairs = -(-share // tiles)
+            tiles = -(-share // pairs)
+            slots = min(tiles, room // pairs)
+            return Tiling(least, columns, vector, 2 * pairs, tiles, slots, warpgroups, wide=True)
+        columns = min(1 << (width - 1).bit_length() - 1, 32 * vector)
+        pieces, least = -(-width // columns), _fewest_rows(columns, vector)
+        wanted = min(elements // (columns * pieces), -(-rows // least) * least, 256)
+        return Tiling(max(1, wanted // least) * least, columns, vector, pieces)
+
+    @property
+    def layout(self) -> Any:
+        """Registers of a piece: 16 bytes a thread, lanes along columns first, warps along rows."""
+        rows, columns, vector = _fewest_rows(self.columns, self.vector), self.columns, self.vector
+        if rows == 4:
+            tiling = plgpu.Tiling(((4, columns), (vector,)))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+        tiling = plgpu.Tiling(((rows, columns), (rows // 4, columns), (vector,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+    @property
+    def segments(self) -> int:
+        """Segments of a wide row in a tile."""
+        return self.pieces // 2 * self.rows
+
+
+def _fewest_rows(columns: int, vector: int) -> int:
+    """The fewest rows of `columns` elements that fill four warps with 16 bytes a thread."""
+    return 4 * (32 * vector // columns)
+
+
+def padded_width(width: int, dtype: Any, count: int) -> int:
+    """The width that TMA needs, for `count` rows: they begin at multiples of 16 bytes.
+
+    A part of a single row is contiguous, and other rows may follow under vmap: no piece may overrun it.
+    """
+    if width > NARROW:
+        return -(-width // _SEGMENT) * _SEGMENT
+    vector = 16 // jnp.dtype(dtype).itemsize
+    multiple = vector if count > 1 else 32 * vector
+    return max(-(-width // multiple) * multiple, 32)  # 32: two pieces whose rows are two threads or more
+
+
+def collapse(shape: tuple[int, ...], full: Sequence[tuple[bool, ...]]) -> Groups:
+    """The row axes, merged where every operand has all of them or broadcasts all of them.
+
+    Args:
+      shape: of x without its last axis.
+      full: for each operand that broadcasts: which of these axes it has.
+
+    Returns:
+      groups of neighbouring axes; axes of size 1 are in none.
+    """
+    groups: list[list[int]] = []
+    for axis, n in enumerate(shape):
+        if groups and all(f[groups[-1][-1]] == f[axis] for f in full) and n > 1:
+            groups[-1].append(axis)
+        elif n > 1:
+            groups.append([axis])
+    return groups or [[]]
+
+
+def view(x: jax.Array, groups: Groups) -> jax.Array:
+    """`x` with its row axes merged by `groups`, its width padded, and cut into segments if it is wide."""
+    width = padded_width(x.shape[-1], x.dtype, math.prod(x.shape[:-1]))
+    x = x.reshape(*(math.prod(x.shape[a] for a in group) for group in groups), x.shape[-1])
+    if x.shape[-1] != width:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    return x.reshape(*x.shape[:-1], -1, _SEGMENT) if width > NARROW else x
+
+
+class Block:
+    """A block of the grid, inside a kernel: copies of its tiles, their pieces, reductions over a row.
+
+    Attributes:
+      tiling: of the kernel.
+      wg: the warpgroup.
+    """
+
+    def __init__(self, tiling: Tiling, rows: Sequence[int], inputs, output, buffers, shared):
+        """For rows that are merged into axes of the sizes `rows`, and refs as `run` makes them."""
+        self.tiling, self._inputs, self._output, self._buffers = tiling, inputs, output, buffers
+        self._loaded, self._values, self._ready = shared
+        self._reductions = 0
+        self._box = min(tiling.rows, rows[-1])  # rows of a tile of narrow rows that exist
+        self.wg = lax.axis_index("wg") if tiling.warpgroups > 1 else jnp.int32(0)
+        rest, index = lax.axis_index("block"), []
+        for n in reversed(_blocks(tiling, rows)):
+            index.append(lax.rem(rest, jnp.int32(n)))
+            rest = lax.div(rest, jnp.int32(n))
+        self._index = index[::-1]
+
+    def _slot(self, k: Any) -> Any:
+        return lax.rem(k, jnp.int32(self.tiling.slots))
+
+    def _each_part(self, array: Any, buffer: Any, k: Any, copy: Callable[[Any, Any], None]) -> None:
+        """`copy(part of the array in global memory, its place)` for all parts of the k-th tile."""
+        tiling, n = self.tiling, self.tiling.segments
+        at = [0 if n == 1 else i for n, i in zip(array.shape, self._index, strict=False)]
+        place = buffer.at[self.wg, self._slot(k)]
+
+        def part(i, _):
+            columns = pl.ds(i * tiling.columns, tiling.columns)
+            if tiling.wide:
+                first = (self.wg + k * tiling.warpgroups) * n
+                copy(array.at[(*at, pl.ds(first, n), columns)], place.at[pl.ds(i * n, n), whole])
+            elif self._shared_by_rows(buffer):
+                pitch = _pitch(tiling, array.dtype)
+                copy(array.at[(*at, columns)], place.at[i * pitch, whole])
+            else:
+                rows = pl.ds(self._index[-1] * tiling.rows, self._box)
+                there = place.at[pl.ds(i * tiling.rows, self._box), whole]
+                copy(array.at[(*at[:-1], rows, columns)], there)
+
+        # Were it plain that all columns of a place are taken, the compiler would lay out shared memory in
+        # tiles that suit the registers, and TMA then asks that such tiles divide the array.
+        whole = pl.ds(lax.shift_right_logical(lax.axis_index("block"), jnp.int32(31)), tiling.columns)
+        parts = jnp.int32(2 if tiling.wide else tiling.pieces)
+        lax.fori_loop(jnp.int32(0), parts, part, None)
+
+    def _shared_by_rows(self, buffer: Any) -> bool:
+        return buffer.shape[2] < self.tiling.pieces * self.tiling.rows
+
+    def _barrier(self, k: Any) -> Any:
+        return self._loaded.at[self.wg * self.tiling.slots + self._slot(k)]
+
+    def _load(self, k: Any) -> None:
+        for array, buffer in zip(self._inputs, self._buffers, strict=True):
+            copy = lambda part, place: plgpu.copy_gmem_to_smem(part, place, self._barrier(k))
+            self._each_part(array, buffer, k, copy)
+
+    def _place(self, array: int, k: Any, i: int) -> Any:
+        rows = self.tiling.rows
+        return self._buffers[array].at[self.wg, self._slot(k), pl.ds(i * rows, rows)]
+
+    def piece(self, array: int, k: Any, i: int) -> jax.Array:
+        """Piece i of the k-th tile of an input, by number; it must be loaded."""
+        tiling, buffer = self.tiling, self._buffers[array]
+        if not self._shared_by_rows(buffer):
+            return _read(self._place(array, k, i), tiling.layout)
+        row = buffer.at[self.wg, self._slot(k), i * _pitch(tiling, buffer.dtype)]
+        row = _read(row, tiling.layout.reduce(0))
+        return lax.broadcast_in_dim(row, (tiling.rows, tiling.columns), [1])
+
+    def forwards(self, step: Callable[[Any, bool, Any], Any], carry: Any) -> Any:
+        """Loads all tiles; `carry = step(k, last, carry)` for each."""
+        tiles, slots = self.tiling.tiles, self.tiling.slots
+        lax.fori_loop(jnp.int32(0), jnp.int32(slots), lambda k, _: self._load(k), None)
+
+        def one(k, carry):
+            plgpu.barrier_wait(self._barrier(k))
+            carry = step(k, False, carry)
+
+            @pl.when(k + slots < tiles)
+            def _():
+                plgpu.commit_smem()  # all threads have read the tile that is overwritten
+                self._load(k + slots)
+
+            return carry
+
+        if tiles > 1:
+            carry = lax.fori_loop(jnp.int32(0), jnp.int32(tiles - 1), one, carry)
+        plgpu.barrier_wait(self._barrier(jnp.int32(tiles - 1)))
+        return step(jnp.int32(tiles - 1), True, carry)
+
+    def backwards(self, function: Callable[[Any, bool], Iterable[jax.Array]]) -> None:
+        """Writes `function(k, last)` for all tiles, the last first; loads what is gone once more."""
+        tiles, slots = self.tiling.tiles, self.tiling.slots
+        self._store(jnp.int32(tiles - 1), function(jnp.int32(tiles - 1), True))
+
+        def one(i, _):
+            k = tiles - 1 - i
+
+            @pl.when(k < tiles - slots)
+            def _():
+                plgpu.barrier_wait(self._barrier(k))
+
+            self._store(k, function(k, False))
+            before = k + 1 - slots  # takes the place of tile k + 1, which was written a step ago
+
+            @pl.when(before >= 0)
+            def _():
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                self._load(before)
+
+        if tiles > 1:
+            lax.fori_loop(jnp.int32(1), jnp.int32(tiles), one, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _store(self, k: Any, pieces: Iterable[jax.Array]) -> None:
+        """Begins to write a tile of the output; it takes the place of the tile of the first input."""
+        for i, piece in enumerate(pieces):
+            place = self._place(0, k, i)
+            place[...] = piece.astype(place.dtype)
+        plgpu.commit_smem()
+        copy = lambda part, place: plgpu.copy_smem_to_gmem(place, part, commit_group=False)
+        self._each_part(self._output, self._buffers[0], k, copy)
+        plgpu.commit_smem_to_gmem_group()
+
+    def full(self, value: float) -> jax.Array:
+        """A piece of float32."""
+        tiling = self.tiling
+        piece = jnp.full((tiling.rows, tiling.columns), value, jnp.float32)
+        return plgpu.layout_cast(piece, tiling.layout)
+
+    def position(self, k: Any, i: int) -> tuple[Any, Any]:
+        """(row, column) of the elements of a piece, along the last row axis and the columns."""
+        tiling = self.tiling
+        index = [
+            plgpu.broadcasted_iota(jnp.int32, (tiling.rows, tiling.columns), axis, layout=tiling.layout)
+            for axis in (0, 1)
+        ]
+        if not tiling.wide:
+            return self._index[-1] * tiling.rows + index[0], i * tiling.columns + index[1]
+        half, i = divmod(i, tiling.pieces // 2)
+        first = (self.wg + k * tiling.warpgroups) * tiling.segments + i * tiling.rows
+        return self._index[-1], (first + index[0]) * _SEGMENT + half * tiling.columns + index[1]
+
+    def overruns(self, i: int, last: bool, width: int) -> bool:
+        """Whether piece i of a tile, which may be the last one of its row, has columns beyond `width`."""
+        if self.tiling.wide:
+            share = self.tiling.tiles * self.tiling.segments * _SEGMENT
+            return last and share * self.tiling.warpgroups > width
+        return (i + 1) * self.tiling.columns > width
+
+    def row_value(self, kind: str, piece: jax.Array) -> jax.Array:
+        """The "max" or "sum" of a row, from values `[rows, columns]` at the places of a piece; broadcasts."""
+        value = piece.max(axis=1) if kind == "max" else piece.sum(axis=1)
+        if not self.tiling.wide:
+            return lax.broadcast_in_dim(value, piece.shape, [0])
+        values = self._values.at[self._reductions]
+        self._reductions += 1
+        values[self.wg] = value
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self._ready)
+        plgpu.barrier_wait(self._ready)
+        combine = jnp.maximum if kind == "max" else jnp.add
+        all_values = itertools.product(range(self.tiling.warpgroups), range(self.tiling.rows))
+        return functools.reduce(combine, (values[at] for at in all_values))
+
+
+def _read(ref: Any, layout: Any) -> jax.Array:
+    return mosaic_gpu.load(ref, layout=layout, optimized=False)
+
+
+def _pitch(tiling: Tiling, dtype: Any) -> int:
+    """Rows of shared memory that a single row of a piece takes: a copy goes to a multiple of 128 bytes."""
+    return max(1, 128 // (tiling.columns * jnp.dtype(dtype).itemsize))
+
+
+def _blocks(tiling: Tiling, rows: Sequence[int]) -> list[int]:
+    return [*rows[:-1], rows[-1] if tiling.wide else -(-rows[-1] // tiling.rows)]
+
+
+def run(
+    body: Callable[[Block], None], name: str, arrays: Sequence[jax.Array], *, tiling: Tiling, interpret: bool
+) -> jax.Array:
+    """Calls `body` for every block; the result has the type of the first of the `arrays`, which are views."""
+    first, *_ = arrays = vary_alike(list(arrays))
+    rows = first.shape[: -2 if tiling.wide else -1]
+
+    def buffer(x):
+        shared_by_rows = not tiling.wide and x.shape[len(rows) - 1] < rows[-1]
+        height = tiling.pieces * (_pitch(tiling, x.dtype) if shared_by_rows else tiling.rows)
+        return plgpu.SMEM((tiling.warpgroups, tiling.slots, height, tiling.columns), x.dtype)
+
+    copies = len(arrays) * (2 if tiling.wide else tiling.pieces)
+    shared = [
+        plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.warpgroups * tiling.slots),
+        plgpu.SMEM((2, tiling.warpgroups, tiling.rows), jnp.float32),
+        plgpu.Barrier(num_arrivals=tiling.warpgroups),
+    ]
+
+    def kernel(*refs):
+        n = len(arrays)
+        inputs, output, places, rest = refs[:n], refs[n], refs[n + 1 : 2 * n + 1], refs[2 * n + 1 :]
+        body(Block(tiling, rows, inputs, output, places, rest))
+
+    call = launch(
+        kernel,
+        name,
+        interpret=interpret,
+        out_type=out_type(first.shape, first.dtype, arrays),
+        scratch=[*map(buffer, arrays), *shared],
+        grid={"block": math.prod(_blocks(tiling, rows))},
+        warpgroups=tiling.warpgroups,
+    )
+    return call(*arrays)
+
 
 _ELEMENTS = {True: 8192, False: 4096}  # of a tile; more if its exponentials stay in registers
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -55,28 +422,28 @@ def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> j
     full = [tuple(n > 1 for n in plane.shape[:-1]) for plane in planes.values()]
     if banded:
         full.append((*(False,) * (len(row_axes) - 1), True))
-    groups = rows.collapse(row_axes, full)
+    groups = collapse(row_axes, full)
     arrays = [x]
     for name, plane in planes.items():
         plane = plane.astype(jnp.int8) if name == "mask" else plane
         arrays.append(jnp.broadcast_to(plane, (*plane.shape[:-1], width)))
-    padded = rows.padded_width(width, x.dtype, math.prod(row_axes))
-    tiling = rows.Tiling.default_for(
+    padded = padded_width(width, x.dtype, math.prod(row_axes))
+    tiling = Tiling.default_for(
         math.prod(row_axes[a] for a in groups[-1]),
         padded,
         x.dtype,
         sum(a.dtype.itemsize for a in arrays),
-        _ELEMENTS[padded <= rows.NARROW],
+        _ELEMENTS[padded <= NARROW],
     )
     where = {name: 1 + i for i, name in enumerate(planes)}
     position = banded and row_axes[-1] > 1  # whether the last row axis is that of the band
     body = partial(_kernel, options, width, where, position)
-    views = [rows.view(a, groups) for a in arrays]
-    y = rows.run(body, "softmax_forward", views, tiling=tiling, interpret=interpret)
+    views = [view(a, groups) for a in arrays]
+    y = run(body, "softmax_forward", views, tiling=tiling, interpret=interpret)
     return y.reshape(*row_axes, padded)[..., :width]
 
 
-def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool, block: rows.Block) -> None:
+def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool, block: Block) -> None:
     """`where` numbers the planes; `has_rows`: the last row axis is x's axis -2, which has rows."""
     tiling = block.tiling
     factor, slope, weight = kernel_rules.exponent(options, "bias" in where)

@@ -1,0 +1,489 @@
+"""cuDNN's fused attention: which calls it is asked for, what it reads of them, and its two primitives.
+
+It takes causality, windows to the left of it and lengths by index, and skips what they hide. All else that
+hides, masks, biases, segments, positions, is handed to it as one bias that spans T x S, in the dtype of the
+query; so are lengths and windows where there is such a bias. Head sizes are padded to a multiple of 8, both
+the same, and with a bias T and S to even numbers.
+
+`jax.nn.dot_product_attention(implementation="cudnn")` binds the same two primitives of JAX. With
+P = exp(logits - stat):
+
+    forward     out = P v,   stat = log sum_s exp(logits_s)
+    backward    delta = rowsum(dout * out),   dlogits = P * (dout v^T - delta)
+                dq = scale dlogits k,   dk = scale dlogits^T q,   dv = P^T dout,   dbias = dlogits
+
+so P comes from the `stat` and delta from the `out` that the backward is handed: they may be of more keys
+than these. The functions are private to JAX: `KNOWN` has the arguments of those that are known, and
+`unknown()` says why others are not called.
+
+For tests there is a twin of both in jnp, the same algebra rounded where cuDNN rounds. Where cuDNN promises
+nothing, and where it is wrong, the twin answers NaN.
+"""
+
+import importlib
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import pallas, sharding, targets
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
+
+
+class Call(NamedTuple):
+    """What a call is told at trace time.
+
+    Attributes:
+      scale: multiplies the products; positive.
+      is_causal: a row sees the columns up to its own index.
+      window: with `is_causal`, how many columns a row sees, its own included; None = all.
+      interpret: compute it in jnp, by the twin.
+    """
+
+    scale: float
+    is_causal: bool
+    window: int | None
+    interpret: bool
+
+
+class Arrays(NamedTuple):
+    """What both directions read; bfloat16 or float16 but for the ends."""
+
+    q: jax.Array  # [B, T, N, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, H]
+    bias: jax.Array | None = None  # [B|1, N|1, T, S]
+    rows_end: jax.Array | None = None  # int32 [B], at least 1: rows from here on see nothing; give both ends
+    columns_end: jax.Array | None = None  # int32 [B], at least 1: columns from here on are not seen
+
+
+HEAD = 8  # head sizes are padded to a multiple
+# What hides, as in `jax.nn`: cuDNN subtracts larger numbers wrongly, -inf among them.
+HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+HUGE = 2.0**10  # a row whose largest bias is beyond is shifted to 0, so that nothing of it is below HIDDEN
+ELEMENTS = 2**31  # of query on a device; from there on dq and dk are silently wrong
+KEYS_WITH_BIAS = 2**15  # with more the backward reads beyond its memory
+_DETERMINISTIC = re.compile(r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(?!=(false|0)\b)\b")
+
+
+class Prepared(NamedTuple):
+    """What is handed over, and what it leaves to be mended."""
+
+    arrays: Arrays
+    shift: jax.Array | None  # float32 [B|1, T, N|1]: what was taken off the bias of each row; None = 0
+
+
+def unsupported(call: Options, operands: Operands) -> str | None:
+    """Why cuDNN cannot run this call; None if it can."""
+    options = KernelOptions.of(call, operands.mask)
+    for reason in (_of_installation, _of_options, _of_operands):
+        if (found := reason(options, operands)) is not None:
+            return found
+    return kernel_inputs.sharded_sequence(operands)
+
+
+def _of_installation(options: KernelOptions, operands: Operands) -> str | None:
+    if (reason := unknown()) is not None:
+        return reason
+    if found := _DETERMINISTIC.search(os.environ.get("XLA_FLAGS", "")):
+        return f"XLA crashes where two calls of cuDNN's backward are alike, under {found[0]}"
+    return None
+
+
+def _of_options(options: KernelOptions, operands: Operands) -> str | None:
+    if options.mask_mod is not None or options.score_mod is not None:
+        return "it takes no functions; give what mask_mod hides as a mask, and what score_mod adds as a bias"
+    if options.logits_soft_cap is not None:
+        return "it has no soft cap"
+    if options.dropout_rate:
+        return "its dropout has other random bits than dropout_key gives everywhere else"
+    if not options.scale > 0:
+        return f"it takes a positive scale, got {options.scale}"
+    if not isinstance(options.precision, lax.Precision | None):
+        return f"it has one product algorithm, got precision={options.precision}"
+    window = options.window
+    if window is not None and not (options.is_causal or window[1] == 0):
+        return f"its windows are to the left of causal attention, got {window}; give a mask"
+    return None
+
+
+def _of_operands(options: KernelOptions, operands: Operands) -> str | None:
+    q, v, bias = operands.query, operands.value, operands.bias
+    if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
+        return "it needs static shapes"
+    if str(q.dtype) not in HIDDEN:
+        return f"it multiplies bfloat16 and float16, not {q.dtype}"
+    if bias is not None and bias.dtype != q.dtype:
+        return f"its bias has the dtype of query, {q.dtype}, not {bias.dtype}; cast it if that will do"
+    if 0 in (*q.shape, *v.shape):
+        return "there is nothing to compute"
+    largest = 256 if pallas.is_interpreted(NAME) or _is_hopper() else 128
+    if max(q.shape[-1], v.shape[-1]) > largest:
+        return f"head sizes go up to 128, on Hopper to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
+    (T, N), S = q.shape[-3:-1], operands.key.shape[-3]
+    plane = spans_plane(operands)
+    if T == S == 1 and not plane:
+        return "it has no backward for one query and one key"
+    if call_of(options, operands).window is not None and T > S:
+        return f"its windows need as many keys as queries, or more, got T = {T} and S = {S}; give a mask"
+    if plane and S > KEYS_WITH_BIAS:
+        return f"with a bias, mask, segments or positions it takes up to {KEYS_WITH_BIAS} keys, got {S}"
+    spec = sharding.explicit_spec(q)
+    shards = math.prod(sharding.axis_size(q, names) for names in spec if names is not None)
+    if math.prod(q.shape[:-3]) * T * N * _head(operands) // shards >= ELEMENTS:
+        return f"its dq and dk are wrong for {ELEMENTS} elements of query on a device and more"
+    return None
+
+
+def _is_hopper() -> bool:
+    return isinstance(targets.generation("mosaic_gpu", ("hopper",)), targets.Generation)
+
+
+def _head(operands: Operands) -> int:
+    """Both head sizes, padded."""
+    return kernel_inputs.whole(max(operands.query.shape[-1], operands.value.shape[-1]), HEAD)
+
+
+def spans_plane(operands: Operands) -> bool:
+    """Whether something hides, or adds, that cuDNN takes as a bias of T x S alone."""
+    hides = operands.mask.has("elements", "query_segment_ids")
+    return operands.bias is not None or hides or _by_position(operands)
+
+
+def _by_position(operands: Operands) -> bool:
+    return operands.mask.is_banded and operands.mask.has_positions
+
+
+def call_of(options: KernelOptions, operands: Operands, interpret: bool = False) -> Call:
+    """What cuDNN is told at trace time."""
+    T, window = operands.query.shape[-3], options.window
+    # a supported window that is not causal has nothing to its right
+    is_causal = (options.is_causal or window is not None) and not _by_position(operands)
+    reach = None if window is None or window[0] >= T - 1 or spans_plane(operands) else window[0] + 1
+    return Call(options.scale, is_causal, reach, interpret)
+
+
+def prepare(options: KernelOptions, operands: Operands) -> Prepared:
+    """The arrays that cuDNN reads; what no query sees of keys and values is 0."""
+    plane = spans_plane(operands)
+    length = 2 if plane else 1
+    refs = kernel_inputs.inputs(options, operands, None, kernel_inputs.Padding(length, length, HEAD))
+    q, k, v = (kernel_inputs.pad(x, {-1: _head(operands)}) for x in (refs.q, refs.k, refs.v))
+    arrays = Arrays(q, k, v)
+    if not plane:
+        return Prepared(_with_ends(arrays, refs.rows_end, refs.columns_end), None)
+    bias, shift = _plane(operands)
+    return Prepared(arrays._replace(bias=bias), shift)
+
+
+def _with_ends(arrays: Arrays, rows_end: Any, columns_end: Any) -> Arrays:
+    """A length of 0 is told as 1: what cuDNN makes of none, it does not say. These rows are mended later."""
+    if rows_end is None and columns_end is None:
+        return arrays
+    B = arrays.q.shape[0]
+
+    def ends(x, n):
+        return jnp.broadcast_to(jnp.full((1,), n, jnp.int32) if x is None else jnp.maximum(x, 1), (B,))
+
+    return arrays._replace(
+        rows_end=ends(rows_end, arrays.q.shape[1]), columns_end=ends(columns_end, arrays.k.shape[1])
+    )
+
+
+def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """(all that hides or adds, as a bias `[B|1, N|1, T, S]`; `Prepared.shift`)."""
+    (batch, T, S, _, G), dtype = operands.sizes, operands.query.dtype
+    hidden, shift = jnp.asarray(HIDDEN[str(dtype)], jnp.float32), None
+    sees = _by_head(visibility.of_plane(operands.mask, operands.bias, T, S, len(batch), G), operands)
+    if operands.bias is None:
+        bias = jnp.where(sees, 0, hidden)
+    else:
+        bias = _in_batch(operands.bias.astype(jnp.float32), operands)
+        top = jnp.where(sees, bias, -jnp.inf).max(-1, keepdims=True)
+        is_huge = (jnp.abs(top) > HUGE) & jnp.isfinite(top)
+        top = jnp.where(is_huge, top, 0)
+        bias = jnp.where(sees, jnp.maximum(bias - top, hidden), hidden)
+        shift = jnp.swapaxes(top[..., 0], -1, -2)
+    widths = [(0, 0), (0, 0), (0, T % 2), (0, S % 2)]
+    return jnp.pad(bias, widths, constant_values=HIDDEN[str(dtype)]).astype(dtype), shift
+
+
+def _by_head(x: Any, operands: Operands) -> jax.Array:
+    """`[..., K|1, G|1, T|1, S|1]` as `[B|1, N|1, T, S]`."""
+    (T, N), (S, K) = operands.query.shape[-3:-1], operands.key.shape[-3:-1]
+    *batch, k, g, _, _ = x.shape
+    heads = (1, 1) if k == g == 1 else (K, N // K)
+    x = jnp.broadcast_to(x, (*batch, *heads, T, S))
+    return _in_batch(x.reshape(*batch, math.prod(heads), T, S), operands)
+
+
+def _in_batch(x: jax.Array, operands: Operands) -> jax.Array:
+    """`[..., N|1, T|1, S|1]` with its batch axes merged into one, of size 1 if it broadcasts over all."""
+    batch = operands.query.shape[:-3]
+    x = to_rank(x, len(batch) + 3)
+    if any(n != 1 for n in x.shape[: len(batch)]):
+        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
+    return kernel_inputs.merged(x, 3)
+
+
+NAME = "cudnn"
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_ARRAYS = (
+    "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
+    "page_table_k", "page_table_v",
+)  # fmt: skip
+_SAVED = ("activation", "fwd_output", "grad_output")
+_OPTIONS = frozenset(
+    ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+)
+# The options of the two primitives beside the forward's `is_training`, and what those beyond `_OPTIONS` are.
+KNOWN = {
+    "JAX 0.10": (_OPTIONS, {}),
+    "JAX 0.12": (
+        _OPTIONS | {"score_mod_name", "score_mod_jaxpr"},
+        {"score_mod_name": None, "score_mod_jaxpr": None},
+    ),
+}
+
+
+def forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """(out `[B, T, N, H]`, stat float32 `[B, N, T]`); rows that see nothing hold anything."""
+    return _over_batch(partial(_forward, call))(arrays)
+
+
+def backward(
+    call: Call, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array, with_bias: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(dq, dk, dv, dbias); what lies beyond the ends holds anything."""
+    if arrays.bias is None:
+        with_bias = False
+    run = _over_batch(partial(_backward, call, with_bias), sums_bias=with_bias)
+    return run(arrays, stat, out, dout)
+
+
+class _Private(NamedTuple):
+    """What is taken from JAX's module."""
+
+    forward: Any  # primitives, without rules for vmap and partitioning
+    backward: Any
+    mask_types: dict[tuple[bool, bool], Any]  # (causal, with ends) -> `MaskType`
+    layout: int  # BTNH
+    more: dict[str, Any]  # options beyond `_OPTIONS`
+
+
+def unknown() -> str | None:
+    """Why the primitives of the JAX that is installed cannot be called; None if they can."""
+    found = _private()
+    if isinstance(found, _Private):
+        return None
+    return (
+        f"JAX {jax.__version__} is not known: its private functions are not those of "
+        f"{' or '.join(KNOWN)} ({found})"
+    )
+
+
+def _expected() -> _Private:
+    """JAX's primitives, for a call that `unknown` has let pass."""
+    found = _private()
+    assert isinstance(found, _Private)
+    return found
+
+
+@cache
+def _private() -> _Private | str:
+    """JAX's primitives, or what is not as expected."""
+    try:
+        module: Any = importlib.import_module(_MODULE)
+        forms = [
+            _form(getattr(module, f"_dot_product_attention_{name}_cuda_lowering"), arrays)
+            for name, arrays in (("fwd", _ARRAYS), ("bwd", (*_ARRAYS, *_SAVED)))
+        ]
+        of_type = {
+            (False, False): module.MaskType.NO_MASK,
+            (True, False): module.MaskType.CAUSAL,
+            (False, True): module.MaskType.PADDING,
+            (True, True): module.MaskType.PADDING_CAUSAL,
+        }
+        found = module._dot_product_attention_fwd_p, module._dot_product_attention_bwd_p, of_type
+        layout = module.AttentionLayout.BTNH.value
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    for options, more in KNOWN.values():
+        if forms == [options | {"is_training"}, options]:
+            return _Private(*found, layout, more)
+    return f"they take {sorted(forms[0] | forms[1])}"
+
+
+def _form(lowering: Callable[..., Any], arrays: tuple[str, ...]) -> frozenset[str]:
+    """The options of a primitive, which its lowering takes by name or after the arrays."""
+    parameters = inspect.signature(lowering).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    expected = ("ctx", *arrays)
+    if tuple(names[: len(expected)]) != expected:
+        raise TypeError(f"arrays {names[1 : len(expected)]}")
+    return frozenset(names[len(expected) :])
+
+
+def _options(call: Call, arrays: Arrays, with_bias: bool) -> dict[str, Any]:
+    private = _expected()
+    return {
+        "scale": call.scale,
+        "seed": 42,  # of a dropout that does not take place
+        "dropout_rate": 0.0,
+        "variadic_args": (arrays.bias is not None, with_bias),
+        "mask_type": private.mask_types[call.is_causal, arrays.rows_end is not None],
+        "layout": private.layout,
+        "sliding_window_length": call.window,
+        **private.more,
+    }
+
+
+def _bound(arrays: Arrays) -> list[jax.Array]:
+    """The ten arrays that both primitives take; what is not used has no elements."""
+    given = [*arrays, None, None, None, None]
+    return [jnp.zeros(0, arrays.q.dtype) if x is None else x for x in given]
+
+
+def _forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    if call.interpret:
+        return twin_forward(call, arrays)
+    options = _options(call, arrays, with_bias=arrays.bias is not None)
+    out, stat = _expected().forward.bind(*_bound(arrays), **options, is_training=True)
+    return out, stat
+
+
+def _backward(
+    call: Call, with_bias: bool, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    if call.interpret:
+        dq, dk, dv, dbias = twin_backward(call, arrays, stat, out, dout)
+        return dq, dk, dv, dbias if with_bias else None
+    given = (*_bound(arrays), stat, out, dout)
+    dq, dk, dv, *dbias = _expected().backward.bind(*given, **_options(call, arrays, with_bias))
+    return dq, dk, dv, dbias[0] if dbias else None
+
+
+def _over_batch(f: Callable[..., Any], sums_bias: bool = False) -> Callable[..., Any]:
+    """`f(arrays, *more)`; under `jax.vmap` the new axis is merged with the batch axis, which all share.
+
+    With `sums_bias` the last of the results is the gradient of the bias, summed over the batch if that
+    broadcasts.
+    """
+    call = jax.custom_batching.custom_vmap(f)
+
+    @call.def_vmap
+    def rule(size, in_batched, arrays, *more):
+        B = arrays.q.shape[1 if in_batched[0].q else 0]
+
+        def merged(x, is_batched):
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            x = jnp.broadcast_to(x, (size, B, *x.shape[2:]))
+            return x.reshape(size * B, *x.shape[2:])
+
+        one = sums_bias and arrays.bias.shape[1 if in_batched[0].bias else 0] == 1
+        shared = not sums_bias and arrays.bias is not None and not in_batched[0].bias
+        if shared and arrays.bias.shape[0] == 1:  # one for all
+            given = arrays._replace(bias=None)
+            given = jax.tree.map(merged, given, in_batched[0]._replace(bias=None))._replace(bias=arrays.bias)
+        else:
+            given = jax.tree.map(merged, arrays, in_batched[0])
+        results = call(given, *jax.tree.map(merged, more, tuple(in_batched[1:])))
+        parted = jax.tree.map(lambda x: x.reshape(size, B, *x.shape[1:]), results)
+        if one:
+            parted = (*parted[:-1], parted[-1].sum(1, keepdims=True, dtype=parted[-1].dtype))
+        return parted, jax.tree.map(lambda _: True, parted)
+
+    return call
+
+
+def twin_forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """(out `[B, T, N, H]`, stat float32 `[B, N, T]`)."""
+    logits, seen = _twin_logits(call, arrays)
+    top = logits.max(-1, keepdims=True)
+    p = jnp.exp(logits - top)
+    total = p.sum(-1, keepdims=True)
+    out = _einsum("bnts,bsnh->btnh", _narrow(p, arrays), _repeat_heads(arrays.v, arrays))
+    stat = jnp.where(seen.any(-1), (top + jnp.log(total))[..., 0], jnp.nan)
+    out = out / jnp.swapaxes(total, 1, 2)
+    return _narrow(jnp.where(jnp.swapaxes(jnp.isnan(stat), 1, 2)[..., None], jnp.nan, out), arrays), stat
+
+
+def twin_backward(
+    call: Call, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(dq, dk, dv, dbias), dbias of the shape of the bias."""
+    logits, seen = _twin_logits(call, arrays)
+    p = jnp.where(seen, jnp.exp(logits - stat[..., None]), 0)
+    delta = jnp.swapaxes((_wide(dout) * _wide(out)).sum(-1), 1, 2)[..., None]
+    dp = _einsum("btnh,bsnh->bnts", dout, _repeat_heads(arrays.v, arrays))
+    dlogits = p * (dp - delta)
+    narrow = _narrow(dlogits, arrays)
+    dq = call.scale * _einsum("bnts,bsnh->btnh", narrow, _repeat_heads(arrays.k, arrays))
+    dk = call.scale * _einsum("bnts,btnh->bsnh", narrow, arrays.q)
+    dv = _einsum("bnts,btnh->bsnh", _narrow(p, arrays), dout)
+    if arrays.rows_end is not None and arrays.columns_end is not None:
+        dq = jnp.where(_beyond(arrays.rows_end, dq), jnp.nan, dq)
+        dk, dv = (jnp.where(_beyond(arrays.columns_end, x), jnp.nan, x) for x in (dk, dv))
+    dk, dv = (_to_key_heads(x, arrays) for x in (dk, dv))
+    dbias = None
+    if arrays.bias is not None:
+        shared = tuple(i for i, n in enumerate(arrays.bias.shape) if n == 1 != dlogits.shape[i])
+        dbias = dlogits.sum(shared, keepdims=True).astype(arrays.bias.dtype)
+    return _narrow(dq, arrays), _narrow(dk, arrays), _narrow(dv, arrays), dbias
+
+
+def _twin_logits(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """(float32 logits, which of them are seen), `[B, N, T, S]`."""
+    logits = call.scale * _einsum("btnh,bsnh->bnts", arrays.q, _repeat_heads(arrays.k, arrays))
+    if arrays.bias is not None:
+        logits = logits + _wide(arrays.bias)
+    row, column = (jnp.arange(n, dtype=jnp.int32) for n in logits.shape[-2:])
+    row, column = row[None, None, :, None], column[None, None, None]
+    seen = jnp.ones((1, 1, *logits.shape[-2:]), bool)
+    if call.is_causal:
+        seen = seen & (column <= row)
+        if call.window is not None:
+            seen = seen & (column > row - call.window)
+    if arrays.rows_end is not None and arrays.columns_end is not None:
+        rows, columns = (x[:, None, None, None] for x in (arrays.rows_end, arrays.columns_end))
+        seen = seen & (row < rows) & (column < columns)
+    seen = jnp.broadcast_to(seen, logits.shape)
+    return jnp.where(seen, logits, -jnp.finfo(jnp.float32).max), seen
+
+
+def _beyond(end: jax.Array, x: jax.Array) -> jax.Array:
+    return (jnp.arange(x.shape[1], dtype=jnp.int32)[None] >= end[:, None])[..., None, None]
+
+
+def _repeat_heads(x: jax.Array, arrays: Arrays) -> jax.Array:
+    """Keys or values, repeated for the query heads of each."""
+    return jnp.repeat(x, arrays.q.shape[2] // x.shape[2], axis=2)
+
+
+def _to_key_heads(x: jax.Array, arrays: Arrays) -> jax.Array:
+    """The sum over each group of query heads."""
+    B, S, _, H = x.shape
+    return x.reshape(B, S, arrays.k.shape[2], -1, H).sum(3)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _narrow(x: jax.Array, arrays: Arrays) -> jax.Array:
+    return x.astype(arrays.q.dtype)
+
+
+def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, _wide(x), _wide(y), precision="highest")
