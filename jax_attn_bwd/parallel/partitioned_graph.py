@@ -53,7 +53,10 @@ class Layout:
             placed, inside = np.zeros(shape, x.dtype), self.position < shape[0]
             placed[self.position[inside]] = x[inside]
             return placed
-        return jnp.zeros(shape, x.dtype).at[self.position].set(x, mode="drop", unique_indices=True)
+        placed = jnp.zeros(shape, x.dtype)
+        if not shape[0]:  # the gradient of a scatter is a gather, which needs a row to clamp to
+            return placed
+        return placed.at[self.position].set(x, mode="drop", unique_indices=True)
 
     def collect(self, x: Any) -> jax.Array:
         """`[parts * rows, ...]` -> `[size, ...]`, whole on every device; 0 for what has no place."""

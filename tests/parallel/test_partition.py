@@ -188,10 +188,12 @@ def test_graphs_without_edges_or_nodes(sizes):
     assert cut.edges.rows == 0
 
 
-def test_nothing_is_collected_for_edges_that_are_not_there():
-    """A gather has no row to clamp to."""
+def test_edges_that_are_not_there_are_neither_placed_nor_collected():
+    """A gather has no row to clamp to, nor has the gradient of a scatter, which is one."""
     cut = partition_graph(BipartiteCSC.from_coo([], [], 3, 3, capacity=4), 1)
     np.testing.assert_array_equal(cut.edges.collect(jnp.zeros((0, 2))), np.zeros((4, 2)))
+    placed, back = jax.vjp(cut.edges.place, jnp.ones((4, 2)))
+    np.testing.assert_array_equal(*back(placed), np.zeros((4, 2)))
 
 
 @pytest.mark.parametrize("order", ["balanced", "contiguous"])
