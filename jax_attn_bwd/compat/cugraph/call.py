@@ -12,13 +12,12 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.compat import destinations
 from jax_attn_bwd.ops import graph as operators
-from jax_attn_bwd.ops.graph import BipartiteCSC, edge_loops, kinds
+from jax_attn_bwd.ops.graph import BipartiteCSC, kinds, loops
 from jax_attn_bwd.ops.graph.arguments import prepare_additive
 from jax_attn_bwd.ops.graph.forward import scores
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.plan import Loops
 from jax_attn_bwd.ops.graph.spec import Operands, Options
-from jax_attn_bwd.ops.graph.tables import tables, walked, whole
 
 _ACTIVATIONS = {
     "ELU": "elu",
@@ -218,12 +217,12 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     """`[nnz, num_heads]`, the scores before the softmax; 0 in the padding."""
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
-    loops = Loops.of(options, operands)
-    t = walked(loops, whole(tables(kind, operands))[0])
+    cut = Loops.of(options, operands)
+    t = cut.with_end_rows(kind.tables(operands).unsharded()[0])
     shape = (graph.capacity, options.num_heads)
     plane = full_like_operands(operands.src, shape, 0, dtype, operands)
-    if not edge_loops.has_edges(graph):
+    if not loops.has_edges(graph):
         return plane
     walk = (graph.by_destination, graph.capacity)
-    (found,) = edge_loops.each(partial(scores, kind, t), *walk, loops.scores)
-    return edge_loops.put(plane, edge_loops.whole(*walk).number, found)
+    (found,) = loops.each(partial(scores, kind, t), *walk, cut.scores)
+    return loops.put(plane, loops.one_chunk(*walk).number, found)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
-from jax_attn_bwd.ops.graph.batch_axes import placed, with_destinations
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
+from jax_attn_bwd.ops.graph.placement import laid_like_destinations, laid_like_nodes
 from jax_attn_bwd.ops.graph.rule import backward_of, decide, forward_of
 from jax_attn_bwd.ops.graph.spec import (
     Cotangents,
@@ -260,11 +260,11 @@ def _gradients(
         needed = dataclasses.replace(options, return_weights=dweights is not None)
         result = forward_of(plan)(dataclasses.replace(plan, options=needed), operands)
     else:
-        out, lse = (with_destinations(x, operands, True) for x in (out, lse))
+        out, lse = (laid_like_destinations(x, operands, True) for x in (out, lse))
         result = Result(out, None, None, lse, None, None)
-    dout = None if dout is None else with_destinations(dout, operands, options.concat_heads)
-    dweights = None if dweights is None else placed(dweights, operands, (None, -1))
-    dlse = None if dlse is None else with_destinations(dlse, operands, True)
+    dout = None if dout is None else laid_like_destinations(dout, operands, options.concat_heads)
+    dweights = None if dweights is None else laid_like_nodes(dweights, operands, (None, -1))
+    dlse = None if dlse is None else laid_like_destinations(dlse, operands, True)
     residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
     return backward_of(plan)(plan, residuals, Cotangents(dout, dweights, dlse))
 

@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, sharding
+from jax_attn_bwd._core import checks, dropout, sharding, split
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import mesh_axes_of
 from jax_attn_bwd.ops.graph import kinds
-from jax_attn_bwd.ops.graph.batch_axes import batch_axes, numbered, placed
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2, Transformer
+from jax_attn_bwd.ops.graph.placement import laid_like_nodes
 from jax_attn_bwd.ops.graph.spec import ACTIVATIONS, Operands, Options
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -54,7 +54,7 @@ def prepare_additive(
         expected = "not be sharded"
         raise ValueError(checks.message(operator, "attention_weights", expected, spec, remedy))
     operands = Operands(graph, src, dst, None, attention_weights, edge, None, mask, words, offset)
-    return options, numbered(_placed(options, operands))
+    return options, _laid_out_and_numbered(options, operands)
 
 
 def rows_of_destinations(
@@ -129,7 +129,7 @@ def prepare_transformer(
     fewest = "num_heads" if shared == heads else "num_kv_heads"
     _check_explicit_sharding(operator, fewest, shared, query=query, key=key, value=value)
     operands = Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
-    return options, numbered(_placed(options, operands))
+    return options, _laid_out_and_numbered(options, operands)
 
 
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
@@ -152,7 +152,7 @@ def check_cotangents(
     """Checks shapes and dtypes of what a `_bwd` gets beside the arguments of the forward; None passes."""
     nodes, heads, E = operands.dst.shape[-2], options.num_heads, operands.graph.capacity
     message = operands.src if operands.value is None else operands.value
-    width, batch = message.shape[-1] // options.num_kv_heads, batch_axes(operands)
+    width, batch = message.shape[-1] // options.num_kv_heads, operands.batch_axes
     per_head = (*batch, nodes, heads * width)
     shape = per_head if options.concat_heads else (*batch, nodes, width)
     dtype, wide = operands.src.dtype, accumulator_dtype(operands.src.dtype)
@@ -265,14 +265,21 @@ def _check_explicit_sharding(operator: str, name: str, heads: int, **nodes: jax.
         raise ValueError(checks.message(operator, name, expected, heads, "reshard it"))
 
 
-def _placed(options: Options, operands: Operands) -> Operands:
-    """`operands` with all heads sharded like the heads of `src` on an Explicit mesh."""
+def _laid_out_and_numbered(options: Options, operands: Operands) -> Operands:
+    """Lays heads out like those of `src` on an Explicit mesh; numbers the dropout of a batch's entries."""
     axes = kinds.of(options).placement
     given = {name: getattr(operands, name) for name in axes}
-    lying: dict[str, Any] = {
-        name: placed(x, operands, axes[name]) for name, x in given.items() if x is not None
+    laid: dict[str, Any] = {
+        name: laid_like_nodes(x, operands, axes[name]) for name, x in given.items() if x is not None
     }
-    return operands._replace(**lying)
+    operands = operands._replace(**laid)
+
+    # dropout, if it is drawn from a key, has a stream for each entry of the batch
+    rank = len(operands.batch_axes)
+    if operands.dropout_words is None or not rank:
+        return operands
+    offset = split.dropout_indices(operands.dropout_offset, operands.leader, rank)
+    return operands._replace(dropout_offset=offset)
 
 
 def _dropout(operator, options, graph, batch, key, mask, offset):

@@ -40,71 +40,90 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_type
-from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds, row_terms
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, own_rows, rows, sum_of_group, take
-from jax_attn_bwd.ops.graph.edge_pieces import Home
-from jax_attn_bwd.ops.graph.edge_ties import tied_rows
+from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
-from jax_attn_bwd.ops.graph.plan import Loops, Plan
-from jax_attn_bwd.ops.graph.row_terms import Saved
-from jax_attn_bwd.ops.graph.spec import Cotangents, Operands, Residuals
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-from jax_attn_bwd.ops.graph.tables import edges_of, factors, for_rows, gathered, tables, walked, whole
+from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.placement import Home
+from jax_attn_bwd.ops.graph.plan import Plan
+from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows
+from jax_attn_bwd.ops.graph.spec import Cotangents, Residuals
 
 
 @partial(jax.jit, static_argnums=0)
 def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
-    graph, given = edges_of(plan, residuals.operands), residuals.operands
+    """Computes the gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
+    # the edges as the passes walk over them, and the tables that they read
+    given = residuals.operands
+    graph = plan.edges_of(given)
     if plan.on_every_device:
         result, cotangents = all_gathered((residuals.result, cotangents))
-        residuals = Residuals(gathered(residuals.operands), result, residuals.wanted)
+        residuals = Residuals(placement.gathered_operands(given), result, residuals.wanted)
     operands, wanted = residuals.operands, residuals.wanted.names
-    options, kind = plan.options, kinds.of(plan.options)
-    t = tables(kind, operands)
-    need = kind.needs(t, wanted)
-    two_passes = need.dst and not plan.one_pass
-    in_parts = two_passes and plan.loops.led and not need.handed
-    if two_passes:
-        need = need._replace(handed=True)
-    of_sources = need._replace(dst=need.dst and not two_passes)
-    if plan.pieces:
-        saved = row_terms.saved(options, residuals, cotangents)
-        sums = _sums_over_pieces(plan, kind, t, saved, operands, need, of_sources)
-    else:
-        result = residuals.result
-        row: Any = result.lse if result.m is None else result.m
-        sums = _zeros(kind, need, t, row, graph, (operands, result, cotangents))
-        if in_parts:
-            sums = sums._replace(handed=())
-        if has_edges(operands.graph):
-            saved = _walked(plan.loops, row_terms.saved(options, residuals, cotangents))
-            t = walked(plan.loops, t)
-            sums = _source_pass(plan, kind, t, saved, graph, sums, of_sources)
-            if two_passes:
-                sums = sums._replace(dst=_destination_pass(plan, kind, t, graph, sums))
-    grads = kind.gradients(operands, sums, wanted)
+    t = plan.kind.tables(operands)
+
+    passes = _Passes.of(plan, plan.kind.needs(t, wanted))
+    sums_of_edges = _sums_over_pieces if plan.pieces else _sums
+    sums = sums_of_edges(plan, passes, t, residuals, cotangents, graph)
+
+    # from the sums to the operands; what is one gradient for all nodes is already on every device
+    grads = plan.kind.gradients(operands, sums, wanted)
     grads = {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
     if not plan.on_every_device:
         return grads
     alone = "attention_weights"  # heads may be sharded; it has no axis of nodes or edges
     grads = {name: x if name == alone else all_gathered(x) for name, x in grads.items()}
-    nodes = {"src", "dst", "value"} & set(grads) if plan.tied > 1 else ()
-    return grads | {name: tied_rows(grads[name], getattr(given, name)) for name in nodes}
+    if plan.tied > 1:
+        like = {name: getattr(given, name) for name in ("src", "dst", "value") if name in grads}
+        grads |= {name: placement.rows_sharded_like(grads[name], x) for name, x in like.items()}
+    return grads
 
 
-def _walked(loops: Loops, found: Saved) -> Saved:
-    """`found` as `edge_loops.rows` reads it; where an index past the end finds a row of its own, p is 0."""
-    fills = {"dout": 0, "delta": 0, "m": jnp.inf, "l": 1}
-    rows = {n: for_rows(loops, getattr(found, n), fill) for n, fill in fills.items()}
-    return found._replace(**rows)
+class _Passes(NamedTuple):
+    """Which sums are needed, and which pass gives them."""
+
+    need: Sums[bool]
+    by_source: Sums[bool]  # what the pass by source gives: all, but for dst where a second pass follows
+    second: bool  # whether a pass by destination follows
+    in_parts: bool  # whether what is handed to it stays in the order of the groups
+
+    @classmethod
+    def of(cls, plan: Plan, need: Sums[bool]) -> "_Passes":
+        """Decides by what the gradients need."""
+        second = need.dst and not plan.one_pass
+        in_parts = second and plan.loops.first_groups and not need.handed
+        need = need._replace(handed=True) if second else need
+        return cls(need, need._replace(dst=need.dst and not second), second, in_parts)
 
 
-def _zeros(
-    kind: Kind, need: Sums[bool], t: Tables, row: jax.Array, graph: BipartiteCSC, operands: Any
+def _sums(
+    plan: Plan, passes: _Passes, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
 ) -> Sums[Any]:
-    """Zeros for the sums that are needed; `row` `[num_dst, H]` tells their dtype."""
+    """Sums over all edges of `graph`: one pass by source and, where it is needed, one by destination."""
+    operands, result = residuals.operands, residuals.result
+    row: Any = result.lse if result.m is None else result.m
+    sums = _zeros(plan.kind, passes.need, t, row, graph, (operands, result, cotangents))
+    if passes.in_parts:
+        sums = sums._replace(handed=())
+    if not has_edges(operands.graph):
+        return sums
+    saved = _with_end_rows(plan, destination_rows(plan.options, residuals, cotangents))
+    t = plan.loops.with_end_rows(t)
+    sums = _source_pass(plan, t, saved, graph, sums, passes.by_source)
+    if passes.second:
+        sums = sums._replace(dst=_destination_pass(plan, t, graph, sums))
+    return sums
+
+
+def _with_end_rows(plan: Plan, saved: DestinationRows) -> DestinationRows:
+    """Returns `saved` as `loops.rows` reads it; where an index past the end finds its own row, p is 0."""
+    fills = {"dout": 0, "delta": 0, "m": jnp.inf, "l": 1}
+    rows = {n: plan.loops.with_end_row(getattr(saved, n), fill) for n, fill in fills.items()}
+    return saved._replace(**rows)
+
+
+def _zeros(kind: Kind, need: Sums[bool], t: Tables, row: jax.Array, graph: Any, operands: Any) -> Sums[Any]:
+    """Returns zeros for the sums that are needed; `row` `[num_dst, H]` tells their dtype."""
     by_edge = (graph.capacity, kind.options.num_heads)
 
     def zeros(needed, like, shape=None):
@@ -121,88 +140,88 @@ def _zeros(
 
 
 def _sums_over_pieces(
-    plan: Plan,
-    kind: Kind,
-    t: Tables,
-    saved: Saved,
-    operands: Operands,
-    need: Sums[bool],
-    of_sources: Sums[bool],
+    plan: Plan, passes: _Passes, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
 ) -> Sums[Any]:
-    """The sums where nodes lie on several devices, by pieces of the edges; each sum lies as its operand.
+    """Sums over the edges, by pieces, where nodes lie on several devices; each sum lies as its operand.
 
     What the pass by source hands on is summed, and whole on every device, before the pass by destination.
     """
-    pieces, graph = plan.pieces, operands.graph
+    pieces, kind, operands = plan.pieces, plan.kind, residuals.operands
     assert pieces is not None  # else there are no pieces
-    value = operands.src if operands.value is None else operands.value
-    like = {"message": value, "src": operands.src, "dst": operands.dst}
-    t, saved = whole(t, saved)
+    t, saved = t.unsharded(destination_rows(plan.options, residuals, cotangents))
 
     def source_pass(graph, shared):
         t, saved = shared
-        sums = _zeros(kind, of_sources, t, saved.m, graph, (graph, shared))
-        t, saved = walked(plan.loops, t), _walked(plan.loops, saved)
-        return _source_pass(plan, kind, t, saved, graph, sums, of_sources)._asdict()
+        sums = _zeros(kind, passes.by_source, t, saved.m, graph, (graph, shared))
+        t, saved = plan.loops.with_end_rows(t), _with_end_rows(plan, saved)
+        return _source_pass(plan, t, saved, graph, sums, passes.by_source)._asdict()
 
     def destination_pass(graph, shared):
         t, handed, row = shared
-        only_dst = Sums(*(False for _ in need))._replace(dst=True)
+        only_dst = Sums(*(False for _ in passes.need))._replace(dst=True)
         sums = _zeros(kind, only_dst, t, row, graph, (graph, shared))
         sums = sums._replace(handed=handed)
-        return {"dst": _destination_pass(plan, kind, walked(plan.loops, t), graph, sums)}
+        return {"dst": _destination_pass(plan, plan.loops.with_end_rows(t), graph, sums)}
 
-    needed = [name for name, is_needed in of_sources._asdict().items() if is_needed]
+    # each sum of a pass goes to the devices of its operand; those without one to every device
+    value = operands.src if operands.value is None else operands.value
+    like = {"message": value, "src": operands.src, "dst": operands.dst}
+    needed = [name for name, is_needed in passes.by_source._asdict().items() if is_needed]
     homes = {name: Home(like.get(name)) for name in needed}
-    found = edge_pieces.by_source(pieces, graph, source_pass, (t, saved), homes)
-    if need.dst and not of_sources.dst:
+    found = placement.by_source(pieces, graph, source_pass, (t, saved), homes)
+    if passes.second:
         home = {"dst": Home(operands.dst)}
         shared = t, found["handed"], saved.m
-        found |= edge_pieces.by_destination(pieces, graph, destination_pass, shared, home)
+        found |= placement.by_destination(pieces, graph, destination_pass, shared, home)
     return Sums(**dict.fromkeys(Sums._fields) | found)
 
 
 def _source_pass(
-    plan: Plan, kind: Kind, t: Tables, saved: Saved, graph: Any, sums: Sums[Any], need: Sums[bool]
+    plan: Plan, t: Tables, saved: DestinationRows, graph: Any, sums: Sums[Any], need: Sums[bool]
 ) -> Sums[Any]:
     """Adds the share of every edge to the sums that are needed; the groups are of sources."""
     if not any(need):
         return sums
 
+    # by number of the edge; or in the order of the groups, with the numbers, which the second pass looks up
     def hand_on(handed, new, chunk):
         if isinstance(handed, tuple):
             return (*handed, (chunk.number, new))
-        return edge_loops.put(handed, chunk.number, new)
+        return loops.put(handed, chunk.number, new)
 
     def fold(sums, new, chunk):
         return Sums(
             a=sums.a + new.a if need.a else None,
             handed=hand_on(sums.handed, new.handed, chunk) if need.handed else None,
             dst=sums.dst.at[chunk.other].add(new.dst, mode="drop") if need.dst else sums.dst,
-            edge=edge_loops.put(sums.edge, chunk.number, new.edge) if need.edge else None,
-            message=edge_loops.add(sums.message, chunk, new.message) if need.message else None,
-            src=edge_loops.add(sums.src, chunk, new.src) if need.src else None,
+            edge=loops.put(sums.edge, chunk.number, new.edge) if need.edge else None,
+            message=loops.add(sums.message, chunk, new.message) if need.message else None,
+            src=loops.add(sums.src, chunk, new.src) if need.src else None,
         )
 
-    share = partial(_share, kind, t, saved, need)
-    return edge_loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
+    share = partial(_share, plan.kind, t, saved, need)
+    return loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
 
 
-def _share(kind: Kind, t: Tables, saved: Saved, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
-    """The shares of a chunk's edges in the sums that are needed."""
+def _share(kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
+    """Computes the shares of a chunk's edges, in groups by source, in the sums that are needed."""
+    # the weights again, [(W,) R, H]
     read = _read(kind, t, saved, chunk)
     s = with_bias(kind.score(t, read.ends), t, chunk, read.seen)
     p = jnp.exp(s - rows(saved.m, chunk.other, jnp.inf)) / rows(saved.l, chunk.other, 1)  # (1)
-    z = factors(kind.options, t, chunk)
+    z = kind.dropout_factors(t, chunk)
     w = p if z is None else p * z  # (2)
-    if not any(need._replace(message=False)):
+    if not any(need._replace(message=False)):  # nothing goes through the scores
         message = kind.from_heads(sum_of_group(w[..., None] * read.dout, chunk)) if need.message else None
         return Sums(None, None, None, None, message, None)
 
-    ds = _of_scores(kind, t, saved, chunk, read, p, z)
-    if kind.reads_twice and not edge_loops.adds_in_order():
+    # ds, [(W,) R, H]; behind it the rows are read once more where slopes by edge and feature would be kept
+    ds = _gradient_of_scores(kind, t, saved, chunk, read, p, z)
+    if kind.reads_twice and not loops.adds_in_order():
         ds, w, chunk = fusion.barrier((ds, w, chunk))
         read = _read(kind, t, saved, chunk)
+
+    # what w and ds give, by kind: rows of the sources [R, H, D], of the edges and destinations [(W,) R, H, D]
     dx: Any = None
     if need.message or (need.src and kind.message_is_src):
         dx = sum_of_group(w[..., None] * read.dout, chunk)  # (4)
@@ -223,17 +242,23 @@ class _Read(NamedTuple):
     seen: jax.Array | None  # [(W,) R, H]
 
 
-def _read(kind: Kind, t: Tables, saved: Saved, chunk: Chunk) -> _Read:
+def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Read:
     dtype, seen = saved.m.dtype, visible(t, chunk)
     own = kind.to_heads(own_rows(t.src, chunk).astype(dtype))
     dout = shown(rows(saved.dout, chunk.other).astype(dtype), seen)
     return _Read(own, _ends(kind, t, own, None, chunk, seen), dout, seen)
 
 
-def _of_scores(
-    kind: Kind, t: Tables, saved: Saved, chunk: Chunk, read: _Read, p: jax.Array, z: jax.Array | None
+def _gradient_of_scores(
+    kind: Kind,
+    t: Tables,
+    saved: DestinationRows,
+    chunk: Chunk,
+    read: _Read,
+    p: jax.Array,
+    z: jax.Array | None,
 ) -> jax.Array:
-    """The gradients ds of the scores (6)."""
+    """Computes the gradients ds of the scores (6), `[(W,) R, H]`."""
     x = kind.to_heads(own_rows(t.message, chunk).astype(p.dtype))
     c = products(read.dout, total(x, read.ends.edge) if kind.edge_in_message else x)
     if saved.dweights is not None:
@@ -245,7 +270,7 @@ def _of_scores(
 
 
 def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) -> Rows:
-    """The rows that the scores of a chunk read; the rows of one end, src or dst, are given."""
+    """Reads the rows that the scores of a chunk are made of; the rows of one end, src or dst, are given."""
     dtype = (dst if src is None else src).dtype
     edge = None
     if t.edge is not None:
@@ -257,21 +282,22 @@ def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) ->
     return Rows(src, dst, edge)
 
 
-def _destination_pass(plan: Plan, kind: Kind, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
-    """Sums for each destination what its edges handed on in the pass by source."""
-    dtype = sums.dst.dtype
+def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
+    """Sums for each destination what its edges handed on in the pass by source, `[num_dst, H, D]`."""
+    kind, dtype = plan.kind, sums.dst.dtype
     handed: Any = partial(take, sums.handed)
     if isinstance(sums.handed, tuple):
-        handed = edge_loops.by_number(sums.handed, graph.capacity)
-    runs, count = edge_loops.in_runs(graph)
+        handed = loops.by_number(sums.handed, graph.capacity)
+    runs, count = loops.in_runs(graph)
 
     def share(chunk):
-        own = own_rows(t.dst, edge_loops.to_nodes(graph, chunk)).astype(dtype)
+        own = own_rows(t.dst, loops.to_nodes(graph, chunk)).astype(dtype)
         ends = _ends(kind, t, None, own, chunk, visible(t, chunk))
         return sum_of_group(kind.to_dst(t, handed(chunk.number), ends), chunk)
 
-    add = lambda dst, new, chunk: edge_loops.add(dst, chunk, new)
+    # into runs, and from these into nodes
+    add = lambda dst, new, chunk: loops.add(dst, chunk, new)
     extra = ((0, count - graph.num_dst), *((0, 0) for _ in sums.dst.shape[1:]))
     of_runs = jnp.pad(sums.dst, extra)
-    of_runs = edge_loops.scan(share, add, of_runs, runs, graph.capacity, plan.loops.scores)
-    return edge_loops.add_runs(sums.dst, graph, of_runs)
+    of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, plan.loops.scores)
+    return loops.add_runs(sums.dst, graph, of_runs)

@@ -12,8 +12,8 @@ from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.ops.graph import reductions
 from jax_attn_bwd.ops.graph.arguments import check_graph
+from jax_attn_bwd.ops.graph.placement import run_on_every_device
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-from jax_attn_bwd.ops.graph.tables import on_every_device
 
 
 def edge_sum(
@@ -265,7 +265,7 @@ def _rows(operator: str, argument: str, x: Any, name: str, size: Any) -> jax.Arr
 def _portable(name: str) -> backend.Implementation:
     forward, backward = (jax.jit(partial(one, name)) for one in (reductions.forward, reductions.backward))
     return backend.Implementation(
-        "xla", partial(on_every_device, forward), partial(on_every_device, backward)
+        "xla", partial(run_on_every_device, forward), partial(run_on_every_device, backward)
     )
 
 
@@ -299,7 +299,7 @@ def _fwd_of_given(static, graph, edge):
 
 def _jvp(static, residuals, along):
     graph, saved, _ = residuals
-    return on_every_device(_TANGENTS[static[0]], graph, along[1], *saved)
+    return run_on_every_device(_TANGENTS[static[0]], graph, along[1], *saved)
 
 
 _reduce.defvjp(_fwd, _bwd)

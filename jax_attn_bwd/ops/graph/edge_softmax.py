@@ -21,12 +21,12 @@ from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
 from jax_attn_bwd._core.types import Array, Implementation
-from jax_attn_bwd.ops.graph import edge_loops
+from jax_attn_bwd.ops.graph import loops
 from jax_attn_bwd.ops.graph.arguments import check_graph
-from jax_attn_bwd.ops.graph.edge_loops import has_edges, own_rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.placement import run_on_every_device
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-from jax_attn_bwd.ops.graph.tables import on_every_device
 
 _NAME = "edge_softmax"
 
@@ -179,13 +179,13 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) ->
 def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
     """The weights (1)."""
     dtype, like = accumulator_dtype(scores.dtype), (graph, scores)
-    edges = edge_loops.whole(graph.by_destination, graph.capacity)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity)
     weights = full_like_operands(scores, scores.shape, 0, scores.dtype, like)
     if has_edges(graph):
         zeros = full_like_operands(scores, (graph.num_dst, scores.shape[1]), 0, dtype, like)
         s = present(take(scores, edges.number).astype(dtype), edges)
         ((p,), *_) = softmax([s], [edges], graph, zeros)
-        weights = edge_loops.put(weights, edges.number, p)
+        weights = loops.put(weights, edges.number, p)
     return tie(weights, like)
 
 
@@ -193,21 +193,21 @@ def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
 def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> jax.Array:
     """The gradient of the scores (2)."""
     dtype, like = accumulator_dtype(weights.dtype), (graph, weights, dweights)
-    edges = edge_loops.whole(graph.by_destination, graph.capacity)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity)
     dscores = full_like_operands(weights, weights.shape, 0, dtype, like)
     if has_edges(graph):
         w = take(weights, edges.number).astype(dtype)
         dw = jnp.where(w == 0, 0, take(dweights, edges.number).astype(dtype))
         zeros = full_like_operands(weights, (graph.num_dst, weights.shape[1]), 0, dtype, like)
-        sums = edge_loops.add(zeros, edges, sum_of_group(w * dw, edges))
+        sums = loops.add(zeros, edges, sum_of_group(w * dw, edges))
         ds = w * (dw - own_rows(sums, edges))  # (2)
-        dscores = edge_loops.put(dscores, edges.number, ds)
+        dscores = loops.put(dscores, edges.number, ds)
     return match_type(dscores, weights)
 
 
 def _of_entries(run: Callable[..., jax.Array], graph: BipartiteCSC, *arrays: jax.Array) -> jax.Array:
     """`run(graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
-    run = partial(on_every_device, run)
+    run = partial(run_on_every_device, run)
     for _ in range(arrays[0].ndim - 2):
         run = jax.vmap(run, in_axes=(None, *(0 for _ in arrays)))
     return run(graph, *arrays)

@@ -7,7 +7,7 @@ dropout factor:
     out_i = sum_e w_e message_e,   lse_i = m_i + log l_i,   m and l as in `softmax.py`
 
 Arrays of edges x heads are formed whole. Arrays of edges x heads x features are formed whole where they are
-small, else a chunk at a time (`edge_loops.py`).
+small, else a chunk at a time (`loops.py`).
 
 Where all scores of a node are huge and alike, rounding lse loses log l. So m and l are kept for the
 backward.
@@ -25,25 +25,27 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
-from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, own_rows, rows, take
+from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
+from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, rows, take
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import present, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Result
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-from jax_attn_bwd.ops.graph.tables import edges_of, factors, gathered, tables, walked, whole
 
 
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> Result:
-    """The outputs and row values of one entry of a batch."""
-    options, graph = plan.options, edges_of(plan, operands)
-    operands = gathered(operands) if plan.on_every_device else operands
-    kind = kinds.of(options)
-    t, like = tables(kind, operands), split_heads(operands.dst, options.num_heads)
-    found = (_sums_over_pieces if plan.pieces else _sums)(plan, t, graph, like, operands)
-    out, m, l, weights = found
+    """Computes the outputs and row values of one entry of a batch."""
+    # the edges as the passes walk over them, and the tables that they read
+    options, graph = plan.options, plan.edges_of(operands)
+    operands = placement.gathered_operands(operands) if plan.on_every_device else operands
+    t, like = plan.kind.tables(operands), split_heads(operands.dst, options.num_heads)
+
+    sums_of_edges = _sums_over_pieces if plan.pieces else _sums
+    out, m, l, weights = sums_of_edges(plan, t, graph, like, operands)  # [num_dst, H, D], [num_dst, H] twice
+
+    # from accumulated sums to what is returned and saved
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
     # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
@@ -70,87 +72,98 @@ def _sums(
     operands: Any,
     mesh_axes: tuple[str, ...] = (),
 ) -> _Sums:
-    """Of all edges of `graph`; what `like` `[.., H, D]` and the operands are sharded over, the sums are too.
+    """Sums over all edges of `graph`; the sums are sharded like `like` `[.., H, D]` and the operands.
 
     Of edges in pieces along `mesh_axes`, `out` is not divided by l yet.
     """
+    # zeros, which stay where there is no edge
     options, dtype = plan.options, accumulator_dtype(t.message.dtype)
-    kind, H, D = kinds.of(options), options.num_heads, t.message.shape[2]
+    kind, H, D = plan.kind, options.num_heads, t.message.shape[2]
     out = full_like_operands(like, (graph.num_dst, H, D), 0, dtype, operands)
-    m = l = out.sum(-1)  # zeros
+    m = l = out.sum(-1)
     weights = None
     if options.return_weights:
         weights = full_like_operands(l, (graph.capacity, H), 0, dtype, operands)
+    if not has_edges(graph):
+        return _Sums(out, m, l, weights)
 
-    if has_edges(graph):
-        t = walked(plan.loops, t)
-        walk = (graph.by_destination, graph.capacity)
-        s = edge_loops.each(partial(scores, kind, t), *walk, plan.loops.scores)
-        parts = edge_loops.parts(*walk)
-        p, m, l = softmax(s, parts, graph, l, mesh_axes)
-        z = [factors(options, t, chunk) for chunk in parts]
-        w = [p_k if z_k is None else p_k * z_k for p_k, z_k in zip(p, z, strict=True)]
-        add = lambda out, rows, chunk: edge_loops.add(out, chunk, rows)
-        runs, count = edge_loops.in_runs(graph)
-        sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
-        share = partial(weighted_messages, kind, t)
-        sums = edge_loops.scan(share, add, sums, runs, graph.capacity, plan.loops.messages, w)
-        out = edge_loops.add_runs(out, graph, sums)
-        if weights is not None:
-            for chunk, w_k in zip(parts, w, strict=True):
-                weights = edge_loops.put(weights, chunk.number, w_k)
+    # scores and their softmax, whole: [(W,) R, H] of each part of the groups
+    t, groups = plan.loops.with_end_rows(t), graph.by_destination
+    s = loops.each(partial(scores, kind, t), groups, graph.capacity, plan.loops.scores)
+    parts = loops.parts(groups, graph.capacity)
+    p, m, l = softmax(s, parts, graph, l, mesh_axes)
+
+    # w, with dropout
+    z = [kind.dropout_factors(t, chunk) for chunk in parts]
+    w = [p_k if z_k is None else p_k * z_k for p_k, z_k in zip(p, z, strict=True)]
+
+    # w times the messages, a chunk of edges at a time, into runs and from these into nodes
+    add = lambda out, rows, chunk: loops.add(out, chunk, rows)
+    runs, count = loops.in_runs(graph)
+    sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
+    share = partial(weighted_messages, kind, t)
+    sums = loops.scan(share, add, sums, runs, graph.capacity, plan.loops.messages, w)
+    out = loops.add_runs(out, graph, sums)
+
+    # w in the caller's order
+    if weights is not None:
+        for chunk, w_k in zip(parts, w, strict=True):
+            weights = loops.put(weights, chunk.number, w_k)
     return _Sums(out, m, l, weights)
 
 
 def _sums_over_pieces(plan: Plan, t: Tables, graph: BipartiteCSC, like: jax.Array, _) -> _Sums:
-    """The same where nodes lie on several devices, by pieces of the edges.
+    """Sums over the edges, by pieces, where nodes lie on several devices.
 
     The pieces agree on m, then sum exp(s - m) and its products with the messages, and divide what they have
     summed. The weights need l of all pieces: they take a pass of their own.
     """
     pieces, heads = plan.pieces, like.sum(0, keepdims=True)
     assert pieces is not None  # else there are no pieces
-    t, _ = whole(t)
+    t, _ = t.unsharded()
     part = replace(plan, options=replace(plan.options, return_weights=False))
 
+    # out and l, shares of each piece, go to the devices of their nodes; m is alike on all
     def sums(graph, shared):
         return _sums(part, shared[0], graph, shared[1], (graph, shared), pieces.mesh_axes)._asdict()
 
-    home = edge_pieces.Home(like)
-    found = edge_pieces.by_destination(
-        pieces, graph, sums, (t, heads), {"out": home, "m": edge_pieces.EVERYWHERE, "l": home}
-    )
+    home = placement.Home(like)
+    homes = {"out": home, "m": placement.EVERYWHERE, "l": home}
+    found = placement.by_destination(pieces, graph, sums, (t, heads), homes)
     m, l = found["m"], found["l"]
     positive = jnp.where(l == 0, 1, l)
     out, like_rows = found["out"] / positive[..., None], reshard_like(m, l, (0, 1))
     if not plan.options.return_weights:
         return _Sums(out, like_rows, l, None)
-    shared, homes = (t, m, edge_pieces.whole(positive)), dict.fromkeys(("w", "number"), edge_pieces.EACH)
-    found = edge_pieces.by_destination(pieces, graph, partial(_weights, plan), shared, homes)
+
+    # the weights, of each piece's edges, are put together on every device
+    shared = t, m, placement.unsharded_rows(positive)
+    homes = dict.fromkeys(("w", "number"), placement.EACH)
+    found = placement.by_destination(pieces, graph, partial(_weights, plan), shared, homes)
     zeros = full_like_operands(heads.sum(-1), (graph.capacity, plan.options.num_heads), 0, l.dtype, ())
-    weights = edge_loops.put(zeros, *(edge_pieces.whole(found[n]) for n in ("number", "w")))
+    weights = loops.put(zeros, *(placement.unsharded_rows(found[n]) for n in ("number", "w")))
     return _Sums(out, like_rows, l, weights)
 
 
 def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> dict[str, jax.Array]:
-    """The weights `[(W,) R, H]` and numbers of the edges in groups by destination, by tables, m and l."""
-    (t, m, l), kind, walk = saved, kinds.of(plan.options), (graph.by_destination, graph.capacity)
-    (s,) = edge_loops.each(partial(scores, kind, walked(plan.loops, t)), *walk, plan.loops.scores)
-    edges = edge_loops.whole(*walk)
+    """Computes the weights `[(W,) R, H]`, with their numbers, of edges by destination: of tables, m and l."""
+    (t, m, l), kind, walk = saved, plan.kind, (graph.by_destination, graph.capacity)
+    (s,) = loops.each(partial(scores, kind, plan.loops.with_end_rows(t)), *walk, plan.loops.scores)
+    edges = loops.one_chunk(*walk)
     m, l = (own_rows(x, edges, fill) for x, fill in ((m, 0), (l, 1)))
-    p, z = jnp.exp(s - m) / l, factors(plan.options, t, edges)
+    p, z = jnp.exp(s - m) / l, kind.dropout_factors(t, edges)
     return {"w": p if z is None else p * z, "number": edges.number}
 
 
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
-    """The scores of a chunk in groups by destination, `[(W,) R, H]`; `t` comes from `tables.walked`."""
+    """Computes the scores of a chunk by destination, `[(W,) R, H]`; `t` comes from `Loops.with_end_rows`."""
     dtype, seen = accumulator_dtype(t.message.dtype), visible(t, chunk)
     s = kind.score(t, ends(kind, t, chunk, seen, dtype))
     return with_bias(s, t, chunk, seen)
 
 
 def ends(kind: Kind, t: Tables, chunk: Chunk, seen: jax.Array | None, dtype: Any) -> Rows:
-    """The rows that the scores of a chunk in groups by destination read; None where `t` has none."""
+    """Reads the rows that the scores of a chunk by destination are made of; None where `t` has none."""
 
     def read(table, find, at):
         return None if table is None else find(table, at).astype(dtype)
@@ -162,7 +175,7 @@ def ends(kind: Kind, t: Tables, chunk: Chunk, seen: jax.Array | None, dtype: Any
 
 
 def visible(t: Tables, chunk: Chunk) -> jax.Array | None:
-    """Which edges exist and have a bias above -inf, `[(W,) R, H]`; None without a bias."""
+    """Tells which edges exist and have a bias above -inf, `[(W,) R, H]`; None without a bias."""
     if t.bias is None:
         return None
     seen = take(t.bias, chunk.number) != -jnp.inf
@@ -170,19 +183,19 @@ def visible(t: Tables, chunk: Chunk) -> jax.Array | None:
 
 
 def shown(rows: jax.Array, seen: jax.Array | None) -> jax.Array:
-    """`rows` `[..., H, D]` of a chunk, 0 where `seen` `[..., H]` is false."""
+    """Returns the `rows` `[..., H, D]` of a chunk, 0 where `seen` `[..., H]` is false."""
     return rows if seen is None else jnp.where(seen[..., None], rows, 0)
 
 
 def with_bias(s: jax.Array, t: Tables, chunk: Chunk, seen: jax.Array | None) -> jax.Array:
-    """Scores plus bias; -inf where the bias is -inf, and where there is no edge."""
+    """Adds the bias to scores; -inf where the bias is -inf, and where there is no edge."""
     if t.bias is None or seen is None:
         return present(s, chunk)
     return jnp.where(seen, s + jnp.where(seen, take(t.bias, chunk.number), 0), -jnp.inf)
 
 
 def weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> Any:
-    """The sum of w message over each group, `[R, H, D]`; 0 where `t` has no messages.
+    """Sums w message over each group, `[R, H, D]`; 0 where `t` has no messages.
 
     It goes edge by edge, so that the rows are read where they are multiplied.
     """
@@ -192,4 +205,4 @@ def weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> Any:
     x: Any = 0 if t.message is None else rows(t.message, chunk.other).astype(w.dtype)
     if t.edge is not None and kind.edge_in_message:
         x = x + take(t.edge, chunk.number).astype(w.dtype)
-    return edge_loops.sum_of_group(w[..., None] * shown(kind.to_heads(x), visible(t, chunk)), chunk)
+    return loops.sum_of_group(w[..., None] * shown(kind.to_heads(x), visible(t, chunk)), chunk)

@@ -4,12 +4,21 @@ Forward and backward take the same `Plan`, and derive nothing that stands in it.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.sharding import auto_devices
 from jax_attn_bwd._core.split import Pieces
-from jax_attn_bwd.ops.graph import batch_axes, edge_loops, edge_pieces, kinds
-from jax_attn_bwd.ops.graph.edge_loops import Grid, adds_in_order
+from jax_attn_bwd.ops.graph import kinds, loops, placement
+from jax_attn_bwd.ops.graph.groups import first_group_per_node
+from jax_attn_bwd.ops.graph.kinds import Kind
+from jax_attn_bwd.ops.graph.kinds.kind import Tables
+from jax_attn_bwd.ops.graph.loops import Grid, adds_in_order
 from jax_attn_bwd.ops.graph.spec import Operands, Options
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
 @dataclass(frozen=True)
@@ -23,15 +32,15 @@ class Loops:
       end_row: whether the tables of nodes get one more row, which an index past the end finds. It counts in
         groups of several edges, which are summed, and where a gradient sums over all that a chunk holds.
         What belongs to a single edge is dropped where it would be added. Off CPUs no table needs it.
-      led: whether the passes, all without a loop, take one group of each node first. Their sums are rows of
-        the nodes as they are, without a scatter, whose adding has no order off CPUs.
+      first_groups: whether the passes, all without a loop, take one group of each node first. Their sums are
+        rows of the nodes as they are, without a scatter, whose adding has no order off CPUs.
     """
 
     scores: Grid
     messages: Grid
     sources: Grid
     end_row: bool
-    led: bool
+    first_groups: bool
 
     @classmethod
     def of(
@@ -39,22 +48,39 @@ class Loops:
     ) -> "Loops":
         """Decides from the shapes and the platform; groups that are cut, or tied, have a padding."""
         kind, graph = kinds.of(options), operands.graph
-        elements, walks = kind.row_elements(operands), [graph.by_destination, graph.by_source]
+        elements, groups = kind.row_elements(operands), [graph.by_destination, graph.by_source]
         if pieces is not None:
-            walks = [edge_pieces.share(graph, walk, pieces) for walk in walks]
-        messages, sources = (edge_loops.grid(walk, elements) for walk in walks)
-        single = all(walk.other.shape[1] == 1 for walk in walks)
+            groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
+        messages, sources = (loops.grid(one, elements) for one in groups)
+        scores = loops.grid(groups[0], kind.score_elements(operands))
+
+        # a row at the end is needed where an index may be past it, and what it finds is summed
+        single = all(one.other.shape[1] == 1 for one in groups)
         filled = graph.exact and pieces is None and not tied and messages.count == sources.count == 1
         end_row = adds_in_order() and not (filled or (single and not kind.sums_whole_chunks))
-        scores = edge_loops.grid(walks[0], kind.score_elements(operands))
-        found = cls(scores, messages, sources, end_row, led=False)
-        groups = all(walk.other.shape[1] > 1 for walk in walks)
-        return replace(found, led=found.has_none and groups and pieces is None and not adds_in_order())
+
+        found = cls(scores, messages, sources, end_row, first_groups=False)
+        wide = all(one.other.shape[1] > 1 for one in groups)
+        first_groups = found.all_at_once and wide and pieces is None and not adds_in_order()
+        return replace(found, first_groups=first_groups)
 
     @property
-    def has_none(self) -> bool:
+    def all_at_once(self) -> bool:
         """Whether every pass takes all groups at once."""
         return all(isinstance(n, int) and n == 1 for n, _ in (self.scores, self.messages, self.sources))
+
+    def with_end_row(self, x: jax.Array, fill: float = 0) -> jax.Array:
+        """Adds to `x`, by node, a row of `fill` at its end, if `loops.rows` is to find one there."""
+        if not self.end_row:
+            return x
+        return jnp.pad(x, ((0, 1), *((0, 0) for _ in x.shape[1:])), constant_values=fill)
+
+    def with_end_rows(self, t: Tables) -> Tables:
+        """Returns the tables, those of nodes as `loops.rows` reads them."""
+        padded: Any = lambda x: None if x is None else self.with_end_row(x)
+        src, dst = padded(t.src), padded(t.dst)
+        message = src if t.message is t.src else padded(t.message)
+        return t._replace(src=src, dst=dst, message=message)
 
 
 @dataclass(frozen=True)
@@ -69,7 +95,7 @@ class Plan:
       in_turn: whether the entries of the batch are computed one after the other.
       on_every_device: whether nodes and edges may lie on several devices of an Auto mesh. Then each device
         gathers them all: any edge may ask for any node, and each chunk of a loop would gather its own.
-      tied: how many devices of an Auto mesh may share the edges, as `edge_ties.py` has it; 1: none do.
+      tied: how many devices of an Auto mesh may share the edges, see `placement.edges_sharded_like_nodes`.
       pieces: how devices cut the edges where nodes lie on several of an Explicit mesh; else None.
       loops: how the passes (over the edges of a piece) are cut into chunks.
       one_pass: whether the backward sums for the destinations in its pass by source: where a scatter adds in
@@ -90,21 +116,45 @@ class Plan:
     @classmethod
     def of(cls, options: Options, operands: Operands, implementation: str, return_residual: bool) -> "Plan":
         """Decides from the shapes, the mesh and the platform."""
+        # where nodes and edges lie
         spread = (operands.src, operands.dst, operands.value, operands.edge)
-        pieces = edge_pieces.of_nodes(operands)
+        pieces = placement.pieces_of_edges(operands)
         devices = 1 if pieces else max(auto_devices(x) for x in spread if x is not None)
-        batch_rank = batch_axes.batch_rank(operands)
+
+        # edges are tied to the nodes where no entry, no loop and no order of sums forbids it
+        batch_rank = len(operands.batch_axes)
         may_be_tied = devices > 1 and not batch_rank and adds_in_order()
-        loops = Loops.of(options, operands, pieces, may_be_tied)
+        chunks = Loops.of(options, operands, pieces, may_be_tied)
         return cls(
             options,
             implementation,
             return_residual,
             batch_rank,
-            batch_axes.one_after_another(),
+            one_after_another(),
             devices > 1,
-            devices if may_be_tied and loops.has_none else 1,
+            devices if may_be_tied and chunks.all_at_once else 1,
             pieces,
-            loops,
+            chunks,
             adds_in_order() and operands.graph.run_owners is None,
         )
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of attention: the score of an edge, its message, and what their cotangents give."""
+        return kinds.of(self.options)
+
+    def edges_of(self, operands: Operands) -> BipartiteCSC:
+        """Returns the graph as the passes walk over it."""
+        graph = operands.graph
+        if self.tied > 1:
+            return placement.edges_sharded_like_nodes(operands, self.tied)
+        if not self.loops.first_groups:
+            return graph
+        by_destination = first_group_per_node(graph.by_destination, graph.num_dst)
+        by_source = first_group_per_node(graph.by_source, graph.num_src)
+        return replace(graph, by_destination=by_destination, by_source=by_source)
+
+
+def one_after_another() -> bool:
+    """Tells whether entries are computed in turn: a lone CPU takes half the time for it."""
+    return targets.platform() == "cpu" and len(jax.devices("cpu")) == 1

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.graph import edge_loops
-from jax_attn_bwd.ops.graph.edge_groups import Groups
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, by_edge, has_edges, sum_of_group, take
+from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph.groups import Groups
+from jax_attn_bwd.ops.graph.loops import Chunk, by_edge, has_edges, sum_of_group, take
 
 
 def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
@@ -34,26 +34,24 @@ def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.
     out = full_like_operands(x, (graph.num_dst, *rest), 0, dtype, (graph, x))
     if not has_edges(graph):
         return out
-    runs, count = edge_loops.in_runs(graph)
+    runs, count = loops.in_runs(graph)
     of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
     share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
-    add = lambda sums, new, chunk: edge_loops.add(sums, chunk, new)
-    of_runs = edge_loops.scan(
-        share, add, of_runs, runs, graph.capacity, edge_loops.grid(runs, math.prod(rest))
-    )
-    return edge_loops.add_runs(out, graph, of_runs)
+    add = lambda sums, new, chunk: loops.add(sums, chunk, new)
+    of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, loops.grid(runs, math.prod(rest)))
+    return loops.add_runs(out, graph, of_runs)
 
 
 def _total(graph: Any, x: jax.Array) -> jax.Array:
     """Sums of `x` over the edges into each destination; one scatter does it where it adds in order."""
     dtype = accumulator_dtype(x.dtype)
-    if not edge_loops.adds_in_order() or x.dtype != dtype or not has_edges(graph):
+    if not loops.adds_in_order() or x.dtype != dtype or not has_edges(graph):
         return _sums(graph, x, lambda chunk: take(x, chunk.number))
-    runs, count = edge_loops.in_runs(graph)
+    runs, count = loops.in_runs(graph)
     shapes = ((n, *x.shape[1:]) for n in (graph.num_dst, count))
     out, of_runs = (full_like_operands(x, shape, 0, dtype, (graph, x)) for shape in shapes)
     of_runs = of_runs.at[_by_number(graph, runs, count)].add(x, mode="drop")
-    return edge_loops.add_runs(out, graph, of_runs)
+    return loops.add_runs(out, graph, of_runs)
 
 
 @jax.custom_jvp
@@ -61,14 +59,14 @@ def _maximum(graph: Any, x: jax.Array) -> jax.Array:
     """The maximum of `x` over the edges into each destination; 0 without edges."""
     rest = x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), -jnp.inf, x.dtype, (graph, x))
-    if has_edges(graph) and edge_loops.adds_in_order():
+    if has_edges(graph) and loops.adds_in_order():
         out = out.at[_by_number(graph, graph.by_destination, graph.num_dst)].max(x, mode="drop")
     elif has_edges(graph):
         of_edges = lambda chunk: take(x, chunk.number, -jnp.inf)
         share = lambda chunk: of_edges(chunk) if chunk.exists is None else of_edges(chunk).max(0)
-        fold = lambda top, new, chunk: edge_loops.highest(top, chunk, new)
-        grid = edge_loops.grid(graph.by_destination, math.prod(rest))
-        out = edge_loops.scan(share, fold, out, graph.by_destination, graph.capacity, grid)
+        fold = lambda top, new, chunk: loops.highest(top, chunk, new)
+        grid = loops.grid(graph.by_destination, math.prod(rest))
+        out = loops.scan(share, fold, out, graph.by_destination, graph.capacity, grid)
     return jnp.where(_spread(graph.offsets[1:] > graph.offsets[:-1], out), out, 0)
 
 
@@ -86,17 +84,17 @@ def _maximum_moves(graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> j
 
 
 def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
-    """Which edges of a chunk of `edge_loops.in_runs` hold their destination's maximum."""
-    of_node = edge_loops.own_rows(out, edge_loops.to_nodes(graph, chunk))
+    """Which edges of a chunk of `loops.in_runs` hold their destination's maximum."""
+    of_node = loops.own_rows(out, loops.to_nodes(graph, chunk))
     return take(x, chunk.number, jnp.nan) == of_node
 
 
 def _by_number(graph: Any, found: Groups, none: int) -> jax.Array:
     """The `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
-    chunk = edge_loops.whole(found, graph.capacity)
+    chunk = loops.one_chunk(found, graph.capacity)
     node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
     all_none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), none, node.dtype, graph)
-    return edge_loops.put(all_none, chunk.number, node)
+    return loops.put(all_none, chunk.number, node)
 
 
 def _ties(graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:

@@ -19,11 +19,11 @@ from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map
 from jax_attn_bwd.ops.graph import backward as portable_backward
 from jax_attn_bwd.ops.graph import forward as portable_forward
 from jax_attn_bwd.ops.graph import tangent as written_tangent
-from jax_attn_bwd.ops.graph.batch_axes import RANKS
-from jax_attn_bwd.ops.graph.edge_ties import tied_rows
+from jax_attn_bwd.ops.graph.placement import rows_sharded_like
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import (
     DIFFERENTIABLE,
+    RANKS,
     Cotangents,
     Operands,
     Options,
@@ -134,7 +134,7 @@ def _returned(plan: Plan) -> list[str]:
 def _outputs(plan: Plan, operands: Operands, result: Result) -> Any:
     out, lse = result.out if plan.options.concat_heads else result.mean, result.lse
     if plan.tied > 1:
-        out, lse = (tied_rows(x, operands.dst) for x in (out, lse))
+        out, lse = (rows_sharded_like(x, operands.dst) for x in (out, lse))
     found = {"out": out, "weights": result.weights, "lse": lse}
     outputs = tuple(found[name] for name in _returned(plan))
     return outputs if len(outputs) > 1 else out

@@ -9,7 +9,8 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.types import Fill
-from jax_attn_bwd.ops.graph import build_jax, reductions
+from jax_attn_bwd.ops.graph import reductions
+from jax_attn_bwd.ops.graph.groups import ends_of_edges
 
 FILLS = get_args(Fill)
 _OPERATOR = "BipartiteCSC.with_self_loops"
@@ -85,7 +86,7 @@ def _on_device(graph, edge, fill_value, capacity):
     if room < least:
         expected = f"be at least {least}, that of the traced graph and a loop for each node"
         raise ValueError(checks.message(_OPERATOR, "capacity", expected, capacity))
-    src, dst = build_jax.ends(graph)
+    src, dst = ends_of_edges(graph)
     kept = (dst < graph.num_dst) & (src != dst)
     loops = jnp.arange(nodes, dtype=jnp.int32)
     place = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
@@ -115,7 +116,7 @@ def _filled(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
     """
     if not isinstance(fill_value, str):
         return fill_value
-    src, dst = build_jax.ends(graph)
+    src, dst = ends_of_edges(graph)
     replaced = (src == dst) & (dst < graph.num_dst)
     count = (graph.offsets[1:] - graph.offsets[:-1]).at[dst].add(-replaced.astype(jnp.int32), mode="drop")
     spread = lambda x: jnp.expand_dims(x, tuple(range(1, edge.ndim)))

@@ -1,6 +1,9 @@
-"""Softmax of scores over the edges into each destination, by whole arrays of edges x heads.
+"""Softmax over the edges into each destination, and the rows of the destinations that its gradient needs.
 
 m_i = max_e s_e,   l_i = sum_e exp(s_e - m_i),   p_e = exp(s_e - m_i) / l_i,   e the edges into i
+
+The forward takes it by whole arrays of edges x heads. The backward reads m, l and delta, equation (5) of
+`backward.py`, of each destination.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, add, add_runs, highest, own_rows, sum_of_group, to_runs
+from jax_attn_bwd._core.numerics import finite
+from jax_attn_bwd._core.sharding import full_like_operands, reshard_like, unsharded
+from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph.loops import Chunk, add_runs, highest, own_rows, sum_of_group, take, to_runs
+from jax_attn_bwd.ops.graph.spec import Cotangents, Options
 
 
 class Softmax(NamedTuple):
@@ -41,7 +48,7 @@ def softmax(
     count = n if graph.run_owners is None else graph.run_owners.shape[0]
     of_runs = jnp.pad(zeros, ((0, max(count - n, 1)), (0, 0)))
     for part, chunk in zip(e, parts, strict=True):
-        of_runs = add(of_runs, to_runs(graph, chunk), sum_of_group(part, chunk))
+        of_runs = loops.add(of_runs, to_runs(graph, chunk), sum_of_group(part, chunk))
     l = add_runs(sums, graph, of_runs)
     if mesh_axes:
         return Softmax(e, m[:n], l[:n])
@@ -53,3 +60,50 @@ def softmax(
 def present(x: jax.Array, chunk: Chunk) -> jax.Array:
     """Scores `[(W,) R, H]`, -inf where there is no edge; those past the end may be anything."""
     return x if chunk.exists is None else jnp.where(chunk.exists[..., None], x, -jnp.inf)
+
+
+class DestinationRows(NamedTuple):
+    """Rows of the destinations that the pass over the sources reads, and dw by edge."""
+
+    dout: jax.Array  # [num_dst, H, D]
+    delta: jax.Array  # [num_dst, H]
+    m: jax.Array  # [num_dst, H], finite
+    l: jax.Array  # [num_dst, H], 1 instead of 0
+    dweights: jax.Array | None  # [E, H]
+
+
+def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -> DestinationRows:
+    """The destinations' rows, with delta (5)."""
+    operands = residuals.operands
+    out, _, weights, lse, m, l = residuals.result
+    if m is None:
+        m, l = finite(lse), jnp.where(lse == -jnp.inf, 0, jnp.ones_like(lse))
+    dtype, H, empty = m.dtype, options.num_heads, l == 0
+    heads = lambda x: x.reshape(x.shape[0], H, x.shape[1] // H)
+    out, dout = heads(out), cotangents.out
+    if dout is None:
+        dout = jnp.zeros_like(out)
+    elif options.concat_heads:
+        dout = heads(dout)
+    else:
+        dout = jnp.broadcast_to((dout.astype(dtype) / H)[:, None], out.shape)
+        dout = reshard_like(dout, out, (0, 1, 2))
+    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
+    if cotangents.weights is not None:
+        like = unsharded(delta, 0)
+        of_weights = sum_by_destination(operands.graph, weights, cotangents.weights, like)
+        delta = delta + reshard_like(of_weights, delta, (0, 1))
+    if cotangents.lse is not None:
+        delta = delta - jnp.where(empty, 0, cotangents.lse)
+    dweights = None if cotangents.weights is None else cotangents.weights.astype(dtype)
+    return DestinationRows(dout, delta, m, jnp.where(empty, 1, l), dweights)
+
+
+def sum_by_destination(graph: Any, x: jax.Array, y: jax.Array | None, like: jax.Array) -> jax.Array:
+    """The sum of x y over the edges into each destination, `[num_dst, H]`, dtype of `like`; None: y = 1."""
+    edges = loops.one_chunk(graph.by_destination, graph.capacity)
+    terms = take(x, edges.number).astype(like.dtype)
+    if y is not None:  # where x is 0 the edge may be hidden, and y there anything
+        terms = terms * jnp.where(terms == 0, 0, take(y, edges.number).astype(like.dtype))
+    zeros = full_like_operands(like, like.shape, 0, like.dtype, (x, y, graph))
+    return loops.add(zeros, edges, sum_of_group(terms, edges))

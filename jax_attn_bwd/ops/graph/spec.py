@@ -19,6 +19,7 @@ from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 ACTIVATIONS = get_args(Activation)
 DIFFERENTIABLE = ("src", "dst", "value", "attention_weights", "edge", "score_bias")
+RANKS = {"src": 2, "dst": 2, "value": 2, "edge": 2, "score_bias": 2, "dropout_mask": 2}  # without batch axes
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Options:
 class Operands(NamedTuple):
     """Every array of a call; None = not given. For the transformer src is the key and dst the query.
 
-    A call may have batch axes in front (`batch_axes.py`); kinds and loops get the arrays of one entry.
+    A call may have batch axes in front of these; kinds and loops get the arrays of one entry.
     """
 
     graph: BipartiteCSC
@@ -57,6 +58,17 @@ class Operands(NamedTuple):
     dropout_mask: jax.Array | None = None  # [H, E], factors
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None
+
+    @property
+    def leader(self) -> jax.Array:
+        """The first array of nodes that has the batch axes; src where none has."""
+        nodes = [x for x in (self.src, self.dst, self.value) if x is not None]
+        return max(nodes, key=lambda x: x.ndim)
+
+    @property
+    def batch_axes(self) -> tuple[int, ...]:
+        """The sizes of the batch axes."""
+        return self.leader.shape[:-2]
 
 
 class Result(NamedTuple):

@@ -10,8 +10,8 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
 from jax_attn_bwd._core.types import Array, Fill
-from jax_attn_bwd.ops.graph import build_jax, build_numpy, graph_checks, self_loops
-from jax_attn_bwd.ops.graph.edge_groups import Groups
+from jax_attn_bwd.ops.graph import groups, self_loops
+from jax_attn_bwd.ops.graph.groups import LIMIT, Groups
 
 
 @exportable_dataclass
@@ -173,9 +173,9 @@ class BipartiteCSC:
           TypeError: an argument is not of integers, or is traced.
         """
         operator = "BipartiteCSC.from_csc"
-        offsets = graph_checks.integers(operator, "offsets", offsets)
-        indices = graph_checks.integers(operator, "indices", indices)
-        num_src = graph_checks.count(operator, "num_src", num_src)
+        offsets = _integers(operator, "offsets", offsets)
+        indices = _integers(operator, "indices", indices)
+        num_src = _count(operator, "num_src", num_src)
         nnz = len(indices)
         if len(offsets) == 0:
             raise ValueError(checks.message(operator, "offsets", "have shape [num_dst + 1]", "(0,)"))
@@ -188,12 +188,23 @@ class BipartiteCSC:
         if offsets[-1] != nnz:
             expected = f"end at the number of indices, {nnz}"
             raise ValueError(checks.message(operator, "offsets", expected, offsets[-1]))
-        graph_checks.within(operator, "indices", indices, num_src, "num_src")
+        _check_within(operator, "indices", indices, num_src, "num_src")
         number = np.arange(nnz)
         if map_csc_to_coo is not None:
-            numbers = graph_checks.integers(operator, "map_csc_to_coo", map_csc_to_coo)
-            number = graph_checks.permutation(operator, numbers, nnz)
-        return cls(**build_numpy.arrays(operator, offsets, indices, number, num_src, capacity))
+            numbers = _integers(operator, "map_csc_to_coo", map_csc_to_coo)
+            number = _check_permutation(operator, numbers, nnz)
+        return cls._from_sorted(operator, offsets, indices, number, num_src, capacity)
+
+    @classmethod
+    def _from_sorted(cls, operator, offsets, indices, number, num_src, capacity) -> "BipartiteCSC":
+        """Builds the graph of edges by destination, checked but for their count and the capacity."""
+        nnz, num_dst = len(indices), _count(operator, "num_dst", len(offsets) - 1)
+        room = nnz if capacity is None else _count(operator, "capacity", capacity)
+        if nnz > room:
+            raise ValueError(checks.message(operator, "capacity", f"be at least nnz = {nnz}", capacity))
+        exact = capacity is None
+        found = groups.arrays_of_known(operator, offsets, indices, number, num_src, num_dst, room, exact)
+        return cls(**found, num_src=num_src, num_dst=num_dst)
 
     @classmethod
     def from_coo(
@@ -214,16 +225,16 @@ class BipartiteCSC:
           TypeError: an argument is not of integers, or is traced.
         """
         operator = "BipartiteCSC.from_coo"
-        src, dst = graph_checks.integers(operator, "src", src), graph_checks.integers(operator, "dst", dst)
-        num_src = graph_checks.count(operator, "num_src", num_src)
-        num_dst = graph_checks.count(operator, "num_dst", num_dst)
+        src, dst = _integers(operator, "src", src), _integers(operator, "dst", dst)
+        num_src = _count(operator, "num_src", num_src)
+        num_dst = _count(operator, "num_dst", num_dst)
         if len(src) != len(dst):
             raise ValueError(checks.message(operator, "dst", f"have shape {src.shape}", dst.shape))
-        graph_checks.within(operator, "src", src, num_src, "num_src")
-        graph_checks.within(operator, "dst", dst, num_dst, "num_dst")
-        order = build_numpy.stable_order(dst)
+        _check_within(operator, "src", src, num_src, "num_src")
+        _check_within(operator, "dst", dst, num_dst, "num_dst")
+        order = groups.stable_order(dst)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=num_dst))])
-        return cls(**build_numpy.arrays(operator, offsets, src[order], order, num_src, capacity))
+        return cls._from_sorted(operator, offsets, src[order], order, num_src, capacity)
 
     @classmethod
     def from_traced(cls, src: Any, dst: Any, num_src: int, num_dst: int) -> "BipartiteCSC":
@@ -259,12 +270,12 @@ class BipartiteCSC:
           [2.0, 1.5, 0.5, 2.0]
         """
         operator = "BipartiteCSC.from_traced"
-        num_src = graph_checks.count(operator, "num_src", num_src)
-        num_dst = graph_checks.count(operator, "num_dst", num_dst)
-        src, dst = (graph_checks.indices(operator, name, x) for name, x in (("src", src), ("dst", dst)))
+        num_src = _count(operator, "num_src", num_src)
+        num_dst = _count(operator, "num_dst", num_dst)
+        src, dst = (_traced_integers(operator, name, x) for name, x in (("src", src), ("dst", dst)))
         checks.shape(operator, "dst", dst, "as src", src.shape)
-        graph_checks.count(operator, "the number of edges", src.shape[0])
-        found = build_jax.arrays(operator, src, dst, num_src, num_dst)
+        _count(operator, "the number of edges", src.shape[0])
+        found = groups.arrays_of_traced(operator, src, dst, num_src, num_dst)
         return cls(**found, num_src=num_src, num_dst=num_dst, exact=False)
 
     @classmethod
@@ -297,14 +308,14 @@ class BipartiteCSC:
           5
         """
         operator = "BipartiteCSC.from_edge_index"
-        src, dst = graph_checks.rows(operator, "edge_index", edge_index)
+        src, dst = _two_rows(operator, "edge_index", edge_index)
         nodes = num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes, num_nodes)
         if len(nodes) != 2:
             expected, got = "be one number, or (sources, destinations)", f"{len(nodes)} of them"
             raise ValueError(checks.message(operator, "num_nodes", expected, got))
-        num_src, num_dst = (graph_checks.count(operator, "num_nodes", n) for n in nodes)
+        num_src, num_dst = (_count(operator, "num_nodes", n) for n in nodes)
         for row, ends, size in (("sources", src, num_src), ("destinations", dst, num_dst)):
-            graph_checks.within(operator, f"the {row} of edge_index", ends, size, "num_nodes")
+            _check_within(operator, f"the {row} of edge_index", ends, size, "num_nodes")
         add_self_loops = checks.flag(operator, "add_self_loops", add_self_loops)
         graph = cls.from_coo(src, dst, num_src, num_dst, capacity=None if add_self_loops else capacity)
         return graph.with_self_loops(capacity=capacity) if add_self_loops else graph
@@ -328,7 +339,7 @@ class BipartiteCSC:
         if not all(hasattr(graph, name) for name in ("senders", "receivers", "n_node")):
             expected = "be a jraph.GraphsTuple, or have its senders, receivers and n_node"
             raise TypeError(checks.message(operator, "graph", expected, type(graph).__name__))
-        nodes = int(graph_checks.integers(operator, "n_node", graph.n_node).sum())
+        nodes = int(_integers(operator, "n_node", graph.n_node).sum())
         return cls.from_coo(graph.senders, graph.receivers, nodes, nodes, capacity=capacity)
 
     @classmethod
@@ -370,3 +381,70 @@ def _equal(one: Any, two: Any) -> bool:
     readable = not any(isinstance(x, jax.core.Tracer) for x in (one, two))
     readable = readable and all(getattr(x, "is_fully_addressable", True) for x in (one, two))
     return readable and np.array_equal(one, two)
+
+
+def _integers(operator: str, argument: str, x: Any) -> np.ndarray:
+    """Checks that `x` has one axis and an integer dtype; returns it as a NumPy array of int64."""
+    if isinstance(x, jax.core.Tracer):
+        remedy = "build the graph outside jit and hand it in as an argument, or take from_traced"
+        raise TypeError(checks.message(operator, argument, "be a concrete array", "a tracer", remedy))
+    array = np.asarray(x)
+    if array.size == 0 and np.issubdtype(array.dtype, np.floating):
+        array = array.astype(np.int32)  # an empty list, or `np.zeros((2, 0))`
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(checks.message(operator, argument, "be integers", f"dtype {array.dtype}"))
+    if array.ndim != 1:
+        raise ValueError(checks.message(operator, argument, "have one axis", array.shape))
+    info = np.iinfo(np.int64)
+    if array.size and array.dtype == np.uint64 and array.max() > info.max:
+        raise ValueError(checks.message(operator, argument, "fit int64", array.max()))
+    return array.astype(np.int64)
+
+
+def _two_rows(operator: str, argument: str, x: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Checks that `x` has two rows of integers; returns them as NumPy arrays of int64."""
+    shapes = [np.shape(row) for row in x] if isinstance(x, tuple | list) else []
+    shape = (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes or np.shape(x)
+    if len(set(shapes)) > 1 or len(shape) != 2 or shape[0] != 2:
+        raise ValueError(checks.message(operator, argument, "have shape [2, nnz]", shape))
+    src, dst = (_integers(operator, argument, row) for row in x)
+    return src, dst
+
+
+def _traced_integers(operator: str, argument: str, x: Any) -> jax.Array:
+    """Checks that `x` has one axis and an integer dtype; returns it as a JAX array."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(checks.message(operator, argument, "be integers", f"dtype {x.dtype}"))
+    if x.ndim != 1:
+        raise ValueError(checks.message(operator, argument, "have one axis", x.shape))
+    return x
+
+
+def _count(operator: str, argument: str, x: Any) -> int:
+    """Checks that `x` is a number of nodes or edges that int32 can count."""
+    x = checks.integer(operator, argument, x)
+    if not 0 <= x < LIMIT:
+        raise ValueError(checks.message(operator, argument, f"lie in [0, {LIMIT})", x))
+    return x
+
+
+def _check_within(operator: str, argument: str, x: np.ndarray, size: int, name: str) -> None:
+    """Checks that every entry of `x` is in [0, size)."""
+    if not x.size:
+        return
+    low, high = int(x.min()), int(x.max())
+    if low < 0 or high >= size:
+        expected = f"lie in [0, {size}), the range of {name}"
+        got = low if low < 0 else high
+        raise ValueError(checks.message(operator, argument, expected, got))
+
+
+def _check_permutation(operator: str, x: np.ndarray, n: int) -> np.ndarray:
+    """Checks that `x` is a permutation of 0 to n - 1."""
+    in_range = x.shape == (n,) and (n == 0 or (x.min() >= 0 and x.max() < n))
+    if not in_range or not (np.bincount(x, minlength=n) == 1).all():
+        expected = f"be a permutation of 0 to {n} - 1"
+        got = f"shape {x.shape}" if x.shape != (n,) else "other or repeated numbers"
+        raise ValueError(checks.message(operator, "map_csc_to_coo", expected, got))
+    return x

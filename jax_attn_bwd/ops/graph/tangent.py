@@ -30,72 +30,79 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, unsharded
-from jax_attn_bwd.ops.graph import edge_loops, edge_pieces, kinds, tables
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges, own_rows, sum_of_group, take
-from jax_attn_bwd.ops.graph.edge_pieces import Home
+from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, merge_heads, split_heads
+from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, sum_of_group, take
+from jax_attn_bwd.ops.graph.placement import Home
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import Operands, Result
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-from jax_attn_bwd.ops.graph.tables import factors
 
 
 @partial(jax.jit, static_argnums=0)
 def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> Result:
-    """The tangents of what one entry of a batch returns; None in `tangents` is zero."""
-    graph = tables.edges_of(plan, operands)
+    """Computes the tangents of what one entry of a batch returns; None in `tangents` is zero."""
+    # the edges as the passes walk over them, and what every chunk reads
+    graph = plan.edges_of(operands)
     if plan.on_every_device:
-        operands, tangents = map(tables.gathered, (operands, tangents))
+        operands, tangents = map(placement.gathered_operands, (operands, tangents))
         result = all_gathered(result)
-    options, kind = plan.options, kinds.of(plan.options)
     assert result.m is not None is not result.l  # the forward left them
-    t, out = tables.tables(kind, operands), split_heads(result.out, options.num_heads)
-    saved = _saved(kind, t, operands, result, tangents)
-    found = (operands, result, tangents)
+    options = plan.options
+    t, out = plan.kind.tables(operands), split_heads(result.out, options.num_heads)
+    saved = _saved(plan.kind, t, operands, result, tangents)
+
+    # the sums over the edges, [num_dst, H, D] and [num_dst, H], and ds by edge
     if plan.pieces:
         dout, mu, ds = _sums_over_pieces(plan, graph, saved, out)
     else:
-        dout, mu, ds = _sums(plan, graph, saved, out, found)
+        dout, mu, ds = _sums(plan, graph, saved, out, (operands, result, tangents))
     dout = dout - mu[..., None] * out.astype(mu.dtype)  # (17)
 
+    # from accumulated sums to the tangents of what is returned
     dtype, dweights = operands.src.dtype, None
     if ds is not None:
-        dweights = _of_weights(operands.graph, result.weights, ds, unsharded(mu, 0)).astype(dtype)
+        mu_whole = unsharded(mu, 0)
+        dweights = _tangent_of_weights(operands.graph, result.weights, ds, mu_whole).astype(dtype)
     mean = None if options.concat_heads else dout.mean(1).astype(dtype)
-    along = Result(merge_heads(dout).astype(dtype), mean, dweights, mu, None, None)
-    return all_gathered(along) if plan.on_every_device else along
+    moved = Result(merge_heads(dout).astype(dtype), mean, dweights, mu, None, None)
+    return all_gathered(moved) if plan.on_every_device else moved
 
 
 def _sums(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax.Array, operands: Any) -> "_Sums":
-    """Of all edges of `graph`; the sums are sharded like `out` `[.., H, Dv]` and the operands."""
+    """Sums over all edges of `graph`; the sums are sharded like `out` `[.., H, Dv]` and the operands."""
+    # zeros, which stay where there is no edge
     m, shape = saved.m, (graph.num_dst, *out.shape[1:])
     zeros = lambda like, *shape: full_like_operands(like, shape, 0, m.dtype, operands)
     dout, mu = zeros(out, *shape), zeros(m, *m.shape)
     ds = zeros(m, graph.capacity, plan.options.num_heads) if plan.options.return_weights else None
-    if has_edges(graph):
-        runs, count = edge_loops.in_runs(graph)
-        of_runs = zeros(out, count, *out.shape[1:])
-        sums = _Sums(of_runs, of_runs.sum(-1), ds)
-        sums = sums if saved.scores_move else _Sums(of_runs, None, None)
-        saved = saved.walked(plan)
-        share = partial(_share, kinds.of(plan.options), graph, saved)
-        sums = edge_loops.scan(share, _fold, sums, runs, graph.capacity, plan.loops.messages)
-        dout = edge_loops.add_runs(dout, graph, sums.dout)
-        if saved.scores_move:
-            mu, ds = edge_loops.add_runs(mu, graph, sums.mu), sums.ds
+    if not has_edges(graph):
+        return _Sums(dout, mu, ds)
+
+    # into runs, and from these into nodes
+    runs, count = loops.in_runs(graph)
+    of_runs = zeros(out, count, *out.shape[1:])
+    sums = _Sums(of_runs, of_runs.sum(-1), ds)
+    sums = sums if saved.scores_move else _Sums(of_runs, None, None)
+    saved = saved.with_end_rows(plan)
+    share = partial(_share, plan.kind, graph, saved)
+    sums = loops.scan(share, _fold, sums, runs, graph.capacity, plan.loops.messages)
+    dout = loops.add_runs(dout, graph, sums.dout)
+    if saved.scores_move:
+        mu, ds = loops.add_runs(mu, graph, sums.mu), sums.ds
     return _Sums(dout, mu, ds)
 
 
 def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax.Array) -> "_Sums":
-    """The same where nodes lie on several devices, by pieces of the edges; each sum lies as `out`."""
+    """Sums over the edges, by pieces, where nodes lie on several devices; each sum lies as `out`."""
     pieces = plan.pieces
     assert pieces is not None  # else there are no pieces
-    shared = saved.whole(), out.sum(0, keepdims=True)
+    shared = saved.unsharded(), out.sum(0, keepdims=True)
     sums = lambda graph, shared: _sums(plan, graph, shared[0], shared[1], (graph, shared))._asdict()
     homes = dict.fromkeys(("dout", "mu"), Home(out))
-    homes |= {"ds": edge_pieces.EVERYWHERE} if plan.options.return_weights else {}
-    return _Sums(**{"ds": None} | edge_pieces.by_destination(pieces, graph, sums, shared, homes))
+    homes |= {"ds": placement.EVERYWHERE} if plan.options.return_weights else {}
+    return _Sums(**{"ds": None} | placement.by_destination(pieces, graph, sums, shared, homes))
 
 
 class _Sums(NamedTuple):
@@ -123,15 +130,15 @@ class _Saved:
         dt = self.dt
         return any(x is not None for x in (dt.src, dt.dst, dt.edge, dt.a, self.dbias))
 
-    def whole(self) -> "_Saved":
-        """With all nodes and edges on every device."""
-        t, others = tables.whole(self.t, (self.dbias, self.m, self.l))
-        return _Saved(t, tables.whole(self.dt)[0], *others)
+    def unsharded(self) -> "_Saved":
+        """Puts all nodes and edges on every device."""
+        t, others = self.t.unsharded((self.dbias, self.m, self.l))
+        return _Saved(t, self.dt.unsharded()[0], *others)
 
-    def walked(self, plan: Plan) -> "_Saved":
-        """The tables as `edge_loops.rows` reads them; an index past the end finds p = 0."""
-        t, dt = (tables.walked(plan.loops, x) for x in (self.t, self.dt))
-        m, l = (tables.for_rows(plan.loops, x, fill) for x, fill in ((self.m, jnp.inf), (self.l, 1)))
+    def with_end_rows(self, plan: Plan) -> "_Saved":
+        """Returns the tables as `loops.rows` reads them; an index past the end finds p = 0."""
+        t, dt = (plan.loops.with_end_rows(x) for x in (self.t, self.dt))
+        m, l = (plan.loops.with_end_row(x, fill) for x, fill in ((self.m, jnp.inf), (self.l, 1)))
         return _Saved(t, dt, self.dbias, m, l)
 
 
@@ -141,20 +148,24 @@ def _saved(kind: Kind, t: Tables, operands: Operands, result: Any, tangents: Ope
         shape = (operands.graph.capacity, kind.options.num_heads)
         dbias = jnp.broadcast_to(dbias.astype(result.m.dtype), shape)
     l = jnp.where(result.l == 0, 1, result.l)
-    return _Saved(t, tables.along(kind, operands, tangents, t), dbias, result.m, l)
+    return _Saved(t, kind.tables_tangent(operands, tangents, t), dbias, result.m, l)
 
 
 def _share(kind: Kind, graph: Any, saved: _Saved, chunk: Chunk) -> _Sums:
-    """What a chunk gives to the sums of (15) and (17)."""
+    """Computes what a chunk, in groups by destination, gives to the sums of (15) and (17)."""
     t, dt, dtype = saved.t, saved.dt, saved.m.dtype
-    chunk = edge_loops.to_nodes(graph, chunk)
+    chunk = loops.to_nodes(graph, chunk)
     seen = visible(t, chunk)
+
+    # the weights again, [(W,) R, H]
     read = ends(kind, t, chunk, seen, dtype)
     s = with_bias(kind.score(t, read), t, chunk, seen)
     m, l = (own_rows(x, chunk, fill) for x, fill in ((saved.m, jnp.inf), (saved.l, 1)))
     p = jnp.exp(s - m) / l  # (1)
-    z = factors(kind.options, t, chunk)
+    z = kind.dropout_factors(t, chunk)
     w = p if z is None else p * z  # (2)
+
+    # ds, [(W,) R, H], if the scores move, beside the messages that do
     dout = weighted_messages(kind, dt, chunk, w)
     ds = kind.score_tangent(t, dt.a, read, ends(kind, dt, chunk, seen, dtype))  # (12) to (14)
     if saved.dbias is not None:
@@ -169,14 +180,14 @@ def _share(kind: Kind, graph: Any, saved: _Saved, chunk: Chunk) -> _Sums:
 
 
 def _fold(sums: _Sums, new: _Sums, chunk: Chunk) -> _Sums:
-    add = lambda x, rows: None if x is None else edge_loops.add(x, chunk, rows)
-    ds = None if sums.ds is None else edge_loops.put(sums.ds, chunk.number, new.ds)
+    add = lambda x, rows: None if x is None else loops.add(x, chunk, rows)
+    ds = None if sums.ds is None else loops.put(sums.ds, chunk.number, new.ds)
     return _Sums(add(sums.dout, new.dout), add(sums.mu, new.mu), ds)
 
 
-def _of_weights(graph: Any, weights: Any, ds: jax.Array, mu: jax.Array) -> jax.Array:
-    """The tangents dw (16), in the caller's order."""
-    edges = edge_loops.whole(graph.by_destination, graph.capacity)
+def _tangent_of_weights(graph: Any, weights: Any, ds: jax.Array, mu: jax.Array) -> jax.Array:
+    """Computes the tangents dw (16), in the caller's order."""
+    edges = loops.one_chunk(graph.by_destination, graph.capacity)
     w = take(weights, edges.number).astype(mu.dtype)
     dw = w * (take(ds, edges.number) - own_rows(mu, edges))
-    return edge_loops.put(jnp.zeros_like(ds), edges.number, dw)
+    return loops.put(jnp.zeros_like(ds), edges.number, dw)

@@ -16,7 +16,7 @@ from ops.graph.calls import FUNCTIONS, each_kind, every_kind, random_edges
 
 from jax_attn_bwd import BipartiteCSC, check, explain, graph_attention, graph_transformer_attention
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.graph import edge_groups
+from jax_attn_bwd.ops.graph import groups
 from jax_attn_bwd.ops.graph.kernels import gpu_segments
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import LENGTH, segments, settled
 
@@ -50,7 +50,7 @@ def small_graph(src=None, dst=None, num_src=7, num_dst=5, *, width=1, capacity=N
     if src is None:
         src, dst = random_edges()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edge_groups, "group_width", lambda edges, nodes: width)
+        patch.setattr(groups, "group_width", lambda edges, nodes: width)
         return BipartiteCSC.from_coo(src, dst, num_src, num_dst, capacity=capacity)
 
 
@@ -87,8 +87,8 @@ def test_segments_hold_every_edge_once(width, capacity):
     dst[dst == 29] = 0
     graph = small_graph(src, dst, 40, 30, width=width, capacity=capacity)
     cut = jax.jit(segments, static_argnums=(1, 2))
-    for groups, nodes, near, far in ((graph.by_destination, 30, dst, src), (graph.by_source, 40, src, dst)):
-        at = jax.tree.map(np.asarray, cut(groups, nodes, graph.capacity))
+    for by_node, nodes, near, far in ((graph.by_destination, 30, dst, src), (graph.by_source, 40, src, dst)):
+        at = jax.tree.map(np.asarray, cut(by_node, nodes, graph.capacity))
         seen, places = [], []
         assert (np.diff(at.node) >= 0).all()
         assert set(at.node) >= set(range(nodes))  # the rows of nodes without edges are written, too

@@ -20,7 +20,7 @@ from ops.graph.calls import (
 
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd._core import targets
-from jax_attn_bwd.ops.graph import edge_loops
+from jax_attn_bwd.ops.graph import loops
 
 
 @every_kind
@@ -70,7 +70,7 @@ def test_sums_have_one_writer_off_the_cpu(kind, monkeypatch):
     function = FUNCTIONS[kind][0]
     expected = values_and_gradients(function, arrays, graph=graph)
     monkeypatch.setattr(targets, "platform", lambda: "gpu")
-    monkeypatch.setattr(edge_loops, "chunk_elements", lambda: 200)
+    monkeypatch.setattr(loops, "chunk_elements", lambda: 200)
     jax.clear_caches()
     try:
         assert_trees_close(values_and_gradients(function, arrays, graph=graph), expected, 1e-12)

@@ -10,7 +10,8 @@ from ops.graph.calls import FUNCTIONS, QUICK, H, each_kind, inputs, normal, valu
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd._core import targets
-from jax_attn_bwd.ops.graph import edge_groups, edge_loops, sorted_sums
+from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph.groups import first_group_per_node
 
 SOURCES, DESTINATIONS, EDGES, ROOM = 9, 170, 700, 740
 
@@ -30,8 +31,8 @@ def as_on_a_gpu(monkeypatch):
     def aim(limit=None):
         monkeypatch.setattr(targets, "platform", lambda: "gpu")
         if limit is not None:
-            monkeypatch.setattr(edge_loops, "whole_elements", lambda: limit)
-            monkeypatch.setattr(edge_loops, "chunk_elements", lambda: limit)
+            monkeypatch.setattr(loops, "whole_elements", lambda: limit)
+            monkeypatch.setattr(loops, "chunk_elements", lambda: limit)
         jax.clear_caches()
 
     yield aim
@@ -51,7 +52,7 @@ def test_sums_of_rows_that_lie_together(rows, nodes):
     expected = x.copy()
     np.add.at(expected, node[node < nodes], added[node < nodes])
     added[node >= nodes] = np.nan
-    got = jax.jit(sorted_sums.add, compiler_options=QUICK)(x, node, added)
+    got = jax.jit(loops.add_in_fixed_order, compiler_options=QUICK)(x, node, added)
     assert_close(got, expected, 1e-13)
 
 
@@ -63,14 +64,14 @@ def test_one_group_of_each_node_leads(nnz, as_on_a_gpu):
         graph = BipartiteCSC.from_coo(src, dst, SOURCES, DESTINATIONS, capacity=capacity)
         groups, number = graph.by_destination, np.asarray(graph.by_destination.number)
         assert set(range(DESTINATIONS)) <= set(groups.node.tolist())
-        led = edge_groups.led(groups, DESTINATIONS)
-        leading, others = np.split(np.asarray(led.number), [DESTINATIONS])
-        for chunk, nodes in ((leading, range(DESTINATIONS)), (others, led.node.tolist())):
+        reordered = first_group_per_node(groups, DESTINATIONS)
+        leading, others = np.split(np.asarray(reordered.number), [DESTINATIONS])
+        for chunk, nodes in ((leading, range(DESTINATIONS)), (others, reordered.node.tolist())):
             for found, node in zip(chunk, nodes, strict=True):
                 assert {int(dst[k]) for k in found if k < nnz} <= {node}
         first = np.unique(groups.node, return_index=True)[1][:DESTINATIONS]
         np.testing.assert_array_equal(leading, number[first])
-        np.testing.assert_array_equal(np.sort(led.number, axis=None), np.sort(number, axis=None))
+        np.testing.assert_array_equal(np.sort(reordered.number, axis=None), np.sort(number, axis=None))
 
 
 @pytest.mark.parametrize("limit", [None, 2000])

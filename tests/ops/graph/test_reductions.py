@@ -11,7 +11,7 @@ from ops.graph.calls import normal
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import edge_groups, edge_loops, reference
+from jax_attn_bwd.ops.graph import groups, loops, reference
 
 FUNCTIONS = {"edge_sum": jab.edge_sum, "edge_mean": jab.edge_mean, "edge_max": jab.edge_max}
 
@@ -34,10 +34,10 @@ def both(function, graph, edge, dout):
 def several_edges_in_a_group(monkeypatch):
     """Groups like those on a GPU, where no scatter has an order, and in many chunks."""
     jax.clear_caches()
-    monkeypatch.setattr(edge_groups, "group_width", lambda edges, nodes: 4)
-    monkeypatch.setattr(edge_loops, "adds_in_order", lambda: False)
-    monkeypatch.setattr(edge_loops, "whole_elements", lambda: 0)
-    monkeypatch.setattr(edge_loops, "chunk_elements", lambda: 256)
+    monkeypatch.setattr(groups, "group_width", lambda edges, nodes: 4)
+    monkeypatch.setattr(loops, "adds_in_order", lambda: False)
+    monkeypatch.setattr(loops, "whole_elements", lambda: 0)
+    monkeypatch.setattr(loops, "chunk_elements", lambda: 256)
     yield
     jax.clear_caches()
 

@@ -18,7 +18,7 @@ from ops.graph.calls import FUNCTIONS
 from parallel.exchanges import loops_and_collectives_in_them
 
 from jax_attn_bwd import BipartiteCSC, graph_attention, graph_attention_v2, graph_attention_v2_bwd
-from jax_attn_bwd.ops.graph import edge_groups, edge_loops, edge_pieces, plan
+from jax_attn_bwd.ops.graph import groups, loops, placement, plan
 
 SOURCES, DESTINATIONS, EDGES, ROOM, H, D = 16, 8, 70, 90, 4, 4
 NODES = ("src", "dst", "query", "key", "value")
@@ -128,10 +128,10 @@ def form(monkeypatch):
     """`form(edges of a group)`: small chunks, short runs."""
 
     def build(width):
-        monkeypatch.setattr(edge_loops, "whole_elements", lambda: 0)
-        monkeypatch.setattr(edge_loops, "chunk_elements", lambda: 64)
-        monkeypatch.setattr(edge_groups, "group_width", lambda edges, nodes: width)
-        for module in (edge_groups, edge_loops, edge_pieces):
+        monkeypatch.setattr(loops, "whole_elements", lambda: 0)
+        monkeypatch.setattr(loops, "chunk_elements", lambda: 64)
+        monkeypatch.setattr(groups, "group_width", lambda edges, nodes: width)
+        for module in (groups, loops, placement):
             monkeypatch.setattr(module, "RUN", 4)
         jax.clear_caches()
 
@@ -202,7 +202,7 @@ def test_auto_axes_off_the_cpu(monkeypatch):
     ct = [jnp.asarray(np.random.default_rng(2).standard_normal((DESTINATIONS, H * D)))]
     expected = program("gatv2", {}, ct)(graph, arrays)
     jax.clear_caches()
-    for module in (edge_loops, plan):
+    for module in (loops, plan):
         monkeypatch.setattr(module, "adds_in_order", lambda: False)
     mesh, placed = on_mesh((8,), {name: P("x", None) for name in NODES}, arrays, AxisType.Auto)
     with jax.set_mesh(mesh):

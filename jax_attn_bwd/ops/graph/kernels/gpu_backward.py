@@ -22,14 +22,13 @@ from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.graph import kinds, row_terms
+from jax_attn_bwd.ops.graph import kinds
 from jax_attn_bwd.ops.graph.kernels import gpu_inputs, gpu_kinds, gpu_walk
 from jax_attn_bwd.ops.graph.kernels.gpu_plan import Plan, Walked, spread
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import segments, settled
 from jax_attn_bwd.ops.graph.kinds.kind import Sums, Tables
-from jax_attn_bwd.ops.graph.row_terms import Saved
+from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows, sum_by_destination
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
-from jax_attn_bwd.ops.graph.tables import tables
 
 
 def backward(plan: Any, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
@@ -41,12 +40,12 @@ def backward(plan: Any, residuals: Residuals, cotangents: Cotangents) -> dict[st
 def _gradients(options, interpret, residuals, cotangents):
     operands, wanted = residuals.operands, residuals.wanted.names
     graph, kind = operands.graph, kinds.of(options)
-    t = tables(kind, operands)
+    t = kind.tables(operands)
     need = kind.needs(t, wanted)
     need = need._replace(handed=need.handed or need.dst)
     if not any(need):
         return {}
-    saved = row_terms.saved(options, residuals, cotangents)
+    saved = destination_rows(options, residuals, cotangents)
     z = gpu_inputs.factors_by_edge(options, t, graph.capacity)
     run = partial(_sums, options, need, interpret)
 
@@ -63,7 +62,7 @@ def _gradients(options, interpret, residuals, cotangents):
 
 
 def _sums(
-    options: Options, need: Sums[bool], interpret: bool, graph: Any, t: Tables, z: Any, saved: Saved
+    options: Options, need: Sums[bool], interpret: bool, graph: Any, t: Tables, z: Any, saved: DestinationRows
 ) -> Sums[Any]:
     """The sums that are needed."""
     _, H, D = t.message.shape
@@ -82,7 +81,7 @@ def _sums(
     if need.a:
         a = jnp.where((at.node < graph.num_src)[:, None, None], found.segments["a"], 0).sum(0)
     if need.dst and options.kind == "gat":
-        dst = row_terms.sum_by_destination(graph, handed, None, saved.m)
+        dst = sum_by_destination(graph, handed, None, saved.m)
     elif need.dst:
         at = segments(graph.by_destination, graph.num_dst, E)
         given = gpu_inputs.inputs(at, {"dst": t.dst}, {"src": t.src}, {"handed": handed}, t)

@@ -28,14 +28,13 @@ from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.graph import edge_loops, kinds
-from jax_attn_bwd.ops.graph.edge_loops import own_rows, take
+from jax_attn_bwd.ops.graph import kinds, loops
 from jax_attn_bwd.ops.graph.kernels import gpu_inputs, gpu_kinds, gpu_walk
 from jax_attn_bwd.ops.graph.kernels.gpu_plan import Plan, spread
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments, segments, settled
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
+from jax_attn_bwd.ops.graph.loops import own_rows, take
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
-from jax_attn_bwd.ops.graph.tables import factors, tables
 
 LOWEST = float(jnp.finfo(jnp.float32).min)  # not -inf: all scores of a node may be hidden
 
@@ -53,7 +52,7 @@ def forward(plan: Any, operands: Operands) -> Result:
 @partial(jax.jit, static_argnums=(0, 1))
 def _results(options, interpret, operands):
     graph, kind = operands.graph, kinds.of(options)
-    t = tables(kind, operands)
+    t = kind.tables(operands)
     z = gpu_inputs.factors_by_edge(options, t, graph.capacity)
     run = partial(_attend, options, interpret, graph.num_dst, graph.capacity)
 
@@ -139,9 +138,9 @@ def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Arr
 
 def _weights(options, t, graph, scores, m, l, operands):
     """The weights that are returned, `[E, H]`, from the scores by edge."""
-    chunk = edge_loops.whole(graph.by_destination, graph.capacity)
+    chunk = loops.one_chunk(graph.by_destination, graph.capacity)
     s = take(scores, chunk.number)
     w = jnp.exp(s - own_rows(m, chunk)) / own_rows(jnp.where(l == 0, 1, l), chunk, 1)
-    z = factors(options, t, chunk)
+    z = kinds.of(options).dropout_factors(t, chunk)
     weights = full_like_operands(l, scores.shape, 0, operands.src.dtype, operands)
-    return edge_loops.put(weights, chunk.number, w if z is None else w * z)
+    return loops.put(weights, chunk.number, w if z is None else w * z)

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.sharding import explicit_spec
-from jax_attn_bwd.ops.graph import edge_pieces
-from jax_attn_bwd.ops.graph.batch_axes import leader
-from jax_attn_bwd.ops.graph.edge_loops import Chunk, has_edges
+from jax_attn_bwd.ops.graph import kinds
 from jax_attn_bwd.ops.graph.kernels.gpu_plan import WIDTHS, Inputs
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
+from jax_attn_bwd.ops.graph.loops import Chunk, has_edges
+from jax_attn_bwd.ops.graph.placement import pieces_of_edges
 from jax_attn_bwd.ops.graph.spec import Operands, Options
-from jax_attn_bwd.ops.graph.tables import factors
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,9 +30,9 @@ def unsupported(options: Options, operands: Operands) -> str | None:
             return f"features must be of one of {DTYPES}, got {name} of {x.dtype}"
     if not has_edges(graph):
         return "the graph has no room for edges"
-    if any(explicit_spec(nodes := leader(operands))[: nodes.ndim - 2]):
+    if any(explicit_spec(nodes := operands.leader)[: nodes.ndim - 2]):
         return "batch axes must not lie on several devices of an Explicit mesh; call it inside jax.shard_map"
-    if edge_pieces.of_nodes(operands) is not None:
+    if pieces_of_edges(operands) is not None:
         return "nodes must not lie on several devices of an Explicit mesh; the portable path cuts the edges"
     if options.sharing > 1:
         return f"every head must have a key of its own, got {options.sharing} heads that share one"
@@ -60,4 +59,4 @@ def without_keys(t: Tables) -> Tables:
 def factors_by_edge(options: Options, t: Tables, capacity: int) -> jax.Array | None:
     """Dropout factors `[E, H]`, by number of the edge; None = all 1."""
     number: Any = jnp.arange(capacity, dtype=jnp.int32)
-    return factors(options, t, Chunk(number, number, number, None))
+    return kinds.of(options).dropout_factors(t, Chunk(number, number, number, None))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import segment_sums
-from jax_attn_bwd.ops.graph.edge_groups import Groups
+from jax_attn_bwd.ops.graph.groups import Groups
 
 LENGTH = 256  # edges of a segment, at most
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.graph import edge_pieces
-from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
+from jax_attn_bwd.ops.graph import placement
 from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, total
+from jax_attn_bwd.ops.graph.loops import sum_of_group
 from jax_attn_bwd.ops.graph.spec import Operands
 
 
@@ -55,19 +55,19 @@ class GAT(Kind):
         src, dst, edge = (None if x is None else _share(x, a, used) for x, used, a in given)
         return src, dst, edge, None
 
-    def along(self, operands, tangents):
+    def score_tables_tangent(self, operands, tangents):
         """The tangents of the three shares."""
         a, da = operands.attention_weights, tangents.attention_weights
-        along_a = [None] * 3 if da is None else self._split_weights(operands, da)
+        of_a = [None] * 3 if da is None else self._split_weights(operands, da)
         given = zip(
             self._features(operands),
             self._features(tangents),
             self._used(operands),
             self._split_weights(operands, a),
-            along_a,
+            of_a,
             strict=True,
         )
-        return *(_share_along(*each) for each in given), None
+        return *(_share_tangent(*each) for each in given), None
 
     def score(self, t, rows):
         """act(z)."""
@@ -135,7 +135,7 @@ class GAT(Kind):
     def _used(self, operands: Operands) -> list[jax.Array]:
         """Which nodes have an edge, and which edges exist: the rows of the others are not read."""
         graph = operands.graph
-        has_edge = edge_pieces.sources_with_edges(graph, operands.src)
+        has_edge = placement.sources_with_edges(graph, operands.src)
         return [has_edge, graph.offsets[1:] > graph.offsets[:-1], graph.exists]
 
     def _split_weights(self, operands: Operands, weights: Any) -> list[jax.Array]:
@@ -162,7 +162,7 @@ def _share_jvp(primals, tangents):
     return _share(x, a, used), _share(dx, a, used) + _share(_shown(x, used), da, used)
 
 
-def _share_along(x: Any, dx: Any, used: Any, a: Any, da: Any) -> jax.Array | None:
+def _share_tangent(x: Any, dx: Any, used: Any, a: Any, da: Any) -> jax.Array | None:
     """The tangent of `_share`; None is zero."""
     terms = [] if dx is None else [_share(dx, a, used)]
     if x is not None and da is not None:

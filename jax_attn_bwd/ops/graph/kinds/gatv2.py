@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
 from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
 from jax_attn_bwd.ops.graph.kinds.kind import (
     Edges,
@@ -31,6 +30,7 @@ from jax_attn_bwd.ops.graph.kinds.kind import (
     products,
     total,
 )
+from jax_attn_bwd.ops.graph.loops import sum_of_group
 
 
 class GATv2(Kind):

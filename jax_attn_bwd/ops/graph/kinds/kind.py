@@ -1,4 +1,4 @@
-"""A kind of graph attention, as the loops over the edges know it: by its methods.
+"""A kind of graph attention, as the loops over the edges know it: its methods, and the tables they read.
 
 Scores and pullbacks take the rows of both ends of each edge, `[(W,) R, ...]`.
 """
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd.ops.graph.edge_loops import Chunk
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd.ops.graph import placement
+from jax_attn_bwd.ops.graph.loops import Chunk, take
 from jax_attn_bwd.ops.graph.spec import Operands, Options
 
 T = TypeVar("T")
@@ -32,6 +34,12 @@ class Tables(NamedTuple):
     mask: jax.Array | None  # [E, H], dropout factors
     keys: dropout.Words | None  # [H] each
     counters: jax.Array | None  # uint32 [E], what dropout counts edges by; or [], that of the first
+
+    def unsharded(self, others: Any = None) -> tuple["Tables", Any]:
+        """Puts the tables, and other arrays, with all nodes and edges on every device of an Explicit mesh."""
+        by_row = {name: getattr(self, name) for name in ("src", "dst", "message", "edge", "bias", "mask")}
+        found, others = placement.unsharded_rows((by_row, others))
+        return self._replace(**found), others
 
 
 class Rows(NamedTuple):
@@ -90,9 +98,49 @@ class Kind(ABC):
     def score(self, t: Tables, rows: Rows) -> jax.Array:
         """The scores of a chunk, `[(W,) R, H]`, without bias."""
 
-    def along(self, operands: Operands, tangents: Operands) -> tuple[Any, Any, Any, Any]:
-        """The tangents of `score_tables`, None for zero, where the tables hold the operands themselves."""
+    def score_tables_tangent(self, operands: Operands, tangents: Operands) -> tuple[Any, Any, Any, Any]:
+        """Returns the tangents of `score_tables`, None for zero, where these are the operands themselves."""
         return self.score_tables(tangents)
+
+    def tables(self, operands: Operands) -> Tables:
+        """Returns the tables of a call: features by head, and what scores and dropout read."""
+        H, E = self.options.num_heads, operands.graph.capacity
+        dtype = accumulator_dtype(operands.src.dtype)
+        src, dst, edge, a = self.score_tables(operands)
+
+        # one array, which the loops hold once, where the message is what the score reads
+        message = src
+        if not self.message_is_src:
+            value = operands.src if operands.value is None else operands.value
+            message = split_heads(value, self.options.num_kv_heads)
+
+        # by edge and head, [E, H]
+        bias, mask = operands.score_bias, operands.dropout_mask
+        bias = None if bias is None else jnp.broadcast_to(bias.astype(dtype), (E, H))
+        mask = None if mask is None else mask.astype(dtype).T
+        return Tables(src, dst, message, edge, a, bias, mask, *_keys_and_counters(operands, H))
+
+    def tables_tangent(self, operands: Operands, tangents: Operands, t: Tables) -> Tables:
+        """Returns the tangents of the tables `t`, None for zero; bias and dropout are those of `t`."""
+        src, dst, edge, a = self.score_tables_tangent(operands, tangents)
+        message = src
+        if not self.message_is_src:
+            value = tangents.src if operands.value is None else tangents.value
+            message = heads_of(value, self.options.num_kv_heads)
+        return t._replace(src=src, dst=dst, message=message, edge=edge, a=a)
+
+    def dropout_factors(self, t: Tables, chunk: Chunk) -> jax.Array | None:
+        """Returns the dropout factors of a chunk, `[(W,) R, H]`; None = all 1."""
+        if t.mask is not None:
+            return take(t.mask, chunk.number)
+        if t.keys is None or t.counters is None:
+            return None
+        number = chunk.number.astype(jnp.uint32)
+        row = (take(t.counters, chunk.number) if t.counters.ndim else t.counters + number)[..., None]
+        first, second = (to_rank(x, row.ndim) for x in t.keys)
+        dtype = accumulator_dtype(t.message.dtype)
+        rate = self.options.dropout_rate
+        return dropout.factors((first, second), row, jnp.zeros_like(row), rate, dtype)
 
     @abstractmethod
     def score_tangent(self, t: Tables, a: jax.Array | None, rows: Rows, moving: Rows) -> jax.Array | None:
@@ -129,6 +177,17 @@ class Kind(ABC):
     @abstractmethod
     def gradients(self, operands: Operands, sums: Sums[Any], wanted: frozenset[str]) -> dict[str, jax.Array]:
         """The gradients of the operands in `wanted`, from the sums."""
+
+
+def _keys_and_counters(operands, H):
+    """Returns keys of dropout by head, and the counters of each edge, or of the first; None without a key."""
+    if operands.dropout_words is None:
+        return None, None
+    batch, head, row = (jnp.uint32(0),) * 3
+    if operands.dropout_offset is not None:
+        batch, head, row, _ = operands.dropout_offset
+    keys = dropout.head_keys(operands.dropout_words, batch, head + jnp.arange(H, dtype=jnp.uint32))
+    return keys, row
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:

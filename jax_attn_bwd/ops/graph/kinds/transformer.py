@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import reduce_to
-from jax_attn_bwd.ops.graph.edge_loops import sum_of_group
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, products, total
+from jax_attn_bwd.ops.graph.loops import sum_of_group
 
 
 class Transformer(Kind):

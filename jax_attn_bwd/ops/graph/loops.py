@@ -1,10 +1,21 @@
-"""Walking over the groups of a graph: all of them at once, or a chunk at a time.
+"""Walks over the groups of a graph, all of them at once or a chunk at a time, and adds rows to nodes.
 
-A pass that reads a few numbers of each edge takes all edges at once (`each`, `whole`). A pass that reads all
-features does so too where they are few: without a loop XLA compiles it sooner, runs it on all cores and fuses
-it with its neighbours. Above `whole_elements` the same functions run in a loop, over `chunk_elements` at a
-time. On a GPU a kernel reads rows where it multiplies and sums them, so that what is written by edge has no
-features.
+A pass that reads a few numbers of each edge takes all edges at once (`each`, `whole`). A pass that reads
+all features does so too where they are few: without a loop XLA compiles it sooner, runs it on all cores
+and fuses it with its neighbours. Above `whole_elements` the same functions run in a loop, over
+`chunk_elements` at a time. On a GPU a kernel reads rows where it multiplies and sums them, so that what
+is written by edge has no features.
+
+A scatter adds in a fixed order on a CPU alone. Elsewhere `add_in_fixed_order` sums rows that lie
+together. They are cut into blocks of B. The last row of a block ends the block's tail, the rows before it
+of the same node; the tails, one for each block, are rows again, of which the next level is made. A node's
+rows, up to one of them, are then at most B of each level: those of its block, the tails of the blocks
+before that, and so on:
+
+    rows    a a b | b b b | b b b | b c c        B = 3; what is summed for b: the rows in its last block,
+    tails       b       b       b                then the tails before it
+
+Each level is a B-th of the one before. The kernel that adds reads them all, and nothing else is written.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +28,11 @@ from jax import lax
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import ceil_div
-from jax_attn_bwd.ops.graph import sorted_sums
-from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups, Led
+from jax_attn_bwd.ops.graph.groups import RUN, FirstGroupPerNode, Groups
 
 _SYMBOLIC_ELEMENTS = 64  # assumed of an edge where the size is symbolic
 _NONE = np.int32(2**31 - 1)  # a node past every end
+_BLOCK = 4  # rows that are summed in a fixed order, at each level
 
 
 class Chunk(NamedTuple):
@@ -54,7 +65,7 @@ def grid(groups: Groups, elements: Any) -> Grid:
 def rows(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
     """The rows of `x` at `index`, of nodes; `fill` for an index past the end.
 
-    On a CPU it finds the last row, see `tables.for_rows`. To compare each index with the end, as `take` does,
+    On a CPU it finds the last row, see `Loops.for_rows`. To compare each index with the end, as `take` does,
     is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products in one
     more pass.
     """
@@ -126,7 +137,51 @@ def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     rows = rows.astype(x.dtype)
     if adds_in_order():
         return x.at[index].add(rows, mode="drop", indices_are_sorted=True)
-    return sorted_sums.add(x, index, rows)
+    return add_in_fixed_order(x, index, rows)
+
+
+def add_in_fixed_order(x: jax.Array, node: jax.Array, rows: jax.Array) -> jax.Array:
+    """`x` plus `rows` at `node`, which does not decrease; those past the end are dropped."""
+    count, nodes = node.shape[0], x.shape[0]
+    row = np.arange(count, dtype=np.int32)
+    if 16 * count < nodes:  # writes the nodes that have rows
+        sums = _sums_up_to(rows, node, jnp.asarray(row), node)
+        ends = jnp.concatenate([node[1:] != node[:-1], jnp.ones(1, bool)])
+        at = jnp.where(ends, node, nodes + row)  # distinct, and past the end dropped
+        return x.at[at].add(sums, mode="drop", unique_indices=True)
+    last = jnp.full(nodes, -1, jnp.int32).at[node].max(row, mode="drop", indices_are_sorted=True)
+    return x + _sums_up_to(rows, node, last, np.arange(nodes, dtype=np.int32))
+
+
+def _sums_up_to(
+    rows: jax.Array, node: jax.Array, last: jax.Array, wanted: jax.Array | np.ndarray
+) -> jax.Array:
+    """The sums of the rows of the nodes `wanted` up to the row `last`; 0 where that is -1."""
+    spread = lambda x: jnp.expand_dims(x, tuple(range(1, rows.ndim)))
+    total = jnp.zeros((last.shape[0], *rows.shape[1:]), rows.dtype)
+    while rows.shape[0]:
+        for k in range(_BLOCK):
+            at = last // _BLOCK * _BLOCK + k
+            mine = (at >= 0) & (at <= last) & (node.at[at].get(mode="clip") == wanted)
+            total = total + jnp.where(spread(mine), rows.at[at].get(mode="clip"), 0)
+        last = last // _BLOCK - 1
+        if rows.shape[0] < _BLOCK:
+            break
+        rows, node = _tails_of_blocks(rows, node)
+    return total
+
+
+def _tails_of_blocks(rows: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sum of each block's tail, and its node; blocks that are not full have none."""
+    count = rows.shape[0] // _BLOCK
+    blocks, of = (
+        lax.slice_in_dim(x, 0, count * _BLOCK).reshape(count, _BLOCK, *x.shape[1:]) for x in (rows, node)
+    )
+    total = blocks[:, -1]
+    for k in reversed(range(_BLOCK - 1)):
+        same = jnp.expand_dims(of[:, k] == of[:, -1], tuple(range(1, rows.ndim)))
+        total = total + jnp.where(same, blocks[:, k], 0)
+    return total, of[:, -1]
 
 
 def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
@@ -189,15 +244,15 @@ def by_number(
     return find
 
 
-def whole(groups: Groups, capacity: int) -> Chunk:
+def one_chunk(groups: Groups, capacity: int) -> Chunk:
     """All groups of a graph, of that capacity, as one chunk."""
     return _chunk(groups.node, groups.other, groups.number, capacity)
 
 
 def parts(groups: Groups, capacity: int) -> list[Chunk]:
     """All groups in chunks, which a pass without a loop takes one after the other."""
-    if not isinstance(groups, Led):
-        return [whole(groups, capacity)]
+    if not isinstance(groups, FirstGroupPerNode):
+        return [one_chunk(groups, capacity)]
     n = groups.other.shape[0] - groups.node.shape[0]
     cut = lambda node, rows: _chunk(node, groups.other[rows], groups.number[rows], capacity)
     lead, others = cut(None, slice(0, n)), cut(groups.node, slice(n, None))
@@ -249,7 +304,7 @@ def scan(
         chunk = _chunk(node, other, number, capacity)
         return fold(carry, share(chunk, *(jnp.moveaxis(x, 0, axis) for x in rest)), chunk), None
 
-    cut = [_grouped(jnp.moveaxis(x, axis, 0), grid, 0) for (x,) in by_edge]
+    cut = [_in_chunks(jnp.moveaxis(x, axis, 0), grid, 0) for (x,) in by_edge]
     return lax.scan(step, carry, (_chunks(groups, grid), cut))[0]
 
 
@@ -263,7 +318,7 @@ def _chunk(node: jax.Array | None, other: jax.Array, number: jax.Array, capacity
 
 def _chunks(groups: Groups, grid: Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`Groups` of each chunk."""
-    node, other, number = (_grouped(x, grid, _NONE) for x in groups)
+    node, other, number = (_in_chunks(x, grid, _NONE) for x in groups)
     return node, other, number
 
 
@@ -273,7 +328,7 @@ def _joined(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _grouped(x: jax.Array, grid: Grid, none: Any) -> jax.Array:
+def _in_chunks(x: jax.Array, grid: Grid, none: Any) -> jax.Array:
     """`[total, ...]` -> `[count, size, ...]`, `none` in the padding."""
     count, size = grid
     pad = ((0, count * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))

@@ -1,36 +1,73 @@
-"""The passes over the edges where nodes lie on several devices: each takes an equal share of the edges.
+"""Where nodes and edges lie, if several devices share them.
 
-An Explicit mesh tells how nodes lie. The devices that share the destinations, else the sources, cut the
-groups of the graph evenly, as they stand: by destination in a pass by destination, by source in a pass by
-source. So no device has more edges than another, were all of them into one node:
+On an Explicit mesh arrays tell how their nodes lie, and **pieces** of the edges follow: the devices that
+share the destinations, else the sources, cut the groups of the graph evenly, as they stand: by
+destination in a pass by destination, by source in a pass by source. So no device has more edges than
+another, were all of them into one node:
 
     tables of nodes, made where the nodes lie -> gathered once -> a pass over the own groups
     -> a share of the sum of every node -> one reduce-scatter, to the device that the node lies on
 
 It costs each device the rows of all nodes, twice: as they are gathered, and as shares of their sums.
+
+On an Auto mesh a trace does not tell how nodes lie. Any edge may ask for any node, so each device gets
+all nodes and edges (`gathered_operands`). Small graphs on CPUs do better (`edges_sharded_like_nodes`):
+the edges of a pass are tied to the rows of the nodes, part by part, by an addition of what is always 0,
+which makes the partitioner shard both alike. If nodes are sharded, each device has a part of the edges,
+and what a pass sums by node is one all-reduce. If they are not, but heads are, or nothing is, nothing
+changes. A loop over chunks of edges would hold an exchange at every step, and so would running sums of
+sorted edges: ties are for passes without a loop, where a scatter adds in order.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core import split
+from jax_attn_bwd._core import sharding, split
 from jax_attn_bwd._core.numerics import ceil_div
-from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, unsharded, varying
+from jax_attn_bwd._core.sharding import (
+    all_gathered,
+    auto_devices,
+    explicit_spec,
+    full_like_operands,
+    reshard_like,
+    resharded,
+    unsharded,
+    varying,
+)
 from jax_attn_bwd._core.split import Pieces
-from jax_attn_bwd.ops.graph.edge_groups import RUN, Groups
-from jax_attn_bwd.ops.graph.edge_loops import has_edges
+from jax_attn_bwd.ops.graph.groups import RUN, Groups
+from jax_attn_bwd.ops.graph.loops import has_edges
 from jax_attn_bwd.ops.graph.spec import Operands
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
-def of_nodes(operands: Operands) -> Pieces | None:
-    """The pieces into which devices cut the edges; None where each node is on every device."""
+def laid_like_nodes(x: jax.Array, operands: Operands, axes: tuple[int | None, ...]) -> jax.Array:
+    """Lays `x` out on an Explicit mesh like the nodes: its batch axes like theirs, its others like `axes`."""
+    batch = x.ndim - len(axes)
+    return reshard_like(x, operands.leader, (*range(batch), *axes))
+
+
+def laid_like_destinations(x: jax.Array, operands: Operands, has_heads: bool) -> jax.Array:
+    """Lays `x` `[..., num_dst, n]` out on an Explicit mesh like the destinations; its n may be of heads."""
+    spec = explicit_spec(operands.leader)
+    rows, heads = explicit_spec(operands.dst)[-2], spec[-1] if has_heads else None
+    return resharded(x, operands.leader, (*spec[: x.ndim - 2], rows, heads))
+
+
+# On an Explicit mesh: pieces of the edges.
+
+
+def pieces_of_edges(operands: Operands) -> Pieces | None:
+    """Returns the pieces into which devices cut the edges; None where each node is on every device."""
     if not has_edges(operands.graph):
         return None
     for nodes in (operands.dst, operands.src, operands.value):
@@ -39,16 +76,16 @@ def of_nodes(operands: Operands) -> Pieces | None:
     return None
 
 
-def share(graph: BipartiteCSC, groups: Groups, pieces: Pieces) -> Groups:
-    """The shapes of the part of `groups` that a piece has; a run of edges that is summed apart is not cut."""
+def groups_of_piece(graph: BipartiteCSC, groups: Groups, pieces: Pieces) -> Groups:
+    """Returns the shapes of the `groups` that a piece has; a run of edges that is summed apart is not cut."""
     size = ceil_div(groups.node.shape[0], pieces.count)
     size = size if graph.run_owners is None else ceil_div(size, RUN) * RUN
     shapes: Any = (jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in groups)
     return Groups(*shapes)
 
 
-def whole(tree: Any) -> Any:
-    """The arrays of `tree` with all of their first axis, of nodes or edges, on every device.
+def unsharded_rows(tree: Any) -> Any:
+    """Puts all of the first axis of the arrays of `tree`, of nodes or edges, on every device.
 
     Numbers by node and head, `[n, H]`, that lie alike travel together; what is given twice stays one array.
     """
@@ -93,7 +130,7 @@ def by_destination(
     They have their groups by destination, no other.
     """
     ends, owners, n = (graph.num_dst, graph.num_src), graph.run_owners, pieces.count
-    runs = share(graph, graph.by_destination, pieces).node.shape[0] // RUN
+    runs = groups_of_piece(graph, graph.by_destination, pieces).node.shape[0] // RUN
     if owners is not None:  # those of the runs of the next piece begin `runs` further
         more = graph.num_dst + n * runs + 1 - owners.shape[0]
         owners = jnp.pad(owners, (0, max(more, 0)), constant_values=graph.num_dst)
@@ -105,7 +142,7 @@ def by_destination(
         groups = _part(graph, graph.by_destination, ends, pieces, index)
         return function(replace(graph, by_destination=groups, run_owners=owners, exact=False), rest)
 
-    return _over(pieces, of_piece, (whole(graph), owners, shared), homes)
+    return _over(pieces, of_piece, (unsharded_rows(graph), owners, shared), homes)
 
 
 def by_source(
@@ -123,7 +160,7 @@ def by_source(
         groups = _part(graph, graph.by_source, ends, pieces, index)
         return function(replace(graph, by_source=groups, exact=False), rest)
 
-    return _over(pieces, of_piece, (whole(graph), shared), homes)
+    return _over(pieces, of_piece, (unsharded_rows(graph), shared), homes)
 
 
 def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
@@ -160,7 +197,7 @@ def _part(
         own = lax.dynamic_slice_in_dim(fill(x, max(size - total, 0)), start, size)
         return lax.dynamic_slice_in_dim(fill(own, size), first - start, size)
 
-    return Groups(*map(part, groups, share(graph, groups, pieces), (*ends, graph.capacity)))
+    return Groups(*map(part, groups, groups_of_piece(graph, groups, pieces), (*ends, graph.capacity)))
 
 
 def _over(
@@ -169,13 +206,13 @@ def _over(
     """The results, by name, of `function(index of the piece, shared)` over all pieces."""
     given = (shared, [home.like for home in homes.values()])
     mesh = next(m for x in jax.tree.leaves(given) for m in [jax.typeof(x).sharding.mesh] if not m.empty)
-    names, along = pieces.mesh_axes, PartitionSpec(pieces.mesh_axes)
+    names, by_piece = pieces.mesh_axes, PartitionSpec(pieces.mesh_axes)
     index = jnp.arange(pieces.count, dtype=jnp.int32)
-    index = jax.sharding.reshard(index, NamedSharding(mesh, along))
+    index = jax.sharding.reshard(index, NamedSharding(mesh, by_piece))
     leaves, structure = jax.tree.flatten(shared)
     distinct = {id(x): x for x in leaves}  # an array that is given twice is one inside, too
     place = dict(zip(distinct, range(len(distinct)), strict=True))
-    lies = {name: home.like is not None and _lies_along(home.like, names) for name, home in homes.items()}
+    lies = {name: home.like is not None and _rows_lie_over(home.like, names) for name, home in homes.items()}
     scatters = not _others_are_explicit(mesh, names)  # else a reduce-scatter has no lowering
     stacked = [n for n, home in homes.items() if not home.is_sum or (lies[n] and not scatters)]
 
@@ -190,9 +227,9 @@ def _over(
             return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
         return lax.psum(x, names) if varying(x) & set(names) else x
 
-    out_specs = {name: along if lies[name] or name in stacked else PartitionSpec() for name in homes}
+    out_specs = {name: by_piece if lies[name] or name in stacked else PartitionSpec() for name in homes}
     run = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(along, PartitionSpec()), out_specs=out_specs, axis_names=set(names)
+        of_device, mesh=mesh, in_specs=(by_piece, PartitionSpec()), out_specs=out_specs, axis_names=set(names)
     )
     found = run(index, list(distinct.values()))
     return {name: _summed(x, names) if lies[name] and not scatters else x for name, x in found.items()}
@@ -205,7 +242,7 @@ def _summed(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec)).sum(0)
 
 
-def _lies_along(x: jax.Array, names: tuple[str, ...]) -> bool:
+def _rows_lie_over(x: jax.Array, names: tuple[str, ...]) -> bool:
     """Whether the rows of `x` are sharded over just these mesh axes."""
     axis = explicit_spec(x)[0]
     return axis is not None and ((axis,) if isinstance(axis, str) else tuple(axis)) == names
@@ -214,3 +251,75 @@ def _lies_along(x: jax.Array, names: tuple[str, ...]) -> bool:
 def _others_are_explicit(mesh: Any, names: tuple[str, ...]) -> bool:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return any(kind == AxisType.Explicit for name, kind in kinds if name not in names)
+
+
+# On an Auto mesh: all nodes and edges on every device, or edges tied to the nodes.
+
+
+def gathered_operands(operands: Operands) -> Operands:
+    """Puts all nodes and edges on every device of an Auto mesh; under `jax.jit`.
+
+    Any edge may ask for any node: were nodes on several devices, each chunk of a loop would gather its own.
+    """
+    a, mask = operands.attention_weights, operands.dropout_mask
+    others = all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
+    mask = None if mask is None else sharding.gathered(mask, 1, operands)
+    return others._replace(attention_weights=a, dropout_mask=mask)
+
+
+def run_on_every_device(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+    """Calls `function(graph, array, ...)`; on an Auto mesh every device gets all edges."""
+    spread = auto_devices(operands[1]) > 1
+    return _on_every_device(function, *operands) if spread else function(*operands)
+
+
+@partial(jax.jit, static_argnums=0)
+def _on_every_device(function, *operands):
+    return all_gathered(function(*all_gathered(operands)))
+
+
+def edges_sharded_like_nodes(operands: Operands, devices: int) -> BipartiteCSC:
+    """The graph of `operands`, its groups in as many parts as devices can share the nodes, tied to these."""
+    graph, nodes = operands.graph, (operands.dst, operands.src)
+    parts = max(math.gcd(x.shape[0], devices) for x in nodes)
+    if parts == 1:
+        return graph
+    rows = [lax.stop_gradient(x).reshape(parts, -1).sum(1) for x in nodes if x.shape[0] % parts == 0]
+
+    def tied(groups, node, other):
+        ends = (node, other, graph.capacity)
+        found = (_tied(_in_parts(x, parts, none), rows) for x, none in zip(groups, ends, strict=True))
+        return Groups(*(x.reshape(-1, *x.shape[2:]) for x in found))
+
+    by_destination = tied(graph.by_destination, graph.num_dst, graph.num_src)
+    by_source = tied(graph.by_source, graph.num_src, graph.num_dst)
+    return replace(graph, by_destination=by_destination, by_source=by_source, exact=False)
+
+
+def rows_sharded_like(x: Any, nodes: jax.Array) -> Any:
+    """`x` `[nodes, ...]`, or None, whose rows are to lie like those of `nodes`."""
+    if x is None:
+        return None
+    rows = nodes.sum(tuple(range(1, nodes.ndim))).astype(x.dtype)
+    return jnp.where(jnp.zeros((), bool), rows.reshape(-1, *(1,) * (x.ndim - 1)), x)
+
+
+def _in_parts(x: jax.Array, parts: int, none: int) -> jax.Array:
+    """`[V, ...]` -> `[parts, V / parts, ...]`, no edge in the padding."""
+    size = ceil_div(x.shape[0], parts)
+    pad = ((0, parts * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
+    return jnp.pad(x, pad, constant_values=none).reshape(parts, size, *x.shape[1:])
+
+
+@custom_vmap
+def _tied(x: jax.Array, rows: list[jax.Array]) -> jax.Array:
+    """`x` `[parts, ...]` of integers, sharded like `rows` `[parts]`; under `vmap` as it is."""
+    for row in rows:
+        zero = jnp.where(jnp.zeros((), bool), row.astype(x.dtype), 0)
+        x = x + zero.reshape(-1, *(1,) * (x.ndim - 1))
+    return x
+
+
+@_tied.def_vmap
+def _tied_in_batch(size, in_batched, x, rows):
+    return x, in_batched[0]
