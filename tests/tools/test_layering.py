@@ -58,13 +58,8 @@ LAYERS = (
     (
         "ops/dot_product/block",
         "ops/dot_product/visibility",
-        "ops/*/scatter",
-        "ops/*/pairs",
-        "ops/*/products",
-        "ops/*/cpu",
-        "ops/deformable/loops",
-        "ops/deformable/runs",
-        "ops/deformable/all_points",
+        "ops/deformable/point_gradients",
+        "ops/deformable/value_gradient",
         "ops/*/plan",
     ),
     ("ops/*/tiles", "ops/*/online_softmax", "ops/*/row_terms", "ops/*/kernels/*"),
@@ -72,7 +67,6 @@ LAYERS = (
     ("ops/*/materialized", "ops/*/strips"),
     ("ops/*/forward",),
     ("ops/*/backward", "ops/*/tangent"),
-    ("ops/*/query_sharding",),
     ("ops/*/engine",),
     # the one operator that builds on another, through its block
     ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),

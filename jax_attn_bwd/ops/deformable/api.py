@@ -11,9 +11,12 @@ from jax_attn_bwd._core import backend, checks, fusion, keywords, tangents
 from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
-from jax_attn_bwd.ops.deformable import query_sharding
+from jax_attn_bwd.ops.deformable import backward as portable_backward
+from jax_attn_bwd.ops.deformable import forward as portable_forward
 from jax_attn_bwd.ops.deformable import tangent as written_tangent
 from jax_attn_bwd.ops.deformable.arguments import per_level, prepare
+from jax_attn_bwd.ops.deformable.plan import Plan
+from jax_attn_bwd.ops.deformable.plan import plan as planned
 from jax_attn_bwd.ops.deformable.spec import (
     DIFFERENTIABLE,
     MultiScaleDeformableAttentionGrads,
@@ -123,11 +126,11 @@ def multi_scale_deformable_attention(
         deterministic_sums=deterministic_sums,
         deterministic=deterministic,
     )
-    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
+    plan = _planned(_NAME, implementation, options, operands)
     if checks.flag(_NAME, "forward_mode", forward_mode):
         require(_NAME)
-        return _run_both_modes((options, chosen.name), operands)
-    return _run((options, chosen.name), operands)
+        return _run_both_modes(plan, operands)
+    return _run(plan, operands)
 
 
 def multi_scale_deformable_attention_bwd(
@@ -169,19 +172,24 @@ def multi_scale_deformable_attention_bwd(
       ([3.0, 6.0], True)
     """
     name, like = f"{_NAME}_bwd", multi_scale_deformable_attention
+    # the call, checked as the forward is
     given = keywords.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
     implementation = given.pop("implementation")
     queries = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
     static, operands = prepare(name, value, spatial_shapes, *queries.values(), **given)
+
+    # the cotangent, [B, Q, M * D], sharded as the queries are
     dout = checks.floating(name, "dout", dout)
     B, Q, M, _ = operands.attention_weights.shape
     checks.shape(name, "dout", dout, "[B, Q, M * D]", (B, Q, M * operands.value.shape[3]))
     checks.same_dtype(name, value=operands.value, dout=dout)
     dout = reshard_like(dout, operands.attention_weights, (0, 1, 2))
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, DIFFERENTIABLE)
-    chosen = backend.select(name, IMPLEMENTATIONS, implementation, static, operands)
+    plan = _planned(name, implementation, static, operands)
     residuals = Residuals(operands, Wanted(frozenset(wanted)))
-    grads = chosen.backward(static, residuals, dout)
+    grads = backend.named(IMPLEMENTATIONS, plan.implementation).backward(plan, residuals, dout)
+
+    # in the form of the arguments
     if "value" in wanted and isinstance(value, list | tuple):
         grads = grads._replace(value=per_level(static.spatial_shapes, grads.value))
     return grads._replace(
@@ -239,7 +247,7 @@ def multi_scale_deformable_attention_jvp(
     )
 
 
-_PORTABLE = backend.Implementation("xla", query_sharding.sharded_forward, query_sharding.sharded_backward)
+_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",), forward=False),
@@ -247,31 +255,34 @@ IMPLEMENTATIONS = (
 )
 
 
+def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
+    """Returns the plan of a call; raises where the implementation asked for cannot run it."""
+    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
+    return planned(chosen.name, options, operands)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: tuple[Options, str], operands: Operands) -> jax.Array:
-    options, implementation = static
-    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+def _attention(plan: Plan, operands: Operands) -> jax.Array:
+    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, operands)
 
 
-def _fwd(static, operands):
-    options, implementation = static
+def _fwd(plan, operands):
     wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
     given = fusion.computed_once(operands, DIFFERENTIABLE)
-    out = backend.named(IMPLEMENTATIONS, implementation).forward(options, given)
+    out = backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given)
     return out, (operands, backend.note(wanted, DIFFERENTIABLE))
 
 
-def _bwd(static, residuals, dout):
-    options, implementation = static
+def _bwd(plan, residuals, dout):
     operands, note = residuals
     operands = fusion.computed_once(operands, DIFFERENTIABLE)
     residuals = Residuals(operands, Wanted(backend.noted(note, DIFFERENTIABLE)))
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dout)
+    grads = backend.named(IMPLEMENTATIONS, plan.implementation).backward(plan, residuals, dout)
     return (Operands(*grads),)
 
 
-def _jvp(static, residuals, along):
-    return written_tangent.tangent(static[0], residuals[0], along[0])
+def _jvp(plan, residuals, along):
+    return written_tangent.tangent(plan, residuals[0], along[0])
 
 
 _attention.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -28,12 +28,15 @@ def prepare(
     deterministic: bool | None,
 ) -> tuple[Options, Operands]:
     """Checks every argument of a call and returns its options and operands."""
+    # the levels, the value [B, S, M, D], and the numbers of points on each level
     shapes = level_shapes(name, "spatial_shapes", spatial_shapes)
     check_level_starts(name, level_start_index, shapes)
     value = _value(name, value, shapes)
     locations = checks.floating(name, "sampling_locations", sampling_locations)
     weights = checks.floating(name, "attention_weights", attention_weights)
     points = _num_points(name, num_points, weights, len(shapes))
+
+    # locations [B, Q, M, L, P, 2] or [B, Q, M, K, 2], weights alike
     layout = (sum(points),) if num_points is not None else (len(points), points[0])
     letters = "[B, Q, M, sum of num_points" if num_points is not None else "[B, Q, M, L, P"
     B, _, M, _ = value.shape
@@ -43,9 +46,13 @@ def prepare(
     expected = (B, Q, M, *layout)
     checks.shape(name, "attention_weights", weights, f"{letters}]", expected)
     checks.shape(name, "sampling_locations", locations, f"{letters}, 2]", (*expected, 2))
+
+    # how they lie on an Explicit mesh
     value, locations, weights = map(sharding.without_ones, (value, locations, weights))
     arrays = {"value": value, "sampling_locations": locations, "attention_weights": weights}
     _check_explicit_sharding(name, arrays, heads=2)
+
+    # the options; from here on levels and points are one axis, K
     if normalize is not None and normalize != "softmax":
         raise ValueError(checks.message(name, "normalize", "be None or 'softmax'", repr(normalize)))
     options = Options(
@@ -63,7 +70,7 @@ def prepare(
 
 
 def per_level(shapes: Sequence[tuple[int, int]], x: jax.Array) -> tuple[jax.Array, ...]:
-    """`x [B, S, M, D]` as one `[B, H_l, W_l, M, D]` for each level."""
+    """Splits `x [B, S, M, D]` into one `[B, H_l, W_l, M, D]` for each level."""
     ends = np.cumsum([height * width for height, width in shapes])
     parts = jnp.split(x, ends[:-1], axis=1)
     return tuple(
@@ -113,7 +120,8 @@ def _concrete(name: str, argument: str, x: Any, remedy: str) -> np.ndarray:
 
 
 def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Array:
-    """`value` as `[B, S, M, D]`; it may also come as one feature map for each level."""
+    """Checks `value`, and returns it as `[B, S, M, D]`; it may come as one feature map for each level."""
+    # one array of all levels
     total = sum(height * width for height, width in shapes)
     if not isinstance(value, list | tuple):
         value = checks.floating(name, "value", value)
@@ -121,6 +129,8 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
             expected = f"have shape [B, S, M, D] with S = {total}, the pixels of spatial_shapes"
             raise ValueError(checks.message(name, "value", expected, value.shape))
         return value
+
+    # or a map [B, H, W, M, D] of each, of one dtype and sharded alike
     if len(value) != len(shapes):
         expected = f"hold one feature map for each of the {len(shapes)} levels"
         raise ValueError(checks.message(name, "value", expected, len(value)))
@@ -137,7 +147,7 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
 
 
 def _num_points(name: str, num_points: Any, weights: jax.Array, levels: int) -> tuple[int, ...]:
-    """The number of points on each level."""
+    """Returns the number of points on each level."""
     if num_points is None:
         if weights.ndim != 5 or weights.shape[3] != levels:
             expected = f"have shape [B, Q, M, L, P] with L = {levels}"

@@ -27,98 +27,63 @@ References:
 """
 
 from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from jax_attn_bwd._core import fusion
-from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.deformable import all_points, cpu, loops, pairs, products, runs, sampling, scatter
-from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Options, Residuals
-
-
-def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
-    """The gradients in `residuals.wanted`."""
-    return _matched_gradients(options, loops.chosen(options, residuals.operands), residuals, dout)
+from jax_attn_bwd._core import fusion, split
+from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd.ops.deformable import point_gradients, sampling, value_gradient
+from jax_attn_bwd.ops.deformable.plan import QUERY_AXES, Plan, with_all_pixels
+from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Operands, Residuals
 
 
-def gradients(options: Options, residuals: Residuals, dout: jax.Array) -> dict[str, jax.Array]:
-    """The gradients by name, accumulated in float32 or wider, that these queries alone give."""
-    return _by_operand(options, loops.chosen(options, residuals.operands), residuals, dout)
+@partial(jax.jit, static_argnums=0)
+def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
+    """Returns the gradients in `residuals.wanted`, wherever queries and pixels lie."""
+    given, names = residuals.operands, residuals.wanted.in_order
+    operands = with_all_pixels(plan, given)
+    arrays = operands._asdict() | {"dout": dout}
+    of_queries = partial(_of_queries, plan, residuals.wanted.names)
 
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _matched_gradients(options, loops, residuals, dout):
-    grads = _by_operand(options, loops, residuals, dout)
+    # pieces of the queries have rows of their own, and each a share of the value's gradient
+    if plan.pieces is None:
+        grads = of_queries(None, arrays)
+    else:
+        results = {name: split.place(getattr(operands, name), QUERY_AXES.get(name)) for name in names}
+        grads = split.over(plan.pieces, of_queries, arrays, QUERY_AXES, results)
     return MultiScaleDeformableAttentionGrads(
-        **{name: match_type(grad, getattr(residuals.operands, name)) for name, grad in grads.items()}
+        **{name: match_type(grads[name], getattr(given, name)) for name in names}
     )
 
 
-def _by_operand(options, loops, residuals, dout):
-    operands, wanted = residuals.operands, residuals.wanted.names
-    dtype = sampling.compute_dtype(operands)
+def _of_queries(
+    plan: Plan, wanted: frozenset[str], _: Any, arrays: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns the gradients that some queries give, by name, accumulated in float32 or wider."""
+    options, loops = plan.options, plan.loops
+    operands, dout = Operands(*(arrays[name] for name in Operands._fields)), arrays["dout"]
     B, Q, M, _ = operands.attention_weights.shape
-    dout = dout.reshape(B, Q, M, operands.value.shape[3]).astype(dtype)
+    dout = dout.reshape(B, Q, M, operands.value.shape[3]).astype(sampling.compute_dtype(operands))
+
+    # (8): in the way that is fastest on the device
     grads = {}
     if "value" in wanted:
         if loops.in_order:
-            grads["value"] = runs.value_gradient(options, operands, dout)
+            grads["value"] = value_gradient.in_runs(options, operands, dout)
         elif loops.all_points:
-            grads["value"] = all_points.value_gradient(options, operands, dout)
+            grads["value"] = value_gradient.in_any_order(options, operands, dout)
         elif loops.paired_queries:
-            grads["value"] = pairs.value_gradient(options, loops.paired_queries, operands, dout)
+            grads["value"] = value_gradient.in_pairs(options, loops.paired_queries, operands, dout)
         else:
-            grads["value"] = _value_gradient(options, operands, dout)
+            grads["value"] = value_gradient.point_by_point(options, operands, dout)
+
+    # (4) to (7), then (9)
     if wanted & {"sampling_locations", "attention_weights"}:
         if loops.all_points:  # what the points' gradients form lies where the value's did
             grads, operands, dout = fusion.barrier((grads, operands, dout))
-            points = all_points.point_gradients(options, wanted, operands, dout)
+            points = point_gradients.at_all_points(options, wanted, operands, dout)
         else:
-            points = _point_gradients(options, wanted, loops.by_channel, operands, dout)
-        grads |= products.by_name(options, operands, *points)  # (9)
+            points = point_gradients.point_by_point(options, wanted, loops.by_channel, operands, dout)
+        grads |= point_gradients.by_name(options, operands, *points)
     return grads
-
-
-def _value_gradient(options, operands, dout):
-    """`dvalue [B, S, M, D]`: a loop over the points, each added to its pixels."""
-
-    def add_point(dvalue, point):
-        level, (x, y, weight) = point
-        at = sampling.place(options, level, x, y)
-        at, scales = fusion.barrier((at, sampling.scales(at, weight)))
-        return scatter.add(dvalue, at, scales, dout), None  # (8)
-
-    value = operands.value
-    zeros = full_like_operands(value, value.shape, 0, dout.dtype, (operands, dout))
-    points = (options.levels(), sampling.samples(options, operands))
-    return lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)[0]
-
-
-def _point_gradients(options, wanted, by_channel, operands, dout):
-    """dloc_x, dloc_y, da, [B, Q, M, K] each; None where not asked."""
-    value, rows = operands.value, dout
-    if by_channel:
-        value, rows = cpu.by_channel(value), cpu.by_channel(dout)
-
-    def gradients(_, point):
-        level, (x, y, weight) = point
-        at = sampling.place(options, cpu.on_all_cores(level) if by_channel else level, x, y)
-        if by_channel:
-            zeros = full_like_operands(weight, weight.shape, 0, dout.dtype, (value, rows, weight))
-            d = cpu.products(value, rows, at.pixels, zeros)  # (4)
-        else:
-            d = [_products(value, pixel, rows) for pixel in at.pixels]  # (4)
-        return None, products.gradients(wanted, at, weight, d)  # (5) to (7)
-
-    points = (options.levels(), sampling.samples(options, operands, heads_first=by_channel))
-    gradients = jax.checkpoint(gradients, prevent_cse=False)
-    axes = (1, 3, 2, 0) if by_channel else (1, 2, 3, 0)
-    return jax.tree.map(lambda x: x.transpose(axes), lax.scan(gradients, None, points)[1])
-
-
-def _products(value, pixel, dout):
-    """<dout, value> at each pixel [B, Q, M]; value [B, S, M, D], dout [B, Q, M, D]."""
-    rows = sampling.read(value, pixel).astype(dout.dtype)
-    return jnp.einsum("bqmd,bqmd->bqm", dout, rows, precision=lax.Precision.HIGHEST)

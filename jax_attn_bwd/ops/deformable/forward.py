@@ -2,49 +2,101 @@
 
     out = sum over k of weight_k * sum over corners c of share_c * value[pixel_c]
 
-The largest intermediate that is written has the size of `out`, or of the points.
+The largest intermediate that is written has the size of `out`, or of the points. XLA:GPU takes gathers into
+the loop of a sum: there one kernel sums all points, and no array of the points and the channels is written.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 from jax import lax
 
-from jax_attn_bwd._core import fusion
+from jax_attn_bwd._core import fusion, split
 from jax_attn_bwd._core.sharding import full_like_operands, tie
-from jax_attn_bwd.ops.deformable import all_points, cpu, loops, sampling
-from jax_attn_bwd.ops.deformable.spec import Operands, Options
+from jax_attn_bwd.ops.deformable import sampling
+from jax_attn_bwd.ops.deformable.plan import QUERY_AXES, Plan, with_all_pixels
+from jax_attn_bwd.ops.deformable.spec import Operands
+
+Terms = Sequence[tuple[jax.Array, Sequence[jax.Array]]]  # tables [B, S, M, D], a factor for each corner
 
 
-def forward(options: Options, operands: Operands) -> jax.Array:
-    """`out [B, Q, M * D]`, in the dtype of the value."""
-    return _sum_over_points(options, loops.chosen(options, operands), operands)
+@partial(jax.jit, static_argnums=0)
+def forward(plan: Plan, operands: Operands) -> jax.Array:
+    """Returns `out [B, Q, M * D]`, in the dtype of the value, wherever queries and pixels lie."""
+    arrays = with_all_pixels(plan, operands)._asdict()
+    # what one query reads is not summed over them: XLA may cut them as it likes
+    if plan.pieces is None or not plan.pieces.mesh_axes:
+        return _of_queries(plan, None, arrays)["out"]
+    place = split.place(operands.attention_weights, 1)
+    results = {"out": place._replace(spec=place.spec[:3])}
+    return split.over(plan.pieces, partial(_of_queries, plan), arrays, QUERY_AXES, results)["out"]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _sum_over_points(options, loops, operands):
-    value, dtype, heads_first = operands.value, sampling.compute_dtype(operands), loops.heads_first
-    (B, Q, M, _), D = operands.attention_weights.shape, value.shape[3]
+def _of_queries(plan: Plan, _: Any, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the output of some queries, by its name."""
+    operands = Operands(**arrays)
+    terms = lambda at, weight: [(operands.value, sampling.scales(at, weight))]
+    out = sum_over_points(plan, operands, terms, operands)
+    return {"out": tie(out, operands)}
+
+
+def sum_over_points(
+    plan: Plan, operands: Operands, terms: Callable[..., Terms], reads: Any, along: Sequence[jax.Array] = ()
+) -> jax.Array:
+    """Returns the sum over points and corners of `factor * table[pixel]`, `[B, Q, M * D]`.
+
+    Args:
+      terms: `(place, weight, *along) -> the tables that are read there, and their factors`.
+      reads: all arrays of the sum.
+      along: `[B, Q, M, K]`, more numbers of each point.
+    """
+    options, loops, dtype = plan.options, plan.loops, sampling.compute_dtype(operands)
+    (B, Q, M, _), D = operands.attention_weights.shape, operands.value.shape[3]
+
+    # all points at once
     if loops.all_points:
-        at, samples = all_points.places(options, operands)
-        out = all_points.weighted_sum(value, at.pixels, sampling.scales(at, samples.weight))
-        return tie(out.reshape(B, Q, M * D).astype(value.dtype), operands)
+        at, weight = sampling.places(options, operands)
+        sums = [_sum_at_all_points(table, at.pixels, x) for table, x in terms(at, weight, *along)]
+        return sum(sums[1:], sums[0]).reshape(B, Q, M * D).astype(operands.value.dtype)
 
+    # or point by point: what a point adds to all queries and heads, [B, Q, M, D] or [B, M, Q, D]
     def add_point(out, point):
-        level, (x, y, weight) = point
-        level = cpu.on_all_cores(level) if loops.on_all_cores else level
+        level, (x, y, weight), numbers = point
+        level = sampling.on_all_cores(level) if loops.on_all_cores else level
         at = sampling.place(options, level, x, y)
+        found = terms(at, weight, *numbers)
         # once for a point, not once for each of its D channels in the loop that XLA fuses
-        pixels, scales = fusion.barrier((at.pixels, sampling.scales(at, weight)))
-        for pixel, scale in zip(pixels, scales, strict=True):
-            out += scale[..., None] * sampling.read(value, pixel, heads_first).astype(dtype)
+        pixels, factors = fusion.barrier((at.pixels, [x for _, x in found]))
+        for corner, pixel in enumerate(pixels):
+            for (table, _), factor in zip(found, factors, strict=True):
+                rows = sampling.read(table, pixel, loops.heads_first).astype(dtype)
+                out += factor[corner][..., None] * rows
         return out, None
 
+    # the sum begins with zeros that lie on the mesh as the queries do
     like, shape = operands.attention_weights, (B, Q, M, D)
-    if heads_first:
+    if loops.heads_first:
         like, shape = like.transpose(0, 2, 1, 3), (B, M, Q, D)
-    zeros = full_like_operands(like, shape, 0, dtype, operands)
-    points = (options.levels(), sampling.samples(options, operands, heads_first))
+    zeros = full_like_operands(like, shape, 0, dtype, reads)
+    in_front = tuple(sampling.points_in_front(x, loops.heads_first) for x in along)
+    points = (options.levels(), sampling.samples(options, operands, loops.heads_first), in_front)
     out, _ = lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)
-    out = out.transpose(0, 2, 1, 3) if heads_first else out
-    return tie(out.reshape(B, Q, M * D).astype(value.dtype), operands)
+    out = out.transpose(0, 2, 1, 3) if loops.heads_first else out
+    return out.reshape(B, Q, M * D).astype(operands.value.dtype)
+
+
+def _sum_at_all_points(
+    table: jax.Array, pixels: Sequence[jax.Array], factors: Sequence[jax.Array]
+) -> jax.Array:
+    """Returns the sum over points and corners of `factor * table` at the corner's pixel, [B, Q, M, D]."""
+    sums = []
+    for first in range(0, max(1, factors[0].shape[3]), sampling.BLOCK):
+        some = slice(first, first + sampling.BLOCK)
+        terms = [
+            factor[..., some, None] * sampling.read_at_all_points(table, pixel[..., some], factor.dtype)
+            for pixel, factor in zip(pixels, factors, strict=True)
+        ]
+        sums.append(sum(terms[1:], terms[0]).sum(3))
+    return sum(sums[1:], sums[0])

@@ -1,4 +1,4 @@
-"""Where a sampling point lies on its level, and reading the pixels around it.
+"""Where a sampling point lies on its level, and the pixels around it.
 
 Arrays are [B, Q, M] for one sampling point of all queries and heads, [B, M, Q] where the caller has them so,
 or [B, Q, M, K] for all points.
@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
+
+BLOCK = 16  # terms of a sum on a GPU: XLA:GPU writes what it sums over 32 rows or more
 
 
 class Samples(NamedTuple):
@@ -49,7 +52,7 @@ class Place(NamedTuple):
 
 
 def compute_dtype(operands: Operands) -> jnp.dtype:
-    """The dtype of coordinates, weights and sums: float32 or wider whatever the dtype of the value.
+    """Returns the dtype of coordinates, weights and sums: float32 or wider whatever that of the value.
 
     A location in [0, 1) stored with bfloat16's 8 bits is off by up to W / 512 pixels.
     """
@@ -57,7 +60,7 @@ def compute_dtype(operands: Operands) -> jnp.dtype:
 
 
 def probabilities(logits: jax.Array) -> jax.Array:
-    """Softmax over the last axis; zeros where every logit is -inf."""
+    """Returns the softmax over the last axis; zeros where every logit is -inf."""
     top = lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     terms = jnp.exp(logits - finite(top))
     total = terms.sum(-1, keepdims=True)
@@ -65,7 +68,7 @@ def probabilities(logits: jax.Array) -> jax.Array:
 
 
 def points(options: Options, operands: Operands) -> Samples:
-    """All sampling points, [B, Q, M, K], with their final weights."""
+    """Returns all sampling points, [B, Q, M, K], with their final weights."""
     dtype = compute_dtype(operands)
     locations = operands.sampling_locations.astype(dtype)
     weights = operands.attention_weights.astype(dtype)
@@ -75,14 +78,39 @@ def points(options: Options, operands: Operands) -> Samples:
     return Samples(locations[..., 0], locations[..., 1], weights)
 
 
+def points_in_front(x: jax.Array, heads_first: bool = False) -> jax.Array:
+    """Transposes `[B, Q, M, K]` to [K, B, Q, M] or [K, B, M, Q], for a loop over the points."""
+    return x.transpose((3, 0, 2, 1) if heads_first else (3, 0, 1, 2))
+
+
 def samples(options: Options, operands: Operands, heads_first: bool = False) -> Samples:
-    """`points` with K in front, [K, B, Q, M] or [K, B, M, Q]."""
-    axes = (3, 0, 2, 1) if heads_first else (3, 0, 1, 2)
-    return Samples(*(x.transpose(axes) for x in points(options, operands)))
+    """Returns `points` for a loop over them: K in front."""
+    return Samples(*(points_in_front(x, heads_first) for x in points(options, operands)))
+
+
+def places(options: Options, operands: Operands) -> tuple[Place, jax.Array]:
+    """Returns where all points lie, and their weights, [B, Q, M, K]."""
+    found = points(options, operands)
+    level = Level(*(x.reshape(1, 1, 1, -1) for x in options.levels()))
+    return place(options, level, found.x, found.y), found.weight
+
+
+def on_all_cores(level: Level) -> Level:
+    """Hides `level` behind a sort, for which XLA:CPU runs the loop around it on all cores.
+
+    Without a sort, scatter or library call in it, a small loop becomes a function for one core, and JAX
+    0.12 takes every such loop for a small one (XLA, `small_while_loop_hoisting_pass.cc`).
+    """
+    return level._replace(start=by_a_sort(jnp.asarray(level.start)))
+
+
+def by_a_sort(index: jax.Array) -> jax.Array:
+    """Returns `index`, which is not negative, unchanged by way of a sort."""
+    return lax.sort(jnp.stack([index, np.int32(-1)]))[1]
 
 
 def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Location:
-    """Where the point (x, y), 0 to 1, lies on `level`. NaN fails every comparison and does not count."""
+    """Finds where the point (x, y), 0 to 1, lies on `level`. NaN fails each comparison and does not count."""
     x, dx, x_counts, x_between = _coordinate(options, x, level.width)
     y, dy, y_counts, y_between = _coordinate(options, y, level.height)
     counts = x_counts & y_counts
@@ -94,11 +122,14 @@ def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Locati
 
 
 def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
-    """The pixels around the point (x, y), 0 to 1, on `level`, and how it lies between them."""
+    """Finds the pixels around the point (x, y), 0 to 1, on `level`, and how it lies between them."""
+    # which of the four corners are pixels of the level
     at = locate(options, level, x, y)
     counts, column, row = at.counts, at.column, at.row
     left, right = counts & (column >= 0), counts & at.x_between & (column + 1 < level.width)
     above, below = row >= 0, at.y_between & (row + 1 < level.height)
+
+    # their indices on the axis S; where there is none, one past its end
     first = level.start + row * level.width + column
     outside = sum(height * width for height, width in options.spatial_shapes)
     corners = [(left & above, first)]
@@ -110,9 +141,9 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
 
 
 def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
-    """The coordinate in pixels, its derivative, and two flags.
+    """Returns the coordinate in pixels, its derivative, and two flags.
 
-    The derivative is by the location. The flags say whether the point can count, and whether the next pixel
+    The derivative is by the location. The flags tell whether the point can count, and whether the next pixel
     has a part in it: it has none where the coordinate is clamped onto a pixel.
     """
     size = jnp.asarray(size, location.dtype)
@@ -120,9 +151,11 @@ def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
     # No point counts below the bound -1. It stands between product and sum, since a compiler that contracts
     # the two to one operation rounds otherwise: (column + 0.5) / W would fall to the left of its column.
     scaled = jnp.maximum(location * size, -1)
+    # rounded to a pixel
     if options.method == "discrete":
         nearest = jnp.clip(jnp.floor(scaled + 0.5), 0, size - 1)
         return nearest, jnp.zeros_like(size), finite, False
+    # between two pixels, unless it is clamped onto the first or the last
     at = scaled - 0.5
     if options.padding_mode == "border":
         free = (at >= 0) & (at < size - 1)
@@ -132,13 +165,13 @@ def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
 
 
 def _floor(x: jax.Array) -> jax.Array:
-    """Floor as int32, in vector instructions (XLA's own floor is a call on older CPUs)."""
+    """Returns the floor as int32, in vector instructions (XLA's own is a call on older CPUs)."""
     truncated = x.astype(jnp.int32)
     return truncated - (x < truncated.astype(x.dtype)).astype(jnp.int32)
 
 
 def shares(at: Place) -> tuple[jax.Array, ...]:
-    """The bilinear weight of each corner."""
+    """Returns the bilinear weight of each corner."""
     if len(at.pixels) == 1:
         return (jnp.ones_like(at.right),)
     left, above = 1 - at.right, 1 - at.below
@@ -146,13 +179,13 @@ def shares(at: Place) -> tuple[jax.Array, ...]:
 
 
 def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
-    """What each corner's pixel is multiplied by: its share of the weight, 0 where the point is skipped."""
+    """Returns each corner's share of the weight, 0 where the point is skipped."""
     weight = jnp.where(at.counts, weight, 0)
     return tuple(share * weight for share in shares(at))
 
 
 def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False, mode: str = "fill") -> jax.Array:
-    """The pixels of `value [B, S, M, D]` at `[B, Q, M, ...]`, 0 outside: `[B, Q, M, ..., D]`.
+    """Reads the pixels of `value [B, S, M, D]` at `[B, Q, M, ...]`, 0 outside: `[B, Q, M, ..., D]`.
 
     With `heads_first`, M is in front of Q. With `mode="clip"`, what lies outside reads the last pixel.
     """
@@ -167,6 +200,15 @@ def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False, mode: st
     return lax.gather(value, pixel[..., None], numbers, sizes, mode=mode, fill_value=0)
 
 
+def read_at_all_points(value: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
+    """Reads the pixels of `value [B, S, M, D]` at `[B, Q, M, K]`, 0 outside: `[B, Q, M, K, D]`.
+
+    The select is in the loop that gathers; what a gather fills in, XLA:GPU looks up in a kernel of its own.
+    """
+    rows = read(value, pixel, mode="clip").astype(dtype)
+    return jnp.where((pixel < value.shape[1])[..., None], rows, 0)
+
+
 def weighted_sum(terms: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
-    """Sum of weight * term over the corners."""
+    """Returns the sum of weight * term over the corners."""
     return sum((w * t for w, t in zip(weights[1:], terms[1:], strict=True)), weights[0] * terms[0])

@@ -19,7 +19,7 @@ DIFFERENTIABLE = ("value", "sampling_locations", "attention_weights")
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the answer and is known at trace time."""
+    """Everything that changes the answer and is known at trace time."""
 
     spatial_shapes: tuple[tuple[int, int], ...]  # (H_l, W_l)
     num_points: tuple[int, ...]  # P_l
@@ -29,7 +29,7 @@ class Options:
     deterministic_sums: bool = True
 
     def levels(self) -> "Level":
-        """The level of each of the K sampling points."""
+        """Returns the level of each of the K sampling points."""
         height, width = np.array(self.spatial_shapes, np.int32).T
         start = np.cumsum(height * width, dtype=np.int32) - height * width
         return Level(*(np.repeat(x, self.num_points) for x in (height, width, start)))
@@ -58,9 +58,14 @@ class Wanted:
 
     names: frozenset[str]
 
+    @property
+    def in_order(self) -> list[str]:
+        """The names in the order of the operands, the same in each process."""
+        return [name for name in DIFFERENTIABLE if name in self.names]
+
 
 class Residuals(NamedTuple):
-    """What the forward leaves for the backward: its inputs alone."""
+    """The arrays that the forward leaves for the backward: its inputs alone."""
 
     operands: Operands
     wanted: Wanted

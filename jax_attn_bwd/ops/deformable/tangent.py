@@ -1,4 +1,4 @@
-"""Tangent rule of multi-scale deformable attention: derivation, then a loop over the sampling points.
+"""Tangent rule of multi-scale deformable attention: derivation, then the sum over the points.
 
 The letters and equations (1) to (3) are those of `backward.py`. With tangents dloc, da and dv, of one sample
 
@@ -17,88 +17,55 @@ and what a logit of -inf hides is not read.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_attn_bwd._core import fusion
-from jax_attn_bwd._core.sharding import full_like_operands, unsharded
-from jax_attn_bwd.ops.deformable import all_points, cpu, loops, sampling
+from jax_attn_bwd._core.sharding import unsharded
+from jax_attn_bwd.ops.deformable import forward, sampling
+from jax_attn_bwd.ops.deformable.plan import Plan
 from jax_attn_bwd.ops.deformable.sampling import Place
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
-def tangent(options: Options, operands: Operands, tangents: Operands) -> jax.Array:
-    """`dout [B, Q, M * D]`, in the dtype of the value; None in `tangents` is zero."""
-    whole: Any = lambda x: None if x is None else unsharded(x, 1)
-    operands, tangents = (x._replace(value=whole(x.value)) for x in (operands, tangents))
-    return _tangent(options, loops.chosen(options, operands), operands, tangents)
+@partial(jax.jit, static_argnums=0)
+def tangent(plan: Plan, operands: Operands, tangents: Operands) -> jax.Array:
+    """Returns `dout [B, Q, M * D]`, in the dtype of the value; None in `tangents` is zero."""
+    whole = lambda x: x if x.value is None else x._replace(value=unsharded(x.value, 1))
+    operands, tangents = whole(operands), whole(tangents)
+    points_move = not (tangents.sampling_locations is tangents.attention_weights is None)
+
+    def terms(at, weight, *along):
+        """(14): a pixel times what its factor moves by, and its tangent times the factor."""
+        found = []
+        if points_move:
+            found.append((operands.value, _factors(at, weight, *along)))
+        if tangents.value is not None:
+            found.append((tangents.value, sampling.scales(at, weight)))
+        return found
+
+    along = _of_points(plan.options, operands, tangents) if points_move else ()
+    return forward.sum_over_points(plan, operands, terms, (operands, tangents), along)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _tangent(options, loops, operands, tangents):
-    value, dtype, heads_first = operands.value, sampling.compute_dtype(operands), loops.heads_first
-    (B, Q, M, _), D = operands.attention_weights.shape, value.shape[3]
-
-    if loops.all_points:
-        dout = _at_all_points(options, operands, tangents, dtype)
-        return dout.reshape(B, Q, M * D).astype(value.dtype)
-
-    def add_point(dout, point):
-        level, (x, y, weight), (dx, dy, da) = point
-        at = sampling.place(options, cpu.on_all_cores(level) if loops.on_all_cores else level, x, y)
-        factors, scales = _factors(at, weight, dx, dy, da), sampling.scales(at, weight)
-        pixels, factors, scales = fusion.barrier((at.pixels, factors, scales))
-        for pixel, factor, scale in zip(pixels, factors, scales, strict=True):
-            if tangents.sampling_locations is not None or tangents.attention_weights is not None:
-                dout += factor[..., None] * sampling.read(value, pixel, heads_first).astype(dtype)
-            if tangents.value is not None:
-                dout += scale[..., None] * sampling.read(tangents.value, pixel, heads_first).astype(dtype)
-        return dout, None  # (14)
-
-    axes = (3, 0, 2, 1) if heads_first else (3, 0, 1, 2)
-    along = [x.transpose(axes) for x in _of_points(options, operands, tangents, dtype)]
-    like, shape = operands.attention_weights, (B, Q, M, D)
-    if heads_first:
-        like, shape = like.transpose(0, 2, 1, 3), (B, M, Q, D)
-    zeros = full_like_operands(like, shape, 0, dtype, (operands, tangents))
-    points = (options.levels(), sampling.samples(options, operands, heads_first), along)
-    dout, _ = lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)
-    dout = dout.transpose(0, 2, 1, 3) if heads_first else dout
-    return dout.reshape(B, Q, M * D).astype(value.dtype)
-
-
-def _at_all_points(options, operands, tangents, dtype):
-    """`dout [B, Q, M, D]` by (14), without a loop."""
-    at, samples = all_points.places(options, operands)
-    dout = 0
-    if tangents.sampling_locations is not None or tangents.attention_weights is not None:
-        factors = _factors(at, samples.weight, *_of_points(options, operands, tangents, dtype))
-        dout += all_points.weighted_sum(operands.value, at.pixels, factors)
-    if tangents.value is not None:
-        scales = sampling.scales(at, samples.weight)
-        dout += all_points.weighted_sum(tangents.value, at.pixels, scales)
-    return dout
-
-
-def _of_points(options, operands, tangents, dtype):
-    """dloc_x, dloc_y and da of all points, [B, Q, M, K]."""
-    logits = operands.attention_weights.astype(dtype)
+def _of_points(options: Options, operands: Operands, tangents: Operands) -> tuple[jax.Array, ...]:
+    """Returns dloc_x, dloc_y and da of all points, [B, Q, M, K]."""
+    logits = operands.attention_weights.astype(sampling.compute_dtype(operands))
     da = dx = dy = jnp.zeros_like(logits)
     if tangents.sampling_locations is not None:
-        dx, dy = jnp.moveaxis(tangents.sampling_locations.astype(dtype), -1, 0)
+        dx, dy = jnp.moveaxis(tangents.sampling_locations.astype(logits.dtype), -1, 0)
     if tangents.attention_weights is not None:
-        da = tangents.attention_weights.astype(dtype)
+        da = tangents.attention_weights.astype(logits.dtype)
         if options.normalize == "softmax":
             a, dz = sampling.probabilities(logits), jnp.where(logits == -jnp.inf, 0, da)
             da = a * (dz - (a * dz).sum(-1, keepdims=True))  # (15)
     return dx, dy, da
 
 
-def _factors(at: Place, weight: jax.Array, dx: jax.Array, dy: jax.Array, da: jax.Array) -> tuple:
-    """Da share + a dshare of each corner, 0 where the point is skipped."""
+def _factors(
+    at: Place, weight: jax.Array, dx: jax.Array, dy: jax.Array, da: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns da share + a dshare of each corner, 0 where the point is skipped."""
     weight, da = (jnp.where(at.counts, x, 0) for x in (weight, da))
     shares = sampling.shares(at)
     if len(shares) == 1:

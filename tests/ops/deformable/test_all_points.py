@@ -10,7 +10,7 @@ from ops.deformable.small import LEVELS, B, D, M, Q, first_order, second_order
 from ops.deformable.small import sample as small
 
 from jax_attn_bwd import multi_scale_deformable_attention_bwd
-from jax_attn_bwd.ops.deformable import loops, runs
+from jax_attn_bwd.ops.deformable import plan, value_gradient
 from jax_attn_bwd.ops.deformable.spec import Options
 
 CALLS = {
@@ -30,9 +30,9 @@ def on_a_gpu(monkeypatch):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Few samples make blocks of blocks of blocks, and few points more than one sum."""
-    monkeypatch.setattr(runs, "BLOCK", 3)
-    monkeypatch.setattr("jax_attn_bwd.ops.deformable.all_points.BLOCK", 3)
-    monkeypatch.setattr(runs, "_GROUP_BYTES", 1 << 10)
+    monkeypatch.setattr(value_gradient, "BLOCK", 3)
+    monkeypatch.setattr("jax_attn_bwd.ops.deformable.sampling.BLOCK", 3)
+    monkeypatch.setattr(value_gradient, "_GROUP_BYTES", 1 << 10)
 
 
 @pytest.mark.parametrize("spread", [1.5, pytest.param(0.0, marks=thorough)])
@@ -59,7 +59,7 @@ def test_what_follows_is_of_the_same_cell(short_blocks, n):
     rows, cell = rng.standard_normal((2, 1, n, 1, 2)), np.sort(rng.integers(0, 4, (2, 1, n)), axis=2)
     same = (cell[..., None] == cell[..., None, :]) & np.triu(np.ones((n, n), bool))
     expected = np.einsum("bmij,bmjcd->bmicd", same, rows)
-    assert_close(jax.jit(runs._all_that_follow)(rows, cell), expected, 1e-13)
+    assert_close(jax.jit(value_gradient._all_that_follow)(rows, cell), expected, 1e-13)
 
 
 @pytest.mark.parametrize("padding", [pytest.param("zeros", marks=thorough), "border"])
@@ -80,7 +80,7 @@ def test_a_cotangent_that_is_not_finite_reaches_its_own_pixels_alone(short_block
 
     each = jnp.where(jnp.eye(5, dtype=bool), jnp.nan, 1.0)[:, None, :, None]
     got = reached(each)
-    monkeypatch.setattr(loops, "chosen", lambda *_: loops.Loops())
+    monkeypatch.setattr(plan, "fastest_loops", lambda *_: plan.Loops())
     jax.clear_caches()
     np.testing.assert_array_equal(got, reached(each))
 
@@ -89,7 +89,7 @@ def test_levels_are_taken_together_while_that_needs_little_memory():
     def groups(points, Q):
         options = Options(((8, 8),) * len(points), points)
         dout = jax.ShapeDtypeStruct((1, Q, 8, 32), jnp.float32)
-        return [range(len(points))[group] for group in runs._groups(options, dout)]
+        return [range(len(points))[group] for group in value_gradient._groups(options, dout)]
 
     assert groups((4, 4, 4, 4), 300) == [range(4)]
     assert groups((4, 4, 4, 4), 5440) == [range(3), range(3, 4)]

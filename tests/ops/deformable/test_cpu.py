@@ -10,7 +10,7 @@ from helpers import OPERATORS, assert_close, assert_trees_close, differentiated,
 from ops.deformable.calls import QUICK
 
 from jax_attn_bwd import multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
-from jax_attn_bwd.ops.deformable import loops
+from jax_attn_bwd.ops.deformable import plan
 from jax_attn_bwd.ops.deformable.cases import locations
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
@@ -21,12 +21,12 @@ QUERIES = 3  # queries of a block: most cases have a last block of fewer
 
 @pytest.fixture
 def forced(monkeypatch):
-    def chosen(options, operands):
+    def chosen(options, operands, pieces):
         queries = operands.attention_weights.shape[1]
         paired = min(queries, QUERIES) if options.method == "bilinear" else 0
-        return loops.Loops(True, True, True, paired)
+        return plan.Loops(True, True, True, paired)
 
-    monkeypatch.setattr(loops, "chosen", chosen)
+    monkeypatch.setattr(plan, "fastest_loops", chosen)
 
 
 def cases(tag, *kept):
@@ -119,7 +119,7 @@ def test_a_cotangent_that_is_not_a_number_reaches_its_own_pixels(forced, monkeyp
         ).value
 
     got = dvalue()
-    monkeypatch.setattr(loops, "chosen", lambda *_: loops.Loops())
+    monkeypatch.setattr(plan, "fastest_loops", lambda *_: plan.Loops())
     expected = dvalue()
     assert 0 < np.isnan(expected).sum() < expected.size
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
@@ -139,7 +139,7 @@ def test_in_low_precision(forced, monkeypatch, dtype):
         return [np.asarray(x, np.float64) for x in (out, *pullback(dout))]
 
     got = results(*narrow)
-    monkeypatch.setattr(loops, "chosen", lambda *_: loops.Loops())
+    monkeypatch.setattr(plan, "fastest_loops", lambda *_: plan.Loops())
     portable = results(*narrow)
     exact = results(*(x.astype(jnp.float64) for x in narrow))
     for x, y, z in zip(got, portable, exact, strict=True):
@@ -158,35 +158,35 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((1, 5440, 8, 32, 5440), loops.Loops(True, True, True, 512)),
-        ((1, 5440, 8, 256, 5440), loops.Loops(True, True, True, 64)),
-        ((8, 300, 8, 32, 5440), loops.Loops(True, True, False, 300)),
-        ((1, 300, 8, 32, 5440), loops.Loops(paired_queries=300)),
-        ((1, 100, 8, 32, 5440), loops.Loops()),
-        ((0, 5440, 8, 32, 5440), loops.Loops()),
-        ((1, 5440, 8, 0, 5440), loops.Loops(True, True, True)),
-        ((1, 4096, 1 << 10, 32, 1 << 15), loops.Loops(on_all_cores=True)),  # 2^30 numbers
+        ((1, 5440, 8, 32, 5440), plan.Loops(True, True, True, 512)),
+        ((1, 5440, 8, 256, 5440), plan.Loops(True, True, True, 64)),
+        ((8, 300, 8, 32, 5440), plan.Loops(True, True, False, 300)),
+        ((1, 300, 8, 32, 5440), plan.Loops(paired_queries=300)),
+        ((1, 100, 8, 32, 5440), plan.Loops()),
+        ((0, 5440, 8, 32, 5440), plan.Loops()),
+        ((1, 5440, 8, 0, 5440), plan.Loops(True, True, True)),
+        ((1, 4096, 1 << 10, 32, 1 << 15), plan.Loops(on_all_cores=True)),  # 2^30 numbers
     ],
 )
 def test_which_loops(monkeypatch, sizes, expected):
-    monkeypatch.setattr(loops, "_has_several_devices", lambda: False)
-    assert loops.chosen(OPTIONS, shapes(*sizes)) == expected
-    nearest = loops.chosen(replace(OPTIONS, method="discrete"), shapes(*sizes))
+    monkeypatch.setattr(plan, "_has_several_devices", lambda: False)
+    assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == expected
+    nearest = plan.fastest_loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
     assert nearest == expected._replace(paired_queries=0)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
-    assert loops.chosen(OPTIONS, shapes(*sizes)) == loops.Loops(all_points=True, in_order=True)
+    assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops(all_points=True, in_order=True)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "tpu")
-    assert loops.chosen(OPTIONS, shapes(*sizes)) == loops.Loops()
+    assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops()
 
 
 def test_operands_that_may_be_sharded_keep_their_heads_apart():
     """Whether they are is not known while tracing; these tests have several devices."""
-    assert loops.chosen(OPTIONS, shapes(1, 5440, 8, 32, 5440)) == loops.Loops(on_all_cores=True)
+    assert plan.fastest_loops(OPTIONS, shapes(1, 5440, 8, 32, 5440)) == plan.Loops(on_all_cores=True)
 
 
 def test_no_loop_is_compiled_for_one_core(monkeypatch):
     """XLA marks what it does not share between cores; before JAX 0.12 it does so with small loops only."""
-    monkeypatch.setattr(loops, "_has_several_devices", lambda: False)
+    monkeypatch.setattr(plan, "_has_several_devices", lambda: False)
     (dout, value, at, weights), levels = problem(B=1, Q=4100, M=2, D=8, dtype=np.float32)
 
     def step(dout, *operands):

@@ -13,7 +13,7 @@ from ops.deformable.calls import evaluate, operator, sample
 
 from jax_attn_bwd import check, explain
 from jax_attn_bwd._core import mosaic_gpu, pallas
-from jax_attn_bwd.ops.deformable.kernels import gpu_value_gradient
+from jax_attn_bwd.ops.deformable.kernels import gpu_backward
 
 NAME = "mosaic_gpu"
 LEVELS = ((3, 2), (1, 2))
@@ -41,7 +41,7 @@ def both(arrays, rtol=2e-6, **options):
 @pytest.mark.kernel
 def test_a_crowded_cell_is_summed_in_parts(monkeypatch):
     """Cut every 4 samples: cells of one part, of several, and of none."""
-    monkeypatch.setattr(gpu_value_gradient, "_LENGTH", 4)
+    monkeypatch.setattr(gpu_backward, "_LENGTH", 4)
     arrays = sample(LEVELS, Q=9, M=1, P=2)
     arrays["sampling_locations"] = arrays["sampling_locations"].at[:, :6].set(0.6)
     both(rounded(arrays), spatial_shapes=LEVELS)
@@ -52,7 +52,7 @@ def test_sorted_samples_of_each_cell():
     rng, cells = np.random.default_rng(0), 7
     for cell in (rng.integers(0, 9, 40), np.full(40, 3), np.full(40, 8)):
         given = jnp.asarray(np.minimum(cell, cells), jnp.int32)
-        found, order, low, high = map(np.asarray, gpu_value_gradient._sorted(given, cells))
+        found, order, low, high = map(np.asarray, gpu_backward._sorted(given, cells))
         assert (found[low[low < high]] == np.flatnonzero(low < high)).all()
         for c in range(cells):
             assert order[low[c] : high[c]].tolist() == np.flatnonzero(cell == c).tolist()

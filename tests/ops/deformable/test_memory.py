@@ -7,7 +7,7 @@ from helpers import saved_arrays
 from ops.deformable.calls import LEVELS, operator, sample
 
 from jax_attn_bwd import multi_scale_deformable_attention_bwd
-from jax_attn_bwd.ops.deformable import loops
+from jax_attn_bwd.ops.deformable import plan
 
 
 def test_only_the_inputs_are_saved():
@@ -58,8 +58,8 @@ def is_program(x):
 @pytest.mark.parametrize("options", [{}, {"normalize": "softmax"}], ids=["weights", "logits"])
 def test_nothing_has_the_extent_of_samples_and_channels(monkeypatch, options, on_cpu):
     """No array of Q x L x P x D is formed; the largest is a small multiple of the inputs and outputs."""
-    chosen = loops.Loops(True, True, True, 16) if on_cpu else loops.Loops()
-    monkeypatch.setattr(loops, "chosen", lambda *_: chosen)
+    chosen = plan.Loops(True, True, True, 16) if on_cpu else plan.Loops()
+    monkeypatch.setattr(plan, "fastest_loops", lambda *_: chosen)
     Q, D, P = 60, 32, 12
     arrays = sample(Q=Q, M=1, D=D, P=P)
 

@@ -1,1 +1,1 @@
-"""Pallas kernels of deformable attention, by chip: `gpu_*`, any NVIDIA GPU from Ampere on."""
+"""Pallas kernels of deformable attention: `gpu_*` for any NVIDIA GPU from Ampere on, `tpu_*`."""

@@ -18,39 +18,50 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.sharding import match_type, unsharded
-from jax_attn_bwd.ops.deformable import products, sampling
+from jax_attn_bwd.ops.deformable import point_gradients, sampling
 from jax_attn_bwd.ops.deformable.kernels import tpu_hat as hat
 from jax_attn_bwd.ops.deformable.kernels.tpu_hat import Cut, OnLevel, Samples
-from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Operands, Options, Residuals
+from jax_attn_bwd.ops.deformable.plan import Plan
+from jax_attn_bwd.ops.deformable.spec import (
+    MultiScaleDeformableAttentionGrads,
+    Operands,
+    Options,
+    Residuals,
+    Wanted,
+)
 
 _POINTS = {"sampling_locations", "attention_weights"}
 
 
-def backward(options: Options, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
-    """The gradients in `residuals.wanted`."""
-    return _on_shards(options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dout)
+def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
+    """Returns the gradients in `residuals.wanted`."""
+    return _on_shards(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dout)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _on_shards(options, interpret, residuals, dout):
-    operands, wanted = residuals.operands, residuals.wanted.names
+    """Runs the kernels where the operands lie, on all pixels of each head."""
+    operands, wanted = residuals.operands, residuals.wanted
     run = partial(_gradients, options, interpret, wanted)
 
     def out_specs(*specs):
         found = Operands(*specs[:3])._asdict()
-        return {name: found[name] for name in wanted}
+        return {name: found[name] for name in wanted.in_order}
 
     call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_specs, given))
     grads = call(*operands._replace(value=unsharded(operands.value, 1)), dout)
     return MultiScaleDeformableAttentionGrads(
-        **{name: match_type(grads[name], getattr(operands, name)) for name in wanted}
+        **{name: match_type(grads[name], getattr(operands, name)) for name in wanted.in_order}
     )
 
 
-def _gradients(options: Options, interpret: bool, wanted: frozenset[str], *arrays: jax.Array) -> dict:
-    operands, dout = Operands(*arrays[:3]), arrays[3]
+def _gradients(options: Options, interpret: bool, asked: Wanted, *arrays: jax.Array) -> dict:
+    """Returns the gradients on one device, by name."""
+    wanted, operands, dout = asked.names, Operands(*arrays[:3]), arrays[3]
     value, (B, Q, M, _) = operands.value, operands.attention_weights.shape
     rows = dout.reshape(B, Q, M, -1).astype(jnp.float32).transpose(0, 2, 3, 1)  # [B, M, D, Q]
+
+    # level by level: its pixels' gradient [B, H * W, M, D], its points' gradients [B, M, P, Q]
     dvalues, points, on_levels = [], [], hat.levels(options, operands)
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
         if P:
@@ -60,22 +71,24 @@ def _gradients(options: Options, interpret: bool, wanted: frozenset[str], *array
                 at = sampling.place(options, on.level, on.x, on.y)
                 outside = value.shape[1]
                 d = [jnp.where(n < outside, x, 0) for n, x in zip(at.pixels, results.pop("d"), strict=False)]
-                points.append(products.gradients(wanted, at, on.weight, d))  # (5) to (7)
+                points.append(point_gradients.gradients(wanted, at, on.weight, d))  # (5) to (7)
             if "value" in wanted:
                 dvalues.append(_of_pixels((H, W), on.cut, results["dvalue"], value.shape[3]))
         elif "value" in wanted:
             dvalues.append(jnp.zeros((B, H * W, M, value.shape[3]), jnp.float32))
+
+    # joined along the pixels, and along the points
     grads = {}
     if "value" in wanted:
         grads["value"] = jnp.concatenate(pallas.vary_alike(dvalues), axis=1)
     if wanted & _POINTS:
         join = lambda *x: jnp.concatenate(x, axis=2).transpose(0, 3, 1, 2)  # [B, Q, M, K]
-        grads |= products.by_name(options, operands, *jax.tree.map(join, *points))  # (9)
-    return {name: match_type(grads[name], getattr(operands, name)) for name in wanted}
+        grads |= point_gradients.by_name(options, operands, *jax.tree.map(join, *points))  # (9)
+    return {name: match_type(grads[name], getattr(operands, name)) for name in asked.in_order}
 
 
 def _of_pixels(size: tuple[int, int], cut: Cut, dvalue: jax.Array, D: int) -> jax.Array:
-    """`[B, H * W, M, D]` of `[B, M, strips, pixels, channels]`."""
+    """Returns `[B, M, strips, pixels, channels]` as `[B, H * W, M, D]`, without what fills up."""
     (H, W), (B, M) = size, dvalue.shape[:2]
     x = dvalue.reshape(B, M, cut.strips * cut.rows, cut.width, -1)[:, :, :H, :W, :D]
     return x.transpose(0, 2, 3, 1, 4).reshape(B, H * W, M, D)
@@ -84,10 +97,11 @@ def _of_pixels(size: tuple[int, int], cut: Cut, dvalue: jax.Array, D: int) -> ja
 def _of_level(
     options: Options, interpret: bool, wanted: frozenset[str], on: OnLevel, value: jax.Array, rows: jax.Array
 ) -> dict[str, Any]:
-    """By name: dvalue `[B, M, strips, pixels, channels]`; d, the products at each corner, `[B, M, P, Q]`.
+    """Returns a level's dvalue `[B, M, strips, pixels, channels]`, and d, the products at each corner.
 
-    `rows` are those of dout, `[B, M, D, Q]`.
+    Both by name; d holds `[B, M, P, Q]` for each corner. `rows` are those of dout, `[B, M, D, Q]`.
     """
+    # queries with a cotangent or a weight that is not finite are left out, and told apart in `unfit`
     parts, samples, plane = hat.parts_of(value.dtype), hat.samples(options, on), hat.planes(on, value)
     (B, M, P, Q), channels = samples.row.shape, plane.shape[3]
     finite = hat.whole_tiles(hat.is_finite(rows)).all(2, keepdims=True)
@@ -95,6 +109,8 @@ def _of_level(
     samples = samples._replace(weight=jnp.where(fit, samples.weight, 1))
     more = ((0, 0), (0, 0), (0, channels - rows.shape[2]), (0, 0))
     dout = jnp.where(finite, hat.whole_tiles(jnp.pad(rows, more)), 0)
+
+    # what each of the two steps reads, writes and needs, by the names under which the kernel finds it
     of_heads: dict[str, Any] = {}
     out_shapes: dict[str, tuple[int, ...]] = {}
     scratch: dict[str, Any] = {}
@@ -111,6 +127,8 @@ def _of_level(
         "unfit": 1 - fit.astype(jnp.float32),
         **samples._asdict(),
     }
+
+    # a step has all pixels of a head, and the samples of a tile of queries
     flags = hat.some_not_finite(jnp.where(fit, 0, jnp.inf))
     arrays = pallas.vary_alike((flags, *of_heads.values(), *of_queries.values()))
     outs = {name: pallas.out_type(shape, jnp.float32, arrays) for name, shape in out_shapes.items()}
@@ -129,6 +147,8 @@ def _of_level(
         out_type=list(outs.values()),
         scratch=list(scratch.values()),
     )
+
+    # products of queries left out are NaN
     found = dict(zip(outs, launched(*arrays), strict=True))
     if "d" in found:
         d = jnp.where(finite, found["d"], jnp.nan)[..., : rows.shape[3]]
@@ -137,6 +157,7 @@ def _of_level(
 
 
 def _scratch_of_value(cut: Cut, P: int, channels: int, parts: int, hat_parts: int) -> dict[str, Any]:
+    """Returns the scratch of the gradient of the value."""
     return {
         "matrix": pltpu.VMEM((hat_parts, cut.pixels, hat.TILE), jnp.bfloat16),
         "across": pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
@@ -146,6 +167,7 @@ def _scratch_of_value(cut: Cut, P: int, channels: int, parts: int, hat_parts: in
 
 
 def _scratch_of_points(cut: Cut, P: int, channels: int, parts: int) -> dict[str, Any]:
+    """Returns the scratch of the products."""
     return {
         "stacked": pltpu.VMEM((parts, parts * channels, hat.TILE), jnp.bfloat16),
         "g": pltpu.VMEM((cut.pixels, hat.TILE), jnp.float32),
@@ -155,6 +177,7 @@ def _scratch_of_points(cut: Cut, P: int, channels: int, parts: int) -> dict[str,
 
 
 def _kernel(cut: Cut, channels: int, names: tuple[str, ...], *all_refs: Any) -> None:
+    """Takes the steps that are asked for on each strip that a tile of queries samples."""
     refs = dict(zip(names, all_refs, strict=True))
     of, steps = Samples(*(refs[name] for name in Samples._fields)), []
     if "dvalue" in refs:
@@ -172,13 +195,15 @@ def _kernel(cut: Cut, channels: int, names: tuple[str, ...], *all_refs: Any) -> 
 
 
 def _value_gradient(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
-    """Equation (8), a strip."""
+    """Prepares (8), and returns its step: to add S dout^T to the gradient of a strip."""
+    # the shares of columns, the same for all strips: [P, width, TILE]
     across, matrix, sums, dout, dvalue = (refs[n] for n in ("across", "matrix", "sums", "dout", "dvalue"))
     is_unfit = refs["flags"][pl.program_id(0), pl.program_id(1)] != 0
     parts = sums.shape[1] // channels
     for p in range(of.row.shape[0]):
         across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], cut.width)
 
+    # the gradient is a sum over the tiles of queries: it begins with the first
     @pl.when(pl.program_id(2) == 0)
     def _():
         dvalue[...] = jnp.zeros_like(dvalue)
@@ -189,11 +214,13 @@ def _value_gradient(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) 
         for i in range(1, matrix.shape[0]):  # of small parts of S, the large parts of dout
             some = max(1, parts - i) * channels
             sums[:, :some] += _product(matrix[i], dout[:some])
+        # the parts of dout add up
         total = sums[:, :channels]
         for i in range(1, parts):
             total += sums[:, i * channels : (i + 1) * channels]
         dvalue[strip] += total
 
+        # what a query that is not finite touches is NaN
         @pl.when(is_unfit)
         def _():
             reads = hat.ones(matrix[0].astype(jnp.float32) != 0)
@@ -204,7 +231,8 @@ def _value_gradient(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) 
 
 
 def _products(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
-    """Equation (4), a strip: the rows of G that samples lie in."""
+    """Prepares (4), and returns its step: to select the rows of G that samples lie in, of a strip."""
+    # the parts of dout, as they meet those of the value: [parts, parts * channels, TILE]
     value, dout, stacked, g = (refs[n] for n in ("value", "dout", "stacked", "g"))
     parts = stacked.shape[0]
     for j in range(parts):  # with small parts of dout, the large parts of the value
@@ -218,9 +246,12 @@ def _products(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any
         dot = lambda j: lax.dot_general(
             value[strip], stacked[j], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
+        # G, every pixel of the strip with every query: [pixels, TILE]
         g[...] = dot(0)
         for j in range(1, parts):
             g[...] += dot(j)
+
+        # of each sample, its upper and its lower row of pixels, with all columns: [width, TILE]
         above = (strip * cut.rows).astype(jnp.float32)
         for p in range(of.row.shape[0]):
             upper, lower, row = refs["upper"][p], refs["lower"][p], of.row[p : p + 1] - above
@@ -234,7 +265,7 @@ def _products(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any
 
 
 def _store_corners(cut: Cut, of: Samples, refs: dict[str, Any]) -> None:
-    """The four products of each sample, corner by corner."""
+    """Stores the four products of each sample, corner by corner."""
     P, d = of.row.shape[0], refs["d"]
     column = lax.broadcasted_iota(jnp.int32, (cut.width, hat.TILE), 0).astype(jnp.float32)
     for p in range(P):
@@ -248,5 +279,5 @@ def _store_corners(cut: Cut, of: Samples, refs: dict[str, Any]) -> None:
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x y^T`."""
+    """Returns `x y^T`."""
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

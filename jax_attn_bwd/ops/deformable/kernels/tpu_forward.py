@@ -15,21 +15,23 @@ from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd._core.sharding import tie, unsharded
 from jax_attn_bwd.ops.deformable.kernels import tpu_hat as hat
 from jax_attn_bwd.ops.deformable.kernels.tpu_hat import Cut, OnLevel, Samples
+from jax_attn_bwd.ops.deformable.plan import Plan
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
 def supports(options: Options, operands: Operands) -> str | None:
-    """Why the kernel cannot run this call; None if it can."""
+    """Tells why the kernel cannot run this call; None if it can."""
     return hat.unsupported(options, operands)
 
 
-def forward(options: Options, operands: Operands) -> jax.Array:
-    """`out [B, Q, M * D]`, in the dtype of the value."""
-    return _on_shards(options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
+def forward(plan: Plan, operands: Operands) -> jax.Array:
+    """Returns `out [B, Q, M * D]`, in the dtype of the value."""
+    return _on_shards(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _on_shards(options, interpret, operands):
+    """Runs the kernel where the operands lie, on all pixels of each head."""
     run = partial(_sampled, options, interpret)
     call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_spec, given))
     return tie(call(*operands._replace(value=unsharded(operands.value, 1))), operands)
@@ -40,6 +42,7 @@ def _out_spec(value: PartitionSpec, _, weights: PartitionSpec) -> PartitionSpec:
 
 
 def _sampled(options: Options, interpret: bool, *operands: jax.Array) -> jax.Array:
+    """Returns the sum of all levels, `[B, Q, M * D]`, on one device."""
     given = Operands(*operands)
     (B, Q, M, _), D = given.attention_weights.shape, given.value.shape[3]
     found = [_of_level(options, interpret, on, given.value) for on in hat.levels(options, given)]
@@ -48,11 +51,14 @@ def _sampled(options: Options, interpret: bool, *operands: jax.Array) -> jax.Arr
 
 
 def _of_level(options: Options, interpret: bool, on: OnLevel, value: jax.Array) -> jax.Array:
-    """`[B, M, channels, Q]`, float32, channels and queries made up to whole tiles."""
+    """Returns `[B, M, channels, Q]`, float32, channels and queries made up to whole tiles."""
+    # the pixels of a head in strips, each number as parts of bfloat16 one after the other
     parts, hat_parts = hat.parts_of(value.dtype), hat.parts_of_hat(value.dtype)
     cut, samples, plane = on.cut, hat.samples(options, on), hat.planes(on, value)
     stacked = jnp.concatenate(hat.split(plane, parts), axis=3)
     arrays = pallas.vary_alike((hat.some_not_finite(plane), stacked, *samples))
+
+    # a step has all pixels of a head, and the samples of a tile of queries
     (B, M, P, Q), channels = samples.row.shape, plane.shape[3]
     (out,) = mosaic_tpu.launch(
         partial(_kernel, cut, channels),
@@ -75,6 +81,8 @@ def _of_level(options: Options, interpret: bool, on: OnLevel, value: jax.Array) 
 
 
 def _kernel(cut: Cut, channels: int, flags: Any, value: Any, *refs: Any) -> None:
+    """Sums value^T S over the strips, `[channels, TILE]`."""
+    # the shares of columns, the same for all strips: [P, width, TILE]
     of, (out, across, down, matrix, sums, bad) = Samples(*refs[:5]), refs[5:]
     is_bad = flags[pl.program_id(0), pl.program_id(1)] != 0
     parts = sums.shape[0] // channels
@@ -82,6 +90,7 @@ def _kernel(cut: Cut, channels: int, flags: Any, value: Any, *refs: Any) -> None
         across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], cut.width)
     sums[...], bad[...] = jnp.zeros_like(sums), jnp.zeros_like(bad)
 
+    # a strip after the other; S, in its parts, is `[hat_parts, pixels, TILE]`
     def add_strip(strip, _):
         hat.store_hat(cut, strip, of, across, down, matrix.shape[0], matrix)
 
@@ -90,6 +99,7 @@ def _kernel(cut: Cut, channels: int, flags: Any, value: Any, *refs: Any) -> None
                 some = max(1, parts - i) * channels
                 sums[:some] += _product(pixels[:some], matrix[i])
 
+        # where some pixel is not finite, it counts as 0, and what reads it is told apart
         @pl.when(jnp.logical_not(is_bad))
         def _():
             add(value[strip])
@@ -103,6 +113,8 @@ def _kernel(cut: Cut, channels: int, flags: Any, value: Any, *refs: Any) -> None
             bad[...] += _product(hat.ones(unfit), hat.ones(reads))
 
     lax.fori_loop(*hat.touched(cut, of.row[...]), add_strip, None)
+
+    # the parts of the value add up
     total = sums[:channels]
     for i in range(1, parts):
         total += sums[i * channels : (i + 1) * channels]
@@ -110,4 +122,5 @@ def _kernel(cut: Cut, channels: int, flags: Any, value: Any, *refs: Any) -> None
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns `x y`."""
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

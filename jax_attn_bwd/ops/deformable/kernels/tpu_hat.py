@@ -1,4 +1,4 @@
-"""What the TPU kernels of deformable attention share: hat matrices, and the planes of pixels they multiply.
+"""Hat matrices of deformable attention on TPUs, and the planes of pixels that they multiply, for its kernels.
 
 Bilinear sampling is linear in the value. The samples k of a query on a level give each pixel (y, x) a number,
 
@@ -77,7 +77,8 @@ class OnLevel(NamedTuple):
 
 
 def unsupported(options: Options, operands: Operands) -> str | None:
-    """Why the kernels cannot run this call; None if they can."""
+    """Tells why the kernels cannot run this call; None if they can."""
+    # dtypes and sizes
     (B, S, M, D), (_, Q, _, K) = operands.value.shape, operands.attention_weights.shape
     if not all(isinstance(n, int) for n in (B, S, M, D, Q, K)):
         return "its shapes must be known, not symbolic"
@@ -90,6 +91,8 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return f"a head may have at most {_MOST_CHANNELS} channels, got {D}"
     if (most := max(options.num_points)) > _MOST_POINTS:
         return f"a query and head may have at most {_MOST_POINTS} points on a level, got {most}"
+
+    # and levels whose pixels fit the vector memory, where the matrix unit is faster than XLA's gathers
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
         cut = cut_of(H, W)
         pixels, most = cut.strips * cut.pixels, min(_MOST_PIXELS, _MOST_NUMBERS // round_up(D, _SUBLANES))
@@ -102,7 +105,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
 
 
 def _most_bytes(cut: Cut, P: int, value: jax.Array) -> int:
-    """The bytes of vector memory that the backward takes; the forward takes fewer."""
+    """Returns the bytes of vector memory that the backward takes; the forward takes fewer."""
     width = round_up(value.shape[3], _SUBLANES)
     row, parts = round_up(width, LANES) * 4, parts_of(value.dtype)
     planes = round_up(parts * width, LANES) * 2
@@ -112,7 +115,7 @@ def _most_bytes(cut: Cut, P: int, value: jax.Array) -> int:
 
 
 def cut_of(height: int, width: int) -> Cut:
-    """The strips into which a level is cut."""
+    """Returns the strips into which a level is cut."""
     width = round_up(width, _SUBLANES)
     rows = LANES // math.gcd(width, LANES)
     while rows * width < _DEPTH and rows < height:
@@ -121,20 +124,20 @@ def cut_of(height: int, width: int) -> Cut:
 
 
 def parts_of(dtype: Any) -> int:
-    """Numbers of bfloat16 that add up to one of `dtype`."""
+    """Returns how many numbers of bfloat16 add up to one of `dtype`."""
     return _PARTS[jnp.dtype(dtype).name]
 
 
 def parts_of_hat(dtype: Any) -> int:
-    """Numbers of bfloat16 that add up to an entry of S: at least two, whose 16 bits exceed narrow results."""
+    """Returns how many of bfloat16 add up to an entry of S: two have more bits than a narrow result."""
     return max(2, parts_of(dtype))
 
 
 def split(x: jax.Array, parts: int) -> list[jax.Array]:
-    """bfloat16 arrays that add up to `x`, float32, the largest first: 8 bits each, cut off, not rounded."""
+    """Splits `x`, float32, into arrays of bfloat16 that add up to it: 8 bits each, the largest first."""
     found = []
     for i in range(parts):
-        # by its bits: a conversion there and back XLA may take for nothing
+        # cut off, not rounded, by its bits: a conversion there and back XLA may take for nothing
         bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
         high = lax.bitcast_convert_type(bits, jnp.float32)
         found.append(high.astype(jnp.bfloat16))
@@ -148,12 +151,12 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 
 def ones(where: jax.Array) -> jax.Array:
-    """In a kernel: bfloat16, 1 there and 0 elsewhere."""
+    """Returns, in a kernel, bfloat16: 1 there and 0 elsewhere."""
     return jnp.where(where, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16)
 
 
 def levels(options: Options, operands: Operands) -> Iterator[OnLevel]:
-    """The levels that have points."""
+    """Yields the levels that have points."""
     x, y, weight = (a.transpose(0, 2, 3, 1) for a in sampling.points(options, operands))  # [B, M, K, Q]
     start = first = 0
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
@@ -164,7 +167,7 @@ def levels(options: Options, operands: Operands) -> Iterator[OnLevel]:
 
 
 def samples(options: Options, on: OnLevel) -> Samples:
-    """The samples of a level in the form that a kernel reads."""
+    """Returns the samples of a level in the form that a kernel reads."""
     at = sampling.locate(options, on.level, on.x, on.y)
     row, column = (jnp.where(at.counts, n.astype(jnp.float32), _NOWHERE) for n in (at.row, at.column))
     return Samples(
@@ -177,13 +180,13 @@ def samples(options: Options, on: OnLevel) -> Samples:
 
 
 def whole_tiles(x: jax.Array, fill: float = 0.0) -> jax.Array:
-    """`x` with more queries, its last axis."""
+    """Makes up the queries of `x`, its last axis, to whole tiles."""
     more = -x.shape[-1] % TILE
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)], constant_values=fill)
 
 
 def planes(on: OnLevel, value: jax.Array) -> jax.Array:
-    """The level's `[B, M, strips, channels, pixels of a strip]`, float32, of `value [B, S, M, D]`."""
+    """Returns the level's `[B, M, strips, channels, pixels of a strip]`, float32, of `value [B, S, M, D]`."""
     (H, W, start), cut, (B, _, M, D) = map(int, on.level), on.cut, value.shape
     x = value[:, start : start + H * W].astype(jnp.float32).transpose(0, 2, 3, 1).reshape(B, M, D, H, W)
     more = (round_up(D, _SUBLANES) - D, cut.strips * cut.rows - H, cut.width - W)
@@ -192,23 +195,23 @@ def planes(on: OnLevel, value: jax.Array) -> jax.Array:
 
 
 def some_not_finite(x: jax.Array) -> jax.Array:
-    """`[B, M]` of `x [B, M, ...]`, int32: a flag for a kernel."""
+    """Tells whether some of `x [B, M, ...]` is not finite: `[B, M]`, int32, a flag for a kernel."""
     return 1 - is_finite(x).all(tuple(range(2, x.ndim))).astype(jnp.int32)
 
 
 def tiles_of(x: Any) -> pl.BlockSpec:
-    """The block of an operand `[B, M, n, Q]` that holds all n of a tile of queries."""
+    """Returns the block of an operand `[B, M, n, Q]` that holds all n of a tile of queries."""
     return pl.BlockSpec((None, None, x.shape[2], TILE), lambda b, m, q: (b, m, ZERO, q))
 
 
 def all_of(x: Any) -> pl.BlockSpec:
-    """The block of an operand `[B, M, ...]` that holds all of a head."""
+    """Returns the block of an operand `[B, M, ...]` that holds all of a head."""
     rest = x.shape[2:]
     return pl.BlockSpec((None, None, *rest), lambda b, m, q: (b, m, *(ZERO,) * len(rest)))
 
 
 def touched(cut: Cut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """In a kernel: (the first strip, one more than the last) that samples with these rows read."""
+    """Returns, in a kernel, (the first strip, one more than the last) that samples with these rows read."""
 
     def strip(y):
         y = jnp.clip(y, 0.0, cut.strips * cut.rows - 1.0).astype(jnp.int32)
@@ -221,23 +224,26 @@ def touched(cut: Cut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def share(first: jax.Array, of_next: jax.Array, count: int) -> jax.Array:
-    """In a kernel: hats of rows or columns, `[count, TILE]`; `first` and `of_next` are `[1, TILE]`."""
+    """Returns, in a kernel, the hats of rows or columns, `[count, TILE]`; its arguments are `[1, TILE]`."""
     n = lax.broadcasted_iota(jnp.int32, (count, TILE), 0).astype(jnp.float32)
     return jnp.where(n == first, 1 - of_next, jnp.where(n == first + 1, of_next, 0.0))
 
 
 def store_hat(cut: Cut, strip: jax.Array, of: Samples, across: Any, down: Any, parts: int, hat: Any) -> None:
-    """In a kernel: writes a strip of S to `hat [parts, pixels, TILE]`.
+    """Writes, in a kernel, a strip of S to `hat [parts, pixels, TILE]`.
 
     Args:
       of: refs `[P, TILE]`.
       across: ref `[P, width, TILE]`, what `share` gives of the columns.
       down: scratch `[P, rows, TILE]`.
     """
+    # the shares of the strip's rows, times the weights
     P, above = of.row.shape[0], (strip * cut.rows).astype(jnp.float32)
     for p in range(P):
         one = slice(p, p + 1)
         down[p] = share(of.row[one] - above, of.below[one], cut.rows) * of.weight[one]
+
+    # row by row, the entries of all its columns: a sum over the samples
     for y in range(cut.rows):
         entries = down[0, y : y + 1] * across[0]
         for p in range(1, P):
