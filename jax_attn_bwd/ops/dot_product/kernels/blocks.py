@@ -1,4 +1,4 @@
-"""What a mask has one value of in each block of rows and columns, as kernels are handed it.
+"""Hands kernels what a mask has one value of in each block of rows and columns.
 
 XLA computes a value a block. Bools become bits: a word of 32 bits holds those of one row and of 32 blocks of
 columns, so that a tile reads one number a row; other values of 32 bits are words themselves. Rows share
@@ -40,19 +40,19 @@ class Blocks:
 
     @property
     def of_bits(self) -> bool:
-        """Whether a word holds a bit for each of 32 blocks."""
+        """Tells whether a word holds a bit for each of 32 blocks."""
         return self.x.dtype == jnp.bool_
 
 
 def per_word(given: "Blocks | Words", most: int) -> int:
-    """How many columns a word tells of, `most` at most."""
+    """Returns how many columns a word tells of, `most` at most."""
     return min(most, given.columns * (_BITS if given.of_bits else 1))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Words:
-    """The same as kernels read it.
+    """The same values as kernels read them.
 
     Attributes:
       words: 32 bits `[B|1, N|1, tiles of columns, words, T]`; in a kernel those of a tile, `[words, rows]`.
@@ -66,23 +66,27 @@ class Words:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the words."""
+        """Returns the shape of the words."""
         return self.words.shape
 
     def own_bit(self, x: jax.Array, column: jax.Array) -> jax.Array:
-        """Words over a tile -> the values of its columns, counted from a whole word on; of bools 0 and 1."""
+        """Takes each column's value from words that are spread over a tile; of bools 0 or 1.
+
+        `column` is counted from the first column of a word.
+        """
         if not self.of_bits:
             return x
         place = (column >> (self.columns.bit_length() - 1)) & (_BITS - 1)
         return lax.shift_right_logical(x, place) & 1
 
     def cut(self, rows: slice) -> "Words":
-        """Those of some rows."""
+        """Returns the words of some rows."""
         return replace(self, words=self.words[..., rows])
 
     def spread(self, slices: Sequence[slice]) -> jax.Array:
-        """The values `[columns, rows]` of the given rows and columns of a kernel's tile, bools as 0 and 1."""
+        """Spreads words over some rows and columns of a tile: values `[columns, rows]`, bools as 0 and 1."""
         rows, columns = slices
+        # each word over the columns of the part that it tells of
         each, found = per_word(self, columns.stop), []
         for i in range(columns.start // each, -(-columns.stop // each)):
             count = min(columns.stop, (i + 1) * each) - max(columns.start, i * each)
@@ -92,13 +96,16 @@ class Words:
 
 
 def words(given: Blocks, T: int, block_k: int) -> Words:
-    """The words of T rows for tiles of `block_k` columns, both padded to whole tiles."""
+    """Packs the values for T rows and for tiles of `block_k` columns, both padded to whole tiles."""
+    # the blocks of each tile of columns: [B|1, N|1, blocks of rows, tiles, blocks of a tile]
     (*lead, n, m), per_tile = given.x.shape, block_k // given.columns
     x = given.x.reshape(*lead, n, m // per_tile, per_tile)
+    # bools: 32 neighbouring blocks to a word, bit j from block j
     if given.of_bits:
         widths = [(0, 0)] * (x.ndim - 1) + [(0, -per_tile % _BITS)]
         x = jnp.pad(x, widths).reshape(*x.shape[:-1], -1, _BITS).astype(jnp.uint32)
         x = lax.shift_left(x, lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1))
         x = lax.bitcast_convert_type(x.sum(-1, dtype=jnp.uint32), jnp.int32)
+    # a block's words for each of its rows: [B|1, N|1, tiles, words, T]
     x = jnp.repeat(jnp.moveaxis(x, -3, -1), given.rows, axis=-1)[..., :T]
     return Words(x, given.columns, given.of_bits)

@@ -41,7 +41,7 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 
 class Call(NamedTuple):
-    """What a call is told at trace time.
+    """The arguments of a call that are known at trace time.
 
     Attributes:
       scale: multiplies the products; positive.
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What both directions read; bfloat16 or float16 but for the ends."""
+    """The arrays that both directions read; bfloat16 or float16 but for the ends."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -77,14 +77,14 @@ _DETERMINISTIC = re.compile(r"--xla_gpu_(deterministic_ops|exclude_nondeterminis
 
 
 class Prepared(NamedTuple):
-    """What is handed over, and what it leaves to be mended."""
+    """The arrays that are handed over, and what their bias left out."""
 
     arrays: Arrays
     shift: jax.Array | None  # float32 [B|1, T, N|1]: what was taken off the bias of each row; None = 0
 
 
 def unsupported(call: Options, operands: Operands) -> str | None:
-    """Why cuDNN cannot run this call; None if it can."""
+    """Returns why cuDNN cannot run this call; None if it can."""
     options = KernelOptions.of(call, operands.mask)
     for reason in (_of_installation, _of_options, _of_operands):
         if (found := reason(options, operands)) is not None:
@@ -93,6 +93,7 @@ def unsupported(call: Options, operands: Operands) -> str | None:
 
 
 def _of_installation(options: KernelOptions, operands: Operands) -> str | None:
+    """Returns the reason that lies in the versions and flags of what is installed."""
     if (reason := unknown()) is not None:
         return reason
     if found := _DETERMINISTIC.search(os.environ.get("XLA_FLAGS", "")):
@@ -101,6 +102,7 @@ def _of_installation(options: KernelOptions, operands: Operands) -> str | None:
 
 
 def _of_options(options: KernelOptions, operands: Operands) -> str | None:
+    """Returns the reason that lies in what is asked for."""
     if options.mask_mod is not None or options.score_mod is not None:
         return "it takes no functions; give what mask_mod hides as a mask, and what score_mod adds as a bias"
     if options.logits_soft_cap is not None:
@@ -118,6 +120,8 @@ def _of_options(options: KernelOptions, operands: Operands) -> str | None:
 
 
 def _of_operands(options: KernelOptions, operands: Operands) -> str | None:
+    """Returns the reason that lies in shapes and dtypes."""
+    # shapes and dtypes
     q, v, bias = operands.query, operands.value, operands.bias
     if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
         return "it needs static shapes"
@@ -130,6 +134,7 @@ def _of_operands(options: KernelOptions, operands: Operands) -> str | None:
     largest = 256 if pallas.is_interpreted(NAME) or _is_hopper() else 128
     if max(q.shape[-1], v.shape[-1]) > largest:
         return f"head sizes go up to 128, on Hopper to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
+    # where it is known to be wrong, or to fail
     (T, N), S = q.shape[-3:-1], operands.key.shape[-3]
     plane = spans_plane(operands)
     if T == S == 1 and not plane:
@@ -150,22 +155,23 @@ def _is_hopper() -> bool:
 
 
 def _head(operands: Operands) -> int:
-    """Both head sizes, padded."""
+    """Returns both head sizes, padded."""
     return kernel_inputs.whole(max(operands.query.shape[-1], operands.value.shape[-1]), HEAD)
 
 
 def spans_plane(operands: Operands) -> bool:
-    """Whether something hides, or adds, that cuDNN takes as a bias of T x S alone."""
+    """Tells whether something hides, or adds, that cuDNN takes as a bias of T x S alone."""
     hides = operands.mask.has("elements", "query_segment_ids")
     return operands.bias is not None or hides or _by_position(operands)
 
 
 def _by_position(operands: Operands) -> bool:
+    """Tells whether causality or a window goes by positions, not by indices."""
     return operands.mask.is_banded and operands.mask.has_positions
 
 
 def call_of(options: KernelOptions, operands: Operands, interpret: bool = False) -> Call:
-    """What cuDNN is told at trace time."""
+    """Returns the arguments of a call that are known at trace time."""
     T, window = operands.query.shape[-3], options.window
     # a supported window that is not causal has nothing to its right
     is_causal = (options.is_causal or window is not None) and not _by_position(operands)
@@ -174,12 +180,14 @@ def call_of(options: KernelOptions, operands: Operands, interpret: bool = False)
 
 
 def prepare(options: KernelOptions, operands: Operands) -> Prepared:
-    """The arrays that cuDNN reads; what no query sees of keys and values is 0."""
+    """Prepares the arrays that cuDNN reads; what no query sees of keys and values is 0."""
+    # q [B, T, N, H], k and v [B, S, K, H]
     plane = spans_plane(operands)
     length = 2 if plane else 1
     refs = kernel_inputs.inputs(options, operands, None, kernel_inputs.Padding(length, length, HEAD))
     q, k, v = (kernel_inputs.pad(x, {-1: _head(operands)}) for x in (refs.q, refs.k, refs.v))
     arrays = Arrays(q, k, v)
+    # what hides: by index alone, or all of it in one bias
     if not plane:
         return Prepared(_with_ends(arrays, refs.rows_end, refs.columns_end), None)
     bias, shift = _plane(operands)
@@ -187,7 +195,10 @@ def prepare(options: KernelOptions, operands: Operands) -> Prepared:
 
 
 def _with_ends(arrays: Arrays, rows_end: Any, columns_end: Any) -> Arrays:
-    """A length of 0 is told as 1: what cuDNN makes of none, it does not say. These rows are mended later."""
+    """Adds where rows and columns end, at 1 where a length is 0: cuDNN does not say what it makes of that.
+
+    These rows are mended later.
+    """
     if rows_end is None and columns_end is None:
         return arrays
     B = arrays.q.shape[0]
@@ -201,10 +212,12 @@ def _with_ends(arrays: Arrays, rows_end: Any, columns_end: Any) -> Arrays:
 
 
 def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
-    """(all that hides or adds, as a bias `[B|1, N|1, T, S]`; `Prepared.shift`)."""
+    """Returns (all that hides or adds, as a bias `[B|1, N|1, T, S]`; `Prepared.shift`)."""
+    # who sees whom, [B|1, N|1, T, S]
     (batch, T, S, _, G), dtype = operands.sizes, operands.query.dtype
     hidden, shift = jnp.asarray(HIDDEN[str(dtype)], jnp.float32), None
     sees = _by_head(visibility.of_plane(operands.mask, operands.bias, T, S, len(batch), G), operands)
+    # a bias far from 0 is shifted, row by row: what hides must stay far below what is seen
     if operands.bias is None:
         bias = jnp.where(sees, 0, hidden)
     else:
@@ -219,7 +232,7 @@ def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _by_head(x: Any, operands: Operands) -> jax.Array:
-    """`[..., K|1, G|1, T|1, S|1]` as `[B|1, N|1, T, S]`."""
+    """Lays `[..., K|1, G|1, T|1, S|1]` as `[B|1, N|1, T, S]`."""
     (T, N), (S, K) = operands.query.shape[-3:-1], operands.key.shape[-3:-1]
     *batch, k, g, _, _ = x.shape
     heads = (1, 1) if k == g == 1 else (K, N // K)
@@ -228,7 +241,7 @@ def _by_head(x: Any, operands: Operands) -> jax.Array:
 
 
 def _in_batch(x: jax.Array, operands: Operands) -> jax.Array:
-    """`[..., N|1, T|1, S|1]` with its batch axes merged into one, of size 1 if it broadcasts over all."""
+    """Merges the batch axes of `[..., N|1, T|1, S|1]` into one, of size 1 if it broadcasts over all."""
     batch = operands.query.shape[:-3]
     x = to_rank(x, len(batch) + 3)
     if any(n != 1 for n in x.shape[: len(batch)]):
@@ -258,14 +271,14 @@ KNOWN = {
 
 
 def forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """(out `[B, T, N, H]`, stat float32 `[B, N, T]`); rows that see nothing hold anything."""
+    """Computes (out `[B, T, N, H]`, stat float32 `[B, N, T]`); rows that see nothing hold anything."""
     return _over_batch(partial(_forward, call))(arrays)
 
 
 def backward(
     call: Call, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array, with_bias: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """(dq, dk, dv, dbias); what lies beyond the ends holds anything."""
+    """Computes (dq, dk, dv, dbias); what lies beyond the ends holds anything."""
     if arrays.bias is None:
         with_bias = False
     run = _over_batch(partial(_backward, call, with_bias), sums_bias=with_bias)
@@ -273,7 +286,7 @@ def backward(
 
 
 class _Private(NamedTuple):
-    """What is taken from JAX's module."""
+    """The parts of JAX's module that are used."""
 
     forward: Any  # primitives, without rules for vmap and partitioning
     backward: Any
@@ -283,7 +296,7 @@ class _Private(NamedTuple):
 
 
 def unknown() -> str | None:
-    """Why the primitives of the JAX that is installed cannot be called; None if they can."""
+    """Returns why the primitives of the JAX that is installed cannot be called; None if they can."""
     found = _private()
     if isinstance(found, _Private):
         return None
@@ -294,7 +307,7 @@ def unknown() -> str | None:
 
 
 def _expected() -> _Private:
-    """JAX's primitives, for a call that `unknown` has let pass."""
+    """Returns JAX's primitives, for a call that `unknown` has let pass."""
     found = _private()
     assert isinstance(found, _Private)
     return found
@@ -302,7 +315,8 @@ def _expected() -> _Private:
 
 @cache
 def _private() -> _Private | str:
-    """JAX's primitives, or what is not as expected."""
+    """Returns JAX's primitives, or what is not as expected."""
+    # the options of both primitives, and the names of what else is used
     try:
         module: Any = importlib.import_module(_MODULE)
         forms = [
@@ -319,6 +333,7 @@ def _private() -> _Private | str:
         layout = module.AttentionLayout.BTNH.value
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
+    # those of a JAX that is known
     for options, more in KNOWN.values():
         if forms == [options | {"is_training"}, options]:
             return _Private(*found, layout, more)
@@ -326,7 +341,7 @@ def _private() -> _Private | str:
 
 
 def _form(lowering: Callable[..., Any], arrays: tuple[str, ...]) -> frozenset[str]:
-    """The options of a primitive, which its lowering takes by name or after the arrays."""
+    """Returns the options of a primitive, which its lowering takes by name or after the arrays."""
     parameters = inspect.signature(lowering).parameters.values()
     names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     expected = ("ctx", *arrays)
@@ -336,6 +351,7 @@ def _form(lowering: Callable[..., Any], arrays: tuple[str, ...]) -> frozenset[st
 
 
 def _options(call: Call, arrays: Arrays, with_bias: bool) -> dict[str, Any]:
+    """Returns the options that both primitives take."""
     private = _expected()
     return {
         "scale": call.scale,
@@ -350,7 +366,7 @@ def _options(call: Call, arrays: Arrays, with_bias: bool) -> dict[str, Any]:
 
 
 def _bound(arrays: Arrays) -> list[jax.Array]:
-    """The ten arrays that both primitives take; what is not used has no elements."""
+    """Lists the ten arrays that both primitives take; what is not used has no elements."""
     given = [*arrays, None, None, None, None]
     return [jnp.zeros(0, arrays.q.dtype) if x is None else x for x in given]
 
@@ -375,7 +391,7 @@ def _backward(
 
 
 def _over_batch(f: Callable[..., Any], sums_bias: bool = False) -> Callable[..., Any]:
-    """`f(arrays, *more)`; under `jax.vmap` the new axis is merged with the batch axis, which all share.
+    """Returns `f(arrays, *more)`; under `jax.vmap` it merges the new axis with the batch axis of all arrays.
 
     With `sums_bias` the last of the results is the gradient of the bias, summed over the batch if that
     broadcasts.
@@ -386,11 +402,13 @@ def _over_batch(f: Callable[..., Any], sums_bias: bool = False) -> Callable[...,
     def rule(size, in_batched, arrays, *more):
         B = arrays.q.shape[1 if in_batched[0].q else 0]
 
+        # [size, B, ...] -> [size B, ...] of everything, whether it was batched or not
         def merged(x, is_batched):
             x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             x = jnp.broadcast_to(x, (size, B, *x.shape[2:]))
             return x.reshape(size * B, *x.shape[2:])
 
+        # but a bias that is one for all stays so, where its gradient is not asked for
         one = sums_bias and arrays.bias.shape[1 if in_batched[0].bias else 0] == 1
         shared = not sums_bias and arrays.bias is not None and not in_batched[0].bias
         if shared and arrays.bias.shape[0] == 1:  # one for all
@@ -399,6 +417,7 @@ def _over_batch(f: Callable[..., Any], sums_bias: bool = False) -> Callable[...,
         else:
             given = jax.tree.map(merged, arrays, in_batched[0])
         results = call(given, *jax.tree.map(merged, more, tuple(in_batched[1:])))
+        # and back; the gradient of a bias with one batch entry is summed over the batch
         parted = jax.tree.map(lambda x: x.reshape(size, B, *x.shape[1:]), results)
         if one:
             parted = (*parted[:-1], parted[-1].sum(1, keepdims=True, dtype=parted[-1].dtype))
@@ -408,7 +427,7 @@ def _over_batch(f: Callable[..., Any], sums_bias: bool = False) -> Callable[...,
 
 
 def twin_forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """(out `[B, T, N, H]`, stat float32 `[B, N, T]`)."""
+    """Computes (out `[B, T, N, H]`, stat float32 `[B, N, T]`), as `forward`."""
     logits, seen = _twin_logits(call, arrays)
     top = logits.max(-1, keepdims=True)
     p = jnp.exp(logits - top)
@@ -422,16 +441,19 @@ def twin_forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
 def twin_backward(
     call: Call, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """(dq, dk, dv, dbias), dbias of the shape of the bias."""
+    """Computes (dq, dk, dv, dbias) as `backward`, dbias of the shape of the bias."""
+    # P from the stat, delta from the output
     logits, seen = _twin_logits(call, arrays)
     p = jnp.where(seen, jnp.exp(logits - stat[..., None]), 0)
     delta = jnp.swapaxes((_wide(dout) * _wide(out)).sum(-1), 1, 2)[..., None]
     dp = _einsum("btnh,bsnh->bnts", dout, _repeat_heads(arrays.v, arrays))
     dlogits = p * (dp - delta)
+    # products of what is rounded to the dtype of the operands
     narrow = _narrow(dlogits, arrays)
     dq = call.scale * _einsum("bnts,bsnh->btnh", narrow, _repeat_heads(arrays.k, arrays))
     dk = call.scale * _einsum("bnts,btnh->bsnh", narrow, arrays.q)
     dv = _einsum("bnts,btnh->bsnh", _narrow(p, arrays), dout)
+    # nothing is promised beyond the ends
     if arrays.rows_end is not None and arrays.columns_end is not None:
         dq = jnp.where(_beyond(arrays.rows_end, dq), jnp.nan, dq)
         dk, dv = (jnp.where(_beyond(arrays.columns_end, x), jnp.nan, x) for x in (dk, dv))
@@ -444,7 +466,7 @@ def twin_backward(
 
 
 def _twin_logits(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """(float32 logits, which of them are seen), `[B, N, T, S]`."""
+    """Returns (float32 logits, which of them are seen), `[B, N, T, S]`."""
     logits = call.scale * _einsum("btnh,bsnh->bnts", arrays.q, _repeat_heads(arrays.k, arrays))
     if arrays.bias is not None:
         logits = logits + _wide(arrays.bias)
@@ -467,12 +489,12 @@ def _beyond(end: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _repeat_heads(x: jax.Array, arrays: Arrays) -> jax.Array:
-    """Keys or values, repeated for the query heads of each."""
+    """Repeats keys or values for the query heads of each."""
     return jnp.repeat(x, arrays.q.shape[2] // x.shape[2], axis=2)
 
 
 def _to_key_heads(x: jax.Array, arrays: Arrays) -> jax.Array:
-    """The sum over each group of query heads."""
+    """Sums over each group of query heads."""
     B, S, _, H = x.shape
     return x.reshape(B, S, arrays.k.shape[2], -1, H).sum(3)
 

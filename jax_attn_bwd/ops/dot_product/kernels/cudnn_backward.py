@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion, pallas
-from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import cudnn
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
@@ -33,7 +32,7 @@ WEIGHTS = {"bfloat16": (1.0, 1.0, 1.0), "float16": (2.0**12, 1.0, 2.0**-12)}
 def backward(
     plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
-    """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     options = KernelOptions.of(plan.options, residuals.operands.mask)
     run = partial(_backward, options, pallas.is_interpreted(cudnn.NAME))
     return pallas.on_local_shards(run, kernel_inputs.out_specs(residuals), (residuals, dout, dlse))
@@ -43,6 +42,7 @@ def backward(
 def _backward(
     options: KernelOptions, interpret: bool, residuals: Residuals, dout: Any, dlse: Any
 ) -> DotProductAttentionGrads:
+    # delta, lse and dout of each query; inf where a query sees nothing here
     operands, wanted = residuals.operands, residuals.wanted.names
     values = kernel_inputs.row_values(options, residuals, dout, dlse)
     empty = kernel_inputs.empty_rows(options, operands, values.lse)
@@ -50,6 +50,7 @@ def _backward(
     if empty is not None:  # here; elsewhere the row may see keys
         lse = jnp.where(empty, jnp.inf, lse)
 
+    # the arrays that the forward read, and the stat that P is taken from, float32 [B, N, T]
     call = cudnn.call_of(options, operands, interpret)
     arrays, shift = cudnn.prepare(options, operands._replace(query=values.query))
     _, T, _, H = arrays.q.shape
@@ -71,21 +72,23 @@ def _backward(
             if name in names and x is not None:
                 made[name] = made.get(name, 0) + x.astype(lse.dtype)
 
+    # the call whose delta is that of the output, and one for the rest c of delta
     has_rest = dlse is not None or residuals.result.out_low is not None
     if dout is not None or not has_rest:
         add(arrays, heads(out), heads(values.dout), wanted)
     if has_rest and (names := wanted & {"query", "key", "bias"}):
         product = (values.dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
         add(*_of_the_rest(arrays, rows(values.delta - product)), names)
+    # in the shapes of the operands, 0 where nothing looks
     grads = _mended(operands, wanted, made, empty)
     if "sink" in wanted:
         grads["sink"] = values.dsink
-    matched: Any = {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
-    return DotProductAttentionGrads(**matched)
+    return kernel_inputs.matched(operands, grads)
 
 
 def _of_the_rest(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, jax.Array]:
-    """(arrays, out, dout) of the second call, for c `[B, T, N]`."""
+    """Returns (arrays, out, dout) of the second call, for c `[B, T, N]`."""
+    # c in three numbers, each what rounding the ones before took: out = (c_1, c_2, c_3, 0, ...)
     q, weights = arrays.q, WEIGHTS[str(arrays.q.dtype)]
     out, dout = jnp.zeros_like(q, shape=(*rest.shape, q.shape[-1])), jnp.zeros_like(q)
     for i, weight in enumerate(weights):
@@ -96,7 +99,8 @@ def _of_the_rest(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, ja
 
 
 def _mended(operands: Operands, wanted: frozenset[str], made: dict[str, Any], empty: Any) -> dict[str, Any]:
-    """The gradients of the operands, 0 where nothing looks."""
+    """Cuts gradients to the shapes of the operands, and sets them to 0 where nothing looks."""
+    # [..., T, N, H], [..., S, K, H], [..., S, K, Hv]: padding is cut off
     (*batch, T, N, H), (S, K, Hv) = operands.query.shape, operands.value.shape[-3:]
     _, seen = visibility.live_and_seen_of(operands)
     grads: dict[str, Any] = {}
@@ -107,6 +111,7 @@ def _mended(operands: Operands, wanted: frozenset[str], made: dict[str, Any], em
             grads[name] = jnp.zeros((*batch, n, heads, h), operands.query.dtype)
             continue
         x = made[name][:, :n, :, :h].reshape(*batch, n, heads, h)
+        # rows that see nothing, and keys that nobody sees
         if name == "query":
             grads[name] = x if empty is None else jnp.where(empty[..., None], 0, x)
         else:

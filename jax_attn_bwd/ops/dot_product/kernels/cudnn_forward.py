@@ -23,7 +23,7 @@ supports = cudnn.unsupported
 
 
 def forward(plan: Plan, operands: Operands) -> Result:
-    """The output and its row values."""
+    """Computes the output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     run = partial(_forward, options, pallas.is_interpreted(cudnn.NAME))
     specs = partial(kernel_inputs.result_specs, options, False)
@@ -32,6 +32,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Result:
+    # out [..., T, N, Hv], stat and the shift of the bias [..., T, N]
     *batch, T, N, _ = operands.query.shape
     arrays, shift = pallas.vary_alike(cudnn.prepare(options, operands))
     out, stat = cudnn.forward(cudnn.call_of(options, operands, interpret), arrays)
@@ -39,10 +40,12 @@ def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Res
     stat = jnp.swapaxes(stat, -1, -2)[:, :T]
     shift = None if shift is None else jnp.broadcast_to(shift, stat.shape).reshape(*batch, T, N)
     stat = stat.reshape(*batch, T, N)
+    # cuDNN promises nothing of rows that see nothing
     if (empty := kernel_inputs.empty_rows(options, operands, stat)) is not None:
         out, stat = jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, stat)
     if shift is None and operands.sink is None:
         return Result(out, stat, None)
+    # lse = base + log l, the base being the shift, or the sink where that is greater
     base = jnp.zeros_like(stat) if shift is None else shift
     log_l = stat
     if operands.sink is not None:
@@ -52,6 +55,7 @@ def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Res
         log_l = jnp.logaddexp(stat, sink - base)
         share = jnp.where(stat == -jnp.inf, 0, jnp.exp(stat - log_l))
         out = (out.astype(stat.dtype) * share[..., None]).astype(out.dtype)
+    # and what rounding took from it
     lse = base + log_l
     low = jnp.where(lse == -jnp.inf, 0, (base - lse) + log_l)
     return Result(out, lse, low if kernel_inputs.has_low(options, operands) else None)

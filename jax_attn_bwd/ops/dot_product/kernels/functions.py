@@ -29,12 +29,15 @@ EVERYWHERE = _ON_BOOLS | _ON_NUMBERS | {"convert_element_type", "broadcast_in_di
 
 
 def any_given(options: KernelOptions) -> bool:
-    """Whether a call has a function."""
+    """Tells whether a call has a function."""
     return options.mask_mod is not None or options.score_mod is not None
 
 
 def numbered(operands: Operands) -> Operands:
-    """With the numbers of batch entries and heads beside these: for before they are cut into shards."""
+    """Adds the numbers of batch entries and heads, each laid as the query.
+
+    To be called before the operands are cut into shards, which do not know where they lie.
+    """
     mask, q = operands.mask, operands.query
     if mask.batch_number is None:
         return operands
@@ -44,7 +47,7 @@ def numbered(operands: Operands) -> Operands:
 
 
 def on_values(options: KernelOptions, operands: Operands) -> KernelOptions:
-    """With what kernels trace in the place of functions that read arrays."""
+    """Replaces functions that read arrays by what kernels trace, an `OnValues`."""
 
     def replaced(function, is_score):
         if function is None:
@@ -57,14 +60,14 @@ def on_values(options: KernelOptions, operands: Operands) -> KernelOptions:
 
 
 def floats_of_distance(options: KernelOptions, operands: Operands) -> int:
-    """How many floats of each distance `score_mod` is handed."""
+    """Counts the floats of each distance that `score_mod` is handed."""
     score = on_values(options, operands).score_mod
     found = score.cut.of_distance if isinstance(score, hoisting.OnValues) else ()
     return sum(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in found)
 
 
 def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
-    """What `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `hoisting.values`."""
+    """Computes what `mask_mod` and `score_mod` of `on_values` are handed; `place` as in `hoisting.values`."""
     options = on_values(options, operands)
     mask, score = (
         hoisting.values(f, operands.mod_args, *place) if isinstance(f, hoisting.OnValues) else ()
@@ -74,18 +77,18 @@ def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, .
 
 
 def for_bounds(options: KernelOptions, operands: Operands) -> tuple[Any, ...]:
-    """The `mod_args` that `bounded` reads, if it does."""
+    """Returns the `mod_args` that `bounded` reads, if it does."""
     mask_mod = on_values(options, operands).mask_mod
     return (operands.mod_args or ()) if _is_of_blocks(mask_mod) else ()
 
 
 def _is_of_blocks(mask_mod: Any) -> bool:
-    """Whether a kernel is handed values of blocks for it."""
+    """Tells whether a kernel is handed values of blocks for it."""
     return isinstance(mask_mod, hoisting.OnValues) and bool(mask_mod.cut.of_blocks)
 
 
 def bounded(options: KernelOptions, refs: Any, rows: int, columns: int) -> tuple[Any, Any]:
-    """(the function that bounds of tiles of that size are taken of, what it reads beside row and column).
+    """Returns (the function whose bounds on tiles of that size are taken, what it reads beside the place).
 
     Where a kernel is handed values of blocks it is the caller's own `mask_mod` of `mod_args`: values do not
     say what `intervals.told` knows of them. Beyond the ends nothing is read.
@@ -93,6 +96,7 @@ def bounded(options: KernelOptions, refs: Any, rows: int, columns: int) -> tuple
     mask_mod = options.mask_mod
     if not _is_of_blocks(mask_mod):
         return mask_mod, places(refs, rows, columns)
+    # the last row and column of each batch entry, in the layout of tiles
     ends = (refs.rows_end, refs.columns_end)
     lasts = tuple(None if x is None else (x - 1).clip(0).reshape(-1, 1, 1, 1, 1) for x in ends)
 
@@ -106,22 +110,24 @@ def bounded(options: KernelOptions, refs: Any, rows: int, columns: int) -> tuple
 
 
 def _numbers(refs: Any) -> tuple[jax.Array, jax.Array]:
-    """Those of batch entries and heads, in the layout of tiles."""
+    """Returns the numbers of batch entries and heads, in the layout of tiles."""
     heads = refs.head_number.reshape(1, refs.k.shape[2], -1, 1, 1)
     return refs.batch_number.reshape(-1, 1, 1, 1, 1), heads
 
 
 def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
-    """What a mask reads of `Inputs` before a kernel lays them out, for bounds of tiles of that size."""
+    """Bounds, in each tile of that size, what a mask reads of `Inputs` before a kernel lays them out."""
     if refs.batch_number is None:
         return None
     K = refs.k.shape[2]
 
     def between(x):
+        """Reduces one value a row, a column or a distance to its bounds in each tile."""
         if x.dtype != jnp.float32:
             x = x.astype(jnp.int32)
         if is_of_distance(x):
             return _of_distances(x, refs, rows, columns)
+        # an axis of 1 broadcasts, and has one tile of one element: [B|1, K|1, G|1, tiles|1, n, tiles|1, n]
         B, N, T, S = x.shape
         rows_of, columns_of = (1 if n == 1 else block for n, block in ((T, rows), (S, columns)))
         x = x.reshape(
@@ -133,17 +139,19 @@ def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
 
 
 def is_of_distance(x: Any) -> bool:
-    """Whether what `values` gave is one value for each distance."""
+    """Tells whether what `values` gave is one value for each distance."""
     return x.ndim == 3
 
 
 def _of_distances(x: jax.Array, refs: Any, rows: int, columns: int) -> Interval:
-    """Bounds of a value of each distance, on tiles of that size."""
+    """Bounds a value of each distance, on tiles of that size."""
+    # the distances of each tile, from its last column to its last row: [query tiles, key tiles]
     B, N, _ = x.shape
     T, (S, K) = refs.q.shape[1], refs.k.shape[1:3]
     row, column = (np.arange(0, n, size, dtype=np.int32) for n, size in ((T, rows), (S, columns)))
     first: Any = row[:, None] - column + S  # entry of a tile's first row and column
     pair = first - (columns - 1), first + (rows - 1)
+    # the least and greatest value between these, of each batch entry and head
     batch, head = (
         np.arange(n, dtype=np.int32).reshape(-1, *ones) for n, ones in ((B, (1, 1, 1)), (N, (1, 1)))
     )
@@ -153,18 +161,18 @@ def _of_distances(x: jax.Array, refs: Any, rows: int, columns: int) -> Interval:
 
 
 def on_tile(function: Callable[..., Any], *given: Any) -> Any:
-    """`function(*given)` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
+    """Calls `function` in a kernel: nothing is sharded, and Python numbers are narrow in x64 mode, too."""
     with jax.enable_x64(False), hoisting.unsharded():
         return function(*given)
 
 
 def tanh(x: jax.Array, cap: float) -> jax.Array:
-    """The tanh of x / cap, from exp2."""
+    """Computes the tanh of x / cap from exp2."""
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * math.log2(math.e) / cap)) + 1.0)
 
 
 def _power(x: jax.Array, y: int) -> jax.Array:
-    """X to the power of y, by products."""
+    """Raises x to the power of y, by products."""
     result = jnp.ones_like(x)
     for _ in range(abs(y)):
         result = result * x
@@ -172,12 +180,12 @@ def _power(x: jax.Array, y: int) -> jax.Array:
 
 
 def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with `== False` in the place of `not`: the compiler for GPUs fails at that of bools.
-
-    And with tanh by exp2: the hardware's own has an error of 2^-11.
+    """Rewrites `function` with `== False` in the place of `not`, which the compiler for GPUs fails at,
+    and with tanh by exp2: the hardware's own has an error of 2^-11.
     """
 
     def rule(equation, inputs):
+        """Evaluates an equation, those that the compiler lacks by others."""
         name = equation.primitive.name
         if name == "not" and inputs[0].dtype == bool:
             return [inputs[0] == False]  # noqa: E712
@@ -189,6 +197,7 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
             return [_power(inputs[0], equation.params.get("y", 2))]
         return jaxprs.bound(equation, inputs, **{"sharding": None} if "sharding" in equation.params else {})
 
+    # traced, and its equations evaluated by the rule while the kernel is traced
     def call(*given):
         closed, form = jax.make_jaxpr(function, return_shape=True)(*given)
         results = jaxprs.evaluate(closed, given, rule, lambda x, _: x, literal=lambda x, _: jnp.asarray(x))
@@ -200,14 +209,16 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
 def unsupported(
     options: KernelOptions, operands: Operands, lowers: frozenset[str], distances: bool = False
 ) -> str | None:
-    """Why a kernel that `lowers` these operations cannot trace the functions of a call; None if it can.
+    """Returns why a kernel cannot trace the functions of a call; None if it can.
 
-    With `distances` it takes values for each distance between row and column.
+    It `lowers` these operations. With `distances` it takes values for each distance between row and column.
     """
     if not any_given(options):
         return None
+    # what they read of arrays must be values that XLA can make
     if (reason := _unsupported_arrays(options, operands, distances)) is not None:
         return reason
+    # what is left must be made of what the compiler has vector instructions for, in 32 bits
     with hoisting.unsharded():
         programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
@@ -220,7 +231,7 @@ def unsupported(
 
 
 def _too_wide(name: str, closed: Any) -> str | None:
-    """Why it cannot be traced on tiles of 32 bits a number; None if it can."""
+    """Returns why it cannot be traced on tiles of 32 bits a number; None if it can."""
     for equation in jaxprs.equations(closed.jaxpr):
         avals = [x.aval for x in (*equation.invars, *equation.outvars)]
         # Python numbers are weakly typed, and narrow in `on_tile`
@@ -231,16 +242,18 @@ def _too_wide(name: str, closed: Any) -> str | None:
 
 
 def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: bool) -> str | None:
-    """Why a kernel cannot be handed what the functions read of arrays; None if it can."""
+    """Returns why a kernel cannot be handed what the functions read of arrays; None if it can."""
     for name, function in (("mask_mod", options.mask_mod), ("score_mod", options.score_mod)):
         if function is None:
             continue
         found = hoisting.of(function, name == "score_mod", operands.mod_args)
         if not found.reads_arrays:
             continue
+        # as a program of one element, and in its parts
         reason = _too_wide(name, found.program) or hoisting.unsupported(found, name, distances)
         if reason is not None:
             return reason
+        # one value a distance or a block is taken of indices, which positions would replace
         if found.cut.of_distance and operands.mask.has_positions:
             return (
                 f"{name} reads an array at row - column, and it is handed one value for each difference of "
@@ -257,7 +270,8 @@ def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: b
 
 
 def _programs(options: KernelOptions) -> Iterator[tuple[str, Any]]:
-    """(name, jaxpr) of the functions on a tile, and of the derivative of `score_mod`."""
+    """Yields (name, jaxpr) of the functions on a tile, and of the derivative of `score_mod`."""
+    # places and logits of a tile of 8 x 8, and what the functions are handed for it
     index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     at, logits = (index(1, 1), index(1, 1), index(1, 8), index(8, 1)), jax.ShapeDtypeStruct((8, 8), "float32")
     mask, score = options.mask_mod, options.score_mod

@@ -33,7 +33,7 @@ _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 SHORTEST_WORD = 32  # columns that share a value of 32 bits: it is handed as one bit an element, or less
 _LANES = 128  # tiles are a multiple: blocks of columns are cut so that they divide it
 _SMALLEST_BLOCK = 8  # elements: a bool of each is one bit an element
-_OF_ONE_DRIFT = frozenset(("max", "min", "convert_element_type")) | OF_ONE_ELEMENT
+_OF_ONE_STEP = frozenset(("max", "min", "convert_element_type")) | OF_ONE_ELEMENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ class Value:
     Attributes:
       aval: its type.
       reads: what of an element's place it depends on, or "logits".
-      drift: how much it rises where row and column both rise by one; None if that is not known.
-      grain: how many rows and columns, counted from 0, share it; 0 if all do.
+      diagonal_step: how much it rises where row and column both rise by one; None if that is not known.
+      block_size: how many rows and columns, counted from 0, share it; 0 if all do.
       of_arrays: whether it is made of arrays, and XLA makes it.
       equation, inputs, output: what computes it from what, and which of the results it is.
       constant: what it is, if it is that.
@@ -53,8 +53,8 @@ class Value:
 
     aval: Any
     reads: frozenset[str] = frozenset()
-    drift: int | None = 0
-    grain: tuple[int, int] = (0, 0)
+    diagonal_step: int | None = 0
+    block_size: tuple[int, int] = (0, 0)
     of_arrays: bool = False
     equation: Any = None
     inputs: tuple["Value", ...] = ()
@@ -64,18 +64,18 @@ class Value:
 
     @property
     def is_of_tile(self) -> bool:
-        """Whether it has a value for each element, not each row or column alone."""
+        """Tells whether it has a value for each element, not each row or column alone."""
         return "logits" in self.reads or {"row", "column"} <= self.reads
 
     @property
     def is_of_distance(self) -> bool:
-        """Whether it has a value for each element, which the distance between row and column tells."""
-        return self.is_of_tile and "logits" not in self.reads and self.drift == 0
+        """Tells whether it has a value for each element, which the distance between row and column tells."""
+        return self.is_of_tile and "logits" not in self.reads and self.diagonal_step == 0
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """The rows and columns that share it, if it has one value for each block; None if it has not."""
-        rows, columns = self.grain[0], math.gcd(self.grain[1], _LANES)
+        """Returns the rows and columns of a block, if it has one value for each; None if it has not."""
+        rows, columns = self.block_size[0], math.gcd(self.block_size[1], _LANES)
         is_of_plane = self.is_of_tile and not self.is_of_distance
         return (rows, columns) if is_of_plane and rows * columns >= _SMALLEST_BLOCK else None
 
@@ -96,17 +96,17 @@ class Cut:
 
     @property
     def of_distance(self) -> tuple[Value, ...]:
-        """Those `handed` that have a value for each distance."""
+        """Returns those `handed` that have a value for each distance."""
         return tuple(x for x in self.handed if x.is_of_distance)
 
     @property
     def of_blocks(self) -> tuple[Value, ...]:
-        """Those `handed` that have a value for each block of rows and columns."""
+        """Returns those `handed` that have a value for each block of rows and columns."""
         return tuple(x for x in self.handed if x.block is not None)
 
 
 def unsharded() -> Any:
-    """A mesh of the device aimed at that has no axes: what stands in a kernel is not sharded."""
+    """Enters a mesh of the device aimed at that has no axes: what stands in a kernel is not sharded."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
@@ -114,6 +114,7 @@ def unsharded() -> Any:
 @lru_cache(maxsize=256)
 def cut(function: Any) -> Cut:
     """Cuts the function of an `OnValues`."""
+    # traced on one element: (logits), place, leaves of `mod_args`
     element = lambda dtype: jax.ShapeDtypeStruct((), dtype)
     place = [element(jnp.int32) for _ in PLACE]
     lead = [element(jnp.float32), *place] if function.is_score else place
@@ -121,14 +122,16 @@ def cut(function: Any) -> Cut:
     arrays = [jax.ShapeDtypeStruct(*x) for x in function.types]
     with jax.enable_x64(False), unsharded():
         closed = jax.make_jaxpr(function.on_leaves)(*lead, *arrays)
-    invars, drifts = closed.jaxpr.invars, {"row": 1, "column": 1, "logits": None}
+    # what is known of the inputs
+    invars, steps = closed.jaxpr.invars, {"row": 1, "column": 1, "logits": None}
     # a score has no values of blocks: their gradients would be sums over blocks
-    grains = {} if function.is_score else {"row": (1, 0), "column": (0, 1)}
+    sizes = {} if function.is_score else {"row": (1, 0), "column": (0, 1)}
     inputs = [
-        Value(v.aval, frozenset((n,)), drifts.get(n, 0), grains.get(n, (0, 0)))
+        Value(v.aval, frozenset((n,)), steps.get(n, 0), sizes.get(n, (0, 0)))
         for n, v in zip(names, invars, strict=False)
     ]
     inputs += [Value(v.aval, of_arrays=True, argument=i) for i, v in enumerate(invars[len(lead) :])]
+    # equation after equation, what is known of its results, up to the one that is returned
     with jax.enable_x64(False), unsharded():  # as it was traced: `is_floored` compares programs
         (result,) = jaxprs.evaluate(
             closed,
@@ -138,6 +141,7 @@ def cut(function: Any) -> Cut:
             literal=lambda x, aval: Value(aval, constant=x),
             enters=_is_cut,
         )
+    # and back from that one to where the kernel's part begins
     handed: dict[Value, None] = {}
     made: dict[Value, None] = {}
     _walk(result, handed, made)
@@ -145,18 +149,19 @@ def cut(function: Any) -> Cut:
 
 
 def _is_cut(equation: Any, given: Sequence[Value]) -> bool:
-    """Whether what an equation calls is cut in two; `//` and `%` of indices, and own derivatives, are not."""
+    """Tells whether what an equation calls is cut in two; `//`, `%` and functions with own rules are not."""
     if equation.primitive.name.startswith("custom_"):
         return False
     return any(x.of_arrays for x in given) or not is_floored(equation)
 
 
 def _results(equation: Any, given: Sequence[Value]) -> list[Value]:
+    """Returns what is known of the results of an equation."""
     reads = frozenset().union(*(x.reads for x in given))
     found = []
     for output, v in enumerate(equation.outvars):
-        drift, grain = _drift(equation, given), _grain(equation, given)
-        value = Value(v.aval, reads, drift, grain, False, equation, tuple(given), output)
+        diagonal_step, block_size = _diagonal_step(equation, given), _block_size(equation, given)
+        value = Value(v.aval, reads, diagonal_step, block_size, False, equation, tuple(given), output)
         if value.is_of_distance or value.block:  # elementwise of what a kernel has: it makes that itself
             of_arrays = any(x.of_arrays and (x.is_of_tile or x.aval.shape) for x in given)
         else:
@@ -165,27 +170,30 @@ def _results(equation: Any, given: Sequence[Value]) -> list[Value]:
     return found
 
 
-def _drift(equation: Any, given: Sequence[Value]) -> int | None:
-    """How much the results rise; of floats, which are rounded, only 0 is known."""
-    drifts, name = [x.drift for x in given if x.drift is not None], equation.primitive.name
-    if len(drifts) < len(given):
+def _diagonal_step(equation: Any, given: Sequence[Value]) -> int | None:
+    """Returns how much the results rise; of floats, which are rounded, only 0 is known."""
+    steps, name = [x.diagonal_step for x in given if x.diagonal_step is not None], equation.primitive.name
+    if len(steps) < len(given):
         return None
-    if not any(drifts):
+    if not any(steps):
         return 0
-    if name in _COMPARISONS and len(set(drifts)) == 1:
+    if name in _COMPARISONS and len(set(steps)) == 1:
         return 0
     if not all(_is_index(x.aval) for x in (*equation.invars, *equation.outvars)):
         return None
     if name in ("add", "sub"):
-        return drifts[0] + (drifts[1] if name == "add" else -drifts[1])
+        return steps[0] + (steps[1] if name == "add" else -steps[1])
     if name == "neg":
-        return -drifts[0]
-    return drifts[0] if name in _OF_ONE_DRIFT and len(set(drifts)) == 1 else None
+        return -steps[0]
+    return steps[0] if name in _OF_ONE_STEP and len(set(steps)) == 1 else None
 
 
-def _grain(equation: Any, given: Sequence[Value]) -> tuple[int, int]:
-    """How many rows and columns share the results: `size` of `row // size`, else greatest common divisors."""
-    rows, columns = (math.gcd(*(x.grain[i] for x in given)) for i in (0, 1))
+def _block_size(equation: Any, given: Sequence[Value]) -> tuple[int, int]:
+    """Returns how many rows and columns share the results.
+
+    Those of `row // size` are `size`, others the greatest common divisor of the inputs'.
+    """
+    rows, columns = (math.gcd(*(x.block_size[i] for x in given)) for i in (0, 1))
     if equation.params.get("name") == "floor_divide" and is_floored(equation):
         index, size = given
         if index.equation is None and index.reads in ({"row"}, {"column"}) and size.constant is not None:
@@ -195,7 +203,7 @@ def _grain(equation: Any, given: Sequence[Value]) -> tuple[int, int]:
 
 
 def _is_index(aval: Any) -> bool:
-    """Whether adding to it cannot round."""
+    """Tells whether adding to it cannot round."""
     return jnp.issubdtype(aval.dtype, jnp.integer) and aval.dtype.itemsize >= 4
 
 
@@ -219,13 +227,13 @@ class OnValues:
     types: tuple[Any, ...]  # (shape, dtype) of its leaves
 
     def on_leaves(self, *given: Any) -> Any:
-        """`function`, with the leaves of `mod_args` one after the other."""
+        """Calls `function`, handed the leaves of `mod_args` one after the other."""
         count = len(PLACE) + self.is_score
         return self.function(*given[:count], *jax.tree.unflatten(self.tree, given[count:]))
 
     @property
     def program(self) -> Any:
-        """The jaxpr of `on_leaves` on a tile."""
+        """Traces `on_leaves` on a tile."""
         index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         logits = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * self.is_score
         place = index(1, 1), index(1, 1), index(1, 8), index(8, 1)
@@ -236,30 +244,32 @@ class OnValues:
 
     @property
     def reads_arrays(self) -> bool:
-        """Whether it is given arrays, or closes over one."""
+        """Tells whether it is given arrays, or closes over one."""
         return bool(self.types or self.program.consts)
 
     @property
     def cut(self) -> Cut:
-        """Its parts."""
+        """Returns its parts."""
         return cut(self)
 
     def examples(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Types of what it may be handed on a tile of two axes."""
+        """Returns types of what it may be handed on a tile of two axes."""
         dtypes = (jax.eval_shape(_as_handed, v.aval).dtype for v in self.cut.handed)
         return tuple(jax.ShapeDtypeStruct((1, 1), dtype) for dtype in dtypes)
 
     def __call__(self, *given: Any) -> Any:
-        """On a tile: arrays of one rank that broadcast to it, or scalars."""
+        """Evaluates it on a tile: arrays of one rank that broadcast to it, or scalars."""
         count = len(PLACE) + self.is_score
         names = ("logits", *PLACE) if self.is_score else PLACE
         found = dict(zip(names, given[:count], strict=True))
         values = zip(self.cut.handed, given[count:], strict=True)
-        return _on_tile(self.cut.result, found, {v: _as_before(x, v.aval.dtype) for v, x in values})
+        return _made(
+            self.cut.result, {v: _as_before(x, v.aval.dtype) for v, x in values}, found, _elementwise
+        )
 
 
 def of(function: Callable[..., Any], is_score: bool, mod_args: Any) -> OnValues:
-    """`function` of a call with these `mod_args`."""
+    """Makes an `OnValues` of a call's function and `mod_args`."""
     leaves, tree = jax.tree.flatten(mod_args)
     return OnValues(function, is_score, tree, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
 
@@ -267,7 +277,7 @@ def of(function: Callable[..., Any], is_score: bool, mod_args: Any) -> OnValues:
 def values(
     function: OnValues, mod_args: Any, batch: jax.Array, heads: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> tuple[Any, ...]:
-    """What it is handed: 32 bits `[B|1, N|1, T|1, S|1]`, of which no more than one of the last two is not 1.
+    """Computes what it is handed: 32 bits `[B|1, N|1, T|1, S|1]`, T or S or both 1.
 
     A value for each distance is `[B|1, N|1, T + S]`, entry `S + row - column`; one for each block `Blocks`.
 
@@ -283,32 +293,37 @@ def values(
 
 
 def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> Any:
+    """Computes a value of `values`, as it is laid there."""
     if value.block is not None:
         return _of_blocks(value, value.block, arrays, batch, heads, tokens)
+    # the rows or columns that it varies with, `[B|1, n]`: neither, one of them, or a pair for each distance
     if value.is_of_distance:
-        along = _distances(tokens["row"], tokens["column"])
+        varying = _distances(tokens["row"], tokens["column"])
     else:
-        along = {name: x for name, x in tokens.items() if name in value.reads}
-    (lead,) = {x.shape[0] for x in along.values()} or {1}
+        varying = {name: x for name, x in tokens.items() if name in value.reads}
+    (lead,) = {x.shape[0] for x in varying.values()} or {1}
 
     def of_element(b, n, t):
         return _as_handed(_outside(value, arrays, {"batch": b, "head": n, **t}))
 
+    # mapped over batch entries, heads and these; over what it does not read an axis of 1
     of_batch = None if lead == 1 else 0
-    run = jax.vmap(of_element, (None, None, 0)) if along else of_element
+    run = jax.vmap(of_element, (None, None, 0)) if varying else of_element
     run = jax.vmap(jax.vmap(run, (None, 0, None)), (0, None, of_batch))
     batch = batch if of_batch == 0 or "batch" in value.reads else batch[:1]
     heads = heads if "head" in value.reads else heads[:1]
-    found = run(batch, heads, {n: x[0] for n, x in along.items()} if of_batch is None else along)
+    found = run(batch, heads, {n: x[0] for n, x in varying.items()} if of_batch is None else varying)
+    # [B|1, N|1, T + S] of distances, else an axis for rows and one for columns
     if value.is_of_distance:
         return found
-    found = found if along else found[..., None]
-    return found[..., None, :] if "column" in along else found[..., None]
+    found = found if varying else found[..., None]
+    return found[..., None, :] if "column" in varying else found[..., None]
 
 
 def _of_blocks(
     value: Value, block: tuple[int, int], arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]
 ) -> Blocks:
+    """Computes a value of each block, at its first row and column."""
     rows, columns = (tokens[name][:, ::n] for name, n in zip(("row", "column"), block, strict=True))
 
     def of_element(b, n, row, column):
@@ -325,7 +340,7 @@ def _of_blocks(
 
 
 def _distances(rows: jax.Array, columns: jax.Array) -> dict[str, jax.Array]:
-    """A row and a column for each distance of padded ones; what lies beyond the ends stands at these."""
+    """Returns a row and a column for each distance; of what lies beyond the ends those at the ends."""
     S = columns.shape[-1]
     distance = jnp.arange(rows.shape[-1] + S, dtype=jnp.int32) - S
     distance = jnp.clip(distance, -columns.max(), rows.max())[None]
@@ -333,7 +348,7 @@ def _distances(rows: jax.Array, columns: jax.Array) -> dict[str, jax.Array]:
 
 
 def _as_handed(x: jax.Array) -> jax.Array:
-    """In 32 bits: bools and narrow numbers widened."""
+    """Widens bools and narrow numbers to 32 bits."""
     if x.dtype.itemsize == 4:
         return x
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
@@ -344,12 +359,13 @@ def _as_before(x: Any, dtype: Any) -> Any:
 
 
 def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
-    """Why a kernel cannot be handed what it reads of arrays; None if it can.
+    """Returns why a kernel cannot be handed what it reads of arrays; None if it can.
 
     Args:
       function: read under the name `name`.
       distances: whether the kernel takes a value for each distance.
     """
+    # it must be a function of one element
     try:
         cut = function.cut
     except Exception as error:
@@ -363,9 +379,11 @@ def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
         f"{takes}or a batch entry and head: read it so, hand over a {array} array, or write "
         f"implementation='xla'"
     )
+    # values of blocks are bits, or wide enough to share a word
     short = any(x.aval.dtype != jnp.bool_ and x.block and x.block[1] < SHORTEST_WORD for x in cut.of_blocks)
     if (cut.of_distance and not distances) or short:
         return both
+    # what is left for the kernel must be elementwise
     for value in cut.made:
         operation = value.equation.primitive.name
         if operation in ("dynamic_slice", "gather"):
@@ -376,7 +394,7 @@ def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
 
 
 def _outside(value: Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
-    """It, of one element."""
+    """Computes a value of one element, in XLA."""
 
     def of_inputs(value, inputs):
         return jaxprs.bound(value.equation, pallas.vary_alike(inputs))[value.output]
@@ -384,12 +402,8 @@ def _outside(value: Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
     return _made(value, {}, place | dict(enumerate(arrays)), of_inputs)
 
 
-def _on_tile(value: Value, place: dict[Any, Any], handed: dict[Value, Any]) -> Any:
-    return _made(value, dict(handed), place, _elementwise)
-
-
 def _made(value: Value, known: dict[Value, Any], given: dict[Any, Any], of_inputs: Callable[..., Any]) -> Any:
-    """It, by what is `given` by name or number; each value that it is made of once."""
+    """Computes a value from what is `given` by name or number; each value that it is made of once."""
     if value not in known:
         if value.equation is not None:
             inputs = [_made(x, known, given, of_inputs) for x in value.inputs]
@@ -401,7 +415,7 @@ def _made(value: Value, known: dict[Value, Any], given: dict[Any, Any], of_input
 
 
 def _elementwise(value: Value, inputs: list[Any]) -> Any:
-    """The equation of one element, of all elements of arrays that broadcast."""
+    """Evaluates the equation of one element on all elements of arrays that broadcast."""
     name = value.equation.primitive.name
     if name in OF_ONE_ELEMENT:
         return inputs[0]
@@ -413,5 +427,6 @@ def _elementwise(value: Value, inputs: list[Any]) -> Any:
         return run(*(jnp.broadcast_to(x, shape) for x in inputs))
     if jaxprs.called_jaxpr(value.equation) is not None:  # jnp's own // or %
         return getattr(jnp, value.equation.params["name"])(*inputs)
+    # arrays of one shape; scalars stay scalars, unless the operation takes one shape alone
     laid = [jnp.broadcast_to(x, shape) if alike or x.shape else x for x in inputs]
     return jaxprs.bound(value.equation, laid)[value.output]

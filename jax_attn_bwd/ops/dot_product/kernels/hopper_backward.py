@@ -23,8 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import float_leaves, mosaic_gpu, pallas
-from jax_attn_bwd._core.sharding import match_type
+from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key as by_key
@@ -39,7 +38,7 @@ from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOp
 def backward(
     plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
-    """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     options = KernelOptions.of(plan.options, residuals.operands.mask)
     interpret = pallas.is_interpreted(mosaic_gpu.NAME)
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
@@ -55,7 +54,7 @@ def backward(
 
 
 def _batched_as(batched: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`; under `jax.vmap` it is `batched`: JAX cannot batch references, which the fused kernel adds to."""
+    """Returns `f` that under `jax.vmap` is `batched`: JAX cannot batch references, which `f` adds to."""
     call = jax.custom_batching.custom_vmap(f)
 
     @call.def_vmap
@@ -69,6 +68,7 @@ def _batched_as(batched: Callable[..., Any], f: Callable[..., Any]) -> Callable[
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dout, dlse, keys):
+    # the arrays that all kernels read; which sides of values a score's gradient is summed over
     operands, wanted = residuals.operands, residuals.wanted.names
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv = operands.value.shape[-1]
@@ -77,6 +77,7 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     made = {}
     qkv = wanted & {"query", "key", "value"}
     sides = gradients.value_sides(saved.refs) if "mod_args" in wanted else []
+    # by the fused kernel, or in one order: by tiles of queries, and by tiles of keys
     if not options.deterministic_sums and len(qkv) == 3 and by_key.can_fuse(options, saved):
         made = by_key.key_gradients(options, interpret, saved, qkv)
     else:
@@ -85,11 +86,13 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         for names in _by_key(options, wanted & {"key", "value"}, saved, 1 in sides):
             made |= by_key.key_gradients(options, interpret, saved, names)
 
+    # without padding, with the batch axes of the call
     grads: dict[str, Any] = {}
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
     for name in qkv:
         n, heads, h = shapes[name]
         grads[name] = made[name][:, :n, :, :h].reshape(*batch, n, heads, h)
+    # the others: a bias has a kernel of its own, values of a score go back to the arrays they were read of
     if "bias" in wanted:
         grads["bias"] = _bias_gradient(options, interpret, saved, operands)
     if "sink" in wanted:
@@ -97,16 +100,13 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     if "mod_args" in wanted:
         dvalues = _of_values(sides, made)
         grads["mod_args"] = kernel_inputs.mod_args_gradient(given, operands, tiles.PADDING, dvalues)
-    like = lambda name: float_leaves.floats(getattr(operands, name))
-    return DotProductAttentionGrads(
-        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
-    )
+    return kernel_inputs.matched(operands, grads)
 
 
 def _by_key(
     options: KernelOptions, names: frozenset[str], saved: Saved, with_columns: bool
 ) -> list[frozenset[str]]:
-    """What each kernel by tiles of keys makes of `names`, dk and dv, and of sums over queries."""
+    """Lists what each kernel by tiles of keys makes: of `names`, dk and dv, and of sums over queries."""
     # the accumulators of dk and dv fit the registers together up to H = 128
     crowded = options.dropout_rate and options.score_mod is not None  # whose terms take some of them
     together = saved.head <= (64 if crowded else 128)
@@ -123,7 +123,7 @@ def _by_key(
 
 
 def _of_values(sides: list[int], made: dict[str, Any]) -> list[jax.Array]:
-    """The gradient of each float that the score is handed, `[B, N, T|1, S|1]`, from the sums of kernels."""
+    """Lists the gradient of each float that the score is handed, `[B, N, T|1, S|1]`, from sums of kernels."""
     lines = lambda name: iter(
         [made[name][:, :, i] for i in range(made[name].shape[2])] if name in made else []
     )
@@ -132,23 +132,15 @@ def _of_values(sides: list[int], made: dict[str, Any]) -> list[jax.Array]:
 
 
 def _prepare(options, residuals, dout, dlse, keys) -> tuple[Saved, jax.Array | None]:
-    """The inputs of the kernels, and the gradient of the sink."""
+    """Prepares the inputs of the kernels, and computes the gradient of the sink."""
     values = kernel_inputs.row_values(options, residuals, dout, dlse)
-
-    def row(x, fill=0.0):
-        x = jnp.swapaxes(kernel_inputs.merged(x, 2), -1, -2)
-        return kernel_inputs.pad(x, {-1: tiles.LENGTH}, constant_values=fill)
-
     refs = tiles.inputs(options, residuals.operands._replace(query=values.query), keys)
-    lse = values.lse * kernel_inputs.LOG2_E if kernel_inputs.is_plain(options, refs) else values.lse
-    rows = [row(lse, jnp.inf), row(values.delta)]
-    rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
-    dout = tiles.pad_heads(kernel_inputs.merged(values.dout, 3))
+    rows, dout = kernel_inputs.saved_rows(options, refs, values, tiles.PADDING)
     return Saved(refs, dout, jnp.stack(rows, -2)), values.dsink
 
 
 def _bias_gradient(options, interpret, saved: Saved, operands: Operands) -> jax.Array:
-    """float32, of the shape of the bias: never more than that is stored."""
+    """Sums dlogits to the shape of the bias, float32: never more than that is stored."""
     assert operands.bias is not None  # its gradient is asked for
     (*batch, T, _, _), S = operands.query.shape, operands.key.shape[-3]
     shape = (1,) * (len(batch) + 3 - operands.bias.ndim) + operands.bias.shape

@@ -36,7 +36,7 @@ supports = tiles.unsupported
 
 
 def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool = False) -> Tiling:
-    """Tiles that fit registers without spills, and shared memory; see bench/results/nvidia_static.md."""
+    """Picks tiles that fit registers without spills, and shared memory: bench/results/nvidia_static.md."""
     H, Hv = (kernel_inputs.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
     head = max(H, Hv)
     # an output that is not of the query's shape takes shared memory of its own; two numbers a p, registers
@@ -52,7 +52,7 @@ def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool =
 
 
 def forward(plan: Plan, operands: Operands) -> Result:
-    """The output and its row values."""
+    """Computes the output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     tiling = default_tiling(options, operands, plan.keeps_low)
     operands = functions.numbered(operands)
@@ -64,6 +64,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _forward(options, tiling, interpret, keeps_low, operands, keys):
+    # inputs `[B, T, N, H]` in whole tiles, and which tiles of keys each tile of 2 x block_q queries visits
     *batch, T, N, _ = operands.query.shape
     Hv = operands.value.shape[-1]
     rows = tiles.COMPUTE_WARPGROUPS * tiling.block_q
@@ -71,6 +72,7 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
     options = functions.on_values(options, operands)
     bounds = tiles.bounds(options, refs, rows, tiling.block_k)
     refs = pallas.vary_alike(refs._replace(bounds=bounds, mod_args=()))
+    # a block for each tile of queries, of each head and batch entry
     out, lse, *low = mosaic_gpu.launch(
         partial(_kernel, options, tiling),
         "attention_forward_low" if keeps_low else "attention_forward",
@@ -81,8 +83,10 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
         warpgroups=tiles.COMPUTE_WARPGROUPS + 1,
     )(refs)
 
+    # without padding, with the batch axes of the call: out `[..., T, N, Hv]`, lse `[..., T, N]`
     out, *out_low = (x[:, :T, :, :Hv].reshape(*batch, T, N, Hv) for x in (out, *low[1:]))
     lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in (lse, *low[:1]))
+    # a query beyond its length sees nothing but the sink
     if (lengths := operands.mask.query_seq_lengths) is not None:
         lengths = lengths[..., None, None]
         beyond = to_rank(jnp.arange(T, dtype=jnp.int32)[:, None], lengths.ndim) >= lengths
@@ -93,6 +97,7 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
 
 
 def _out_types(options: KernelOptions, keeps_low: bool, refs: Inputs) -> list[Any]:
+    """Returns the types of out, lse and, where they are kept, of what rounding took from lse and from out."""
     (B, T, N, _), Hv = refs.q.shape, refs.v.shape[-1]
     row = pallas.out_type((B, N, T), jnp.float32, refs)
     out = pallas.out_type((B, T, N, Hv), refs.q.dtype, refs)
@@ -101,8 +106,11 @@ def _out_types(options: KernelOptions, keeps_low: bool, refs: Inputs) -> list[An
 
 
 def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
+    """Returns the types of shared memory and barriers, by the names of arguments of `_kernel`."""
     dtype, H, Hv = refs.q.dtype, refs.q.shape[-1], refs.v.shape[-1]
     wgs, (bq, bk, stages) = (tiles.COMPUTE_WARPGROUPS, (tiling.block_q, tiling.block_k, tiling.stages))
+    # q of each computing warpgroup, a ring of `stages` places for k and v, lse and low of each row; a barrier
+    # `loaded` and one `free` for each place, and one at which the two take turns
     ring = partial(plgpu.Barrier, num_barriers=stages)
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
     scratch = dict(
@@ -130,6 +138,8 @@ def _kernel(
     q_tile, k_tiles, v_tiles, row_values, q_loaded, k_loaded, v_loaded, k_free, v_free, turn,
     out_tile=None, spare=None,
 ):  # fmt: skip
+    """Runs one block: out and lse of 2 x block_q queries of one head."""
+    # where the block is: batch entry, query head, and a tile of 2 x block_q queries
     b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
     i = lax.axis_index("q_tile")
     if options.is_causal:  # the longest first
@@ -137,10 +147,12 @@ def _kernel(
     groups, keeps_low = refs.q.shape[2] // refs.k.shape[2], len(low_refs) == 2
     wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
+    # Which tiles of keys it visits. All warpgroups need it: it is read before they part where that is cheap;
+    # a list has more to be read, and what is known before the warpgroups part costs registers.
     load_bounds = partial(tiles.load_bounds, refs, b, i, refs.k.shape[1] // bk)
-    # a list has more to be read, and what is known before the warpgroups part costs registers
     known = None if isinstance(refs.bounds, tiles.Listed) else load_bounds()
 
+    # the last warpgroup loads k and v of each visited tile, as places of the rings come free
     @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
@@ -155,15 +167,19 @@ def _kernel(
             [(keys(refs.k), [k_tiles], k_loaded, k_free), (keys(refs.v), [v_tiles], v_loaded, v_free)],
         )
 
+    # the others compute, block_q rows each
     @pl.when(wg < tiles.COMPUTE_WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        # q of these rows, [block_q, H], stays in shared memory
         row, bounds = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq, known or load_bounds()
         plgpu.copy_gmem_to_smem(refs.q.at[b, pl.ds(row, bq), n], q_tile.at[wg], q_loaded.at[wg])
         plgpu.barrier_wait(q_loaded.at[wg])
         pl.when(wg == 1)(partial(hopper.meet, turn))  # warpgroup 0 has the first turn
 
         def step(t, carry):
+            """Folds the keys of one tile into acc, m, l: [block_q, Hv], [block_q] and [block_q]."""
+            # s = q k^T, [block_q, block_k]: once it has begun the other warpgroup may begin its own products
             slot = lax.rem(t, jnp.int32(stages))
             mine = wg + bounds.opaque_zero() if wide else wg
             plgpu.barrier_wait(k_loaded.at[slot])
@@ -175,10 +191,12 @@ def _kernel(
 
             s = pl.run_scoped(product, plgpu.ACC((bq, bk), jnp.float32))
             plgpu.barrier_arrive(k_free.at[slot])
+            # p (2), and m and l of the rows, while the tensor cores are the other's
             tile = Tile(b, n, row, bounds.tile(t) * bk, (bq, bk))
             decay, p, m, l = _softmax(options, refs, keeps_low, s, tile, bounds.mixed(t), *carry[1:])
             acc = carry[0] * lax.broadcast_in_dim(decay, carry[0].shape, [0])
             acc, m, l, p = lax.optimization_barrier((acc, m, l, p))
+            # acc += p v, when the turn has come back
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_loaded.at[slot])
             plgpu.barrier_wait(turn)
@@ -186,11 +204,13 @@ def _kernel(
             plgpu.barrier_arrive(v_free.at[slot])
             return acc, m, l
 
-        # steps count from 0: a carry that starts with a value from memory would vary over mesh axes
+        # Over all visited tiles. Steps count from 0: a carry that starts with a value from memory would vary
+        # over mesh axes.
         start = _initial(options, refs, bq, n)
         acc, m, l = lax.fori_loop(jnp.int32(0), bounds.count, step, start)
-        pl.when(wg == 0)(partial(hopper.meet, turn))
+        pl.when(wg == 0)(partial(hopper.meet, turn))  # and warpgroup 1 the last one
 
+        # out = acc / l, 0 in rows that see nothing; l is of all keys, acc of those that dropout lets pass
         factor = dropout.survivor_factor(options.dropout_rate) if options.dropout_rate else 1.0
         scale = jnp.where(l == 0.0, 0.0, factor / l)
         target = (q_tile if out_tile is None else out_tile).at[wg]
@@ -198,12 +218,14 @@ def _kernel(
         narrow = out.astype(refs.q.dtype)
         lost = _lost(out, narrow) if keeps_low else None
         target[...] = narrow
+        # lse = m + log l, in natural units
         unit = LN_2 if is_plain(options, refs) else 1.0  # of m
         log_l = jnp.log2(l) * LN_2
         lse = m * unit + log_l
         row_values[wg, 0] = lse
         if low_refs:  # what rounding took from lse
             row_values[wg, 1] = jnp.where(l == 0.0, 0.0, (m - lse) + log_l)
+        # both go to global memory by way of shared memory, out in the place of q where their sizes agree
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(row, bq), n], commit_group=False)
         for c, ref in enumerate((lse_ref, *low_refs[:1])):
@@ -218,7 +240,7 @@ def _kernel(
 
 
 def _initial(options, refs: Inputs, rows: int, n):
-    """acc, m, l of rows that have seen nothing but the sink."""
+    """Returns acc, m, l of rows that have seen nothing but the sink."""
 
     def filled(value, shape, layout):
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -232,20 +254,24 @@ def _initial(options, refs: Inputs, rows: int, n):
 
 
 def _softmax(options, refs: Inputs, keeps_low: bool, s, tile: Tile, mixed, m_old, l_old):
-    """(decay of what was accumulated, numbers that add up to p, m, l) after a tile of products s."""
+    """Returns (decay of what was accumulated, numbers that add up to p, m, l) after a tile of products s."""
+    # the maxima m of the rows, of all tiles up to this one
     logits = tiles.logits(options, refs, s, tile, mixed)
     m = jnp.maximum(m_old, logits.shift(logits.x.max(axis=1)))
     shift = finite(m)
+    # p = exp(logits - m); what was added up before is relative to the old maximum, and decays
     p = logits.exp(tile.spread(shift, 0))
     decay = logits.decay(m_old, shift)
     l = l_old * decay + p.sum(axis=1)
+    # dropout comes after l: the row sum is of all keys
     kept = tiles.keep(options, refs, tile)
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
+    # as the product takes it: rounded, and with `keeps_low` what that took as well
     narrow = p.astype(refs.q.dtype)
     return decay, [narrow, _lost(p, narrow)] if keeps_low else [narrow], m, l
 
 
 def _lost(x: jax.Array, narrow: jax.Array) -> jax.Array:
-    """What rounding took from `x`."""
+    """Returns what rounding took from `x`."""
     return (x - narrow.astype(x.dtype)).astype(narrow.dtype)

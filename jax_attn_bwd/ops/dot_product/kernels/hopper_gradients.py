@@ -1,4 +1,4 @@
-"""What the Hopper backward kernels of dense attention share: what was saved, and a tile's arithmetic.
+"""Shared by the Hopper backward kernels of dense attention: what was saved, and a tile's arithmetic.
 
 Equation numbers are those of `backward.py`.
 """
@@ -19,45 +19,45 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 class Saved(NamedTuple):
-    """What every backward kernel reads; padded rows have lse = inf, which makes their p 0."""
+    """The arrays that every backward kernel reads; padded rows have lse = inf, which makes their p 0."""
 
     refs: Inputs
     dout: Any  # [B, T, N, Hv]
     rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
 
     def bounded(self, options: KernelOptions, rows: int, columns: int, **how: bool) -> "Saved":
-        """With the bounds of a kernel's tiles; `how` as in `tiles.bounds`."""
+        """Adds the bounds of a kernel's tiles; `how` as in `hopper_tiles.bounds`."""
         found = tiles.bounds(options, self.refs, rows, columns, **how)
         return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found, mod_args=())))
 
     def row_loaders(self, tile: Tile) -> list[Any]:
-        """Functions that load lse, delta, low of a tile's queries."""
+        """Returns functions that load lse, delta, low of a tile's queries."""
         rows = self.rows.at[tile.b, tile.n]
         return [partial(tile.vector, rows.at[i], 0) for i in range(self.rows.shape[2])]
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a mask is handed values of blocks."""
+        """Tells whether a mask is handed values of blocks."""
         return any(isinstance(x, Words) for x in self.refs.mask_values)
 
     @property
     def head(self) -> int:
-        """The larger head size."""
+        """Returns the larger head size."""
         return max(self.refs.q.shape[-1], self.refs.v.shape[-1])
 
 
 def value_sides(refs: Inputs) -> list[int]:
-    """For each float that `score_mod` is handed: 0 if it belongs to a row or to all, 1 if to a column."""
+    """Returns 0 for each float that `score_mod` is handed of a row or of all, 1 for each of a column."""
     return [int(x.shape[-1] != 1) for x in refs.score_values if x.dtype == jnp.float32]
 
 
 def at_hand(x):
-    """The loader of a value that is in registers."""
+    """Returns the loader of a value that is in registers."""
     return lambda: x
 
 
 class Weights(NamedTuple):
-    """What a tile weighs, and what is left of the way from its dlogits (8) to dx (10).
+    """The probabilities of a tile, and what is left of the way from its dlogits (8) to dx (10).
 
     Attributes:
       p: (2).
@@ -72,31 +72,34 @@ class Weights(NamedTuple):
     before: Any = None
 
     def with_slope(self) -> jax.Array:
-        """P, times the slope."""
+        """Multiplies p by the slope."""
         return self.p if self.slope is None else self.p * self.slope
 
     def left(self) -> "Weights":
-        """What is left of them when p is used."""
+        """Returns what is left of them when p is used."""
         return self._replace(p=None, slope=None)
 
 
 def weights(
     options, refs: Inputs, products, tile: Tile, mixed, rows, of_bias=False, to_values=False
 ) -> Weights:
-    """From products q k^T; `rows` load lse, delta and low.
+    """Computes `Weights` from products q k^T; `rows` load lse, delta and low.
 
     What is for a bias has no slope of the soft cap. For the values of the score its derivative is taken of
     dlogits. With dropout the sign of p says what is dropped: a slope that may be negative comes later.
     """
+    # p = exp(logits - lse) (2); low is what rounding took from lse
     logits = tiles.logits(options, refs, products, tile, mixed)
     lse, *_ = rows
     low = (lambda: tile.spread(rows[2](), 0)) if len(rows) > 2 else None
     p, slope = logits.exp(tile.spread(lse(), 0), low), None if of_bias else logits.slope
+    # without a score the slope of the soft cap is all that is left
     if logits.before is None:
         return Weights(p, slope)
     p = jnp.where(tile.spread(lse(), 0) == jnp.inf, 0.0, p)  # a score may be NaN in rows of padding
     if to_values:
         return Weights(p, later=slope, before=logits.before)
+    # (8a) is a product with the derivative of the score: a factor of p, or of dlogits later
     by_score = tiles.score_slope(options, refs, logits.before, tile)
     by_score = jnp.where(p == 0.0, 0.0, by_score)  # what is hidden may have no derivative
     by_score = by_score if slope is None else by_score * slope
@@ -104,26 +107,29 @@ def weights(
 
 
 def signed(options, refs: Inputs, p, tile: Tile):
-    """P, negative where dropout drops it: that takes no registers for a mask."""
+    """Makes p negative where dropout drops it: that takes no registers for a mask."""
     kept = tiles.keep(options, refs, tile)
     return p if kept is None else jnp.where(kept, p, -p)
 
 
 def survivors(options, p, x):
-    """`x` where signed p survives dropout, times the factor of survivors."""
+    """Returns `x` times the factor of survivors where signed p survives dropout, else 0."""
     if not options.dropout_rate:
         return x
     return jnp.where(p > 0.0, x * dropout.survivor_factor(options.dropout_rate), 0.0)
 
 
 def dlogits(options, p, dp, tile: Tile, rows):
-    """(8), from signed p; times the slope of the soft cap if that is in p already."""
+    """Computes (8) from signed p; times the slope of the soft cap if that is in p already."""
     dp = survivors(options, p, dp) - tile.spread(rows[1](), 0)
     return (jnp.abs(p) if options.dropout_rate else p) * dp
 
 
 def through_score(options, refs: Inputs, found: Weights, tile: Tile, dlogits, side=None):
-    """(dx, of each of the `value_sides` that are `side` what elements add to its gradient) from dlogits."""
+    """Returns (dx, what elements add to the gradient of each float on that side) from dlogits.
+
+    `side` is one of `value_sides`.
+    """
     dx, dvalues = dlogits, []
     if found.before is not None:
         through = tiles.pulled_back(options, refs, found.before, tile, dlogits)
@@ -134,4 +140,5 @@ def through_score(options, refs: Inputs, found: Weights, tile: Tile, dlogits, si
 
 
 def zeros(shape, layout):
+    """Returns zeros in registers of that layout."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)

@@ -50,7 +50,8 @@ class Shared(NamedTuple):
 
 
 def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bool) -> dict[str, Any]:
-    """The types of `Shared`."""
+    """Returns the types of `Shared`."""
+    # tokens that a mask compares travel with q
     H, Hv, dtype = saved.refs.k.shape[-1], saved.refs.v.shape[-1], saved.refs.q.dtype
     bq, bk, stages, wgs = tiling.block_q, tiling.block_k, tiling.stages, tiles.COMPUTE_WARPGROUPS
     tokens = [name for name in ("row_position", "row_segment") if getattr(saved.refs, name) is not None]
@@ -71,6 +72,7 @@ def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bo
         q_free=ring(num_arrivals=wgs),
         dout_free=ring(num_arrivals=wgs),
     )
+    # the fused kernel's own: dx of both warpgroups, in two buffers, and the part of dq that each adds up
     if fused:
         shared["exchange"] = dict(
             dx_tiles=tile((2, wgs, bk, bq), dtype),
@@ -83,7 +85,7 @@ def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bo
 
 
 class Block(NamedTuple):
-    """What the warpgroups of a block know: the call, and where the block is."""
+    """The call as the warpgroups of a block know it, and where the block is."""
 
     options: KernelOptions
     tiling: Tiling
@@ -98,21 +100,22 @@ class Block(NamedTuple):
 
     @property
     def refs(self) -> kernel_inputs.Inputs:
+        """Returns the inputs that the forward reads, too."""
         return self.saved.refs
 
     def bounds(self) -> Any:
-        """The tiles of queries that see the block.
+        """Loads which tiles of queries see the block.
 
         Each warpgroup asks for itself: what is known before they part costs registers.
         """
         return tiles.load_bounds(self.refs, self.b, self.j, self.refs.q.shape[1] // self.tiling.block_q)
 
     def steps(self, bounds: Any) -> Any:
-        """How many (query head, tile of queries) the block visits."""
+        """Counts the (query head, tile of queries) that the block visits."""
         return bounds.count * self.groups
 
     def at(self, step: Any) -> tuple[Any, Any]:
-        """(query head, step of the bounds) of a step."""
+        """Returns (query head, step of the bounds) of a step: all heads of a tile one after the other."""
         if self.groups == 1:
             return self.head, step
         g = jnp.int32(self.groups)
@@ -120,7 +123,8 @@ class Block(NamedTuple):
 
 
 def _load(block: Block) -> None:
-    """The loading warpgroup: q, its row values and tokens, and dout of each step."""
+    """Runs the loading warpgroup: q, its row values and tokens, and dout of each step."""
+    # where the queries of a step are: a query head, and block_q rows
     plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
     bounds, refs, shared, bq = block.bounds(), block.refs, block.shared, block.tiling.block_q
 
@@ -128,6 +132,7 @@ def _load(block: Block) -> None:
         n, t = block.at(step)
         return n, pl.ds(bounds.tile(t) * bq, bq)
 
+    # a ring for what s needs, and one for dout: their places come free at different times
     def q_and_row_values(step):
         n, span = place(step)
         tokens = [getattr(refs, name) for name in shared.token_tiles]
@@ -150,7 +155,7 @@ def _load(block: Block) -> None:
 
 
 def default_tiling(options: KernelOptions, saved: Saved) -> Tiling:
-    """The tiles of the dk, dv kernel and the fused one: block_k keys a warpgroup, steps of block_q rows."""
+    """Picks the tiles of all kernels by key: block_k keys a warpgroup, steps of block_q rows."""
     if saved.head > 128:
         return Tiling(block_q=32, block_k=64, stages=2, overlap=False)
     # what a row of scores takes registers for, beside them
@@ -166,7 +171,7 @@ def default_tiling(options: KernelOptions, saved: Saved) -> Tiling:
 
 
 def can_fuse(options: KernelOptions, saved: Saved) -> bool:
-    """Whether the fused kernel can run: its registers suffice, and JAX hands it the references it adds to.
+    """Tells whether the fused kernel can run: registers suffice, and JAX hands it the references it adds to.
 
     (JAX 0.10 does not; later ones not inside `jax.shard_map`, where references would vary over mesh axes.)
     """
@@ -182,23 +187,26 @@ def can_fuse(options: KernelOptions, saved: Saved) -> bool:
 def key_gradients(
     options: KernelOptions, interpret: bool, saved: Saved, wanted: frozenset[str]
 ) -> dict[str, Any]:
-    """The gradients of "key" and "value" in `wanted`: dk [B, S, K, H] and dv [B, S, K, Hv].
+    """Computes the gradients of "key" and "value" in `wanted`: dk [B, S, K, H] and dv [B, S, K, Hv].
 
     All three with "query": the fused kernel. Sums over queries are float32 [B, heads, sums, S]: "columns",
     of each of the `value_sides` that are 1, beside dk of key heads, or by themselves of query heads; "bias",
     of dlogits, by themselves.
     """
+    # tiles, and which tiles of queries see each tile of 2 x block_k keys
     fused = "query" in wanted
     tiling = default_tiling(options, saved)
     wgs, block_k = tiles.COMPUTE_WARPGROUPS, tiling.block_k
     saved = saved.bounded(options, tiling.block_q, wgs * block_k, by_key=True)
     (B, S, K, _), dtype = saved.refs.k.shape, saved.refs.q.dtype
+    # results by name: of key heads, but for sums that stand alone
     heads = K if wanted & {"key", "value"} else saved.refs.q.shape[2]
     sums = gradients.value_sides(saved.refs).count(1) if "columns" in wanted else 1
     types = {"key": (saved.refs.k.shape, dtype), "value": (saved.refs.v.shape, dtype)}
     types |= dict.fromkeys(("bias", "columns"), ((B, heads, sums, S), jnp.float32))
     names = sorted(wanted - {"query"})
     out_types = [pallas.out_type(*types[name], saved) for name in names]
+    # a block for each tile of keys, of each of these heads and batch entry
     run = mosaic_gpu.launch(
         partial(_kernel, options, tiling, names),
         f"attention_d{'_d'.join(sorted(wanted))}",
@@ -220,19 +228,23 @@ def key_gradients(
 def _kernel(
     options: KernelOptions, tiling: Tiling, names: list[str], saved: Saved, *results: Any, **scratch: Any
 ) -> None:
+    """Runs one block: dk, dv, or sums over queries, of 2 x block_k keys of one head."""
+    # where the block is: batch entry, head, and a tile of 2 x block_k keys
     b, head, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
     j = lax.axis_index("k_tile")
     groups, key_head = saved.refs.q.shape[2] // saved.refs.k.shape[2], head
     if not {"key", "value"} & {*names}:
         key_head, groups = lax.div(head, jnp.int32(groups)), 1
     block = Block(options, tiling, names, saved, Shared(**scratch), b, head, key_head, j, groups)
+    # the last warpgroup loads, the others compute, block_k keys each
     wgs = tiles.COMPUTE_WARPGROUPS
     pl.when(wg == wgs)(partial(_load, block))
     pl.when(wg < wgs)(partial(_compute, block, wg, results))
 
 
 def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
-    """A computing warpgroup: sums over all steps for its block_k keys, and writes them."""
+    """Runs a computing warpgroup: sums over all steps for its block_k keys, and writes them."""
+    # k [block_k, H] and v [block_k, Hv] stay in shared memory
     plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
     refs, shared, names, bk = block.refs, block.shared, block.names, block.tiling.block_k
     bounds = block.bounds()
@@ -241,6 +253,7 @@ def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
     plgpu.copy_gmem_to_smem(refs.k.at[keys], shared.k_tile.at[wg], shared.loaded.at[wg])
     plgpu.copy_gmem_to_smem(refs.v.at[keys], shared.v_tile.at[wg], shared.loaded.at[wg])
     plgpu.barrier_wait(shared.loaded.at[wg])
+    # over all visited tiles and query heads: dk and dv in accumulators, sums over queries in registers
     dq_ref, *outputs = results if shared.exchange else (None, *results)
     run = partial(_step, block, wg, bounds, column, dq_ref)
 
@@ -253,6 +266,7 @@ def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
     sizes = {"key": refs.k.shape[-1], "value": refs.v.shape[-1]}
     accs = {name: plgpu.ACC((bk, sizes[name]), jnp.float32) for name in names if name in sizes}
     made, totals = pl.run_scoped(accumulate, *accs.values()) if accs else accumulate()
+    # to global memory by way of shared memory, in the places of k and v
     if shared.exchange:  # the other warpgroup may still read this one's keys, whose place dk takes
         hopper.meet(shared.exchange["written"])
     for name, result in zip(names, outputs, strict=True):
@@ -269,6 +283,7 @@ def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
 
 def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], step, totals):
     """Adds a tile of queries to `accs`, and to the sums `totals`, which it returns."""
+    # where the step is: a place of the rings, a query head and block_q rows
     shared, names, (bq, bk) = block.shared, block.names, (block.tiling.block_q, block.tiling.block_k)
     slot = lax.rem(step, jnp.int32(block.tiling.stages))
     mine = wg + bounds.opaque_zero() if block.saved.head > 128 or shared.exchange else wg
@@ -281,18 +296,21 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
     plgpu.barrier_wait(shared.q_loaded.at[slot])
     plgpu.barrier_wait(shared.dout_loaded.at[slot])
 
-    def add_dv(p):  # (5)
+    # dv += p^T dout (5) as soon as p is known, of those that survive dropout
+    def add_dv(p):
         z_p = gradients.survivors(block.options, p, p).astype(block.refs.q.dtype)
         spare = shared.spare and shared.spare.at[0, wg]
         hopper.product(accs["value"], z_p, shared.dout_tiles.at[slot], spare)
 
+    # dx^T (10), [block_k, block_q], and what it adds to the sums over queries
     acc = plgpu.ACC((bk, bq), jnp.float32)
     here = _Here(bounds, t, tile, mine, slot)
     dx, added = pl.run_scoped(partial(_dx, block, here, add_dv if "value" in names else None), acc, acc)
     totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
     if not accs:
         plgpu.commit_smem()  # no product comes between reading the row values and their next load
-    if "key" in names:  # (11)
+    # dk += dx^T q (11); the fused kernel adds dx k to dq in the meantime
+    if "key" in names:
         dx = dx.astype(block.refs.q.dtype)
         spare = shared.spare and shared.spare.at[1, wg]
         hopper.product(accs["key"], dx, shared.q_tiles.at[slot], spare)
@@ -301,6 +319,7 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
             _add_dq(dx, shared.k_tile, there, row, step, spare is not None, **shared.exchange)
         elif "value" in names:
             plgpu.wgmma_wait(1)  # all but the product just started: dout has been read
+    # places are free when products have read them: first that of dout, then that of q
     if names == ["value"]:
         plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(shared.dout_free.at[slot])
@@ -311,7 +330,7 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
 
 
 class _Here(NamedTuple):
-    """Where a computing warpgroup is in its loop."""
+    """The place of a computing warpgroup in its loop."""
 
     bounds: Any
     t: Any  # their step
@@ -323,10 +342,11 @@ class _Here(NamedTuple):
 def _dx(
     block: Block, here: _Here, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
 ) -> tuple[jax.Array | None, list[jax.Array]]:
-    """(dx of a tile, for a bias without the slope of the soft cap; what it adds to the sums).
+    """Returns (dx of a tile, for a bias without the slope of the soft cap; what it adds to the sums).
 
     Hands p to `add_dv`, if that is given, as soon as p is known; no dx if dv alone is asked for.
     """
+    # s^T = k q^T, [block_k, block_q]; dp^T = v dout^T beside it where registers hold both
     shared, names, saved, options = block.shared, block.names, block.saved, block.options
     bounds, t, tile, mine, slot = here
     keys, values = shared.k_tile.at[mine], shared.v_tile.at[mine]
@@ -335,6 +355,7 @@ def _dx(
     early = block.tiling.overlap and names != ["value"]  # dp is computed together with s
     if early:
         plgpu.wgmma(dp_acc, values, dout)
+    # p (2), negative where dropout drops it; lse, delta and low are loaded where they are needed
     rows = [
         partial(mosaic_gpu.load, shared.row_tiles.at[slot, r], layout=COLUMNS)
         for r in range(saved.rows.shape[2])
@@ -348,11 +369,13 @@ def _dx(
         add_dv(p)
     if names == ["value"]:
         return None, []
+    # where they do not, dp^T only now, after the product with p
     p = found._replace(p=p).with_slope()
     if not early:
         plgpu.wgmma(dp_acc, values, dout)
     in_flight = int(early and add_dv is not None)  # the product for dv started after that for dp
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=in_flight)
+    # dlogits (8), and back through the score (8a) and the soft cap (10)
     dlogits = gradients.dlogits(options, p, dp, tile, rows)
     dx, dvalues = gradients.through_score(options, block.refs, found, tile, dlogits, side)
     return dx, [dx] if "bias" in names else dvalues
@@ -371,11 +394,13 @@ def _add_dq(dx, k_tile, dq_ref, row, step, interpret, *, dx_tiles, dq_tile, writ
     The warpgroups exchange their dx^T through shared memory, and each takes half of the columns of dq. There
     are two buffers, since a warpgroup may be one step ahead of the other's reads.
     """
+    # both warpgroups' dx^T, [block_k, block_q] each, where both can read it
     wg, (wgs, bq, width) = lax.axis_index("wg"), dq_tile.shape
     dx_tiles = dx_tiles.at[lax.rem(step, jnp.int32(2))]
     dx_tiles[wg] = dx
     plgpu.commit_smem()
     hopper.meet(written)
+    # dx k over all 2 x block_k keys, [block_q, H / 2]
     columns = pl.ds(pl.multiple_of(wg * width, width), width)
 
     def product(acc):
@@ -394,6 +419,7 @@ def _add_dq(dx, k_tile, dq_ref, row, step, interpret, *, dx_tiles, dq_tile, writ
             pl.when(wg == turn)(add)
             hopper.meet(written)
         return
+    # added to global memory by TMA, when the share of the step before has been read
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     dq_tile[wg] = dq
     plgpu.commit_smem()

@@ -31,7 +31,7 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False) -> Tiling:
-    """The tiles of the dq kernel, and of a full bias: block_q rows a warpgroup, steps of block_k keys.
+    """Picks the tiles of the dq kernel, and of a full bias: block_q rows a warpgroup, steps of block_k keys.
 
     `of_values`: with the sums for what a score reads, whose terms take registers of their own.
     """
@@ -51,18 +51,21 @@ def default_tiling(options: KernelOptions, saved: Saved, of_values: bool = False
 def query_gradients(
     options: KernelOptions, interpret: bool, saved: Saved, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Those in `wanted`, in one pass: dq and sums over keys, float32.
+    """Computes those in `wanted` in one pass: dq and sums over keys, float32.
 
     "query"     dq [B, T, N, H]
     "rows"      [B, N, sums, T], for each of the `value_sides` that are 0 what its elements add up to
     "bias"      [B, N, 1, T], row sums of dlogits; not beside the others
     """
+    # tiles, and which tiles of keys each tile of 2 x block_q queries visits
     tiling = default_tiling(options, saved, "rows" in wanted)
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     wgs = tiles.COMPUTE_WARPGROUPS
     saved = saved.bounded(options, wgs * bq, bk)
     (B, T, N, H), Hv, dtype = saved.refs.q.shape, saved.refs.v.shape[-1], saved.refs.q.dtype
     sums = gradients.value_sides(saved.refs).count(0) if "rows" in wanted else 1
+    # shared memory: q and dout of each computing warpgroup, rings of `stages` places for k and v, what is
+    # summed; barriers `loaded` and `free` for each place
     ring = partial(plgpu.Barrier, num_barriers=stages)
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
     scratch = dict(
@@ -79,6 +82,7 @@ def query_gradients(
     )
     if interpret:
         scratch["spare"] = tile((wgs, bq, bk), dtype)
+    # a block for each tile of queries, of each head and batch entry; results by name
     types: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(wanted, ((B, N, sums, T), jnp.float32)) | {
         "query": ((B, T, N, H), dtype)
     }
@@ -99,6 +103,8 @@ def _kernel(
     options: KernelOptions, tiling: Tiling, names: list[str], saved: Saved, *results,
     q_tile, dout_tile, k_tiles, v_tiles, sums, loaded, k_loaded, v_loaded, k_free, v_free, spare=None,
 ):  # fmt: skip
+    """Runs one block: dq, or sums over keys, of 2 x block_q queries of one head."""
+    # where the block is: batch entry, query head, and a tile of 2 x block_q queries
     b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
     refs, wgs = saved.refs, tiles.COMPUTE_WARPGROUPS
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
@@ -109,6 +115,7 @@ def _kernel(
     def load_bounds():  # by each warpgroup for itself: what is known before they part costs registers
         return tiles.load_bounds(refs, b, i, refs.k.shape[1] // bk)
 
+    # the last warpgroup loads k and v of each visited tile, as places of the rings come free
     @pl.when(wg == wgs)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
@@ -124,10 +131,12 @@ def _kernel(
             [(block(refs.k), [k_tiles], k_loaded, k_free), (block(refs.v), [v_tiles], v_loaded, v_free)],
         )
 
+    # the others compute, block_q rows each
     @pl.when(wg < wgs)
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
         bounds = load_bounds()
+        # q [block_q, H] and dout [block_q, Hv] stay in shared memory, lse, delta and low in registers
         row = (i * wgs + wg) * bq
         here = (b, pl.ds(row, bq), n)
         plgpu.copy_gmem_to_smem(refs.q.at[here], q_tile.at[wg], loaded.at[wg])
@@ -139,6 +148,8 @@ def _kernel(
         how = {"of_bias": "bias" in names, "to_values": side is not None}
 
         def step(dq_acc, t, totals):
+            """Adds the keys of one tile to dq and to the sums over keys, which it returns."""
+            # k and v of the tile are there
             slot = lax.rem(t, jnp.int32(stages))
             mine = wg + bounds.opaque_zero() if saved.head > 128 else wg
             tile = place._replace(column=bounds.tile(t) * bk)
@@ -146,12 +157,15 @@ def _kernel(
             plgpu.barrier_wait(v_loaded.at[slot])
 
             def products(s_acc, dp_acc):
+                # s = q k^T, [block_q, block_k]; dp = dout v^T beside it where registers hold both
                 plgpu.wgmma(s_acc, q_tile.at[mine], k_tiles.at[slot].T)
                 if tiling.overlap:
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(tiling.overlap))
+                # p (2), negative where dropout drops it, times the slope that may be in it
                 found = gradients.weights(options, refs, s, tile, bounds.mixed(t), rows, **how)
                 p = gradients.signed(options, refs, found.with_slope(), tile)
+                # where they do not, dp only now
                 if not tiling.overlap:
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
                 return found.left(), p, dp_acc[...]
@@ -159,17 +173,20 @@ def _kernel(
             acc = plgpu.ACC((bq, bk), jnp.float32)
             found, p, dp = pl.run_scoped(products, acc, acc)
             plgpu.barrier_arrive(v_free.at[slot])
+            # dlogits (8) and dx (10), and the sums over keys of what was asked for
             dlogits = gradients.dlogits(options, p, dp, tile, rows)
             dx, dvalues = gradients.through_score(options, refs, found, tile, dlogits, side)
             added = [dx] if "bias" in names else dvalues
             totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
+            # dq += dx k (11); the place of k is free when that has read it
             if "query" in names:
                 dx = dx.astype(refs.q.dtype)
-                hopper.product(dq_acc, dx, k_tiles.at[slot], spare and spare.at[wg])  # (11)
+                hopper.product(dq_acc, dx, k_tiles.at[slot], spare and spare.at[wg])
                 plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(k_free.at[slot])
             return totals
 
+        # over all visited tiles, with dq [block_q, H] in an accumulator
         def accumulate(*dq_acc):
             start = [gradients.zeros((bq,), ROWS)] * (sums.shape[1] if names != ["query"] else 0)
             run = partial(step, *(dq_acc or [None]))
@@ -178,6 +195,7 @@ def _kernel(
 
         accs = [plgpu.ACC((bq, refs.q.shape[-1]), jnp.float32)] if "query" in names else []
         totals, dq = pl.run_scoped(accumulate, *accs) if accs else accumulate()
+        # both go to global memory by way of shared memory, dq in the place of q
         for x in dq:
             q_tile[wg] = (x * options.scale).astype(refs.q.dtype)
         for line, total in enumerate(totals):
@@ -193,10 +211,11 @@ def _kernel(
 
 
 def bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.Array:
-    """Dlogits summed over the batch entries and heads that the bias broadcasts over, float32.
+    """Sums dlogits over the batch entries and heads that the bias broadcasts over, float32.
 
     `[B|1, N|1, T, S]`, as the bias. A block owns one tile and visits its (batch, head) pairs in turn.
     """
+    # tiles, and whether each is seen by each batch entry
     tiling = default_tiling(options, saved)
     if saved.head > 128:
         tiling = dataclasses.replace(tiling, stages=1)
@@ -205,6 +224,7 @@ def bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.
     saved = saved.bounded(options, wgs * bq, bk, each=True)
     (_, T, _, H), (_, S, _, Hv) = saved.refs.q.shape, saved.refs.v.shape
     B, N, _, _ = saved.refs.bias.shape
+    # shared memory: `stages` places for q, dout, k and v of a pair, filled and freed together; the total
     dtype, ring = saved.refs.q.dtype, partial(plgpu.Barrier, num_barriers=stages)
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
     scratch = dict(
@@ -216,6 +236,7 @@ def bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.
         loaded=ring(num_arrivals=4),
         free=ring(num_arrivals=wgs),
     )
+    # a block for each tile of the bias
     return mosaic_gpu.launch(
         partial(_bias_kernel, options, tiling),
         "attention_dbias",
@@ -240,23 +261,28 @@ def _bias_kernel(
     loaded,
     free,
 ):
+    """Runs one block: one tile of the gradient of the bias."""
+    # where the block is: a tile of 2 x block_q queries and block_k keys, of one entry of the bias
     j, i, entry, wg = (lax.axis_index(name) for name in ("k_tile", "q_tile", "entry", "wg"))
     refs, wgs = saved.refs, tiles.COMPUTE_WARPGROUPS
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     (B, _, N, _), (own_B, own_N, _, _) = refs.q.shape, refs.bias.shape
+    # which pairs read it: over an axis that the bias has its own one, else all
     own = lax.div(entry, jnp.int32(own_N)), lax.rem(entry, jnp.int32(own_N))
     repeats = B // own_B, N // own_N
 
     def pair(step):
-        """(batch entry, query head) of a step."""
+        """Returns (batch entry, query head) of a step."""
         turn = lax.div(step, jnp.int32(repeats[1])), lax.rem(step, jnp.int32(repeats[1]))
         return [t if r > 1 else o for o, t, r in zip(own, turn, repeats, strict=True)]
 
+    # none, where no batch entry sees anything of the tile
     count = jnp.int32(repeats[0] * repeats[1])
     if refs.bounds is not None and tiles.are_of_all(refs):
         bounds = tiles.load_bounds(refs, jnp.int32(0), i, refs.k.shape[1] // bk)
         count = jnp.where(bounds.visits(j), count, 0)
 
+    # the last warpgroup loads what each pair has there
     @pl.when(wg == wgs)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
@@ -274,12 +300,15 @@ def _bias_kernel(
 
         hopper.stream(count, stages, [(sources, [q_tiles, dout_tiles, k_tiles, v_tiles], loaded, free)])
 
+    # the others compute, block_q rows of the tile each
     @pl.when(wg < wgs)
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
         row = (i * wgs + wg) * bq
 
         def step(t, total):
+            """Adds the dlogits of one pair to the total."""
+            # its row values are loaded while its tiles are still on their way
             slot = lax.rem(t, jnp.int32(stages))
             b, n = pair(t)
             tile = Tile(b, n, row, j * bk, (bq, bk))
@@ -287,6 +316,7 @@ def _bias_kernel(
             plgpu.barrier_wait(loaded.at[slot])
             mine = pl.ds(wg * bq, bq)
 
+            # s = q k^T and dp = dout v^T, [block_q, block_k]
             def products(s_acc, dp_acc):
                 plgpu.wgmma(s_acc, q_tiles.at[slot, mine], k_tiles.at[slot].T)
                 plgpu.wgmma(dp_acc, dout_tiles.at[slot, mine], v_tiles.at[slot].T)
@@ -295,12 +325,14 @@ def _bias_kernel(
             acc = plgpu.ACC((bq, bk), jnp.float32)
             s, dp = pl.run_scoped(products, acc, acc)
             plgpu.barrier_arrive(free.at[slot])
+            # dlogits (8), back through the score if there is one (8a), not through the soft cap
             mixed = tiles.load_bounds(refs, b, i, refs.k.shape[1] // bk).compares(j)
             found = gradients.weights(options, refs, s, tile, mixed, rows, of_bias=True)
             p = gradients.signed(options, refs, found.with_slope(), tile)
             dlogits = gradients.dlogits(options, p, dp, tile, rows)
             return total + gradients.through_score(options, refs, found, tile, dlogits)[0]
 
+        # over all pairs, [block_q, block_k] in registers; written by way of shared memory
         total = lax.fori_loop(jnp.int32(0), count, step, gradients.zeros((bq, bk), WGMMA))
         total_tile[wg] = total
         plgpu.commit_smem()

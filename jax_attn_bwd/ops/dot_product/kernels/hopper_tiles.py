@@ -1,4 +1,4 @@
-"""What the Hopper kernels of dense attention share: their tiles, which of them are visited, what a tile sees.
+"""Shared by the Hopper kernels of dense attention: tiles, which of them are visited, what a tile sees.
 
 XLA prepares the inputs (`inputs.py`), and tells each tile of queries which tiles of keys it visits, or the
 reverse, in one of these forms:
@@ -28,7 +28,7 @@ from jax_attn_bwd._core.hopper import COLUMNS, ROWS, WGMMA
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, pad
+from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at
 from jax_attn_bwd.ops.dot_product.kernels.tiles import Logits, live_first, tile_flags, unmasked
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
@@ -65,30 +65,21 @@ class Tiling:
 
 
 def unsupported(call: Options, operands: Operands) -> str | None:
-    """Why the kernels cannot run this call; None if they can."""
-    options = KernelOptions.of(call, operands.mask)
-    q, v = operands.query, operands.value
-    if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
-        return "it needs static shapes"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it multiplies bfloat16 and float16 on tensor cores, not {q.dtype}"
-    if (reason := functions.unsupported(options, operands, _LOWERS)) is not None:
-        return reason
-    if max(q.shape[-1], v.shape[-1]) > 256:
-        return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
-    if 0 in (*q.shape, *v.shape):
-        return "there is nothing to compute"
-    if math.prod(q.shape[:-3]) * q.shape[-2] >= 2**16:
-        return "a grid holds fewer than 65536 batch entries times heads"
-    if operands.bias is not None and operands.bias.dtype == jnp.float64:
-        return "a float64 bias asks for float64 arithmetic"
-    if not isinstance(options.precision, lax.Precision | None):
-        return f"it has one product algorithm, got precision={options.precision}"
-    return kernel_inputs.sharded_sequence(operands)
+    """Returns why the kernels cannot run this call; None if they can."""
+
+    def own(_, operands):
+        shape = operands.query.shape
+        if math.prod(shape[:-3]) * shape[-2] >= 2**16:
+            return "a grid holds fewer than 65536 batch entries times heads"
+        return None
+
+    return kernel_inputs.unsupported(
+        call, operands, own, ("bfloat16", "float16"), " on tensor cores", _LOWERS
+    )
 
 
 def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None) -> Inputs:
-    """`kernel_inputs.inputs`, padded for these kernels."""
+    """Prepares `kernel_inputs.inputs`, padded for these kernels."""
     refs = kernel_inputs.inputs(options, operands, keys, PADDING)
     end, T = refs.columns_end, refs.q.shape[1]
     values = (
@@ -97,11 +88,6 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None) -
     )
     end = None if end is None else jnp.asarray(end)
     return refs._replace(columns_end=end, mask_values=tuple(values))
-
-
-def pad_heads(x: jax.Array) -> jax.Array:
-    """`[B, T, N, H]` with whole T and H."""
-    return pad(x, {-3: LENGTH, -1: HEAD})
 
 
 class Tile(NamedTuple):
@@ -116,36 +102,36 @@ class Tile(NamedTuple):
     staged: dict[str, Any] | None = None  # loaders of row tokens in shared memory, by the field of Inputs
 
     def axis(self, side: int) -> int:
-        """The axis of the tile that runs over queries (side 0) or keys (side 1)."""
+        """Returns the axis of the tile that runs over queries (side 0) or keys (side 1)."""
         return 1 - side if self.transposed else side
 
     def start(self, side: int) -> Any:
-        """The first query or key."""
+        """Returns the first query or key."""
         return self.column if side else self.row
 
     def offset(self, side: int) -> jax.Array:
-        """The distance of each element's query or key from the first one, over the tile."""
+        """Returns the distance of each element's query or key from the first one, over the tile."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape, self.axis(side), layout=WGMMA)
 
     def spread(self, x: jax.Array, side: int) -> jax.Array:
-        """A value per query or key over the tile."""
+        """Spreads a value per query or key over the tile."""
         return lax.broadcast_in_dim(x, self.shape, [self.axis(side)])
 
     def vector(self, ref: Any, side: int) -> jax.Array:
-        """The values of the tile's queries or keys, from global memory `[n]`."""
+        """Loads the values of the tile's queries or keys from global memory `[n]`."""
         axis = self.axis(side)
         rows = ref.at[pl.ds(self.start(side), self.shape[axis])]
         return mosaic_gpu.load(rows, layout=COLUMNS if axis else ROWS, optimized=False)
 
     def tokens(self, refs: Inputs, name: str) -> jax.Array:
-        """A field of `Inputs` that is `[B|1, n]`, over the tile."""
+        """Loads a field of `Inputs` that is `[B|1, n]`, over the tile."""
         side, ref = int(name.startswith("column")), getattr(refs, name)
         if self.staged and name in self.staged:
             return self.spread(self.staged[name](), side)
         return self.spread(self.vector(ref.at[at(ref, 0, self.b)], side), side)
 
     def value(self, ref: Any) -> jax.Array:
-        """What a function is handed, `[B|1, N|1, T|1, S|1]` or words: a scalar, or over the tile."""
+        """Loads what a function is handed, `[B|1, N|1, T|1, S|1]` or words: a scalar, or over the tile."""
         if isinstance(ref, blocks.Words):
             return self._of_blocks(ref)
         ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
@@ -155,9 +141,11 @@ class Tile(NamedTuple):
         return self.spread(self.vector(ref.at[0] if side else ref.at[:, 0], side), side)
 
     def _of_blocks(self, ref: blocks.Words) -> jax.Array:
-        """The values of blocks, of bools their bits, over the tile: of as many words as its columns take."""
+        """Loads the values of blocks, of bools their bits, over the tile: from as many words as it takes."""
+        # the word of the tile's first column, and where each column stands from that word on
         each, size = np.int32(blocks.per_word(ref, LENGTH)), self.shape[self.axis(1)]
         first, column = lax.div(self.column, each), self.offset(1) + lax.rem(self.column, each)
+        # a word a row, the next one where the columns of the one before end
         words = ref.words.at[at(ref, 0, self.b), at(ref, 1, self.n)]
         x = self.spread(self.vector(words.at[first, 0], 0), 0)
         for i in range(1, size // each):
@@ -165,14 +153,16 @@ class Tile(NamedTuple):
         return ref.own_bit(x, column)
 
     def plane(self, ref: Any) -> jax.Array:
-        """The tile of a plane `[B|1, N|1, T|1, S|1]`."""
+        """Loads the tile of a plane `[B|1, N|1, T|1, S|1]`."""
         ref = ref.at[at(ref, 0, self.b), at(ref, 1, self.n)]
+        # one value for all, one a column, or one a row
         if ref.shape[0] == 1:
             if ref.shape[1] == 1:
                 return jnp.full(self.shape, ref[0, 0])
             return self.spread(self.vector(ref.at[0], 1), 1)
         if ref.shape[1] == 1:
             return self.spread(self.vector(ref.at[:, 0], 0), 0)
+        # one an element; a transposed tile is loaded in the layout of its transpose
         size = [self.shape[self.axis(side)] for side in (0, 1)]
         block = ref.at[pl.ds(self.row, size[0]), pl.ds(self.column, size[1])]
         if not self.transposed:
@@ -183,7 +173,7 @@ class Tile(NamedTuple):
 
 
 def logits(options: KernelOptions, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:
-    """The logits of a tile of products q k^T, -inf where nothing is seen."""
+    """Computes the logits of a tile of products q k^T, -inf where nothing is seen."""
 
     def plane():
         return tile.plane(refs.bias).astype(jnp.float32)
@@ -191,10 +181,12 @@ def logits(options: KernelOptions, refs: Inputs, products: jax.Array, tile: Tile
     def scored(x):
         return _on_tile(partial(mod_functions.scored, options), refs, tile, x)
 
+    # scale, soft cap, bias and score; what a bias of -inf hides is hidden in every tile
     found, terms = unmasked(options, refs, products, functions.tanh, plane, scored)
     x = found.x
     if terms:
         x = jnp.where(masks.conjunction(*terms), x, -jnp.inf)
+    # all else that hides, in tiles that must be compared
     given = options.window, options.mask_mod, refs.columns_end, refs.row_segment, refs.mask
     if options.is_causal or any(x is not None for x in given):
         masked = lambda: jnp.where(_seen(options, refs, tile), x, -jnp.inf)
@@ -203,9 +195,11 @@ def logits(options: KernelOptions, refs: Inputs, products: jax.Array, tile: Tile
 
 
 def _seen(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
+    """Tells what is seen by index, position, segment, mask array and function, over the tile."""
     terms = []
     if options.is_causal or options.window is not None:
         terms.append(_in_band(options, refs, tile))
+    # lengths, or the end of the keys where their number is not whole
     if refs.columns_end is not None:
         end = refs.columns_end[at(refs.columns_end, 0, tile.b)]
         terms.append(tile.offset(1) < end - tile.column)
@@ -214,6 +208,7 @@ def _seen(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
     if refs.mask is not None:
         terms.append(tile.plane(refs.mask) != 0)
     if options.mask_mod is not None:
+        # the function itself, of the tile's place and of what XLA read of arrays
         numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
         mask_mod = functions.for_gpus(options.mask_mod)
         values = (tile.value(ref) for ref in refs.mask_values)
@@ -222,7 +217,7 @@ def _seen(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
 
 
 def score_slope(options: KernelOptions, refs: Inputs, before: jax.Array, tile: Tile) -> jax.Array:
-    """The derivative of `score_mod` by the logits that it is handed (8a)."""
+    """Computes the derivative of `score_mod` by the logits that it is handed (8a)."""
 
     def slope(x, at, values):
         return mod_functions.pulled_back(options, x, at, values, jnp.ones_like(x), to_args=False)[0]
@@ -233,7 +228,7 @@ def score_slope(options: KernelOptions, refs: Inputs, before: jax.Array, tile: T
 def pulled_back(
     options: KernelOptions, refs: Inputs, before: jax.Array, tile: Tile, dlogits: jax.Array
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """(cotangent of what `score_mod` was handed, of each float in its values) (8a).
+    """Returns (cotangent of what `score_mod` was handed, of each float in its values) (8a).
 
     Each is of the size of the tile: what belongs to a row or a column is the sum of its elements.
     """
@@ -247,7 +242,7 @@ def pulled_back(
 
 
 def _on_tile(function: Any, refs: Inputs, tile: Tile, logits: jax.Array, *more: jax.Array) -> Any:
-    """`function(logits, where they stand, what the score is handed, *more)`."""
+    """Calls `function(logits, where they stand, what the score is handed, *more)`."""
     row, column = _positions(refs, tile)
     numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
     values = [tile.value(ref) for ref in refs.score_values]
@@ -260,7 +255,7 @@ def _on_tile(function: Any, refs: Inputs, tile: Tile, logits: jax.Array, *more: 
 
 
 def _positions(refs: Inputs, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """(rows, columns) of the elements, over the tile."""
+    """Returns (rows, columns) of the elements, over the tile."""
     row, column = (
         tile.offset(side) + tile.start(side) if getattr(refs, name) is None else tile.tokens(refs, name)
         for side, name in enumerate(("row_position", "column_position"))
@@ -269,7 +264,7 @@ def _positions(refs: Inputs, tile: Tile) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_band(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
-    """`masks.in_band` with few registers: one comparison an element, of offsets where they suffice."""
+    """Does what `masks.in_band` does with few registers: one comparison, of offsets where they suffice."""
     if refs.row_position is None and refs.column_position is None:
         row, column = tile.offset(0) + (tile.row - tile.column), tile.offset(1)
     else:
@@ -283,7 +278,7 @@ def _in_band(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
 
 
 def keep(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array | None:
-    """Which probabilities dropout lets pass; None without dropout."""
+    """Returns which probabilities dropout lets pass; None without dropout."""
     if refs.dropout_keys is None:
         return None
     keys = refs.dropout_keys.at[at(refs.dropout_keys, 0, tile.b), at(refs.dropout_keys, 1, tile.n)]
@@ -309,24 +304,28 @@ class Each(NamedTuple):
 def bounds(
     options: KernelOptions, refs: Inputs, rows: int, columns: int, by_key: bool = False, each: bool = False
 ) -> jax.Array | Listed | Each | None:
-    """Which tiles a tile visits, as `Inputs.bounds`: rows x columns is the size of a tile.
+    """Finds which tiles a tile visits, as `Inputs.bounds`: rows x columns is the size of a tile.
 
     For each tile of queries over the tiles of keys; with `by_key` the reverse. None: all, and all full.
     Where there may be holes `Listed`, or with `each` `Each`.
     """
+    # of each tile: whether something of it is seen, and whether all is; NumPy if shapes alone decide
     some, every, _ = tile_flags(options, refs, rows, columns, common=64)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
     xp: Any = np if isinstance(some, np.ndarray) else jnp
     if xp is np and every.all():
         return None
+    # the run from the first tile that is seen to the last one
     every = xp.broadcast_to(every, some.shape)
     n = some.shape[-1]
     first = some.argmax(-1)
     end = xp.where(some.any(-1), n - some[..., ::-1].argmax(-1), 0)
+    # where it may have holes, tiles one by one
     may_have_holes = any(x is not None for x in (options.mask_mod, refs.mask, refs.bias))
     if may_have_holes and (xp is jnp or (end - first > some.sum(-1)).any()):
         return _each(some, every) if each else _listed(xp, some, every)
+    # else the full ones within it: from the first full tile to the next that is not
     full_first = every.argmax(-1)
     after = ~every & (xp.arange(n)[None, None] >= full_first[..., None])
     full_end = xp.where(after.any(-1), after.argmax(-1), n)
@@ -334,6 +333,7 @@ def bounds(
 
 
 def _listed(xp: Any, some: Any, every: Any) -> Listed:
+    """Packs (how many tiles are seen, then 2 * tile + whether it must be compared) for each tile."""
     order, counts = live_first(some)
     compared = ~xp.take_along_axis(every, order, axis=-1)
     counts, order, compared = (x.astype(np.int32) for x in (counts, order, compared))
@@ -341,6 +341,7 @@ def _listed(xp: Any, some: Any, every: Any) -> Listed:
 
 
 def _each(some: Any, every: Any) -> Each:
+    """Marks each tile: 0 unseen, 1 full, 2 to be compared."""
     return Each(jnp.asarray(some, jnp.int32) * (2 - jnp.asarray(every, jnp.int32)))
 
 
@@ -353,29 +354,29 @@ class Run(NamedTuple):
 
     @property
     def count(self) -> Any:
-        """How many they are."""
+        """Counts them."""
         return self.end - self.first
 
     def tile(self, step: Any) -> Any:
-        """The tile that is visited at a step."""
+        """Returns the tile that is visited at a step."""
         return self.first + step
 
     def visits(self, tile: Any) -> Any:
-        """Whether a tile is visited."""
+        """Tells whether a tile is visited."""
         return (tile >= self.first) & (tile < self.end)
 
     def compares(self, tile: Any) -> Any:
-        """Whether a tile must be compared element by element."""
+        """Tells whether a tile must be compared element by element."""
         if self.ref is None:
             return jnp.bool_(False)
         return (tile < self.ref[1]) | (tile >= self.ref[2])
 
     def mixed(self, step: Any) -> Any:
-        """Whether the tile of a step must be compared element by element."""
+        """Tells whether the tile of a step must be compared element by element."""
         return self.compares(self.tile(step))
 
     def opaque_zero(self) -> Any:
-        """0, which compilers cannot know: addresses it is added to are computed inside the loop.
+        """Returns 0, which compilers cannot know: addresses it is added to are computed inside the loop.
 
         Hoisted out of it, the descriptors of a tile with H = 256 take more registers than there are.
         """
@@ -383,45 +384,45 @@ class Run(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The same as a list; the methods are those of `Run`."""
+    """The tiles that are visited, in a list; the methods are those of `Run`."""
 
     ref: Any  # int32 [1 + all] in global memory, of `Listed`
     count: Any
 
     def tile(self, step: Any) -> Any:
-        """The tile that is visited at a step."""
+        """Returns the tile that is visited at a step."""
         return lax.shift_right_logical(self.ref[step + 1], jnp.int32(1))
 
     def mixed(self, step: Any) -> Any:
-        """Whether the tile of a step must be compared element by element."""
+        """Tells whether the tile of a step must be compared element by element."""
         return (self.ref[step + 1] & 1) != 0
 
     def opaque_zero(self) -> Any:
-        """0, which compilers cannot know."""
+        """Returns 0, which compilers cannot know."""
         return lax.shift_right_logical(self.ref[0], jnp.int32(31))
 
 
 class Kinds(NamedTuple):
-    """What is known of each tile of the other side; the methods are those of `Run`."""
+    """A mark for each tile of the other side; the methods are those of `Run`."""
 
     ref: Any  # int32 [all] in global memory, of `Each`
 
     def visits(self, tile: Any) -> Any:
-        """Whether a tile is visited."""
+        """Tells whether a tile is visited."""
         return self.ref[tile] != 0
 
     def compares(self, tile: Any) -> Any:
-        """Whether a tile must be compared element by element."""
+        """Tells whether a tile must be compared element by element."""
         return self.ref[tile] == 2
 
 
 def are_of_all(refs: Inputs) -> bool:
-    """Whether all batch entries visit the same tiles."""
+    """Tells whether all batch entries visit the same tiles."""
     return all(x.shape[0] == 1 for x in jax.tree.leaves(refs.bounds))
 
 
 def load_bounds(refs: Inputs, b: Any, tile: Any, count: int) -> Any:
-    """What `tile` visits: `Run`, `Steps` or `Kinds`; `count` is the number of tiles if all are visited."""
+    """Loads what `tile` visits: `Run`, `Steps` or `Kinds`; `count` tiles if it visits all."""
     if refs.bounds is None:
         return Run(None, jnp.int32(0), jnp.int32(count))
     (words,) = jax.tree.leaves(refs.bounds)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import float_leaves, fusion, sharding
@@ -22,6 +23,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     KernelOptions,
     Operands,
+    Options,
     Residuals,
     Result,
 )
@@ -38,7 +40,7 @@ class Padding(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a kernel reads; None = not given. T, S, H and Hv are padded, axes of 1 broadcast."""
+    """The arrays that a kernel reads; None = not given. T, S, H and Hv are padded, axes of 1 broadcast."""
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
@@ -63,8 +65,50 @@ class Inputs(NamedTuple):
     mod_args: tuple = ()  # where bounds of tiles are taken of these: kernels are handed none
 
 
+def unsupported(
+    call: Options,
+    operands: Operands,
+    own: Callable[[KernelOptions, Operands], str | None],
+    dtypes: tuple[str, ...],
+    units: str,
+    lowers: frozenset[str],
+    distances: bool = False,
+) -> str | None:
+    """Returns why the kernels of a chip cannot run a call; None if they can.
+
+    Args:
+      call, operands: of the call.
+      own: `(options, operands) -> reason` of that chip alone.
+      dtypes, units: what it multiplies, and on which units.
+      lowers: the operations that functions may be made of.
+      distances: whether its kernels take values for each distance.
+    """
+    # what it multiplies, and what it can lower
+    options = KernelOptions.of(call, operands.mask)
+    q, v = operands.query, operands.value
+    if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
+        return "it needs static shapes"
+    if q.dtype not in dtypes:
+        return f"it multiplies {' and '.join(dtypes)}{units}, not {q.dtype}"
+    if (reason := functions.unsupported(options, operands, lowers, distances)) is not None:
+        return reason
+    # sizes, those that the chip bounds last
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
+    if 0 in (*q.shape, *v.shape):
+        return "there is nothing to compute"
+    if (reason := own(options, operands)) is not None:
+        return reason
+    # what it does not compute
+    if operands.bias is not None and operands.bias.dtype == jnp.float64:
+        return "a float64 bias asks for float64 arithmetic"
+    if not isinstance(options.precision, lax.Precision | None):
+        return f"it has one product algorithm, got precision={options.precision}"
+    return sharded_sequence(operands)
+
+
 def sharded_sequence(operands: Operands) -> str | None:
-    """Why kernels cannot run it where a sequence is sharded on an Explicit mesh; None where none is."""
+    """Returns why kernels cannot run where a sequence is sharded on an Explicit mesh; None where none is."""
     for name in ("query", "key", "value"):
         if (axis := sharding.explicit_spec(getattr(operands, name))[-3]) is not None:
             return (
@@ -75,13 +119,14 @@ def sharded_sequence(operands: Operands) -> str | None:
 
 
 def whole(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple."""
+    """Rounds `n` up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 def dropout_keys(options: KernelOptions, operands: Operands) -> jax.Array | None:
-    """The key of each batch entry and head, uint32 `[..., N|1, 2]`: to be called before the operands are cut
-    into shards, which do not know where they lie.
+    """Returns the key of each batch entry and head, uint32 `[..., N|1, 2]`.
+
+    To be called before the operands are cut into shards, which do not know where they lie.
     """
     if not options.dropout_rate:
         return None
@@ -92,9 +137,10 @@ def dropout_keys(options: KernelOptions, operands: Operands) -> jax.Array | None
 
 
 def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, padding: Padding) -> Inputs:
-    """What the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
+    """Prepares what the kernels read, but for the bounds; `keys` are the `dropout_keys`."""
     if operands.mask.elements is not None:  # reductions of a constant XLA would fold, for minutes
         operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
+    # positions, where something reads them, and segments: one number a token, [B|1, T] and [B|1, S]
     T, S, mask = operands.query.shape[-3], operands.key.shape[-3], operands.mask
     positions: tuple[Any, Any] = (None, None)
     if options.is_causal or options.window is not None or functions.any_given(options):
@@ -104,10 +150,12 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         tuple(None if x is None else _tokens(operands, x, n, multiple) for x in side)
         for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
     )
+    # keys, values and a bias that no query sees are 0; planes hide the places of padding
     _, seen = visibility.live_and_seen_of(operands)
     key, value, bias = _zero_unseen(operands, seen)
     planes = (bias, -jnp.inf), (mask.elements, False)
     bias, elements = (None if x is None else _plane(operands, x, padding, fill) for x, fill in planes)
+    # what dropout draws from beside the keys, and where tokens end: lengths, or a size that is not whole
     row_counter = column_counter = None
     if keys is not None:
         counters = dropout_counters(options, operands, padding.queries, padding.keys)
@@ -116,11 +164,13 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         _end(operands, mask.query_seq_lengths, T, padding.queries),
         _end(operands, mask.key_value_seq_lengths, S, padding.keys),
     )
+    # for functions: the numbers of batch entries, and what XLA reads of arrays for them
     numbers, values, mod_args = None, ((), ()), ()
     if functions.any_given(options):
         numbers = _batched(operands, mask.batch_number, 0)
         values = functions.values(options, operands, places(operands, padding))
         mod_args = functions.for_bounds(options, operands)
+    # [B, T, N, H], [B, S, K, H] and [B, S, K, Hv], whole
     q, k, v = (
         pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
         for x, multiple in zip(
@@ -151,7 +201,7 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
 
 
 def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
-    """Where functions stand: the numbers of batch entries and heads, rows and columns `[B|1, T]`, `[B|1, S]`.
+    """Returns where functions stand: numbers of batch entries and heads, rows `[B|1, T]`, columns `[B|1, S]`.
 
     What lies beyond the end stands where the last one does.
     """
@@ -160,6 +210,7 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
         (mask.query_positions, mask.query_seq_lengths, T, padding.queries),
         (mask.key_value_positions, mask.key_value_seq_lengths, S, padding.keys),
     )
+    # positions where they are given, else indices up to the last token
     tokens = []
     for position, lengths, n, multiple in sides:
         if position is not None:
@@ -175,15 +226,16 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
 
 
 def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Padding, dvalues: Any) -> Any:
-    """The gradients of the floats in `mod_args`, from those of the floats in `score_values`.
+    """Computes the gradients of the floats in `mod_args` from those of the floats in `score_values`.
 
-    Each `[B, N, T|1, S|1]`, or `[B, N, T + S]`.
+    The latter are `[B, N, T|1, S|1]` each, or `[B, N, T + S]`.
     """
     numbers = float_leaves.floats(operands.mod_args)
     if not dvalues:
         return jax.tree.map(jnp.zeros_like, numbers)
     place = places(operands, padding)
 
+    # values are read of the floats in `mod_args`; the derivative of reading takes cotangents back to these
     def read(numbers):
         args = float_leaves.filled(operands.mod_args, numbers)
         found = functions.values(
@@ -199,14 +251,17 @@ def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Paddi
 
 
 def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
-    """A NumPy array where no lengths are given, so that the tiles are known at trace time."""
+    """Returns where tokens end, `[B|1]`; None where they fill whole tiles.
+
+    A NumPy array where no lengths are given, so that the tiles are known at trace time.
+    """
     if lengths is not None:
         return jnp.minimum(_batched(operands, lengths, 0), n)
     return np.full((1,), n, np.int32) if n % multiple else None
 
 
 def _batched(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
-    """`x` with its batch axes merged into one, of size 1 if it broadcasts over all of them."""
+    """Merges the batch axes of `x` into one, of size 1 if it broadcasts over all of them."""
     batch = operands.query.shape[:-3]
     x = to_rank(x, len(batch) + tail)
     if any(n != 1 for n in x.shape[: len(batch)]):
@@ -215,7 +270,7 @@ def _batched(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
 
 
 def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
-    """`x` with the axes `multiples` (axis: multiple) made whole."""
+    """Pads the axes of `x` in `multiples` (axis: multiple) to whole multiples."""
     widths = [(0, 0)] * x.ndim
     for axis, multiple in multiples.items():
         widths[axis] = (0, whole(x.shape[axis], multiple) - x.shape[axis])
@@ -223,19 +278,20 @@ def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
 
 
 def _plane(operands: Operands, x: jax.Array, padding: Padding, fill: Any) -> jax.Array:
-    """A mask or bias `[B|1, N|1, T|1, S|1]`, with what hides in the places of padding."""
+    """Pads a mask or bias `[B|1, N|1, T|1, S|1]`, with what hides in the places of padding."""
     x = _batched(operands, x, 3)
     multiples = {-2: padding.queries, -1: padding.keys}
     return pad(x, {axis: n for axis, n in multiples.items() if x.shape[axis] != 1}, constant_values=fill)
 
 
 def _tokens(operands: Operands, x: jax.Array, n: int, multiple: int) -> jax.Array:
+    """Lays a number a token as `[B|1, n]`, padded with that of the last one."""
     x = _batched(operands, x, 1)
     return pad(jnp.broadcast_to(x, (x.shape[0], n)), {-1: multiple}, mode="edge")
 
 
 def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Key, value and bias with zeros where no query looks: what lies there, NaN too, meets only p = 0.
+    """Zeroes key, value and bias where no query looks: what lies there, NaN too, meets only p = 0.
 
     A bias of many rows is left as it is. One that all rows share is also added in the rows of padding, to
     which causality may show more keys than to any other; -inf hides from these too.
@@ -243,10 +299,12 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
     k, v, bias = operands.key, operands.value, operands.bias
     if seen is None:
         return k, v, bias
+    # keys and values, for each key head where masks differ between heads
     columns = to_rank(jnp.swapaxes(seen, -1, -2)[..., None], k.ndim)  # [..., S, K|1, 1]
     k, v = (jnp.where(columns, x, 0) for x in (k, v))
     if bias is None or bias.shape[-1] == 1 or (bias.ndim > 1 and bias.shape[-2] != 1):
         return k, v, bias
+    # a bias that all rows share: 0 where none of those that it broadcasts over sees the key
     heads = 1 if seen.shape[-2] == 1 else operands.query.shape[-2] // k.shape[-2]
     read = to_rank(jnp.repeat(seen, heads, axis=-2)[..., None, :], k.ndim)  # [..., N|1, 1, S]
     rank = max(bias.ndim, read.ndim)
@@ -256,36 +314,36 @@ def _zero_unseen(operands: Operands, seen: jax.Array | None) -> tuple[jax.Array,
 
 
 def is_plain(options: KernelOptions, refs: Inputs) -> bool:
-    """Whether logits are products times a positive number, which then goes into the exponent."""
+    """Tells whether logits are products times a positive number, which then goes into the exponent."""
     free = refs.bias is None and options.logits_soft_cap is None and options.score_mod is None
     return free and options.scale > 0
 
 
 def has_low(options: KernelOptions, given: Any) -> bool:
-    """Whether lse keeps what rounding took from it: logits may be huge; `given` has the bias."""
+    """Tells whether lse keeps what rounding took from it: logits may be huge; `given` has the bias."""
     return given.bias is not None or options.score_mod is not None
 
 
 def result_specs(options: KernelOptions, keeps_low: bool, operands: Any, keys: Any = None) -> Any:
-    """The specs of a forward's result, from those of the operands."""
+    """Returns the specs of a forward's result, from those of the operands."""
     out: Any = operands.query
     row: Any = PartitionSpec(*out[:-1])
     return Result(out, row, row if has_low(options, operands) else None, out if keeps_low else None)
 
 
 def at(ref: Any, axis: int, index: Any) -> Any:
-    """`index` of an axis, 0 where it broadcasts."""
+    """Returns `index` of an axis, 0 where it broadcasts."""
     return 0 if ref.shape[axis] == 1 else index
 
 
 def merged(x: jax.Array, tail: int) -> jax.Array:
-    """`x` with all but its last `tail` axes merged into one."""
+    """Merges all but the last `tail` axes of `x` into one."""
     lead = x.shape[: x.ndim - tail]
     return x.reshape(math.prod(lead), *x.shape[len(lead) :])
 
 
 def bias_gradient(dbias: jax.Array, operands: Operands) -> jax.Array:
-    """`[B|1, N|1, T|1, S|1]` summed to the shape of the bias."""
+    """Sums `[B|1, N|1, T|1, S|1]` to the shape of the bias."""
     assert operands.bias is not None  # its gradient is asked for
     batch = operands.query.shape[:-3]
     lead = batch if dbias.shape[0] != 1 or math.prod(batch) == 1 else (1,) * len(batch)
@@ -293,7 +351,7 @@ def bias_gradient(dbias: jax.Array, operands: Operands) -> jax.Array:
 
 
 class RowValues(NamedTuple):
-    """What the backward kernels read of each query; equation numbers are those of `backward.py`."""
+    """The numbers that backward kernels read of each query; equation numbers are those of `backward.py`."""
 
     query: jax.Array  # [..., T, N, H], 0 in rows that see nothing
     dout: jax.Array  # [..., T, N, Hv], likewise
@@ -304,18 +362,19 @@ class RowValues(NamedTuple):
 
 
 def row_values(options: KernelOptions, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
-    """`RowValues` from what the forward left, and the cotangents."""
+    """Computes `RowValues` from what the forward left, and the cotangents."""
     operands, (out, lse, low, _) = residuals.operands, residuals.result
     query = operands.query
     dout = whole = jnp.zeros_like(out) if dout is None else dout
+    # A row that attends to nothing may hold anything in q and dout. If out = 0 it has no key elsewhere.
     empty = None
     if _rows_may_be_empty(options, operands):
-        # A row that attends to nothing may hold anything in q and dout. If out = 0 it has no key elsewhere.
         empty = lse == -jnp.inf
         if operands.sink is not None:
             empty = _sees_nothing(options, operands, lse)
         whole = jnp.where((empty & (out == 0).all(-1))[..., None], 0, dout)
         dout, query = (jnp.where(empty[..., None], 0, x) for x in (dout, query))
+    # delta (7) is of the row wherever its keys are, and so is the gradient of the sink (9)
     delta, dsink = row_terms.delta(options, operands, residuals.result, whole, dlse), None
     if "sink" in residuals.wanted.names:
         assert operands.sink is not None  # its gradient is asked for
@@ -325,8 +384,37 @@ def row_values(options: KernelOptions, residuals: Residuals, dout: Any, dlse: An
     return RowValues(query, dout, lse, low, delta, dsink)
 
 
+def saved_rows(
+    options: KernelOptions, refs: Inputs, values: RowValues, padding: Padding
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns ([lse, delta, low where it is kept], each `[B, N, T]`; dout `[B, T, N, Hv]`), whole.
+
+    lse is in units of the exponent; rows of padding have lse = inf, which makes their p 0.
+    """
+
+    def row(x, fill=0.0):
+        x = jnp.swapaxes(merged(x, 2), -1, -2)
+        return pad(x, {-1: padding.queries}, constant_values=fill)
+
+    lse = values.lse * LOG2_E if is_plain(options, refs) else values.lse
+    rows = [row(lse, jnp.inf), row(values.delta)]
+    rows += [row(values.low)] if has_low(options, refs) else []
+    return rows, pad(merged(values.dout, 3), {-3: padding.queries, -1: padding.head})
+
+
+def matched(operands: Operands, grads: dict[str, Any]) -> DotProductAttentionGrads:
+    """Gives each gradient the type of its operand, with what it varies over."""
+    like = lambda name: float_leaves.floats(getattr(operands, name))
+    return DotProductAttentionGrads(
+        **{name: jax.tree.map(sharding.match_type, grad, like(name)) for name, grad in grads.items()}
+    )
+
+
 def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
-    """From the specs of residuals like these, and of what else is given, to those of the gradients."""
+    """Returns a function from the specs of residuals like these to those of the gradients.
+
+    It is handed those of whatever else is given, too.
+    """
 
     def of(specs: Residuals, *_: Any) -> DotProductAttentionGrads:
         found = {name: getattr(specs.operands, name) for name in residuals.wanted.names}
@@ -339,12 +427,15 @@ def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
 
 
 def empty_rows(options: KernelOptions, operands: Operands, lse: jax.Array) -> jax.Array | None:
-    """Which queries see no key, `[..., T, N]`; None where none can be without one."""
+    """Finds which queries see no key, `[..., T, N]`; None where none can be without one."""
     return _sees_nothing(options, operands, lse) if _rows_may_be_empty(options, operands) else None
 
 
 def _sees_nothing(options: KernelOptions, operands: Operands, lse: jax.Array) -> jax.Array:
-    """Which queries see no key, `[..., T, N]`; lse does not tell: with a large sink it is the sink anyway."""
+    """Finds which queries see no key, `[..., T, N]`.
+
+    Their lse does not tell: with a large sink it is the sink anyway.
+    """
     live, _ = visibility.live_and_seen_of(operands)
     if live is None:
         return jnp.zeros_like(lse, bool)
@@ -353,7 +444,7 @@ def _sees_nothing(options: KernelOptions, operands: Operands, lse: jax.Array) ->
 
 
 def _rows_may_be_empty(options: KernelOptions, operands: Operands) -> bool:
-    """Whether a query may see no key: without need, q and dout are not copied."""
+    """Tells whether a query may see no key: without need, q and dout are not copied."""
     mask = operands.mask
     if operands.bias is not None or options.score_mod is not None:  # which may give -inf
         return True

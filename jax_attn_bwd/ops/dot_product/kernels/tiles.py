@@ -1,4 +1,4 @@
-"""What the kernels of every chip know of a tile: whether it is visited, and what its logits are.
+"""Shared by the kernels of every chip: whether a tile is visited, and what its logits are.
 
 Flags of tiles are made by XLA before a kernel runs, logits in the kernel; equation numbers are of
 `backward.py`.
@@ -23,7 +23,7 @@ from jax_attn_bwd.ops.dot_product.visibility import Tokens
 
 
 class Flags(NamedTuple):
-    """What is known of each tile, `[B|1, query tiles, key tiles]`; NumPy arrays if shapes alone decide."""
+    """Two flags for each tile, `[B|1, query tiles, key tiles]`; NumPy arrays if shapes alone decide."""
 
     some: Any  # whether anything of it is seen; never False where something is
     every: Any  # whether all of it is but what a bias hides; never True where something else is hidden
@@ -31,17 +31,19 @@ class Flags(NamedTuple):
 
 
 def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int, common: int = 128) -> Flags:
-    """As far as causality, window, lengths, segments, `mask_mod`, the mask and a bias of -inf tell.
+    """Flags tiles as causality, window, lengths, segments, `mask_mod`, the mask and a bias of -inf tell.
 
     Arrays are reduced to tiles of `common` rows and columns first, which the kernels of a call may have in
     common: XLA finds that, and reads the array once for all of them.
     """
+    # by the least and greatest index, position and segment of the tokens of a tile
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
     mask_mod, places = functions.bounded(options, refs, rows, columns)
     rules = Mask(options.is_causal, options.window, mask_mod)
     some, every = (to_rank(x, 3) for x in visibility.of_tiles(rules, queries, keys, rows, columns, places))
     by_shapes = some if isinstance(some, np.ndarray) else None
+    # by all elements of the mask and of the bias
     small = math.gcd(rows, common), math.gcd(columns, common)
     over_tiles = partial(_over_tiles, sizes=(small, (rows // small[0], columns // small[1])))
     if refs.mask is not None:
@@ -53,9 +55,9 @@ def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int, co
 
 
 def _over_tiles(plane: jax.Array, reduction: Any, sizes: Sequence[tuple[int, int]]) -> jax.Array:
-    """The elements of each tile reduced to one, over heads, `[B|1, query tiles|1, key tiles|1]`.
+    """Reduces the elements of each tile to one, over heads, `[B|1, query tiles|1, key tiles|1]`.
 
-    In steps: each of the sizes is told in tiles of the one before it.
+    In steps: each of the sizes counts tiles of the one before it.
     """
     for size in sizes:
         B, N, *lengths = plane.shape
@@ -67,7 +69,7 @@ def _over_tiles(plane: jax.Array, reduction: Any, sizes: Sequence[tuple[int, int
 
 
 def live_first(live: Any) -> tuple[Any, Any]:
-    """Along the last axis: (where something is live, in order, then the others; how many are, `[..., 1]`)."""
+    """Returns (live places in order, then the others; how many are live `[..., 1]`) along the last axis."""
     xp: Any = np if isinstance(live, np.ndarray) else jnp
     return xp.argsort(~live, axis=-1, stable=True), live.sum(-1, keepdims=True)
 
@@ -86,9 +88,10 @@ class Logits(NamedTuple):
     before: jax.Array | None = None  # what `score_mod` was handed
 
     def exp(self, shift: jax.Array, low: Callable[[], jax.Array] | None = None) -> jax.Array:
-        """The exponential of logits - shift - low; plain logits have no `low`, and `shift` in units of exp2.
+        """Computes the exponential of logits - shift - low.
 
-        `low` is loaded when it is needed: registers are scarce.
+        Plain logits have no `low`, and `shift` in units of exp2. `low` is loaded when it is needed: registers
+        are scarce.
         """
         if self.is_plain:
             return jnp.exp2(self.x * self.factor - shift)
@@ -96,16 +99,16 @@ class Logits(NamedTuple):
         return jnp.exp2((x if low is None else x - low()) * LOG2_E)
 
     def decay(self, old: jax.Array, new: jax.Array) -> jax.Array:
-        """exp(old - new) of two maxima, in the units of `exp`'s `shift`."""
+        """Computes exp(old - new) of two maxima, in the units of `exp`'s `shift`."""
         return jnp.exp2(old - new) if self.is_plain else jnp.exp2((old - new) * LOG2_E)
 
     def shift(self, top: jax.Array) -> jax.Array:
-        """A maximum of x, in the units of `exp`'s `shift`."""
+        """Returns a maximum of x in the units of `exp`'s `shift`."""
         return top * self.factor if self.is_plain else top
 
     @property
     def slope(self) -> jax.Array | None:
-        """The derivative of the soft cap (10)."""
+        """Returns the derivative of the soft cap (10)."""
         return None if self.tanh is None else 1.0 - self.tanh * self.tanh
 
 
@@ -117,7 +120,7 @@ def unmasked(
     plane: Callable[[], jax.Array],
     scored: Callable[[jax.Array], jax.Array],
 ) -> tuple[Logits, list[jax.Array]]:
-    """(logits of the products q k^T, what the bias says of visibility).
+    """Returns (logits of the products q k^T, what the bias says of visibility).
 
     Args:
       options, refs: of the call.
@@ -126,10 +129,12 @@ def unmasked(
       plane: the tile of the bias.
       scored: `score_mod` of the tile.
     """
+    # the scale goes into the exponent, or is multiplied with the products
     plain, x, factor, capped = is_plain(options, refs), products, options.scale * LOG2_E, None
     terms = []
     if not plain:
         x, factor = x * options.scale, LOG2_E
+    # soft cap, bias, score
     if options.logits_soft_cap is not None:
         capped = tanh(x, options.logits_soft_cap)
         x = options.logits_soft_cap * capped

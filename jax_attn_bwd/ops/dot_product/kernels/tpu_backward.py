@@ -27,15 +27,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_attn_bwd._core import dropout, float_leaves, mosaic_tpu, pallas
+from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
-from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
-from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs
 from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
     Part,
@@ -54,7 +53,7 @@ from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOp
 def backward(
     plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
-    """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
     options = KernelOptions.of(plan.options, residuals.operands.mask)
     run = partial(_backward, options, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
@@ -66,9 +65,11 @@ def backward(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dout, dlse, keys):
+    # lse, delta, q and dout of each query, and the gradient of the sink
     operands, wanted = residuals.operands, residuals.wanted.names
     values = kernel_inputs.row_values(options, residuals, dout, dlse)
     operands = operands._replace(query=values.query)
+    # a bias that lacks an axis is summed beside dq, dk and dv, a full one by itself
     side = None if operands.bias is None else _bias_side(operands)
     made = wanted & {"query", "key", "value", "mod_args"}
     if "bias" in wanted and side is not None:
@@ -82,19 +83,17 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
         grads["bias"] = kernel_inputs.bias_gradient(grads["bias"], operands)
     if "sink" in wanted:
         grads["sink"] = values.dsink
-    like = lambda name: float_leaves.floats(getattr(residuals.operands, name))
-    return DotProductAttentionGrads(
-        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
-    )
+    return kernel_inputs.matched(residuals.operands, grads)
 
 
 def _bias_side(operands: Operands) -> int | None:
+    """Returns the `plane_side` of the bias of a call."""
     shape = (1, 1, *operands.bias.shape)[-2:]  # type: ignore[union-attr]
     return tiles.plane_side(jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 class Saved(NamedTuple):
-    """What the backward kernels read, in kernel layout."""
+    """The arrays that the backward kernels read, in kernel layout."""
 
     refs: Inputs
     dout: Any  # [B, N, T, Hv]
@@ -102,32 +101,26 @@ class Saved(NamedTuple):
 
 
 def saved_of(options: KernelOptions, operands: Operands, keys: Any, values: Any, tiling: Tiling):
-    """(the options of kernels, `Saved`, its `Flags`, `PlaneSides`); `values`: of `row_values`."""
+    """Prepares (the options of kernels, `Saved`, its `Flags`, `PlaneSides`); `values`: of `row_values`."""
+    # inputs in whole tiles, and what is known of each tile
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options = functions.on_values(options, operands)
     flags = tile_flags(options, refs, tiling.block_q, tiling.block_k)
     sides = PlaneSides.of(refs)
-    pad = {-1: tiling.block_q}
-
-    def row(x, fill=0.0):
-        x = jnp.swapaxes(kernel_inputs.merged(x, 2), -1, -2)
-        return kernel_inputs.pad(x, pad, constant_values=fill)
-
-    lse = values.lse * LOG2_E if is_plain(options, refs) else values.lse
-    rows = [row(lse, jnp.inf), row(values.delta)]
-    rows += [row(values.low)] if kernel_inputs.has_low(options, refs) else []
-    dout = kernel_inputs.pad(kernel_inputs.merged(values.dout, 3), {-3: tiling.block_q, -1: tiles.HEAD})
+    # as kernels read them: heads before the sequence, one value a token along lanes
+    rows, dout = kernel_inputs.saved_rows(options, refs, values, tiling.padding)
     dout = jnp.swapaxes(dout, 1, 2)
     refs = tiles.kernel_inputs_of(options, refs, tiling)
     return options, Saved(refs, dout, jnp.stack(rows, -2)), flags, sides
 
 
 def cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved:
-    """The chunk of queries that lies in the tiles `where`."""
+    """Cuts out the queries that lie in the tiles `where`."""
+    # of each field what belongs to these queries; keys are those of all
     rows = slice(where.start * tiling.block_q, where.stop * tiling.block_q)
     refs, fields = saved.refs, {"q": saved.refs.q[:, :, rows]}
-    for name in ("row_position", "row_segment", "row_counter"):
-        if (x := getattr(refs, name)) is not None:
+    for name, side in tiles.TOKENS.items():
+        if side == 0 and (x := getattr(refs, name)) is not None:
             fields[name] = x[..., rows]
     for name, side in (("bias", sides.bias), ("mask", sides.mask)):
         if (x := getattr(refs, name)) is not None and side != 1:
@@ -147,17 +140,19 @@ def _cut_value(x: Any, side: int | None, where: slice, tiling: Tiling, T: int) -
 
 
 def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
-    """(p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part; of p alone if `dp` is None.
+    """Computes (p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part.
 
-    `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what each element adds to
-    the gradients of the floats that the score is handed (8a), else nothing.
+    Without `dp` p alone. `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what
+    each element adds to the gradients of the floats that the score is handed (8a), else nothing.
     """
+    # p = exp(logits - lse) (2); low is what rounding took from lse
     options = part.options
     lse, delta, *low = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
     logits = part.logits(products, mixed)
-    p = logits.exp(lse, (lambda: low[0]) if low else None)  # (2)
+    p = logits.exp(lse, (lambda: low[0]) if low else None)
     if logits.before is not None:  # a score may be NaN in rows of padding
         p = jnp.where(lse == jnp.inf, 0.0, p)
+    # what dropout lets pass is all that values are multiplied by (5), and all that dp counts (6)
     kept, z_p = part.keep(), p
     if kept is not None:
         survivors = dropout.survivor_factor(options.dropout_rate)
@@ -165,9 +160,10 @@ def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = Fa
     if dp is None:
         return z_p, None, None, []
     if kept is not None:
-        dp = jnp.where(kept, dp * survivors, 0.0)  # (6)
-    dlogits, dvalues = p * (dp - delta), []  # (8)
-    if logits.before is not None:  # (8a)
+        dp = jnp.where(kept, dp * survivors, 0.0)
+    # dlogits (8), back through the score (8a) and the soft cap (10)
+    dlogits, dvalues = p * (dp - delta), []
+    if logits.before is not None:
         values = part.values("score_values")
         if to_values:  # one for each element
             values = tuple(jnp.broadcast_to(x, part.shape) for x in values)
@@ -184,7 +180,7 @@ RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two c
 
 
 def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
-    """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
+    """Picks tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     light, wide = tiles.is_light(options, operands), mosaic_tpu.has_wide_units()
     limit = tiles.longest_side(options, operands) if light else 512
@@ -198,10 +194,12 @@ def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
 def gradients(
     options: KernelOptions, interpret: bool, operands: Operands, keys: Any, values: Any, wanted: frozenset
 ) -> dict[str, jax.Array]:
-    """The gradients of "query", "key", "value" in public layout, "mod_args", a "bias" that lacks an axis."""
+    """Computes those in `wanted`: of "query", "key", "value", "mod_args", and a "bias" that lacks an axis."""
+    # inputs as kernels read them, and what is known of each tile
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv, tiling, given = operands.value.shape[-1], default_tiling(options, operands), options
     options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
+    # which sums there are beside dq, dk and dv, by name, and the side that each has a value of
     lines, of_args = {} if sides.bias is None else {"bias": sides.bias}, "mod_args" in wanted
     if of_args:
         pairs = zip(saved.refs.score_values, sides.score_values, strict=True)
@@ -209,20 +207,24 @@ def gradients(
         of_values = {f"score_{i}": side or 0 for i, side in enumerate(floats)}
         lines, wanted = lines | of_values, wanted - {"mod_args"} | of_values.keys()
     by_query = {"query", *(name for name, side in lines.items() if side == 0)}
+    # chunks of as many tiles of queries as vector memory holds dq of
     saved = pallas.vary_alike(saved)
     n_q = saved.dout.shape[2] // tiling.block_q
     size = N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
     chunk = n_q if not wanted & {"query"} else max(1, min(n_q, RESIDENT // size))
+    # a kernel for each, with a schedule of its own
     pieces = []
     for first in range(0, n_q, chunk) if wanted else ():
         where = slice(first, first + chunk)
         visits = schedule(jax.tree.map(lambda x, where=where: x[:, where], flags), by_key=True)
         call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q)
         pieces.append(_chunk(call, interpret, cut(saved, sides, where, tiling)))
+    # chunks side by side where something is by query, added up where it is by key
     made: dict[str, Any] = {}
     for name in sorted(wanted):
         part = [piece[name] for piece in pieces]
         made[name] = jnp.concatenate(part, 2) if name in by_query else functools.reduce(jnp.add, part)
+    # without padding: dq, dk, dv [..., T|S, N|K, H], sums [B, N, T|1, S|1] or of distances as they are
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
     for name in sorted(wanted - lines.keys()):
         n, heads, h = shapes[name]
@@ -232,6 +234,7 @@ def gradients(
             made[name] = made[name][..., None] if name in by_query else made[name][..., None, :]
     if "bias" in made:
         made["bias"] = made["bias"][:, :, :T, :S]
+    # from what the score was handed to the arrays that it was read of
     dvalues = [made.pop(name) for name in lines if name != "bias"]
     if of_args:
         made["mod_args"] = kernel_inputs.mod_args_gradient(given, operands, tiling.padding, dvalues)
@@ -240,7 +243,7 @@ def gradients(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is known of a call at trace time."""
+    """The part of a call that is known at trace time."""
 
     options: KernelOptions
     tiling: Tiling
@@ -253,13 +256,14 @@ class _Call:
 
     @property
     def of_distances(self) -> list[str]:
-        """The lines that have a sum for each distance."""
+        """Returns the lines that have a sum for each distance."""
         sides = self.lines.items()
         return [name for name, side in sides if side == distances.SIDE and name in self.wanted]
 
 
 def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
-    """The gradients of one chunk of queries, in kernel layout."""
+    """Computes the gradients of one chunk of queries, in kernel layout."""
+    # dk and dv of one chunk of several are float32, since they are added up
     tiling, visits, wanted = call.tiling, call.visits, call.wanted
     refs = saved.refs
     (B, N, T, H), (K, S), Hv = refs.q.shape, refs.k.shape[1:3], refs.v.shape[-1]
@@ -271,10 +275,10 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     def locate(b, k, p, g, steps):
         return Step.at(steps, groups, b, k, g, p)
 
-    def spec(shape, index):
-        return pl.BlockSpec(shape, lambda *where: index(locate(*where)))
-
-    made = {  # name: (shape, dtype, spec, accumulators)
+    spec = tiles.block_specs(locate)
+    # results, name: (shape, dtype, spec, accumulator); dq is there whole, for all heads of the group, dk and
+    # dv of the tile of keys that is visited
+    made = {
         "query": (
             (B, N, n_q, bq, H),
             refs.q.dtype,
@@ -294,6 +298,8 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
             pltpu.VMEM((bk, Hv), jnp.float32),
         ),
     }
+    # sums by side: of a query whole, of a key for a tile of keys (128 lanes are added up at its end), of a
+    # distance whole, as windows
     of_line = {
         0: (
             (B, N, n_q, 1, bq),
@@ -317,6 +323,7 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
             pltpu.VMEM((groups, *shape), jnp.float32),
         )
     made |= {name: of_line[side] for name, side in call.lines.items()}
+    # a grid over batch entries, key heads, steps of the schedule, and query heads of the group
     order = [name for name in made if name in wanted]
     values, tree = jax.tree.flatten(refs)
     specs = tiles.input_specs(refs, call.sides, tiling, locate)
@@ -338,6 +345,7 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
             *tiles.bands(refs, call.sides, tiling),
         ],
     )(steps, *values, saved.dout, saved.rows)
+    # dq [B, N, T, H], sums [B, N, T|S], of distances [B, N, T + S] of the whole call
     found = dict(zip(order, results, strict=True))
     if "query" in found:
         found["query"] = found["query"].reshape(B, N, T, H)
@@ -350,15 +358,19 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
 
 
 def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
+    """Runs one step: a tile of keys by a tile of queries of one head of the group."""
+    # after the inputs: dout and row values, results, their accumulators, bands for the sums of distances
     tiling, sides = call.tiling, call.sides
     inputs, (dout_ref, rows_ref, *rest), bands = tiles.gathered(tree, sides, refs)
     count = len(order)
     outputs = dict(zip(order, rest[:count], strict=True))
     sums = dict(zip(order, rest[count : 2 * count], strict=True))
     of_tile = dict(zip(call.of_distances, rest[2 * count :], strict=True))  # their sums over this tile
+    # where the step is: the p-th of the schedule, query head g; the first and the last one of a key head
     p, g = pl.program_id(2), pl.program_id(3)
     step = locate(pl.program_id(0), pl.program_id(1), p, g, steps)
     is_start, is_end = ((p == 0) & (g == 0), (p == pl.num_programs(2) - 1) & (g == pl.num_programs(3) - 1))
+    # what is summed over the queries that see a tile of keys, and what over all steps of a key head
     by_key = [name for name in order if name in ("key", "value") or call.lines.get(name) == 1]
     whole = [name for name in order if name not in by_key]
 
@@ -367,7 +379,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
             sums[name][...] = jnp.zeros(sums[name].shape, jnp.float32)
 
     def each_block(run):
-        """`run(name, head of the group, block)` of what is there whole: loops, or the program would grow."""
+        """Calls `run(name, head of the group, block)` for the whole: in loops, or the program would grow."""
         for heads, n in dict.fromkeys(sums[name].shape[:2] for name in whole):
             names = [name for name in whole if sums[name].shape[:2] == (heads, n)]
 
@@ -380,11 +392,13 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
     def clear_block(name, head, block):
         sums[name][head, block] = jnp.zeros(sums[name].shape[2:], jnp.float32)
 
+    # a key head begins; a tile of keys begins
     if whole:
         pl.when(is_start)(partial(each_block, clear_block))
     if by_key:
         pl.when(step.first & (g == 0))(partial(clear, by_key))
 
+    # each part of the tile in three stages: its products, its elements, and what they add to every sum
     def visit(mixed):
         given = tiles.spread(inputs, sides, bands, mixed)
         for ref in of_tile.values():
@@ -399,6 +413,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
             partial(_add, dout_ref, sums | of_tile, call.lines, step.row, g),
         )
         tiles.in_stages(parts, stages, tiling.apart)
+        # the band of the tile, folded, goes to its window
         for name, ref in of_tile.items():
             sums[name][g, distances.window(step, tiling, keys)] += distances.fold(ref)
 
@@ -410,9 +425,11 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
         total = scale * total if name == "query" else total
         outputs[name][head, block] = total.astype(outputs[name].dtype)
 
+    # a key head ends: dq, and sums by query and distance
     if whole:
         pl.when(is_end)(partial(each_block, write_block))
 
+    # a tile of keys ends: dk, dv, and sums by key
     @pl.when(step.last & (g == pl.num_programs(3) - 1))
     def _write_by_key():
         for name in by_key:
@@ -426,7 +443,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
 
 
 def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
-    """(k q^T, v dout^T or None) of a part, `[keys, queries]`."""
+    """Computes (k q^T, v dout^T or None) of a part, `[keys, queries]`."""
     options, refs = part.options, part.refs
     queries, keys = part.slices
     products = product(options, refs.k[keys, :], refs.q[queries, :], (1, 1))
@@ -436,7 +453,7 @@ def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
 
 
 def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple) -> tuple:
-    """(p, what is summed in `lines`, dx): what is multiplied is in the type of the operands."""
+    """Returns (p, what is summed in `lines`, dx): what is multiplied is in the type of the operands."""
     products, dp = given
     of_scores = [name for name in lines if name != "bias"]
     p, dlogits, dx, dvalues = arithmetic(part, rows_ref, products, dp, mixed, to_values=bool(of_scores))
@@ -447,12 +464,14 @@ def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple)
 
 def _add(dout_ref, sums, lines, row, g, part: Part, given: tuple) -> None:
     """Adds the share of a part of the tile to every sum."""
+    # the blocks of the part: q, dout [queries, H|Hv], k [keys, H]; p and dx are [keys, queries]
     options, refs = part.options, part.refs
     queries, keys = part.slices
     q, k, dout = refs.q[queries, :], refs.k[keys, :], dout_ref[queries, :]
     p, summed, dx = given
     if "value" in sums:
         sums["value"][keys, :] += product(options, p, dout)  # (5)
+    # sums along the band's diagonals, over keys, or over queries up to 128 lanes
     for name, x in summed.items():
         if lines[name] == distances.SIDE:
             distances.add(sums[name], x, part.slices, part.tiling)
@@ -460,14 +479,15 @@ def _add(dout_ref, sums, lines, row, g, part: Part, given: tuple) -> None:
             sums[name][g, row, :, queries] += x.sum(axis=0, keepdims=True)
         else:
             sums[name][g, keys, :] += functools.reduce(jnp.add, mosaic_tpu.lane_blocks(x))
+    # dk += dx^T q and dq += dx k (11)
     if "key" in sums:
-        sums["key"][keys, :] += product(options, dx, q)  # (11)
+        sums["key"][keys, :] += product(options, dx, q)
     if "query" in sums:
-        sums["query"][g, row, queries, :] += product(options, dx, k, (0, 0))  # (11)
+        sums["query"][g, row, queries, :] += product(options, dx, k, (0, 0))
 
 
 def bias_tiling(operands: Operands) -> Tiling:
-    """The tile of the gradient is float32: smaller than elsewhere."""
+    """Picks smaller tiles than elsewhere: that of the gradient is float32."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     block_q, block_k = tiles.even_block(T, 512), tiles.even_block(S, 1024)
     return Tiling(block_q, block_k, tiles.even_part(block_q, 128), tiles.even_part(block_k, 512))
@@ -476,13 +496,15 @@ def bias_tiling(operands: Operands) -> Tiling:
 def bias_gradient(
     options: KernelOptions, interpret: bool, operands: Operands, keys: Any, values: Any
 ) -> jax.Array:
-    """float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
+    """Computes it as float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
+    # inputs as kernels read them; every tile has a step, also where nothing is seen: its gradient is 0
     tiling = bias_tiling(operands)
     options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
     visits = every_tile(flags)
     steps, saved = pallas.vary_alike((jnp.asarray(visits.steps), saved))
     refs = saved.refs
     (B, N, T, _), (K, S) = refs.q.shape, refs.k.shape[1:3]
+    # the grid: entries of the bias [B|1, N|1], tiles, and the pairs (batch entry, head) that read the entry
     lead = refs.bias.shape[:2]
     over_batch, over_heads = (n if m == 1 else 1 for n, m in zip((B, N), lead, strict=True))
 
@@ -490,9 +512,8 @@ def bias_gradient(
         b, n = b + r // over_heads, n + r % over_heads  # of a sum over either, the other index is 0
         return Step.at(steps, 1, b, n, ZERO, p)._replace(k=n // (N // K))
 
-    def spec(shape, index):
-        return pl.BlockSpec(shape, lambda *where: index(locate(*where)))
-
+    spec = tiles.block_specs(locate)
+    # a result of float32 tiles, each in vector memory until all its pairs have come by
     bq, bk = tiling.block_q, tiling.block_k
     fields, tree = jax.tree.flatten(refs)
     (dbias,) = mosaic_tpu.launch(
@@ -522,13 +543,16 @@ def bias_gradient(
 def _bias_kernel(
     options: KernelOptions, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
+    """Runs one step: a tile of the bias, for one of the pairs that read it."""
     inputs, (dout_ref, rows_ref, dbias_ref), bands = tiles.gathered(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
+    # the first pair
     @pl.when(pl.program_id(3) == 0)
     def _clear():
         dbias_ref[...] = jnp.zeros(dbias_ref.shape, jnp.float32)
 
+    # dlogits (8) of each part, [queries, keys]
     def visit(mixed):
         given = tiles.spread(inputs, sides, bands, mixed)
         for queries, keys in tiling.parts():

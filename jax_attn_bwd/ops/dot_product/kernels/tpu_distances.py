@@ -1,4 +1,4 @@
-"""Values that the distance between query and key tells, in the TPU kernels of dense attention.
+"""How the TPU kernels of dense attention hold values that the distance between query and key tells.
 
 XLA makes a vector of one value for each distance, `hoisting.values`. A tile of scores needs block_q + block_k
 neighbours of it, its window, and holds them along its diagonals. All queries by 128 keys of a tile are read
@@ -29,32 +29,34 @@ ROWS = 8  # of a register
 
 
 def _step(tiling: Any) -> int:
-    """Entries between one window and the next: the distance of tiles is a multiple of it."""
+    """Counts the entries between one window and the next: the distance of tiles is a multiple of it."""
     return math.gcd(tiling.block_q, tiling.block_k)
 
 
 def width(tiling: Any) -> int:
-    """How many values a window has."""
+    """Counts the values of a window."""
     return tiling.block_q + tiling.block_k
 
 
 def count(tiling: Any, T: int, S: int) -> int:
-    """Windows of padded T and S."""
+    """Counts the windows of padded T and S."""
     return (T + S - width(tiling)) // _step(tiling) + 1
 
 
 def window(step: Any, tiling: Any, S: int) -> Any:
-    """The number of that of a step's tile."""
+    """Returns the number of the window of a step's tile."""
     unit = _step(tiling)
     behind = S // tiling.block_k - 1 - step.column
     return step.row * (tiling.block_q // unit) + behind * (tiling.block_k // unit)
 
 
 def windows(x: jax.Array, tiling: Any) -> jax.Array:
-    """`[B|1, N|1, T + S]` of `hoisting.values` -> `[B|1, N|1, windows, 8, width]`."""
+    """Lays `[B|1, N|1, T + S]` of `hoisting.values` as `[B|1, N|1, windows, 8, width]`."""
+    # the first 8 rows of every band, each one lane further: [..., 8, T + S]
     (*lead, length), unit = x.shape, _step(tiling)
     before = jnp.pad(x, [(0, 0)] * len(lead) + [(ROWS, 0)], mode="edge")
     rows = jnp.stack([before[..., ROWS - i : ROWS - i + length] for i in range(ROWS)], -2)
+    # cut into windows, which overlap
     pieces = rows.reshape(*lead, ROWS, length // unit, unit)
     n, each = (length - width(tiling)) // unit + 1, width(tiling) // unit
     laid = jnp.concatenate([pieces[..., i : i + n, :] for i in range(each)], -1)
@@ -62,29 +64,31 @@ def windows(x: jax.Array, tiling: Any) -> jax.Array:
 
 
 def cut(x: jax.Array, tiles: slice, tiling: Any, T: int) -> jax.Array:
-    """The part of `windows`, of T queries, that the tiles of queries `tiles` read."""
+    """Cuts from `windows`, of T queries, what the tiles of queries `tiles` read."""
     per_tile = tiling.block_q // _step(tiling)
     beyond = max(0, T // tiling.block_q - tiles.stop) * per_tile
     return x[:, :, tiles.start * per_tile : x.shape[2] - beyond]
 
 
 def vector(x: jax.Array, tiling: Any, first: int, length: int) -> jax.Array:
-    """Sums `[B, N, windows, 1, width]` over a call's tiles, the first of queries `first` -> `[B, N, T + S]`.
+    """Adds up the sums `[B, N, windows, 1, width]` of a call's tiles: `[B, N, T + S]`.
 
-    `length` is T + S of all calls.
+    The first tile of queries is `first`; `length` is T + S of all calls.
     """
+    # windows overlap: entry j of one is entry j - unit of the next
     (B, N, n, _, _), unit = x.shape, _step(tiling)
     each = width(tiling) // unit
     pieces = x.reshape(B, N, n, each, unit)
     pad = lambda i: [(0, 0), (0, 0), (i, each - 1 - i), (0, 0)]
     total = functools.reduce(jnp.add, [jnp.pad(pieces[:, :, :, i], pad(i)) for i in range(each)])
     total = total.reshape(B, N, -1)
+    # zeros for the distances of other calls' queries
     before = first * tiling.block_q
     return jnp.pad(total, [(0, 0), (0, 0), (before, length - before - total.shape[-1])])
 
 
 def band(tiling: Any, dtype: Any) -> Any:
-    """Vector memory for one."""
+    """Returns vector memory for a band."""
     return pltpu.VMEM((LANES, width(tiling)), dtype)
 
 
@@ -95,10 +99,12 @@ def spread(ref: Any, rows: jax.Array) -> None:
 
 
 def fold(ref: Any) -> jax.Array:
-    """The sums `[1, width]` that a band `[128, width]` holds of a window."""
+    """Sums a band `[128, width]` to the window `[1, width]` that it was spread from."""
+    # groups of 8 rows, the last first, each moved back to where the one before it begins
     total = ref[LANES - ROWS :, :]
     for i in range(LANES - 2 * ROWS, -1, -ROWS):
         total = _moved(total, -ROWS) + ref[i : i + ROWS, :]
+    # then the 8 rows: row p by p lanes, a bit of p at a time
     row = lax.broadcasted_iota(jnp.int32, total.shape, 0)
     for bit in (1, 2, 4):
         total = jnp.where(row & bit != 0, _moved(total, -bit), total)
@@ -106,13 +112,13 @@ def fold(ref: Any) -> jax.Array:
 
 
 def _moved(x: jax.Array, lanes: int) -> jax.Array:
-    """By that many lanes; what leaves at one end enters at the other, where no block is."""
+    """Moves x by that many lanes; what leaves at one end enters at the other, where no block is."""
     shift: Any = np.int32(lanes % x.shape[1])  # not int64 in x64 mode
     return pltpu.roll(x, shift, 1) if lanes else x
 
 
 def block(ref: Any, slices: Sequence[slice], tiling: Any) -> jax.Array:
-    """`[keys, queries]` of the given queries and keys of a tile, whose band is `ref`."""
+    """Reads `[keys, queries]` of the given queries and keys of a tile, whose band is `ref`."""
     found = [ref[:, where] for where in _places(slices, tiling)]
     return found[0] if len(found) == 1 else jnp.concatenate(found, 0)
 
@@ -124,7 +130,7 @@ def add(ref: Any, x: jax.Array, slices: Sequence[slice], tiling: Any) -> None:
 
 
 def _places(slices: Sequence[slice], tiling: Any) -> list[slice]:
-    """The columns of a band for each 128 keys."""
+    """Returns the columns of a band for each 128 keys."""
     queries, keys = slices
     starts = (tiling.block_k - key + queries.start for key in range(keys.start, keys.stop, LANES))
     return [slice(start, start + queries.stop - queries.start) for start in starts]

@@ -47,7 +47,7 @@ supports = tiles.unsupported
 
 
 def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
-    """Tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
+    """Picks tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     light = tiles.is_light(options, operands)
     limits = (1024, tiles.longest_side(options, operands)) if light else (512, 1024)
@@ -57,7 +57,7 @@ def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
 
 
 def forward(plan: Plan, operands: Operands) -> Result:
-    """The output and its row values."""
+    """Computes the output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     tiling, operands = default_tiling(options, operands), functions.numbered(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME), plan.keeps_low)
@@ -69,11 +69,13 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _forward(options, tiling, interpret, keeps_low, operands, keys):
+    # inputs in whole tiles, and the schedule: which tiles each tile of queries visits
     *batch, T, N, _ = operands.query.shape
     K, Hv = operands.value.shape[-2:]
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
     options, sides = functions.on_values(options, operands), PlaneSides.of(refs)
     visits = schedule(tile_flags(options, refs, tiling.block_q, tiling.block_k))
+    # as the kernel reads them: q [B, N, T, H], k [B, K, S, H], v [B, K, Hv, S]
     refs = tiles.kernel_inputs_of(options, refs, tiling)
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), refs))
     refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
@@ -83,22 +85,18 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
     def locate(b, k, g, p, steps):
         return Step.at(steps, groups, b, k, g, p)
 
-    of_value = pl.BlockSpec(
-        (None, None, width, tiling.block_k),
-        lambda *where: (lambda s: (s.b, s.k, ZERO, s.column))(locate(*where)),
-    )
+    # the blocks of a step, which the schedule names
+    spec = tiles.block_specs(locate)
+    of_value = spec((None, None, width, tiling.block_k), lambda s: (s.b, s.k, ZERO, s.column))
     specs = tiles.input_specs(refs, sides, tiling, locate)._replace(v=of_value)
-    of_rows = pl.BlockSpec(
-        (None, None, 1, tiling.block_q), lambda *where: (lambda s: (s.b, s.n, ZERO, s.row))(locate(*where))
-    )
-    of_out = pl.BlockSpec(
-        (None, None, tiling.block_q, width),
-        lambda *where: (lambda s: (s.b, s.n, s.row, ZERO))(locate(*where)),
-    )
+    of_rows = spec((None, None, 1, tiling.block_q), lambda s: (s.b, s.n, ZERO, s.row))
+    of_out = spec((None, None, tiling.block_q, width), lambda s: (s.b, s.n, s.row, ZERO))
+    # out, lse, and where they are kept what rounding took from each
     heads = pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs), of_out
     rows = pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs), of_rows
     results = [heads, rows, *([rows] if kernel_inputs.has_low(options, refs) else [])]
     results += [heads] if keeps_low else []
+    # a grid over batch entries, key heads, their query heads, and steps; m, l and acc stay from step to step
     state = [(n, tiling.block_q) for n in (1, 1, width)]
     kernel = partial(_kernel, options, tiling, sides, visits, tree, locate)
     found = mosaic_tpu.launch(
@@ -114,6 +112,7 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
         scratch=[*(pltpu.VMEM(shape, jnp.float32) for shape in state), *tiles.bands(refs, sides, tiling)],
     )(steps, *values)
 
+    # without padding, with the batch axes of the call: out [..., T, N, Hv], lse [..., T, N]
     def public(x, of):
         if of is heads:
             return jnp.swapaxes(x, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
@@ -126,15 +125,18 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
 def _kernel(
     options: KernelOptions, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
+    """Runs one step: a tile of queries of a head by a tile of keys."""
     inputs, (*outputs, m_ref, l_ref, acc_ref), bands = tiles.gathered(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
+    # a tile of queries begins: m, l [1, block_q] and acc [Hv, block_q]
     @pl.when(step.first)
     def _begin():
         m_ref[...] = jnp.full(m_ref.shape, -jnp.inf, jnp.float32)
         l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
+    # each part of the tile in three stages: its products, its weights, and their sum of values
     def visit(mixed):
         given = tiles.spread(inputs, sides, bands, mixed)
         parts = [
@@ -146,22 +148,24 @@ def _kernel(
 
     step.each_kind(visits, visit)
 
+    # a tile of queries ends
     @pl.when(step.last)
     def _end():
         _finish(options, inputs, step, tiling, outputs, m_ref, l_ref, acc_ref)
 
 
 def _products(part: Part, _: Any) -> jax.Array:
-    """`[keys, queries]` of a part."""
+    """Multiplies k q^T of a part, `[keys, queries]`."""
     queries, keys = part.slices
     return product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
 
 
 def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
-    """(numbers that add up to the weights of the part's values, what its queries' sums are multiplied by).
+    """Returns (numbers that add up to the weights of the part's values, what earlier sums are multiplied by).
 
     Folds the part into the maxima and sums of its queries; m is in units of the exponent if plain.
     """
+    # logits [keys, queries], and the maxima of the queries up to here [1, queries]
     refs, (queries, _) = part.refs, part.slices
     logits = part.logits(products, mixed)
     top = logits.x.max(axis=0, keepdims=True)
@@ -170,13 +174,16 @@ def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: j
     # unless every query has seen a key
     hides = kernel_inputs.has_low(part.options, refs)  # a bias or score may be -inf
     shift = finite(m) if mixed or hides else m
+    # p = exp(logits - m); what was added up before is relative to the old maximum, and decays
     decay = logits.decay(m_old, shift)
     p = logits.exp(shift)
     m_ref[:, queries] = m
     l_ref[:, queries] = l_ref[:, queries] * decay + p.sum(axis=0, keepdims=True)
+    # dropout comes after l: the row sum is of all keys
     kept = part.keep()
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
+    # as the product takes it: rounded, and with `keeps_low` what that took as well
     narrow = p.astype(refs.v.dtype)
     lost = [(p - narrow.astype(p.dtype)).astype(narrow.dtype)] if keeps_low else []
     return [narrow, *lost], decay
@@ -193,6 +200,7 @@ def _add(acc_ref, part: Part, given: tuple) -> None:
 
 def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l_ref, acc_ref):
     """Writes out, lse, and what rounding took from lse and from out, in the order of `Result`."""
+    # m in natural units and l of each query, [1, block_q]; queries beyond the end see nothing
     out_ref, lse_ref, *low_refs = outputs
     unit = LN_2 if is_plain(options, refs) else 1.0  # of m
     m, l = m_ref[...] * unit, l_ref[...]
@@ -200,15 +208,17 @@ def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l
         row = lax.broadcasted_iota(jnp.int32, l.shape, 1) + step.row * tiling.block_q
         end = refs.rows_end[kernel_inputs.at(refs.rows_end, 0, step.b)]
         l = jnp.where(row < end, l, 0.0)
+    # the sink is one more logit, which has no value: m may rise to it
     factor: Any = 1.0
     empty, floor = l == 0.0, -jnp.inf
-    if refs.sink is not None:  # one more logit, which has no value
+    if refs.sink is not None:
         floor = refs.sink[step.n]
         top = jnp.maximum(jnp.where(empty, floor, m), floor)
         shift = finite(top)
         factor = jnp.exp(m - shift)
         l = jnp.where(empty, 0.0, l * factor) + jnp.exp(floor - shift)
         m = top
+    # out = acc / l, with the factor of those that dropout lets pass; written queries by channels
     total = jnp.where(empty, 1.0, l)
     if options.dropout_rate:
         factor = factor * dropout.survivor_factor(options.dropout_rate)
@@ -217,6 +227,7 @@ def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l
     out_ref[...] = narrow.T
     for ref in low_refs[1:]:
         ref[...] = (out - narrow.astype(out.dtype)).astype(ref.dtype).T
+    # lse = m + log l; of rows that see nothing -inf, or the sink
     log_l = jnp.log(total)
     lse = jnp.where(empty, floor, m + log_l)
     lse_ref[...] = lse

@@ -1,4 +1,4 @@
-"""What the TPU kernels of dense attention share: their tiles, in which order, and what a part of a tile sees.
+"""Shared by the TPU kernels of dense attention: tiles, the order of these, what a part of a tile sees.
 
 XLA prepares the inputs (`inputs.py`) and the schedule, one int32 for each tile that is visited. The grid runs
 over it, and it lies in scalar memory before a step begins, so the loads of what is skipped are skipped too.
@@ -64,11 +64,11 @@ class Tiling:
 
     @property
     def padding(self) -> kernel_inputs.Padding:
-        """What the operands are padded to."""
+        """Returns the multiples that the operands are padded to."""
         return kernel_inputs.Padding(self.block_q, self.block_k, HEAD)
 
     def parts(self) -> list[tuple[slice, slice]]:
-        """(queries, keys) of each part: neighbours belong to different queries, and wait for nothing."""
+        """Lists (queries, keys) of each part: neighbours have different queries, and wait for nothing."""
         queries, keys = (
             [slice(i, i + part) for i in range(0, block, part)]
             for block, part in ((self.block_q, self.part_q), (self.block_k, self.part_k))
@@ -77,7 +77,7 @@ class Tiling:
 
 
 def in_stages(parts: Sequence[Any], stages: Sequence[Callable[[Any, Any], Any]], apart: int) -> None:
-    """`value = stage(part, value)` for each part and stage, a stage `apart` parts behind the one before it.
+    """Runs `value = stage(part, value)` for each part and stage, each `apart` parts behind the one before.
 
     The compiler overlaps what stands close together in the program: the products of one part with the
     exponentials of another. A program that finishes part after part keeps it from that.
@@ -91,17 +91,17 @@ def in_stages(parts: Sequence[Any], stages: Sequence[Callable[[Any, Any], Any]],
 
 
 def even_block(length: int, limit: int) -> int:
-    """A multiple of 128 up to `limit` whose blocks cover `length` with little padding."""
+    """Returns a multiple of 128 up to `limit` whose blocks cover `length` with little padding."""
     return whole(-(-length // -(-length // limit)), LANES)
 
 
 def even_part(block: int, limit: int) -> int:
-    """The largest multiple of 128 up to `limit` that divides `block`."""
+    """Returns the largest multiple of 128 up to `limit` that divides `block`."""
     return max(n for n in range(LANES, min(block, max(limit, LANES)) + 1, LANES) if block % n == 0)
 
 
 def is_light(options: KernelOptions, operands: Operands) -> bool:
-    """Whether an element takes little more than its products: larger tiles then pay for their compilation."""
+    """Tells whether an element takes little more than its products: larger tiles are worth compiling."""
     mask = operands.mask
     compares = operands.bias is not None or mask.has_positions or mask.has("elements", "query_segment_ids")
     narrow = max(operands.query.shape[-1], operands.value.shape[-1]) <= 128
@@ -111,43 +111,34 @@ def is_light(options: KernelOptions, operands: Operands) -> bool:
 
 
 def longest_side(options: KernelOptions, operands: Operands) -> int:
-    """The side of a light call's tile: a longer one takes fewer bundles a score, but more of it is masked."""
+    """Picks the side of a light call's tile: a longer one takes fewer bundles a score, but masks more."""
     most_is_masked = options.is_causal and operands.key.shape[-3] <= 8192
     return 1024 if most_is_masked or options.window is not None or options.mask_mod is not None else 2048
 
 
 def unsupported(call: Options, operands: Operands) -> str | None:
-    """Why the kernels cannot run this call; None if they can."""
-    options = KernelOptions.of(call, operands.mask)
-    q, v = operands.query, operands.value
-    if not all(isinstance(n, int) for x in jax.tree.leaves(operands) for n in x.shape):
-        return "it needs static shapes"
-    if q.dtype not in mosaic_tpu.DTYPES:
-        return f"it multiplies {' and '.join(mosaic_tpu.DTYPES)}, not {q.dtype}"
-    if (reason := functions.unsupported(options, operands, _LOWERS, distances=True)) is not None:
-        return reason
-    if max(q.shape[-1], v.shape[-1]) > 256:
-        return f"head sizes go up to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
-    if 0 in (*q.shape, *v.shape):
-        return "there is nothing to compute"
-    if max(q.shape[-3], operands.key.shape[-3]) > _LONGEST:
+    """Returns why the kernels cannot run this call; None if they can."""
+    return kernel_inputs.unsupported(
+        call, operands, _too_long, mosaic_tpu.DTYPES, "", _LOWERS, distances=True
+    )
+
+
+def _too_long(options: KernelOptions, operands: Operands) -> str | None:
+    """Returns why memory does not hold what is kept of tiles and distances; None if it does."""
+    (T, N), (S, K) = operands.query.shape[-3:-1], operands.key.shape[-3:-1]
+    if max(T, S) > _LONGEST:
         return f"sequences go up to {_LONGEST}: its list of tiles lies in scalar memory"
-    groups = q.shape[-2] // operands.key.shape[-2]
-    sums = groups * (q.shape[-3] + operands.key.shape[-3]) * functions.floats_of_distance(options, operands)
+    sums = N // K * (T + S) * functions.floats_of_distance(options, operands)
     if sums > _MOST_SUMS:
         return (
             f"the gradients of what score_mod reads at row - column lie in vector memory: up to {_MOST_SUMS} "
             f"distances, of all query heads of a key head, got {sums}"
         )
-    if operands.bias is not None and operands.bias.dtype == jnp.float64:
-        return "a float64 bias asks for float64 arithmetic"
-    if not isinstance(options.precision, lax.Precision | None):
-        return f"it has one product algorithm, got precision={options.precision}"
-    return kernel_inputs.sharded_sequence(operands)
+    return None
 
 
 def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> Inputs:
-    """In the layout that the kernels read: heads before the sequence, one value a position along lanes."""
+    """Lays the inputs as the kernels read them: heads before the sequence, one value a token along lanes."""
 
     def heads(x):
         return jnp.swapaxes(x, 1, 2)
@@ -155,10 +146,12 @@ def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> In
     def tokens(x):
         return None if x is None else jnp.asarray(x).reshape(-1, 1, x.shape[-1])
 
+    # tokens [B|1, 1, n], planes and values by what they have one value of, q, k and v [B, N|K, n, H]
     fields = {name: tokens(getattr(refs, name)) for name in TOKENS}
     S = refs.k.shape[1]
     planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
     values = {name: tuple(_laid_value(x, refs, tiling) for x in getattr(refs, name)) for name in VALUES}
+    # where tokens end, for scalar memory
     ends: dict[str, Any] = {}
     if isinstance(refs.rows_end, np.ndarray):  # what lies beyond T is cut off, but functions see it
         ends["rows_end"] = jnp.asarray(refs.rows_end) if functions.any_given(options) else None
@@ -169,7 +162,7 @@ def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> In
 
 
 def _laid(plane: Any, S: int) -> Any:
-    """A plane; one value a row `[B|1, N|1, T, 1]` becomes `[B|1, N|1, 1, T]`, one for all `[.., 1, S]`."""
+    """Lays a plane: one value a row `[B|1, N|1, T, 1]` as `[B|1, N|1, 1, T]`, one for all as `[.., 1, S]`."""
     if plane is None or plane.shape[-1] != 1:
         return plane
     if plane.shape[-2] == 1:
@@ -178,7 +171,7 @@ def _laid(plane: Any, S: int) -> Any:
 
 
 def _laid_value(x: Any, refs: Inputs, tiling: Tiling) -> Any:
-    """One value a query or key `[B|1, N|1, 1, n]`, for scalar memory one for all of them `[B|1, N|1]`.
+    """Lays one value a query or key as `[B|1, N|1, 1, n]`, one for all as `[B|1, N|1]`, for scalar memory.
 
     One a distance as `distances.windows`, one a block as `blocks.Words`.
     """
@@ -191,7 +184,7 @@ def _laid_value(x: Any, refs: Inputs, tiling: Tiling) -> Any:
 
 
 def value_side(x: Any) -> int | None:
-    """What an array tells before it is laid: 1 one value a key, 0 one value a query, None one for all.
+    """Tells what an array holds before it is laid: 1 one value a key, 0 one value a query, None one for all.
 
     `distances.SIDE` one a distance, `blocks.SIDE` one a block.
     """
@@ -203,7 +196,7 @@ def value_side(x: Any) -> int | None:
 
 
 def plane_side(plane: Any) -> int | None:
-    """What a plane tells before it is laid: 1 one value a key (or for all), 0 one a query, None full."""
+    """Tells what a plane holds before it is laid: 1 one value a key, or for all; 0 one a query; None full."""
     if plane is None or (plane.shape[-2] != 1 and plane.shape[-1] != 1):
         return None
     return 1 if plane.shape[-2] == 1 else 0
@@ -219,22 +212,24 @@ class PlaneSides(NamedTuple):
 
     @classmethod
     def of(cls, refs: Inputs) -> "PlaneSides":
-        """The sides of `Inputs` before they are laid."""
+        """Returns the sides of `Inputs` before they are laid."""
         values = (tuple(map(value_side, getattr(refs, name))) for name in VALUES)
         return cls(plane_side(refs.bias), plane_side(refs.mask), *values)
 
     @property
     def distances(self) -> int:
-        """How many values of the distance functions are handed."""
+        """Counts the values of the distance that functions are handed."""
         return (*self.mask_values, *self.score_values).count(distances.SIDE)
 
 
-def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) -> Inputs:
-    """The block specs of the fields of `refs`; `locate(*grid indices, steps) -> Step`."""
-    size = (tiling.block_q, tiling.block_k)
+def block_specs(locate: Any) -> Callable[..., pl.BlockSpec]:
+    """Returns `spec(shape, index)`, where `index(Step)` tells the block of a step that `locate` finds."""
+    return lambda shape, index: pl.BlockSpec(shape, lambda *where: index(locate(*where)))
 
-    def spec(shape, index):
-        return pl.BlockSpec(shape, lambda *where: index(locate(*where)))
+
+def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) -> Inputs:
+    """Returns the block specs of the fields of `refs`; `locate(*grid indices, steps) -> Step`."""
+    size, spec = (tiling.block_q, tiling.block_k), block_specs(locate)
 
     def tokens(x, side):
         return spec((None, 1, size[side]), lambda s: (at(x, 0, s.b), ZERO, s.tile(side)))
@@ -251,6 +246,7 @@ def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) ->
             return spec((None, None, *size), lambda s: (*lead(s), s.row, s.column))
         return spec((None, None, 1, size[side]), lambda s: (*lead(s), ZERO, s.tile(side)))
 
+    # heads of q, k and v; of planes and tokens the step's rows or columns; single numbers in scalar memory
     specs = {
         "q": spec((None, None, size[0], refs.q.shape[-1]), lambda s: (s.b, s.n, s.row, ZERO)),
         "k": spec((None, None, size[1], refs.k.shape[-1]), lambda s: (s.b, s.k, s.column, ZERO)),
@@ -260,6 +256,7 @@ def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) ->
     }
     specs |= {name: tokens(getattr(refs, name), side) for name, side in TOKENS.items()}
     specs |= {name: mosaic_tpu.scalars() for name in _SCALARS}
+    # those that are given; values of functions by what they have one of
     given: dict[str, Any] = {name: None if getattr(refs, name) is None else s for name, s in specs.items()}
     for name in VALUES:
         values = _values(refs, sides, name)
@@ -268,13 +265,13 @@ def input_specs(refs: Inputs, sides: PlaneSides, tiling: Tiling, locate: Any) ->
 
 
 def bands(refs: Inputs, sides: PlaneSides, tiling: Tiling) -> list[Any]:
-    """Vector memory for the bands of what functions are handed, see `tpu_distances.py`: a kernel's last."""
+    """Returns vector memory for bands of what functions are handed by distance: a kernel's last scratch."""
     values = ((x, side) for name in VALUES for x, side in _values(refs, sides, name))
     return [distances.band(tiling, x.dtype) for x, side in values if side == distances.SIDE]
 
 
 def spread(refs: Inputs, sides: PlaneSides, bands: Sequence[Any], mixed: bool) -> Inputs:
-    """`refs` in a kernel with `bands` in the place of windows, spread if a tile of that kind reads them."""
+    """Puts `bands` in the place of windows in a kernel's `refs`, spread if a tile of that kind reads them."""
     left, found = list(bands), {}
     for name in VALUES:
         values = []
@@ -293,7 +290,7 @@ def _values(refs: Inputs, sides: PlaneSides, name: str) -> Any:
 
 
 def gathered(tree: Any, sides: PlaneSides, refs: Sequence[Any]) -> tuple[Inputs, Any, Sequence[Any]]:
-    """(`Inputs` of that tree, which come first among `refs`; the others; `bands`, which come last)."""
+    """Splits `refs` of a kernel: (`Inputs` of that tree, which come first; others; `bands`, the last)."""
     start, end = tree.num_leaves, len(refs) - sides.distances
     return jax.tree.unflatten(tree, refs[:start]), refs[start:end], refs[end:]
 
@@ -312,30 +309,33 @@ class Schedule(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Steps of the grid."""
+        """Counts the steps of the grid."""
         return self.steps.shape[1]
 
     def name(self, kernel: str, tiling: Any) -> str:
-        """The name of a kernel in reports: its tile, and which programs for a tile it holds."""
+        """Returns the name of a kernel in reports: its tile, and which programs for a tile it holds."""
         kind = "both" if self.has_full and self.has_mixed else "mixed" if self.has_mixed else "full"
         return f"{kernel}_{tiling.block_q}x{tiling.block_k}_{kind}"
 
 
 def schedule(flags: Flags, by_key: bool = False) -> Schedule:
-    """The schedule for these flags; a tile of queries ends before the next begins.
+    """Makes the schedule for these flags; a tile of queries ends before the next begins.
 
     With `by_key` a tile of keys is. One that visits nothing has one step, which is not live.
     """
+    # which kinds of tiles there may be: a program is compiled for each
     some, every, by_shapes = flags
     every = np.broadcast_to(every, some.shape) if isinstance(every, np.ndarray) else every
     xp: Any = np if isinstance(some, np.ndarray) else jnp
     has_full, has_mixed = True, True
     if isinstance(every, np.ndarray):
         has_full, has_mixed = bool(every.any()), bool((by_shapes & ~every).any())
+    # flags `[B|1, tiles of the outer side, tiles of the inner side]`
     some, every = _of_all(some, every)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
         by_shapes = None if by_shapes is None else by_shapes.swapaxes(-1, -2)
+    # the tiles that have a step, in order; the number of steps is that of the longest batch entry
     B = some.shape[0]
     visited, minors = _with_idle(some), some.shape[-1]
     most = visited.shape[1] if by_shapes is None else int(_with_idle(by_shapes).sum(-1).max())
@@ -343,12 +343,15 @@ def schedule(flags: Flags, by_key: bool = False) -> Schedule:
     order, counts = live_first(visited)
     steps = int(counts.max()) if xp is np else most
     order = order[:, :steps]
+    # others repeat their last tile, without flags
     rank = xp.arange(steps)[None]
     valid = rank < counts
     order = xp.take_along_axis(order, xp.minimum(rank, counts - 1), axis=-1)  # repeats the last
+    # where a tile of the outer side begins and ends
     major, minor = order // minors, order % minors
     begins = xp.concatenate([xp.ones((B, 1), bool), major[:, 1:] != major[:, :-1]], -1)
     ends = xp.concatenate([begins[:, 1:], xp.ones((B, 1), bool)], -1) | (rank == counts - 1)
+    # a word a step: tile of queries, tile of keys, flags
     row, column = (minor, major) if by_key else (major, minor)
     word = (row << _ROW_SHIFT) | (column << _COLUMN_SHIFT)
     bits = (
@@ -363,21 +366,21 @@ def schedule(flags: Flags, by_key: bool = False) -> Schedule:
 
 
 def _of_all(some: Any, every: Any) -> tuple[Any, Any]:
-    """Those of all batch entries together where those of each are too many for scalar memory."""
+    """Merges the flags of all batch entries where those of each are too many for scalar memory."""
     if some.size <= _MOST_STEPS:
         return some, every
     return some.any(0, keepdims=True), every.all(0, keepdims=True)
 
 
 def _with_idle(some: Any) -> Any:
-    """Which tiles have a step, `[B|1, all]`: the first one, too, where a tile visits nothing."""
+    """Returns which tiles have a step, `[B|1, all]`: the first one, too, where a tile visits nothing."""
     xp: Any = np if isinstance(some, np.ndarray) else jnp
     idle = ~some.any(-1, keepdims=True)
     return (some | (idle & (xp.arange(some.shape[-1]) == 0)[None, None])).reshape(some.shape[0], -1)
 
 
 def every_tile(flags: Flags) -> Schedule:
-    """All tiles, each with its flags: for a result that has a place for every tile."""
+    """Makes a schedule of all tiles, each with its flags: for a result that has a place for every tile."""
     xp: Any = np if isinstance(flags.some, np.ndarray) else jnp
     some, every = _of_all(flags.some, flags.every)
     rows, columns = some.shape[1:]
@@ -398,31 +401,31 @@ class Step(NamedTuple):
 
     @classmethod
     def at(cls, steps: Any, groups: int, b: Any, k: Any, g: Any, p: Any) -> "Step":
-        """Step `p` of the schedule of batch entry `b`, for query head `g` of key head `k`."""
+        """Returns step `p` of the schedule of batch entry `b`, for query head `g` of key head `k`."""
         word = steps[at(steps, 0, b), p]
         column = (word >> _COLUMN_SHIFT) & (2 ** (_ROW_SHIFT - _COLUMN_SHIFT) - 1)
         return cls(b, k, k * groups + g, word >> _ROW_SHIFT, column, word)
 
     def tile(self, side: int) -> Any:
-        """The tile of queries (side 0) or of keys (side 1)."""
+        """Returns the tile of queries (side 0) or of keys (side 1)."""
         return self.column if side else self.row
 
     def flag(self, flag: int) -> Any:
-        """Whether the step has one of the flags above."""
+        """Tells whether the step has one of the flags above."""
         return (self.word & flag) != 0
 
     @property
     def first(self) -> Any:
-        """Whether a tile of the outer side begins here."""
+        """Tells whether a tile of the outer side begins here."""
         return self.flag(_FIRST)
 
     @property
     def last(self) -> Any:
-        """Whether a tile of the outer side ends here."""
+        """Tells whether a tile of the outer side ends here."""
         return self.flag(_LAST)
 
     def each_kind(self, tiles: Schedule, run: Any) -> None:
-        """`run(mixed)` if the tile is live: two programs, of which the full one compares nothing."""
+        """Calls `run(mixed)` if the tile is live: two programs, of which the full one compares nothing."""
         live, mixed = self.flag(_LIVE), self.flag(_MIXED)
         if tiles.has_full:
             pl.when(live & ~mixed)(lambda: run(False))
@@ -446,36 +449,36 @@ class Part(NamedTuple):
     row_offset: int = 0  # of the first tile of queries
 
     def axis(self, side: int) -> int:
-        """The axis that runs over queries (side 0) or keys (side 1)."""
+        """Returns the axis that runs over queries (side 0) or keys (side 1)."""
         return 1 - side if self.transposed else side
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the part as it is held."""
+        """Returns the shape of the part as it is held."""
         sizes = tuple(s.stop - s.start for s in self.slices)
         return (sizes[1], sizes[0]) if self.transposed else (sizes[0], sizes[1])
 
     def start(self, side: int) -> Any:
-        """The index of the first query or key."""
+        """Returns the index of the first query or key."""
         if side:
             return self.step.column * self.tiling.block_k + self.slices[1].start
         return self.step.row * self.tiling.block_q + (self.slices[0].start + self.row_offset)
 
     def offset(self, side: int) -> jax.Array:
-        """The distance of each element's query or key from the first one."""
+        """Returns the distance of each element's query or key from the first one."""
         return lax.broadcasted_iota(jnp.int32, self.shape, self.axis(side))
 
     def vector(self, ref: Any, side: int) -> jax.Array:
-        """The values of the part's queries or keys from a block `[1, n]`, to broadcast over the part."""
+        """Reads the values of the part's queries or keys in a block `[1, n]`, to broadcast over the part."""
         row = ref[:, self.slices[side]]
         return row if self.axis(side) else mosaic_tpu.stand(row)
 
     def tokens(self, name: str) -> jax.Array:
-        """A field of `Inputs` that has one value a position."""
+        """Reads a field of `Inputs` that has one value a position."""
         return self.vector(getattr(self.refs, name), TOKENS[name])
 
     def plane(self, ref: Any, side: int | None) -> jax.Array:
-        """A mask or bias over the part, or a value that a function is handed, 32 bits."""
+        """Reads a mask or bias over the part, or a value that a function is handed, 32 bits."""
         if side == distances.SIDE:
             block = distances.block(ref, self.slices, self.tiling)
             return block if self.transposed else block.T
@@ -489,7 +492,7 @@ class Part(NamedTuple):
         return block.T if self.transposed else block
 
     def logits(self, products: jax.Array, mixed: bool) -> Logits:
-        """The logits of products q k^T, -inf where nothing is seen."""
+        """Computes the logits of products q k^T, -inf where nothing is seen."""
 
         def plane():
             return self.plane(self.refs.bias, self.sides.bias)
@@ -498,11 +501,13 @@ class Part(NamedTuple):
             values = self.values("score_values")
             return functions.on_tile(mod_functions.scored, self.options, x, self.place(), values)
 
+        # scale, soft cap, bias and score; what a bias of -inf hides is hidden in every tile
         found, terms = unmasked(self.options, self.refs, products, _tanh, plane, scored)
         visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
         return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
 
     def _seen(self) -> list[Any]:
+        """Lists what is seen by index, position, segment, mask array and function, over the part."""
         options, refs, terms = self.options, self.refs, []
         if options.is_causal or options.window is not None:
             terms.append(self._in_band())
@@ -519,7 +524,7 @@ class Part(NamedTuple):
         return terms
 
     def values(self, name: str) -> tuple[jax.Array, ...]:
-        """What a function is handed, to broadcast over the part."""
+        """Reads what a function is handed, to broadcast over the part."""
         refs, sides = getattr(self.refs, name), getattr(self.sides, name)
         lead = lambda ref: (at(ref, 0, self.step.b), at(ref, 1, self.step.n))
         return tuple(
@@ -528,7 +533,10 @@ class Part(NamedTuple):
         )
 
     def place(self) -> mod_functions.Tile:
-        """Where the elements stand, as functions are handed it; padding stands where the last query does."""
+        """Returns where elements stand, as functions are handed it.
+
+        Padding stands where the last query does.
+        """
         refs = self.refs
         batch, head = (
             jnp.full((1, 1), ref[i], jnp.int32)
@@ -544,12 +552,13 @@ class Part(NamedTuple):
         return mod_functions.Tile(batch, head, row, column, None)
 
     def _indices(self, side: int) -> jax.Array:
-        """The indices of the part's queries or keys, to broadcast over the part."""
+        """Returns the indices of the part's queries or keys, to broadcast over the part."""
         axis, shape = self.axis(side), [1, 1]
         shape[axis] = self.shape[axis]
         return lax.broadcasted_iota(jnp.int32, shape, axis) + self.start(side)
 
     def _in_band(self) -> Any:
+        """Compares rows and columns as causality and the window ask for."""
         options, refs = self.options, self.refs
         if refs.row_position is not None or refs.column_position is not None:
             row, column = (
@@ -566,7 +575,7 @@ class Part(NamedTuple):
         return masks.conjunction(*terms)
 
     def keep(self) -> jax.Array | None:
-        """Which probabilities dropout lets pass; None without dropout."""
+        """Returns which probabilities dropout lets pass; None without dropout."""
         keys = self.refs.dropout_keys
         if keys is None:
             return None
@@ -587,7 +596,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def product(options: KernelOptions, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
-    """The matrix product of two blocks over `axes`, in float32."""
+    """Multiplies two blocks as matrices over `axes`, in float32."""
     wide = a.dtype == jnp.float32
     precision = options.precision if wide else lax.Precision.DEFAULT  # bfloat16 products are exact
     if wide and precision == lax.Precision.HIGH:

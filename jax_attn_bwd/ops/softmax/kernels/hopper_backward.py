@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
-from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.softmax.kernels import hopper_forward as rows
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
@@ -20,24 +19,21 @@ _ELEMENTS = 4096  # of a tile: y and dy take 64 registers of a thread
 
 
 def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name."""
+    """Computes the gradients of the operands in `residuals.wanted`, by name."""
     return _backward(options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, dy)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dy):
-    y, types = residuals.y, dict(residuals.wanted.types)
-    dy = reshard_like(dy, y, tuple(range(y.ndim)))
-    grads = {}
-    if "x" in types:
+    def dx(*given):
         kernel = partial(_dx, options.scale, interpret)
-        grads["x"] = pallas.on_local_shards(kernel, lambda y, dy: y, (y, dy))
-    if "bias" in types:
-        grads["bias"] = kernel_rules.bias_gradient(y, dy, types["bias"].shape)
-    return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+        return pallas.on_local_shards(kernel, lambda y, dy: y, given)
+
+    return kernel_rules.gradients(dx, residuals, dy)
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
+    """Computes dx of one shard: the rows of all axes are one axis, of padded width."""
     count = y.size // y.shape[-1]
     width = rows.padded_width(y.shape[-1], y.dtype, count)
     groups = rows.collapse(y.shape[:-1], [])
@@ -49,9 +45,11 @@ def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array
 
 
 def _kernel(scale: float, block: rows.Block) -> None:
+    """Computes dx of the rows of a block."""
     tiling = block.tiling
 
     def pieces(k):
+        """Yields y and dy `[rows, columns]` of each piece of the k-th tile."""
         for i in range(tiling.pieces):
             y = block.piece(0, k, i).astype(jnp.float32)
             dy = block.piece(1, k, i).astype(jnp.float32)
@@ -60,5 +58,6 @@ def _kernel(scale: float, block: rows.Block) -> None:
     def add(k, last, dot):
         return functools.reduce(jnp.add, (y * dy for y, dy in pieces(k)), dot)
 
+    # forwards over the tiles of a row the dot product, backwards dx, from what is still there
     dot = block.row_value("sum", block.forwards(add, block.full(0.0)))  # (4)
     block.backwards(lambda k, last: (scale * (y * (dy - dot)) for y, dy in pieces(k)))  # (5), (7)

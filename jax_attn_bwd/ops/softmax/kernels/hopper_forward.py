@@ -48,7 +48,6 @@ from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
-MAX_WIDTH = 131072
 NARROW = 2048  # widest rows that one warp holds whole
 _SEGMENT = 128  # elements of a segment of a wide row
 _RESERVED = 4096  # bytes of shared memory for barriers, row values and the compiler
@@ -81,7 +80,7 @@ class Tiling:
 
     @staticmethod
     def default_for(rows: int, width: int, dtype: Any, element_bytes: int, elements: int) -> "Tiling":
-        """A tiling for `rows` rows, along the axis that a tile may hold several of, of padded `width`.
+        """Picks a tiling for `rows` rows, along the axis that a tile may hold several of, of padded `width`.
 
         Args:
           rows, width: see above.
@@ -89,6 +88,7 @@ class Tiling:
           element_bytes: of shared memory for an element of a tile, in all arrays that are read.
           elements: of a tile, at most where that is possible.
         """
+        # wide rows: the halves of segments lie side by side in pairs of pieces, shared by up to 4 warpgroups
         vector = 16 // jnp.dtype(dtype).itemsize
         if width > NARROW:
             columns, segments = _SEGMENT // 2, width // _SEGMENT
@@ -105,6 +105,7 @@ class Tiling:
             tiles = -(-share // pairs)
             slots = min(tiles, room // pairs)
             return Tiling(least, columns, vector, 2 * pairs, tiles, slots, warpgroups, wide=True)
+        # narrow rows: pieces side by side hold whole ones, as many as a tile may have elements for
         columns = min(1 << (width - 1).bit_length() - 1, 32 * vector)
         pieces, least = -(-width // columns), _fewest_rows(columns, vector)
         wanted = min(elements // (columns * pieces), -(-rows // least) * least, 256)
@@ -112,7 +113,7 @@ class Tiling:
 
     @property
     def layout(self) -> Any:
-        """Registers of a piece: 16 bytes a thread, lanes along columns first, warps along rows."""
+        """Lays a piece in registers: 16 bytes a thread, lanes along columns first, warps along rows."""
         rows, columns, vector = _fewest_rows(self.columns, self.vector), self.columns, self.vector
         if rows == 4:
             tiling = plgpu.Tiling(((4, columns), (vector,)))
@@ -122,17 +123,17 @@ class Tiling:
 
     @property
     def segments(self) -> int:
-        """Segments of a wide row in a tile."""
+        """Counts the segments of a wide row in a tile."""
         return self.pieces // 2 * self.rows
 
 
 def _fewest_rows(columns: int, vector: int) -> int:
-    """The fewest rows of `columns` elements that fill four warps with 16 bytes a thread."""
+    """Returns the fewest rows of `columns` elements that fill four warps with 16 bytes a thread."""
     return 4 * (32 * vector // columns)
 
 
 def padded_width(width: int, dtype: Any, count: int) -> int:
-    """The width that TMA needs, for `count` rows: they begin at multiples of 16 bytes.
+    """Returns the width that TMA needs, for `count` rows: they begin at multiples of 16 bytes.
 
     A part of a single row is contiguous, and other rows may follow under vmap: no piece may overrun it.
     """
@@ -144,7 +145,7 @@ def padded_width(width: int, dtype: Any, count: int) -> int:
 
 
 def collapse(shape: tuple[int, ...], full: Sequence[tuple[bool, ...]]) -> Groups:
-    """The row axes, merged where every operand has all of them or broadcasts all of them.
+    """Groups the row axes, merged where every operand has all of them or broadcasts all of them.
 
     Args:
       shape: of x without its last axis.
@@ -163,7 +164,7 @@ def collapse(shape: tuple[int, ...], full: Sequence[tuple[bool, ...]]) -> Groups
 
 
 def view(x: jax.Array, groups: Groups) -> jax.Array:
-    """`x` with its row axes merged by `groups`, its width padded, and cut into segments if it is wide."""
+    """Merges the row axes of `x` by `groups`, pads its width, and cuts it into segments if it is wide."""
     width = padded_width(x.shape[-1], x.dtype, math.prod(x.shape[:-1]))
     x = x.reshape(*(math.prod(x.shape[a] for a in group) for group in groups), x.shape[-1])
     if x.shape[-1] != width:
@@ -180,7 +181,7 @@ class Block:
     """
 
     def __init__(self, tiling: Tiling, rows: Sequence[int], inputs, output, buffers, shared):
-        """For rows that are merged into axes of the sizes `rows`, and refs as `run` makes them."""
+        """Takes rows that are merged into axes of the sizes `rows`, and refs as `run` makes them."""
         self.tiling, self._inputs, self._output, self._buffers = tiling, inputs, output, buffers
         self._loaded, self._values, self._ready = shared
         self._reductions = 0
@@ -196,11 +197,13 @@ class Block:
         return lax.rem(k, jnp.int32(self.tiling.slots))
 
     def _each_part(self, array: Any, buffer: Any, k: Any, copy: Callable[[Any, Any], None]) -> None:
-        """`copy(part of the array in global memory, its place)` for all parts of the k-th tile."""
+        """Calls `copy(part of the array in global memory, its place)` for all parts of the k-th tile."""
+        # where the tile is: the block's rows, one for all where the array broadcasts
         tiling, n = self.tiling, self.tiling.segments
         at = [0 if n == 1 else i for n, i in zip(array.shape, self._index, strict=False)]
         place = buffer.at[self.wg, self._slot(k)]
 
+        # left or right halves of segments; a row that all rows of the tile share; or pieces of several rows
         def part(i, _):
             columns = pl.ds(i * tiling.columns, tiling.columns)
             if tiling.wide:
@@ -221,12 +224,14 @@ class Block:
         lax.fori_loop(jnp.int32(0), parts, part, None)
 
     def _shared_by_rows(self, buffer: Any) -> bool:
+        """Tells whether a buffer holds one row for all rows of a piece."""
         return buffer.shape[2] < self.tiling.pieces * self.tiling.rows
 
     def _barrier(self, k: Any) -> Any:
         return self._loaded.at[self.wg * self.tiling.slots + self._slot(k)]
 
     def _load(self, k: Any) -> None:
+        """Begins to load the k-th tile of every input."""
         for array, buffer in zip(self._inputs, self._buffers, strict=True):
             copy = lambda part, place: plgpu.copy_gmem_to_smem(part, place, self._barrier(k))
             self._each_part(array, buffer, k, copy)
@@ -236,7 +241,7 @@ class Block:
         return self._buffers[array].at[self.wg, self._slot(k), pl.ds(i * rows, rows)]
 
     def piece(self, array: int, k: Any, i: int) -> jax.Array:
-        """Piece i of the k-th tile of an input, by number; it must be loaded."""
+        """Returns piece i of the k-th tile of an input, by number; it must be loaded."""
         tiling, buffer = self.tiling, self._buffers[array]
         if not self._shared_by_rows(buffer):
             return _read(self._place(array, k, i), tiling.layout)
@@ -246,9 +251,11 @@ class Block:
 
     def forwards(self, step: Callable[[Any, bool, Any], Any], carry: Any) -> Any:
         """Loads all tiles; `carry = step(k, last, carry)` for each."""
+        # as many tiles as there is shared memory for are on their way
         tiles, slots = self.tiling.tiles, self.tiling.slots
         lax.fori_loop(jnp.int32(0), jnp.int32(slots), lambda k, _: self._load(k), None)
 
+        # all but the last, each of which makes room for the tile `slots` after it
         def one(k, carry):
             plgpu.barrier_wait(self._barrier(k))
             carry = step(k, False, carry)
@@ -267,9 +274,11 @@ class Block:
 
     def backwards(self, function: Callable[[Any, bool], Iterable[jax.Array]]) -> None:
         """Writes `function(k, last)` for all tiles, the last first; loads what is gone once more."""
+        # the last tile is still there
         tiles, slots = self.tiling.tiles, self.tiling.slots
         self._store(jnp.int32(tiles - 1), function(jnp.int32(tiles - 1), True))
 
+        # so are the `slots` last ones; those before them are loaded again
         def one(i, _):
             k = tiles - 1 - i
 
@@ -300,13 +309,13 @@ class Block:
         plgpu.commit_smem_to_gmem_group()
 
     def full(self, value: float) -> jax.Array:
-        """A piece of float32."""
+        """Fills a piece of float32."""
         tiling = self.tiling
         piece = jnp.full((tiling.rows, tiling.columns), value, jnp.float32)
         return plgpu.layout_cast(piece, tiling.layout)
 
     def position(self, k: Any, i: int) -> tuple[Any, Any]:
-        """(row, column) of the elements of a piece, along the last row axis and the columns."""
+        """Returns (row, column) of the elements of a piece, along the last row axis and the columns."""
         tiling = self.tiling
         index = [
             plgpu.broadcasted_iota(jnp.int32, (tiling.rows, tiling.columns), axis, layout=tiling.layout)
@@ -319,17 +328,22 @@ class Block:
         return self._index[-1], (first + index[0]) * _SEGMENT + half * tiling.columns + index[1]
 
     def overruns(self, i: int, last: bool, width: int) -> bool:
-        """Whether piece i of a tile, which may be the last one of its row, has columns beyond `width`."""
+        """Tells whether piece i of a tile, which may be the last of its row, has columns beyond `width`."""
         if self.tiling.wide:
             share = self.tiling.tiles * self.tiling.segments * _SEGMENT
             return last and share * self.tiling.warpgroups > width
         return (i + 1) * self.tiling.columns > width
 
     def row_value(self, kind: str, piece: jax.Array) -> jax.Array:
-        """The "max" or "sum" of a row, from values `[rows, columns]` at the places of a piece; broadcasts."""
+        """Computes the "max" or "sum" of a row from values `[rows, columns]` at the places of a piece.
+
+        The result broadcasts to a piece.
+        """
+        # of narrow rows each has its own, within a warp
         value = piece.max(axis=1) if kind == "max" else piece.sum(axis=1)
         if not self.tiling.wide:
             return lax.broadcast_in_dim(value, piece.shape, [0])
+        # a wide row has one of all rows of the piece and all warpgroups, through shared memory
         values = self._values.at[self._reductions]
         self._reductions += 1
         values[self.wg] = value
@@ -346,11 +360,12 @@ def _read(ref: Any, layout: Any) -> jax.Array:
 
 
 def _pitch(tiling: Tiling, dtype: Any) -> int:
-    """Rows of shared memory that a single row of a piece takes: a copy goes to a multiple of 128 bytes."""
+    """Counts the rows of shared memory that a row of a piece takes: copies go to multiples of 128 bytes."""
     return max(1, 128 // (tiling.columns * jnp.dtype(dtype).itemsize))
 
 
 def _blocks(tiling: Tiling, rows: Sequence[int]) -> list[int]:
+    """Returns how many blocks there are along each axis of rows."""
     return [*rows[:-1], rows[-1] if tiling.wide else -(-rows[-1] // tiling.rows)]
 
 
@@ -358,6 +373,7 @@ def run(
     body: Callable[[Block], None], name: str, arrays: Sequence[jax.Array], *, tiling: Tiling, interpret: bool
 ) -> jax.Array:
     """Calls `body` for every block; the result has the type of the first of the `arrays`, which are views."""
+    # shared memory for the tiles of each array; of one that all rows share, a row for each piece
     first, *_ = arrays = vary_alike(list(arrays))
     rows = first.shape[: -2 if tiling.wide else -1]
 
@@ -366,6 +382,7 @@ def run(
         height = tiling.pieces * (_pitch(tiling, x.dtype) if shared_by_rows else tiling.rows)
         return plgpu.SMEM((tiling.warpgroups, tiling.slots, height, tiling.columns), x.dtype)
 
+    # a barrier for each slot of a warpgroup; the row values of two reductions, and their barrier
     copies = len(arrays) * (2 if tiling.wide else tiling.pieces)
     shared = [
         plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.warpgroups * tiling.slots),
@@ -378,6 +395,7 @@ def run(
         inputs, output, places, rest = refs[:n], refs[n], refs[n + 1 : 2 * n + 1], refs[2 * n + 1 :]
         body(Block(tiling, rows, inputs, output, places, rest))
 
+    # a block for each row of wide rows, or each tile of narrow ones
     call = launch(
         kernel,
         name,
@@ -395,19 +413,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def supports(options: Options, operands: Operands) -> str | None:
-    """Why the kernel cannot run this call; None if it can."""
+    """Returns why the kernel cannot run this call; None if it can."""
     return kernel_rules.unsupported(options, operands, _DTYPES)
 
 
 def forward(options: Options, operands: Operands) -> Result:
-    """The softmax; see `supports`."""
+    """Computes the softmax; see `supports`."""
     return _forward(options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, interpret, operands):
-    x, _, mask, bias, _ = operands
-    planes = {n: plane for n, plane in (("mask", mask), ("bias", bias)) if plane is not None}
+    x, planes = operands.x, kernel_rules.planes_of(operands)
 
     def kernel(x, planes):
         return _softmax(options, interpret, x, planes)
@@ -417,16 +434,16 @@ def _forward(options, interpret, operands):
 
 
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
+    """Computes y of one shard."""
+    # axes that every array has, or broadcasts over, are one axis; a band is that of the last one
     row_axes, width = x.shape[:-1], x.shape[-1]
     banded = options.is_causal or options.window is not None
     full = [tuple(n > 1 for n in plane.shape[:-1]) for plane in planes.values()]
     if banded:
         full.append((*(False,) * (len(row_axes) - 1), True))
     groups = collapse(row_axes, full)
-    arrays = [x]
-    for name, plane in planes.items():
-        plane = plane.astype(jnp.int8) if name == "mask" else plane
-        arrays.append(jnp.broadcast_to(plane, (*plane.shape[:-1], width)))
+    # tiles by the width that TMA needs
+    arrays = kernel_rules.read_arrays(x, planes)
     padded = padded_width(width, x.dtype, math.prod(row_axes))
     tiling = Tiling.default_for(
         math.prod(row_axes[a] for a in groups[-1]),
@@ -435,6 +452,7 @@ def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> j
         sum(a.dtype.itemsize for a in arrays),
         _ELEMENTS[padded <= NARROW],
     )
+    # the kernel reads x and the planes by number
     where = {name: 1 + i for i, name in enumerate(planes)}
     position = banded and row_axes[-1] > 1  # whether the last row axis is that of the band
     body = partial(_kernel, options, width, where, position)
@@ -444,13 +462,18 @@ def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> j
 
 
 def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool, block: Block) -> None:
-    """`where` numbers the planes; `has_rows`: the last row axis is x's axis -2, which has rows."""
+    """Computes y of the rows of a block.
+
+    `where` numbers the planes; `has_rows`: the last row axis is x's axis -2, which has rows.
+    """
     tiling = block.tiling
     factor, slope, weight = kernel_rules.exponent(options, "bias" in where)
 
     def logits(k, i, last):
+        """Returns z of a piece `[rows, columns]`, -inf where nothing is seen."""
         z = block.piece(0, k, i).astype(jnp.float32)
         z = z if factor == 1 else z * factor
+        # the bias, and what hides: a bias of -inf, the mask, the band, the end of the row
         terms = []
         if "bias" in where:
             bias = block.piece(where["bias"], k, i).astype(jnp.float32)
@@ -469,6 +492,7 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
     def exponential(z, top):
         return jnp.exp2((z - top) * np.float32(slope))
 
+    # forwards: at each place of a piece the maximum m of what came by, and the sum of exp(z - m)
     def add(k, last, carry):
         before, total, _ = carry
         z = [logits(k, i, last) for i in range(tiling.pieces)]
@@ -479,10 +503,12 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
         return m, total, e if tiling.tiles == 1 else None
 
     m, total, e = block.forwards(add, (block.full(-jnp.inf), block.full(0.0), None))
+    # over all places of the row
     top = finite(block.row_value("max", m))
     correction = exponential(m, top)
     total = block.row_value("sum", total * correction)
     inverse = jnp.where(total == 0, 0.0, 1 / total)
+    # backwards: y, from exponentials that are still there, or from logits once more
     if tiling.tiles == 1:
         correction = correction * inverse
         block.backwards(lambda k, last: (piece * correction for piece in e))

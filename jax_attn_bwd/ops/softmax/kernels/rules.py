@@ -1,21 +1,23 @@
-"""What the softmax kernels of all platforms share: which calls they refuse, what goes into the exponent."""
+"""Shared by the softmax kernels of all chips: calls they refuse, what XLA prepares, what goes into exp2."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import reduce_to
-from jax_attn_bwd._core.sharding import explicit_spec
-from jax_attn_bwd.ops.softmax.spec import Operands, Options
+from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
+from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals
 
 MAX_WIDTH = 131072
 _TINY = 1e-36  # times the largest float32: 340, and exp(-340) is 0
 
 
 def unsupported(options: Options, operands: Operands, dtypes: tuple[str, ...]) -> str | None:
-    """Why a kernel for `dtypes` cannot run this call on any device; None if it can."""
+    """Returns why a kernel for `dtypes` cannot run this call on any device; None if it can."""
+    # shapes and dtypes
     x = operands.x
     if not all(isinstance(n, int) for n in x.shape):
         return "its shapes must be known, not symbolic"
@@ -24,12 +26,14 @@ def unsupported(options: Options, operands: Operands, dtypes: tuple[str, ...]) -
     for name, array in (("x", x), ("bias", operands.bias)):
         if array is not None and array.dtype not in dtypes:
             return f"{name} must be one of {dtypes}, got {array.dtype}"
+    # what it does not compute
     if operands.scale is not None:
         return "scale must be a Python float, not an array"
     if operands.sink is not None:
         return "it has no sink"
     if options.fully_masked != "zero":
         return f"it gives 0 in rows that see nothing, not {options.fully_masked!r}"
+    # sizes, and axes that a block must hold whole
     if x.size == 0:
         return f"x must not be empty, got shape {x.shape}"
     if x.shape[-1] > MAX_WIDTH:
@@ -38,6 +42,33 @@ def unsupported(options: Options, operands: Operands, dtypes: tuple[str, ...]) -
     if any(explicit_spec(x)[-2 if banded else -1 :]):
         return "the axis it normalises over, and with a band the rows', must not be sharded"
     return None
+
+
+def planes_of(operands: Operands) -> dict[str, jax.Array]:
+    """Returns the mask and the bias that are given, by name."""
+    planes = (("mask", operands.mask), ("bias", operands.bias))
+    return {name: plane for name, plane in planes if plane is not None}
+
+
+def read_arrays(x: jax.Array, planes: dict[str, jax.Array]) -> list[jax.Array]:
+    """Lists what a kernel reads: x, and each plane for all columns, masks as int8."""
+    arrays = [x]
+    for name, plane in planes.items():
+        plane = plane.astype(jnp.int8) if name == "mask" else plane
+        arrays.append(jnp.broadcast_to(plane, (*plane.shape[:-1], x.shape[-1])))
+    return arrays
+
+
+def gradients(dx: Callable[..., jax.Array], residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+    """Computes the gradients in `residuals.wanted`, that of x by the kernel `dx(y, dy)`."""
+    y, types = residuals.y, dict(residuals.wanted.types)
+    dy = reshard_like(dy, y, tuple(range(y.ndim)))
+    grads = {}
+    if "x" in types:
+        grads["x"] = dx(y, dy)
+    if "bias" in types:
+        grads["bias"] = _bias_gradient(y, dy, types["bias"].shape)
+    return {name: match_type(grad, types[name]) for name, grad in grads.items()}
 
 
 class Exponent(NamedTuple):
@@ -49,9 +80,11 @@ class Exponent(NamedTuple):
 
 
 def exponent(options: Options, has_bias: bool) -> Exponent:
-    """Differences to the maximum are scaled, not logits, where that is exact: without a bias, with a scale
-    that takes an overflowed difference far below zero and leaves none of them NaN. With a bias, logits are in
-    a unit in which they do not overflow.
+    """Picks where the scale goes.
+
+    Differences to the maximum are scaled, not logits, where that is exact: without a bias, with a scale that
+    takes an overflowed difference far below zero and leaves none of them NaN. With a bias, logits are in a
+    unit in which they do not overflow.
     """
     scale = 1.0 if options.scale is None else options.scale
     slope = math.log2(math.e)
@@ -62,8 +95,8 @@ def exponent(options: Options, has_bias: bool) -> Exponent:
     return Exponent(scale, slope, 1.0)
 
 
-def bias_gradient(y: jax.Array, dy: jax.Array, shape: tuple[int, ...]) -> Any:
-    """(4), (5) and (8): a reduction that XLA fuses over y and dy."""
+def _bias_gradient(y: jax.Array, dy: jax.Array, shape: tuple[int, ...]) -> Any:
+    """Computes (4), (5) and (8): a reduction that XLA fuses over y and dy."""
     seen = jnp.where(y == 0, 0, dy.astype(jnp.float32))
     prob = y.astype(jnp.float32)
     dot = (prob * seen).sum(-1, keepdims=True)

@@ -10,32 +10,27 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_tpu, pallas
-from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.kernels import tpu_forward as rows
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 
 
 def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name."""
+    """Computes the gradients of the operands in `residuals.wanted`, by name."""
     return _backward(options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dy)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dy):
-    y, types = residuals.y, dict(residuals.wanted.types)
-    dy = reshard_like(dy, y, tuple(range(y.ndim)))
-    grads = {}
-    if "x" in types:
+    def dx(*given):
         kernel = partial(_dx, options.scale, interpret)
-        call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(kernel, lambda y, _: y, given))
-        grads["x"] = call(y, dy)
-    if "bias" in types:
-        grads["bias"] = kernel_rules.bias_gradient(y, dy, types["bias"].shape)
-    return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+        return pallas.on_local_shards(kernel, lambda y, _: y, given)
+
+    return kernel_rules.gradients(mosaic_tpu.in_turn(dx), residuals, dy)
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
+    """Computes dx of one shard, whose rows are one axis."""
     arrays = [rows.as_rows(x) for x in (y, dy)]
     body = partial(_kernel, scale)
     dx = rows.run(body, "softmax_backward", arrays, scratch=False, interpret=interpret)
@@ -43,11 +38,14 @@ def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array
 
 
 def _kernel(scale: float, _, y_ref, dy_ref, dx_ref) -> None:
+    """Computes dx of a group of rows."""
+
     def load(columns):
         y = y_ref[:, columns].astype(jnp.float32)
         dy = dy_ref[:, columns].astype(jnp.float32)
         return y, jnp.where(y == 0.0, 0.0, dy)  # what dy holds where y is 0 (masked) is not read
 
+    # two passes over the columns: the dot product of each row, and dx
     def add(columns, dot):
         y, dy = load(columns)
         return dot + (y * dy).sum(axis=1, keepdims=True)

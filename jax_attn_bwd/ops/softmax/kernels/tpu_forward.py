@@ -28,7 +28,7 @@ _REGISTERS = 32  # of float32 that a step of a loop over columns holds
 
 
 def block_rows(rows: int, width: int) -> int:
-    """Rows of a block: all, or a multiple of 32, which every dtype's tile divides; 8 of long rows."""
+    """Picks the rows of a block: all, a multiple of 32, which tiles of any dtype divide, or 8 long ones."""
     if rows * width <= _ELEMENTS:
         return rows
     fitting = _ELEMENTS // width
@@ -38,10 +38,11 @@ def block_rows(rows: int, width: int) -> int:
 def run(
     body: Callable[..., None], name: str, arrays: Sequence[jax.Array], *, scratch: bool, interpret: bool
 ) -> jax.Array:
-    """`body(first row, *array refs, out ref, *scratch ref)` for each group of rows; refs `[rows, width]`.
+    """Calls `body(first row, *array refs, out ref, *scratch ref)` for each group of rows, `[rows, width]`.
 
     The first array gives the result's shape and dtype; axes of the others may be 1, but for the last.
     """
+    # a block of whole rows in each step of the grid, over all other axes
     x = arrays[0]
     *lead, rows, width = x.shape
     size = block_rows(rows, width)
@@ -55,6 +56,7 @@ def run(
 
         return pl.BlockSpec(shape, index)
 
+    # and within it groups of rows, in a loop, or the program would grow
     def kernel(*refs):
         first = pl.program_id(len(lead)) * size
 
@@ -71,6 +73,7 @@ def run(
         if rest:
             group(whole * _GROUP, rest)
 
+    # with float32 scratch for a block, if it is asked for
     arrays = pallas.vary_alike(tuple(arrays))
     (out,) = mosaic_tpu.launch(
         kernel,
@@ -87,12 +90,13 @@ def run(
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """`[rows, width]`."""
+    """Merges all axes but the last: `[rows, width]`."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def over_columns(shape: tuple[int, int], step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`carry = step(columns, carry)` over slices of columns that cover a block of `shape`."""
+    """Runs `carry = step(columns, carry)` over slices of columns that cover a block of `shape`."""
+    # slices of as many lanes as registers hold, in a loop, and what is left of them
     rows, width = shape
     size = LANES * max(1, _REGISTERS // -(-rows // 8))
     whole = width // size
@@ -114,19 +118,18 @@ DTYPES = ("float32", "bfloat16")
 
 
 def supports(options: Options, operands: Operands) -> str | None:
-    """Why the kernel cannot run this call; None if it can."""
+    """Returns why the kernel cannot run this call; None if it can."""
     return kernel_rules.unsupported(options, operands, DTYPES)
 
 
 def forward(options: Options, operands: Operands) -> Result:
-    """The softmax; see `supports`."""
+    """Computes the softmax; see `supports`."""
     return _forward(options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, interpret, operands):
-    x, _, mask, bias, _ = operands
-    planes = {n: plane for n, plane in (("mask", mask), ("bias", bias)) if plane is not None}
+    x, planes = operands.x, kernel_rules.planes_of(operands)
 
     def kernel(x, planes):
         return _softmax(options, interpret, x, planes)
@@ -137,11 +140,9 @@ def _forward(options, interpret, operands):
 
 
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
+    """Computes y of one shard; without planes and a band all rows are one axis."""
     shape, banded = x.shape, options.is_causal or options.window is not None
-    arrays = [x]
-    for name, plane in planes.items():
-        plane = plane.astype(jnp.int8) if name == "mask" else plane
-        arrays.append(jnp.broadcast_to(plane, (*plane.shape[:-1], shape[-1])))
+    arrays = kernel_rules.read_arrays(x, planes)
     if x.ndim == 1 or not (planes or banded):
         arrays = [as_rows(array) for array in arrays]
     body = partial(_kernel, options, tuple(planes))
@@ -150,12 +151,15 @@ def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> j
 
 
 def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) -> None:
+    """Computes y of a group of rows; z and then its exponentials stay in scratch."""
     inputs, (y_ref, z_ref) = dict(zip(planes, refs, strict=False)), refs[len(planes) :]
     factor, slope, weight = kernel_rules.exponent(options, "bias" in inputs)
 
     def logits(columns):
+        """Returns z `[rows, columns]`, -inf where nothing is seen."""
         z = x_ref[:, columns].astype(jnp.float32)
         z, terms = z if factor == 1 else z * factor, []
+        # the bias, and what hides: a bias of -inf, the mask, the band
         if "bias" in inputs:
             bias = inputs["bias"][:, columns].astype(jnp.float32)
             z, terms = (
@@ -171,6 +175,7 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
         visible = masks.conjunction(*terms)
         return z if visible is None else jnp.where(visible, z, -jnp.inf)
 
+    # three passes over the columns: the maximum, the sum of exponentials, the quotient
     def greatest(columns, top):
         z_ref[:, columns] = z = logits(columns)
         return jnp.maximum(top, z.max(axis=1, keepdims=True))
@@ -184,6 +189,7 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
         y_ref[:, columns] = (z_ref[:, columns] * inverse).astype(y_ref.dtype)
 
     over, zero = (partial(over_columns, x_ref.shape), jnp.zeros((x_ref.shape[0], 1), jnp.float32))
+    # a row that sees nothing has top 0 and total 0, and its y is 0
     top = finite(over(greatest, zero - jnp.inf))
     total = over(add, zero)
     inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
