@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -208,33 +208,6 @@ def select(
 def named(implementations: tuple[Implementation, ...], name: str) -> Implementation:
     """The implementation of that name."""
     return next(i for i in implementations if i.name == name)
-
-
-def perturbed(operands: Any, names: Sequence[str]) -> tuple[tuple[str, ...], Any]:
-    """(which of `names` are differentiated, the operands themselves).
-
-    For the forward rule of a `custom_vjp` with `symbolic_zeros=True`, which is handed wrapped leaves.
-    """
-    is_wrapped = lambda x: hasattr(x, "perturbed")
-    moves = lambda x: is_wrapped(x) and x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
-    leaves = lambda n: jax.tree.leaves(getattr(operands, n), is_leaf=is_wrapped)
-    found = tuple(n for n in names if any(map(moves, leaves(n))))
-    return found, jax.tree.map(lambda x: x.value, operands, is_leaf=is_wrapped)
-
-
-def note(asked: Collection[str], names: Sequence[str]) -> jax.Array:
-    """Which of `names` are `asked` for, as the shape of an array without elements, for a rule's residuals.
-
-    JAX keeps one tree structure of residuals for each call in a jitted function, that of the last forward it
-    traced. A structure that tells what is differentiated is then that of another derivative: where the first
-    was of all operands and the last of one, gradients of the others come out as 0, silently.
-    """
-    return jnp.zeros((sum(1 << i for i, name in enumerate(names) if name in asked), 0), jnp.int8)
-
-
-def noted(note: jax.Array, names: Sequence[str]) -> frozenset[str]:
-    """What `note` was told."""
-    return frozenset(name for i, name in enumerate(names) if note.shape[0] >> i & 1)
 
 
 @contextlib.contextmanager

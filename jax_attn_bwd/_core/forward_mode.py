@@ -20,13 +20,10 @@ of their own. What differs between versions of JAX stays in this file.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-from jax.custom_derivatives import SymbolicZero
-
-from jax_attn_bwd._core.closed_rules import Closed
-from jax_attn_bwd._core.mapped_rules import Arrays, Flags, Mapped, Rules, Static, note, noted
+import jax.numpy as jnp
 
 try:
     from jax.experimental import hijax
@@ -38,34 +35,24 @@ _BASE: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive", 
 _LOWERS_CONSTANTS = hasattr(hijax, "HiPrim")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What is written for an operator; `static` and `operands` are those of its `jax.custom_vjp`.
-
-    Attributes:
-      primal: `(static, *operands) -> outputs`.
-      forward, backward: as `defvjp(..., symbolic_zeros=True)` of the custom_vjp takes them.
-      tangent: `(static, residuals, tangents) -> tangents of the outputs`; `tangents` is as the tuple of
-        operands, with None in the place of what is zero.
-    """
-
-    primal: Callable[..., Any]
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    tangent: Callable[..., Any]
+Flags = tuple[bool, ...]
+Arrays = Sequence[Any]  # in those of tangents and cotangents None is zero
 
 
-def both_modes(rule: Rule) -> Callable[..., Any]:
-    """`(static, *operands) -> outputs`, differentiable in both modes by `rule`."""
+class Rules(Protocol):
+    """An operation on a flat list of arrays. `jax.vmap` maps each of its rules."""
 
-    def call(static: Hashable, *operands: Any) -> Any:
-        args, tree = jax.tree.flatten(operands)
-        outputs = jax.eval_shape(lambda *operands: rule.primal(static, *operands), *operands)
-        types = tuple(jax.typeof(x) for x in args)
-        written = _Written(rule, static, tree, types, jax.tree.structure(outputs))
-        return jax.tree.unflatten(written.out_tree, _run(written, args))
+    def out(self, args: Arrays) -> list[Any]:
+        """The outputs."""
 
-    return call
+    def forward(self, moves: Flags, args: Arrays) -> tuple[list[Any], Any]:
+        """(outputs, residuals) for derivatives by the arguments that move."""
+
+    def backward(self, residuals: Any, cotangents: Arrays) -> list[Any]:
+        """The cotangents of the arguments; None for those that have none."""
+
+    def tangent(self, residuals: Any, tangents: Arrays) -> list[Any]:
+        """The tangents of the outputs."""
 
 
 def require(operator: str) -> None:
@@ -77,193 +64,33 @@ def require(operator: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Given:
-    """An operand as `backend.perturbed` takes it."""
+def encode_flags(flags: Sequence[bool]) -> jax.Array:
+    """Returns flags as the shape of an array without elements, for a rule's residuals.
 
-    value: Any
-    perturbed: bool
-
-
-@dataclass(frozen=True)
-class _Written:
-    """An operator, by its `Rule`."""
-
-    rule: Rule
-    static: Hashable
-    tree: Any
-    types: tuple[Any, ...]
-    out_tree: Any
-
-    def out(self, args):
-        return jax.tree.leaves(self.rule.primal(self.static, *self.tree.unflatten(args)))
-
-    def forward(self, moves, args):
-        given = map(_Given, args, moves)
-        outputs, residuals = self.rule.forward(self.static, *self.tree.unflatten(given))
-        return jax.tree.leaves(outputs), residuals
-
-    def backward(self, residuals, cotangents):
-        if all(x is None for x in cotangents):
-            return [None] * len(self.types)
-        given = [SymbolicZero(None) if x is None else x for x in cotangents]
-        found = self.rule.backward(self.static, residuals, self.out_tree.unflatten(given))
-        whole = self.tree.unflatten(self.types)
-        spread = lambda x, below: jax.tree.map(lambda _: x, below) if x is None else x
-        return self.tree.flatten_up_to(jax.tree.map(spread, found, whole, is_leaf=lambda x: x is None))
-
-    def tangent(self, residuals, tangents):
-        return jax.tree.leaves(self.rule.tangent(self.static, residuals, self.tree.unflatten(tangents)))
+    JAX keeps one tree structure of residuals for each call in a jitted function, that of the last forward it
+    traced. A structure that tells what is differentiated is then that of another derivative: where the first
+    was of all operands and the last of one, gradients of the others come out as 0, silently.
+    """
+    return jnp.zeros((sum(1 << i for i, is_set in enumerate(flags) if is_set), 0), jnp.int8)
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """`args -> (outputs, leaves of the residuals)`, for derivatives of `of` by the arguments that move."""
-
-    of: Rules
-    moves: Flags
-    num_outputs: int
-
-    def out(self, args):
-        outputs, residuals = self.of.forward(self.moves, args)
-        return [*outputs, *jax.tree.leaves(residuals)]
-
-    def forward(self, moves, args):
-        return self.out(args), self.of.forward(moves, args)[1]
-
-    def backward(self, residuals, cotangents):
-        return self.of.backward(residuals, cotangents[: self.num_outputs])
-
-    def tangent(self, residuals, tangents):
-        return self.of.tangent(residuals, tangents)  # the rest is zero
+def decode_flags(encoded: jax.Array, n: int) -> Flags:
+    """Returns the n flags that `encode_flags` was given."""
+    return tuple(bool(encoded.shape[0] >> i & 1) for i in range(n))
 
 
-@dataclass(frozen=True)
-class _Tangent:
-    """`(args, leaves of the residuals, tangents that are not zero) -> tangents of the outputs`."""
-
-    of: Rules
-    moves: Flags
-    tree: Any  # of the residuals
-
-    def _split(self, given):
-        """(args or what belongs to them, leaves of residuals, tangents with None for zero)."""
-        n, m = len(self.moves), self.tree.num_leaves
-        return given[:n], given[n : n + m], _filled(self.moves, given[n + m :])
-
-    def out(self, args):
-        _, leaves, tangents = self._split(args)
-        return self.of.tangent(self.tree.unflatten(leaves), tangents)
-
-    def forward(self, moves, args):
-        return _run(self, args), (tuple(args), note(moves))
-
-    def backward(self, residuals, cotangents):
-        given, note = residuals
-        args, leaves, tangents = self._split(given)
-        by_args, by_leaves, by_tangents = self._split(noted(note, len(given)))
-        if any(by_args):
-            asked = tuple(bool(x or y) for x, y in zip(by_args, by_tangents, strict=True))
-            transposed = lambda args: self.of.backward(self.of.forward(asked, args)[1], cotangents)
-            value, derivative = _along(transposed, args, tangents)
-            value = [x for x, moving in zip(value, self.moves, strict=True) if moving]
-        else:
-            derivative, seen = [None] * len(args), tuple(x is not None for x in cotangents)
-            there = [x for x in cotangents if x is not None]
-            value = _run(_Transposed(self.of, self.moves, self.tree, seen), [*args, *leaves, *there])
-        return [*derivative, *(None for _ in by_leaves), *value]
-
-    def tangent(self, residuals, tangents):
-        args, _, along = self._split(residuals[0])
-        args_move, _, along_move = self._split(tangents)
-        first = lambda along: lambda args: self.of.tangent(self.of.forward(self.moves, args)[1], along)
-        return _sum_of_derivatives(first, args, args_move, along, along_move)
-
-
-@dataclass(frozen=True)
-class _Transposed:
-    """`(args, leaves of the residuals, cotangents that are not zero) -> those of args`: J(x)^T c."""
-
-    of: Rules
-    moves: Flags
-    tree: Any  # of the residuals
-    seen: Flags
-
-    def _split(self, given):
-        """(args or what belongs to them, leaves of residuals, cotangents with None for zero)."""
-        n, m = len(self.moves), self.tree.num_leaves
-        return given[:n], given[n : n + m], _filled(self.seen, given[n + m :])
-
-    def _moving(self, args, found):
-        filled = [_zero(jax.typeof(arg)) if x is None else x for x, arg in zip(found, args, strict=True)]
-        return [x for x, moving in zip(filled, self.moves, strict=True) if moving]
-
-    def out(self, args):
-        args, leaves, cotangents = self._split(args)
-        return self._moving(args, self.of.backward(self.tree.unflatten(leaves), cotangents))
-
-    def forward(self, moves, args):
-        return _run(self, args), (tuple(args), note(moves))
-
-    def backward(self, residuals, cotangents):
-        given, note = residuals
-        args, leaves, seen = self._split(given)
-        by_args, by_leaves, by_cotangents = self._split(noted(note, len(given)))
-        directions = _filled(self.moves, cotangents)
-        moves = tuple(x is not None for x in directions)
-        found, along = [None] * len(args), [None] * sum(self.seen)
-        if any(by_cotangents):
-            there = [x for x in directions if x is not None]
-            along = _run(_Tangent(self.of, moves, self.tree), [*args, *leaves, *there])
-            along = [x for x, here in zip(along, self.seen, strict=True) if here]
-        if any(by_args):
-            transposed = lambda args: self.of.backward(self.of.forward(tuple(by_args), args)[1], seen)
-            found = _along(transposed, args, directions)[1]
-        return [*found, *(None for _ in by_leaves), *along]
-
-    def tangent(self, residuals, tangents):
-        args, _, seen = self._split(residuals[0])
-        args_move, _, seen_move = self._split(tangents)
-        back = lambda seen: (
-            lambda args: self._moving(args, self.of.backward(self.of.forward(self.moves, args)[1], seen))
-        )
-        return _sum_of_derivatives(back, args, args_move, seen, seen_move)
-
-
-def _filled(which: Flags, given: Arrays) -> list[Any]:
-    """The next of `given` in each place that is set, None elsewhere."""
-    rest = iter(given)
-    return [next(rest) if here else None for here in which]
-
-
-def _along(f: Callable[[list], list], args: Arrays, tangents: Arrays) -> tuple[list[Any], list[Any]]:
-    """`f(args)`, a list that may hold None, and its derivative along the tangents, by JAX."""
-    moves = tuple(t is not None for t in tangents)
-    pick = lambda xs: tuple(x for x, moving in zip(xs, moves, strict=True) if moving)
-
-    def run(*moving):
-        filled = _filled(moves, moving)
-        return f([x if t is None else t for x, t in zip(args, filled, strict=True)])
-
-    return jax.jvp(run, pick(args), pick(tangents))
-
-
-def _sum_of_derivatives(f: Any, args: Arrays, args_move: Arrays, rest: Arrays, rest_move: Arrays) -> list:
-    """The derivative of `f(rest)(args)`, which is linear in `rest`, along tangents of both."""
-    found = []
-    if any(x is not None for x in rest_move):
-        found.append(f(rest_move)(args))
-    if any(x is not None for x in args_move):
-        found.append(_along(f(rest), args, args_move)[1])
-    return [sum(terms[1:], start=terms[0]) for terms in zip(*found, strict=True)]
-
-
-def _run(rules: Rules, args: Arrays) -> list[Any]:
+def run(rules: Rules, args: Arrays) -> list[Any]:
     """The outputs of an operation with these rules."""
     program = jax.make_jaxpr(lambda *args: rules.out(args))(*args)
     if program.consts and not _LOWERS_CONSTANTS:
-        rules, args = Closed(rules, len(args)), [*args, *program.consts]
+        rules, args = _Closed(rules, len(args)), [*args, *program.consts]
     return list(_Operation(rules, tuple(jax.typeof(x) for x in args), tuple(program.out_avals))(*args))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    value: Hashable
 
 
 def _zero(kind: Any) -> jax.Array:
@@ -307,18 +134,18 @@ class _Operation(_BASE or object):  # type: ignore[misc]
             return outputs
 
         jax.eval_shape(forward, *args)
-        outputs = _run(_Forward(self.rules, moves, n), args)
+        outputs = run(_Forward(self.rules, moves, n), args)
         return outputs[:n], (outputs[n:], found["tree"])
 
     def jvp(self, primals, tangents):
         moves = tuple(not isinstance(t, hijax.Zero) for t in tangents)
         outputs, (leaves, tree) = self._linearized(moves, primals)
-        return tuple(outputs), self.linearized((primals, leaves, Static((moves, tree))), *tangents)
+        return tuple(outputs), self.linearized((primals, leaves, _Static((moves, tree))), *tangents)
 
     def lin(self, moves, *args):
         moves = tuple(moves)
         outputs, (leaves, tree) = self._linearized(moves, args)
-        return tuple(outputs), (args, leaves, Static((moves, tree)))
+        return tuple(outputs), (args, leaves, _Static((moves, tree)))
 
     def linearized(self, residuals, *tangents):
         args, leaves, static = residuals
@@ -326,7 +153,7 @@ class _Operation(_BASE or object):  # type: ignore[misc]
         along = []
         if any(moves):
             moving = [hijax.instantiate_zeros(t) for t, m in zip(tangents, moves, strict=True) if m]
-            along = _run(_Tangent(self.rules, moves, tree), [*args, *leaves, *moving])
+            along = run(_Tangent(self.rules, moves, tree), [*args, *leaves, *moving])
         rest = self.out_aval[len(along) :]
         return (*along, *(hijax.Zero(kind.to_tangent_aval()) for kind in rest))
 
@@ -343,5 +170,288 @@ class _Operation(_BASE or object):  # type: ignore[misc]
         if all(dim is None for dim in dims):
             return self(*args), tuple(None for _ in self.out_aval)
         names = (axis.name, axis.spmd_name or axis.explicit_mesh_axis)
-        mapped = Mapped(self.rules, tuple(dims), axis.size, *names)
-        return tuple(_run(mapped, args)), mapped.out_dims(args)
+        mapped = _Mapped(self.rules, tuple(dims), axis.size, *names)
+        return tuple(run(mapped, args)), mapped.out_dims(args)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """`args -> (outputs, leaves of the residuals)`, for derivatives of `of` by the arguments that move."""
+
+    of: Rules
+    moves: Flags
+    num_outputs: int
+
+    def out(self, args):
+        outputs, residuals = self.of.forward(self.moves, args)
+        return [*outputs, *jax.tree.leaves(residuals)]
+
+    def forward(self, moves, args):
+        return self.out(args), self.of.forward(moves, args)[1]
+
+    def backward(self, residuals, cotangents):
+        return self.of.backward(residuals, cotangents[: self.num_outputs])
+
+    def tangent(self, residuals, tangents):
+        return self.of.tangent(residuals, tangents)  # the rest is zero
+
+
+@dataclass(frozen=True)
+class _Tangent:
+    """`(args, leaves of the residuals, tangents that are not zero) -> tangents of the outputs`."""
+
+    of: Rules
+    moves: Flags
+    tree: Any  # of the residuals
+
+    def _split(self, given):
+        """(args or what belongs to them, leaves of residuals, tangents with None for zero)."""
+        n, m = len(self.moves), self.tree.num_leaves
+        return given[:n], given[n : n + m], _filled(self.moves, given[n + m :])
+
+    def out(self, args):
+        _, leaves, tangents = self._split(args)
+        return self.of.tangent(self.tree.unflatten(leaves), tangents)
+
+    def forward(self, moves, args):
+        return run(self, args), (tuple(args), encode_flags(moves))
+
+    def backward(self, residuals, cotangents):
+        given, flags = residuals
+        args, leaves, tangents = self._split(given)
+        by_args, by_leaves, by_tangents = self._split(decode_flags(flags, len(given)))
+        if any(by_args):
+            asked = tuple(bool(x or y) for x, y in zip(by_args, by_tangents, strict=True))
+            transposed = lambda args: self.of.backward(self.of.forward(asked, args)[1], cotangents)
+            value, derivative = _along(transposed, args, tangents)
+            value = [x for x, moving in zip(value, self.moves, strict=True) if moving]
+        else:
+            derivative, seen = [None] * len(args), tuple(x is not None for x in cotangents)
+            there = [x for x in cotangents if x is not None]
+            value = run(_Transposed(self.of, self.moves, self.tree, seen), [*args, *leaves, *there])
+        return [*derivative, *(None for _ in by_leaves), *value]
+
+    def tangent(self, residuals, tangents):
+        args, _, along = self._split(residuals[0])
+        args_move, _, along_move = self._split(tangents)
+        first = lambda along: lambda args: self.of.tangent(self.of.forward(self.moves, args)[1], along)
+        return _sum_of_derivatives(first, args, args_move, along, along_move)
+
+
+@dataclass(frozen=True)
+class _Transposed:
+    """`(args, leaves of the residuals, cotangents that are not zero) -> those of args`: J(x)^T c."""
+
+    of: Rules
+    moves: Flags
+    tree: Any  # of the residuals
+    seen: Flags
+
+    def _split(self, given):
+        """(args or what belongs to them, leaves of residuals, cotangents with None for zero)."""
+        n, m = len(self.moves), self.tree.num_leaves
+        return given[:n], given[n : n + m], _filled(self.seen, given[n + m :])
+
+    def _moving(self, args, found):
+        filled = [_zero(jax.typeof(arg)) if x is None else x for x, arg in zip(found, args, strict=True)]
+        return [x for x, moving in zip(filled, self.moves, strict=True) if moving]
+
+    def out(self, args):
+        args, leaves, cotangents = self._split(args)
+        return self._moving(args, self.of.backward(self.tree.unflatten(leaves), cotangents))
+
+    def forward(self, moves, args):
+        return run(self, args), (tuple(args), encode_flags(moves))
+
+    def backward(self, residuals, cotangents):
+        given, flags = residuals
+        args, leaves, seen = self._split(given)
+        by_args, by_leaves, by_cotangents = self._split(decode_flags(flags, len(given)))
+        directions = _filled(self.moves, cotangents)
+        moves = tuple(x is not None for x in directions)
+        found, along = [None] * len(args), [None] * sum(self.seen)
+        if any(by_cotangents):
+            there = [x for x in directions if x is not None]
+            along = run(_Tangent(self.of, moves, self.tree), [*args, *leaves, *there])
+            along = [x for x, here in zip(along, self.seen, strict=True) if here]
+        if any(by_args):
+            transposed = lambda args: self.of.backward(self.of.forward(tuple(by_args), args)[1], seen)
+            found = _along(transposed, args, directions)[1]
+        return [*found, *(None for _ in by_leaves), *along]
+
+    def tangent(self, residuals, tangents):
+        args, _, seen = self._split(residuals[0])
+        args_move, _, seen_move = self._split(tangents)
+        back = lambda seen: (
+            lambda args: self._moving(args, self.of.backward(self.of.forward(self.moves, args)[1], seen))
+        )
+        return _sum_of_derivatives(back, args, args_move, seen, seen_move)
+
+
+def _filled(which: Flags, given: Arrays) -> list[Any]:
+    """The next of `given` in each place that is set, None elsewhere."""
+    rest = iter(given)
+    return [next(rest) if here else None for here in which]
+
+
+def _along(f: Callable[[list], list], args: Arrays, tangents: Arrays) -> tuple[list[Any], list[Any]]:
+    """`f(args)`, a list that may hold None, and its derivative along the tangents, by JAX."""
+    moves = tuple(t is not None for t in tangents)
+    pick = lambda xs: tuple(x for x, moving in zip(xs, moves, strict=True) if moving)
+
+    def run(*moving):
+        filled = _filled(moves, moving)
+        return f([x if t is None else t for x, t in zip(args, filled, strict=True)])
+
+    return jax.jvp(run, pick(args), pick(tangents))
+
+
+def _sum_of_derivatives(f: Any, args: Arrays, args_move: Arrays, rest: Arrays, rest_move: Arrays) -> list:
+    """The derivative of `f(rest)(args)`, which is linear in `rest`, along tangents of both."""
+    found = []
+    if any(x is not None for x in rest_move):
+        found.append(f(rest_move)(args))
+    if any(x is not None for x in args_move):
+        found.append(_along(f(rest), args, args_move)[1])
+    return [sum(terms[1:], start=terms[0]) for terms in zip(*found, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """`of`, with the array constants of its program behind its `n` arguments; they have no derivatives."""
+
+    of: Rules
+    n: int
+
+    def out(self, args):
+        given, constants = args[: self.n], args[self.n :]
+        program = jax.make_jaxpr(lambda *args: self.of.out(args))(*given)
+        return jax.core.eval_jaxpr(program.jaxpr, constants, *given)
+
+    def forward(self, moves, args):
+        outputs, residuals = self.of.forward(moves[: self.n], args[: self.n])
+        return outputs, (residuals, [None] * (len(args) - self.n))
+
+    def backward(self, residuals, cotangents):
+        residuals, nothing = residuals
+        return [*self.of.backward(residuals, cotangents), *nothing]
+
+    def tangent(self, residuals, tangents):
+        return self.of.tangent(residuals[0], tangents[: self.n])
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """`of`, mapped over the axes `dims` of its arguments (None: shared); that of outputs is the first.
+
+    Residuals that are arguments which all entries share, or have no elements, are shared in turn.
+    """
+
+    of: Rules
+    dims: tuple[int | None, ...]
+    size: int
+    name: Any
+    spmd_name: Any
+
+    def _map(self, f, in_axes):
+        options = {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
+        return jax.vmap(f, in_axes=in_axes, **options)
+
+    def _own(self, args):
+        return [x for x, dim in zip(args, self.dims, strict=True) if dim is not None]
+
+    def _over_args(self, f, args):
+        """`f(args)` of each entry; what they share is the same object in each."""
+        shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
+        which = [dim is not None for dim in self.dims]
+        one = lambda own: f(_merged(which, own, shared))
+        return self._map(one, (self._own(self.dims),))(self._own(args))
+
+    @property
+    def num_outputs(self):
+        """The number of outputs before those that are residuals."""
+        return getattr(self.of, "num_outputs", None)
+
+    def out_dims(self, args):
+        """The axis of each output."""
+        found: list[Any] = []
+
+        def one(args):
+            found[:] = self._apart(self.of.out(args), args)[0]
+            return []
+
+        jax.eval_shape(lambda *args: self._over_args(one, args), *args)
+        return tuple(0 if own else None for own in found)
+
+    def _apart(self, outputs, args):
+        """(whether each of the outputs is an entry's own, those that are, the others)."""
+        n = self.num_outputs
+        own, rest = [True] * len(outputs[:n]), [] if n is None else outputs[n:]
+        shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
+        own += [not (_is_empty(x) or any(x is y for y in shared)) for x in rest]
+        others = [jnp.zeros(x.shape, x.dtype) if _is_empty(x) else x for x in outputs]
+        pick = lambda xs, mine: [x for x, is_own in zip(xs, own, strict=True) if is_own == mine]
+        return own, pick(outputs, True), pick(others, False)
+
+    def out(self, args):
+        found: list[Any] = []
+
+        def one(args):
+            own, mine, others = self._apart(self.of.out(args), args)
+            found[:] = own, others
+            return mine
+
+        mine = self._over_args(one, args)
+        own, others = found
+        return _merged(own, mine, others)
+
+    def forward(self, moves, args):
+        shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
+        found: dict[str, Any] = {}
+
+        def one(args):
+            outputs, residuals = self.of.forward(moves, args)
+            own, mine, found["outputs"] = self._apart(outputs, args)
+            leaves, tree = jax.tree.flatten(residuals)
+            leaves = [jnp.zeros(x.shape, x.dtype) if _is_empty(x) else x for x in leaves]
+            mapped = tuple(not _is_empty(x) and not any(x is y for y in shared) for x in leaves)
+            found["static"] = own, _Static((tree, mapped))
+            found["shared"] = [x for x, here in zip(leaves, mapped, strict=True) if not here]
+            return mine, [x for x, here in zip(leaves, mapped, strict=True) if here]
+
+        mine, own_leaves = self._over_args(one, args)
+        own, static = found["static"]
+        outputs = _merged(own, mine, found["outputs"])
+        return outputs, (own_leaves, found["shared"], static, encode_flags(moves))
+
+    def _with_residuals(self, f, residuals, numbers, axes):
+        """`f(residuals, numbers)` of each entry."""
+        own, shared, static, _ = residuals
+        tree, mapped = static.value
+        one = lambda own, numbers: f(tree.unflatten(_merged(mapped, own, shared)), numbers)
+        return self._map(one, (0, axes))(own, list(numbers))
+
+    def backward(self, residuals, cotangents):
+        moves = decode_flags(residuals[-1], len(self.dims))
+
+        def one(residuals, cotangents):
+            found = self.of.backward(residuals, cotangents)
+            return [x if moving else None for x, moving in zip(found, moves, strict=True)]
+
+        found = self._with_residuals(one, residuals, cotangents[: self.num_outputs], 0)
+        back = lambda x, dim: x.sum(0) if dim is None else jnp.moveaxis(x, 0, dim)
+        return [None if x is None else back(x, dim) for x, dim in zip(found, self.dims, strict=True)]
+
+    def tangent(self, residuals, tangents):
+        return self._with_residuals(self.of.tangent, residuals, tangents, list(self.dims))
+
+
+def _is_empty(x: jax.Array) -> bool:
+    """Whether an array has no elements: it is its shape that tells something."""
+    return any(isinstance(n, int) and n == 0 for n in x.shape)
+
+
+def _merged(which: Sequence[bool], these: Arrays, others: Arrays) -> list[Any]:
+    """The next of `these` in each place that is set, of `others` elsewhere."""
+    own, rest = iter(these), iter(others)
+    return [next(own) if here else next(rest) for here in which]

@@ -1,11 +1,9 @@
 """What every operator does so that sharded programs trace, run and keep their shardings.
 
-Four rules: loop carries take their type from the operands (`full_like_operands`), outputs depend on
-all operands (`tie`), a cotangent has the type of its primal (`match_type`), and `jax.shard_map` finds rules
-compiled (`runs_in_shard_map`).
+Three rules: loop carries take their type from the operands (`full_like_operands`), outputs depend on
+all operands (`tie`), and a cotangent has the type of its primal (`match_type`).
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,21 +48,6 @@ def tie(outputs: Any, operands: Any) -> Any:
     for operand in jax.tree.leaves(operands):
         total = total + operand.sum().astype(jnp.float32)
     return jax.tree.map(lambda x: jnp.where(never, total.astype(x.dtype), x), outputs)
-
-
-def runs_in_shard_map(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles `rule(static, *operands)`, a custom_vjp with symbolic zeros, inside `jax.shard_map`.
-
-    There JAX refuses such a rule unless a `jax.jit` is around it. Elsewhere the rule is called as it is.
-    """
-    compiled = jax.jit(rule, static_argnums=0, inline=True)
-
-    @functools.wraps(rule)
-    def call(static, *operands):
-        inside = jax.sharding.get_abstract_mesh().manual_axes
-        return (compiled if inside else rule)(static, *operands)
-
-    return call
 
 
 def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The rule of ring and all-gather attention: blocks on each device, a custom_vjp around their exchange.
+"""The rule of ring and all-gather attention: blocks on each device, and the derivatives of their exchange.
 
 With `forward_mode=True` the same forward and backward, and a tangent rule beside them.
 """
@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, float_leaves, pallas
-from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
-from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map, tie
+from jax_attn_bwd._core import checks, float_leaves, pallas
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import match_type, tie
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.spec import DIFFERENTIABLE, Operands, Result, as_cotangents
 from jax_attn_bwd.parallel import all_gather, ring
@@ -30,10 +29,7 @@ def exchanged(
     return_residual = checks.flag(operator, "return_residual", return_residual)
     example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
     plan = engine.plan(operator, implementation, options, example)
-    run = _run
-    if checks.flag(operator, "forward_mode", forward_mode):
-        require(operator)
-        run = _run_both_modes
+    run = _OPERATION.runner(operator, forward_mode)
     out, lse = run((operator, exchange, plan), operands)
     return (out, lse) if return_residual else out
 
@@ -46,32 +42,29 @@ def _alike(exchange: Exchange, operands: Operands) -> Operands:
     return pallas.vary_alike((operands, lax.axis_index(exchange.axis_name)))[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: tuple[str, Exchange, engine.Plan], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    result = _forward(static, operands)
+def _primal(static: tuple[str, Exchange, engine.Plan], operands: Operands) -> tuple[jax.Array, jax.Array]:
+    result = _exchanged(static, operands)
     return result.out, result.lse
 
 
-def _forward(static, operands) -> Result:
+def _exchanged(static, operands) -> Result:
     operator, exchange, plan = static
     alike = _alike(exchange, operands)
     return tie(_EXCHANGES[operator].forward(exchange, plan, alike), alike)
 
 
-def _fwd(static, operands):
-    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+def _forward(static, operands, wanted):
     *exchange, plan = static
-    result = _forward((*exchange, engine.differentiated(plan, operands, wanted)), operands)
+    result = _exchanged((*exchange, engine.differentiated(plan, operands, wanted)), operands)
     kept = engine.kept(plan, operands, result, wanted)
-    return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
+    return (kept.out, kept.lse), (operands, kept)
 
 
-def _bwd(static, residuals, cotangents):
+def _backward(static, saved, wanted, cotangents):
     operator, exchange, plan = static
-    operands, result, note = residuals
-    wanted, result = backend.noted(note, DIFFERENTIABLE), engine.restored(result)
+    (operands, result), (dout, dlse) = saved, cotangents
+    result = engine.restored(result)
     alike, names = _alike(exchange, operands), wanted - {"sink"}
-    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     if dout is None:
         dout = jnp.zeros_like(result.out)
     else:
@@ -88,19 +81,17 @@ def _bwd(static, residuals, cotangents):
         name: jax.tree.map(match_type, x, float_leaves.floats(getattr(operands, name)))
         for name, x in grads.items()
     }
-    return (as_cotangents(operands, matched),)
+    return as_cotangents(operands, matched)
 
 
-def _jvp(static, residuals, tangents):
+def _tangent(static, saved, tangents):
     operator, exchange, plan = static
-    operands, result, _ = residuals
+    operands, result = saved
     result = engine.restored(result)
-    alike, along = pallas.vary_alike((_alike(exchange, operands), tangents[0]))
+    alike, along = pallas.vary_alike((_alike(exchange, operands), tangents))
     total, mu = _EXCHANGES[operator].tangent(exchange, plan, alike, result, along)
     dout = engine.through_softmax(result, total, mu)  # (9) of `ring.py`
     return dout.astype(result.out.dtype), mu
 
 
-_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_attention)
-_run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

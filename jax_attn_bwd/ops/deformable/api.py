@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention: the public functions and the custom_vjp."""
+"""Multi-scale deformable attention: the public functions and the rules."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core import backend, checks, fusion, keywords, tangents
-from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
-from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 from jax_attn_bwd.ops.deformable import backward as portable_backward
 from jax_attn_bwd.ops.deformable import forward as portable_forward
@@ -127,10 +127,7 @@ def multi_scale_deformable_attention(
         deterministic=deterministic,
     )
     plan = _planned(_NAME, implementation, options, operands)
-    if checks.flag(_NAME, "forward_mode", forward_mode):
-        require(_NAME)
-        return _run_both_modes(plan, operands)
-    return _run(plan, operands)
+    return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 
 
 def multi_scale_deformable_attention_bwd(
@@ -261,30 +258,23 @@ def _planned(operator: str, implementation: str | None, options: Options, operan
     return planned(chosen.name, options, operands)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, operands: Operands) -> jax.Array:
+def _primal(plan: Plan, operands: Operands) -> jax.Array:
     return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, operands)
 
 
-def _fwd(plan, operands):
-    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+def _forward(plan, operands, wanted):
     given = fusion.computed_once(operands, DIFFERENTIABLE)
-    out = backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given)
-    return out, (operands, backend.note(wanted, DIFFERENTIABLE))
+    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given), operands
 
 
-def _bwd(plan, residuals, dout):
-    operands, note = residuals
-    operands = fusion.computed_once(operands, DIFFERENTIABLE)
-    residuals = Residuals(operands, Wanted(backend.noted(note, DIFFERENTIABLE)))
+def _backward(plan, operands, wanted, dout):
+    residuals = Residuals(fusion.computed_once(operands, DIFFERENTIABLE), Wanted(wanted))
     grads = backend.named(IMPLEMENTATIONS, plan.implementation).backward(plan, residuals, dout)
-    return (Operands(*grads),)
+    return Operands(*grads)
 
 
-def _jvp(plan, residuals, along):
-    return written_tangent.tangent(plan, residuals[0], along[0])
+def _tangent(plan, operands, tangents):
+    return written_tangent.tangent(plan, operands, tangents)
 
 
-_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_attention)
-_run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -1,16 +1,15 @@
-"""Dense attention: the public functions, their checks, and the custom_vjp."""
+"""Dense attention: the public functions, their checks, and the rules."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import jax
-from jax.custom_derivatives import SymbolicZero
 
-from jax_attn_bwd._core import backend, checks, float_leaves, fusion, keywords, tangents
-from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
+from jax_attn_bwd._core import checks, float_leaves, fusion, keywords, tangents
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Integers
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import tangent as written_tangent
@@ -22,7 +21,9 @@ from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     DotProductAttentionKeywords,
     Operands,
+    Residuals,
     Result,
+    Wanted,
     as_cotangents,
 )
 
@@ -194,10 +195,7 @@ def dot_product_attention(
         mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
-    run = _run
-    if checks.flag(_NAME, "forward_mode", forward_mode):
-        require(_NAME)
-        run = _run_both_modes
+    run = _OPERATION.runner(_NAME, forward_mode)
     out, lse = run(engine.plan(_NAME, implementation, options, operands), operands)
     return (out, lse) if return_residual else out
 
@@ -327,35 +325,31 @@ def dot_product_attention_jvp(
 _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     result = engine.implementation(plan).forward(plan, operands)
     return result.out, result.lse
 
 
-def _fwd(plan, operands):
-    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+def _forward(plan, operands, wanted):
     forward = engine.implementation(plan).forward
     result = forward(
         engine.differentiated(plan, operands, wanted), fusion.computed_once(operands, _READ_TWICE)
     )
     kept = engine.kept(plan, operands, result, wanted)
-    return (kept.out, kept.lse), (operands, kept, backend.note(wanted, DIFFERENTIABLE))
+    return (kept.out, kept.lse), (operands, kept)
 
 
-def _bwd(plan, residuals, cotangents):
-    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    operands, result, note = residuals
-    wanted, operands = backend.noted(note, DIFFERENTIABLE), fusion.computed_once(operands, _READ_TWICE)
-    grads = engine.backward(plan, operands, engine.restored(result), wanted, dout, dlse, alone=True)
-    return (as_cotangents(operands, grads._asdict()),)
+def _backward(plan, saved, wanted, cotangents):
+    operands, result = saved
+    operands = fusion.computed_once(operands, _READ_TWICE)
+    residuals = Residuals(operands, engine.restored(result), Wanted(wanted, alone=True))
+    grads = engine.implementation(plan).backward(plan, residuals, *cotangents)
+    return as_cotangents(operands, grads._asdict())
 
 
-def _jvp(plan, residuals, along):
-    operands, result, _ = residuals
-    return written_tangent.tangent(plan, operands, engine.restored(result), along[0])
+def _tangent(plan, saved, tangents):
+    operands, result = saved
+    return written_tangent.tangent(plan, operands, engine.restored(result), tangents)
 
 
-_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_attention)
-_run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -1,13 +1,13 @@
-"""Sums, means and maxima over the edges into each destination: the public functions and the custom_vjp."""
+"""Sums, means and maxima over the edges into each destination: the public functions and the rules."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks
-from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
+from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.ops.graph import reductions
@@ -225,10 +225,7 @@ def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation
     graph = check_graph(name, graph)
     edge = _rows(name, "edge", edge, "nnz", graph.capacity)
     chosen = backend.select(name, IMPLEMENTATIONS[name], implementation, None, (graph, edge))
-    if checks.flag(name, "forward_mode", forward_mode):
-        require(name)
-        return _reduce_in_both_modes((name, chosen.name), graph, edge)
-    return _reduce((name, chosen.name), graph, edge)
+    return _OPERATION.runner(name, forward_mode)((name, chosen.name), Operands(graph, edge))
 
 
 def _gradient(forward: str, dout: Any, graph: Any, edge: Any, out: Any, implementation: Any) -> jax.Array:
@@ -273,34 +270,35 @@ IMPLEMENTATIONS = {name: (_portable(name),) for name in ("edge_sum", "edge_mean"
 _TANGENTS = {name: jax.jit(partial(reductions.tangent, name)) for name in IMPLEMENTATIONS}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _reduce(static: tuple[str, str], graph: BipartiteCSC, edge: jax.Array) -> jax.Array:
-    name, implementation = static
-    return backend.named(IMPLEMENTATIONS[name], implementation).forward(graph, edge)
+class Operands(NamedTuple):
+    """The arrays of a call."""
+
+    graph: BipartiteCSC
+    edge: jax.Array
 
 
-def _fwd(static, graph, edge):
+def _primal(static: tuple[str, str], operands: Operands) -> jax.Array:
     name, implementation = static
+    return backend.named(IMPLEMENTATIONS[name], implementation).forward(*operands)
+
+
+def _forward(static, operands, wanted):
+    name, implementation = static
+    graph, edge = operands
     out = backend.named(IMPLEMENTATIONS[name], implementation).forward(graph, edge)
     return out, (graph, (edge, out) if name == "edge_max" else (), edge[:0])
 
 
-def _bwd(static, residuals, dout):
-    graph, saved, like_edge = residuals
+def _backward(static, saved, wanted, dout):
     name, implementation = static
-    dedge = backend.named(IMPLEMENTATIONS[name], implementation).backward(graph, dout, *saved)
-    return None, match_type(dedge, like_edge)  # shards of the graph may share the edges' data
+    graph, read, like_edge = saved
+    dedge = backend.named(IMPLEMENTATIONS[name], implementation).backward(graph, dout, *read)
+    return Operands(None, match_type(dedge, like_edge))  # shards of the graph may share the edges' data
 
 
-def _fwd_of_given(static, graph, edge):
-    """The forward rule of operands that say whether they are differentiated."""
-    return _fwd(static, *jax.tree.map(lambda x: x.value, (graph, edge)))
+def _tangent(static, saved, tangents):
+    graph, read, _ = saved
+    return run_on_every_device(_TANGENTS[static[0]], graph, tangents.edge, *read)
 
 
-def _jvp(static, residuals, along):
-    graph, saved, _ = residuals
-    return run_on_every_device(_TANGENTS[static[0]], graph, along[1], *saved)
-
-
-_reduce.defvjp(_fwd, _bwd)
-_reduce_in_both_modes = both_modes(Rule(_reduce, _fwd_of_given, _bwd, _jvp))
+_OPERATION = Operation((), _primal, _forward, _backward, _tangent)

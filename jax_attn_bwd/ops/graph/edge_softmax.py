@@ -1,4 +1,4 @@
-"""Softmax over the edges into each destination: the public functions, the passes, and the custom_vjp.
+"""Softmax over the edges into each destination: the public functions, the passes, and the rules.
 
 With s the scores and dw the cotangent of the weights, for edge e into i:
 
@@ -11,14 +11,15 @@ way round, and the backward is the tangent rule too.
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import backend, checks, tangents
-from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
 from jax_attn_bwd._core.types import Array, Implementation
 from jax_attn_bwd.ops.graph import loops
@@ -77,10 +78,7 @@ def edge_softmax(
         return edge_softmax(graph, column, forward_mode=forward_mode, implementation=implementation)[:, 0]
     graph, scores = check_graph(_NAME, graph), _by_edge(_NAME, "scores", graph, scores)
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, None, (graph, scores))
-    if checks.flag(_NAME, "forward_mode", forward_mode):
-        require(_NAME)
-        return _softmax_in_both_modes(chosen.name, graph, scores)
-    return _softmax(chosen.name, graph, scores)
+    return _OPERATION.runner(_NAME, forward_mode)(chosen.name, Operands(graph, scores))
 
 
 def edge_softmax_bwd(
@@ -218,31 +216,31 @@ IMPLEMENTATIONS = (
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(implementation: str, graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
-    return backend.named(IMPLEMENTATIONS, implementation).forward(graph, scores)
+class Operands(NamedTuple):
+    """The arrays of a call."""
+
+    graph: BipartiteCSC
+    scores: jax.Array
 
 
-def _fwd(implementation, graph, scores):
-    weights = backend.named(IMPLEMENTATIONS, implementation).forward(graph, scores)
-    return weights, (graph, weights, scores[..., :0, :])
+def _primal(implementation: str, operands: Operands) -> jax.Array:
+    return backend.named(IMPLEMENTATIONS, implementation).forward(*operands)
 
 
-def _bwd(implementation, residuals, dweights):
-    graph, weights, like_scores = residuals
+def _forward(implementation, operands, wanted):
+    weights = backend.named(IMPLEMENTATIONS, implementation).forward(*operands)
+    return weights, (operands.graph, weights, operands.scores[..., :0, :])
+
+
+def _backward(implementation, saved, wanted, dweights):
+    graph, weights, like_scores = saved
     dscores = backend.named(IMPLEMENTATIONS, implementation).backward(graph, weights, dweights)
-    return None, match_type(dscores, like_scores)  # shards of the graph may share the scores
+    return Operands(None, match_type(dscores, like_scores))  # shards of the graph may share the scores
 
 
-def _fwd_of_given(implementation, graph, scores):
-    """The forward rule of operands that say whether they are differentiated."""
-    return _fwd(implementation, *jax.tree.map(lambda x: x.value, (graph, scores)))
+def _tangent(implementation, saved, tangents):
+    graph, weights, _ = saved
+    return backend.named(IMPLEMENTATIONS, implementation).backward(graph, weights, tangents.scores)
 
 
-def _jvp(implementation, residuals, along):
-    graph, weights, _ = residuals
-    return backend.named(IMPLEMENTATIONS, implementation).backward(graph, weights, along[1])
-
-
-_softmax.defvjp(_fwd, _bwd)
-_softmax_in_both_modes = both_modes(Rule(_softmax, _fwd_of_given, _bwd, _jvp))
+_OPERATION = Operation((), _primal, _forward, _backward, _tangent)

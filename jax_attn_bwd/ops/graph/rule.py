@@ -1,4 +1,4 @@
-"""The rules of the graph attentions: their implementations, the batch in front of them, and the custom_vjp.
+"""The rules of the graph attentions: their implementations, the batch in front of them, and the derivatives.
 
 The implementations know one graph and the features of one entry of a batch. The rule maps them over the
 entries, so that the gradient of what entries share is summed once: over the batch, and over devices after.
@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import backend, checks, dropout, fusion, pallas, split
-from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import match_type, runs_in_shard_map
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.graph import backward as portable_backward
 from jax_attn_bwd.ops.graph import forward as portable_forward
 from jax_attn_bwd.ops.graph import tangent as written_tangent
@@ -55,10 +54,7 @@ def attend(
 ) -> Any:
     """What a call whose other arguments are checked returns: out, and the weights and lse if asked for."""
     plan = decide(operator, options, operands, return_residual, implementation)
-    if checks.flag(operator, "forward_mode", forward_mode):
-        require(operator)
-        return _run_both_modes(plan, operands)
-    return _run(plan, operands)
+    return _OPERATION.runner(operator, forward_mode)(plan, operands)
 
 
 def forward_of(plan: Plan) -> Callable[[Plan, Operands], Result]:
@@ -140,42 +136,36 @@ def _outputs(plan: Plan, operands: Operands, result: Result) -> Any:
     return outputs if len(outputs) > 1 else out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, operands: Operands):
+def _primal(plan: Plan, operands: Operands) -> Any:
     operands = fusion.computed_once(operands, DIFFERENTIABLE)
     return _outputs(plan, operands, forward_of(plan)(plan, operands))
 
 
-def _fwd(plan, operands):
-    wanted, operands = backend.perturbed(operands, DIFFERENTIABLE)
+def _forward(plan, operands, wanted):
     result = forward_of(plan)(plan, fusion.computed_once(operands, DIFFERENTIABLE))
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
         m=checkpoint_name(result.m, "attention_lse"),
         l=checkpoint_name(result.l, "attention_lse"),
     )
-    saved = result._replace(mean=None, lse=None)
-    return _outputs(plan, operands, result), (operands, saved, backend.note(wanted, DIFFERENTIABLE))
+    return _outputs(plan, operands, result), (operands, result._replace(mean=None, lse=None))
 
 
-def _bwd(plan, residuals, cotangents):
-    operands, *saved, note = residuals
+def _backward(plan, saved, wanted, cotangents):
+    operands, result = saved
     operands = fusion.computed_once(operands, DIFFERENTIABLE)
-    residuals = Residuals(operands, *saved, Wanted(backend.noted(note, DIFFERENTIABLE)))
+    residuals = Residuals(operands, result, Wanted(wanted))
     names = _returned(plan)
     given = dict(zip(names, cotangents if len(names) > 1 else (cotangents,), strict=True))
-    given = {name: None if isinstance(x, SymbolicZero) else x for name, x in given.items()}
     grads = backward_of(plan)(plan, residuals, Cotangents(**given))
-    return (Operands(None, None, None)._replace(**grads),)
+    return Operands(None, None, None)._replace(**grads)
 
 
-def _jvp(plan, residuals, along):
-    operands, result, _ = residuals
-    tangents = along[0]._replace(graph=None)
-    found = _over_entries(written_tangent.tangent, plan, operands, tangents, result=result)
+def _tangent(plan, saved, tangents):
+    operands, result = saved
+    along = tangents._replace(graph=None)
+    found = _over_entries(written_tangent.tangent, plan, operands, along, result=result)
     return _outputs(plan, operands, found)
 
 
-_attention.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_attention)
-_run_both_modes = runs_in_shard_map(both_modes(Rule(_attention, _fwd, _bwd, _jvp)))
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -7,7 +7,6 @@ from typing import Any, Literal, Unpack, overload
 import jax
 
 from jax_attn_bwd._core import checks, float_leaves, keywords
-from jax_attn_bwd._core.forward_mode import require
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
@@ -15,7 +14,7 @@ from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head.arguments import prepare
 from jax_attn_bwd.ops.multi_head.rule import IMPLEMENTATIONS as IMPLEMENTATIONS
-from jax_attn_bwd.ops.multi_head.rule import plan, run, run_both_modes
+from jax_attn_bwd.ops.multi_head.rule import OPERATION, plan
 from jax_attn_bwd.ops.multi_head.spec import (
     ARRAYS,
     DIFFERENTIABLE,
@@ -221,14 +220,11 @@ def multi_head_attention(
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
         save=save,
     )  # fmt: skip
-    call = run
-    if checks.flag(_NAME, "forward_mode", forward_mode):
-        require(_NAME)
-        if options.return_residual:
-            expected = "be left out with forward_mode=True: a residual has no tangent"
-            raise ValueError(checks.message(_NAME, "return_residual", expected, return_residual))
-        call = run_both_modes
-    outputs = call((options, plan(_NAME, implementation, options, operands)), operands)
+    run = OPERATION.runner(_NAME, forward_mode)
+    if forward_mode and options.return_residual:
+        expected = "be left out with forward_mode=True: a residual has no tangent"
+        raise ValueError(checks.message(_NAME, "return_residual", expected, return_residual))
+    outputs = run((options, plan(_NAME, implementation, options, operands)), operands)
     given = tuple(x for x in outputs if x is not None)
     return given if len(given) > 1 else given[0]
 

@@ -1,4 +1,4 @@
-"""Scaled masked softmax: the public functions, their checks, and the custom_vjp."""
+"""Scaled masked softmax: the public functions, their checks, and the rules."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import backend, checks, masks, tangents
-from jax_attn_bwd._core.forward_mode import Rule, both_modes, require
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd._core.sharding import reshard_like, runs_in_shard_map
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, FullyMasked, Implementation
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
@@ -107,10 +107,7 @@ def scaled_masked_softmax(
     options = Options(static_scale, axis, is_causal, window, fully_masked)
     operands = Operands(x, scale_array, mask, bias, sink)
     chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    if checks.flag(_NAME, "forward_mode", forward_mode):
-        require(_NAME)
-        return _run_both_modes((options, chosen.name), operands)
-    return _run((options, chosen.name), operands)
+    return _OPERATION.runner(_NAME, forward_mode)((options, chosen.name), operands)
 
 
 def scaled_masked_softmax_bwd(
@@ -246,42 +243,36 @@ IMPLEMENTATIONS = (
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(static: tuple[Options, str], operands: Operands) -> jax.Array:
+def _primal(static: tuple[Options, str], operands: Operands) -> jax.Array:
     options, implementation = static
     return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands).y
 
 
-def _fwd(static, operands):
+def _forward(static, operands, wanted):
     options, implementation = static
-    perturbed, operands = backend.perturbed(operands, DIFFERENTIABLE)
+    y, sink_prob, live = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    # what the backward reads of the operands: their types, and x for the gradient of a scale
     present = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
     types = tuple((name, jax.typeof(getattr(operands, name))) for name in present)
-    wanted = Wanted(types, hidden=options.hides or not (operands.mask is None is operands.bias))
-    y, sink_prob, live = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+    hidden = options.hides or not (operands.mask is None is operands.bias)
     x = None
-    if operands.scale is not None:  # a leaf in either case: see `note`
-        x = operands.x if "scale" in perturbed else jnp.zeros((0,), operands.x.dtype)
-    residuals = Residuals(y, wanted, operands.scale, x, sink_prob, live)
-    return y, (residuals, backend.note(perturbed, DIFFERENTIABLE))
+    if operands.scale is not None:  # a leaf in either case: see `encode_flags`
+        x = operands.x if "scale" in wanted else jnp.zeros((0,), operands.x.dtype)
+    return y, Residuals(y, Wanted(types, hidden), operands.scale, x, sink_prob, live)
 
 
-def _bwd(static, residuals, dy):
+def _backward(static, saved, wanted, dy):
     options, implementation = static
-    residuals, note = residuals
-    asked, wanted = backend.noted(note, DIFFERENTIABLE), residuals.wanted
-    types = tuple((name, x) for name, x in wanted.types if name in asked)
-    residuals = residuals._replace(
-        wanted=replace(wanted, types=types), x=residuals.x if "scale" in asked else None
+    types = tuple((name, x) for name, x in saved.wanted.types if name in wanted)
+    saved = saved._replace(
+        wanted=replace(saved.wanted, types=types), x=saved.x if "scale" in wanted else None
     )
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, residuals, dy)
-    return (Operands(None)._replace(**grads),)
+    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, saved, dy)
+    return Operands(None)._replace(**grads)
 
 
-def _jvp(static, residuals, along):
-    return written_tangent.tangent(static[0], residuals[0], along[0])
+def _tangent(static, saved, tangents):
+    return written_tangent.tangent(static[0], saved, tangents)
 
 
-_softmax.defvjp(_fwd, _bwd, symbolic_zeros=True)
-_run = runs_in_shard_map(_softmax)
-_run_both_modes = runs_in_shard_map(both_modes(Rule(_softmax, _fwd, _bwd, _jvp)))
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

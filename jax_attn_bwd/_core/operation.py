@@ -1,0 +1,144 @@
+"""Makes an operator of its written rules, the same way for all: in reverse mode, in both, and in `shard_map`.
+
+An operator writes four functions of what is static of a call (options, a plan) and of its operands, one
+NamedTuple of arrays; `Operation` is their record. From it come the `jax.custom_vjp`, which tells the rules
+what is differentiated, and the operation of both modes (`forward_mode`).
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jax_attn_bwd._core import checks, forward_mode
+from jax_attn_bwd._core.forward_mode import decode_flags, encode_flags
+
+Names = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is written for an operator.
+
+    Attributes:
+      differentiable: the operands whose derivatives the rules tell apart; none where they do the same
+        whatever is asked.
+      primal: `(static, operands) -> outputs`, where nothing is differentiated.
+      forward: `(static, operands, wanted) -> (outputs, saved)`; `wanted` names what is differentiated, and
+        `saved` is what backward and tangent read: of one structure, whatever is wanted (see `encode_flags`).
+      backward: `(static, saved, wanted, cotangents of the outputs) -> those of the operands`; None is zero.
+      tangent: `(static, saved, tangents of the operands) -> those of the outputs`; None is zero.
+    """
+
+    differentiable: tuple[str, ...]
+    primal: Callable[[Any, Any], Any]
+    forward: Callable[[Any, Any, Names], tuple[Any, Any]]
+    backward: Callable[[Any, Any, Names, Any], Any]
+    tangent: Callable[[Any, Any, Any], Any]
+
+    def runner(self, operator: str, both_modes: Any) -> Callable[[Hashable, Any], Any]:
+        """Returns `(static, operands) -> outputs`, differentiable in reverse mode or in both.
+
+        Args:
+          operator: the call, as errors name it.
+          both_modes: its argument `forward_mode`.
+
+        Raises:
+          TypeError: `forward_mode` is no bool.
+          NotImplementedError: this JAX has no operations with both rules.
+        """
+        both_modes = checks.flag(operator, "forward_mode", both_modes)
+        if both_modes:
+            forward_mode.require(operator)
+        # Inside `jax.shard_map` JAX refuses rules with symbolic zeros unless a `jax.jit` is around them.
+        if self.differentiable and jax.sharding.get_abstract_mesh().manual_axes:
+            return self._compiled[both_modes]
+        return self._run_in_both_modes if both_modes else self._run
+
+    @cached_property
+    def _run(self) -> Any:
+        run = jax.custom_vjp(self.primal, nondiff_argnums=(0,))
+        run.defvjp(self._fwd, self._bwd, symbolic_zeros=bool(self.differentiable))
+        return run
+
+    @cached_property
+    def _compiled(self) -> tuple[Any, Any]:
+        runs = self._run, self._run_in_both_modes
+        return tuple(jax.jit(run, static_argnums=0, inline=True) for run in runs)  # type: ignore[return-value]
+
+    def _fwd(self, static: Any, given: Any) -> tuple[Any, Any]:
+        """The forward rule; with `symbolic_zeros`, each leaf of the operands says whether it is perturbed."""
+        is_wrapped = lambda x: hasattr(x, "perturbed")
+        moves = lambda x: is_wrapped(x) and x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
+        leaves = lambda name: jax.tree.leaves(getattr(given, name), is_leaf=is_wrapped)
+        wanted = frozenset(name for name in self.differentiable if any(map(moves, leaves(name))))
+        operands = jax.tree.map(lambda x: x.value if is_wrapped(x) else x, given, is_leaf=is_wrapped)
+        outputs, saved = self.forward(static, operands, wanted)
+        if not self.differentiable:
+            return outputs, (saved, None)
+        return outputs, (saved, encode_flags([name in wanted for name in self.differentiable]))
+
+    def _bwd(self, static: Any, residuals: Any, cotangents: Any) -> tuple[Any]:
+        """The backward rule."""
+        saved, flags = residuals
+        cotangents = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, cotangents)
+        return (self.backward(static, saved, self._names(flags), cotangents),)
+
+    def _names(self, flags: Any) -> Names:
+        """Returns which operands the flags of the residuals tell to be differentiated."""
+        if flags is None:
+            return frozenset()
+        found = decode_flags(flags, len(self.differentiable))
+        return frozenset(name for name, is_set in zip(self.differentiable, found, strict=True) if is_set)
+
+    def _run_in_both_modes(self, static: Hashable, operands: Any) -> Any:
+        args, tree = jax.tree.flatten(operands)
+        outputs = jax.eval_shape(lambda operands: self.primal(static, operands), operands)
+        types = tuple(jax.typeof(x) for x in args)
+        rules = _Rules(self, static, tree, types, jax.tree.structure(outputs))
+        return jax.tree.unflatten(rules.out_tree, forward_mode.run(rules, args))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """An operand as JAX hands it to the forward rule of a `custom_vjp` with symbolic zeros."""
+
+    value: Any
+    perturbed: bool
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """The rules of an operation on the flat list of its arrays, as `forward_mode` takes them."""
+
+    operation: Operation
+    static: Hashable
+    tree: Any
+    types: tuple[Any, ...]
+    out_tree: Any
+
+    def out(self, args):
+        return jax.tree.leaves(self.operation.primal(self.static, self.tree.unflatten(args)))
+
+    def forward(self, moves, args):
+        given = self.tree.unflatten(map(_Given, args, moves))
+        outputs, residuals = self.operation._fwd(self.static, given)
+        return jax.tree.leaves(outputs), residuals
+
+    def backward(self, residuals, cotangents):
+        if all(x is None for x in cotangents):
+            return [None] * len(self.types)
+        (found,) = self.operation._bwd(self.static, residuals, self.out_tree.unflatten(cotangents))
+        # None in the place of a subtree is None for each of its leaves
+        whole = self.tree.unflatten(self.types)
+        spread = lambda x, below: jax.tree.map(lambda _: x, below) if x is None else x
+        return self.tree.flatten_up_to(jax.tree.map(spread, found, whole, is_leaf=lambda x: x is None))
+
+    def tangent(self, residuals, tangents):
+        saved, _ = residuals
+        found = self.operation.tangent(self.static, saved, self.tree.unflatten(tangents))
+        return jax.tree.leaves(found)
