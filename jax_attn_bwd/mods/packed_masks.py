@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks, intervals
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.jaxpr import intervals
 from jax_attn_bwd.mods.masks import Mask
 from jax_attn_bwd.mods.mod_args_spec import Read
 from jax_attn_bwd.ops.dot_product.mod_functions import Sizes

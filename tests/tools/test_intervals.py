@@ -8,9 +8,9 @@ from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd._core import intervals
-from jax_attn_bwd._core.intervals import Interval
-from jax_attn_bwd._core.range_extrema import gathered
+from jax_attn_bwd._core.jaxpr import intervals
+from jax_attn_bwd._core.jaxpr.interval_rules import gathered
+from jax_attn_bwd._core.jaxpr.intervals import Interval
 
 i32 = np.int32
 COMPARISONS = (jnp.less, jnp.less_equal, jnp.greater, jnp.greater_equal, jnp.equal, jnp.not_equal)

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, diagonal, elementwise, float_leaves, intervals, pallas
-from jax_attn_bwd._core.double_where import guarded
+from jax_attn_bwd._core import checks, float_leaves, pallas
+from jax_attn_bwd._core.jaxpr import elementwise, intervals
+from jax_attn_bwd._core.jaxpr.guard import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product.mask import Mask
@@ -63,7 +64,7 @@ def sees_diagonal(mask: Mask) -> bool:
     assert mask.mask_mod is not None
     index = jax.ShapeDtypeStruct((), jnp.int32)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), mask.mod_args)
-    return diagonal.is_true(mask.mask_mod, (index, index), index, args)
+    return elementwise.is_true_on_diagonal(mask.mask_mod, (index, index), index, args)
 
 
 class Tile(NamedTuple):

@@ -10,8 +10,8 @@ from helpers import assert_close, thorough
 from ops.dot_product.test_mods import evaluated, inputs, kinds, walked
 
 from jax_attn_bwd import BipartiteCSC, dot_product_attention, mods
-from jax_attn_bwd._core.intervals import Interval, bounds, exact
-from jax_attn_bwd._core.jaxprs import equations
+from jax_attn_bwd._core.jaxpr.intervals import Interval, bounds, exact
+from jax_attn_bwd._core.jaxpr.walk import equations
 from jax_attn_bwd.ops.dot_product.plan import Tiling
 
 T = 96

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import jaxprs
-from jax_attn_bwd._core.intervals import Interval
-from jax_attn_bwd._core.range_extrema import gathered
+from jax_attn_bwd._core.jaxpr import walk
+from jax_attn_bwd._core.jaxpr.interval_rules import gathered
+from jax_attn_bwd._core.jaxpr.intervals import Interval
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import hoisting
@@ -195,12 +195,12 @@ def for_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
             return [1.0 - inputs[0] * inputs[0]]
         if name in ("integer_pow", "square"):  # which the derivative of a quotient holds
             return [_power(inputs[0], equation.params.get("y", 2))]
-        return jaxprs.bound(equation, inputs, **{"sharding": None} if "sharding" in equation.params else {})
+        return walk.bound(equation, inputs, **{"sharding": None} if "sharding" in equation.params else {})
 
     # traced, and its equations evaluated by the rule while the kernel is traced
     def call(*given):
         closed, form = jax.make_jaxpr(function, return_shape=True)(*given)
-        results = jaxprs.evaluate(closed, given, rule, lambda x, _: x, literal=lambda x, _: jnp.asarray(x))
+        results = walk.evaluate(closed, given, rule, lambda x, _: x, literal=lambda x, _: jnp.asarray(x))
         return jax.tree.unflatten(jax.tree.structure(form), results)
 
     return call
@@ -222,7 +222,7 @@ def unsupported(
     with hoisting.unsharded():
         programs = list(_programs(on_values(options, operands)))
     for name, closed in programs:
-        for equation in jaxprs.equations(closed.jaxpr):
+        for equation in walk.equations(closed.jaxpr):
             if (operation := equation.primitive.name) not in lowers:
                 return f"it cannot lower {operation!r}, which {name} is made of"
         if (reason := _too_wide(name, closed)) is not None:
@@ -232,7 +232,7 @@ def unsupported(
 
 def _too_wide(name: str, closed: Any) -> str | None:
     """Returns why it cannot be traced on tiles of 32 bits a number; None if it can."""
-    for equation in jaxprs.equations(closed.jaxpr):
+    for equation in walk.equations(closed.jaxpr):
         avals = [x.aval for x in (*equation.invars, *equation.outvars)]
         # Python numbers are weakly typed, and narrow in `on_tile`
         wide = [x.dtype for x in avals if x.dtype.itemsize > 4 and not x.weak_type]

@@ -23,8 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import jaxprs, pallas
-from jax_attn_bwd._core.intervals import is_floored
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core.jaxpr import walk
+from jax_attn_bwd._core.jaxpr.intervals import is_floored
 from jax_attn_bwd.ops.dot_product.kernels.blocks import Blocks
 
 PLACE = ("batch", "head", "row", "column")
@@ -133,7 +134,7 @@ def cut(function: Any) -> Cut:
     inputs += [Value(v.aval, of_arrays=True, argument=i) for i, v in enumerate(invars[len(lead) :])]
     # equation after equation, what is known of its results, up to the one that is returned
     with jax.enable_x64(False), unsharded():  # as it was traced: `is_floored` compares programs
-        (result,) = jaxprs.evaluate(
+        (result,) = walk.evaluate(
             closed,
             inputs,
             _results,
@@ -397,7 +398,7 @@ def _outside(value: Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
     """Computes a value of one element, in XLA."""
 
     def of_inputs(value, inputs):
-        return jaxprs.bound(value.equation, pallas.vary_alike(inputs))[value.output]
+        return walk.bound(value.equation, pallas.vary_alike(inputs))[value.output]
 
     return _made(value, {}, place | dict(enumerate(arrays)), of_inputs)
 
@@ -421,12 +422,12 @@ def _elementwise(value: Value, inputs: list[Any]) -> Any:
         return inputs[0]
     shape, alike = jnp.broadcast_shapes(*(x.shape for x in inputs)), name in ("select_n", "clamp")
     if name.startswith("custom_"):  # with its own derivative, as jax.nn.relu
-        run = lambda *inputs: jaxprs.bound(value.equation, inputs)[value.output]
+        run = lambda *inputs: walk.bound(value.equation, inputs)[value.output]
         for _ in shape:
             run = jax.vmap(run)
         return run(*(jnp.broadcast_to(x, shape) for x in inputs))
-    if jaxprs.called_jaxpr(value.equation) is not None:  # jnp's own // or %
+    if walk.called_jaxpr(value.equation) is not None:  # jnp's own // or %
         return getattr(jnp, value.equation.params["name"])(*inputs)
     # arrays of one shape; scalars stay scalars, unless the operation takes one shape alone
     laid = [jnp.broadcast_to(x, shape) if alike or x.shape else x for x in inputs]
-    return jaxprs.bound(value.equation, laid)[value.output]
+    return walk.bound(value.equation, laid)[value.output]

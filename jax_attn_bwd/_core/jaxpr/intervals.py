@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks, jaxprs, pallas
-from jax_attn_bwd._core.interval_rules import RULES, STRUCTURAL, dtype_range, floored
-from jax_attn_bwd._core.range_extrema import gathered
+from jax_attn_bwd._core import checks, pallas
+from jax_attn_bwd._core.jaxpr import walk
+from jax_attn_bwd._core.jaxpr.interval_rules import RULES, STRUCTURAL, dtype_range, floored, gathered
 
 # these make or move floats without rounding them
 _MOVES = ("dynamic_slice", "dynamic_update_slice", "iota", "pad", "rev", "sort", "split")
@@ -78,7 +78,7 @@ def told(value: Any, least: Any, greatest: Any) -> Any:
 
 def _is_told(equation: Any) -> bool:
     """Whether it is a call of `told`."""
-    called = jaxprs.called_jaxpr(equation)
+    called = walk.called_jaxpr(equation)
     return equation.params.get("name") == "told" and not called.eqns and len(equation.invars) == 3
 
 
@@ -88,7 +88,7 @@ def bounds(function: Callable[..., Any], *arguments: Any) -> Interval:
     shapes = [jax.ShapeDtypeStruct(x.least.shape, x.least.dtype) for x in leaves]
     closed = jax.make_jaxpr(lambda *given: function(*jax.tree.unflatten(tree, given)))(*shapes)
     of_exact = lambda x, _: exact(x)
-    (result,) = jaxprs.evaluate(closed, leaves, _results, of_exact, enters=_is_evaluated_by_parts)
+    (result,) = walk.evaluate(closed, leaves, _results, of_exact, enters=_is_evaluated_by_parts)
     return result
 
 
@@ -105,7 +105,7 @@ def _results(equation: Any, inputs: list[Interval]) -> list[Interval]:
     all_exact = all(x.is_exact for x in inputs)
     if all_exact and not all(x.is_known for x in inputs):
         return _bound(equation, inputs)
-    if jaxprs.called_jaxpr(equation) is not None:
+    if walk.called_jaxpr(equation) is not None:
         if _is_told(equation):
             return [Interval(inputs[1].least, inputs[2].greatest, inputs[1].vague or inputs[2].vague)]
         dtype = equation.outvars[0].aval.dtype  # a Python number that they divide by is wider under x64
@@ -147,7 +147,7 @@ def _is_symbolic(equation: Any) -> bool:
 def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
     """The results of exact values: those of the equation itself."""
     values = pallas.vary_alike([jnp.asarray(x.least) for x in inputs])
-    return [exact(x) for x in jaxprs.bound(equation, values)]
+    return [exact(x) for x in walk.bound(equation, values)]
 
 
 def constant(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray | None:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import jaxprs, pallas
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core.jaxpr import walk
 
 _HARMLESS = 0.5  # within the domain of nearly all functions: log, sqrt, 1 / x, asin, atanh
 _MOVES = frozenset(
@@ -51,7 +52,7 @@ def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args
     values = [
         _Value(x, is_float := _is_float(x), i < len(elements), not is_float) for i, x in enumerate(given)
     ]
-    (result,) = jaxprs.evaluate(
+    (result,) = walk.evaluate(
         closed,
         values,
         partial(_results, _Guard(seen)),
@@ -89,7 +90,7 @@ def _results(guard: _Guard, equation: Any, inputs: list[_Value]) -> list[_Value]
     if elements and differentiates and not _is_tame(equation, inputs):
         guarded_ones = [_is_float(x) and guard.fits(x.shape) for x in given]
         given = [guard(x) if bad else x for x, bad in zip(given, guarded_ones, strict=True)]
-    results = jaxprs.bound(equation, pallas.vary_alike(given))
+    results = walk.bound(equation, pallas.vary_alike(given))
     varies = any(x.varies for x in inputs)
     finite = name in _KEEPS_FINITE and all(x.finite for x in inputs)
     return [_Value(x, varies and _is_float(x), elements, finite or not _is_float(x)) for x in results]
@@ -105,7 +106,7 @@ def _is_tame(equation: Any, inputs: list[_Value]) -> bool:
         return (not x.varies or y.finite) and (not y.varies or x.finite)
     if name == "div":
         denominator = equation.invars[1]
-        return jaxprs.is_literal(denominator) and denominator.val != 0
+        return walk.is_literal(denominator) and denominator.val != 0
     return False
 
 
