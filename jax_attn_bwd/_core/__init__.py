@@ -1,1 +1,1 @@
-"""What all operators share: dispatch, checks, masks, dropout, numerics, sharding."""
+"""Shared by all operators: dispatch, checks, masks, dropout, numerics, sharding."""

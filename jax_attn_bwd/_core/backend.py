@@ -52,7 +52,7 @@ def kernel(
     forward: bool = True,
     any_order: bool = False,
 ) -> Implementation:
-    """The implementation `name` of the operator in `package` by kernels: Pallas's, or a library's.
+    """Returns the implementation `name` of the operator in `package` by kernels: Pallas's, or a library's.
 
     Each of `generations` has its files in `package.kernels`: `<generation>_forward.py` (`forward`,
     `supports`) and `<generation>_backward.py` (`backward`), imported when such a device is first aimed at.
@@ -103,7 +103,7 @@ def _meshes(operands: Any) -> Iterator[jax.sharding.AbstractMesh]:
 
 
 def _refusal(implementation: Implementation, options: Any, operands: Any) -> str | None:
-    """Why `implementation` cannot run this call here; None if it can."""
+    """Tells why `implementation` cannot run this call here; None if it can."""
     if implementation.platform is None:
         return implementation.supports(options, operands)
     if pallas.is_interpreted(implementation.name):
@@ -121,7 +121,7 @@ def _refusal(implementation: Implementation, options: Any, operands: Any) -> str
 def _passed_over(
     operator: str, implementations: Sequence[Implementation], options: Any, operands: Any, tell: bool
 ) -> dict[str, str]:
-    """Why `implementation=None` passes over kernels among these, all of which can run the call."""
+    """Tells why `implementation=None` picks none of these kernels but one; all of them can run the call."""
     kernels = [i for i in implementations if i.platform is not None and not pallas.is_interpreted(i.name)]
     if not kernels:
         return {}
@@ -175,7 +175,7 @@ def select(
     options: Any,
     operands: Any,
 ) -> Implementation:
-    """The implementation to run: the one asked for, or the first of the list that can.
+    """Returns the implementation to run: the one asked for, or the first of the list that can.
 
     Raises:
       ValueError: `requested` is not the name of an implementation.
@@ -206,7 +206,7 @@ def select(
 
 
 def named(implementations: tuple[Implementation, ...], name: str) -> Implementation:
-    """The implementation of that name."""
+    """Returns the implementation of that name."""
     return next(i for i in implementations if i.name == name)
 
 
@@ -220,7 +220,7 @@ def _explain_mode() -> Iterator[None]:
 
 
 def _is_data(x: Any) -> bool:
-    """Whether `explain` may trace it: a known array of integers may have to be known at trace time."""
+    """Tells whether `explain` may trace it: a known array of integers may have to be known at trace time."""
     known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if known and jnp.issubdtype(x.dtype, jnp.integer):
         return False
@@ -289,7 +289,7 @@ def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
 
 
 def _on_ambient_mesh(x: Any) -> Any:
-    """The type of an array, on the ambient mesh where that has its axes but another device."""
+    """Returns the type of an array, on the ambient mesh where that has its axes but another device."""
     mesh, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding
     if own.mesh.empty or own.mesh == mesh or own.mesh.axis_names != mesh.axis_names:
         return x

@@ -13,22 +13,22 @@ Extra = Callable[[np.random.Generator, Mapping[str, Any]], dict[str, np.ndarray]
 
 
 def both(*extras: Extra) -> Extra:
-    """The arrays of several of these functions, drawn one after the other."""
+    """Draws the arrays of several of these functions, one after the other."""
     return lambda rng, n: {k: v for extra in extras for k, v in extra(rng, n).items()}
 
 
 def mask(*shape: int, keep: float = 0.6) -> Extra:
-    """A boolean mask of that shape, True for a share of `keep`."""
+    """Returns a boolean mask of that shape, True for a share of `keep`."""
     return lambda rng, n: {"mask": rng.random(shape) < keep}
 
 
 def bias(*shape: int, spread: float = 1.0) -> Extra:
-    """A bias of that shape and standard deviation."""
+    """Returns a bias of that shape and standard deviation."""
     return lambda rng, n: {"bias": spread * rng.standard_normal(shape)}
 
 
 def infinite_bias(rng, n):
-    """A bias `[2, 1, T, S]` that is -inf in places, and in all of one row, which sees nothing."""
+    """Returns a bias `[2, 1, T, S]` that is -inf in places, and in all of one row, which sees nothing."""
     bias = rng.standard_normal((2, 1, n["T"], n["S"]))
     bias[rng.random(bias.shape) < 0.3] = -np.inf
     bias[1, 0, n["T"] // 2] = -np.inf
@@ -36,7 +36,7 @@ def infinite_bias(rng, n):
 
 
 def segments(rng, n):
-    """Segment ids in order; some queries, and some keys, are alone in theirs."""
+    """Draws segment ids in order; some queries, and some keys, are alone in theirs."""
     return {
         "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
         "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
@@ -44,7 +44,7 @@ def segments(rng, n):
 
 
 def positions(rng, n):
-    """Shuffled positions: those of the queries for all batch entries, those of the keys for each of two."""
+    """Shuffles positions: those of the queries for all batch entries, those of the keys for each of two."""
     return {
         "query_positions": rng.permutation(n["S"])[: n["T"]].astype(np.int32),
         "key_value_positions": np.stack([rng.permutation(n["S"]) for _ in range(2)]).astype(np.int32),
@@ -52,5 +52,5 @@ def positions(rng, n):
 
 
 def dropout_key(*words: int) -> Extra:
-    """A raw random key of two words."""
+    """Returns a raw random key of two words."""
     return lambda rng, n: {"dropout_key": np.array(words, np.uint32)}

@@ -1,4 +1,4 @@
-"""What tests, `check` and benchmarks know of an operator: named inputs, and how to call it.
+"""Describes an operator to tests, `check` and benchmarks: named inputs, and how to call it.
 
 `ops/<operator>/cases.py` holds `OPERATORS`, a tuple of `Operator`; `ops.discover()` finds them.
 """
@@ -49,12 +49,12 @@ class Case:
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def arrays(self, dtype: Any = np.float64, seed: int = 0) -> Arrays:
-        """The arrays, floating ones rounded to `dtype`."""
+        """Returns the arrays, floating ones rounded to `dtype`."""
         arrays = self.build(np.random.default_rng(seed))
         return {name: cast(x, self.dtypes.get(name, dtype)) for name, x in arrays.items()}
 
     def shapes(self, dtype: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """The types of the arrays, which are not made; floating ones are of `dtype`, else the case's."""
+        """Returns types of the arrays, which are not made; floating ones are of `dtype`, else the case's."""
         found = {}
         for name, x in self.build(_Zeros()).items():
             own = self.dtypes.get(name, dtype or self.dtype) if is_floating(x) else np.asarray(x).dtype
@@ -63,7 +63,7 @@ class Case:
 
 
 class _Zeros(np.random.Generator):
-    """What a case is built from where its shapes are asked for: zeros, which take memory only where few."""
+    """Gives zeros to a case whose shapes are asked for; they take memory only where they are few."""
 
     def __init__(self) -> None:
         super().__init__(np.random.PCG64(0))
@@ -119,28 +119,28 @@ class Operator:
     hidden: Callable[[Arrays, Mapping[str, Any]], dict[str, np.ndarray]] = lambda arrays, options: {}
 
     def tagged(self, *tags: str) -> Iterator[Case]:
-        """The cases that have any of `tags`."""
+        """Returns the cases that have any of `tags`."""
         return (case for case in self.cases if case.tags & set(tags))
 
     def differentiated(self, arrays: Arrays) -> tuple[str, ...]:
-        """The differentiable arguments that a call has."""
+        """Returns the differentiable arguments that a call has."""
         return tuple(name for name in self.differentiable if is_floating(arrays.get(name)))
 
 
 def is_floating(x: Any) -> bool:
-    """Whether `x` is an array of a floating dtype."""
+    """Tells whether `x` is an array of a floating dtype."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """`x` as a JAX array; floating arrays in `dtype`. By NumPy: each shape would be a program to compile."""
+    """Makes `x` a JAX array, of `dtype` if floating; by NumPy: each shape would be a program to compile."""
     if not is_floating(x):
         return x if isinstance(x, jax.Array) else jax.device_put(np.asarray(x))
     return jax.device_put(np.asarray(x).astype(dtype))
 
 
 def cotangents(operator: Operator, outputs: tuple, seed: int = 1) -> tuple:
-    """A random cotangent for each output: a constant one proves nothing of a softmax."""
+    """Returns a random cotangent for each output: a constant one proves nothing of a softmax."""
     rng = np.random.default_rng(seed)
     return tuple(cast(rng.standard_normal(x.shape), x.dtype) for x in outputs)
 
@@ -148,7 +148,7 @@ def cotangents(operator: Operator, outputs: tuple, seed: int = 1) -> tuple:
 def value_and_gradients(
     function: Callable[..., tuple], differentiated: tuple[str, ...], arrays: Arrays, options: Mapping
 ) -> Callable[[tuple], tuple[tuple, dict]]:
-    """`cts -> (outputs, {name: gradient})` of `function`, by JAX."""
+    """Returns `cts -> (outputs, {name: gradient})` of `function`, by JAX."""
 
     def run(cts):
         def outputs(inputs):

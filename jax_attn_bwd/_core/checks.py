@@ -14,12 +14,12 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 
 
 def message(operator: str, argument: str, expected: str, got: Any, remedy: str = "") -> str:
-    """`operator: argument must expected, got got; remedy`."""
+    """Returns `operator: argument must expected, got got; remedy`."""
     return f"{operator}: {argument} must {expected}, got {got}" + (f"; {remedy}" if remedy else "")
 
 
 def static(x: Any, remedy: str = "") -> str:
-    """`remedy`, and for an option that is traced how to keep it static."""
+    """Returns `remedy`, and for an option that is traced how to keep it static."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
         return remedy
     return f"{remedy}{', or ' if remedy else ''}under jax.jit name it in static_argnames"
@@ -30,12 +30,12 @@ def _kind(x: Any) -> str:
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array or tracer (not a Python or NumPy scalar)."""
+    """Tells whether `x` is an array or tracer (not a Python or NumPy scalar)."""
     return isinstance(x, jax.Array | np.ndarray)
 
 
 def known(x: Any) -> np.ndarray | None:
-    """The values of `x` on the host; None if they are traced, or a transfer guard forbids to fetch them."""
+    """Returns the values of `x` on the host; None if traced, or if a transfer guard forbids to fetch them."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)
     guards = (getattr(jax.config, f"jax_transfer_guard{to}") for to in ("", "_device_to_host"))
@@ -46,13 +46,13 @@ def known(x: Any) -> np.ndarray | None:
 
 
 def _of_torch(argument: str, x: Any, remedy: str = "") -> str:
-    """How a tensor of torch is handed over; `remedy` for anything else."""
+    """Tells how a tensor of torch is handed over; `remedy` for anything else."""
     is_tensor = type(x).__module__.partition(".")[0] == "torch"
     return f"pass {argument}.detach().cpu().numpy()" if is_tensor else remedy
 
 
 def floating(operator: str, argument: str, x: Any) -> jax.Array:
-    """`x` as an array of a floating dtype."""
+    """Returns `x` as an array of a floating dtype."""
     x = np.asarray(x) if isinstance(x, np.generic) else x
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         got = f"dtype {x.dtype}" if is_array(x) else type(x).__name__
@@ -64,7 +64,7 @@ def floating(operator: str, argument: str, x: Any) -> jax.Array:
 
 
 def floating_rows(operator: str, argument: str, x: Any) -> jax.Array:
-    """`x` as an array of a floating dtype that has an axis to normalise over."""
+    """Returns `x` as an array of a floating dtype that has an axis to normalise over."""
     x = floating(operator, argument, x)
     if x.ndim == 0:
         raise ValueError(message(operator, argument, "have at least one axis", x.shape))
@@ -72,7 +72,7 @@ def floating_rows(operator: str, argument: str, x: Any) -> jax.Array:
 
 
 def same_dtype(operator: str, **arrays: jax.Array) -> None:
-    """All arrays share one dtype."""
+    """Raises unless all arrays share one dtype."""
     if len({x.dtype for x in arrays.values()}) > 1:
         got = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
         names = ", ".join(arrays)
@@ -82,7 +82,7 @@ def same_dtype(operator: str, **arrays: jax.Array) -> None:
 def boolean_mask(
     operator: str, mask: Any, meaning: str = "attend", additive: str = "pass additive values as bias"
 ) -> jax.Array:
-    """`mask` as a boolean array; `meaning` says what True is, `additive` where numbers may go."""
+    """Returns `mask` as a boolean array; `meaning` says what True is, `additive` where numbers may go."""
     mask = np.asarray(mask) if isinstance(mask, np.generic) else mask
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
@@ -96,7 +96,7 @@ def boolean_mask(
 def integers(
     operator: str, argument: str, x: Any, least: int = -(2**31), greatest: int = 2**31 - 1
 ) -> jax.Array:
-    """`x` (array, list or int) as an array of an integer dtype; known values must lie in that range."""
+    """Makes `x` (array, list or int) an array of an integer dtype; known values must lie in that range."""
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
     array = x if isinstance(x, jax.Array) else jnp.asarray(x) if traced else np.asarray(x)
     if array.size == 0 and not is_array(x):
@@ -114,7 +114,7 @@ def integers(
 
 
 def integer(operator: str, argument: str, x: Any, least: int | None = None) -> int:
-    """`x`, a Python or NumPy int, `least` or more; no bool, array or tracer."""
+    """Returns `x`, a Python or NumPy int, `least` or more; no bool, array or tracer."""
     expected = {None: "be an int", 1: "be a positive int"}.get(least, f"be an int, {least} or more")
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(message(operator, argument, expected, _kind(x), static(x)))
@@ -124,12 +124,12 @@ def integer(operator: str, argument: str, x: Any, least: int | None = None) -> i
 
 
 def scale(operator: str, x: Any, dtype: Any, remedy: str = "") -> float:
-    """The factor of logits that are computed from arrays of `dtype`, finite where they are accumulated."""
+    """Returns the factor of logits of arrays of `dtype`, finite where they are accumulated."""
     return python_float(operator, "scale", x, remedy, accumulator_dtype(dtype))
 
 
 def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> float:
-    """`scale`; None is 1 / sqrt(size) for heads of that size."""
+    """Returns `scale`; None is 1 / sqrt(size) for heads of that size."""
     if x is not None:
         return scale(operator, x, dtype, remedy)
     if not isinstance(size, int):
@@ -139,7 +139,7 @@ def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> flo
 
 
 def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple, remedy: str = "") -> None:
-    """`x.shape == expected`; `names` spells the expected shape in shape letters."""
+    """Raises unless `x.shape == expected`; `names` spells the expected shape in shape letters."""
     if x.shape != expected:
         raise ValueError(message(operator, argument, f"have shape {names} = {expected}", x.shape, remedy))
 
@@ -161,7 +161,7 @@ def _fits(shape: tuple, target: tuple) -> bool:
 
 
 def python_float(operator: str, argument: str, x: Any, remedy: str = "", dtype: Any = np.float64) -> float:
-    """`x`, a Python or NumPy scalar, as a float that is finite in `dtype`; no array or tracer."""
+    """Returns `x`, a Python or NumPy scalar, as a float that is finite in `dtype`; no array or tracer."""
     x = x.item() if isinstance(x, np.floating | np.integer) else x
     if is_array(x) or isinstance(x, bool) or not isinstance(x, int | float):
         raise TypeError(message(operator, argument, "be a Python float", _kind(x), static(x, remedy)))
@@ -173,7 +173,7 @@ def python_float(operator: str, argument: str, x: Any, remedy: str = "", dtype: 
 
 
 def rate(operator: str, argument: str, x: Any) -> float:
-    """A probability, as a Python float."""
+    """Returns a probability as a Python float."""
     known = is_array(x) and not isinstance(x, jax.core.Tracer)
     x = python_float(operator, argument, x, f"pass float({argument})" if known else "")
     if not 0.0 <= x <= 1.0:
@@ -182,14 +182,14 @@ def rate(operator: str, argument: str, x: Any) -> float:
 
 
 def flag(operator: str, argument: str, x: Any) -> bool:
-    """A Python bool: options change the compiled program and cannot be traced."""
+    """Returns a Python bool: options change the compiled program and cannot be traced."""
     if not isinstance(x, bool | np.bool_):
         raise TypeError(message(operator, argument, "be a Python bool", _kind(x), static(x)))
     return bool(x)
 
 
 def repeatable_sums(operator: str, deterministic_sums: Any, deterministic: Any) -> bool:
-    """`deterministic_sums`, also by the name that it had, which is deprecated."""
+    """Returns `deterministic_sums`, also by the name that it had, which is deprecated."""
     if deterministic is None:
         return flag(operator, "deterministic_sums", deterministic_sums)
     deterministic = flag(operator, "deterministic", deterministic)
@@ -206,14 +206,14 @@ def repeatable_sums(operator: str, deterministic_sums: Any, deterministic: Any) 
 
 
 def choice(operator: str, argument: str, x: Any, choices: Sequence[Any]) -> Any:
-    """One of `choices`."""
+    """Returns `x`, one of `choices`."""
     if not isinstance(x, str) or x not in choices:
         raise ValueError(message(operator, argument, f"be one of {tuple(choices)}", repr(x)))
     return x
 
 
 def wanted(operator: str, wrt: Any, fields: Sequence[str], present: Sequence[str]) -> tuple:
-    """`wrt` as a tuple of known names of arguments that were given."""
+    """Returns `wrt` as a tuple of known names of arguments that were given."""
     if not isinstance(wrt, str | Sequence | set | frozenset):
         raise TypeError(message(operator, "wrt", f"name some of {tuple(fields)}", repr(wrt)))
     names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
@@ -228,7 +228,7 @@ def wanted(operator: str, wrt: Any, fields: Sequence[str], present: Sequence[str
 
 
 def precision(operator: str, value: Any) -> Any:
-    """A hashable precision: None, `lax.Precision`, a pair of them, or a dot algorithm."""
+    """Returns a hashable precision: None, `lax.Precision`, a pair of them, or a dot algorithm."""
     if value is None or isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return value
     if isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__:

@@ -61,7 +61,7 @@ _said = [-10.0]  # when the last line of `status` was written
 
 
 def status(text: str) -> None:
-    """What is done now: one line that is written over on a terminal, else a line every ten seconds."""
+    """Writes what is done now: one line that is written over on a terminal, else a line every ten seconds."""
     now = time.monotonic()
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
@@ -72,7 +72,7 @@ def status(text: str) -> None:
 
 
 def columns(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A title and rows in columns below it, the last one wrapped at the width of the terminal."""
+    """Returns a title and rows in columns below it, the last one wrapped at the width of the terminal."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
     lines = [title]

@@ -25,7 +25,7 @@ Words = tuple[jax.Array, jax.Array]
 
 
 def threefry(key: Words, counter: Words, rounds: int = 20) -> Words:
-    """Threefry-2x32 of `counter` under `key`; all are pairs of uint32 arrays that broadcast."""
+    """Returns Threefry-2x32 of `counter` under `key`; all are pairs of uint32 arrays that broadcast."""
     schedule = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     x, y = counter[0] + schedule[0], counter[1] + schedule[1]
     for r in range(rounds):
@@ -54,7 +54,7 @@ def check_key(operator: str, key: Any, argument: str = "dropout_key") -> None:
 
 
 def key_words(key: jax.Array) -> jax.Array:
-    """Two uint32 words `[2]` that stand for a key which `check_key` passed."""
+    """Returns two uint32 words `[2]` that stand for a key which `check_key` passed."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     words = jax.random.key_data(key).ravel() if typed else jnp.asarray(key)
     first, second = words[0], words[1]
@@ -107,12 +107,12 @@ def drawn(
 
 
 def head_keys(words: jax.Array, batch: jax.Array, head: jax.Array) -> Words:
-    """The key of each (batch, head); `batch` and `head` are uint32 indices that broadcast."""
+    """Returns the key of each (batch, head); `batch` and `head` are uint32 indices that broadcast."""
     return threefry((words[0], words[1]), (batch, head), _KEY_ROUNDS)
 
 
 def keep(keys: Words, row: jax.Array, column: jax.Array, rate: float) -> jax.Array:
-    """Whether each element survives; `keys`, `row` and `column` are uint32 and broadcast."""
+    """Tells whether each element survives; `keys`, `row` and `column` are uint32 and broadcast."""
     bits, _ = threefry(keys, (row, column), _ELEMENT_ROUNDS)
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
@@ -120,7 +120,7 @@ def keep(keys: Words, row: jax.Array, column: jax.Array, rate: float) -> jax.Arr
 def factors(
     keys: Words, row: jax.Array, column: jax.Array, rate: float, dtype: Any, drawn_once: bool = True
 ) -> jax.Array:
-    """The factor of each element: 1 / (1 - rate) for those that `keep` passes, else 0.
+    """Returns the factor of each element: 1 / (1 - rate) for those that `keep` passes, else 0.
 
     Drawn once, the cipher is not computed again in every fusion that reads the factors: derivatives of high
     order read them so often that their programs compiled for minutes. A tile that is walked over has one
@@ -131,5 +131,5 @@ def factors(
 
 
 def survivor_factor(rate: float) -> float:
-    """The factor of a surviving probability, which keeps its expectation."""
+    """Returns the factor of a surviving probability, which keeps its expectation."""
     return 1.0 / (1.0 - rate) if rate < 1.0 else 0.0

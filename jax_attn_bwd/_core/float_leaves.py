@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def floats(args: Any) -> Any:
-    """`args` with None in the place of what is not floating: their gradients have this structure."""
+    """Returns `args` with None in the place of what is not floating: their gradients have this structure."""
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, args)
 
 
@@ -19,12 +19,12 @@ def over_floats(f: Callable[..., Any], numbers: Any, args: Any, otherwise: Any =
 
 
 def filled(args: Any, numbers: Any) -> Any:
-    """`args` with `numbers`, which have the structure of `floats`, in place of their floats."""
+    """Returns `args` with `numbers`, which have the structure of `floats`, in place of their floats."""
     return over_floats(lambda new, old: new, numbers, args, otherwise=lambda old: old)
 
 
 def in_dtypes_of(args: Any, gradients: Any) -> Any:
-    """The `gradients` of floats in `args`, in their dtypes; None stays None."""
+    """Returns the `gradients` of floats in `args`, in their dtypes; None stays None."""
     if gradients is None:
         return None
     return over_floats(lambda x, arg: x.astype(jnp.result_type(arg)), gradients, args)

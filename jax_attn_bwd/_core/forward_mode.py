@@ -43,16 +43,16 @@ class Rules(Protocol):
     """An operation on a flat list of arrays. `jax.vmap` maps each of its rules."""
 
     def out(self, args: Arrays) -> list[Any]:
-        """The outputs."""
+        """Returns the outputs."""
 
     def forward(self, moves: Flags, args: Arrays) -> tuple[list[Any], Any]:
-        """(outputs, residuals) for derivatives by the arguments that move."""
+        """Returns (outputs, residuals) for derivatives by the arguments that move."""
 
     def backward(self, residuals: Any, cotangents: Arrays) -> list[Any]:
-        """The cotangents of the arguments; None for those that have none."""
+        """Returns the cotangents of the arguments; None for those that have none."""
 
     def tangent(self, residuals: Any, tangents: Arrays) -> list[Any]:
-        """The tangents of the outputs."""
+        """Returns the tangents of the outputs."""
 
 
 def require(operator: str) -> None:
@@ -80,7 +80,7 @@ def decode_flags(encoded: jax.Array, n: int) -> Flags:
 
 
 def run(rules: Rules, args: Arrays) -> list[Any]:
-    """The outputs of an operation with these rules."""
+    """Returns the outputs of an operation with these rules."""
     program = jax.make_jaxpr(lambda *args: rules.out(args))(*args)
     if program.consts and not _LOWERS_CONSTANTS:
         rules, args = _Closed(rules, len(args)), [*args, *program.consts]
@@ -125,7 +125,7 @@ class _Operation(_BASE or object):  # type: ignore[misc]
         return tuple(map(zero, found, self.in_avals))
 
     def _linearized(self, moves, args):
-        """(outputs, `tangents -> those of the outputs`, with None for zeros)."""
+        """Returns (outputs, `tangents -> those of the outputs`, with None for zeros)."""
         n, found = len(self.out_aval), {}
 
         def forward(*args):
@@ -205,7 +205,7 @@ class _Tangent:
     tree: Any  # of the residuals
 
     def _split(self, given):
-        """(args or what belongs to them, leaves of residuals, tangents with None for zero)."""
+        """Returns (args or what belongs to them, leaves of residuals, tangents with None for zero)."""
         n, m = len(self.moves), self.tree.num_leaves
         return given[:n], given[n : n + m], _filled(self.moves, given[n + m :])
 
@@ -248,7 +248,7 @@ class _Transposed:
     seen: Flags
 
     def _split(self, given):
-        """(args or what belongs to them, leaves of residuals, cotangents with None for zero)."""
+        """Returns (args or what belongs to them, leaves of residuals, cotangents with None for zero)."""
         n, m = len(self.moves), self.tree.num_leaves
         return given[:n], given[n : n + m], _filled(self.seen, given[n + m :])
 
@@ -289,13 +289,13 @@ class _Transposed:
 
 
 def _filled(which: Flags, given: Arrays) -> list[Any]:
-    """The next of `given` in each place that is set, None elsewhere."""
+    """Returns the next of `given` in each place that is set, None elsewhere."""
     rest = iter(given)
     return [next(rest) if here else None for here in which]
 
 
 def _along(f: Callable[[list], list], args: Arrays, tangents: Arrays) -> tuple[list[Any], list[Any]]:
-    """`f(args)`, a list that may hold None, and its derivative along the tangents, by JAX."""
+    """Returns `f(args)`, a list that may hold None, and its derivative along the tangents, by JAX."""
     moves = tuple(t is not None for t in tangents)
     pick = lambda xs: tuple(x for x, moving in zip(xs, moves, strict=True) if moving)
 
@@ -307,7 +307,7 @@ def _along(f: Callable[[list], list], args: Arrays, tangents: Arrays) -> tuple[l
 
 
 def _sum_of_derivatives(f: Any, args: Arrays, args_move: Arrays, rest: Arrays, rest_move: Arrays) -> list:
-    """The derivative of `f(rest)(args)`, which is linear in `rest`, along tangents of both."""
+    """Returns the derivative of `f(rest)(args)`, linear in `rest`, along tangents of both."""
     found = []
     if any(x is not None for x in rest_move):
         found.append(f(rest_move)(args))
@@ -361,7 +361,7 @@ class _Mapped:
         return [x for x, dim in zip(args, self.dims, strict=True) if dim is not None]
 
     def _over_args(self, f, args):
-        """`f(args)` of each entry; what they share is the same object in each."""
+        """Returns `f(args)` of each entry; what they share is the same object in each."""
         shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
         which = [dim is not None for dim in self.dims]
         one = lambda own: f(_merged(which, own, shared))
@@ -369,11 +369,11 @@ class _Mapped:
 
     @property
     def num_outputs(self):
-        """The number of outputs before those that are residuals."""
+        """Returns the number of outputs before those that are residuals."""
         return getattr(self.of, "num_outputs", None)
 
     def out_dims(self, args):
-        """The axis of each output."""
+        """Returns the axis of each output."""
         found: list[Any] = []
 
         def one(args):
@@ -384,7 +384,7 @@ class _Mapped:
         return tuple(0 if own else None for own in found)
 
     def _apart(self, outputs, args):
-        """(whether each of the outputs is an entry's own, those that are, the others)."""
+        """Returns (whether each of the outputs is an entry's own, those that are, the others)."""
         n = self.num_outputs
         own, rest = [True] * len(outputs[:n]), [] if n is None else outputs[n:]
         shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
@@ -425,7 +425,7 @@ class _Mapped:
         return outputs, (own_leaves, found["shared"], static, encode_flags(moves))
 
     def _with_residuals(self, f, residuals, numbers, axes):
-        """`f(residuals, numbers)` of each entry."""
+        """Returns `f(residuals, numbers)` of each entry."""
         own, shared, static, _ = residuals
         tree, mapped = static.value
         one = lambda own, numbers: f(tree.unflatten(_merged(mapped, own, shared)), numbers)
@@ -447,11 +447,11 @@ class _Mapped:
 
 
 def _is_empty(x: jax.Array) -> bool:
-    """Whether an array has no elements: it is its shape that tells something."""
+    """Tells whether an array has no elements: it is its shape that tells something."""
     return any(isinstance(n, int) and n == 0 for n in x.shape)
 
 
 def _merged(which: Sequence[bool], these: Arrays, others: Arrays) -> list[Any]:
-    """The next of `these` in each place that is set, of `others` elsewhere."""
+    """Returns the next of `these` in each place that is set, of `others` elsewhere."""
     own, rest = iter(these), iter(others)
     return [next(own) if here else next(rest) for here in which]

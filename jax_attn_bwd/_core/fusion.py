@@ -1,4 +1,4 @@
-"""What XLA fuses.
+"""Puts barriers where XLA would compute an array anew, and asks a GPU for one kernel where it makes two.
 
 XLA:CPU computes what makes an array anew for each loop that reads the array. A rule reads its operands in the
 forward and again in the backward, and a walk over edges reads a node's rows once for each edge: a sine in
@@ -22,7 +22,7 @@ _ROW_OF_ONE_KERNEL = 16384  # XLA:GPU reduces longer rows in two kernels
 
 @jax.custom_jvp
 def barrier(operands: Any) -> Any:
-    """`operands`: all of them are computed before what reads any of the results.
+    """Returns `operands`, all of them computed before what reads any of the results.
 
     JAX before 0.12 drops `lax.optimization_barrier` before it fuses for a CPU: a call that is not inlined
     takes its place there. Tangents go past it. JAX 0.12 cannot transpose a barrier where some of its tangents
@@ -45,7 +45,7 @@ def _barrier_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 
 
 def computed_once(operands: Any, names: Sequence[str]) -> Any:
-    """`operands`, a NamedTuple, with those of `names` behind barriers, for what a rule computes of them.
+    """Puts those of `names` in `operands`, a NamedTuple, behind barriers, for what a rule computes of them.
 
     A rule saves the operands themselves: the outputs of barriers would be copies. An array that is given
     twice gets one barrier.
@@ -61,7 +61,7 @@ def computed_once(operands: Any, names: Sequence[str]) -> Any:
 
 
 def kept_whole(x: jax.Array, may_be_gathered: bool) -> jax.Array:
-    """`x` behind a barrier on a CPU, so that what makes it is not computed anew for each reader.
+    """Puts `x` behind a barrier on a CPU, so that what makes it is not computed anew for each reader.
 
     Known arrays, as in an eager call, are there already. Where there are several devices, what they may
     gather has none, since it would be gathered anew behind each. For a GPU a barrier would part what makes
@@ -72,7 +72,7 @@ def kept_whole(x: jax.Array, may_be_gathered: bool) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` in a narrower `dtype`, from which a caller takes what rounding took.
+    """Rounds `x` to a narrower `dtype`, for a caller that takes what rounding took.
 
     XLA:GPU reads a number that is narrowed and widened again as it was, so that `x` less its rounded self
     would be 0 there.
@@ -82,11 +82,13 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:
-    """`x`, a forward's result, for a backward that sums over `axis` what it makes of `x`, and reads it again.
+    """Returns `x`, a forward's result, as a backward reads it that sums over `axis` and then reads it again.
 
-    On a GPU it is read as it was rounded: XLA would keep the wide numbers, too. And XLA:GPU makes one kernel
-    of what surrounds a reduction whose own operand meets it again, as each number and its row's greatest do
-    here. Of sum(y dy) and y (dy - sum) alone it makes two, and both read all.
+    On a GPU that backward would be two kernels, both of which read all: y (dy - sum(y dy)) sums an operand,
+    y dy, that nothing meets after the sum. XLA:GPU makes one kernel of a reduction and its surroundings if
+    the very operand is met again. So each number is taken as the lesser of itself and its row's greatest:
+    the same number, of a reduction that has such an operand. It stands behind a barrier, which is read as it
+    was rounded: else XLA would keep the wide numbers, too.
     """
     if targets.platform() != "gpu":
         return x
@@ -98,7 +100,7 @@ def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:
 
 @jax.custom_jvp
 def _met_again(x: jax.Array) -> jax.Array:
-    """`x`, as the lesser of each number and of its row's greatest."""
+    """Returns `x`, as the lesser of each number and of its row's greatest."""
     return jnp.minimum(x, x.max(-1, keepdims=True))
 
 

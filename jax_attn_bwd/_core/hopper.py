@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels for Hopper share: layouts of registers and shared memory, TMA, wgmma."""
+"""Shared by the Mosaic GPU kernels for Hopper: layouts of registers and shared memory, TMA, wgmma."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +20,7 @@ ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)  # one value per row, per colum
 
 
 def tile(shape: Sequence[int], dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory for tiles `[..., rows, columns]` that WGMMA and TMA read: swizzled 8 x `swizzle` bytes.
+    """Returns shared memory for tiles `[..., rows, columns]` of WGMMA and TMA: swizzled 8 x `swizzle` bytes.
 
     A product needs one swizzle in both factors, and a contracted axis that is a multiple of it.
     """
@@ -54,7 +54,7 @@ def meet(barrier: Any) -> None:
 
 
 def product(acc: Any, a: jax.Array, b: Any, spare: Any) -> None:
-    """`acc += a @ b` on tensor cores, asynchronous: a in registers, b a tile of shared memory.
+    """Adds `a @ b` to `acc` on tensor cores, asynchronously: a in registers, b a tile of shared memory.
 
     The interpreter does not read a from registers: it goes through the shared tile `spare`.
     """
@@ -65,7 +65,7 @@ def product(acc: Any, a: jax.Array, b: Any, spare: Any) -> None:
 
 
 def add_products(acc: jax.Array, factors: Sequence[jax.Array], b: Any, spare: Any) -> jax.Array:
-    """`acc + a @ b`, for each a of `factors`, on tensor cores: acc and a in registers, b in shared memory.
+    """Adds `a @ b` to acc for each a of `factors` on tensor cores: acc, a in registers, b in shared memory.
 
     The interpreter does not start an accumulator from registers: it adds afterwards.
     """

@@ -15,7 +15,7 @@ from typing import Any
 def complete(
     operator: str, like: Callable[..., Any], allowed: Any, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keywords that a call was given, and the defaults of the others that it may be given.
+    """Returns the keywords that a call was given, and the defaults of the others that it may be given.
 
     Args:
       operator: the call, as errors name it.

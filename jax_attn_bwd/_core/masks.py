@@ -15,7 +15,7 @@ _FARTHEST = 2**31 - 1  # positions are int32: a wider window is no limit either
 
 
 def window(operator: str, value: Any) -> Window | None:
-    """`local_window_size` as (left, right); an int means both sides."""
+    """Returns `local_window_size` as (left, right); an int means both sides."""
     if value is None:
         return None
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
@@ -30,7 +30,7 @@ def window(operator: str, value: Any) -> Window | None:
 
 
 def in_band(row: jax.Array, column: jax.Array, is_causal: bool, window: Window | None) -> Any:
-    """Whether the query at `row` sees the key at `column` (both broadcast); None if all do."""
+    """Tells whether the query at `row` sees the key at `column` (both broadcast); None if all do."""
     terms = []
     if is_causal:
         terms.append(column <= row)
@@ -40,7 +40,7 @@ def in_band(row: jax.Array, column: jax.Array, is_causal: bool, window: Window |
 
 
 def conjunction(*terms: Any) -> Any:
-    """The logical and of those terms that are not None; None if there are none."""
+    """Returns the logical and of those terms that are not None; None if there are none."""
     result = None
     for term in terms:
         if term is not None:
@@ -51,7 +51,7 @@ def conjunction(*terms: Any) -> Any:
 def tile_in_band(
     row: tuple[Any, Any], column: tuple[Any, Any], is_causal: bool, window: Window | None
 ) -> tuple[Any, Any]:
-    """(some, all) of a tile whose positions lie in [min, max]: can any element be seen, can all?
+    """Returns (some, all) of a tile of positions in [min, max]: can any element be seen, can all?
 
     Works on Python ints, NumPy and JAX arrays. `some` may be True for a tile that has gaps.
     """

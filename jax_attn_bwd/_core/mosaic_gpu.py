@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels of every generation share: how they are launched and interpreted."""
+"""Shared by the Mosaic GPU kernels of every generation: how they are launched and interpreted."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ def launch(
     grid: Mapping[str, int],
     warpgroups: int = 1,
 ) -> Callable[..., Any]:
-    """A Pallas Mosaic GPU kernel: `body(*operand refs, *output refs, *scratch refs)`.
+    """Returns a Pallas Mosaic GPU kernel: `body(*operand refs, *output refs, *scratch refs)`.
 
     `grid` names its axes, the fastest first; the axis "wg" counts the warpgroups of a block.
     """
@@ -48,12 +48,12 @@ def launch(
 
 
 def can_interpret() -> bool:
-    """Whether this JAX has an interpreter that runs these kernels (0.12 and later)."""
+    """Tells whether this JAX has an interpreter that runs these kernels (0.12 and later)."""
     return hasattr(plgpu, "InterpretGPUParams") and jax.__version_info__ >= (0, 12)
 
 
 def too_old() -> str | None:
-    """Why this JAX has not what kernels need that lay out registers themselves; None if it has."""
+    """Tells why this JAX has not what kernels need that lay out registers themselves; None if it has."""
     if jax.__version_info__ >= (0, 12):
         return None
     return f"it needs JAX 0.12 or later, not {jax.__version__}"
@@ -68,6 +68,6 @@ def _interpreter() -> Any:
 
 
 def load(ref: Any, *, layout: Any, optimized: bool = True) -> jax.Array:
-    """A tile in registers; `optimized=False` allows loads that are not coalesced."""
+    """Loads a tile into registers; `optimized=False` allows loads that are not coalesced."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)

@@ -1,4 +1,4 @@
-"""What the Mosaic TPU kernels share: which TPUs run them, how they are launched, small vector helpers."""
+"""Shared by the Mosaic TPU kernels: which TPUs run them, how they are launched, small vector helpers."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ ZERO = np.int32(0)  # of index maps, which must return int32 in x64 mode too
 
 
 def has_wide_units() -> bool:
-    """Whether the targeted TPU multiplies 256 x 256 matrices (v6e and later), faster than it adds up rows."""
+    """Tells whether the TPU multiplies 256 x 256 matrices (v6e and later), faster than it adds up rows."""
     return not pallas.is_interpreted(NAME) and bool(re.match(r"TPU ?v?([6-9]|\d\d)", targets.device_kind()))
 
 
@@ -38,7 +38,7 @@ def launch(
     out_type: Sequence[Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[..., Any]:
-    """A Pallas TPU kernel: `body(*scalar refs, *input refs, *output refs, *scratch refs)`.
+    """Returns a Pallas TPU kernel: `body(*scalar refs, *input refs, *output refs, *scratch refs)`.
 
     The first `parallel` axes of `grid` may be split over the cores of a chip, the others run in order; the
     first `prefetched` operands are in scalar memory before a step begins, and index maps read them.
@@ -61,30 +61,30 @@ def launch(
 
 
 def in_turn(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`; under `jax.vmap` its kernels run one batch entry after the other, each with its own scalars."""
+    """Runs kernels of `f` under `jax.vmap` one batch entry after the other, each with its own scalars."""
     return jax.custom_batching.sequential_vmap(f)
 
 
 def _interpreter() -> Any:
-    """Two virtual cores, race detection, and memory that holds NaN until it is written."""
+    """Returns two virtual cores, race detection, and memory that holds NaN until it is written."""
     return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
 
 
 def scalars() -> Any:
-    """The spec of an operand that lies in scalar memory as a whole."""
+    """Returns the spec of an operand that lies in scalar memory as a whole."""
     return pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
 def stand(row: jax.Array) -> jax.Array:
-    """`[1, n]` of 32 bits -> `[n, 1]`."""
+    """Turns `[1, n]` of 32 bits into `[n, 1]`."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
 def lie(column: jax.Array) -> jax.Array:
-    """`[n, 1]` of 32 bits -> `[1, n]`."""
+    """Turns `[n, 1]` of 32 bits into `[1, n]`."""
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
 def lane_blocks(x: jax.Array) -> list[jax.Array]:
-    """`[n, m * 128]` as m arrays `[n, 128]`, each of whole registers."""
+    """Cuts `[n, m * 128]` into m arrays `[n, 128]`, each of whole registers."""
     return [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]

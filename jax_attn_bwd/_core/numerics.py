@@ -8,27 +8,27 @@ from jax import lax
 
 
 def accumulator_dtype(dtype: Any) -> jnp.dtype:
-    """float32 for float32 and narrower, float64 for float64."""
+    """Returns float32 for float32 and narrower, float64 for float64."""
     return jnp.dtype("float64" if dtype == "float64" else "float32")
 
 
 def ceil_div(n: Any, size: Any) -> Any:
-    """The number of pieces of `size` that cover `n`; either may be symbolic."""
+    """Returns the number of pieces of `size` that cover `n`; either may be symbolic."""
     return -(-n // size)
 
 
 def round_up(n: Any, size: Any) -> Any:
-    """The least multiple of `size` that covers `n`."""
+    """Returns the least multiple of `size` that covers `n`."""
     return ceil_div(n, size) * size
 
 
 def finite(m: jax.Array) -> jax.Array:
-    """`m` with 0 for the -inf of a row that has seen nothing, so that exp(-inf - m) is 0, not NaN."""
+    """Returns `m` with 0 for the -inf of a row that sees nothing, so that exp(-inf - m) is 0, not NaN."""
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
-    """What rounding to a narrower `dtype` takes from `x`, float32, in that dtype, and without a derivative.
+    """Returns what rounding to a narrower `dtype` takes from `x`, float32: in it, without a derivative.
 
     Rounded by the bits, as XLA:GPU takes a conversion there and back for nothing.
     """
@@ -39,7 +39,7 @@ def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
-    """`x` with axes of size 1 in front up to `rank`: ranks are promoted in the open, never implicitly."""
+    """Puts axes of size 1 in front of `x` up to `rank`: ranks are promoted in the open, never implicitly."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
@@ -53,17 +53,17 @@ def reduce_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def fits_int32(x: Any) -> bool:
-    """Whether each integer that the dtype of `x` holds is an int32, or the values are known, and checked."""
+    """Tells whether each integer of the dtype of `x` is an int32, or the values are known, and checked."""
     return not isinstance(x, jax.core.Tracer) or jnp.can_cast(x.dtype, jnp.int32)
 
 
 def saturated(x: jax.Array, least: int = -(2**31), greatest: int = 2**31 - 1) -> jax.Array:
-    """Integers as int32; traced ones of a wider dtype beyond the bounds become the nearer bound."""
+    """Returns integers as int32; traced ones of a wider dtype beyond the bounds become the nearer bound."""
     return (x if fits_int32(x) else jnp.clip(x, least, greatest)).astype(jnp.int32)
 
 
 def ranks(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two rows of integers `[..., length]` as int32 that are ordered, and equal, as they are."""
+    """Returns two rows of integers `[..., length]` as int32 that are ordered, and equal, as they are."""
     row = jnp.concatenate([one, other], -1)
     values, place = lax.sort((row, lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)), num_keys=1)
     is_new = jnp.concatenate([jnp.zeros_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
@@ -73,7 +73,7 @@ def ranks(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def soft_cap_is_identity(cap: float, dtype: Any) -> bool:
-    """Whether `cap` is so large that `x / cap` is flushed to 0 in `dtype` where x is not small beside 1.
+    """Tells whether `x / cap` is flushed to 0 in `dtype` where x is not small beside 1, so large is `cap`.
 
     There tanh is the identity, whose product with `cap` is x.
     """
@@ -82,7 +82,7 @@ def soft_cap_is_identity(cap: float, dtype: Any) -> bool:
 
 
 def segment_sums(rows: jax.Array, first: jax.Array, axis: int) -> jax.Array:
-    """Running sums of `rows` along `axis` that start anew at each `first` (bool, broadcasts to `rows`).
+    """Sums `rows` along `axis`, anew from each `first` (bool, broadcasts to `rows`); returns running sums.
 
     Rows are added in their order: the bits are the same in every run, also on a GPU.
     """

@@ -71,7 +71,7 @@ class Operation:
         return tuple(jax.jit(run, static_argnums=0, inline=True) for run in runs)  # type: ignore[return-value]
 
     def _fwd(self, static: Any, given: Any) -> tuple[Any, Any]:
-        """The forward rule; with `symbolic_zeros`, each leaf of the operands says whether it is perturbed."""
+        """Runs the forward rule; with symbolic zeros, each leaf of the operands says if it is perturbed."""
         is_wrapped = lambda x: hasattr(x, "perturbed")
         moves = lambda x: is_wrapped(x) and x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
         leaves = lambda name: jax.tree.leaves(getattr(given, name), is_leaf=is_wrapped)
@@ -83,7 +83,7 @@ class Operation:
         return outputs, (saved, encode_flags([name in wanted for name in self.differentiable]))
 
     def _bwd(self, static: Any, residuals: Any, cotangents: Any) -> tuple[Any]:
-        """The backward rule."""
+        """Runs the backward rule."""
         saved, flags = residuals
         cotangents = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, cotangents)
         return (self.backward(static, saved, self._names(flags), cotangents),)

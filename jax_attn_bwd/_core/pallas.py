@@ -1,4 +1,4 @@
-"""What every Pallas kernel of the package shares: second order, meshes, output types, the interpreter.
+"""Shared by all Pallas kernels of the package: second order, meshes, output types, the interpreter.
 
 A kernel is opaque: JAX cannot differentiate or partition it. So each one, forward and backward, is wrapped
 in `with_portable_jvp` (derivatives of a kernel are those of the portable path) and in `on_local_shards` (on
@@ -25,7 +25,7 @@ _interpreted: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def interpreting(*names: str) -> Iterator[None]:
-    """For tests: kernels of these implementations are interpreted, whatever the platform."""
+    """Interprets kernels of these implementations, whatever the platform; for tests."""
     token = _interpreted.set(frozenset(names))
     try:
         yield
@@ -34,7 +34,7 @@ def interpreting(*names: str) -> Iterator[None]:
 
 
 def is_interpreted(name: str) -> bool:
-    """Whether kernels of implementation `name` are to be interpreted here.
+    """Tells whether kernels of implementation `name` are to be interpreted here.
 
     Read it outside `jax.jit` and hand it in as a static argument: jit does not see the context.
     """
@@ -42,7 +42,7 @@ def is_interpreted(name: str) -> bool:
 
 
 def with_portable_jvp(kernel: Callable[..., Any], portable: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel(options, *operands)`, differentiated as `portable(options, *operands)`.
+    """Returns `kernel(options, *operands)`, differentiated as `portable(options, *operands)`.
 
     Where the kernel leaves a None in its result, what the portable path has there is dropped.
     """
@@ -62,7 +62,7 @@ def with_portable_jvp(kernel: Callable[..., Any], portable: Callable[..., Any]) 
 
 
 def opaque(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f(static, *operands)` as one operation that no checkpoint policy looks into.
+    """Returns `f(static, *operands)` as one operation that no checkpoint policy looks into.
 
     Its derivative is that of `f`.
     """
@@ -76,7 +76,7 @@ def opaque(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_local_shards(f: Callable[..., Any], out_specs: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """`f(*operands)`; where they live on an Explicit mesh, on each device's shards.
+    """Runs `f(*operands)`; where they live on an Explicit mesh, on each device's shards.
 
     `out_specs` maps the PartitionSpecs of the operands to those of the outputs. Inside `jax.shard_map` the
     operands are local already.
@@ -91,19 +91,19 @@ def on_local_shards(f: Callable[..., Any], out_specs: Callable[..., Any], operan
 
 
 def varying_axes(operands: Any) -> frozenset[str]:
-    """The mesh axes over which an operand varies, inside `jax.shard_map`."""
+    """Returns the mesh axes over which an operand varies, inside `jax.shard_map`."""
     leaves = jax.tree.leaves(operands)
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
 
 def out_type(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's output: it varies over every mesh axis that an operand varies over."""
+    """Returns the type of a kernel's output: it varies over every mesh axis that an operand varies over."""
     manual = jax.sharding.ManualAxisType(varying=varying_axes(operands))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
 
 
 def of_type(x: jax.Array, kind: jax.ShapeDtypeStruct) -> jax.Array:
-    """`x`, a kernel's output, of its `out_type`: JAX forgets over which mesh axes it varies.
+    """Returns `x`, a kernel's output, of its `out_type`: JAX forgets over which mesh axes it varies.
 
     What varies and does not say so would be taken for the same on all devices, and not be summed over them.
     """
@@ -113,7 +113,7 @@ def of_type(x: jax.Array, kind: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def vary_alike(operands: Any) -> Any:
-    """`operands`, each varying over every mesh axis that one of them varies over."""
+    """Returns `operands`, each varying over every mesh axis that one of them varies over."""
     axes = varying_axes(operands)
 
     def vary(x):

@@ -37,26 +37,26 @@ class Size(NamedTuple):
     longest: int  # axis of any of them
 
     def distance(self, other: "Size") -> float:
-        """How many times the other is doubled or halved, in both respects."""
+        """Counts how many times the other is doubled or halved, in both respects."""
         return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in zip(self, other, strict=True))
 
 
 def size_of(operands: Any) -> Size:
-    """The size of a call with these operands."""
+    """Returns the size of a call with these operands."""
     shapes = [x.shape for x in jax.tree.leaves(operands) if hasattr(x, "shape")]
     known = [[d for d in shape if isinstance(d, int)] for shape in shapes]  # a symbolic axis counts as 1
     return Size(sum(map(math.prod, known)), max((d for shape in known for d in shape), default=1))
 
 
 class Kernel(NamedTuple):
-    """What a record knows of one implementation: why it failed, or None; milliseconds by case."""
+    """Holds what a record knows of one implementation: why it failed, or None; milliseconds by case."""
 
     failed: str | None
     times: Mapping[str, float]
 
 
 class Record(NamedTuple):
-    """What a chip said of the kernels of one folder of `ops`; a case is named "<operator>: <case>"."""
+    """Holds what a chip said of the kernels of one folder of `ops`; a case is named "<operator>: <case>"."""
 
     written: str
     kernels: Mapping[str, Kernel]
@@ -75,7 +75,7 @@ class Candidate(NamedTuple):
 
 
 def asked(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
-    """(implementations in the order that the environment prefers, where it says so); None if it does not.
+    """Returns (implementations in the order that the environment prefers, where it says so), or None.
 
     Raises:
       ValueError: it says what is neither `none` nor one of `names`.
@@ -96,7 +96,7 @@ def asked(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, .
 
 
 def folder() -> Path:
-    """Where the records are kept.
+    """Returns the folder where the records are kept.
 
     Raises:
       RuntimeError: this user has no home, and the environment names no folder.
@@ -108,13 +108,13 @@ def folder() -> Path:
 
 
 def path(kind: str, family: str) -> Path:
-    """The file of the record of the kernels of a folder of `ops` on a kind of device."""
+    """Returns the file of the record of the kernels of a folder of `ops` on a kind of device."""
     return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '-', kind)}_{family}.json"
 
 
 @functools.cache
 def versions(family: str) -> dict[str, str]:
-    """What a record holds for: JAX, and the files of this package that make the kernels."""
+    """Tells what a record holds for: JAX, and the files of this package that make the kernels."""
     digest = hashlib.blake2b(digest_size=8)
     for part in ("_core", f"ops/{family}"):
         for file in sorted((_PACKAGE / part).rglob("*.py")):
@@ -144,7 +144,7 @@ def write(kind: str, family: str, contents: Mapping[str, Any]) -> Path:
 
 
 def record(kind: str, family: str) -> Record | str:
-    """The record of these kernels on such a device, or why there is none; a process reads it once."""
+    """Returns the record of these kernels on such a device, or why there is none; a process reads it once."""
     return _read(kind, family, *map(os.environ.get, (CACHE, "XDG_CACHE_HOME")))
 
 
@@ -181,7 +181,7 @@ def _damaged(file: Path, why: str) -> str:
 
 
 def passed_over(candidates: Sequence[Candidate], names: Sequence[str], tell: bool) -> dict[str, str]:
-    """Why each of these kernels is not picked; the one that is picked is left out, if one is.
+    """Tells why each of these kernels is not picked; the one that is picked is left out, if one is.
 
     `candidates`: all that can run the call, in order. `names`: of all implementations. With `tell` the first
     call of a process that passes over kernels which could be proven says how.
@@ -210,7 +210,7 @@ def passed_over(candidates: Sequence[Candidate], names: Sequence[str], tell: boo
 
 
 def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
-    """(its time beside that of "xla" at the nearest size, in words), or why it is not picked."""
+    """Returns (its time beside that of "xla" at the nearest size, in words), or why it is not picked."""
     known, name = record(kind, candidate.family), candidate.name
     if isinstance(known, Record) and name in known.kernels and (why := known.kernels[name].failed):
         return f"it failed on {kind} ({known.written}): {why}"

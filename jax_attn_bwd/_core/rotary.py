@@ -84,7 +84,7 @@ class Rotary:
 
 
 def checked(operator: str, rotary: Any, H: int) -> Rotary | None:
-    """`rotary`, which fits heads of size H, or None."""
+    """Returns `rotary`, which fits heads of size H, or None."""
     if rotary is None:
         return None
     if not isinstance(rotary, Rotary):
@@ -95,7 +95,7 @@ def checked(operator: str, rotary: Any, H: int) -> Rotary | None:
 
 
 def rotate(rotary: Rotary, x: jax.Array, positions: jax.Array | None, back: bool = False) -> jax.Array:
-    """`x [..., L, heads, H]` turned by `positions [..., L]`, in float32 or wider; `back` by minus those."""
+    """Turns `x [..., L, heads, H]` by `positions [..., L]`, in float32 or wider; `back` by minus those."""
     x = x.astype(accumulator_dtype(x.dtype))
     frequencies = jnp.asarray(rotary.of_heads("rotary", x.shape[-1]), x.dtype)
     index = jnp.arange(x.shape[-3], dtype=jnp.int32) if positions is None else positions

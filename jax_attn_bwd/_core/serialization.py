@@ -31,7 +31,7 @@ def _tuples(x: Any) -> Any:
 
 
 def _registered(cls: type[T], register: Callable[..., Any]) -> type[T]:
-    """`cls`, which keeps its class of before where this package is imported a second time in one process.
+    """Registers `cls`, which keeps its former class where this package is imported twice in one process.
 
     JAX has no way to take a name back: what is exported of the later class is refused, by its type.
     """

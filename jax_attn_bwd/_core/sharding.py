@@ -1,4 +1,4 @@
-"""What every operator does so that sharded programs trace, run and keep their shardings.
+"""Keeps what every operator does so that sharded programs trace, run and keep their shardings.
 
 Three rules: loop carries take their type from the operands (`full_like_operands`), outputs depend on
 all operands (`tie`), and a cotangent has the type of its primal (`match_type`).
@@ -19,14 +19,14 @@ def _type(x: Any) -> jax.core.ShapedArray:
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which `x` varies, inside `jax.shard_map`."""
+    """Returns the mesh axes over which `x` varies, inside `jax.shard_map`."""
     return frozenset(_type(x).manual_axis_type.varying)
 
 
 def full_like_operands(
     like: jax.Array, shape: Sequence[int], fill: float, dtype: Any, operands: Any
 ) -> jax.Array:
-    """An array of `fill`, sharded like `like` and varying over every mesh axis an operand varies over.
+    """Returns `fill`, sharded like `like` and varying over every mesh axis an operand varies over.
 
     `like` has as many axes as `shape`; where their sizes differ, the axis is not sharded.
     """
@@ -38,7 +38,7 @@ def full_like_operands(
 
 
 def tie(outputs: Any, operands: Any) -> Any:
-    """`outputs` unchanged, each formally depending on every operand.
+    """Returns `outputs` unchanged, each formally depending on every operand.
 
     Under `vmap` over some operands only, an output that does not depend on them is not batched, and
     `custom_vjp` then mixes up its cotangents (silently in JAX 0.10, an error in 0.12). XLA folds the
@@ -51,7 +51,7 @@ def tie(outputs: Any, operands: Any) -> Any:
 
 
 def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
-    """`cotangent` with the dtype, the manual axes and the explicit sharding of `primal` (array or type).
+    """Returns `cotangent` with dtype, manual axes and explicit sharding of `primal` (array or type).
 
     Inside `shard_map` a primal that is replicated over an axis gets the sum of the devices' shares.
     """
@@ -68,18 +68,18 @@ def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
 
 
 def explicit_spec(x: jax.Array) -> tuple:
-    """The mesh axes each axis of `x` is sharded over on an Explicit mesh; None = not sharded."""
+    """Returns the mesh axes each axis of `x` is sharded over on an Explicit mesh; None = not sharded."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
 
 
 def mesh_axes_of(*entries: Any) -> frozenset[str]:
-    """The mesh axes that entries of a spec name."""
+    """Returns the mesh axes that entries of a spec name."""
     return frozenset(n for entry in entries if entry for n in ((entry,) if isinstance(entry, str) else entry))
 
 
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with all of `axis` on every device of an Explicit mesh; its other axes stay where they are."""
+    """Brings all of `axis` of `x` to every device of an Explicit mesh; its other axes stay where they are."""
     spec = list(explicit_spec(x))
     if spec[axis] is None:
         return x
@@ -88,7 +88,7 @@ def unsharded(x: jax.Array, axis: int) -> jax.Array:
 
 
 def mesh_of(*arrays: jax.Array) -> AbstractMesh:
-    """The mesh that arrays lie on: the ambient one, else that of the first whose type has one; maybe empty.
+    """Returns the mesh of arrays: the ambient one, else that of the first whose type has one; maybe empty.
 
     Of arrays that `jax.device_put` brought onto a mesh types know it, and those of what is computed of them.
     """
@@ -99,7 +99,10 @@ def mesh_of(*arrays: jax.Array) -> AbstractMesh:
 
 
 def types_of(function: Callable[..., Any], *operands: Any) -> Any:
-    """What `jax.eval_shape` gives, which forgets a mesh of Auto axes: here results tell it as arrays do."""
+    """Returns the types of the results of `function(*operands)`, which is not run.
+
+    On a mesh of Auto axes they tell that mesh, as arrays do; those of `jax.eval_shape` have forgotten it.
+    """
     traced = jax.jit(function).trace(*operands)
     leaves, tree = jax.tree.flatten(traced.out_info)
     known = (aval.sharding for aval in traced.jaxpr.out_avals)
@@ -111,7 +114,7 @@ def types_of(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def auto_devices(x: jax.Array) -> int:
-    """The number of devices over which Auto axes of the mesh may shard `x`; 1 inside `jax.shard_map`."""
+    """Counts the devices over which Auto axes of the mesh may shard `x`; 1 inside `jax.shard_map`."""
     mesh = mesh_of(x)
     known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if mesh.empty or AxisType.Manual in mesh.axis_types or (known and len(x.sharding.device_set) == 1):
@@ -121,7 +124,7 @@ def auto_devices(x: jax.Array) -> int:
 
 
 def gathered(x: jax.Array, axis: int, others: Any = ()) -> jax.Array:
-    """`x` with all of `axis` on every device of an Auto mesh; its other axes stay; under `jax.jit`.
+    """Brings all of `axis` of `x` to every device of an Auto mesh; its other axes stay; under `jax.jit`.
 
     The mesh is that of `x`, or else of `others`, arrays that are computed with it; without one `x` is whole.
     """
@@ -134,12 +137,12 @@ def gathered(x: jax.Array, axis: int, others: Any = ()) -> jax.Array:
 
 
 def all_gathered(tree: Any) -> Any:
-    """The arrays of `tree`, each with all of its first axis on every device; see `gathered`."""
+    """Brings all of the first axis of each array of `tree` to every device; see `gathered`."""
     return jax.tree.map(lambda x: gathered(x, 0, tree) if x.ndim else x, tree)
 
 
 def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> jax.Array:
-    """`x` sharded as `other`, on an Explicit mesh: axis i of `x` as axis `axes[i]` of `other`.
+    """Shards `x` as `other`, on an Explicit mesh: axis i of `x` as axis `axes[i]` of `other`.
 
     `axes` is right-aligned with `x`; None, and axes of size 1, are not split.
     """
@@ -149,7 +152,7 @@ def reshard_like(x: jax.Array, other: jax.Array, axes: Sequence[int | None]) -> 
 
 
 def resharded(x: jax.Array, other: jax.Array, spec: Sequence[Any]) -> jax.Array:
-    """`x` sharded by `spec` on the mesh of `other`, if it is Explicit; axes of size 1 are not split."""
+    """Shards `x` by `spec` on the mesh of `other`, if it is Explicit; axes of size 1 are not split."""
     mesh = jax.typeof(other).sharding.mesh  # that of `x` is empty where `x` was made before the mesh was set
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return x
@@ -160,7 +163,7 @@ def resharded(x: jax.Array, other: jax.Array, spec: Sequence[Any]) -> jax.Array:
 
 
 def without_ones(x: jax.Array) -> jax.Array:
-    """`x` with no axis of size 1 sharded on an Explicit mesh: not every operation keeps such a sharding."""
+    """Unshards axes of size 1 of `x` on an Explicit mesh: not every operation keeps such a sharding."""
     return reshard_like(x, x, range(x.ndim))
 
 
@@ -185,13 +188,13 @@ def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.A
 
 
 def _axes(term: str, rank: int) -> list[str]:
-    """A name for each of the `rank` axes of an einsum's term; `...` is counted from its end."""
+    """Names each of the `rank` axes of an einsum's term; `...` is counted from its end."""
     letters = term.removeprefix("...")
     batch = rank - len(letters)
     return [f"batch {i - batch}" for i in range(batch)] + list(letters)
 
 
 def axis_size(x: jax.Array, names: str | tuple[str, ...]) -> int:
-    """Number of shards along the mesh axes `names` of the mesh that `x` lives on."""
+    """Counts the shards along the mesh axes `names` of the mesh that `x` lives on."""
     shape = jax.typeof(x).sharding.mesh.shape
     return math.prod(shape[n] for n in ((names,) if isinstance(names, str) else names))

@@ -22,7 +22,7 @@ def _parts(blocks: Blocks) -> Parts:
 
 
 def take_part(x: jax.Array, parts: Parts) -> jax.Array:
-    """The given part of each given axis; an axis that broadcasts is taken whole."""
+    """Takes the given part of each given axis; an axis that broadcasts is taken whole."""
     sizes = list(x.shape)
     for axis, (_, size) in parts.items():
         sizes[axis] = 1 if x.shape[axis] == 1 else size
@@ -30,15 +30,15 @@ def take_part(x: jax.Array, parts: Parts) -> jax.Array:
 
 
 def put_part(x: jax.Array, update: jax.Array, parts: Parts) -> jax.Array:
-    """`x` with `update` where `take_part` reads."""
+    """Returns `x` with `update` where `take_part` reads."""
     return lax.dynamic_update_slice(x, update, _starts(x, parts), allow_negative_indices=False)
 
 
 def take_at(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """The given block of each given axis; an axis that broadcasts is taken whole."""
+    """Takes the given block of each given axis; an axis that broadcasts is taken whole."""
     return take_part(x, _parts(blocks))
 
 
 def put_at(x: jax.Array, update: jax.Array, blocks: Blocks) -> jax.Array:
-    """`x` with `update` where `take_at` reads."""
+    """Returns `x` with `update` where `take_at` reads."""
     return put_part(x, update, _parts(blocks))

@@ -55,11 +55,11 @@ class Pieces:
 
     @property
     def in_step(self) -> int:
-        """How many pieces one program computes, step by step alike."""
+        """Counts the pieces that one program computes, step by step alike."""
         return 1 if self.mesh_axes or self.in_turn else self.count
 
     def origins(self, index: Any, length: int) -> Any:
-        """Where the stretches of piece `index`, of that length, begin: int32 `[1]`, or `[2]` if folded."""
+        """Returns where the stretches of piece `index` begin: int32 `[1]`, or `[2]` if folded."""
         xp = np if isinstance(index, int) else jnp
         if not self.folded:
             return xp.asarray([index * length], xp.int32)
@@ -68,7 +68,7 @@ class Pieces:
 
 
 def of_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
-    """The pieces into which devices cut the rows of `x`, its axis `axis`; None where they need not be cut.
+    """Returns the pieces into which devices cut the rows of `x`, its axis `axis`; None if they are not cut.
 
     Args:
       batch: product of the batch axes. A batch that fills an Auto mesh leaves no device to the rows.
@@ -97,7 +97,7 @@ class Place(NamedTuple):
 
 
 def place(x: jax.Array, axis: int | None) -> Place:
-    """The place of a result that is sharded like `x`."""
+    """Returns the place of a result that is sharded like `x`."""
     return Place(axis, explicit_spec(x))
 
 
@@ -112,7 +112,7 @@ def over(
     results: dict[str, Place],
     zeros: Arrays | None = None,
 ) -> Arrays:
-    """The results, by name, of `function(index of the piece, its arrays)` over all pieces.
+    """Returns the results, by name, of `function(index of the piece, its arrays)` over all pieces.
 
     Args:
       pieces: how many there are, and who runs them.
@@ -193,19 +193,19 @@ def _on_devices(pieces, function, arrays, axes, results):
 
 
 def _summed(spec: PartitionSpec, x: jax.Array) -> jax.Array:
-    """The sum of `x` over the mesh axes along which it varies and `spec` does not shard it."""
+    """Sums `x` over the mesh axes along which it varies and `spec` does not shard it."""
     surplus = varying(x) - mesh_axes_of(*spec)
     return lax.psum(x, tuple(sorted(surplus))) if surplus else x
 
 
 def _map(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:
-    """`f(axis, leaf, ...)` for each leaf of the trees; one axis in `axes` may stand for a whole branch."""
+    """Maps `f(axis, leaf, ...)` over the leaves of the trees; one axis may stand for a whole branch."""
     branch = lambda axis, *branches: jax.tree.map(partial(f, axis), *branches)
     return jax.tree.map(branch, axes, *trees, is_leaf=lambda axis: axis is None)
 
 
 def _folded(x: jax.Array, axis: int, exchanged: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`x` with the second half of `axis` exchanged for that of another piece; done twice, it is `x`."""
+    """Exchanges the second half of `axis` for that of another piece; done twice, it is `x`."""
     early, late = jnp.split(x, 2, axis)
     return jnp.concatenate([early, exchanged(late)], axis)
 
@@ -215,19 +215,19 @@ def _own_or_shared(axis: int | None, shared: jax.Array, own: jax.Array | None) -
 
 
 def _cut(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """`[..., n, ...]` -> `[..., count, n / count, ...]`."""
+    """Cuts `[..., n, ...]` into `[..., count, n / count, ...]`."""
     return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
 
 
 def _join(x: jax.Array, axis: int) -> jax.Array:
-    """`[..., count, n / count, ...]` -> `[..., n, ...]`."""
+    """Joins `[..., count, n / count, ...]` to `[..., n, ...]`."""
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def over_entries(
     function: Callable[[Arrays], Any], batch_rank: int, arrays: Arrays, axes: Axes, in_turn: bool
 ) -> Any:
-    """`function(arrays of one entry)` for each entry of a batch; the results have the batch axes in front.
+    """Maps `function(arrays of one entry)` over a batch; the results have the batch axes in front.
 
     The batch axes are mapped one inside the other, never merged: each may be sharded.
 
@@ -255,7 +255,7 @@ def dropout_indices(
     head: int | None = None,
     row: int | None = None,
 ) -> dropout.Offset:
-    """`dropout_offset` as index arrays: a piece takes its part of them, and so draws the bits of the whole.
+    """Returns `dropout_offset` as index arrays: a piece takes its part, and so draws the bits of the whole.
 
     Args:
       offset: where the call's block begins; None: at 0.
@@ -278,5 +278,5 @@ def dropout_indices(
 
 
 def _indices(n: int, start: jax.Array) -> jax.Array:
-    """The n indices from `start` on; `start` itself where it holds them already."""
+    """Returns the n indices from `start` on; `start` itself where it holds them already."""
     return start if start.ndim else start + jnp.arange(n, dtype=jnp.uint32)

@@ -1,4 +1,4 @@
-"""What the public `<operator>_jvp` functions share: they take tangents by name and hand back pairs."""
+"""Shared by the public `<operator>_jvp` functions: tangents come by name, pairs are handed back."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from jax_attn_bwd._core.sharding import reshard_like
 def outputs_and_tangents(
     operator: str, call: Callable[..., Any], primals: Mapping[str, Any], tangents: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """(`call(**primals)`, its tangents), by the written rule of a call with `forward_mode=True`.
+    """Returns (`call(**primals)`, its tangents), by the rule of a call with `forward_mode=True`.
 
     Args:
       primals: the differentiable arguments; None where not given.
@@ -27,7 +27,7 @@ def outputs_and_tangents(
 
 
 def _arrays(operator: str, name: str, primal: Any, tangent: Any) -> tuple[Any, Any]:
-    """The argument and its tangent, of one shape and dtype, or sequences of such."""
+    """Returns the argument and its tangent, of one shape and dtype, or sequences of such."""
     if isinstance(primal, list | tuple) and isinstance(tangent, list | tuple) and len(primal) == len(tangent):
         names = (f"{name}[{i}]" for i in range(len(primal)))
         pairs = [_arrays(operator, *each) for each in zip(names, primal, tangent, strict=True)]

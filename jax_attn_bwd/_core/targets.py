@@ -1,4 +1,4 @@
-"""What is compiled for: the platform, the kind of device, and the generation whose kernels it runs."""
+"""Tells what is compiled for: the platform, the kind of device, the generation whose kernels it runs."""
 
 import re
 from contextlib import AbstractContextManager
@@ -56,7 +56,7 @@ CHIPS = {  # by the names of everyday speech: platform, kind of device
 
 
 def platform() -> str:
-    """The platform that is aimed at: of the ambient mesh, else the default device, else JAX's default."""
+    """Returns the platform aimed at: of the ambient mesh, else the default device, else JAX's default."""
     if (aimed := _abstract_device()) is not None:
         return aimed.platform
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def platform() -> str:
 
 
 def is_one_cpu() -> bool:
-    """Whether a CPU is aimed at of which there is one device: then nothing is sharded."""
+    """Tells whether a CPU is aimed at of which there is one device: then nothing is sharded."""
     if platform() != "cpu":
         return False
     try:
@@ -76,14 +76,14 @@ def is_one_cpu() -> bool:
 
 
 def device_kind() -> str:
-    """The kind of device that is aimed at, as its maker calls it: "NVIDIA H200"."""
+    """Returns the kind of device that is aimed at, as its maker calls it: "NVIDIA H200"."""
     if (aimed := _abstract_device()) is not None:
         return aimed.device_kind
     return _default_device().device_kind
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """The compute capability of the GPU that is aimed at; None where it does not tell."""
+    """Returns the compute capability of the GPU that is aimed at; None where it does not tell."""
     device = _default_device()
     if (aimed := _abstract_device()) is not None and aimed.device_kind != device.device_kind:
         device = aimed
@@ -92,12 +92,12 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def is_here() -> bool:
-    """Whether the device that is aimed at is the default one, rather than one that is compiled for."""
+    """Tells whether the device aimed at is the default one, rather than one that is compiled for."""
     return device_kind() == _default_device().device_kind
 
 
 def aimed_at(chip: str) -> AbstractContextManager:
-    """Programs inside are for that chip, which need not be here: a key of `CHIPS`, or a kind of device.
+    """Compiles programs inside for that chip, which need not be here: a key of `CHIPS`, or a kind of device.
 
     Raises:
       ValueError: it is neither.
@@ -124,7 +124,7 @@ def _default_device() -> Any:
 
 
 def generation(implementation: str, generations: tuple[str, ...]) -> Generation | str:
-    """The one of `generations` (by their files) that the targeted device is of, or why it is of none."""
+    """Returns the one of `generations` (by their files) of the targeted device, or why it is of none."""
     known = [g for g in GENERATIONS[implementation] if g.files in generations]
     kind, capability = device_kind(), compute_capability()
     for found in known:

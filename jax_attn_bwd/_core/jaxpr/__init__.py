@@ -1,1 +1,1 @@
-"""What the jaxpr of a user's function tells: bounds of its results, axes that it mixes, bad derivatives."""
+"""Tells by the jaxpr of a user's function: bounds of its results, axes that it mixes, bad derivatives."""

@@ -48,11 +48,11 @@ Axes = tuple[Axis, ...]
 
 
 class _Mixes(Exception):
-    """What an operation does, and along which axis of the tile."""
+    """Tells what an operation does, and along which axis of the tile."""
 
 
 def violation(closed: Any, tile_inputs: int) -> str | None:
-    """What the function does that is not elementwise; None if nothing is found.
+    """Tells what the function does that is not elementwise; None if nothing is found.
 
     Args:
       closed: its jaxpr, of which the first `tile_inputs` arguments broadcast to the tile.
@@ -92,7 +92,7 @@ def _is_of_tile(axis: Axis) -> bool:
 
 
 def _followed(closed: Any, inputs: Sequence[Axes]) -> list[Axes]:
-    """The axes of each result."""
+    """Returns the axes of each result."""
     return walk.evaluate(closed, inputs, _results, lambda x, aval: _own(aval.shape))
 
 
@@ -123,7 +123,7 @@ def _first_of_tile(given: Sequence[Axes]) -> str:
 
 
 def _together(name: str, given: Sequence[Axes], shape: Sequence[Any], besides: Any = ()) -> Axes:
-    """The axes where operands meet number by number; scalars meet all. Axes `besides` are not compared."""
+    """Returns the axes where operands meet number by number; scalars meet all; `besides` are not compared."""
     alike = [axes for axes in given if len(axes) == len(shape)]
     return tuple(
         next((axes[i] for axes in alike if axes[i] is not None), None)
@@ -145,7 +145,7 @@ def _nothing_along(name: str, given: Sequence[Axes], axes: Any) -> None:
 
 
 def _merged(name: str, axes: set[Axis]) -> Axis:
-    """What one axis is where operands are combined number by number."""
+    """Tells what one axis is where operands are combined number by number."""
     known = axes - {None}
     if len(known) > 1:
         raise _Mixes(f"{name!r} of {' with '.join(sorted(map(_name, known)))}")
@@ -160,7 +160,7 @@ def _broadcast(equation: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _reshape(equation: Any, given: list[Axes]) -> list[Axes]:
-    """Where axes of size 1 come or go, and neighbours are joined or told apart again."""
+    """Follows axes of size 1 that come or go, and neighbours that are joined or told apart again."""
     parts: list[tuple[Axis, Any]] = []
     for axis, n in zip(given[0], equation.invars[0].aval.shape, strict=True):
         parts += axis if isinstance(axis, tuple) else [(axis, n)] if n != 1 else []
@@ -185,7 +185,7 @@ def _transpose(equation: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _cut(equation: Any, given: list[Axes]) -> list[Axes]:
-    """Some of the numbers along an axis."""
+    """Follows an axis of which some of the numbers are taken."""
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     changed = [i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
     _nothing_along(equation.primitive.name, given[:1], changed)
@@ -193,7 +193,7 @@ def _cut(equation: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _gather(equation: Any, given: list[Axes]) -> list[Axes]:
-    """What is read lies where the indices do, with the axes of what is read of the array."""
+    """Follows what is read: it lies where the indices do, with the axes of what is read of the array."""
     numbers, shape = equation.params["dimension_numbers"], equation.outvars[0].aval.shape
     own = (i for i in range(len(given[0])) if i not in numbers.operand_batching_dims)
     _nothing_along("gather", given[:1], own)
@@ -239,7 +239,7 @@ def _branches(equation: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _loop(name: str, body: Any, consts: list[Axes], carry: list[Axes], xs: list[Axes]) -> list[Axes]:
-    """The axes of what a body carries, and of what it gives beside, which follow from one another."""
+    """Returns the axes of what a body carries, and of what it gives beside, which follow from one another."""
     while True:
         found = _followed(body, [*consts, *carry, *xs])
         pairs = zip(carry, found, strict=False)
@@ -250,7 +250,7 @@ def _loop(name: str, body: Any, consts: list[Axes], carry: list[Axes], xs: list[
 
 
 def _while(equation: Any, given: list[Axes]) -> list[Axes]:
-    """What its condition reads is not followed: under `jax.vmap` it asks whether any element goes on."""
+    """Follows its body; its condition under `jax.vmap` asks whether any element goes on, and is left out."""
     skipped, consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     given = given[skipped:]
     return _loop("while", equation.params["body_jaxpr"], given[:consts], given[consts:], [])
@@ -288,7 +288,7 @@ _OF_EQUALS = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt"
 
 
 def is_true_on_diagonal(function: Callable[..., Any], lead: Sequence[Any], index: Any, args: Any) -> bool:
-    """Whether `function(*lead, x, x, *args)` is certainly True for every index x.
+    """Tells whether `function(*lead, x, x, *args)` is certainly True for every index x.
 
     Args:
       lead, index: types of scalars.
@@ -312,7 +312,7 @@ def _numbered(numbers: dict[Any, int], expression: Any) -> int:
 
 
 def _values_of_equals(numbers: dict[Any, int], equation: Any, inputs: list[Any]) -> list[Any]:
-    """A value of each result: a NumPy array if it is known; else a number that equal expressions share."""
+    """Returns each result: a NumPy array if it is known; else a number that equal expressions share."""
     name = equation.primitive.name
     if all(isinstance(x, np.ndarray) for x in inputs):
         known = constant(equation, inputs)

@@ -36,7 +36,7 @@ class _Value(NamedTuple):
 
 
 def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args: tuple) -> jax.Array:
-    """`function(*elements, *args)`, of which elements that are not `seen` have derivative 0, and any value.
+    """Runs `function(*elements, *args)`; elements that are not `seen` have derivative 0, and any value.
 
     Args:
       function: elementwise, of one result; `args` are arrays, and trees of them, that it gathers from.
@@ -71,7 +71,7 @@ class _Guard:
         self._all = seen
 
     def fits(self, shape: tuple) -> bool:
-        """Whether an array of this shape has an element for some of the elements."""
+        """Tells whether an array of this shape has an element for some of the elements."""
         sizes = zip(shape, self._all.shape, strict=True) if len(shape) == self._all.ndim else [(2, 3)]
         return all(n in (1, m) or m == 1 for n, m in sizes)
 
@@ -97,7 +97,7 @@ def _results(guard: _Guard, equation: Any, inputs: list[_Value]) -> list[_Value]
 
 
 def _is_tame(equation: Any, inputs: list[_Value]) -> bool:
-    """Whether its derivatives by what varies are finite, whatever that is."""
+    """Tells whether its derivatives by what varies are finite, whatever that is."""
     name = equation.primitive.name
     if name in _LINEAR:
         return True

@@ -1,4 +1,4 @@
-"""What each operation does to bounds, `(np or jnp, parameters, operands...) -> (least, greatest)`.
+"""Bounds what each operation gives, `(np or jnp, parameters, operands...) -> (least, greatest)`.
 
 An operand has `least` and `greatest`. Integers that may leave the range of their dtype, and would wrap
 around, are bounded by that range alone; floats are widened by what rounding, fused or not, may change.
@@ -13,7 +13,7 @@ _MARGIN = 1 - 2.0**-10  # products are estimated in floating point
 
 
 def dtype_range(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The least and greatest number of a dtype; NaN of a float, of which nothing definite follows."""
+    """Returns the least and greatest number of a dtype; NaN of a float, of which nothing definite follows."""
     if dtype == np.bool_:
         return np.asarray(False), np.asarray(True)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -28,13 +28,13 @@ def _is_integer(x: Any) -> bool:
 
 
 def unless(xp: Any, lost: Any, least: Any, greatest: Any) -> tuple[Any, Any]:
-    """The bounds; the whole range of the dtype where they are `lost`."""
+    """Returns the bounds; the whole range of the dtype where they are `lost`."""
     low, high = dtype_range(least.dtype)
     return xp.where(lost, low, least), xp.where(lost, high, greatest)
 
 
 def _hull(xp: Any, *values: Any) -> tuple[Any, Any]:
-    """(least, greatest) of values; NaN if one is."""
+    """Returns (least, greatest) of values; NaN if one is."""
     least = greatest = values[0]
     for x in values[1:]:
         least, greatest = xp.minimum(least, x), xp.maximum(greatest, x)
@@ -42,7 +42,7 @@ def _hull(xp: Any, *values: Any) -> tuple[Any, Any]:
 
 
 def _outward(xp: Any, least: Any, greatest: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """Floats one step farther apart, as fused operations round otherwise; lost where infinity is read.
+    """Moves floats one step apart, as fused operations round otherwise; lost where infinity is read.
 
     What is too small for a normal number may be 0 where it is computed.
     """
@@ -170,7 +170,7 @@ def _div(xp, _, x, y):
 
 
 def _rem(xp, parameters, x, y):
-    """Integers leave a remainder of the sign of the dividend, as in C."""
+    """Bounds the remainder of the sign of the dividend that integers leave, as in C."""
     dtype = parameters["dtype"]
     if not _is_integer(x.least):
         return dtype_range(dtype)
@@ -198,7 +198,7 @@ def _floor_divide(xp, _, x, y):
 
 
 def _remainder(xp, parameters, x, y):
-    """Integers leave a remainder of the sign of the divisor, as in Python."""
+    """Bounds the remainder of the sign of the divisor that integers leave, as in Python."""
     one, zero = (np.asarray(n, parameters["dtype"]) for n in (1, 0))
     lost = (y.least <= 0) & (y.greatest >= 0) | _wraps_absolute(x) | _wraps_absolute(y)
     divisor = xp.where(lost, xp.ones_like(y.least), y.least)
@@ -212,7 +212,7 @@ def _remainder(xp, parameters, x, y):
 
 
 def _shift_right(xp, _, x, y):
-    """By the same number of bits, of the dtype of the operand."""
+    """Shifts by the same number of bits, of the dtype of the operand."""
     bits = jnp.iinfo(x.least.dtype).bits
     lost = (y.least != y.greatest) | (y.least < 0) | (y.least >= bits) | (x.least < 0)
     by = xp.where(lost, xp.zeros_like(y.least), y.least)
@@ -399,7 +399,7 @@ def _slices(parameters):
 
 
 def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
-    """The least and the greatest of `operand` at `places`, which bound the index of each of its axes.
+    """Returns least and greatest of `operand` at `places`, which bound the index of each of its axes.
 
     Where the two are one object the index is exact. An index out of range may read anything, unless it is
     clipped.
@@ -434,7 +434,7 @@ def _module(*arrays: Any) -> Any:
 
 
 def _at_points(xp: Any, operand: Any, places: list[Any]) -> tuple[Any, Any]:
-    """The entry itself where all indices are known, else the extrema of the whole operand."""
+    """Returns the entry itself where all indices are known, else the extrema of the whole operand."""
     known: Any = True
     for first, last in places:
         known = known & (first == last)
@@ -443,7 +443,7 @@ def _at_points(xp: Any, operand: Any, places: list[Any]) -> tuple[Any, Any]:
 
 
 def _is_short(first: Any, last: Any, n: int) -> bool:
-    """Whether the stretches are known, and hold few entries together."""
+    """Tells whether the stretches are known, and hold few entries together."""
     if not isinstance(first, np.ndarray) or not isinstance(last, np.ndarray):
         return False
     longest = int((last - first).max(initial=0)) + 1
@@ -451,7 +451,7 @@ def _is_short(first: Any, last: Any, n: int) -> bool:
 
 
 def _axis_after_axis(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tuple[Any, Any]:
-    """Extrema of the rectangles that known stretches make: entry i of an axis becomes those of stretch i.
+    """Returns extrema of rectangles of known stretches: entry i of an axis becomes those of stretch i.
 
     Each stretch is taken once, though places are those of all rectangles: else their number would be squared.
     """
@@ -471,7 +471,7 @@ def _axis_after_axis(xp: Any, operand: Any, places: list[Any], wide: list[int]) 
 
 
 def _by_counts(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tuple[Any, Any]:
-    """(all, any) of the bools in each rectangle: whether as many of them are True as it has, or one is."""
+    """Returns (all, any) of each rectangle of bools: whether as many are True as it has, or one is."""
     counts = operand.astype(np.int32)
     for axis in wide:
         begin = xp.zeros_like(xp.take(counts, np.zeros(1, np.int32), axis))
@@ -490,7 +490,7 @@ def _by_counts(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tup
 
 
 def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, Any]:
-    """The extrema of stretches along `axis`."""
+    """Returns the extrema of stretches along `axis`."""
     first, last = places[axis]
     others = [x for i, (x, _) in enumerate(places) if i != axis]
     length = last - first + np.asarray(1, first.dtype)
@@ -518,7 +518,7 @@ def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, An
 
 
 def _table(xp: Any, x: Any, levels: int, pick: Any) -> Any:
-    """`[levels, ..., n]`: entry (k, i) is the extremum of 2^k entries from i on, or to the end."""
+    """Returns `[levels, ..., n]`: entry (k, i) is the extremum of 2^k entries from i on, or to the end."""
     found = [x]
     for k in range(levels - 1):
         last, by = found[-1], min(2**k, x.shape[-1])

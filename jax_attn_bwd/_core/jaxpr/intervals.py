@@ -46,24 +46,24 @@ class Interval:
 
     @property
     def is_exact(self) -> bool:
-        """Whether least and greatest are the value itself."""
+        """Tells whether least and greatest are the value itself."""
         return self.least is self.greatest
 
     @property
     def is_known(self) -> bool:
-        """Whether the bounds are known at trace time."""
+        """Tells whether the bounds are known at trace time."""
         return isinstance(self.least, np.ndarray) and isinstance(self.greatest, np.ndarray)
 
 
 def exact(x: Any) -> Interval:
-    """The value `x` itself; concrete arrays are known at trace time."""
+    """Returns the value `x` itself; concrete arrays are known at trace time."""
     values = checks.known(x)
     x = x if values is None else values
     return Interval(x, x)
 
 
 def unknown(shape: Sequence[Any], dtype: Any, vague: bool = False) -> Interval:
-    """The bounds of a value of which nothing is known; `vague` if it may be known later."""
+    """Returns the bounds of a value of which nothing is known; `vague` if it may be known later."""
     xp: Any = np if all(isinstance(n, int) for n in shape) else jnp
     least, greatest = (xp.broadcast_to(x, tuple(shape)) for x in dtype_range(dtype))
     return Interval(least, greatest, vague)
@@ -71,19 +71,19 @@ def unknown(shape: Sequence[Any], dtype: Any, vague: bool = False) -> Interval:
 
 @jax.jit
 def told(value: Any, least: Any, greatest: Any) -> Any:
-    """`value`, which bounds take to lie between `least` and `greatest`; nothing else computes these."""
+    """Returns `value`, which bounds take to lie between `least` and `greatest`; nothing else reads these."""
     del least, greatest
     return value
 
 
 def _is_told(equation: Any) -> bool:
-    """Whether it is a call of `told`."""
+    """Tells whether an equation is a call of `told`."""
     called = walk.called_jaxpr(equation)
     return equation.params.get("name") == "told" and not called.eqns and len(equation.invars) == 3
 
 
 def bounds(function: Callable[..., Any], *arguments: Any) -> Interval:
-    """The bounds of the one result of `function`; `arguments` are pytrees of `Interval`s."""
+    """Returns the bounds of the one result of `function`; `arguments` are pytrees of `Interval`s."""
     leaves, tree = jax.tree.flatten(arguments)
     shapes = [jax.ShapeDtypeStruct(x.least.shape, x.least.dtype) for x in leaves]
     closed = jax.make_jaxpr(lambda *given: function(*jax.tree.unflatten(tree, given)))(*shapes)
@@ -93,14 +93,14 @@ def bounds(function: Callable[..., Any], *arguments: Any) -> Interval:
 
 
 def _is_evaluated_by_parts(equation: Any, inputs: list[Interval]) -> bool:
-    """Whether the rules see what an equation calls: not if it can be run, or has a rule of its own."""
+    """Tells whether rules see what an equation calls: not if it can be run, or has a rule of its own."""
     if all(x.is_exact for x in inputs) and not all(x.is_known for x in inputs):
         return False
     return not (_is_told(equation) or (len(inputs) == 2 and is_floored(equation)))
 
 
 def _results(equation: Any, inputs: list[Interval]) -> list[Interval]:
-    """The bounds of the results of an equation."""
+    """Returns the bounds of the results of an equation."""
     name, vague = equation.primitive.name, any(x.vague for x in inputs)
     all_exact = all(x.is_exact for x in inputs)
     if all_exact and not all(x.is_known for x in inputs):
@@ -133,25 +133,25 @@ def _cast(x: Interval, dtype: Any) -> Interval:
 
 
 def _is_of_one_value(equation: Any) -> bool:
-    """Whether its results are the same wherever they are computed: floats may be rounded in several ways."""
+    """Tells whether its results are the same wherever they are computed: floats may be rounded otherwise."""
     floats = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars)
     return not floats or equation.primitive.name in _MOVES
 
 
 def _is_symbolic(equation: Any) -> bool:
-    """Whether its results are, or have, sizes that are not known while an exported program is traced."""
+    """Tells whether results are, or have, sizes not known while an exported program is traced."""
     sizes = (n for x in equation.outvars for n in x.aval.shape)
     return equation.primitive.name == "dim_as_value" or not all(isinstance(n, int) for n in sizes)
 
 
 def _bound(equation: Any, inputs: Sequence[Interval]) -> list[Interval]:
-    """The results of exact values: those of the equation itself."""
+    """Returns the results of exact values: those of the equation itself."""
     values = pallas.vary_alike([jnp.asarray(x.least) for x in inputs])
     return [exact(x) for x in walk.bound(equation, values)]
 
 
 def constant(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray | None:
-    """The one result of known values, by the rules; None if these do not tell it exactly."""
+    """Returns the one result of known values, by the rules; None if these do not tell it exactly."""
     name, inputs = equation.primitive.name, [exact(x) for x in values]
     if name in STRUCTURAL:
         found = _rearranged(equation, inputs)
@@ -163,7 +163,7 @@ def constant(equation: Any, values: Sequence[np.ndarray]) -> np.ndarray | None:
 
 
 def is_floored(equation: Any) -> bool:
-    """Whether it is jnp's `//` or `%` of integers, which one rule bounds better than those of its parts."""
+    """Tells whether it is jnp's `//` or `%` of integers, which one rule bounds better than its parts'."""
     name = equation.params.get("name")
     avals = [x.aval for x in equation.invars]
     if name not in floored or not all(jnp.issubdtype(x.dtype, jnp.integer) for x in avals):
@@ -174,7 +174,7 @@ def is_floored(equation: Any) -> bool:
 
 
 def _by_rule(rule: Any, equation: Any, inputs: Sequence[Interval]) -> Interval:
-    """An elementwise rule: `(np or jnp, parameters, inputs...) -> (least, greatest)`."""
+    """Bounds by an elementwise rule: `(np or jnp, parameters, inputs...) -> (least, greatest)`."""
     xp: Any = np if all(x.is_known for x in inputs) else jnp
     (aval,) = (x.aval for x in equation.outvars)
     parameters = {**equation.params, "dtype": aval.dtype, "square": _is_square(equation)}
@@ -187,12 +187,12 @@ def _by_rule(rule: Any, equation: Any, inputs: Sequence[Interval]) -> Interval:
 
 
 def _is_square(equation: Any) -> bool:
-    """Whether both inputs are the same variable."""
+    """Tells whether both inputs are the same variable."""
     return len(equation.invars) == 2 and equation.invars[0] is equation.invars[1]
 
 
 def _rearranged(equation: Any, inputs: Sequence[Interval]) -> Interval:
-    """What moves, repeats, joins or reduces elements in order does the same to their bounds."""
+    """Does to bounds what the equation does, which moves, repeats, joins or reduces elements in order."""
 
     def moved(values):
         if all(isinstance(x, np.ndarray) for x in values):
@@ -215,7 +215,7 @@ def _concatenated(equation: Any, inputs: list[Interval]) -> Interval:
 
 
 def _gather(equation: Any, operand: Interval, indices: Interval) -> Interval:
-    """The bounds of single elements that are read of an exact operand, at indices between bounds."""
+    """Returns the bounds of single elements that are read of an exact operand, at indices between bounds."""
     (aval,) = (x.aval for x in equation.outvars)
     numbers, rank = equation.params["dimension_numbers"], operand.least.ndim
     elements = (

@@ -15,7 +15,7 @@ def evaluate(
     literal: Callable[[Any, Any], Any] | None = None,
     enters: Callable[[Any, list[Any]], bool] = lambda equation, values: True,
 ) -> list[Any]:
-    """The values of the results of a jaxpr; what its equations call is evaluated in the same way.
+    """Returns the values of the results of a jaxpr; what its equations call is evaluated in the same way.
 
     Args:
       closed: a closed jaxpr, or one without constants.
@@ -44,21 +44,21 @@ def evaluate(
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of what they call in the place of the calls."""
+    """Yields all equations, those of what they call in the place of the calls."""
     for equation in jaxpr.eqns:
         called = called_jaxpr(equation)
         yield from [equation] if called is None else equations(called.jaxpr)
 
 
 def bound(equation: Any, values: Sequence[Any], **changes: Any) -> list[jax.Array]:
-    """The results of an equation on arrays, with `changes` of its parameters."""
+    """Returns the results of an equation on arrays, with `changes` of its parameters."""
     primitive = equation.primitive
     results = primitive.bind(*values, **(primitive.get_bind_params(equation.params) | changes))
     return results if primitive.multiple_results else [results]
 
 
 def called_jaxpr(equation: Any) -> Any:
-    """The closed jaxpr that an equation calls once, as it is; None if it does not."""
+    """Returns the closed jaxpr that an equation calls once, as it is; None if it does not."""
     if equation.primitive.name in ("jit", "pjit", "closed_call", "core_closed_call"):
         return equation.params.get("jaxpr") or equation.params["call_jaxpr"]
     if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
@@ -71,14 +71,14 @@ def called_jaxpr(equation: Any) -> Any:
 
 
 def is_literal(operand: Any) -> bool:
-    """Whether an operand of an equation is a constant that is written in it, `operand.val`."""
+    """Tells whether an operand of an equation is a constant that is written in it, `operand.val`."""
     from jax.extend.core import Literal  # a tenth of the time of importing this package, if at its top
 
     return isinstance(operand, Literal)
 
 
 def scan_counts(equation: Any) -> tuple[int, int, int]:
-    """How many operands of a scan are constants, are carried, and are taken entry by entry."""
+    """Counts the operands of a scan that are constants, are carried, and are taken entry by entry."""
     if "num_consts" in equation.params:  # JAX before 0.12
         consts, carry = equation.params["num_consts"], equation.params["num_carry"]
         return consts, carry, len(equation.invars) - consts - carry
