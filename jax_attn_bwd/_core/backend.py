@@ -118,7 +118,7 @@ def _refusal(implementation: Implementation, options: Any, operands: Any) -> str
     return implementation.supports(options, operands)
 
 
-def _passed_over(
+def _why_not_picked(
     operator: str, implementations: Sequence[Implementation], options: Any, operands: Any, tell: bool
 ) -> dict[str, str]:
     """Tells why `implementation=None` picks none of these kernels but one; all of them can run the call."""
@@ -130,7 +130,7 @@ def _passed_over(
     candidates = [
         proven.Candidate(i.name, i.family, name, i.ran(), partial(size, i), varies(i)) for i in kernels
     ]
-    return proven.passed_over(candidates, NAMES, tell)
+    return proven.why_not_picked(candidates, NAMES, tell)
 
 
 def _size(options: Any, operands: Any, implementation: Implementation) -> proven.Size:
@@ -188,12 +188,12 @@ def select(
     able = [i for i in implementations if reasons[i.name] is None]
     if _explaining.get():
         refused = {name: reason for name, reason in reasons.items() if reason is not None}
-        others = refused | _passed_over(operator, able, options, operands, tell=False)
+        others = refused | _why_not_picked(operator, able, options, operands, tell=False)
         found = {i.name: others.get(i.name, "ok") for i in implementations}
         size = _size(options, operands, able[-1])
         raise _Explained(Reasons(found, refused, size, f"{operator} on {targets.device_kind()}"))
     if requested is None:
-        others = _passed_over(operator, able, options, operands, tell=True)
+        others = _why_not_picked(operator, able, options, operands, tell=True)
         return next(i for i in able if i.name not in others)
     for i in able:
         if i.name == requested:

@@ -94,7 +94,7 @@ class _Static:
 
 
 def _zero(kind: Any) -> jax.Array:
-    """Zeros of the type of tangents of `kind`."""
+    """Returns zeros of the type of tangents of `kind`."""
     return hijax.instantiate_zeros(hijax.Zero(kind.to_tangent_aval()))
 
 
@@ -150,12 +150,12 @@ class _Operation(_BASE or object):  # type: ignore[misc]
     def linearized(self, residuals, *tangents):
         args, leaves, static = residuals
         moves, tree = static.value
-        along = []
+        found = []
         if any(moves):
             moving = [hijax.instantiate_zeros(t) for t, m in zip(tangents, moves, strict=True) if m]
-            along = run(_Tangent(self.rules, moves, tree), [*args, *leaves, *moving])
-        rest = self.out_aval[len(along) :]
-        return (*along, *(hijax.Zero(kind.to_tangent_aval()) for kind in rest))
+            found = run(_Tangent(self.rules, moves, tree), [*args, *leaves, *moving])
+        rest = self.out_aval[len(found) :]  # the leaves of residuals, where `rules` are those of `_Forward`
+        return (*found, *(hijax.Zero(kind.to_tangent_aval()) for kind in rest))
 
     def transpose(self, cotangents, *args):
         moves = tuple(hasattr(x, "accum") for x in args)
@@ -197,33 +197,44 @@ class _Forward:
 
 
 @dataclass(frozen=True)
-class _Tangent:
-    """`(args, leaves of the residuals, tangents that are not zero) -> tangents of the outputs`."""
+class _Linear:
+    """An operation `(args, leaves of the residuals, numbers) -> ...` that is linear in the numbers."""
 
     of: Rules
-    moves: Flags
+    moves: Flags  # which args have tangents
     tree: Any  # of the residuals
 
+    @property
+    def given(self) -> Flags:
+        """Tells which of the numbers are handed over; the others are zero."""
+        return self.moves
+
     def _split(self, given):
-        """Returns (args or what belongs to them, leaves of residuals, tangents with None for zero)."""
+        """Returns (args or what belongs to them, leaves of residuals, numbers with None for zero)."""
         n, m = len(self.moves), self.tree.num_leaves
-        return given[:n], given[n : n + m], _filled(self.moves, given[n + m :])
+        return given[:n], given[n : n + m], _filled(self.given, given[n + m :])
+
+    def forward(self, moves, args):
+        return run(self, args), (tuple(args), encode_flags(moves))
+
+
+@dataclass(frozen=True)
+class _Tangent(_Linear):
+    """`(args, leaves of the residuals, tangents that are not zero) -> tangents of the outputs`: J(x) t."""
 
     def out(self, args):
         _, leaves, tangents = self._split(args)
         return self.of.tangent(self.tree.unflatten(leaves), tangents)
-
-    def forward(self, moves, args):
-        return run(self, args), (tuple(args), encode_flags(moves))
 
     def backward(self, residuals, cotangents):
         given, flags = residuals
         args, leaves, tangents = self._split(given)
         by_args, by_leaves, by_tangents = self._split(decode_flags(flags, len(given)))
         if any(by_args):
+            # of args: the derivative of J(x)^T c along the tangents; the value beside it is that of tangents
             asked = tuple(bool(x or y) for x, y in zip(by_args, by_tangents, strict=True))
             transposed = lambda args: self.of.backward(self.of.forward(asked, args)[1], cotangents)
-            value, derivative = _along(transposed, args, tangents)
+            value, derivative = _value_and_tangent(transposed, args, tangents)
             value = [x for x, moving in zip(value, self.moves, strict=True) if moving]
         else:
             derivative, seen = [None] * len(args), tuple(x is not None for x in cotangents)
@@ -232,25 +243,21 @@ class _Tangent:
         return [*derivative, *(None for _ in by_leaves), *value]
 
     def tangent(self, residuals, tangents):
-        args, _, along = self._split(residuals[0])
-        args_move, _, along_move = self._split(tangents)
-        first = lambda along: lambda args: self.of.tangent(self.of.forward(self.moves, args)[1], along)
-        return _sum_of_derivatives(first, args, args_move, along, along_move)
+        args, _, first = self._split(residuals[0])
+        args_move, _, first_move = self._split(tangents)
+        product = lambda t: lambda args: self.of.tangent(self.of.forward(self.moves, args)[1], t)
+        return _sum_of_derivatives(product, args, args_move, first, first_move)
 
 
 @dataclass(frozen=True)
-class _Transposed:
+class _Transposed(_Linear):
     """`(args, leaves of the residuals, cotangents that are not zero) -> those of args`: J(x)^T c."""
 
-    of: Rules
-    moves: Flags
-    tree: Any  # of the residuals
-    seen: Flags
+    seen: Flags  # which outputs have cotangents
 
-    def _split(self, given):
-        """Returns (args or what belongs to them, leaves of residuals, cotangents with None for zero)."""
-        n, m = len(self.moves), self.tree.num_leaves
-        return given[:n], given[n : n + m], _filled(self.seen, given[n + m :])
+    @property
+    def given(self):
+        return self.seen
 
     def _moving(self, args, found):
         filled = [_zero(jax.typeof(arg)) if x is None else x for x, arg in zip(found, args, strict=True)]
@@ -260,24 +267,23 @@ class _Transposed:
         args, leaves, cotangents = self._split(args)
         return self._moving(args, self.of.backward(self.tree.unflatten(leaves), cotangents))
 
-    def forward(self, moves, args):
-        return run(self, args), (tuple(args), encode_flags(moves))
-
     def backward(self, residuals, cotangents):
         given, flags = residuals
         args, leaves, seen = self._split(given)
-        by_args, by_leaves, by_cotangents = self._split(decode_flags(flags, len(given)))
+        by_args, by_leaves, by_seen = self._split(decode_flags(flags, len(given)))
         directions = _filled(self.moves, cotangents)
-        moves = tuple(x is not None for x in directions)
-        found, along = [None] * len(args), [None] * sum(self.seen)
-        if any(by_cotangents):
+        of_args, of_seen = [None] * len(args), [None] * sum(self.seen)
+        # of the cotangents c: J(x) times what comes back
+        if any(by_seen):
+            moves = tuple(x is not None for x in directions)
             there = [x for x in directions if x is not None]
-            along = run(_Tangent(self.of, moves, self.tree), [*args, *leaves, *there])
-            along = [x for x, here in zip(along, self.seen, strict=True) if here]
+            tangents = run(_Tangent(self.of, moves, self.tree), [*args, *leaves, *there])
+            of_seen = [x for x, here in zip(tangents, self.seen, strict=True) if here]
+        # of args: the derivative of J(x)^T c along what comes back
         if any(by_args):
             transposed = lambda args: self.of.backward(self.of.forward(tuple(by_args), args)[1], seen)
-            found = _along(transposed, args, directions)[1]
-        return [*found, *(None for _ in by_leaves), *along]
+            of_args = _value_and_tangent(transposed, args, directions)[1]
+        return [*of_args, *(None for _ in by_leaves), *of_seen]
 
     def tangent(self, residuals, tangents):
         args, _, seen = self._split(residuals[0])
@@ -294,7 +300,9 @@ def _filled(which: Flags, given: Arrays) -> list[Any]:
     return [next(rest) if here else None for here in which]
 
 
-def _along(f: Callable[[list], list], args: Arrays, tangents: Arrays) -> tuple[list[Any], list[Any]]:
+def _value_and_tangent(
+    f: Callable[[list], list], args: Arrays, tangents: Arrays
+) -> tuple[list[Any], list[Any]]:
     """Returns `f(args)`, a list that may hold None, and its derivative along the tangents, by JAX."""
     moves = tuple(t is not None for t in tangents)
     pick = lambda xs: tuple(x for x, moving in zip(xs, moves, strict=True) if moving)
@@ -312,7 +320,7 @@ def _sum_of_derivatives(f: Any, args: Arrays, args_move: Arrays, rest: Arrays, r
     if any(x is not None for x in rest_move):
         found.append(f(rest_move)(args))
     if any(x is not None for x in args_move):
-        found.append(_along(f(rest), args, args_move)[1])
+        found.append(_value_and_tangent(f(rest), args, args_move)[1])
     return [sum(terms[1:], start=terms[0]) for terms in zip(*found, strict=True)]
 
 

@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
     varies: bool  # from run to run, in a call that is to give the same bits
 
 
-def asked(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
+def environment_order(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
     """Returns (implementations in the order that the environment prefers, where it says so), or None.
 
     Raises:
@@ -180,14 +180,14 @@ def _damaged(file: Path, why: str) -> str:
     return "the record is damaged"
 
 
-def passed_over(candidates: Sequence[Candidate], names: Sequence[str], tell: bool) -> dict[str, str]:
+def why_not_picked(candidates: Sequence[Candidate], names: Sequence[str], tell: bool) -> dict[str, str]:
     """Tells why each of these kernels is not picked; the one that is picked is left out, if one is.
 
     `candidates`: all that can run the call, in order. `names`: of all implementations. With `tell` the first
     call of a process that passes over kernels which could be proven says how.
     """
     own = [candidate.name for candidate in candidates]
-    if (said := asked(names, own)) is not None:
+    if (said := environment_order(names, own)) is not None:
         order, where = said
         picked = next((name for name in order if name == "xla" or name in own), None)
         prefers = f"{where} prefers {picked}"
