@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_attn_bwd._core.sharding import explicit_spec
+from jax_attn_bwd._core.sharding import explicit_spec, vary_over, varying
 
 _interpreted: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "interpreted", default=frozenset()
@@ -90,15 +89,9 @@ def on_local_shards(f: Callable[..., Any], out_specs: Callable[..., Any], operan
     return run(*operands)
 
 
-def varying_axes(operands: Any) -> frozenset[str]:
-    """Returns the mesh axes over which an operand varies, inside `jax.shard_map`."""
-    leaves = jax.tree.leaves(operands)
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-
-
 def out_type(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:
     """Returns the type of a kernel's output: it varies over every mesh axis that an operand varies over."""
-    manual = jax.sharding.ManualAxisType(varying=varying_axes(operands))
+    manual = jax.sharding.ManualAxisType(varying=varying(operands))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
 
 
@@ -108,16 +101,10 @@ def of_type(x: jax.Array, kind: jax.ShapeDtypeStruct) -> jax.Array:
     What varies and does not say so would be taken for the same on all devices, and not be summed over them.
     """
     wanted = kind.manual_axis_type.varying if kind.manual_axis_type is not None else frozenset()
-    missing = wanted - varying_axes(x)
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+    return vary_over(x, frozenset(wanted))
 
 
 def vary_alike(operands: Any) -> Any:
     """Returns `operands`, each varying over every mesh axis that one of them varies over."""
-    axes = varying_axes(operands)
-
-    def vary(x):
-        missing = axes - varying_axes(x)
-        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(vary, operands)
+    axes = varying(operands)
+    return jax.tree.map(lambda x: vary_over(x, axes), operands)

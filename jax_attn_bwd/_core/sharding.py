@@ -18,9 +18,15 @@ def _type(x: Any) -> jax.core.ShapedArray:
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
 
 
-def varying(x: Any) -> frozenset[str]:
-    """Returns the mesh axes over which `x` varies, inside `jax.shard_map`."""
-    return frozenset(_type(x).manual_axis_type.varying)
+def varying(arrays: Any) -> frozenset[str]:
+    """Returns the mesh axes over which one of the arrays (or types) varies, inside `jax.shard_map`."""
+    return frozenset().union(*(_type(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
+
+
+def vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Makes `x` vary over these mesh axes, too."""
+    missing = axes - varying(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def full_like_operands(
@@ -32,9 +38,7 @@ def full_like_operands(
     """
     differ = tuple(i for i, n in enumerate(shape) if like.shape[i] != n)
     seed = lax.full_like(like.sum(differ, keepdims=True) if differ else like, fill, dtype)
-    seed = jnp.broadcast_to(seed, shape)
-    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(operands))) - varying(seed)
-    return lax.pcast(seed, tuple(sorted(axes)), to="varying") if axes else seed
+    return vary_over(jnp.broadcast_to(seed, shape), varying(operands))
 
 
 def tie(outputs: Any, operands: Any) -> Any:
@@ -58,9 +62,7 @@ def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
     surplus = varying(cotangent) - varying(primal)
     if surplus:
         cotangent = lax.psum(cotangent, tuple(sorted(surplus)))
-    missing = varying(primal) - varying(cotangent)
-    if missing:
-        cotangent = lax.pcast(cotangent, tuple(sorted(missing)), to="varying")
+    cotangent = vary_over(cotangent, varying(primal))
     sharding = _type(primal).sharding
     if jax.typeof(cotangent).sharding != sharding and not sharding.mesh.empty:
         cotangent = jax.sharding.reshard(cotangent, sharding)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, numerics, pallas
+from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
 from jax_attn_bwd.ops.dot_product.arguments import Like, Sizes, plane
@@ -50,7 +51,7 @@ def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int
         raise ValueError(
             checks.message(operator, argument, "name an axis bound here", repr(axis_name), remedy)
         )
-    if not pallas.varying_axes(lax.axis_index(axis_name)):
+    if not varying(lax.axis_index(axis_name)):
         remedy = "without it, gradients of what several devices share are wrong"
         raise ValueError(
             checks.message(operator, "jax.shard_map around it", "have check_vma=True", False, remedy)

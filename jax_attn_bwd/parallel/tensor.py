@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, dropout, keywords, pallas
+from jax_attn_bwd._core import checks, dropout, keywords
 from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import Array, Reduce
 from jax_attn_bwd.ops.dot_product.spec import Result
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, appended, dropping, multi_head_attention
@@ -254,7 +255,7 @@ def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int,
         raise ValueError(checks.message(_NAME, "params.out_kernel", expected, None))
     if n == 1:
         return
-    varies = lambda x: axis_name in pallas.varying_axes(jnp.asarray(x))
+    varies = lambda x: axis_name in varying(jnp.asarray(x))
     for name in _KERNELS:
         x = getattr(params, name)
         if x is not None and not varies(x):

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import COLUMNS, ROWS
+from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
@@ -180,7 +181,7 @@ def can_fuse(options: KernelOptions, saved: Saved) -> bool:
     plain = options.logits_soft_cap is options.mask_mod is options.score_mod is None
     plain = plain and extras == (None,) * 4
     fits = H == Hv <= (128 if saved.refs.row_segment is None else 64)
-    takes_references = jax.__version_info__ >= (0, 11) and not pallas.varying_axes(saved)
+    takes_references = jax.__version_info__ >= (0, 11) and not varying(saved)
     return fits and plain and takes_references
 
 
