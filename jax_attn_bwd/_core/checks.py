@@ -1,6 +1,8 @@
 """Checks of arguments, all with one style of message: operator, argument, expected, got, remedy."""
 
 import math
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import notices
 from jax_attn_bwd._core.numerics import accumulator_dtype
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 def message(operator: str, argument: str, expected: str, got: Any, remedy: str = "") -> str:
     """Returns `operator: argument must expected, got got; remedy`."""
     return f"{operator}: {argument} must {expected}, got {got}" + (f"; {remedy}" if remedy else "")
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line outside this package that made the call; Python shows it once for each line."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 def static(x: Any, remedy: str = "") -> str:
@@ -196,7 +207,7 @@ def repeatable_sums(operator: str, deterministic_sums: Any, deterministic: Any) 
     if deterministic_sums is not True and deterministic_sums is not deterministic:
         expected = f"say what deterministic={deterministic}, its former name, says"
         raise ValueError(message(operator, "deterministic_sums", expected, repr(deterministic_sums)))
-    notices.warn(
+    warn(
         f"{operator}: deterministic is deprecated: here it says that sums repeat bit for bit, in layers that"
         f" nothing is dropped; write deterministic_sums={deterministic} for the sums, dropout_rate=0.0 for no"
         " dropout",

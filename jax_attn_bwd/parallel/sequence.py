@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import keywords
+from jax_attn_bwd._core import secondary_calls
 from jax_attn_bwd._core.types import Array, Implementation, Integers, SequenceLayout
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 from jax_attn_bwd.parallel import ulysses
@@ -203,7 +203,7 @@ def all_gather_attention(
       (2, 16, 4, 8)
     """
     name = "all_gather_attention"
-    given = keywords.complete(name, ring_attention, SequenceKeywords, options)
+    given = secondary_calls.complete(name, ring_attention, SequenceKeywords, options)
     given |= {"axis_name": axis_name, "return_residual": return_residual}
     return exchanged(name, query=query, key=key, value=value, bias=bias, mask=mask, **given)
 
@@ -265,6 +265,6 @@ def ulysses_attention(
       Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509.
     """
     name = "ulysses_attention"
-    given = keywords.complete(name, ring_attention, SequenceKeywords, options)
+    given = secondary_calls.complete(name, ring_attention, SequenceKeywords, options)
     given |= {"axis_name": axis_name, "return_residual": return_residual}
     return ulysses.attend(name, query, key, value, bias, mask, **given)

@@ -7,7 +7,7 @@ from typing import Unpack
 import jax
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks, fusion, keywords, tangents
+from jax_attn_bwd._core import backend, checks, fusion, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
@@ -170,7 +170,7 @@ def multi_scale_deformable_attention_bwd(
     """
     name, like = f"{_NAME}_bwd", multi_scale_deformable_attention
     # the call, checked as the forward is
-    given = keywords.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
+    given = secondary_calls.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
     implementation = given.pop("implementation")
     queries = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
     static, operands = prepare(name, value, spatial_shapes, *queries.values(), **given)
@@ -235,8 +235,8 @@ def multi_scale_deformable_attention_jvp(
       (2.5, 9.0)
     """
     name, like = f"{_NAME}_jvp", multi_scale_deformable_attention
-    given = keywords.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
-    return tangents.outputs_and_tangents(
+    given = secondary_calls.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
+    return secondary_calls.outputs_and_tangents(
         name,
         partial(like, spatial_shapes=spatial_shapes, forward_mode=True, **given),
         dict(zip(DIFFERENTIABLE, (value, sampling_locations, attention_weights), strict=True)),

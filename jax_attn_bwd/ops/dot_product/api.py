@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, float_leaves, fusion, keywords, tangents
+from jax_attn_bwd._core import checks, float_leaves, fusion, secondary_calls
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
@@ -246,7 +246,7 @@ def dot_product_attention_bwd(
       ((2, 16, 4, 8), True)
     """
     name = f"{_NAME}_bwd"
-    given = keywords.complete(name, dot_product_attention, DotProductAttentionKeywords, options)
+    given = secondary_calls.complete(name, dot_product_attention, DotProductAttentionKeywords, options)
     implementation = given.pop("implementation")
     checked, operands = prepare(name, query, key, value, bias, mask, **given)
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
@@ -314,10 +314,10 @@ def dot_product_attention_jvp(
       (2, 16, 4, 8)
     """
     name, like = f"{_NAME}_jvp", dot_product_attention
-    given = keywords.complete(name, like, DotProductAttentionKeywords, options)
+    given = secondary_calls.complete(name, like, DotProductAttentionKeywords, options)
     primals = {"query": query, "key": key, "value": value, "bias": bias, "sink": given.pop("sink")}
     moving = {"query": dquery, "key": dkey, "value": dvalue, "bias": dbias, "sink": dsink}
-    return tangents.outputs_and_tangents(
+    return secondary_calls.outputs_and_tangents(
         name, partial(like, mask=mask, forward_mode=True, **given), primals, moving
     )
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, float_leaves, fusion, masks, notices, numerics, sharding
+from jax_attn_bwd._core import checks, dropout, float_leaves, fusion, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Sizes
@@ -78,7 +78,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
         expected = "be a positive multiple of the key heads K"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
     if T == S and isinstance(T, int) and 1 < T <= N // 8 and N >= 64:
-        notices.warn(
+        checks.warn(
             f"{operator}: query {query.shape} has T = {T} tokens and N = {N} heads: the layout is"
             " [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
         )

@@ -5,7 +5,7 @@ from typing import Unpack
 
 import jax
 
-from jax_attn_bwd._core import keywords, tangents
+from jax_attn_bwd._core import secondary_calls
 from jax_attn_bwd._core.types import Array, Implementation
 from jax_attn_bwd.ops.graph import edge_reductions
 from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, graph_transformer_attention
@@ -53,11 +53,11 @@ def graph_attention_jvp(
       (2.0, 1.0)
     """
     name = "graph_attention_jvp"
-    given = keywords.complete(name, graph_attention, GraphAttentionJvpKeywords, options)
+    given = secondary_calls.complete(name, graph_attention, GraphAttentionJvpKeywords, options)
     primals = {"src": src, "dst": dst, "attention_weights": attention_weights, "edge": given.pop("edge")}
     along = {"src": dsrc, "dst": ddst, "attention_weights": dattention_weights, "edge": dedge}
     call = partial(graph_attention, graph, forward_mode=True, **given)
-    return tangents.outputs_and_tangents(name, call, primals, along)
+    return secondary_calls.outputs_and_tangents(name, call, primals, along)
 
 
 def graph_attention_v2_jvp(
@@ -97,11 +97,11 @@ def graph_attention_v2_jvp(
       (2.0, 1.0)
     """
     name = "graph_attention_v2_jvp"
-    given = keywords.complete(name, graph_attention_v2, GraphAttentionJvpKeywords, options)
+    given = secondary_calls.complete(name, graph_attention_v2, GraphAttentionJvpKeywords, options)
     primals = {"src": src, "dst": dst, "attention_weights": attention_weights, "edge": given.pop("edge")}
     along = {"src": dsrc, "dst": ddst, "attention_weights": dattention_weights, "edge": dedge}
     call = partial(graph_attention_v2, graph, forward_mode=True, **given)
-    return tangents.outputs_and_tangents(name, call, primals, along)
+    return secondary_calls.outputs_and_tangents(name, call, primals, along)
 
 
 def graph_transformer_attention_jvp(
@@ -144,12 +144,12 @@ def graph_transformer_attention_jvp(
       (2.0, 1.0)
     """
     name, like = "graph_transformer_attention_jvp", graph_transformer_attention
-    given = keywords.complete(name, like, GraphTransformerAttentionJvpKeywords, options)
+    given = secondary_calls.complete(name, like, GraphTransformerAttentionJvpKeywords, options)
     beside = {argument: given.pop(argument) for argument in ("edge", "score_bias")}
     primals = {"query": query, "key": key, "value": value, **beside}
     along = {"query": dquery, "key": dkey, "value": dvalue, "edge": dedge, "score_bias": dscore_bias}
     call = partial(like, graph, forward_mode=True, **given)
-    return tangents.outputs_and_tangents(name, call, primals, along)
+    return secondary_calls.outputs_and_tangents(name, call, primals, along)
 
 
 def edge_sum_jvp(
@@ -248,4 +248,4 @@ def edge_max_jvp(
 
 def _reduction(name, graph, edge, dedge, implementation):
     call = partial(getattr(edge_reductions, name), graph, forward_mode=True, implementation=implementation)
-    return tangents.outputs_and_tangents(f"{name}_jvp", call, {"edge": edge}, {"edge": dedge})
+    return secondary_calls.outputs_and_tangents(f"{name}_jvp", call, {"edge": edge}, {"edge": dedge})

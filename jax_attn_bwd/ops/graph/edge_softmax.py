@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks, tangents
+from jax_attn_bwd._core import backend, checks, secondary_calls
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, reshard_like, tie
@@ -159,7 +159,7 @@ def edge_softmax_jvp(
     """
     call = partial(edge_softmax, graph, forward_mode=True, implementation=implementation)
     along = {"scores": dscores}
-    return tangents.outputs_and_tangents(f"{_NAME}_jvp", call, {"scores": scores}, along)
+    return secondary_calls.outputs_and_tangents(f"{_NAME}_jvp", call, {"scores": scores}, along)
 
 
 def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) -> jax.Array:

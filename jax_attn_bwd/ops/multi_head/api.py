@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, float_leaves, keywords
+from jax_attn_bwd._core import checks, float_leaves, secondary_calls
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
@@ -274,7 +274,7 @@ def multi_head_attention_bwd(
       ((16, 16), (16, 4, 4), None)
     """
     name = f"{_NAME}_bwd"
-    given = keywords.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
+    given = secondary_calls.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
     implementation = given.pop("implementation")
     given["return_weights"] = dweights is not None or given["average_weights"]
     checked, operands = prepare(name, params, query, key, value, return_residual=True, **given)

@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 import jax
 
-from jax_attn_bwd._core import checks, keywords, tangents
+from jax_attn_bwd._core import checks, secondary_calls
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.multi_head.api import multi_head_attention
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, MultiHeadAttentionKeywords, MultiHeadAttentionParams
@@ -56,7 +56,7 @@ def multi_head_attention_jvp(
       (16, 16)
     """
     name = "multi_head_attention_jvp"
-    given = keywords.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
+    given = secondary_calls.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
     dparams = MultiHeadAttentionParams() if dparams is None else dparams
     for argument, x in (("params", params), ("dparams", dparams)):
         if not isinstance(x, MultiHeadAttentionParams):
@@ -71,4 +71,4 @@ def multi_head_attention_jvp(
         params = MultiHeadAttentionParams(*(arrays.pop(f"params.{field}") for field in PARAMS))
         return multi_head_attention(params, **arrays, forward_mode=True, **given)
 
-    return tangents.outputs_and_tangents(name, call, primals, along)
+    return secondary_calls.outputs_and_tangents(name, call, primals, along)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks, masks, tangents
+from jax_attn_bwd._core import backend, checks, masks, secondary_calls
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
@@ -209,7 +209,7 @@ def scaled_masked_softmax_jvp(
         "axis": axis, "is_causal": is_causal, "local_window_size": local_window_size,
         "fully_masked": fully_masked, "implementation": implementation,
     }  # fmt: skip
-    return tangents.outputs_and_tangents(
+    return secondary_calls.outputs_and_tangents(
         f"{_NAME}_jvp",
         partial(scaled_masked_softmax, mask=mask, forward_mode=True, **options),
         {"x": x, "scale": scale, "bias": bias, "sink": sink},
