@@ -199,7 +199,7 @@ _DIFFERENTIABLE = (*(name for name in api.DIFFERENTIABLE if name != "mod_args"),
 
 def _with_params(arguments: dict) -> dict:
     params = {n: arguments.pop(n) for n in PARAMS if n in arguments}
-    return {"params": MultiHeadAttentionParams(**params), **dense.mod_cases.with_mod_args(arguments)}
+    return {"params": MultiHeadAttentionParams(**params), **dense.with_mod_args(arguments)}
 
 
 def _call(**arguments):
