@@ -60,11 +60,13 @@ def kernel(
     then the portable one, `supports` stands beside `backward`.
     """
 
+    # the generation that is aimed at, or why there is none; interpreted, the first has to do
     def found():
         if pallas.is_interpreted(name):
             return next(g for g in targets.GENERATIONS[name] if g.files == generations[0])
         return targets.generation(name, generations)
 
+    # a function of its file, which is imported when it is first called
     def load(direction, function):
         def call(*args):
             file = f"{package}.kernels.{found().files}_{direction}"
@@ -184,14 +186,17 @@ def select(
     if requested is not None and requested not in NAMES:
         known = tuple(i.name for i in implementations)
         raise ValueError(f"{operator}: implementation must be None or one of {known}, got {requested!r}")
+    # what each says of the call
     reasons = {i.name: _refusal(i, options, operands) for i in implementations}
     able = [i for i in implementations if reasons[i.name] is None]
+    # `explain` asks for the reasons alone
     if _explaining.get():
         refused = {name: reason for name, reason in reasons.items() if reason is not None}
         others = refused | _why_not_picked(operator, able, options, operands, tell=False)
         found = {i.name: others.get(i.name, "ok") for i in implementations}
         size = _size(options, operands, able[-1])
         raise _Explained(Reasons(found, refused, size, f"{operator} on {targets.device_kind()}"))
+    # the first that can, or the one that is named
     if requested is None:
         others = _why_not_picked(operator, able, options, operands, tell=True)
         return next(i for i in able if i.name not in others)
@@ -262,6 +267,7 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
 
 
 def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
+    # arrays are traced, all else is handed over as it is
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if _is_data(x)]
 
@@ -280,6 +286,7 @@ def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
                 raise ValueError(f"explain: {f!r} calls no operator of jax_attn_bwd") from error
             raise
 
+    # the first `select` that is come by ends the trace
     with _explain_mode(), jax.disable_jit():  # a cached trace would not come by `select` again
         try:
             jax.eval_shape(call, *(_on_ambient_mesh(leaves[i]) for i in traced))

@@ -37,12 +37,14 @@ def _told(items: Iterable[T], total: int | None, description: str) -> Iterator[T
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Prints a table; numbers are aligned to the right."""
     cells = [["" if x is None else str(x) for x in row] for row in rows]
+    # plain text
     if not _RICH:
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
         print(title)
         for row in [list(columns), *cells]:
             print("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
         return
+    # a table of `rich`, as wide as the terminal, or as a file may be
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -38,6 +38,7 @@ def launch(
         kernel_name=name,
         **threads,  # type: ignore[arg-type]
     )
+    # results vary over the mesh axes that `out_type` says
     types = jax.tree.leaves(out_type)
 
     def call(*operands):

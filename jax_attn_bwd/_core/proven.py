@@ -150,6 +150,7 @@ def record(kind: str, family: str) -> Record | str:
 
 @functools.cache
 def _read(kind: str, family: str, *where: str | None) -> Record | str:
+    # a file that is JSON
     try:
         held = json.loads((file := path(kind, family)).read_text())
     except RuntimeError:
@@ -158,6 +159,7 @@ def _read(kind: str, family: str, *where: str | None) -> Record | str:
         return "there is no record"
     except ValueError:
         return _damaged(file, "it is not JSON")
+    # of this device and these versions, with a time of each case that it names
     try:
         if held["device"] != kind:
             return f"the record is of {held['device']}"
@@ -186,12 +188,14 @@ def why_not_picked(candidates: Sequence[Candidate], names: Sequence[str], tell: 
     `candidates`: all that can run the call, in order. `names`: of all implementations. With `tell` the first
     call of a process that passes over kernels which could be proven says how.
     """
+    # by the environment
     own = [candidate.name for candidate in candidates]
     if (said := environment_order(names, own)) is not None:
         order, where = said
         picked = next((name for name in order if name == "xla" or name in own), None)
         prefers = f"{where} prefers {picked}"
         return {n: prefers if n in order else f"{where} does not name it" for n in own if n != picked}
+    # by the records: those that are not proven, or are slower than "xla", and why
     kind = targets.device_kind()
     reasons: dict[str, str] = {}
     rates: dict[str, tuple[float, str]] = {}
@@ -201,6 +205,7 @@ def why_not_picked(candidates: Sequence[Candidate], names: Sequence[str], tell: 
             reasons[candidate.name] = found
         else:
             rates[candidate.name] = found
+    # the fastest of the others is picked; where there is none, a process says how to prove one
     if rates:
         picked = min(rates, key=lambda name: rates[name][0])
         reasons |= {n: f"it is proven, but {picked} is faster: {rates[n][1]}" for n in rates if n != picked}
@@ -211,11 +216,13 @@ def why_not_picked(candidates: Sequence[Candidate], names: Sequence[str], tell: 
 
 def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
     """Returns (its time beside that of "xla" at the nearest size, in words), or why it is not picked."""
+    # refuted, or refused for its bits
     known, name = record(kind, candidate.family), candidate.name
     if isinstance(known, Record) and name in known.kernels and (why := known.kernels[name].failed):
         return f"it failed on {kind} ({known.written}): {why}"
     if candidate.varies:
         return "it adds in any order; deterministic_sums=False lets it be picked where it is proven"
+    # no record of it: the word of the generation counts
     if isinstance(known, str) or name not in known.kernels:
         if candidate.ran:
             return 1.0, "it was not timed here"
@@ -224,6 +231,7 @@ def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
             f"it is not proven on {kind}: {why}; `{COMMAND} {candidate.family}` proves it there, "
             f"{KERNELS}={name} picks it unproven"
         )
+    # proven: its time beside that of "xla", of the operator's own case that is nearest in size
     kernel, portable = known.kernels[name], known.kernels.get("xla", Kernel(None, {})).times
     if not (timed := kernel.times.keys() & portable.keys()):
         return f"it is proven on {kind}, but was not timed beside xla; `{COMMAND} {candidate.family}` does it"

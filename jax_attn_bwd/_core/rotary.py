@@ -50,6 +50,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         """Checks the fields; frequencies become a tuple."""
+        # numbers and flags
         name = "Rotary"
         base = checks.python_float(name, "base", self.base)
         if base <= 1:
@@ -57,6 +58,7 @@ class Rotary:
         checks.flag(name, "interleaved", self.interleaved)
         if self.size is not None and checks.integer(name, "size", self.size, least=1) % 2:
             raise ValueError(checks.message(name, "size", "be even: features are turned in pairs", self.size))
+        # frequencies: static, and hashable from here on
         if self.frequencies is not None:
             if isinstance(self.frequencies, jax.Array):
                 remedy = "they are static: pass NumPy's, numpy.asarray(frequencies)"
@@ -96,12 +98,14 @@ def checked(operator: str, rotary: Any, H: int) -> Rotary | None:
 
 def rotate(rotary: Rotary, x: jax.Array, positions: jax.Array | None, back: bool = False) -> jax.Array:
     """Turns `x [..., L, heads, H]` by `positions [..., L]`, in float32 or wider; `back` by minus those."""
+    # the angle of each pair at each position
     x = x.astype(accumulator_dtype(x.dtype))
     frequencies = jnp.asarray(rotary.of_heads("rotary", x.shape[-1]), x.dtype)
     index = jnp.arange(x.shape[-3], dtype=jnp.int32) if positions is None else positions
     angles = to_rank(index, x.ndim - 2)[..., None].astype(x.dtype) * to_rank(frequencies, x.ndim - 1)
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]  # [..., L, 1, size / 2]
     sin = -sin if back else sin
+    # pairs that are neighbours, or half the turned features apart; the rest stays
     half = frequencies.size
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if rotary.interleaved:

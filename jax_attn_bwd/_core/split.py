@@ -159,6 +159,7 @@ def _side_by_side(folded, index, function, arrays, axes, results):
 
 
 def _on_devices(pieces, function, arrays, axes, results):
+    # arrays are cut along the axes of the pieces, and lie along their other axes as before
     mesh_axes, last = pieces.mesh_axes, pieces.count - 1
     mesh = next(m for x in jax.tree.leaves(arrays) for m in [jax.typeof(x).sharding.mesh] if not m.empty)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -177,12 +178,14 @@ def _on_devices(pieces, function, arrays, axes, results):
     in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
     out_specs = {name: spec_of(place.axis, place.spec) for name, place in results.items()}
 
+    # folded, devices exchange their late halves before, and those of the results after
     def fold(axis, x):
         if axis is None or not pieces.folded:
             return x
         pairs = [(device, last - device) for device in range(pieces.count)]
         return _folded(x, axis, lambda late: lax.ppermute(late, mesh_axes, pairs))
 
+    # each device runs its piece; what varies where a result is not sharded is summed
     def of_device(arrays):
         found = function(lax.axis_index(mesh_axes), _map(fold, axes, arrays))
         found = _map(fold, {name: results[name].axis for name in found}, dict(found))

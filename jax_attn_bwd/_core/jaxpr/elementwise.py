@@ -98,6 +98,7 @@ def _followed(closed: Any, inputs: Sequence[Axes]) -> list[Axes]:
 
 def _results(equation: Any, given: list[Axes]) -> list[Axes]:
     name, shapes = equation.primitive.name, [v.aval.shape for v in equation.outvars]
+    # number by number, by a rule of its own, or of no axis of the tile
     if name in _NUMBER_BY_NUMBER:
         return [_together(name, given, shape) for shape in shapes]
     of_tile = any(_is_of_tile(axis) for axes in given for axis in axes)
@@ -105,6 +106,7 @@ def _results(equation: Any, given: list[Axes]) -> list[Axes]:
         return _RULES[name](equation, given)
     if name in _OF_ITS_OWN or not of_tile:
         return [_own(shape) for shape in shapes]
+    # along axes that its parameters name: these must not be the tile's
     along = {axis for key in _ALONG for axis in _listed(equation.params.get(key))}
     if name.startswith(("reduce", "arg")):
         _nothing_along(name, given, along)
@@ -314,6 +316,7 @@ def _numbered(numbers: dict[Any, int], expression: Any) -> int:
 def _values_of_equals(numbers: dict[Any, int], equation: Any, inputs: list[Any]) -> list[Any]:
     """Returns each result: a NumPy array if it is known; else a number that equal expressions share."""
     name = equation.primitive.name
+    # known: of constants, or decided by one
     if all(isinstance(x, np.ndarray) for x in inputs):
         known = constant(equation, inputs)
         if known is not None:
@@ -322,12 +325,14 @@ def _values_of_equals(numbers: dict[Any, int], equation: Any, inputs: list[Any])
         decides = name == "or"
         if any((x == decides).all() for x in inputs if isinstance(x, np.ndarray)):
             return [np.full(equation.outvars[0].aval.shape, decides)]
+    # known of one value twice
     if name in _OF_EQUALS and isinstance(inputs[0], int) and inputs[0] == inputs[1]:
         aval = equation.outvars[0].aval
         if not jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact):
             return [np.full(aval.shape, _OF_EQUALS[name], aval.dtype)]
     if name == "select_n" and isinstance(inputs[0], np.ndarray) and inputs[0].ndim == 0:
         return [inputs[1 + int(inputs[0])]]
+    # any other expression: one number for all that are alike
     given = tuple((str(x.dtype), x.tobytes()) if isinstance(x, np.ndarray) else x for x in inputs)
     parameters = str(sorted(equation.params.items(), key=lambda x: x[0]))
     return [_numbered(numbers, (name, parameters, given, i)) for i, _ in enumerate(equation.outvars)]

@@ -42,6 +42,7 @@ def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args
       function: elementwise, of one result; `args` are arrays, and trees of them, that it gathers from.
       seen: bool, broadcasts to the elements and has their rank.
     """
+    # the jaxpr of the function of a flat list of arrays
     leaves, tree = jax.tree.flatten(args)
 
     def flat(*given):
@@ -49,6 +50,7 @@ def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args
 
     given = pallas.vary_alike([jnp.asarray(x) for x in (*elements, *leaves)])
     closed = jax.make_jaxpr(flat)(*given)
+    # evaluated on them, with what is hidden replaced where a derivative may be bad
     values = [
         _Value(x, is_float := _is_float(x), i < len(elements), not is_float) for i, x in enumerate(given)
     ]

@@ -301,10 +301,12 @@ def _convert(xp, parameters, x):
     if new == np.bool_:
         none = (x.least == 0) & (x.greatest == 0)
         return (x.least > 0) | (x.greatest < 0), ~none
+    # to floats: bounds round as the values do
     if jnp.issubdtype(new, jnp.floating) and new.itemsize < 4:  # compilers may leave the rounding out
         return dtype_range(new)
     if old == np.bool_ or jnp.issubdtype(new, jnp.floating):
         return x.least.astype(new), x.greatest.astype(new)
+    # to integers: lost where the value does not fit
     low, high = (float(n) for n in dtype_range(new))
     if jnp.issubdtype(old, jnp.floating):  # towards zero; what does not fit, and NaN, is lost
         lost = ~((x.least > low * _MARGIN) & (x.greatest < high * _MARGIN))
@@ -404,6 +406,7 @@ def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
     Where the two are one object the index is exact. An index out of range may read anything, unless it is
     clipped.
     """
+    # indices within the operand, and which were not
     ends = [x for pair in places for x in pair]
     xp = _module(operand, *ends)
     operand = xp.asarray(operand)
@@ -415,6 +418,7 @@ def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
         clip = lambda x, most=most: _module(x).clip(x, np.asarray(0, x.dtype), np.asarray(most, x.dtype))
         within = [clip(x).astype(np.int32) for x in (first, last)]  # lengths would wrap in narrow ones
         inside.append((within[0], within[0] if first is last else within[1]))
+    # the way that fits the axes whose index is known by bounds alone
     wide = [axis for axis, (first, last) in enumerate(inside) if first is not last]
     if len(wide) > 1 and all(_is_short(*inside[axis], operand.shape[axis]) for axis in wide):
         least, greatest = _axis_after_axis(xp, operand, inside, wide)
@@ -423,7 +427,7 @@ def gathered(operand: Any, places: list[Any], mode: str) -> tuple[Any, Any]:
     elif len(wide) > 1:
         least, greatest = _at_points(xp, operand, inside)
     elif wide:
-        least, greatest = _along(xp, operand, inside, *wide)
+        least, greatest = _of_stretches(xp, operand, inside, *wide)
     else:
         least = greatest = operand[tuple(first for first, _ in inside)]
     return unless(xp, outside, least, greatest)
@@ -489,8 +493,9 @@ def _by_counts(xp: Any, operand: Any, places: list[Any], wide: list[int]) -> tup
     return found == (last_a - first_a + one) * (last_b - first_b + one), found > 0
 
 
-def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, Any]:
+def _of_stretches(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, Any]:
     """Returns the extrema of stretches along `axis`."""
+    # stretches from first to last, none longer than `longest`, of `rows [..., n]`
     first, last = places[axis]
     others = [x for i, (x, _) in enumerate(places) if i != axis]
     length = last - first + np.asarray(1, first.dtype)
@@ -498,10 +503,12 @@ def _along(xp: Any, operand: Any, places: list[Any], axis: int) -> tuple[Any, An
     if isinstance(length, np.ndarray):
         longest = min(longest, int(length.max(initial=1)))
     rows = xp.moveaxis(operand, axis, -1)
+    # few entries together: read them all
     if isinstance(length, np.ndarray) and length.size * longest <= 2 * operand.shape[axis]:
         within = np.minimum(first[..., None] + np.arange(longest, dtype=first.dtype), last[..., None])
         read = rows[(*(x[..., None] for x in others), within)]
         return (read.all(-1), read.any(-1)) if rows.dtype == np.bool_ else (read.min(-1), read.max(-1))
+    # else two stretches of 2^level entries, from the first and up to the last, of the sparse table
     levels = max(longest, 1).bit_length()
     level = xp.zeros_like(length)
     for k in range(1, levels):

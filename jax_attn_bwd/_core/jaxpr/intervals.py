@@ -103,13 +103,16 @@ def _results(equation: Any, inputs: list[Interval]) -> list[Interval]:
     """Returns the bounds of the results of an equation."""
     name, vague = equation.primitive.name, any(x.vague for x in inputs)
     all_exact = all(x.is_exact for x in inputs)
+    # exact values that are traced: the equation itself
     if all_exact and not all(x.is_known for x in inputs):
         return _bound(equation, inputs)
+    # calls that have a rule of their own: `told`, and jnp's `//` and `%`
     if walk.called_jaxpr(equation) is not None:
         if _is_told(equation):
             return [Interval(inputs[1].least, inputs[2].greatest, inputs[1].vague or inputs[2].vague)]
         dtype = equation.outvars[0].aval.dtype  # a Python number that they divide by is wider under x64
         return [_by_rule(floored[equation.params["name"]], equation, [_cast(x, dtype) for x in inputs])]
+    # equations that have a rule
     if name == "gather":
         return [_gather(equation, *inputs)]
     if name == "concatenate" and not all_exact:
@@ -118,6 +121,7 @@ def _results(equation: Any, inputs: list[Interval]) -> list[Interval]:
         return [_rearranged(equation, inputs)]
     if name in RULES:
         return [_by_rule(RULES[name], equation, inputs)]
+    # known values of any other equation: it is run; else nothing is known
     if all_exact and _is_of_one_value(equation):
         with contextlib.nullcontext() if _is_symbolic(equation) else jax.ensure_compile_time_eval():
             return _bound(equation, inputs)
@@ -216,6 +220,7 @@ def _concatenated(equation: Any, inputs: list[Interval]) -> Interval:
 
 def _gather(equation: Any, operand: Interval, indices: Interval) -> Interval:
     """Returns the bounds of single elements that are read of an exact operand, at indices between bounds."""
+    # only single elements of a known array
     (aval,) = (x.aval for x in equation.outvars)
     numbers, rank = equation.params["dimension_numbers"], operand.least.ndim
     elements = (
@@ -227,6 +232,7 @@ def _gather(equation: Any, operand: Interval, indices: Interval) -> Interval:
     symbolic = not all(isinstance(n, int) for n in (*operand.least.shape, *aval.shape))
     if vague or symbolic or not elements or not operand.is_exact or 0 in operand.least.shape:
         return unknown(aval.shape, aval.dtype, vague)
+    # bounds of the index of each axis: of what the indices were joined from, where that is known
     parts = indices.parts
     if any(x.least.shape[-1] != 1 for x in parts) or len(parts) != rank:
         parts = tuple(_component(indices, k) for k in range(rank))
