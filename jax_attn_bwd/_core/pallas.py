@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core.sharding import explicit_spec, vary_over, varying
+from jax_attn_bwd._core.sharding import explicit_mesh, explicit_spec, vary_over, varying
 
 _interpreted: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "interpreted", default=frozenset()
@@ -80,12 +80,11 @@ def on_local_shards(f: Callable[..., Any], out_specs: Callable[..., Any], operan
     `out_specs` maps the PartitionSpecs of the operands to those of the outputs. Inside `jax.shard_map` the
     operands are local already.
     """
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
-    explicit = [m for m in meshes if not m.empty and AxisType.Explicit in m.axis_types]
-    if not explicit or math.prod(explicit[0].shape.values()) == 1:
+    mesh = explicit_mesh(operands)
+    if mesh is None or math.prod(mesh.shape.values()) == 1:
         return f(*operands)
     specs = jax.tree.map(lambda x: PartitionSpec(*explicit_spec(x)), operands)
-    run = jax.shard_map(f, mesh=explicit[0], in_specs=specs, out_specs=out_specs(*specs))
+    run = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs(*specs))
     return run(*operands)
 
 

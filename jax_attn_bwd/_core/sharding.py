@@ -100,6 +100,12 @@ def mesh_of(*arrays: jax.Array) -> AbstractMesh:
     return mesh
 
 
+def explicit_mesh(arrays: Any) -> AbstractMesh | None:
+    """Returns the first mesh with Explicit axes that one of the arrays lies on; None if none does."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    return next((m for m in meshes if not m.empty and AxisType.Explicit in m.axis_types), None)
+
+
 def types_of(function: Callable[..., Any], *operands: Any) -> Any:
     """Returns the types of the results of `function(*operands)`, which is not run.
 
@@ -174,9 +180,7 @@ def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.A
 
     Contracted axes may be sharded: the devices' shares are summed. `...` stands in front of a term.
     """
-    meshes = [jax.typeof(a).sharding.mesh for a in (x, y)]
-    explicit = [m for m in meshes if not m.empty and AxisType.Explicit in m.axis_types]
-    if explicit:
+    if (mesh := explicit_mesh((x, y))) is not None:
         *inputs, output = subscripts.replace("->", ",").split(",")
         sharded: dict[str, Any] = {}
         for term, a in zip(inputs, (x, y), strict=True):
@@ -185,7 +189,7 @@ def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.A
         batch = sum(axis.startswith("batch") for axis in sharded) if "..." in output else 0
         rank = batch + len(output.removeprefix("..."))
         spec = PartitionSpec(*(sharded[axis] for axis in _axes(output, rank)))
-        options["out_sharding"] = NamedSharding(explicit[0], spec)
+        options["out_sharding"] = NamedSharding(mesh, spec)
     return jnp.einsum(subscripts, x, y, **options)
 
 

@@ -28,7 +28,14 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.sharding import auto_devices, explicit_spec, mesh_axes_of, reshard_like, varying
+from jax_attn_bwd._core.sharding import (
+    auto_devices,
+    explicit_mesh,
+    explicit_spec,
+    mesh_axes_of,
+    reshard_like,
+    varying,
+)
 
 AXIS = "jax_attn_bwd_pieces"  # names the batch axis of pieces side by side
 
@@ -161,7 +168,8 @@ def _side_by_side(folded, index, function, arrays, axes, results):
 def _on_devices(pieces, function, arrays, axes, results):
     # arrays are cut along the axes of the pieces, and lie along their other axes as before
     mesh_axes, last = pieces.mesh_axes, pieces.count - 1
-    mesh = next(m for x in jax.tree.leaves(arrays) for m in [jax.typeof(x).sharding.mesh] if not m.empty)
+    mesh = explicit_mesh(arrays)
+    assert mesh is not None  # it has the axes of the pieces
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
 
