@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import discover
 
-from jax_attn_bwd import ops
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case, Operator, cotangents, value_and_gradients
 from jax_attn_bwd.check import QUICK, quick_jit
 
-OPERATORS = ops.discover()
+OPERATORS = discover()
 # one of those that share their rules
 FAMILIES = tuple({o.call.__module__: o for o in reversed(OPERATORS)}.values())[::-1]
 thorough = pytest.mark.thorough

@@ -27,6 +27,11 @@ def bias(*shape: int, spread: float = 1.0) -> Extra:
     return lambda rng, n: {"bias": spread * rng.standard_normal(shape)}
 
 
+def sink(*shape: int, spread: float = 20.0) -> Extra:
+    """A sink of that shape and standard deviation, which is large: one near 0 would hide errors."""
+    return lambda rng, n: {"sink": spread * rng.standard_normal(shape)}
+
+
 def infinite_bias(rng, n):
     """Returns a bias `[2, 1, T, S]` that is -inf in places, and in all of one row, which sees nothing."""
     bias = rng.standard_normal((2, 1, n["T"], n["S"]))

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cases import discover
+
 from compile_only import __doc__ as description
 from compile_only import compiling, devices, gpu, scale, tpu, traffic_table
 from compile_only.programs import Program, registered
-from jax_attn_bwd import ops
 from jax_attn_bwd._core import backend, console
 from jax_attn_bwd.bench import report
 
@@ -25,7 +26,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all compiled within budgets, 1 if not, 2 if nothing could be compiled."""
     devices.none_of_this_machine()
-    known = sorted(operator.name for operator in ops.discover())
+    known = sorted(operator.name for operator in discover())
     parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m compile_only", description=description)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", choices=devices.TARGETS)

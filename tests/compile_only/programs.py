@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from cases import discover
 
 from compile_only import devices
-from jax_attn_bwd import ops
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case, Operator, value_and_gradients
 
@@ -55,7 +55,7 @@ def registered(implementation: str, names: tuple[str, ...] = ()) -> tuple[Operat
     """The operators that have `implementation`; of those in `names`, if any are named."""
     return tuple(
         operator
-        for operator in ops.discover()
+        for operator in discover()
         if (not names or operator.name in names)
         and implementation in {i.name for i in operator.implementations}
     )

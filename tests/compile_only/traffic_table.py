@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import discover
 
 from compile_only import compiling, devices, gpu, traffic
-from jax_attn_bwd import dot_product_attention, ops
+from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import console, targets
 from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.bench import report
@@ -76,7 +77,7 @@ class Figures(NamedTuple):
 def pairs(shape: tuple[int, int, int, int] = (4, 4096, 16, 128)) -> Iterator[Pair]:
     """What is compiled; `shape` is that of dense attention's operands."""
     yield from _dense(shape)
-    for operator in ops.discover():
+    for operator in discover():
         if operator.name in _PLAIN:
             timed = [case for case in operator.tagged("timed") if case.name not in _LEFT_OUT]
             yield _beside(operator, timed[0])

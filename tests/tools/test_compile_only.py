@@ -13,9 +13,8 @@ from pathlib import Path
 import jax
 import pytest
 from compile_only import devices, programs
-from helpers import thorough
+from helpers import OPERATORS, thorough
 
-from jax_attn_bwd import ops
 from jax_attn_bwd._core.cases import Case
 
 TESTS = Path(__file__).parents[1]
@@ -26,7 +25,7 @@ ON_AN_H100 = ("H=128 causal, any order", "width 4096 float16", "bfloat16, D=256"
 
 def operators(*rest):
     """All of them as parameters; those named in `rest` are left to the thorough tier."""
-    return [pytest.param(o, id=o.name, marks=thorough if o.name in rest else ()) for o in ops.discover()]
+    return [pytest.param(o, id=o.name, marks=thorough if o.name in rest else ()) for o in OPERATORS]
 
 
 def compiled_here(implementation, target):
@@ -201,7 +200,7 @@ def test_deformable_attention_is_within_budgets_of_a_gpu():
 
 
 def test_every_kernel_that_is_registered_is_compiled_for_each_of_its_chips():
-    kernels = {(o.name, i.name) for o in ops.discover() for i in o.implementations if i.platform is not None}
+    kernels = {(o.name, i.name) for o in OPERATORS for i in o.implementations if i.platform is not None}
     kernels = {(o, name) for o, name in kernels if name != "cudnn"}  # whose plans are made on a GPU
     for name, chips in TARGETS.items():
         for chip in chips:
@@ -211,7 +210,7 @@ def test_every_kernel_that_is_registered_is_compiled_for_each_of_its_chips():
             assert compiled
     assert {name for _, name in kernels} | {"xla"} == set(TARGETS)
     on_first = {(o.name, name) for name, chips in TARGETS.items() for o, _ in compiled_here(name, chips[0])}
-    assert on_first >= kernels | {(o.name, "xla") for o in ops.discover()}
+    assert on_first >= kernels | {(o.name, "xla") for o in OPERATORS}
 
 
 @pytest.mark.parametrize("direction", ["forward", pytest.param("gradients", marks=thorough)])

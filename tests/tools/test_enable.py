@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import sys
 import textwrap
 import threading
@@ -12,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import thorough
+from helpers import OPERATORS, thorough
 
-from jax_attn_bwd import check, enable, explain, ops, proof, scaled_masked_softmax
+from jax_attn_bwd import check, enable, explain, proof, scaled_masked_softmax
 from jax_attn_bwd._core import pallas, proven, targets
 from jax_attn_bwd.ops.dot_product.kernels import cudnn
 
@@ -204,7 +205,7 @@ def test_words_that_do_not_go_together_are_refused(argv, words, capsys):
 @pytest.mark.parametrize("picked", ["none", "mosaic_tpu"])
 def test_a_plain_check_leaves_out_what_is_passed_over(monkeypatch, picked):
     """Unproven kernels may hang."""
-    (operator,) = (o for o in ops.discover() if o.name == "scaled_masked_softmax")
+    (operator,) = (o for o in OPERATORS if o.name == "scaled_masked_softmax")
     monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", picked)
     with targets.aimed_at("v6e"):
         jobs, absent = check.plan([operator], ["float32", "float64"])
@@ -215,7 +216,7 @@ def test_a_plain_check_leaves_out_what_is_passed_over(monkeypatch, picked):
 
 def dense(*names, **changes):
     """Dense attention with some of its cases, changed."""
-    (operator,) = (o for o in ops.discover() if o.name == "dot_product_attention")
+    (operator,) = (o for o in OPERATORS if o.name == "dot_product_attention")
     cases = (c for c in operator.cases if c.name in names)
     return dataclasses.replace(operator, cases=tuple(dataclasses.replace(c, **changes) for c in cases))
 
@@ -239,7 +240,7 @@ def softmax(monkeypatch):
 
     `change(y, x)` is what they give instead of `y`.
     """
-    (operator,) = (o for o in ops.discover() if o.name == "scaled_masked_softmax")
+    (operator,) = (o for o in OPERATORS if o.name == "scaled_masked_softmax")
     (case,) = (c for c in operator.cases if c.name == "second_mask")
     case = dataclasses.replace(case, tags=frozenset({"large", "poison", "timed"}))
     monkeypatch.setattr(proof, "DTYPES", ("float32", "bfloat16"))
@@ -250,7 +251,7 @@ def softmax(monkeypatch):
             return tuple(change(y, arguments["x"]) for y in operator.call(**arguments, **given))
 
         played = dataclasses.replace(operator, cases=(case,), call=call)
-        monkeypatch.setattr(ops, "discover", lambda: (played,))
+        monkeypatch.setattr(proof.ops, "discover", lambda: (played,))
 
     with pallas.interpreting("mosaic_tpu"):
         yield install
@@ -333,12 +334,14 @@ def test_the_worker_says_what_no_kernel_takes(softmax, monkeypatch):
 
 
 INTERPRETED = """
-    import dataclasses
+    import cases
     from jax_attn_bwd import ops, proof
     from jax_attn_bwd._core import pallas, targets
     targets.platform, targets.device_kind = lambda: "tpu", lambda: "TPU v6 lite"
     proof.PROVED, proof.TIMED, proof.DTYPES = ("second",), "second", ("float32",)
     proof.REPEATS, proof.COMPILE_SECONDS, proof.LAUNCH_SECONDS = 1, 250.0, 250.0
+    known = cases.discover()
+    ops.discover = lambda: known
     with pallas.interpreting("mosaic_tpu"):
         proof.main()
 """
@@ -349,7 +352,8 @@ INTERPRETED = """
 def test_a_chip_played_by_the_interpreter(tmp_path, monkeypatch, capsys):
     script = tmp_path / "played.py"
     script.write_text(textwrap.dedent(INTERPRETED))
-    monkeypatch.setenv("PYTHONPATH", str(Path(proof.__file__).parents[1]))
+    folders = (Path(proof.__file__).parents[1], Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
     monkeypatch.setattr(enable, "COMMAND", (sys.executable, str(script)))
     assert enable.run(["softmax"]) == 0, capsys.readouterr()
     known = proven.record("TPU v6 lite", "softmax")
