@@ -1,27 +1,25 @@
 """Graph attention: GAT, GATv2, graph transformer, and the softmax, sum, mean and maximum over edges."""
 
 from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, graph_transformer_attention
-from jax_attn_bwd.ops.graph.api_bwd import (
+from jax_attn_bwd.ops.graph.batching import BatchLayout, GraphBatch, batch_graphs
+from jax_attn_bwd.ops.graph.derivatives import (
     graph_attention_bwd,
-    graph_attention_v2_bwd,
-    graph_transformer_attention_bwd,
-)
-from jax_attn_bwd.ops.graph.api_jvp import (
-    edge_max_jvp,
-    edge_mean_jvp,
-    edge_sum_jvp,
     graph_attention_jvp,
+    graph_attention_v2_bwd,
     graph_attention_v2_jvp,
+    graph_transformer_attention_bwd,
     graph_transformer_attention_jvp,
 )
-from jax_attn_bwd.ops.graph.batching import BatchLayout, GraphBatch, batch_graphs
 from jax_attn_bwd.ops.graph.edge_reductions import (
     edge_max,
     edge_max_bwd,
+    edge_max_jvp,
     edge_mean,
     edge_mean_bwd,
+    edge_mean_jvp,
     edge_sum,
     edge_sum_bwd,
+    edge_sum_jvp,
 )
 from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax, edge_softmax_bwd, edge_softmax_jvp
 from jax_attn_bwd.ops.graph.spec import GraphAttentionGrads, GraphTransformerAttentionGrads

@@ -1,6 +1,6 @@
 """The graph attentions: the public functions.
 
-`rule.py` has their custom_vjp, `api_bwd.py` the `_bwd`s and `api_jvp.py` the `_jvp`s.
+`rule.py` has their custom_vjp, `derivatives.py` the `_bwd`s and `_jvp`s.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, api_bwd, edge_cases, reference, rule
+from jax_attn_bwd.ops.graph import api, derivatives, edge_cases, reference, rule
 from jax_attn_bwd.ops.graph.workloads import (
     COMPILED,
     EMPTY,
@@ -315,7 +315,7 @@ OPERATORS = (
     _attention(
         "graph_attention",
         api.graph_attention,
-        api_bwd.graph_attention_bwd,
+        derivatives.graph_attention_bwd,
         reference.graph_attention,
         ("src", "dst", "attention_weights", "edge"),
         GAT_CASES,
@@ -324,7 +324,7 @@ OPERATORS = (
     _attention(
         "graph_attention_v2",
         api.graph_attention_v2,
-        api_bwd.graph_attention_v2_bwd,
+        derivatives.graph_attention_v2_bwd,
         reference.graph_attention_v2,
         ("src", "dst", "attention_weights", "edge"),
         GATV2_CASES,
@@ -333,7 +333,7 @@ OPERATORS = (
     _attention(
         "graph_transformer_attention",
         api.graph_transformer_attention,
-        api_bwd.graph_transformer_attention_bwd,
+        derivatives.graph_transformer_attention_bwd,
         reference.graph_transformer_attention,
         ("query", "key", "value", "edge", "score_bias"),
         TRANSFORMER_CASES,

@@ -1,15 +1,16 @@
 """Sums, means and maxima over the edges into each destination: the public functions and the rules."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
-from jax_attn_bwd._core.types import Implementation
+from jax_attn_bwd._core.types import Array, Implementation
 from jax_attn_bwd.ops.graph import reductions
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.placement import run_on_every_device
@@ -219,6 +220,108 @@ def edge_max_bwd(
       [0.0, 5.0, 2.0]
     """
     return _gradient("edge_max", dout, graph, edge, out, implementation)
+
+
+def edge_sum_jvp(
+    graph: BipartiteCSC,
+    edge: Array,
+    *,
+    dedge: Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`edge_sum` and its tangent, the sum of the tangents, as a plain function.
+
+    Args:
+      dedge: tangent of `edge`, its shape and dtype; None = 0.
+      graph, edge, implementation: as in the forward.
+
+    Returns:
+      (out, dout): as the forward returns out; 0 for a destination without edges.
+
+    Gradients:
+      Differentiable in both modes, as the call with `forward_mode=True` is.
+
+    Raises:
+      As `edge_sum`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_sum_jvp
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> edge_sum_jvp(graph, jnp.ones(3), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
+      [2.0, 4.0]
+    """
+    return _with_tangent(edge_sum, graph, edge, dedge, implementation)
+
+
+def edge_mean_jvp(
+    graph: BipartiteCSC,
+    edge: Array,
+    *,
+    dedge: Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`edge_mean` and its tangent, the mean of the tangents, as a plain function.
+
+    Args:
+      dedge, graph, edge, implementation: as in `edge_sum_jvp`.
+
+    Returns:
+      (out, dout): as `edge_sum_jvp` returns them.
+
+    Gradients:
+      The same as `edge_sum_jvp`.
+
+    Raises:
+      The same as `edge_sum_jvp`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_mean_jvp
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> edge_mean_jvp(graph, jnp.ones(3), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
+      [2.0, 2.0]
+    """
+    return _with_tangent(edge_mean, graph, edge, dedge, implementation)
+
+
+def edge_max_jvp(
+    graph: BipartiteCSC,
+    edge: Array,
+    *,
+    dedge: Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`edge_max` and its tangent, as a plain function: the mean over the edges that hold the maximum.
+
+    Args:
+      dedge, graph, edge, implementation: as in `edge_sum_jvp`.
+
+    Returns:
+      (out, dout): as `edge_sum_jvp` returns them.
+
+    Gradients:
+      The same as `edge_sum_jvp`.
+
+    Raises:
+      The same as `edge_sum_jvp`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_max_jvp
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> edge_max_jvp(graph, jnp.array([1.0, 5.0, 3.0]), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
+      [2.0, 3.0]
+    """
+    return _with_tangent(edge_max, graph, edge, dedge, implementation)
+
+
+def _with_tangent(
+    operator: Callable[..., jax.Array], graph: Any, edge: Any, dedge: Any, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    call = partial(operator, graph, forward_mode=True, implementation=implementation)
+    name = f"{operator.__name__}_jvp"
+    return secondary_calls.outputs_and_tangents(name, call, {"edge": edge}, {"edge": dedge})
 
 
 def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation: Any) -> jax.Array:
