@@ -23,21 +23,23 @@ from jax.sharding import PartitionSpec
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.graph import kinds
-from jax_attn_bwd.ops.graph.kernels import gpu_inputs, gpu_kinds, gpu_walk
-from jax_attn_bwd.ops.graph.kernels.gpu_plan import Plan, Walked, spread
+from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
+from jax_attn_bwd.ops.graph.kernels.gpu_body import Body, Walked, inputs_of, spread
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import segments, settled
 from jax_attn_bwd.ops.graph.kinds.kind import Sums, Tables
+from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows, sum_by_destination
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
 
 
-def backward(plan: Any, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
+def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
+    """Computes the gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
     return _gradients(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, cotangents)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _gradients(options, interpret, residuals, cotangents):
+    # which sums the gradients are made of; destinations take theirs from what edges hand on
     operands, wanted = residuals.operands, residuals.wanted.names
     graph, kind = operands.graph, kinds.of(options)
     t = kind.tables(operands)
@@ -45,8 +47,10 @@ def _gradients(options, interpret, residuals, cotangents):
     need = need._replace(handed=need.handed or need.dst)
     if not any(need):
         return {}
+
+    # the kernels, on each device its heads
     saved = destination_rows(options, residuals, cotangents)
-    z = gpu_inputs.factors_by_edge(options, t, graph.capacity)
+    z = gpu_body.factors_by_edge(kind, t, graph.capacity)
     run = partial(_sums, options, need, interpret)
 
     def specs(graph, t, z, saved):
@@ -56,7 +60,8 @@ def _gradients(options, interpret, residuals, cotangents):
         all_of_them = Sums(PartitionSpec(heads, None), number, nodes, row, row, nodes)
         return Sums(*(s if needed else None for s, needed in zip(all_of_them, need, strict=True)))
 
-    sums = pallas.on_local_shards(run, specs, (graph, gpu_inputs.without_keys(t), z, saved))
+    sums = pallas.on_local_shards(run, specs, (graph, gpu_body.without_keys(t), z, saved))
+
     grads = kind.gradients(operands, sums, wanted)
     return {name: match_type(grad, getattr(operands, name)) for name, grad in grads.items()}
 
@@ -64,29 +69,34 @@ def _gradients(options, interpret, residuals, cotangents):
 def _sums(
     options: Options, need: Sums[bool], interpret: bool, graph: Any, t: Tables, z: Any, saved: DestinationRows
 ) -> Sums[Any]:
-    """The sums that are needed."""
+    """Computes the sums that are needed, of the heads of one device."""
     _, H, D = t.message.shape
     E = graph.capacity
+    # the pass by source, which leaves junk where there is no edge
     at = segments(graph.by_source, graph.num_src, E)
     own = {"src": t.src} | ({} if t.message is t.src else {"message": t.message})
     other = {"dst": t.dst, "dout": saved.dout, "delta": saved.delta, "m": saved.m, "l": saved.l}
-    given = gpu_inputs.inputs(at, own, other, {"factor": z, "dw": saved.dweights}, t)
-    plan = _source_plan(options, need, None if t.edge is None else t.edge.dtype)
-    found = gpu_walk.walk(plan, given, graph.num_src, E, (H, D), interpret)
+    given = inputs_of(at, own, other, {"factor": z, "dw": saved.dweights}, t)
+    body = _source_body(options, need, None if t.edge is None else t.edge.dtype)
+    found = gpu_walk.walk(body, given, graph.num_src, E, (H, D), interpret)
 
     exists = graph.exists[:, None]
-    handed: Any = found.edges.get("handed")  # junk where there is no edge
+    handed: Any = found.edges.get("handed")
     sums = _by_node(found, at.owner)
     dst = edge = a = None
     if need.a:
         a = jnp.where((at.node < graph.num_src)[:, None, None], found.segments["a"], 0).sum(0)
+
+    # the destinations: for gat a sum of numbers, else a pass of their own over what was handed on
     if need.dst and options.kind == "gat":
         dst = sum_by_destination(graph, handed, None, saved.m)
     elif need.dst:
         at = segments(graph.by_destination, graph.num_dst, E)
-        given = gpu_inputs.inputs(at, {"dst": t.dst}, {"src": t.src}, {"handed": handed}, t)
-        plan = _destination_plan(options)
-        dst = _by_node(gpu_walk.walk(plan, given, graph.num_dst, E, (H, D), interpret), at.owner)["dst"]
+        given = inputs_of(at, {"dst": t.dst}, {"src": t.src}, {"handed": handed}, t)
+        body = _destination_body(options)
+        dst = _by_node(gpu_walk.walk(body, given, graph.num_dst, E, (H, D), interpret), at.owner)["dst"]
+
+    # by edge, 0 where there is none
     if need.edge:
         edge = jnp.where(exists[..., None], found.edges["edge"], 0)
     handed = jnp.where(exists, handed, 0) if need.handed else None
@@ -94,17 +104,19 @@ def _sums(
 
 
 def _by_node(found: Walked, owner: jax.Array) -> dict[str, jax.Array]:
-    """The sums by node, with those of nodes of several segments."""
+    """Returns the sums by node, those of nodes of several segments put together."""
     parts = found.places
     return {name: settled(x, owner, parts[name]) if parts else x for name, x in found.nodes.items()}
 
 
-def _source_plan(options: Options, need: Sums[bool], edge_dtype: Any) -> Plan:
+def _source_body(options: Options, need: Sums[bool], edge_dtype: Any) -> Body:
+    """Returns what an edge gives to its source, and to its own row."""
     through_score = any(need._replace(message=False))
     is_gat, is_v2 = options.kind == "gat", options.kind == "gatv2"
 
     def of_edge(own, edge):
-        """What an edge gives: to the sums, and to its row."""
+        """Computes what an edge gives: to the sums, and to its row."""
+        # the weights again, and what goes through the message
         seen = gpu_kinds.seen_by(edge)
         ends = gpu_kinds.Ends.of(own | edge, seen)
         s = gpu_kinds.score(options, ends, own.get("a"), edge, seen)
@@ -114,6 +126,8 @@ def _source_plan(options: Options, need: Sums[bool], edge_dtype: Any) -> Plan:
         dx = spread(w, dout) * dout  # (4)
         if not through_score:
             return {"message": dx}, {}
+
+        # what goes through the score, added to it where one row takes both
         c = jnp.sum(dout * gpu_kinds.message(options, ends, own, seen), axis=-1)
         if "dw" in edge:
             c = c + gpu_kinds.shown(edge["dw"], seen)
@@ -132,6 +146,7 @@ def _source_plan(options: Options, need: Sums[bool], edge_dtype: Any) -> Plan:
             written.append({name: rows[name] for name in kept})
         return carry, written
 
+    # what is carried by node, what is written by edge
     kept: dict[str, tuple[Any, bool]] = {}
     if need.handed:
         kept["handed"] = (jnp.float32, False)
@@ -139,7 +154,7 @@ def _source_plan(options: Options, need: Sums[bool], edge_dtype: Any) -> Plan:
         kept["edge"] = (edge_dtype, True)
     numbers = ["src"] if need.src and is_gat else []
     rows = [n for n in ("message", "src", "a") if getattr(need, n) and n not in numbers]
-    return Plan(
+    return Body(
         "graph_dsrc",
         step,
         numbers=dict.fromkeys(numbers, 0.0),
@@ -149,7 +164,9 @@ def _source_plan(options: Options, need: Sums[bool], edge_dtype: Any) -> Plan:
     )
 
 
-def _destination_plan(options: Options) -> Plan:
+def _destination_body(options: Options) -> Body:
+    """Returns what an edge gives to its destination, of what was handed on."""
+
     def step(own, edges, exists, carry):
         total = carry["dst"]
         for edge, one in zip(edges, exists, strict=True):
@@ -158,4 +175,4 @@ def _destination_plan(options: Options) -> Plan:
             total = total + spread(one, total) * share
         return {"dst": total}, [{}] * len(edges)
 
-    return Plan("graph_ddst", step, rows={"dst": 0.0})
+    return Body("graph_ddst", step, rows={"dst": 0.0})

@@ -27,33 +27,61 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
-from jax_attn_bwd._core.sharding import full_like_operands, tie
+from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, tie
 from jax_attn_bwd.ops.graph import kinds, loops
-from jax_attn_bwd.ops.graph.kernels import gpu_inputs, gpu_kinds, gpu_walk
-from jax_attn_bwd.ops.graph.kernels.gpu_plan import Plan, spread
+from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
+from jax_attn_bwd.ops.graph.kernels.gpu_body import WIDTHS, Body, inputs_of, spread
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments, segments, settled
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
-from jax_attn_bwd.ops.graph.loops import own_rows, take
+from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, take
+from jax_attn_bwd.ops.graph.placement import pieces_of_edges
+from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
 
+DTYPES = ("float32", "bfloat16", "float16")
 LOWEST = float(jnp.finfo(jnp.float32).min)  # not -inf: all scores of a node may be hidden
 
 
 def supports(options: Options, operands: Operands) -> str | None:
-    """Why the kernels cannot run this call; None if they can."""
-    return gpu_inputs.unsupported(options, operands)
+    """Returns why the kernels cannot run this call on any device; None if they can."""
+    # what this JAX, the shapes and the dtypes allow
+    if not mosaic_gpu.can_interpret():  # nor has it the layouts
+        return f"its kernels need JAX 0.12 or later, not {jax.__version__}"
+    graph, src, edge = operands.graph, operands.src, operands.edge
+    if not all(isinstance(n, int) for x in (src, operands.dst, graph.indices) for n in x.shape):
+        return "its shapes must be known, not symbolic"
+    for name, x in (("src", src), ("edge", edge)):
+        if x is not None and x.dtype not in DTYPES:
+            return f"features must be of one of {DTYPES}, got {name} of {x.dtype}"
+    if not has_edges(graph):
+        return "the graph has no room for edges"
+    # where the arrays may lie
+    if any(explicit_spec(nodes := operands.leader)[: nodes.ndim - 2]):
+        return "batch axes must not lie on several devices of an Explicit mesh; call it inside jax.shard_map"
+    if pieces_of_edges(operands) is not None:
+        return "nodes must not lie on several devices of an Explicit mesh; the portable path cuts the edges"
+    # which heads a warpgroup can hold
+    if options.sharing > 1:
+        return f"every head must have a key of its own, got {options.sharing} heads that share one"
+    if operands.value is not None and operands.value.shape[-1] != src.shape[-1]:
+        return f"values must be as wide as keys, got {operands.value.shape[-1]} and {src.shape[-1]}"
+    D = src.shape[-1] // options.num_heads
+    if D not in WIDTHS:
+        return f"the width of a head must be one of {WIDTHS}, got {D}"
+    return None
 
 
-def forward(plan: Any, operands: Operands) -> Result:
-    """The outputs and row values of one entry of a batch; `plan` is the call's, see `supports`."""
+def forward(plan: Plan, operands: Operands) -> Result:
+    """Computes the outputs and row values of one entry of a batch."""
     return _results(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _results(options, interpret, operands):
+    # the kernel, on each device its heads: out [num_dst, H, D], m and l [num_dst, H]
     graph, kind = operands.graph, kinds.of(options)
     t = kind.tables(operands)
-    z = gpu_inputs.factors_by_edge(options, t, graph.capacity)
+    z = gpu_body.factors_by_edge(kind, t, graph.capacity)
     run = partial(_attend, options, interpret, graph.num_dst, graph.capacity)
 
     def specs(walk, t, z):
@@ -61,9 +89,11 @@ def _results(options, interpret, operands):
         row, number = PartitionSpec(None, heads, None), PartitionSpec(None, heads)
         return {"out": row, "m": number, "l": number} | ({"s": number} if options.return_weights else {})
 
-    found = pallas.on_local_shards(run, specs, (graph.by_destination, gpu_inputs.without_keys(t), z))
+    found = pallas.on_local_shards(run, specs, (graph.by_destination, gpu_body.without_keys(t), z))
     out, m, l = found["out"], found["m"], found["l"]
-    weights = _weights(options, t, graph, found["s"], m, l, operands) if options.return_weights else None
+
+    # what is returned and saved
+    weights = _weights(kind, t, graph, found["s"], m, l, operands) if options.return_weights else None
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
     out = out.reshape(operands.dst.shape).astype(operands.src.dtype)
@@ -71,24 +101,26 @@ def _results(options, interpret, operands):
 
 
 def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any, t: Tables, z: Any) -> dict:
-    """Out `[num_dst, H, D]`, m, l `[num_dst, H]`, and the scores `[E, H]` if weights are asked for."""
+    """Computes out `[num_dst, H, D]`, m, l `[num_dst, H]`, and scores `[E, H]` if weights are asked for."""
     _, H, D = t.message.shape
     at = segments(walk, nodes, edges)
-    inputs = gpu_inputs.inputs(at, own={"dst": t.dst}, other={"src": t.src}, edge={"factor": z}, t=t)
+    inputs = inputs_of(at, own={"dst": t.dst}, other={"src": t.src}, edge={"factor": z}, t=t)
     if not kinds.of(options).message_is_src:
         inputs.other["message"] = t.message
-    plan = _plan(options, t.message.dtype if options.concat_heads else jnp.float32)
-    found = gpu_walk.walk(plan, inputs, nodes, edges, (H, D), interpret)
+    body = _body(options, t.message.dtype if options.concat_heads else jnp.float32)
+    found = gpu_walk.walk(body, inputs, nodes, edges, (H, D), interpret)
     rows = found.nodes
     if found.places:
         rows = _combined(at, rows, **found.places)
     return rows | found.edges
 
 
-def _plan(options: Options, dtype: Any) -> Plan:
+def _body(options: Options, dtype: Any) -> Body:
+    """Returns the softmax online, four edges a step; `dtype` is that of the outputs."""
     zero, hidden = np.float32(0.0), np.float32(-jnp.inf)
 
     def step(own, edges, exists, carry):
+        # scores and messages of the edges; those past the end are hidden
         scores, messages, written = [], [], []
         for edge, one in zip(edges, exists, strict=True):
             seen = gpu_kinds.seen_by(edge)
@@ -97,6 +129,8 @@ def _plan(options: Options, dtype: Any) -> Plan:
             written.append({"s": s} if options.return_weights else {})
             scores.append(s + jnp.where(one > 0, zero, hidden))
             messages.append(gpu_kinds.message(options, ends, edge, seen))
+
+        # the sums so far shrink to the new maximum, before the edges join them
         m = functools.reduce(jnp.maximum, scores, carry["m"])
         decay = jnp.exp(carry["m"] - m)
         l, acc = carry["l"] * decay, carry["acc"] * spread(decay, carry["acc"])
@@ -110,7 +144,7 @@ def _plan(options: Options, dtype: Any) -> Plan:
         m, l, acc = carry["m"], carry["l"], carry["acc"]
         return {"out": acc / spread(jnp.where(l == 0, 1.0, l), acc), "m": m, "l": l}
 
-    return Plan(
+    return Body(
         "graph_forward",
         step,
         numbers={"m": LOWEST, "l": 0.0},
@@ -122,7 +156,7 @@ def _plan(options: Options, dtype: Any) -> Plan:
 
 
 def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Array) -> dict:
-    """`rows`, with those of nodes of several segments."""
+    """Adds to `rows` those of nodes of several segments, whose m, l and acc are in places."""
     nodes = rows["m"].shape[0]
     top = jnp.full_like(rows["m"], LOWEST).at[at.owner].max(m, mode="drop", indices_are_sorted=True)
     owner = jnp.minimum(at.owner, nodes - 1)
@@ -136,11 +170,11 @@ def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Arr
     }
 
 
-def _weights(options, t, graph, scores, m, l, operands):
-    """The weights that are returned, `[E, H]`, from the scores by edge."""
+def _weights(kind, t, graph, scores, m, l, operands):
+    """Computes the weights that are returned, `[E, H]`, from the scores by edge."""
     chunk = loops.one_chunk(graph.by_destination, graph.capacity)
     s = take(scores, chunk.number)
     w = jnp.exp(s - own_rows(m, chunk)) / own_rows(jnp.where(l == 0, 1, l), chunk, 1)
-    z = kinds.of(options).dropout_factors(t, chunk)
+    z = kind.dropout_factors(t, chunk)
     weights = full_like_operands(l, scores.shape, 0, operands.src.dtype, operands)
     return loops.put(weights, chunk.number, w if z is None else w * z)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd.ops.graph.kernels.gpu_plan import Registers, spread
+from jax_attn_bwd.ops.graph.kernels.gpu_body import Registers, spread
 from jax_attn_bwd.ops.graph.spec import Options
 
 
@@ -23,7 +23,7 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, read: Registers, seen: jax.Array | None) -> "Ends":
-        """The ends of an edge from what was read; 0 where the bias hides it."""
+        """Picks the ends of an edge from what was read; 0 where the bias hides it."""
         return cls(*(shown(read.get(name), seen) for name in cls._fields))
 
     @property
@@ -48,19 +48,19 @@ class Pulled(NamedTuple):
 
 
 def shown(x: Any, seen: jax.Array | None) -> Any:
-    """`x`, 0 for heads that do not see the edge; None stays None."""
+    """Returns `x`, 0 for heads that do not see the edge; None stays None."""
     if x is None or seen is None:
         return x
     return jnp.where(spread(seen, x), x, 0.0)
 
 
 def seen_by(read: Registers) -> jax.Array | None:
-    """The heads from which the bias does not hide the edge; None = all."""
+    """Tells from which heads the bias does not hide the edge; None = from none."""
     return read["bias"] != -jnp.inf if "bias" in read else None
 
 
 def score(options: Options, ends: Ends, a: Any, read: Registers, seen: jax.Array | None) -> jax.Array:
-    """The score of an edge, `[H]`, with its bias."""
+    """Computes the score of an edge, `[H]`, with its bias."""
     if options.kind == "gat":
         s = _activate(options, ends.total)
     elif options.kind == "gatv2":
@@ -71,7 +71,7 @@ def score(options: Options, ends: Ends, a: Any, read: Registers, seen: jax.Array
 
 
 def message(options: Options, ends: Ends, read: Registers, seen: jax.Array | None) -> jax.Array:
-    """X of an edge, `[H, D]`; `read` has the source's, where that is not what the score is made of."""
+    """Returns x of an edge, `[H, D]`; `read` has the source's, where that is not what the score reads."""
     if options.kind == "gatv2":
         return ends.src
     x = shown(read["message"], seen)
@@ -79,7 +79,7 @@ def message(options: Options, ends: Ends, read: Registers, seen: jax.Array | Non
 
 
 def pull(options: Options, ends: Ends, a: Any, ds: jax.Array) -> Pulled:
-    """(7), (9) with (10), or (11) without the share of the message."""
+    """Pulls ds back to the ends: (7), (9) with (10), or (11) without the share of the message."""
     if options.kind == "gat":
         dz = ds * _slope(options, ends.total)
         return Pulled(dz, dz, dz, dz, None)

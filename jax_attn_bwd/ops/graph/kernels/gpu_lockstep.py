@@ -2,28 +2,36 @@
 
 A program is one block of heads, `[H, D]` of 8 to 64 numbers, and R = 1024 / (H D) segments: a thread holds
 eight neighbouring numbers of one head of one of them, so that a sum over D is up to three shuffles and a
-row is read by as many lanes as it fills. Each lane reads at an index of its own (`gpu_lanes`).
+row is read by as many lanes as it fills. Each lane reads at an index of its own.
 
-Segments take turns by length, the longest first (`turns`), so that those of one program end together. One
+Segments take turns by length, the longest first (`turns_of`), so that those of one program end together. One
 that ends sooner finds its last edge again, with a factor of 0; one without edges reads the rows of number 0
 and keeps nothing of them.
+
+Pallas has no loads and stores at an index of each lane. Where a thread's numbers go is said by arrays of
+indices, laid out as the numbers are, so that layouts are the compiler's matter and what remains here is one
+addition for each register. Interpreted, the same indices pick from the whole array: what lies outside it is
+NaN, and is not written.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_attn_bwd._core import mosaic_gpu
-from jax_attn_bwd.ops.graph.kernels import gpu_lanes
-from jax_attn_bwd.ops.graph.kernels.gpu_plan import (
+from jax_attn_bwd.ops.graph.kernels.gpu_body import (
     EDGES,
     THREADS,
+    Body,
     Inputs,
-    Plan,
     Walked,
     heads_of_block,
     registers,
@@ -31,6 +39,8 @@ from jax_attn_bwd.ops.graph.kernels.gpu_plan import (
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
 
 _HELD = 8  # neighbouring numbers of a row, by a thread
+_GLOBAL = 1  # the address space
+_WIDEST = 16  # bytes of a load
 
 
 class Turns(NamedTuple):
@@ -40,8 +50,8 @@ class Turns(NamedTuple):
     longest: jax.Array  # int32 [programs], the edges of the longest segment of each
 
 
-def turns(at: Segments, nodes: int, heads: tuple[int, int]) -> Turns:
-    """The longest first; what is no segment comes last."""
+def turns_of(at: Segments, nodes: int, heads: tuple[int, int]) -> Turns:
+    """Orders the segments, the longest first; what is no segment comes last."""
     S, R = at.node.shape[0], _together(*heads)
     shorter = jnp.where(at.node < nodes, at.begin - at.end, 1)
     position = lax.broadcasted_iota(jnp.int32, (S,), 0)
@@ -52,7 +62,7 @@ def turns(at: Segments, nodes: int, heads: tuple[int, int]) -> Turns:
 
 
 def _together(H: int, D: int) -> int:
-    """R."""
+    """Returns R, the segments of one program."""
     return THREADS * _HELD // (heads_of_block(H, D) * D)
 
 
@@ -67,42 +77,43 @@ class _Lanes:
         self.layouts = row.reduce((1, 2)), row.reduce(2), row
 
     def full(self, rank: int, value: float) -> jax.Array:
-        """An array of one number."""
+        """Returns an array of one number."""
         return plgpu.layout_cast(jnp.full(self.shapes[rank - 1], value, jnp.float32), self.layouts[rank - 1])
 
     def spread(self, x: jax.Array, rank: int) -> jax.Array:
-        """A number of each segment for all of its heads, or of its row."""
+        """Spreads a number of each segment over all of its heads, or over its row."""
         return lax.broadcast_in_dim(x, self.shapes[rank - 1], (0,)) if rank > 1 else x
 
     def iota(self, rank: int, axis: int) -> jax.Array:
+        """Returns the index along `axis`."""
         shape, layout = self.shapes[rank - 1], self.layouts[rank - 1]
-        return gpu_lanes.iota(shape, axis, layout, self.interpret)
+        return _iota(shape, axis, layout, self.interpret)
 
     def column(self, rank: int) -> jax.Array:
-        """Where the block lies in the numbers of the heads, or in a row."""
+        """Returns where the block lies in the numbers of the heads, or in a row."""
         head = self.iota(rank, 1) + self.first
         return head if rank == 2 else head * self.elements + self.iota(3, 2)
 
     def load(self, ref: Any, index: jax.Array) -> jax.Array:
-        """The rows of `ref` at `index`, float32."""
+        """Reads the rows of `ref` at `index`, float32."""
         rank = ref.ndim
         row, column = self.spread(index, rank), self.column(rank)
-        x = gpu_lanes.gather(ref, row, column, self.layouts[rank - 1], self.interpret)
+        x = _gather(ref, row, column, self.layouts[rank - 1], self.interpret)
         return x.astype(jnp.float32)
 
     def index(self, ref: Any, index: jax.Array) -> jax.Array:
-        """The numbers of `ref`, `[n]`, at `index`."""
-        return gpu_lanes.gather(ref, index, None, self.layouts[0], self.interpret)
+        """Reads the numbers of `ref`, `[n]`, at `index`."""
+        return _gather(ref, index, None, self.layouts[0], self.interpret)
 
     def store(self, ref: Any, index: jax.Array, x: jax.Array, where: jax.Array) -> None:
         """Writes `x` to the rows of `ref` at `index`, of the segments `where` holds not 0."""
         rank = ref.ndim
         row, where, column = self.spread(index, rank), self.spread(where, rank), self.column(rank)
-        gpu_lanes.scatter(ref, row, column, x, self.layouts[rank - 1], where, self.interpret)
+        _scatter(ref, row, column, x, self.layouts[rank - 1], where, self.interpret)
 
 
 def program(
-    plan: Plan,
+    body: Body,
     refs: Inputs,
     by_turns: Turns,
     outputs: Walked,
@@ -110,7 +121,7 @@ def program(
     heads: tuple[int, int],
     interpret: bool,
 ) -> None:
-    """One program of the kernel of `plan`."""
+    """Carries out `body` for the segments of one turn and one block of heads."""
     H, D = heads
     height, R = heads_of_block(H, D), _together(H, D)
     number, blocks = lax.axis_index("program"), jnp.int32(H // height)
@@ -121,6 +132,7 @@ def program(
     def chosen(condition):
         return jnp.where(condition, jnp.int32(1), jnp.int32(0))
 
+    # the segments of this turn, [R], their nodes and edges; one that does not exist reads row 0
     order = by_turns.order.at[pl.ds(turn * R, R)]
     segment = mosaic_gpu.load(order, layout=lanes.layouts[0], optimized=False)
     known = jnp.minimum(segment, S - 1)
@@ -133,6 +145,7 @@ def program(
     own |= {name: lanes.load(ref, node * 0) for name, ref in refs.shared.items()}
     by_number = bool(refs.edge or outputs.edges)
 
+    # four edges of each segment: their indices, then all loads, then the arithmetic, then what is written
     def step(k, carry):
         positions = [begin + (k * EDGES + u) for u in range(EDGES)]
         slots = [only_of(jnp.minimum(p, end - 1)) for p in positions]
@@ -142,22 +155,119 @@ def program(
         for edge, index in zip(read, numbers, strict=True):
             edge |= {n: lanes.load(ref, index) for n, ref in refs.edge.items()}
         there = [chosen(p < end) for p in positions]
-        carry, written = plan.step(own, read, [lanes.spread(x.astype(jnp.float32), 2) for x in there], carry)
+        carry, written = body.step(own, read, [lanes.spread(x.astype(jnp.float32), 2) for x in there], carry)
         for index, edge, where in zip(numbers, written, there, strict=True):
             for n, x in edge.items():
                 lanes.store(outputs.edges[n], index, x, where)
         return carry
 
-    begins = {**plan.numbers, **plan.rows}
-    start = {n: lanes.full(3 if plan.is_row(n) else 2, value) for n, value in begins.items()}
+    # as many steps as the longest segment takes; a segment of no edge keeps what it starts with
+    begins = {**body.numbers, **body.rows}
+    start = {n: lanes.full(3 if body.is_row(n) else 2, value) for n, value in begins.items()}
     count = lax.div(by_turns.longest[turn] + (EDGES - 1), jnp.int32(EDGES))
     carry = lax.fori_loop(jnp.int32(0), count, step, start)
     carry = {n: jnp.where(lanes.spread(some, x.ndim) > 0, x, start[n]) for n, x in carry.items()}
+    # whole nodes get their results, parts of a node their carry; where `exists` is 0 nothing is written
     for name, ref in outputs.segments.items():
         lanes.store(ref, known, carry[name], exists)
     whole = exists * chosen(place < 0)
-    results = plan.finish(carry)
+    results = body.finish(carry)
     for name, ref in outputs.nodes.items():
         lanes.store(ref, node, results[name], whole)
     for name, ref in outputs.places.items():
         lanes.store(ref, place, carry[name], exists - whole)
+
+
+def _iota(shape: tuple[int, ...], axis: int, layout: Any, interpret: bool) -> jax.Array:
+    """Returns the index along `axis`, int32. That of Pallas leaves its layout to be guessed."""
+    if interpret:
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout))
+    def count(_):
+        i32 = ir.IntegerType.get_signless(32)
+        return fragmented_array.FragmentedArray.broadcasted_iota(
+            i32, shape, axis, layout.to_mgpu(), is_signed=True
+        )
+
+    return count()
+
+
+def _gather(ref: Any, row: jax.Array, column: jax.Array | None, layout: Any, interpret: bool) -> jax.Array:
+    """Reads the numbers of `ref` at `[row, column]`, as `layout` says.
+
+    `column` counts along all axes but the first, and is consecutive in a thread's numbers; `row` is one for
+    all of those. Without it `ref` has one axis.
+    """
+    if interpret:
+        fill = jnp.nan if jnp.issubdtype(ref.dtype, jnp.floating) else jnp.iinfo(ref.dtype).max
+        at = ref[...].reshape(ref.shape[0], -1).at[row, 0 if column is None else column]
+        return at.get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+    kind = plgpu.ShapeDtypeStruct(row.shape, ref.dtype, layout=layout)
+    index = (row,) if column is None else (row, column)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout for _ in index)), return_type=kind)
+    def load(_, ref, row, column=None):
+        loaded = np.empty(row.registers.shape, dtype=object)
+        element = ir.MemRefType(ref.type).element_type
+        for index, address in _addresses(ref, row, column):
+            type_ = ir.VectorType.get((row.layout.vector_length,), element)
+            loaded[index] = llvm.load(type_, address, alignment=_alignment(type_))
+        signed = utils.is_signed(kind.dtype)
+        return fragmented_array.FragmentedArray(_registers=loaded, _layout=row.layout, _is_signed=signed)
+
+    return load(ref, *index)
+
+
+def _scatter(
+    ref: Any, row: jax.Array, column: jax.Array, x: jax.Array, layout: Any, where: jax.Array, interpret: bool
+) -> None:
+    """Writes `x` to `ref` at `[row, column]`, where `where` is not 0: int32, one for a thread's numbers."""
+    if interpret:
+        _one_by_one(ref, row, column, x, where)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, layout, layout))
+    def store(_, ref, row, column, x, where):
+        zero = arith.constant(ir.IntegerType.get_signless(32), 0)
+        for index, address in _addresses(ref, row, column):
+            wanted = arith.cmpi(arith.CmpIPredicate.ne, _first(where.registers[index]), zero)
+            with utils.when(wanted):
+                value = x.registers[index]
+                llvm.store(value, address, alignment=_alignment(ir.VectorType(value.type)))
+
+    store(ref, row, column, x.astype(ref.dtype), where)
+
+
+def _addresses(ref, row, column):
+    """Yields (index of a register, the address of its first number) of all registers."""
+    i64, memory = ir.IntegerType.get_signless(64), ir.MemRefType(ref.type)
+    base = llvm.addrspacecast(llvm.PointerType.get(address_space=_GLOBAL), utils.memref_ptr(ref))
+    width = arith.constant(i64, int(np.prod(memory.shape[1:])))
+    for index in np.ndindex(row.registers.shape):
+        offset = arith.muli(arith.extsi(i64, _first(row.registers[index])), width)
+        if column is not None:
+            offset = arith.addi(offset, arith.extsi(i64, _first(column.registers[index])))
+        yield index, utils.getelementptr(base, [offset], memory.element_type)
+
+
+def _first(register):
+    """Takes the first number of a register."""
+    return vector.extract(register, [], [0])
+
+
+def _alignment(type_):
+    return min(utils.bitwidth(type_.element_type) // 8 * type_.shape[0], _WIDEST)
+
+
+def _one_by_one(ref, row, column, x, where):
+    """Writes row by row, as the interpreter can store, so that it sees what is written."""
+    elements, first = int(np.prod(ref.shape[2:])), (0,) * (x.ndim - 1)
+
+    def write(i, _):
+        @pl.when(where[(i, *first)] != 0)
+        def _there():
+            heads = pl.ds(column[(i, *first)] // elements, x.shape[1])
+            ref[row[(i, *first)], heads] = x[i].astype(ref.dtype)
+
+    lax.fori_loop(0, x.shape[0], write, None)

@@ -30,6 +30,7 @@ class Segments(NamedTuple):
 
 def segments(groups: Groups, nodes: int, capacity: int) -> Segments:
     """Cuts edges, in groups by node, into segments. S and X are bounds by the shapes, so every graph fits."""
+    # the slots of each node, `start` to `stop`, without the empty ones behind them: [nodes]
     total, width = groups.other.shape
     slots = total * width
     first = jnp.searchsorted(groups.node, jnp.arange(nodes + 1, dtype=jnp.int32)).astype(jnp.int32)
@@ -39,6 +40,7 @@ def segments(groups: Groups, nodes: int, capacity: int) -> Segments:
     stop = jnp.where(stop > start, stop - last, stop)
     count = jnp.maximum((stop - start + LENGTH - 1) // LENGTH, 1)
 
+    # segments follow the nodes: which node each is of, and which of the node's it is, [S]
     before = jnp.cumsum(count, dtype=jnp.int32) - count
     position = jnp.arange(nodes + slots // LENGTH, dtype=jnp.int32)
     node = jnp.searchsorted(before, position, side="right").astype(jnp.int32) - 1
@@ -47,6 +49,7 @@ def segments(groups: Groups, nodes: int, capacity: int) -> Segments:
     begin = start[node] + rank * LENGTH
     end = jnp.minimum(begin + LENGTH, stop[node])
 
+    # parts of a node's edges have places, in order, [X]
     parts = jnp.where(count > 1, count, 0)
     at = (jnp.cumsum(parts, dtype=jnp.int32) - parts)[node] + rank
     shared = exists & (parts[node] > 0)
@@ -66,7 +69,7 @@ def segments(groups: Groups, nodes: int, capacity: int) -> Segments:
 
 
 def settled(x: jax.Array, owner: jax.Array, parts: jax.Array) -> jax.Array:
-    """`x`, by node, with the sum of each owner's `parts` in its row, added in order."""
+    """Puts the sum of each owner's `parts`, added in order, in its row of `x`, by node."""
     first, last = _ends(owner)
     sums = segment_sums(parts, jnp.expand_dims(first, tuple(range(1, parts.ndim))), axis=0)
     past = x.shape[0] + 1 + jnp.arange(owner.shape[0], dtype=jnp.int32)  # distinct, and all dropped
@@ -75,6 +78,6 @@ def settled(x: jax.Array, owner: jax.Array, parts: jax.Array) -> jax.Array:
 
 
 def _ends(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which places are the first, and the last, of their owners."""
+    """Tells which places are the first, and the last, of their owners."""
     differs, one = owner[1:] != owner[:-1], jnp.ones(1, bool)
     return jnp.concatenate([one, differs]), jnp.concatenate([differs, one])

@@ -1,4 +1,4 @@
-"""How every kernel of graph attention walks over edges, and what a warpgroup holds of a row.
+"""Walks over edges, as every kernel of graph attention does; here a warpgroup holds one row.
 
 A program is one segment and one block of heads, `[H, D]` of at most 512 numbers: a thread holds up to four
 neighbouring ones of a head, eight of the widest. Rows of nodes and edges are read at scalar indices, straight
@@ -6,7 +6,7 @@ into registers: four edges at a time, all their loads first, so that as many row
 along warps and lanes, so that a sum over D is a few shuffles; blocks of one or two heads are held by all four
 or by two warps alike. Rows of fewer than 128 numbers: `gpu_lockstep`.
 
-A kernel itself is a `Plan`: functions of arrays in registers, `[H]` and `[H, D]`, float32. Behind the last
+A kernel itself is a `Body`: functions of arrays in registers, `[H]` and `[H, D]`, float32. Behind the last
 edge the loop finds that edge again, with a factor of 0: nothing is read out of bounds, and what is written
 for an edge is written twice alike.
 """
@@ -23,10 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.graph.kernels import gpu_lockstep
-from jax_attn_bwd.ops.graph.kernels.gpu_plan import (
+from jax_attn_bwd.ops.graph.kernels.gpu_body import (
     EDGES,
+    Body,
     Inputs,
-    Plan,
     Walked,
     heads_of_block,
     is_narrow,
@@ -35,7 +35,7 @@ from jax_attn_bwd.ops.graph.kernels.gpu_plan import (
 
 
 def layout(H: int, D: int) -> Any:
-    """Registers of a block: heads along warps, then lanes; D along the lanes that are left.
+    """Lays a block out in registers: heads along warps, then lanes; D along the lanes that are left.
 
     Blocks of fewer than four heads are held several times.
     """
@@ -49,40 +49,42 @@ def layout(H: int, D: int) -> Any:
 
 
 def walk(
-    plan: Plan, inputs: Inputs, nodes: int, edges: int, heads: tuple[int, int], interpret: bool
+    body: Body, inputs: Inputs, nodes: int, edges: int, heads: tuple[int, int], interpret: bool
 ) -> Walked:
-    """Runs `plan` over every segment; `heads` are H and D of the rows."""
+    """Runs `body` over every segment; `heads` are H and D of the rows."""
+    # what each program leaves: by node, by part of a node, by edge and by segment
     S, X, (H, D) = inputs.segments.node.shape[0], inputs.segments.owner.shape[0], heads
     inputs = vary_alike(inputs._replace(segments=inputs.segments._replace(owner=None)))
-    carried = {name: (jnp.float32, plan.is_row(name)) for name in (*plan.numbers, *plan.rows)}
-    summed = {name: kind for name, kind in carried.items() if name not in plan.by_segment}
+    carried = {name: (jnp.float32, body.is_row(name)) for name in (*body.numbers, *body.rows)}
+    summed = {name: kind for name, kind in carried.items() if name not in body.by_segment}
 
     def types(count, kinds):
         shape = lambda is_row: (count, H, D) if is_row else (count, H)
         return {n: out_type(shape(is_row), dtype, inputs) for n, (dtype, is_row) in kinds.items()}
 
     outputs = Walked(
-        types(nodes, summed if plan.out is None else plan.out),
+        types(nodes, summed if body.out is None else body.out),
         types(X, summed if X else {}),
-        types(edges, plan.written),
-        types(S, {name: carried[name] for name in plan.by_segment}),
+        types(edges, body.written),
+        types(S, {name: carried[name] for name in body.by_segment}),
     )
     leaves, structure = jax.tree.flatten(outputs)
 
+    # a program for each segment, or for each turn of several, and for each block of heads
     narrow = is_narrow(H, D)
     blocks, program = H // heads_of_block(H, D), gpu_lockstep.program if narrow else _program
     turns, programs = None, S
     if narrow:
         inputs = inputs._replace(shared={name: x[None] for name, x in inputs.shared.items()})
-        turns = gpu_lockstep.turns(inputs.segments, nodes, heads)
+        turns = gpu_lockstep.turns_of(inputs.segments, nodes, heads)
         programs = turns.longest.shape[0]
 
     def kernel(refs, turns, *out_refs):
-        program(plan, refs, turns, jax.tree.unflatten(structure, out_refs), nodes, heads, interpret)
+        program(body, refs, turns, jax.tree.unflatten(structure, out_refs), nodes, heads, interpret)
 
     call = mosaic_gpu.launch(
         kernel,
-        plan.name,
+        body.name,
         interpret=interpret,
         out_type=leaves,
         scratch=(),
@@ -92,7 +94,7 @@ def walk(
 
 
 def _program(
-    plan: Plan,
+    body: Body,
     refs: Inputs,
     turns: None,
     outputs: Walked,
@@ -100,6 +102,7 @@ def _program(
     heads: tuple[int, int],
     interpret: bool,
 ) -> None:
+    # the segment and the heads of this program
     H, D = heads
     height = heads_of_block(H, D)
     program, blocks = lax.axis_index("program"), jnp.int32(H // height)
@@ -117,16 +120,18 @@ def _program(
         plgpu.store(ref.at[index, block], x.astype(ref.dtype), optimized=False)
 
     def full(name, value):
-        shape, kind = ((height, D), row) if plan.is_row(name) else ((height,), number)
+        shape, kind = ((height, D), row) if body.is_row(name) else ((height,), number)
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), kind)
 
     @pl.when(node < nodes)
     def _walk():
+        # the node's own rows stay in registers
         own = {name: load(ref, node) for name, ref in refs.own.items()}
         own |= {name: load(ref) for name, ref in refs.shared.items()}
         begin, end, place = at.begin[segment], at.end[segment], at.place[segment]
         by_number = bool(refs.edge or outputs.edges)
 
+        # four edges: their indices, then all loads, then the arithmetic, then what is written
         def step(k, carry):
             positions = [begin + k * EDGES + u for u in range(EDGES)]
             slots = [jnp.minimum(p, end - 1) for p in positions]
@@ -135,13 +140,14 @@ def _program(
             for edge, index in zip(read, numbers, strict=True):
                 edge |= {n: load(ref, index) for n, ref in refs.edge.items()}
             factors = [jnp.where(p < end, np.float32(1.0), np.float32(0.0)) for p in positions]
-            carry, written = plan.step(own, read, factors, carry)
+            carry, written = body.step(own, read, factors, carry)
             for index, edge in zip(numbers, written, strict=True):
                 for n, x in edge.items():
                     store(outputs.edges[n], index, x)
             return carry
 
-        start = {name: full(name, value) for name, value in {**plan.numbers, **plan.rows}.items()}
+        # all edges of the segment; a whole node gets its results, a part of one its carry
+        start = {name: full(name, value) for name, value in {**body.numbers, **body.rows}.items()}
         count = lax.div(end - begin + (EDGES - 1), jnp.int32(EDGES))
         carry = lax.fori_loop(jnp.int32(0), count, step, start)
         for name, ref in outputs.segments.items():
@@ -149,7 +155,7 @@ def _program(
 
         @pl.when(place < 0)
         def _whole():
-            results = plan.finish(carry)
+            results = body.finish(carry)
             for name, ref in outputs.nodes.items():
                 store(ref, node, results[name])
 

@@ -1,7 +1,7 @@
-"""What a kernel of graph attention is: a `Plan`, functions of arrays in registers, its inputs and outputs.
+"""What a kernel of graph attention is: a `Body`, functions of arrays in registers, its inputs and outputs.
 
-Two programs carry plans out. Rows of 128 numbers and more have a warpgroup for each segment (`gpu_walk`),
-and the registers of a plan are `[H]` and `[H, D]`; narrower ones share it (`gpu_lockstep`), and those are
+Two programs carry bodies out. Rows of 128 numbers and more have a warpgroup for each segment (`gpu_walk`),
+and the registers of a body are `[H]` and `[H, D]`; narrower ones share it (`gpu_lockstep`), and those are
 `[R, H]` and `[R, H, D]`, of R segments. All are float32.
 """
 
@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
+from jax_attn_bwd.ops.graph.kinds import Kind
+from jax_attn_bwd.ops.graph.kinds.kind import Tables
+from jax_attn_bwd.ops.graph.loops import Chunk
 
 EDGES = 4  # at a time
 ELEMENTS = 512  # of a block of heads, at most
@@ -34,9 +38,27 @@ class Inputs(NamedTuple):
     shared: dict[str, jax.Array]  # [H, D], the same for all
 
 
+def inputs_of(at: Segments, own: dict, other: dict, edge: dict, t: Tables) -> Inputs:
+    """Collects the tables of a kernel, and what all of them read of an edge; what is None is left out."""
+    edge = {"edge": t.edge, "bias": t.bias, **edge}
+    groups = (own, other, edge, {"a": t.a})
+    return Inputs(at, *({name: x for name, x in group.items() if x is not None} for group in groups))
+
+
+def without_keys(t: Tables) -> Tables:
+    """Drops what dropout is drawn from: the kernels are given the factors."""
+    return t._replace(mask=None, keys=None, counters=None)
+
+
+def factors_by_edge(kind: Kind, t: Tables, capacity: int) -> jax.Array | None:
+    """Returns dropout factors `[E, H]`, by number of the edge; None = all 1."""
+    number: Any = jnp.arange(capacity, dtype=jnp.int32)
+    return kind.dropout_factors(t, Chunk(number, number, number, None))
+
+
 @dataclass(frozen=True)
-class Plan:
-    """What a kernel does in registers.
+class Body:
+    """What a kernel does in registers with the edges of a segment.
 
     Attributes:
       name: of the kernel.
@@ -74,7 +96,7 @@ class Walked(NamedTuple):
 
 
 def heads_of_block(H: int, D: int) -> int:
-    """Heads that one program handles: a power of two."""
+    """Returns the heads that one program handles: a power of two."""
     found = H & -H
     while found > 1 and found * D > ELEMENTS:
         found //= 2
@@ -82,12 +104,12 @@ def heads_of_block(H: int, D: int) -> int:
 
 
 def is_narrow(H: int, D: int) -> bool:
-    """Whether a block of heads is too narrow for a warpgroup of its own."""
+    """Tells whether a block of heads is too narrow for a warpgroup of its own."""
     return heads_of_block(H, D) * D < THREADS
 
 
 def registers(tiles: tuple[tuple[int, ...], ...], warp_dims: tuple, lane_dims: tuple) -> Any:
-    """How a warpgroup holds an array: `TiledLayout` explains it; a thread's own numbers are the last axis."""
+    """Returns how a warpgroup holds an array: see `TiledLayout`; a thread's own numbers are the last axis."""
     found = fragmented_array.TiledLayout(
         fragmented_array.Tiling(tiles), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
     ).canonicalize()
@@ -100,7 +122,7 @@ def registers(tiles: tuple[tuple[int, ...], ...], warp_dims: tuple, lane_dims: t
 
 
 def spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """A number of each head for all of its row, `[..., H]` -> `[..., H, D]`; scalars and rows stay."""
+    """Spreads a number of each head over its row, `[..., H]` -> `[..., H, D]`; scalars and rows stay."""
     if x.ndim in (0, like.ndim):
         return x
     return lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
