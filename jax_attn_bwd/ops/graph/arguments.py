@@ -21,6 +21,7 @@ def prepare_additive(
     return_attention_weights,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `graph_attention` or `graph_attention_v2`."""
+    # the graph and the nodes of both sides; destinations that are not given are the first sources
     graph = check_graph(operator, graph)
     src = _nodes(operator, "src", src, "num_src", graph.num_src)
     dst = rows_of_destinations(operator, "dst", "be given", graph, src) if dst is None else dst
@@ -28,6 +29,8 @@ def prepare_additive(
     batch = _batch(operator, src=src, dst=dst)
     checks.same_dtype(operator, src=src, dst=dst)
     heads = _num_heads(operator, num_heads, "src", src)
+
+    # data by edge, and the attention weights, whose size the widths of both decide
     width = src.shape[-1]
     if edge is not None:
         edge = _edge(operator, edge, graph, batch, kind.edge_width(width))
@@ -38,6 +41,8 @@ def prepare_additive(
     names, size = kind.weights_shape(width, None if edge is None else edge.shape[-1])
     ravel = "write attention_weights.ravel()" if attention_weights.size == size else ""
     checks.shape(operator, "attention_weights", attention_weights, names, (size,), ravel)
+
+    # what changes the answer, and what dropout draws from
     options = Options(
         kind.name,
         heads,
@@ -48,6 +53,8 @@ def prepare_additive(
         return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
     )
     mask, words, offset = _dropout(operator, options, graph, batch, dropout_key, dropout_mask, dropout_offset)
+
+    # where the arrays may lie, and where they then do
     _check_explicit_sharding(operator, "num_heads", heads, src=src, dst=dst)
     if "attention_weights" not in kind.placement and any(spec := sharding.explicit_spec(attention_weights)):
         remedy = "the vectors of several sides follow one another in it; reshard it"
@@ -60,7 +67,7 @@ def prepare_additive(
 def rows_of_destinations(
     operator: str, argument: str, needed: str, graph: BipartiteCSC, src: jax.Array, got: Any = None
 ) -> jax.Array:
-    """The first rows of `src`, if they belong to the destinations; `needed` says what an error asks for."""
+    """Returns the first rows of `src`, if they are the destinations; `needed` is what an error asks for."""
     if graph.num_dst > graph.num_src:
         expected = f"{needed}, or num_dst = {graph.num_dst} be at most num_src = {graph.num_src}"
         raise ValueError(checks.message(operator, argument, expected, got))
@@ -81,6 +88,7 @@ def prepare_transformer(
     concat_heads, dropout_rate, dropout_key, dropout_mask, dropout_offset, return_attention_weights,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `graph_transformer_attention`."""
+    # the graph and the nodes of both sides; heads of the query may share those of key and value
     graph = check_graph(operator, graph)
     query = _nodes(operator, "query", query, "num_dst", graph.num_dst)
     heads = _num_heads(operator, num_heads, "query", query)
@@ -98,6 +106,8 @@ def prepare_transformer(
     if value.shape[-1] % shared:
         expected = f"have a width that its {shared} heads divide"
         raise ValueError(checks.message(operator, "value", expected, value.shape))
+
+    # data by edge
     if edge is not None:
         edge = _edge(operator, edge, graph, batch, width)
         if value.shape[-1] != width:
@@ -110,6 +120,8 @@ def prepare_transformer(
         size = (*own, graph.capacity, heads)
         checks.broadcasts(operator, "score_bias", score_bias, "[..., nnz, H]", size)
         score_bias = to_rank(score_bias, 2)
+
+    # what changes the answer, and what dropout draws from
     options = Options(
         Transformer.name,
         heads,
@@ -126,6 +138,8 @@ def prepare_transformer(
         sharing=heads // shared,
     )
     mask, words, offset = _dropout(operator, options, graph, batch, dropout_key, dropout_mask, dropout_offset)
+
+    # where the arrays may lie, and where they then do
     fewest = "num_heads" if shared == heads else "num_kv_heads"
     _check_explicit_sharding(operator, fewest, shared, query=query, key=key, value=value)
     operands = Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
@@ -150,6 +164,7 @@ def check_cotangents(
     operator: str, options: Options, operands: Operands, dout, out, lse, dweights, dlse
 ) -> None:
     """Checks shapes and dtypes of what a `_bwd` gets beside the arguments of the forward; None passes."""
+    # the shape and dtype of each, by the operands
     nodes, heads, E = operands.dst.shape[-2], options.num_heads, operands.graph.capacity
     message = operands.src if operands.value is None else operands.value
     width, batch = message.shape[-1] // options.num_kv_heads, operands.batch_axes
@@ -163,6 +178,7 @@ def check_cotangents(
         "dweights": (dweights, "[..., nnz, H]", (*batch, E, heads), dtype),
         "dlse": (dlse, "[..., num_dst, H]", (*batch, nodes, heads), wide),
     }
+
     for argument, (x, names, size, kind) in expected.items():
         if x is None:
             continue
@@ -193,7 +209,7 @@ def _nodes(
 
 
 def _batch(operator: str, **nodes: jax.Array) -> tuple[int, ...]:
-    """The batch axes of a call, alike in all nodes that have any; nodes without them are shared."""
+    """Returns the batch axes of a call, alike in all nodes that have any; nodes without them are shared."""
     batches = {argument: x.shape[:-2] for argument, x in nodes.items() if x.ndim > 2}
     (first, batch), *_ = batches.items() or [("", ())]
     for argument, own in batches.items():
@@ -204,7 +220,7 @@ def _batch(operator: str, **nodes: jax.Array) -> tuple[int, ...]:
 
 
 def _own_batch(operator: str, argument: str, x: jax.Array, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """The batch axes of data by edge, in front of two others: the same as the call's, or none."""
+    """Returns the batch axes of data by edge, in front of two others: the same as the call's, or none."""
     if (own := x.shape[:-2]) not in ((), batch):
         expected = "have two axes, as the nodes have no batch axes"
         if batch:

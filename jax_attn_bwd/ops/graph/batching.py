@@ -56,6 +56,8 @@ class BatchLayout:
         if len(arrays) != len(counts):
             expected = f"hold one for each of {len(counts)} graphs"
             raise ValueError(checks.message(name, "arrays", expected, len(arrays)))
+
+        # the rows of each array that mean something
         xp: Any = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
         given = [xp.asarray(x) for x in arrays]
         rest = given[0].shape[1:]
@@ -63,6 +65,7 @@ class BatchLayout:
             checks.shape(name, f"arrays[{k}]", x, "[size, ...] as the others", (int(size), *rest))
         kept = [x[:count] for x, count in zip(given, counts, strict=True)]
 
+        # one after the other, or each padded alike
         def padded(parts, rows):
             filled = sum(len(x) for x in parts)
             return xp.concatenate([*parts, xp.zeros((rows - filled, *rest), parts[0].dtype)])
@@ -78,6 +81,8 @@ class BatchLayout:
         lead = (len(counts), self.rows) if self.stacked else (self.rows,)
         names = "[graphs, rows, ...]" if self.stacked else "[rows, ...]"
         checks.shape(name, "x", x, names, (*lead, *x.shape[len(lead) :]))
+
+        # each graph's rows, then 0 up to the size of its arrays
         starts = np.cumsum(counts) - counts
         parts = list(x) if self.stacked else [x[start:] for start in starts]
         xp: Any = np if isinstance(x, np.ndarray) else jnp
@@ -170,6 +175,7 @@ def batch_graphs(
       >>> [part.shape for part in batch.dst.split(out)]
       [(3, 4), (2, 4)]
     """
+    # how many nodes and edges each graph has, and how much room there is
     ends = _ends(graphs)
     stacked = checks.flag(_OPERATOR, "stacked", stacked)
     counts = {
@@ -188,6 +194,7 @@ def batch_graphs(
     def graph_of(src, dst, room):
         return BipartiteCSC.from_coo(src, dst, rows["src"], rows["dst"], capacity=room)
 
+    # each graph padded to one size; or all in one, their nodes after those of the graphs before
     if stacked:
         built = [jax.tree.map(np.asarray, graph_of(*of_one, rows["edges"])) for of_one in ends]
         graph = jax.tree.map(lambda *x: jnp.stack(x), *built)
@@ -202,7 +209,7 @@ def batch_graphs(
 
 
 def _ends(graphs: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(sources, destinations) of the edges of each graph, in the caller's order."""
+    """Returns (sources, destinations) of the edges of each graph, in the caller's order."""
     given = graphs if isinstance(graphs, list | tuple) else []
     if given is not graphs or not all(isinstance(x, BipartiteCSC) for x in given):
         got = ", ".join(type(x).__name__ for x in (graphs, *given))

@@ -42,7 +42,7 @@ def _extra(rng, graph, H, widths, names) -> dict[str, Any]:
 
 
 def _additive(rng, graph, width, spread, size) -> dict[str, Any]:
-    """Nodes of that width, and `size` attention weights of standard deviation `spread`."""
+    """Draws nodes of that width, and `size` attention weights of standard deviation `spread`."""
     return {
         "src": rng.standard_normal((graph.num_src, width)),
         "dst": rng.standard_normal((graph.num_dst, width)),
@@ -81,7 +81,7 @@ def _transformer(name, *, K=None, Dv=None, **arguments) -> Case:
 def _of_kernels(
     make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]], narrow: str = "wide"
 ) -> Iterator[Case]:
-    """Heads that the GPU kernels take, `heads` with options; `extra`: arrays beside "edge" and dropout."""
+    """Yields heads that GPU kernels take, `heads` with options; `extra`: arrays beside "edge" and dropout."""
     # scores of the size that layers begin with
     make = make if "score_bias" in extra else partial(make, spread=0.1)
     everything = {"extra": ("edge", "dropout_mask", *extra)}
@@ -93,7 +93,7 @@ def _of_kernels(
 
 
 def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
-    """Cases for which the kernels are compiled; the graph is small, since no kernel depends on its size."""
+    """Yields cases for which kernels are compiled; of a small graph, since no kernel depends on its size."""
     compiled = partial(make, graph=hub, dtype="float32")
     for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
         yield compiled(f"compiled {H} x {D}", H=H, D=D, tags=("mosaic_gpu", "table"))
@@ -229,7 +229,7 @@ MAKERS = {"graph_attention": _gat, "graph_attention_v2": _gatv2, "graph_transfor
 
 
 def _with_heads(arguments):
-    """Arguments with the number of heads instead of their size, which shards of the columns share."""
+    """Puts the number of heads in place of their size, which shards of the columns share."""
     arguments = dict(arguments)
     D = arguments.pop("head_size")
     if "query" not in arguments:

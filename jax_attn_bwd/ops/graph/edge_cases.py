@@ -30,7 +30,7 @@ def _scores(name, *, spread=1.0, **arguments) -> Case:
 
 
 def _data(name, *, rest=None, **arguments) -> Case:
-    """Data of edges with the axes `rest`, or an axis of heads; some of its numbers tie."""
+    """Makes a case of edge data with the axes `rest`, or an axis of heads; some of its numbers tie."""
 
     def build(rng, graph, H, D, extra):
         x = rng.standard_normal((graph.capacity, *((H,) if rest is None else rest)))

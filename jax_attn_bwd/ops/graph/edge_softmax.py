@@ -175,7 +175,7 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) ->
 
 @jax.jit
 def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
-    """The weights (1)."""
+    """Computes the weights (1)."""
     dtype, like = accumulator_dtype(scores.dtype), (graph, scores)
     edges = loops.one_chunk(graph.by_destination, graph.capacity)
     weights = full_like_operands(scores, scores.shape, 0, scores.dtype, like)
@@ -189,7 +189,7 @@ def forward(graph: BipartiteCSC, scores: jax.Array) -> jax.Array:
 
 @jax.jit
 def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> jax.Array:
-    """The gradient of the scores (2)."""
+    """Computes the gradient of the scores (2)."""
     dtype, like = accumulator_dtype(weights.dtype), (graph, weights, dweights)
     edges = loops.one_chunk(graph.by_destination, graph.capacity)
     dscores = full_like_operands(weights, weights.shape, 0, dtype, like)
@@ -204,7 +204,7 @@ def backward(graph: BipartiteCSC, weights: jax.Array, dweights: jax.Array) -> ja
 
 
 def _of_entries(run: Callable[..., jax.Array], graph: BipartiteCSC, *arrays: jax.Array) -> jax.Array:
-    """`run(graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
+    """Calls `run(graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
     run = partial(run_on_every_device, run)
     for _ in range(arrays[0].ndim - 2):
         run = jax.vmap(run, in_axes=(None, *(0 for _ in arrays)))

@@ -1,6 +1,6 @@
 """Walks over the groups of a graph, all of them at once or a chunk at a time, and adds rows to nodes.
 
-A pass that reads a few numbers of each edge takes all edges at once (`each`, `whole`). A pass that reads
+A pass that reads a few numbers of each edge takes all edges at once (`each`, `one_chunk`). A pass that reads
 all features does so too where they are few: without a loop XLA compiles it sooner, runs it on all cores
 and fuses it with its neighbours. Above `whole_elements` the same functions run in a loop, over
 `chunk_elements` at a time. On a GPU a kernel reads rows where it multiplies and sums them, so that what
@@ -52,7 +52,7 @@ class Grid(NamedTuple):
 
 
 def grid(groups: Groups, elements: Any) -> Grid:
-    """The chunks of `groups`, where a pass makes arrays of that many elements of an edge; may be symbolic."""
+    """Cuts `groups` into chunks for a pass that makes so many `elements` of an edge; may be symbolic."""
     total, width = groups.other.shape
     of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
     if total * of_group <= whole_elements():
@@ -63,7 +63,7 @@ def grid(groups: Groups, elements: Any) -> Grid:
 
 
 def rows(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
-    """The rows of `x` at `index`, of nodes; `fill` for an index past the end.
+    """Reads the rows of `x` at `index`, of nodes; `fill` for an index past the end.
 
     On a CPU it finds the last row, see `Loops.for_rows`. To compare each index with the end, as `take` does,
     is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products in one
@@ -79,23 +79,23 @@ def _clipped(x: jax.Array, index: jax.Array) -> jax.Array:
 
 @_clipped.defjvp
 def _clipped_jvp(primals, tangents):
-    """The last row gets a derivative only from indices that asked for it, not from those past the end."""
+    """Gives the last row a derivative only from indices that asked for it, not from those past the end."""
     x, index = primals
     return _clipped(x, index), take(tangents[0], index)
 
 
 def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
-    """The rows of `x` at `index`; `fill`, whatever lies in `x`, for an index past the end."""
+    """Reads the rows of `x` at `index`; `fill`, whatever lies in `x`, for an index past the end."""
     return x.at[index].get(mode="fill", fill_value=fill)
 
 
 def put(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x` with `rows` at `index`, each row once; those past the end are dropped."""
+    """Puts `rows` at `index` of `x`, each row once; those past the end are dropped."""
     return x.at[index].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
 
 
 def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
-    """The rows of `x`, of the nodes whose groups these are, for each edge, `[(W,) R, ...]`.
+    """Reads the rows of `x`, of the nodes whose groups these are, for each edge, `[(W,) R, ...]`.
 
     `fill` where there is no edge: chosen for each edge, since XLA:GPU would write a table of nodes that is
     masked before.
@@ -107,22 +107,22 @@ def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
 
 
 def by_edge(x: jax.Array, chunk: Chunk) -> jax.Array:
-    """Rows of groups, `[R, ...]`, in a form that broadcasts to their edges, `[(W,) R, ...]`."""
+    """Returns rows of groups, `[R, ...]`, in a form that broadcasts to their edges, `[(W,) R, ...]`."""
     return x if chunk.exists is None else x[None]
 
 
 def sum_of_group(x: jax.Array, chunk: Chunk) -> jax.Array:
-    """`[(W,) R, ...]` -> `[R, ...]`."""
+    """Sums over the edges of each group, `[(W,) R, ...]` -> `[R, ...]`."""
     return x if chunk.exists is None else x.sum(0)
 
 
 def adds_in_order() -> bool:
-    """Whether a scatter adds one row after the other: a CPU does; elsewhere rows come in any order."""
+    """Tells whether a scatter adds one row after the other: a CPU does; elsewhere rows come in any order."""
     return targets.platform() == "cpu"
 
 
 def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
-    """`x`, by node, plus the `rows` `[R, ...]` of a chunk's groups; those past the end are dropped.
+    """Adds the `rows` `[R, ...]` of a chunk's groups to `x`, by node; those past the end are dropped.
 
     The order of the sum is fixed, also where a scatter has none.
     """
@@ -133,7 +133,7 @@ def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
 
 
 def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x` plus `rows` at `index`, which does not decrease; those past the end are dropped."""
+    """Adds `rows` to `x` at `index`, which does not decrease; those past the end are dropped."""
     rows = rows.astype(x.dtype)
     if adds_in_order():
         return x.at[index].add(rows, mode="drop", indices_are_sorted=True)
@@ -141,7 +141,7 @@ def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def add_in_fixed_order(x: jax.Array, node: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x` plus `rows` at `node`, which does not decrease; those past the end are dropped."""
+    """Adds `rows` to `x` at `node`, which does not decrease, without a scatter that adds two to one row."""
     count, nodes = node.shape[0], x.shape[0]
     row = np.arange(count, dtype=np.int32)
     if 16 * count < nodes:  # writes the nodes that have rows
@@ -156,7 +156,7 @@ def add_in_fixed_order(x: jax.Array, node: jax.Array, rows: jax.Array) -> jax.Ar
 def _sums_up_to(
     rows: jax.Array, node: jax.Array, last: jax.Array, wanted: jax.Array | np.ndarray
 ) -> jax.Array:
-    """The sums of the rows of the nodes `wanted` up to the row `last`; 0 where that is -1."""
+    """Sums the rows of the nodes `wanted` up to the row `last`; 0 where that is -1."""
     spread = lambda x: jnp.expand_dims(x, tuple(range(1, rows.ndim)))
     total = jnp.zeros((last.shape[0], *rows.shape[1:]), rows.dtype)
     while rows.shape[0]:
@@ -172,7 +172,7 @@ def _sums_up_to(
 
 
 def _tails_of_blocks(rows: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of each block's tail, and its node; blocks that are not full have none."""
+    """Sums each block's tail, and returns its node, too; blocks that are not full have none."""
     count = rows.shape[0] // _BLOCK
     blocks, of = (
         lax.slice_in_dim(x, 0, count * _BLOCK).reshape(count, _BLOCK, *x.shape[1:]) for x in (rows, node)
@@ -185,7 +185,7 @@ def _tails_of_blocks(rows: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
-    """The higher of `x`, by node, and the `rows` of a chunk's groups."""
+    """Takes the higher of `x`, by node, and the `rows` of a chunk's groups."""
     if chunk.node is not None:
         return x.at[chunk.node].max(rows, mode="drop", indices_are_sorted=True)
     more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
@@ -193,12 +193,12 @@ def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
 
 
 def has_edges(graph: Any) -> bool:
-    """Whether there can be any edge, by the shapes."""
+    """Tells whether there can be any edge, by the shapes."""
     return bool(graph.capacity and graph.num_src and graph.num_dst)
 
 
 def in_runs(graph: Any) -> tuple[Groups, int]:
-    """The groups by destination with their run for `node`, and how many runs there are: runs sum first."""
+    """Returns the groups by destination, with their run for `node`, and the number of runs."""
     found = graph.by_destination
     if graph.run_owners is None:
         return found, graph.num_dst
@@ -207,28 +207,29 @@ def in_runs(graph: Any) -> tuple[Groups, int]:
 
 
 def to_runs(graph: Any, chunk: Chunk) -> Chunk:
-    """All groups by destination, with their run for `node`."""
+    """Puts the run of each group in place of its `node`, in a chunk of all groups by destination."""
     return chunk if graph.run_owners is None else chunk._replace(node=in_runs(graph)[0].node)
 
 
 def to_nodes(graph: Any, chunk: Chunk) -> Chunk:
-    """A chunk of `in_runs` with the nodes of its groups."""
+    """Puts the nodes of its groups in place of the runs, in a chunk of `in_runs`."""
     return chunk if graph.run_owners is None else chunk._replace(node=rows(graph.run_owners, chunk.node))
 
 
 def add_runs(x: jax.Array, graph: Any, sums: jax.Array) -> jax.Array:
-    """`x`, by destination, plus the sums of the runs."""
+    """Adds the sums of the runs to `x`, by destination."""
     return sums if graph.run_owners is None else add_sorted(x, graph.run_owners, sums)
 
 
 def by_number(
     parts: Sequence[tuple[jax.Array, jax.Array]], capacity: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """A function that finds the rows of edges by their numbers; 0 past the end.
+    """Returns a function that finds the rows of edges by their numbers; 0 past the end.
 
     `parts` are pairs (numbers `[(W,) R]`, rows `[(W,) R, H]`), which hold each edge once: where a row lies is
     written in place of the row.
     """
+    # where the row of each edge lies, counted through the rows of all parts
     none = sum(number.size for number, _ in parts)
     place, start, tables = jnp.full(capacity, none, jnp.int32), 0, []
     for number, rows in parts:
@@ -245,12 +246,12 @@ def by_number(
 
 
 def one_chunk(groups: Groups, capacity: int) -> Chunk:
-    """All groups of a graph, of that capacity, as one chunk."""
+    """Returns all groups of a graph, of that capacity, as one chunk."""
     return _chunk(groups.node, groups.other, groups.number, capacity)
 
 
 def parts(groups: Groups, capacity: int) -> list[Chunk]:
-    """All groups in chunks, which a pass without a loop takes one after the other."""
+    """Returns all groups in chunks, which a pass without a loop takes one after the other."""
     if not isinstance(groups, FirstGroupPerNode):
         return [one_chunk(groups, capacity)]
     n = groups.other.shape[0] - groups.node.shape[0]
@@ -262,7 +263,7 @@ def parts(groups: Groups, capacity: int) -> list[Chunk]:
 def each(
     function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid
 ) -> list[jax.Array]:
-    """`function(chunk)`, `[(W,) R, ...]`, for each of `parts`; `scan` explains the arguments."""
+    """Calls `function(chunk)`, `[(W,) R, ...]`, for each of `parts`; `scan` explains the arguments."""
     if grid.count == 1:
         return [function(chunk) for chunk in parts(groups, capacity)]
     axis = int(groups.other.shape[1] > 1)  # of the groups
@@ -279,7 +280,7 @@ def scan(
     grid: Grid,
     *by_edge: list[jax.Array],
 ) -> Any:
-    """`carry = fold(carry, share(chunk, ...), chunk)` over all groups, in order.
+    """Runs `carry = fold(carry, share(chunk, ...), chunk)` over all groups, in order.
 
     Args:
       share: what a chunk gives; of a loop, it is computed again when the loop is differentiated.
@@ -292,10 +293,14 @@ def scan(
     """
     if groups.other.shape[0] == 0:
         return carry
+
+    # without a loop
     if grid.count == 1:
         for chunk, *own in zip(parts(groups, capacity), *by_edge, strict=True):
             carry = fold(carry, share(chunk, *own), chunk)
         return carry
+
+    # in a loop over the chunks, which lie along a first axis
     share = jax.checkpoint(share, prevent_cse=False)
     axis = int(groups.other.shape[1] > 1)  # of the groups
 
@@ -309,7 +314,7 @@ def scan(
 
 
 def _chunk(node: jax.Array | None, other: jax.Array, number: jax.Array, capacity: int) -> Chunk:
-    """From rows of `Groups`."""
+    """Makes a chunk of rows of `Groups`."""
     if other.shape[1] == 1:
         return Chunk(node, other[:, 0], number[:, 0], None)
     number = number.T
@@ -317,26 +322,26 @@ def _chunk(node: jax.Array | None, other: jax.Array, number: jax.Array, capacity
 
 
 def _chunks(groups: Groups, grid: Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`Groups` of each chunk."""
+    """Cuts `Groups` into those of each chunk, `[count, size, ...]`."""
     node, other, number = (_in_chunks(x, grid, _NONE) for x in groups)
     return node, other, number
 
 
 def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """`[count, ..., size, ...]` -> `[..., count * size, ...]`, size at `axis` of a chunk."""
+    """Joins `[count, ..., size, ...]` to `[..., count * size, ...]`, size at `axis` of a chunk."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def _in_chunks(x: jax.Array, grid: Grid, none: Any) -> jax.Array:
-    """`[total, ...]` -> `[count, size, ...]`, `none` in the padding."""
+    """Cuts `[total, ...]` into `[count, size, ...]`, `none` in the padding."""
     count, size = grid
     pad = ((0, count * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
     return jnp.pad(x, pad, constant_values=none).reshape(count, size, *x.shape[1:])
 
 
 def whole_elements() -> int:
-    """Elements of all edges' rows that a pass reads without a loop.
+    """Returns the elements of all edges' rows that a pass reads without a loop.
 
     On a CPU a step then needs some 16 MiB: glibc's malloc maps a buffer above 32 MiB anew in each call, whose
     first touch of every page takes longer than the step. On a GPU nothing of that size is written but by
@@ -346,5 +351,5 @@ def whole_elements() -> int:
 
 
 def chunk_elements() -> int:
-    """Elements of the largest array of a chunk: what the cache of a CPU holds, or what occupies a chip."""
+    """Returns the elements of the largest array of a chunk: what a CPU's cache holds, or occupies a chip."""
     return {"cpu": 1 << 18, "gpu": 1 << 27}.get(targets.platform(), 1 << 21)

@@ -125,10 +125,11 @@ def by_destination(
     shared: Any,
     homes: dict[str, Home],
 ) -> dict[str, Any]:
-    """The results, by name, of `function(graph, shared)` over all pieces, graphs of a part of the edges.
+    """Runs `function(graph, shared)` over all pieces, graphs of a part of the edges; returns results by name.
 
     They have their groups by destination, no other.
     """
+    # the runs of a piece are numbered from those of its first group on
     ends, owners, n = (graph.num_dst, graph.num_src), graph.run_owners, pieces.count
     runs = groups_of_piece(graph, graph.by_destination, pieces).node.shape[0] // RUN
     if owners is not None:  # those of the runs of the next piece begin `runs` further
@@ -152,7 +153,7 @@ def by_source(
     shared: Any,
     homes: dict[str, Home],
 ) -> dict[str, Any]:
-    """As `by_destination`, over graphs that have their groups by source."""
+    """Does what `by_destination` does, over graphs that have their groups by source."""
     ends = graph.num_src, graph.num_dst
 
     def of_piece(index, shared):
@@ -164,7 +165,7 @@ def by_source(
 
 
 def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
-    """Which sources have an edge, bool `[num_src]`, sharded like the rows of `src`."""
+    """Tells which sources have an edge, bool `[num_src]`, sharded like the rows of `src`."""
     pieces = split.of_rows(src, 0, 1) if explicit_spec(src)[0] is not None and has_edges(graph) else None
     if pieces is None:
         return jnp.zeros(graph.num_src, bool).at[_with_edges(graph)].set(True, mode="drop")
@@ -177,7 +178,7 @@ def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
 
 
 def _with_edges(graph: BipartiteCSC) -> jax.Array:
-    """The nodes of the groups by source; past the end those of groups without an edge."""
+    """Returns the nodes of the groups by source; past the end those of groups without an edge."""
     node, _, number = graph.by_source
     return jnp.where(number[:, 0] < graph.capacity, node, graph.num_src)
 
@@ -185,7 +186,7 @@ def _with_edges(graph: BipartiteCSC) -> jax.Array:
 def _part(
     graph: BipartiteCSC, groups: Groups, ends: tuple[int, int], pieces: Pieces, index: jax.Array
 ) -> Groups:
-    """The groups of piece `index`, and no edge, one past the `ends` of node and other, behind the last."""
+    """Takes the groups of piece `index`; behind the last, no edge: one past the `ends` of node and other."""
 
     def part(x, of_piece, none):
         size, total = of_piece.shape[0], x.shape[0]
@@ -203,17 +204,22 @@ def _part(
 def _over(
     pieces: Pieces, function: Callable[[jax.Array, Any], dict[str, Any]], shared: Any, homes: dict[str, Home]
 ) -> dict[str, Any]:
-    """The results, by name, of `function(index of the piece, shared)` over all pieces."""
+    """Runs `function(index of the piece, shared)` over all pieces; returns its results by name."""
+    # the mesh, and the index of the piece that each device has
     given = (shared, [home.like for home in homes.values()])
     mesh = next(m for x in jax.tree.leaves(given) for m in [jax.typeof(x).sharding.mesh] if not m.empty)
     names, by_piece = pieces.mesh_axes, PartitionSpec(pieces.mesh_axes)
     index = jnp.arange(pieces.count, dtype=jnp.int32)
     index = jax.sharding.reshard(index, NamedSharding(mesh, by_piece))
+
+    # an array that is given twice is one inside, too
     leaves, structure = jax.tree.flatten(shared)
-    distinct = {id(x): x for x in leaves}  # an array that is given twice is one inside, too
+    distinct = {id(x): x for x in leaves}
     place = dict(zip(distinct, range(len(distinct)), strict=True))
+
+    # where the results go; a reduce-scatter has no lowering where other mesh axes are Explicit
     lies = {name: home.like is not None and _rows_lie_over(home.like, names) for name, home in homes.items()}
-    scatters = not _others_are_explicit(mesh, names)  # else a reduce-scatter has no lowering
+    scatters = not _others_are_explicit(mesh, names)
     stacked = [n for n, home in homes.items() if not home.is_sum or (lies[n] and not scatters)]
 
     def of_device(index, distinct):
@@ -227,6 +233,7 @@ def _over(
             return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
         return lax.psum(x, names) if varying(x) & set(names) else x
 
+    # over the mesh axes of the pieces alone: heads stay with the partitioner
     out_specs = {name: by_piece if lies[name] or name in stacked else PartitionSpec() for name in homes}
     run = jax.shard_map(
         of_device, mesh=mesh, in_specs=(by_piece, PartitionSpec()), out_specs=out_specs, axis_names=set(names)
@@ -236,14 +243,14 @@ def _over(
 
 
 def _summed(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The sum of `x` `[n, nodes, ...]`, sharded along its first axis, sharded along its nodes instead."""
+    """Sums `x` `[n, nodes, ...]` over its first axis, and shards the sum along its nodes as that axis was."""
     _, _, *rest = explicit_spec(x)
     spec = PartitionSpec(None, names, *rest)
     return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec)).sum(0)
 
 
 def _rows_lie_over(x: jax.Array, names: tuple[str, ...]) -> bool:
-    """Whether the rows of `x` are sharded over just these mesh axes."""
+    """Tells whether the rows of `x` are sharded over just these mesh axes."""
     axis = explicit_spec(x)[0]
     return axis is not None and ((axis,) if isinstance(axis, str) else tuple(axis)) == names
 
@@ -279,7 +286,8 @@ def _on_every_device(function, *operands):
 
 
 def edges_sharded_like_nodes(operands: Operands, devices: int) -> BipartiteCSC:
-    """The graph of `operands`, its groups in as many parts as devices can share the nodes, tied to these."""
+    """Returns the graph with its groups in as many parts as devices can share the nodes, tied to these."""
+    # as many parts as devices can share the nodes of one side; a row of them for each part
     graph, nodes = operands.graph, (operands.dst, operands.src)
     parts = max(math.gcd(x.shape[0], devices) for x in nodes)
     if parts == 1:
@@ -297,7 +305,7 @@ def edges_sharded_like_nodes(operands: Operands, devices: int) -> BipartiteCSC:
 
 
 def rows_sharded_like(x: Any, nodes: jax.Array) -> Any:
-    """`x` `[nodes, ...]`, or None, whose rows are to lie like those of `nodes`."""
+    """Returns `x` `[nodes, ...]`, or None, such that its rows are to lie like those of `nodes`."""
     if x is None:
         return None
     rows = nodes.sum(tuple(range(1, nodes.ndim))).astype(x.dtype)
@@ -305,7 +313,7 @@ def rows_sharded_like(x: Any, nodes: jax.Array) -> Any:
 
 
 def _in_parts(x: jax.Array, parts: int, none: int) -> jax.Array:
-    """`[V, ...]` -> `[parts, V / parts, ...]`, no edge in the padding."""
+    """Cuts `[V, ...]` into `[parts, V / parts, ...]`, no edge in the padding."""
     size = ceil_div(x.shape[0], parts)
     pad = ((0, parts * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
     return jnp.pad(x, pad, constant_values=none).reshape(parts, size, *x.shape[1:])
@@ -313,7 +321,7 @@ def _in_parts(x: jax.Array, parts: int, none: int) -> jax.Array:
 
 @custom_vmap
 def _tied(x: jax.Array, rows: list[jax.Array]) -> jax.Array:
-    """`x` `[parts, ...]` of integers, sharded like `rows` `[parts]`; under `vmap` as it is."""
+    """Returns `x` `[parts, ...]` of integers, sharded like `rows` `[parts]`; under `vmap` as it is."""
     for row in rows:
         zero = jnp.where(jnp.zeros((), bool), row.astype(x.dtype), 0)
         x = x + zero.reshape(-1, *(1,) * (x.ndim - 1))

@@ -29,11 +29,13 @@ from jax_attn_bwd.ops.graph.loops import Chunk, by_edge, has_edges, sum_of_group
 
 
 def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
-    """Sums over the edges into each destination, `[num_dst, ...]`, of `terms(chunk)`, `[(W,) R, ...]`."""
+    """Sums `terms(chunk)`, `[(W,) R, ...]`, over the edges into each destination, `[num_dst, ...]`."""
     dtype, rest = accumulator_dtype(x.dtype), x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), 0, dtype, (graph, x))
     if not has_edges(graph):
         return out
+
+    # into runs, and from these into nodes
     runs, count = loops.in_runs(graph)
     of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
     share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
@@ -43,7 +45,7 @@ def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.
 
 
 def _total(graph: Any, x: jax.Array) -> jax.Array:
-    """Sums of `x` over the edges into each destination; one scatter does it where it adds in order."""
+    """Sums `x` over the edges into each destination; one scatter does it where it adds in order."""
     dtype = accumulator_dtype(x.dtype)
     if not loops.adds_in_order() or x.dtype != dtype or not has_edges(graph):
         return _sums(graph, x, lambda chunk: take(x, chunk.number))
@@ -56,7 +58,8 @@ def _total(graph: Any, x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _maximum(graph: Any, x: jax.Array) -> jax.Array:
-    """The maximum of `x` over the edges into each destination; 0 without edges."""
+    """Takes the maximum of `x` over the edges into each destination; 0 without edges."""
+    # one scatter where it adds in order, else a chunk of groups at a time
     rest = x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), -jnp.inf, x.dtype, (graph, x))
     if has_edges(graph) and loops.adds_in_order():
@@ -78,19 +81,19 @@ def _maximum_jvp(primals, tangents):
 
 
 def _maximum_moves(graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> jax.Array:
-    """The tangent of the maximum (4)."""
+    """Computes the tangent of the maximum (4)."""
     share = lambda chunk: jnp.where(_is_top(graph, x, out, chunk), take(dx, chunk.number), 0)
     return (_sums(graph, x, share) / _ties(graph, x, out)).astype(x.dtype)
 
 
 def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
-    """Which edges of a chunk of `loops.in_runs` hold their destination's maximum."""
+    """Tells which edges of a chunk of `loops.in_runs` hold their destination's maximum."""
     of_node = loops.own_rows(out, loops.to_nodes(graph, chunk))
     return take(x, chunk.number, jnp.nan) == of_node
 
 
 def _by_number(graph: Any, found: Groups, none: int) -> jax.Array:
-    """The `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
+    """Returns the `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
     chunk = loops.one_chunk(found, graph.capacity)
     node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
     all_none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), none, node.dtype, graph)
@@ -98,17 +101,17 @@ def _by_number(graph: Any, found: Groups, none: int) -> jax.Array:
 
 
 def _ties(graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Edges that hold the maximum, `[num_dst, ...]`; 1 where there is none."""
+    """Counts the edges that hold the maximum, `[num_dst, ...]`; 1 where there is none."""
     return jnp.maximum(_sums(graph, x, partial(_is_top, graph, x, out)), 1)
 
 
 def _degree(graph: Any, like: jax.Array) -> jax.Array:
-    """The number of edges into each destination, in the rank and dtype of `like`; 1 where there is none."""
+    """Counts the edges into each destination, in the rank and dtype of `like`; 1 where there is none."""
     return _spread(jnp.maximum(graph.offsets[1:] - graph.offsets[:-1], 1), like).astype(like.dtype)
 
 
 def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`[num_dst]` with the axes of `like`."""
+    """Gives `[num_dst]` the axes of `like`."""
     return jnp.expand_dims(x, tuple(range(1, like.ndim)))
 
 
@@ -122,7 +125,7 @@ def forward(name: str, graph: Any, edge: jax.Array) -> jax.Array:
 
 
 def tangent(name: str, graph: Any, dedge: jax.Array, *saved: jax.Array) -> jax.Array:
-    """The tangent of what `forward` returns; `saved` are edge and out of `edge_max`."""
+    """Computes the tangent of what `forward` returns; `saved` are edge and out of `edge_max`."""
     if name != "edge_max":
         return forward(name, graph, dedge)
     edge, out = saved
@@ -130,7 +133,7 @@ def tangent(name: str, graph: Any, dedge: jax.Array, *saved: jax.Array) -> jax.A
 
 
 def backward(name: str, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.Array:
-    """The gradient, accumulated; `saved` are edge and out of `edge_max`."""
+    """Computes the gradient, accumulated; `saved` are edge and out of `edge_max`."""
     x = dout.astype(accumulator_dtype(dout.dtype))
     if not has_edges(graph):
         shape = (graph.capacity, *dout.shape[1:])

@@ -38,7 +38,7 @@ IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("gpu",)
 def decide(
     operator: str, options: Options, operands: Operands, return_residual: Any, implementation: Any
 ) -> Plan:
-    """The plan of a call, whose other arguments are checked."""
+    """Makes the plan of a call, whose other arguments are checked."""
     return_residual = checks.flag(operator, "return_residual", return_residual)
     chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
     return Plan.of(options, operands, chosen.name, return_residual)
@@ -52,19 +52,19 @@ def attend(
     forward_mode: Any,
     implementation: Any,
 ) -> Any:
-    """What a call whose other arguments are checked returns: out, and the weights and lse if asked for."""
+    """Runs a call whose other arguments are checked: returns out, and the weights and lse if asked for."""
     plan = decide(operator, options, operands, return_residual, implementation)
     return _OPERATION.runner(operator, forward_mode)(plan, operands)
 
 
 def forward_of(plan: Plan) -> Callable[[Plan, Operands], Result]:
-    """The forward `(plan, operands) -> Result` of all entries."""
+    """Returns the forward `(plan, operands) -> Result` of all entries."""
     run = backend.named(IMPLEMENTATIONS, plan.implementation).forward
     return partial(_over_entries, run) if plan.batch_rank else run
 
 
 def backward_of(plan: Plan) -> Callable[[Plan, Residuals, Cotangents], dict[str, jax.Array]]:
-    """The backward `(plan, residuals, cotangents) -> gradients by name` of all entries."""
+    """Returns the backward `(plan, residuals, cotangents) -> gradients by name` of all entries."""
     run = backend.named(IMPLEMENTATIONS, plan.implementation).backward
     return partial(_summed_over_entries, run) if plan.batch_rank else run
 
@@ -73,23 +73,25 @@ def _over_entries(
     function: Callable[..., Any],
     plan: Plan,
     operands: Operands,
-    along: Operands | None = None,
+    moving: Operands | None = None,
     **of_entries: Any,
 ) -> Any:
-    """`function(plan, operands, **of_entries)` of every entry; each of `of_entries` has all batch axes.
+    """Calls `function(plan, operands, **of_entries)` for every entry; `of_entries` have all batch axes.
 
-    Those of `along`, which it gets as `tangents`, have the axes of the operands.
+    Those of `moving`, which it gets as `tangents`, have the axes of the operands.
     """
+    # which axes are those of entries: none for operands that all share, 0 for the rest
     given = operands._asdict()
     has_batch = lambda x, own_rank: x is not None and x.ndim - own_rank == plan.batch_rank
     axes: dict[str, Any] = {name: 0 for name, rank in RANKS.items() if has_batch(given[name], rank)}
-    if along is not None:
+    if moving is not None:
         of_operands: dict[str, Any] = {name: axes.get(name) for name in given}
         axes["tangents"] = Operands(**of_operands)
-        of_entries["tangents"] = along
+        of_entries["tangents"] = moving
     if operands.dropout_words is not None:
         axes["dropout_offset"] = dropout.Offset(0, None, None, None)
 
+    # the batch axes are mapped one inside the other
     def of_entry(arrays):
         own = {name: arrays.pop(name) for name in of_entries}
         return function(plan, Operands(**arrays), **own)
@@ -101,7 +103,7 @@ def _over_entries(
 def _summed_over_entries(
     run: Callable[..., dict[str, jax.Array]], plan: Plan, residuals: Residuals, cotangents: Cotangents
 ) -> dict[str, jax.Array]:
-    """The gradients that `run` gives of every entry; what entries share gets their sum."""
+    """Computes the gradients that `run` gives of every entry; what entries share gets their sum."""
     operands, result, wanted = residuals
 
     def of_entry(plan, operands, result, cotangents):
@@ -114,7 +116,7 @@ def _summed_over_entries(
 
 
 def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
-    """The gradient of `primal`, where `grad` has one for each entry."""
+    """Sums the gradient of `primal`, where `grad` has one for each entry."""
     surplus = grad.ndim - primal.ndim
     if surplus:
         grad = grad.astype(accumulator_dtype(grad.dtype)).sum(tuple(range(surplus)))
@@ -122,7 +124,7 @@ def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
 
 
 def _returned(plan: Plan) -> list[str]:
-    """The names, in `Cotangents`, of what the operator returns."""
+    """Names, as in `Cotangents`, what the operator returns."""
     asked = {"out": True, "weights": plan.options.return_weights, "lse": plan.return_residual}
     return [name for name, is_asked in asked.items() if is_asked]
 

@@ -17,7 +17,7 @@ _OPERATOR = "BipartiteCSC.with_self_loops"
 
 
 def edges(operator: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sources, destinations, numbers) of the edges of a graph, in the caller's order."""
+    """Returns (sources, destinations, numbers) of the edges of a graph, in the caller's order."""
     if is_traced(graph):
         remedy = "build it outside jit and hand it in as an argument"
         raise TypeError(checks.message(operator, "the graph", "be known", "a traced one", remedy))
@@ -29,12 +29,13 @@ def edges(operator: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def is_traced(graph: Any) -> bool:
-    """Whether the edges of the graph are traced, and so not known."""
+    """Tells whether the edges of the graph are traced, and so not known."""
     return any(isinstance(x, jax.core.Tracer) for x in (graph.offsets, graph.indices))
 
 
 def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> tuple[Any, jax.Array | None]:
-    """The graph with one loop for each node, and its edge data; see `BipartiteCSC.with_self_loops`."""
+    """Returns the graph with a loop for each node, and its edge data; see `BipartiteCSC.with_self_loops`."""
+    # a graph whose destinations are its first sources
     _check_one(_OPERATOR, graph)
     if not graph.aligned:
         expected = "hold as its first sources the destinations"
@@ -46,6 +47,8 @@ def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> 
     elif not checks.is_array(fill_value) and type(fill_value) not in (int, float):
         expected, got = f"be a number, an array or one of {FILLS}", type(fill_value).__name__
         raise TypeError(checks.message(_OPERATOR, "fill_value", expected, got))
+
+    # edge data, and those given for the loops, one row for each
     if edge is not None:
         edge = checks.floating(_OPERATOR, "edge", edge)
         if edge.ndim == 0 or edge.shape[0] != graph.capacity:
@@ -53,12 +56,13 @@ def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> 
             raise ValueError(checks.message(_OPERATOR, "edge", expected, edge.shape))
         if not isinstance(fill_value, str):
             fill_value = _loops(graph, edge, fill_value)
+
     run = _on_device if is_traced(graph) else _on_host
     return run(graph, edge, fill_value, capacity)
 
 
 def _loops(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
-    """The data given for the loops, as one row for each node."""
+    """Spreads the data given for the loops over one row for each node."""
     shape = (min(graph.num_src, graph.num_dst), *edge.shape[1:])
     fill_value = jnp.asarray(fill_value, edge.dtype)
     checks.broadcasts(_OPERATOR, "fill_value", fill_value, "[nodes, ...] as edge", shape)
@@ -66,6 +70,7 @@ def _loops(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
 
 
 def _on_host(graph, edge, fill_value, capacity):
+    # the edges that stay, then the loops
     src, dst, number = edges(_OPERATOR, graph)
     kept, nodes = np.flatnonzero(src != dst), min(graph.num_src, graph.num_dst)
     loops = np.arange(nodes)
@@ -86,6 +91,8 @@ def _on_device(graph, edge, fill_value, capacity):
     if room < least:
         expected = f"be at least {least}, that of the traced graph and a loop for each node"
         raise ValueError(checks.message(_OPERATOR, "capacity", expected, capacity))
+
+    # the edges that stay keep their order; the loops follow the last of them
     src, dst = ends_of_edges(graph)
     kept = (dst < graph.num_dst) & (src != dst)
     loops = jnp.arange(nodes, dtype=jnp.int32)
@@ -110,18 +117,21 @@ def _check_one(operator: str, graph: Any) -> None:
 
 
 def _filled(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
-    """The data of the loops: `fill_value`, or the edges into each node reduced as it says, 0 without any.
+    """Returns the data of the loops: `fill_value`, or what it makes of the edges into each node, 0 without.
 
     Loops that are replaced do not count.
     """
     if not isinstance(fill_value, str):
         return fill_value
+    # what the edges into each node hold, without the loops that are replaced
     src, dst = ends_of_edges(graph)
     replaced = (src == dst) & (dst < graph.num_dst)
     count = (graph.offsets[1:] - graph.offsets[:-1]).at[dst].add(-replaced.astype(jnp.int32), mode="drop")
     spread = lambda x: jnp.expand_dims(x, tuple(range(1, edge.ndim)))
     neutral, sign = (0, 1) if fill_value in ("mean", "add") else (-jnp.inf, -1 if fill_value == "min" else 1)
     given = jnp.where(spread(replaced), neutral, sign * edge.astype(accumulator_dtype(edge.dtype)))
+
+    # the minimum is the negative of a maximum; the mean divides the sum by what is counted
     found = sign * reductions.forward("edge_sum" if neutral == 0 else "edge_max", graph, given)
     if fill_value == "mean":
         found = found / spread(jnp.maximum(count, 1)).astype(found.dtype)

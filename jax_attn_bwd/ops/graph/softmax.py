@@ -30,11 +30,12 @@ class Softmax(NamedTuple):
 def softmax(
     s: list[jax.Array], parts: list[Chunk], graph: Any, zeros: jax.Array, mesh_axes: tuple[str, ...] = ()
 ) -> Softmax:
-    """Softmax of the scores `[(W,) R, H]` of all groups, in parts; `zeros` is `[num_dst, H]`.
+    """Computes the softmax of the scores `[(W,) R, H]` of all groups, in parts; `zeros` is `[num_dst, H]`.
 
     One more row of m and l takes what is past the end. Where devices have a piece of the edges each, along
     `mesh_axes`, m is that of all pieces, and l the share of one.
     """
+    # m, the highest score of each destination, [num_dst + 1, H]
     n = graph.num_dst
     sums = jnp.pad(zeros, ((0, 1), (0, 0)))
     m = sums + jnp.finfo(sums.dtype).min  # no -inf: all scores of a destination may be hidden
@@ -44,6 +45,8 @@ def softmax(
         m = highest(m, chunk, top)
     if mesh_axes:
         m = lax.pmax(m, mesh_axes)
+
+    # l, summed in runs first: [num_dst + 1, H]
     e = [jnp.exp(part - own_rows(m, chunk)) for part, chunk in zip(s, parts, strict=True)]
     count = n if graph.run_owners is None else graph.run_owners.shape[0]
     of_runs = jnp.pad(zeros, ((0, max(count - n, 1)), (0, 0)))
@@ -52,13 +55,15 @@ def softmax(
     l = add_runs(sums, graph, of_runs)
     if mesh_axes:
         return Softmax(e, m[:n], l[:n])
+
+    # p, by edge
     positive = jnp.where(l == 0, 1, l)
     p = [part / own_rows(positive, chunk, 1) for part, chunk in zip(e, parts, strict=True)]
     return Softmax(p, m[:n], l[:n])
 
 
 def present(x: jax.Array, chunk: Chunk) -> jax.Array:
-    """Scores `[(W,) R, H]`, -inf where there is no edge; those past the end may be anything."""
+    """Returns the scores `[(W,) R, H]`, -inf where there is no edge; those past the end may be anything."""
     return x if chunk.exists is None else jnp.where(chunk.exists[..., None], x, -jnp.inf)
 
 
@@ -73,12 +78,15 @@ class DestinationRows(NamedTuple):
 
 
 def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -> DestinationRows:
-    """The destinations' rows, with delta (5)."""
+    """Computes the rows of the destinations, with delta (5)."""
+    # m and l, finite; lse stands for both where the forward's are not known
     operands = residuals.operands
     out, _, weights, lse, m, l = residuals.result
     if m is None:
         m, l = finite(lse), jnp.where(lse == -jnp.inf, 0, jnp.ones_like(lse))
     dtype, H, empty = m.dtype, options.num_heads, l == 0
+
+    # out and its cotangent per head, [num_dst, H, D]; of a mean every head has its share
     heads = lambda x: x.reshape(x.shape[0], H, x.shape[1] // H)
     out, dout = heads(out), cotangents.out
     if dout is None:
@@ -88,6 +96,8 @@ def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -
     else:
         dout = jnp.broadcast_to((dout.astype(dtype) / H)[:, None], out.shape)
         dout = reshard_like(dout, out, (0, 1, 2))
+
+    # delta (5), [num_dst, H]
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
     if cotangents.weights is not None:
         like = unsharded(delta, 0)
@@ -100,7 +110,7 @@ def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -
 
 
 def sum_by_destination(graph: Any, x: jax.Array, y: jax.Array | None, like: jax.Array) -> jax.Array:
-    """The sum of x y over the edges into each destination, `[num_dst, H]`, dtype of `like`; None: y = 1."""
+    """Sums x y over the edges into each destination, `[num_dst, H]`, dtype of `like`; None: y = 1."""
     edges = loops.one_chunk(graph.by_destination, graph.capacity)
     terms = take(x, edges.number).astype(like.dtype)
     if y is not None:  # where x is 0 the edge may be hidden, and y there anything

@@ -172,6 +172,7 @@ class BipartiteCSC:
             int32 can count.
           TypeError: an argument is not of integers, or is traced.
         """
+        # integers, of which offsets lead from 0 to the number of edges
         operator = "BipartiteCSC.from_csc"
         offsets = _integers(operator, "offsets", offsets)
         indices = _integers(operator, "indices", indices)
@@ -188,6 +189,8 @@ class BipartiteCSC:
         if offsets[-1] != nnz:
             expected = f"end at the number of indices, {nnz}"
             raise ValueError(checks.message(operator, "offsets", expected, offsets[-1]))
+
+        # the ends of the edges, and their numbers for the caller
         _check_within(operator, "indices", indices, num_src, "num_src")
         number = np.arange(nnz)
         if map_csc_to_coo is not None:
@@ -366,14 +369,14 @@ class BipartiteCSC:
 
 
 def equal(one: Any, two: Any) -> bool:
-    """Whether two pytrees hold the same numbers."""
+    """Tells whether two pytrees hold the same numbers."""
     structure: Any = jax.tree.structure(one)
     alike = structure == jax.tree.structure(two)
     return alike and all(map(_equal, jax.tree.leaves(one), jax.tree.leaves(two)))
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """Whether two leaves hold the same; leaves that cannot be read do if they are one object."""
+    """Tells whether two leaves hold the same; leaves that cannot be read do if they are one object."""
     if one is two:
         return True
     if not (checks.is_array(one) and checks.is_array(two)):

@@ -15,7 +15,7 @@ _WHOLE = ("attention_weights", "dropout_key")  # the entries of a batch share th
 
 
 def graph_of(num_src=7, num_dst=5, nnz=23, capacity=None, seed=0) -> BipartiteCSC:
-    """A random multigraph in a random edge order; the last node of each side has no edge."""
+    """Draws a multigraph in a random edge order; the last node of each side has no edge."""
     rng = np.random.default_rng(seed)
     src = rng.integers(0, max(num_src - 1, 1), nnz)
     dst = rng.integers(0, max(num_dst - 1, 1), nnz)
@@ -23,7 +23,7 @@ def graph_of(num_src=7, num_dst=5, nnz=23, capacity=None, seed=0) -> BipartiteCS
 
 
 def hub() -> BipartiteCSC:
-    """One destination with 700 edges, one source with 350, among small ones: many chunks of groups."""
+    """Draws a graph of one destination with 700 edges, and one source with 350, among small ones."""
     rng = np.random.default_rng(1)
     src, dst = rng.integers(0, 40, 900), rng.integers(0, 30, 900)
     src[:350], dst[200:] = 3, 7
@@ -60,7 +60,7 @@ def case(
     shared=(),
     **options,
 ) -> Case:
-    """A case whose graph `graph` builds, and whose arrays `build` draws.
+    """Makes a case whose graph `graph` builds, and whose arrays `build` draws.
 
     `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key". Arrays that are not
     `shared` have the axes `batch` in front.
@@ -98,13 +98,13 @@ COMPILED = ("ci", "check", "xla")
 
 
 def batch_of(arrays) -> tuple[int, ...]:
-    """The batch axes of a call, by its arrays."""
+    """Returns the batch axes of a call, by its arrays."""
     given = (x.shape[:-2] for name, x in arrays.items() if name not in ("graph", *_WHOLE))
     return max(given, key=len, default=())
 
 
 def entries_of(arrays) -> list[dict[str, Any]]:
-    """The arrays of each entry of the batch."""
+    """Returns the arrays of each entry of the batch."""
     batch = batch_of(arrays)
 
     def at(index, name, x):

@@ -82,7 +82,7 @@ class Body:
     by_segment: tuple[str, ...] = ()
 
     def is_row(self, name: str) -> bool:
-        """Whether a part of the carry is `[H, D]`."""
+        """Tells whether a part of the carry is `[H, D]`."""
         return name in self.rows
 
 

@@ -10,5 +10,5 @@ KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in (GAT, GATv2, Transfo
 
 
 def of(options: Options) -> Kind:
-    """The kind that `options.kind` names."""
+    """Returns the kind that `options.kind` names."""
     return KINDS[options.kind](options)

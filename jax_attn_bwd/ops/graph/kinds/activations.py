@@ -7,7 +7,7 @@ from jax_attn_bwd.ops.graph.spec import Options
 
 
 def activate(options: Options, z: jax.Array) -> jax.Array:
-    """act(z)."""
+    """Computes act(z)."""
     alpha = options.alpha
     match options.activation:
         case "relu":
@@ -26,7 +26,7 @@ def activate(options: Options, z: jax.Array) -> jax.Array:
 
 
 def slope(options: Options, z: jax.Array) -> jax.Array:
-    """act'(z); at the kinks as in `jax.nn`."""
+    """Computes act'(z); at the kinks as in `jax.nn`."""
     one = jnp.ones((), z.dtype)
     match options.activation:
         case "relu":

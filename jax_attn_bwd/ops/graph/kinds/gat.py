@@ -34,18 +34,18 @@ class GAT(Kind):
 
     @staticmethod
     def edge_width(dim: int) -> None:
-        """Edge features may have any width."""
+        """Returns None: edge features may have any width."""
         return None
 
     @staticmethod
     def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """The shape of `attention_weights` in letters, and its size."""
+        """Returns the shape of `attention_weights` in letters, and its size."""
         if dim_edge is None:
             return "[2 * dim]", 2 * dim
         return "[2 * dim + dim_edge]", 2 * dim + dim_edge
 
     def score_tables(self, operands):
-        """The three shares of z."""
+        """Computes the three shares of z."""
         given = zip(
             self._features(operands),
             self._used(operands),
@@ -56,7 +56,7 @@ class GAT(Kind):
         return src, dst, edge, None
 
     def score_tables_tangent(self, operands, tangents):
-        """The tangents of the three shares."""
+        """Computes the tangents of the three shares."""
         a, da = operands.attention_weights, tangents.attention_weights
         of_a = [None] * 3 if da is None else self._split_weights(operands, da)
         given = zip(
@@ -70,18 +70,18 @@ class GAT(Kind):
         return *(_share_tangent(*each) for each in given), None
 
     def score(self, t, rows):
-        """act(z)."""
+        """Computes act(z)."""
         return activate(self.options, total(*rows))
 
     def score_tangent(self, t, a, rows, moving):
-        """act'(z) dz."""
+        """Computes act'(z) dz."""
         if not any(x is not None for x in moving):
             return None
         z = total(*rows)
         return slope(self.options, z) * to_rank(total(*moving), z.ndim)
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
-        """`attention_weights` is made of the sums of all shares."""
+        """Asks for all sums where `attention_weights` is wanted: its gradient is made of them."""
         weights = "attention_weights" in wanted
         return Sums(
             a=False,
@@ -93,7 +93,7 @@ class GAT(Kind):
         )
 
     def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
-        """dz, and its sum by source."""
+        """Computes dz, and its sum by source."""
         dz = edges.ds * slope(self.options, total(*edges.rows))  # (7)
         return Sums(a=None, handed=dz, dst=None, edge=None, message=None, src=sum_of_group(dz, edges.chunk))
 
@@ -107,6 +107,7 @@ class GAT(Kind):
 
     def gradients(self, operands, sums, wanted):
         """Carries the gradients of the shares back through their products (8)."""
+        # each operand gets dz times its weights; that of the message joins the sources
         grads = {}
         dz = {"src": sums.src, "dst": sums.dst, "edge": sums.handed}
         for (name, x), a in zip(
@@ -115,6 +116,8 @@ class GAT(Kind):
             if name in wanted:
                 spread = x[..., None] * a.astype(x.dtype)[None]
                 grads[name] = merge_heads(sums.message + spread if name == "src" else spread)
+
+        # the weights of each side get dz times its features, summed over all rows and gathered at the end
         if "attention_weights" in wanted:
             given = zip(dz.values(), self._features(operands), self._used(operands), strict=True)
             sides = [
@@ -128,18 +131,18 @@ class GAT(Kind):
         return grads
 
     def _features(self, operands: Operands) -> list[jax.Array | None]:
-        """Heads of src, dst and edge."""
+        """Splits src, dst and edge into heads."""
         H = self.options.num_heads
         return [heads_of(x, H) for x in (operands.src, operands.dst, operands.edge)]
 
     def _used(self, operands: Operands) -> list[jax.Array]:
-        """Which nodes have an edge, and which edges exist: the rows of the others are not read."""
+        """Tells which nodes have an edge, and which edges exist: the rows of the others are not read."""
         graph = operands.graph
         has_edge = placement.sources_with_edges(graph, operands.src)
         return [has_edge, graph.offsets[1:] > graph.offsets[:-1], graph.exists]
 
     def _split_weights(self, operands: Operands, weights: Any) -> list[jax.Array]:
-        """`weights`, `[source | destination | edge]`, as `[H, D]` each."""
+        """Splits `weights`, `[source | destination | edge]`, into `[H, D]` each."""
         (_, dim), H = operands.src.shape, self.options.num_heads
         nodes, edge = jnp.split(weights, (2 * dim,))
         nodes = nodes.reshape(2, H, dim // H)  # the two together: their heads may be sharded
@@ -148,7 +151,7 @@ class GAT(Kind):
 
 @jax.custom_jvp
 def _share(x: jax.Array, a: jax.Array, used: jax.Array) -> jax.Array:
-    """<x, a> per head: `[n, H, D]`, `[H, D]` -> `[n, H]`, accumulated.
+    """Computes <x, a> per head: `[n, H, D]`, `[H, D]` -> `[n, H]`, accumulated.
 
     No one reads the result of rows that are not `used`, but the derivative by `a` sums over them too.
     """
@@ -163,7 +166,7 @@ def _share_jvp(primals, tangents):
 
 
 def _share_tangent(x: Any, dx: Any, used: Any, a: Any, da: Any) -> jax.Array | None:
-    """The tangent of `_share`; None is zero."""
+    """Computes the tangent of `_share`; None is zero."""
     terms = [] if dx is None else [_share(dx, a, used)]
     if x is not None and da is not None:
         terms.append(_share(x, da, used))
@@ -171,5 +174,5 @@ def _share_tangent(x: Any, dx: Any, used: Any, a: Any, da: Any) -> jax.Array | N
 
 
 def _shown(x: jax.Array, used: jax.Array) -> jax.Array:
-    """The rows that are used, 0 in place of the others."""
+    """Keeps the rows that are used, 0 in place of the others."""
     return jnp.where(used[:, None, None], x, 0)

@@ -44,27 +44,27 @@ class GATv2(Kind):
 
     @staticmethod
     def edge_width(dim: int) -> int:
-        """Edge features are added to the nodes'."""
+        """Returns the width of the nodes, to whose features those of edges are added."""
         return dim
 
     @staticmethod
     def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """The shape of `attention_weights` in letters, and its size."""
+        """Returns the shape of `attention_weights` in letters, and its size."""
         return "[dim]", dim
 
     def score_tables(self, operands):
-        """The features themselves, and a."""
+        """Returns the features themselves, and a."""
         H, a = self.options.num_heads, operands.attention_weights
         src, dst, edge = (heads_of(x, H) for x in (operands.src, operands.dst, operands.edge))
         return src, dst, edge, None if a is None else a.astype(accumulator_dtype(a.dtype)).reshape(H, -1)
 
     def score(self, t, rows):
-        """<a, act(u)>."""
+        """Computes <a, act(u)>."""
         y = activate(self.options, total(*rows))
         return products(y, jnp.broadcast_to(t.a, y.shape[-3:]))  # XLA:CPU is slow without the R of a
 
     def score_tangent(self, t, a, rows, moving):
-        """<a, act'(u) du> + <da, act(u)>."""
+        """Computes <a, act'(u) du> + <da, act(u)>."""
         u, terms = total(*rows), []
         if any(x is not None for x in moving):
             dy = slope(self.options, u) * to_rank(total(*moving), u.ndim)
@@ -74,7 +74,7 @@ class GATv2(Kind):
         return sum(terms[1:], start=terms[0]) if terms else None
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
-        """A sum for each operand."""
+        """Asks for a sum for each operand."""
         return Sums(
             a="attention_weights" in wanted,
             handed=False,
@@ -85,7 +85,7 @@ class GATv2(Kind):
         )
 
     def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
-        """Sums of du by source, du by edge, and da."""
+        """Sums du by source, and returns du by edge, and da."""
         src = a = edge = None
         if need.src:
             src = edges.dx + sum_of_group(self._du(t, edges.ds, edges.rows), edges.chunk)
@@ -101,13 +101,13 @@ class GATv2(Kind):
         return self._du(t, handed, rows)
 
     def _du(self, t: Tables, ds: jax.Array, rows: Rows) -> jax.Array:
-        """The cotangent of u by (9)."""
+        """Computes the cotangent of u by (9)."""
         assert t.a is not None
         a = t.a.reshape((1,) * (ds.ndim - 1) + t.a.shape)
         return ds[..., None] * a * slope(self.options, total(*rows))
 
     def gradients(self, operands, sums, wanted):
-        """The sums are the gradients."""
+        """Returns the sums, which are the gradients."""
         grads = {n: merge_heads(getattr(sums, n)) for n in ("src", "dst", "edge") if n in wanted}
         if "attention_weights" in wanted:
             grads["attention_weights"] = sums.a.reshape(-1)

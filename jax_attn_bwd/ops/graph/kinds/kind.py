@@ -92,11 +92,11 @@ class Kind(ABC):
 
     @abstractmethod
     def score_tables(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
-        """(src, dst, edge, a) of `Tables`."""
+        """Returns (src, dst, edge, a) of `Tables`."""
 
     @abstractmethod
     def score(self, t: Tables, rows: Rows) -> jax.Array:
-        """The scores of a chunk, `[(W,) R, H]`, without bias."""
+        """Computes the scores of a chunk, `[(W,) R, H]`, without bias."""
 
     def score_tables_tangent(self, operands: Operands, tangents: Operands) -> tuple[Any, Any, Any, Any]:
         """Returns the tangents of `score_tables`, None for zero, where these are the operands themselves."""
@@ -144,39 +144,39 @@ class Kind(ABC):
 
     @abstractmethod
     def score_tangent(self, t: Tables, a: jax.Array | None, rows: Rows, moving: Rows) -> jax.Array | None:
-        """The tangents of the scores; `a` and `moving` are those of `t.a` and `rows`; None is zero."""
+        """Computes the scores' tangents; `a` and `moving` are those of `t.a` and `rows`; None is zero."""
 
     @abstractmethod
     def needs(self, t: Tables, wanted: frozenset[str]) -> Sums[bool]:
-        """Which sums the gradients of the operands in `wanted` are made of."""
+        """Tells which sums the gradients of the operands in `wanted` are made of."""
 
     @abstractmethod
     def shares(self, t: Tables, need: Sums[bool], edges: Edges) -> Sums[Any]:
-        """What a chunk, in groups by source, gives to the sums needed, beside `message` and `dst`."""
+        """Computes what a chunk, by source, gives to the sums needed, but for `message` and `dst`."""
 
     @abstractmethod
     def to_dst(self, t: Tables, handed: jax.Array, rows: Rows) -> jax.Array:
-        """The cotangent of `rows.dst`, for one edge of each group."""
+        """Computes the cotangent of `rows.dst`, for one edge of each group."""
 
     def row_elements(self, operands: Operands) -> Any:
-        """Elements of the widest row of an edge, by which passes are cut into chunks."""
+        """Counts the elements of the widest row of an edge, by which passes are cut into chunks."""
         return operands.src.shape[-1]
 
     def score_elements(self, operands: Operands) -> Any:
-        """Elements of the rows that its score is made of."""
+        """Counts the elements of the rows that its score is made of."""
         return self.row_elements(operands)
 
     def to_heads(self, x: jax.Array) -> jax.Array:
-        """Rows of `src`, `message` or `edge` as each head of the destinations reads them."""
+        """Returns rows of `src`, `message` or `edge` as each head of the destinations reads them."""
         return x
 
     def from_heads(self, x: jax.Array) -> jax.Array:
-        """The transpose of `to_heads`: sums cotangents over the heads that share a row."""
+        """Sums cotangents over the heads that share a row: the transpose of `to_heads`."""
         return x
 
     @abstractmethod
     def gradients(self, operands: Operands, sums: Sums[Any], wanted: frozenset[str]) -> dict[str, jax.Array]:
-        """The gradients of the operands in `wanted`, from the sums."""
+        """Returns the gradients of the operands in `wanted`, from the sums."""
 
 
 def _keys_and_counters(operands, H):
@@ -191,22 +191,22 @@ def _keys_and_counters(operands, H):
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """`[n, H * D]` -> `[n, H, D]`."""
+    """Splits `[n, H * D]` into `[n, H, D]`."""
     return x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
 
 
 def heads_of(x: jax.Array | None, num_heads: int) -> Any:
-    """`split_heads` of what is given."""
+    """Splits what is given; None stays None."""
     return None if x is None else split_heads(x, num_heads)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """`[n, H, D]` -> `[n, H * D]`."""
+    """Merges `[n, H, D]` into `[n, H * D]`."""
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
 
 
 def total(*terms: jax.Array | None) -> jax.Array:
-    """The sum of the terms that are not None."""
+    """Adds the terms that are not None."""
     result, *others = (x for x in terms if x is not None)
     for x in others:
         result = result + x
@@ -214,7 +214,7 @@ def total(*terms: jax.Array | None) -> jax.Array:
 
 
 def products(x: jax.Array, y: jax.Array) -> jax.Array:
-    """<x, y> per head, `[(W,) R, H]`; either may be `[R, H, D]`."""
+    """Computes <x, y> per head, `[(W,) R, H]`; either may be `[R, H, D]`."""
     letters = {3: "rhd", 4: "wrhd"}
     out = "wrh" if 4 in (x.ndim, y.ndim) else "rh"
     return jnp.einsum(f"{letters[x.ndim]},{letters[y.ndim]}->{out}", x, y, precision=lax.Precision.HIGHEST)

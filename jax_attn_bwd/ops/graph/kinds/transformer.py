@@ -34,32 +34,32 @@ class Transformer(Kind):
     edge_in_message = True
 
     def score_tables(self, operands):
-        """k, q and the edges' features."""
+        """Returns k, q and the edges' features."""
         K, H = self.options.num_kv_heads, self.options.num_heads
         return heads_of(operands.src, K), heads_of(operands.dst, H), heads_of(operands.edge, K), None
 
     def row_elements(self, operands):
-        """Keys may be wider than values."""
+        """Counts the elements of the wider of key and value."""
         return self.options.sharing * jax.core.max_dim(operands.src.shape[-1], operands.value.shape[-1])
 
     def to_heads(self, x):
-        """`[..., K, D]` -> `[..., H, D]`."""
+        """Repeats `[..., K, D]` to `[..., H, D]`."""
         if self.options.sharing == 1:
             return x
         shape = (*x.shape[:-1], self.options.sharing, x.shape[-1])
         return jnp.broadcast_to(x[..., None, :], shape).reshape(*x.shape[:-2], -1, x.shape[-1])
 
     def from_heads(self, x):
-        """`[..., H, D]` -> `[..., K, D]`."""
+        """Sums `[..., H, D]` to `[..., K, D]`."""
         shape = (*x.shape[:-2], self.options.num_kv_heads, self.options.sharing, x.shape[-1])
         return x if self.options.sharing == 1 else x.reshape(shape).sum(-2)
 
     def score(self, t, rows):
-        """The scaled products."""
+        """Computes the scaled products."""
         return self.options.scale * products(total(rows.src, rows.edge), rows.dst)
 
     def score_tangent(self, t, a, rows, moving):
-        """(<dq, k + edge> + <q, dk + dedge>) scale."""
+        """Computes (<dq, k + edge> + <q, dk + dedge>) scale."""
         terms = []
         if moving.dst is not None:
             terms.append(products(total(rows.src, rows.edge), moving.dst))
@@ -68,7 +68,7 @@ class Transformer(Kind):
         return self.options.scale * sum(terms[1:], start=terms[0]) if terms else None
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
-        """A sum for each operand; the bias has ds for its gradient."""
+        """Asks for a sum for each operand; the bias has ds for its gradient."""
         return Sums(
             a=False,
             handed="score_bias" in wanted,
@@ -79,7 +79,7 @@ class Transformer(Kind):
         )
 
     def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
-        """Sums of dk by source, and dedge (11)."""
+        """Sums dk by source, and returns dedge (11)."""
         src = edge = None
         if need.src:
             src = self.from_heads(sum_of_group(self._to_key(edges.ds, edges.rows), edges.chunk))
@@ -89,15 +89,15 @@ class Transformer(Kind):
         return Sums(a=None, handed=edges.ds, dst=None, edge=edge, message=None, src=src)
 
     def to_dst(self, t, handed, rows):
-        """The share of dq (11)."""
+        """Computes the share of dq (11)."""
         return self.options.scale * handed[..., None] * total(rows.src, rows.edge)
 
     def _to_key(self, ds, rows):
-        """The share of dk, and of dedge through the score (11)."""
+        """Computes the share of dk, and of dedge through the score (11)."""
         return self.options.scale * ds[..., None] * rows.dst
 
     def gradients(self, operands, sums, wanted):
-        """The sums are the gradients, where the bias did not broadcast."""
+        """Returns the sums, which are the gradients where the bias did not broadcast."""
         grads = {}
         if "score_bias" in wanted:
             grads["score_bias"] = reduce_to(sums.handed, operands.score_bias.shape)
