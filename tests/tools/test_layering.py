@@ -82,7 +82,7 @@ LAYERS = (
         "ops/*/edge_reductions",
     ),
     ("mods/*",),
-    ("ops/*/workloads", "ops/*/cases", "ops/*/edge_cases"),
+    ("ops/*/workloads", "ops/*/cases"),
     ("ops/*/__init__", "ops/__init__"),
     ("layers/*", "compat/*"),
     ("parallel/*",),

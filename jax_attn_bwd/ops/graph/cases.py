@@ -1,7 +1,11 @@
-"""Named inputs of the graph operators; `edge_cases.py` has the operators on edges alone."""
+"""Named inputs of the graph operators.
 
-from collections.abc import Callable, Iterator
-from functools import partial
+Graphs first, and what builds a case from one; then the cases of each operator; then the operators. The graph
+is an option: tests batch and shard arrays alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -10,21 +14,141 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, derivatives, edge_cases, reference, rule
-from jax_attn_bwd.ops.graph.workloads import (
-    COMPILED,
-    EMPTY,
-    MORE_NODES,
-    PADDED,
-    SHARD,
-    SMALL,
-    batch_of,
-    case,
-    entries_of,
-    graph_of,
-    hidden,
-    hub,
-)
+from jax_attn_bwd.ops.graph import api, derivatives, edge_reductions, reference, rule
+from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS, edge_softmax, edge_softmax_bwd
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+_WHOLE = ("attention_weights", "dropout_key")  # the entries of a batch share these
+
+
+def graph_of(num_src=7, num_dst=5, nnz=23, capacity=None, seed=0) -> BipartiteCSC:
+    """Draws a multigraph in a random edge order; the last node of each side has no edge."""
+    rng = np.random.default_rng(seed)
+    src = rng.integers(0, max(num_src - 1, 1), nnz)
+    dst = rng.integers(0, max(num_dst - 1, 1), nnz)
+    return BipartiteCSC.from_coo(src, dst, num_src, num_dst, capacity=capacity)
+
+
+def hub() -> BipartiteCSC:
+    """Draws a graph of one destination with 700 edges, and one source with 350, among small ones."""
+    rng = np.random.default_rng(1)
+    src, dst = rng.integers(0, 40, 900), rng.integers(0, 30, 900)
+    src[:350], dst[200:] = 3, 7
+    return BipartiteCSC.from_coo(src, dst, 40, 30)
+
+
+class _Options(Mapping):
+    """Options of a case; its graph, arrays on a device, is built when first asked for, not at import."""
+
+    def __init__(self, graph: Callable[[], BipartiteCSC], rest: dict[str, Any]):
+        self._graph, self._rest = graph, rest
+
+    def __getitem__(self, name: str) -> Any:
+        return self._graph() if name == "graph" else self._rest[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("graph", *self._rest))
+
+    def __len__(self) -> int:
+        return 1 + len(self._rest)
+
+
+def case(
+    build,
+    name,
+    *,
+    H=2,
+    D=3,
+    tags=("ci",),
+    dtype="bfloat16",
+    graph=graph_of,
+    extra=(),
+    batch=(),
+    shared=(),
+    **options,
+) -> Case:
+    """Makes a case whose graph `graph` builds, and whose arrays `build` draws.
+
+    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key". Arrays that are not
+    `shared` have the axes `batch` in front.
+    """
+    # the graph, built once, when it is first asked for
+    shared = {*_WHOLE, *shared}
+
+    @cache
+    def built() -> BipartiteCSC:
+        with jax.ensure_compile_time_eval():  # whoever asks first may be tracing
+            return graph()
+
+    # the arrays of each entry of a batch; what entries share is drawn once
+    def arrays(rng):
+        found = build(rng, built(), H, D, extra)
+        entries = [build(rng, built(), H, D, extra) for _ in np.ndindex(batch)] if batch else []
+        for name in set(found) - shared if batch else ():
+            found[name] = np.stack([e[name] for e in entries]).reshape(*batch, *found[name].shape)
+        return found
+
+    with_graph = _Options(built, {"head_size": D, **options})
+    return Case(name, arrays, with_graph, frozenset(tags), dtype)
+
+
+PADDED = partial(graph_of, capacity=32)
+MORE_NODES = partial(graph_of, 45, 40, 90)
+EMPTY = {
+    "no_edges": partial(graph_of, nnz=0),
+    "only_padding": partial(graph_of, nnz=0, capacity=4),
+    "no_destination": partial(BipartiteCSC.from_coo, [], [], 3, 0, capacity=2),
+    "no_source": partial(BipartiteCSC.from_coo, [], [], 0, 3),
+    "one_edge": partial(graph_of, 1, 1, 1),
+}
+SMALL = {"graph": partial(graph_of, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
+SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
+COMPILED = ("ci", "check", "xla")
+
+
+def batch_of(arrays) -> tuple[int, ...]:
+    """Returns the batch axes of a call, by its arrays."""
+    given = (x.shape[:-2] for name, x in arrays.items() if name not in ("graph", *_WHOLE))
+    return max(given, key=len, default=())
+
+
+def entries_of(arrays) -> list[dict[str, Any]]:
+    """Returns the arrays of each entry of the batch."""
+    batch = batch_of(arrays)
+
+    def at(index, name, x):
+        return x[index] if name not in _WHOLE and x.ndim == len(batch) + 2 else x
+
+    return [{name: at(index, name, x) for name, x in arrays.items()} for index in np.ndindex(batch)]
+
+
+def hidden(arrays, options):
+    """Marks nodes that no live edge touches, and edges in the padding or behind a bias of -inf."""
+    if not (batch := batch_of(arrays)):
+        return hidden_in_entry(arrays, options)
+    found = [hidden_in_entry(one, options) for one in entries_of(arrays)]
+    stacked = {name: np.stack([one[name] for one in found]) for name in found[0]}
+    own = {name for name, x in arrays.items() if x.ndim < len(batch) + 2}
+    return {name: x.all(0) if name in own else x.reshape(*batch, *x.shape[1:]) for name, x in stacked.items()}
+
+
+def hidden_in_entry(arrays, options):
+    """Does what `hidden` does for a call without batch axes."""
+    graph = options["graph"]
+    source, destination = (np.asarray(x) for x in reference.ends(graph))
+    real = (destination < graph.num_dst)[:, None]  # [E, 1], or [E, H] with a bias
+    live = real & (np.asarray(arrays["score_bias"]) != -np.inf) if "score_bias" in arrays else real
+    used = live.any(-1)
+    sources, destinations = np.ones(graph.num_src, bool), np.ones((graph.num_dst, live.shape[1]), bool)
+    sources[source[used]] = False
+    for head in range(live.shape[1]):
+        destinations[destination[live[:, head]], head] = False
+    lonely = destinations.all(-1)
+    of_nodes = {"src": sources, "key": sources, "value": sources, "dst": lonely, "query": lonely}
+    of_edges = {"edge": ~used, "score_bias": ~real[:, 0], "scores": ~real[:, 0]}
+    of_outputs = {"out": lonely, "lse": lonely, "weights": ~used}
+    given = {name: x for name, x in {**of_nodes, **of_edges}.items() if name in arrays}
+    return given | of_outputs
 
 
 def _extra(rng, graph, H, widths, names) -> dict[str, Any]:
@@ -115,6 +239,24 @@ def _measured(make: Callable[..., Case]) -> Iterator[Case]:
         scaling = "scaling" if edges > 2000 else "quick_scaling"
         timed = (scaling, "timed") if edges == 2**14 else (scaling,)
         yield make(f"16 edges a node, 8 x 16: E={edges}", graph=graph, H=8, D=16, tags=timed, dtype="float32")
+
+
+def _scores(name, *, spread=1.0, **arguments) -> Case:
+    def build(rng, graph, H, D, extra):
+        return {"scores": spread * rng.standard_normal((graph.capacity, H))}
+
+    return case(build, name, **arguments)
+
+
+def _data(name, *, rest=None, **arguments) -> Case:
+    """Makes a case of edge data with the axes `rest`, or an axis of heads; some of its numbers tie."""
+
+    def build(rng, graph, H, D, extra):
+        x = rng.standard_normal((graph.capacity, *((H,) if rest is None else rest)))
+        some = np.arange(graph.capacity) % 3 == 0
+        return {"edge": np.where(np.expand_dims(some, tuple(range(1, x.ndim))), np.round(x), x)}
+
+    return case(build, name, **arguments)
 
 
 GAT_CASES = (
@@ -225,6 +367,27 @@ TRANSFORMER_CASES = (
     *_compiled(_transformer, "score_bias"),
     *_measured(_transformer),
 )
+SOFTMAX_CASES = (
+    _scores("plain", tags=COMPILED),
+    _scores("large_padded", graph=PADDED, spread=1e3),
+    _scores("hub", graph=hub),
+    *(_scores(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
+    _scores("second", **SMALL),
+    _scores("batches_padded", batch=(2, 3), graph=PADDED, tags=("edge",)),
+    _scores("shard_batch", batch=(4,), **SHARD),
+    _scores("shard", **SHARD),
+)
+
+
+REDUCTION_CASES = (
+    _data("plain", tags=COMPILED),
+    _data("further_axes_padded", rest=(2, 3), graph=PADDED),
+    _data("no_further_axis", rest=(), tags=("edge",)),
+    _data("hub", graph=hub, tags=("edge",)),
+    *(_data(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
+    _data("second", **SMALL),
+    _data("shard", **SHARD),
+)
 MAKERS = {"graph_attention": _gat, "graph_attention_v2": _gatv2, "graph_transformer_attention": _transformer}
 
 
@@ -249,6 +412,7 @@ def _call(function):
 
 
 def _reference(function):
+    # the definition knows no batch and no key of dropout: it is given one entry and its factors [E, H]
     def of_entry(number, dropout_rate=0.0, dropout_key=None, dropout_mask=None, **arguments):
         factor = None if dropout_mask is None else dropout_mask.T
         if dropout_key is not None:
@@ -309,6 +473,48 @@ def _attention(name, function, backward, definition, differentiable, cases, axes
     )
 
 
+def _softmax_call(head_size, **arguments):
+    return (edge_softmax(**arguments),)
+
+
+def _softmax_reference(head_size, graph, scores):
+    each = jnp.vectorize(lambda x: reference.edge_softmax(graph, x)[0], signature="(e,h)->(e,h)")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return (each(scores),)
+
+
+def _softmax_backward(cotangents, outputs, arrays, options, wrt):
+    return {"scores": edge_softmax_bwd(cotangents[0], options["graph"], outputs[0])}
+
+
+def _reduction(name: str, backward) -> Operator:
+    def call(head_size, **arguments):
+        return (getattr(edge_reductions, name)(**arguments),)
+
+    def definition(head_size, graph, edge):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return (reference.edge_reduction(name, graph, edge).astype(edge.dtype),)
+
+    return Operator(
+        name=name,
+        outputs=("out",),
+        differentiable=("edge",),
+        implementations=edge_reductions.IMPLEMENTATIONS[name],
+        call=call,
+        reference=definition,
+        backward=partial(_reduction_backward, backward),
+        cases=REDUCTION_CASES,
+        axes={"edge": "SN", "out": "TN"},
+        backward_wrt=("edge",),
+        hidden=hidden_in_entry,  # edges have their further axes behind
+    )
+
+
+def _reduction_backward(backward, cotangents, outputs, arrays, options, wrt):
+    saved = (arrays["edge"], *outputs) if backward is edge_reductions.edge_max_bwd else ()
+    return {"edge": backward(*cotangents, options["graph"], *saved)}
+
+
 _NODES = {"src": "BSN", "dst": "BTN", "edge": "BSN"}  # columns are heads, one after the other
 
 OPERATORS = (
@@ -339,5 +545,20 @@ OPERATORS = (
         TRANSFORMER_CASES,
         {"query": "BTN", "key": "BSN", "value": "BSN", "edge": "BSN", "score_bias": "BSN"},
     ),
-    *edge_cases.OPERATORS,
+    _reduction("edge_sum", edge_reductions.edge_sum_bwd),
+    _reduction("edge_mean", edge_reductions.edge_mean_bwd),
+    _reduction("edge_max", edge_reductions.edge_max_bwd),
+    Operator(
+        name="edge_softmax",
+        outputs=("weights",),
+        differentiable=("scores",),
+        implementations=IMPLEMENTATIONS,
+        call=_softmax_call,
+        reference=_softmax_reference,
+        backward=_softmax_backward,
+        cases=SOFTMAX_CASES,
+        axes={"scores": "BSN", "weights": "BSN"},
+        backward_wrt=("scores",),
+        hidden=hidden,
+    ),
 )
