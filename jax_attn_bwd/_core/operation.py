@@ -22,7 +22,7 @@ Names = frozenset[str]
 
 @dataclass(frozen=True)
 class Operation:
-    """What is written for an operator.
+    """Holds what is written for an operator.
 
     Attributes:
       differentiable: the operands whose derivatives the rules tell apart; none where they do the same
