@@ -74,7 +74,7 @@ class Pieces:
         return xp.asarray([index * length, (2 * self.count - 1 - 2 * index) * half], xp.int32)
 
 
-def of_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
+def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
     """Returns the pieces into which devices cut the rows of `x`, its axis `axis`; None if they are not cut.
 
     Args:

@@ -60,7 +60,7 @@ class Plan:
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     """Returns the plan of a call whose implementation is chosen."""
     weights = operands.attention_weights
-    pieces = split.of_rows(weights, 1, weights.shape[0])
+    pieces = split.pieces_for_rows(weights, 1, weights.shape[0])
     return Plan(options, implementation, fastest_loops(options, operands, pieces), pieces)
 
 

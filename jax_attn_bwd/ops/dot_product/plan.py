@@ -261,7 +261,7 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     tiling = Tiling.default_for(operands, Sizes(batch, T, S, K * G, G))
     if explicit_spec(query)[-3] is None and (auto_devices(query) == 1 or tiling.is_materialized):
         return Plan(options, implementation, tiling.on_gpu(options, operands))
-    pieces = split.of_rows(query, query.ndim - 3, math.prod(batch))
+    pieces = split.pieces_for_rows(query, query.ndim - 3, math.prod(batch))
     if pieces is None:
         return Plan(options, implementation, tiling.on_gpu(options, operands))
     tiling = Tiling.default_for(operands, _of_part(operands, pieces))

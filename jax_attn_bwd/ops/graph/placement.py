@@ -72,7 +72,7 @@ def pieces_of_edges(operands: Operands) -> Pieces | None:
         return None
     for nodes in (operands.dst, operands.src, operands.value):
         if nodes is not None and explicit_spec(nodes)[-2] is not None:
-            return split.of_rows(nodes, nodes.ndim - 2, 1)
+            return split.pieces_for_rows(nodes, nodes.ndim - 2, 1)
     return None
 
 
@@ -166,7 +166,9 @@ def by_source(
 
 def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
     """Tells which sources have an edge, bool `[num_src]`, sharded like the rows of `src`."""
-    pieces = split.of_rows(src, 0, 1) if explicit_spec(src)[0] is not None and has_edges(graph) else None
+    pieces = (
+        split.pieces_for_rows(src, 0, 1) if explicit_spec(src)[0] is not None and has_edges(graph) else None
+    )
     if pieces is None:
         return jnp.zeros(graph.num_src, bool).at[_with_edges(graph)].set(True, mode="drop")
 
