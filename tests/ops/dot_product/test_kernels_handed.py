@@ -97,7 +97,7 @@ def test_bounds_on_tiles_are_exact(block_q, block_k, rng):
         q=np.zeros((2, T, 4, 1)), k=np.zeros((2, S, 2, 1)), mask_values=(vector,),
         batch_number=np.arange(2), head_number=np.arange(4),
     )  # fmt: skip
-    (bounds,) = functions.places(refs, block_q, block_k).args
+    (bounds,) = functions.value_bounds(refs, block_q, block_k).args
     plane = vector[:, :, S + np.arange(T)[:, None] - np.arange(S)]
     tiles = plane.reshape(2, 2, 2, T // block_q, block_q, S // block_k, block_k)
     np.testing.assert_array_equal(bounds.least, tiles.min((-3, -1)))

@@ -9,7 +9,6 @@ from helpers import OPERATORS, assert_close, interpreted, thorough
 from jax_attn_bwd import check, scaled_masked_softmax
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.softmax.kernels import hopper_forward as kernel
-from jax_attn_bwd.ops.softmax.kernels import hopper_forward as rows
 from jax_attn_bwd.ops.softmax.reference import scaled_masked_softmax as reference
 from jax_attn_bwd.ops.softmax.spec import Operands, Options
 
@@ -58,8 +57,8 @@ def test_enough_cases_run():
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("width", [1, 100, 129, 500, 1000, 2048])
 def test_no_piece_overruns_a_single_row(width, dtype):
-    padded = rows.padded_width(width, dtype, 1)
-    assert padded % rows.Tiling.default_for(1, padded, dtype, 4, 8192).columns == 0
+    padded = kernel.padded_width(width, dtype, 1)
+    assert padded % kernel.Tiling.default_for(1, padded, dtype, 4, 8192).columns == 0
 
 
 @thorough
@@ -135,9 +134,9 @@ def test_rows_of_a_wide_and_a_narrow_array_that_see_nothing(width, rng):
 @thorough
 @interpreted
 def test_tiles_that_shared_memory_cannot_hold_are_read_again(monkeypatch):
-    monkeypatch.setattr(rows, "SHARED_MEMORY", 30000)
+    monkeypatch.setattr(kernel, "SHARED_MEMORY", 30000)
     for element_bytes in (4, 8):
-        tiling = rows.Tiling.default_for(1, 8192, np.float32, element_bytes, 4096)
+        tiling = kernel.Tiling.default_for(1, 8192, np.float32, element_bytes, 4096)
         assert 3 <= tiling.slots < tiling.tiles
     jax.clear_caches()
     close(normal((2, 8111)), normal((2, 8111), seed=1))
@@ -252,8 +251,8 @@ def test_supports(options, operands, reason):
 @pytest.mark.parametrize("element_bytes", [2, 4, 8, 9])
 def test_tilings_cover_every_width(element_bytes, dtype):
     for width in (1, 5, 33, 128, 1000, 2048, 2049, 5000, 16385, 50304, 100001, 131072):
-        padded = rows.padded_width(width, dtype, 9)
-        tiling = rows.Tiling.default_for(9, padded, dtype, element_bytes, 4096)
+        padded = kernel.padded_width(width, dtype, 9)
+        tiling = kernel.Tiling.default_for(9, padded, dtype, element_bytes, 4096)
         if not tiling.wide:
             assert tiling.columns < padded <= tiling.columns * tiling.pieces
             assert tiling.rows <= 256

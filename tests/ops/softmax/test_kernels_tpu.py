@@ -9,7 +9,6 @@ from helpers import assert_close, thorough
 from jax_attn_bwd import scaled_masked_softmax
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.softmax.kernels import tpu_forward as kernel
-from jax_attn_bwd.ops.softmax.kernels import tpu_forward as rows
 from jax_attn_bwd.ops.softmax.spec import Operands, Options
 
 NAME = "mosaic_tpu"
@@ -42,7 +41,7 @@ def test_groups_of_rows_and_long_rows_with_poison(count, width, rng):
 
 def test_blocks_of_rows(monkeypatch, rng):
     """Several blocks, the last of them not whole; second order and vmap go through the portable rule."""
-    monkeypatch.setattr(rows, "_ELEMENTS", 32 * 20)
+    monkeypatch.setattr(kernel, "_ELEMENTS", 32 * 20)
     jax.clear_caches()
     x, dy = (jnp.asarray(rng.standard_normal((2, 40, 20)), np.float32) for _ in range(2))
 
@@ -94,6 +93,6 @@ def test_supports(options, operands, reason):
 def test_blocks_fit_in_vector_memory():
     for width in (1, 100, 1000, 16384, 40000, 131072):
         for count in (1, 7, 100, 10**6):
-            size = rows.block_rows(count, width)
+            size = kernel.block_rows(count, width)
             assert size == count or size % 8 == 0
             assert size <= 8 or size * width <= 2**19

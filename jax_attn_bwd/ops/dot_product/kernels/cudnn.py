@@ -39,6 +39,34 @@ from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
+NAME = "cudnn"
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_ARRAYS = (
+    "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
+    "page_table_k", "page_table_v",
+)  # fmt: skip
+_SAVED = ("activation", "fwd_output", "grad_output")
+_OPTIONS = frozenset(
+    ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+)
+# The options of the two primitives beside the forward's `is_training`, and what those beyond `_OPTIONS` are.
+KNOWN = {
+    "JAX 0.10": (_OPTIONS, {}),
+    "JAX 0.12": (
+        _OPTIONS | {"score_mod_name", "score_mod_jaxpr"},
+        {"score_mod_name": None, "score_mod_jaxpr": None},
+    ),
+}
+
+HEAD = 8  # head sizes are padded to a multiple
+# What hides, as in `jax.nn`: cuDNN subtracts larger numbers wrongly, -inf among them.
+HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+HUGE = 2.0**10  # a row whose largest bias is beyond is shifted to 0, so that nothing of it is below HIDDEN
+ELEMENTS = 2**31  # of query on a device; from there on dq and dk are silently wrong
+KEYS_WITH_BIAS = 2**15  # with more the backward reads beyond its memory
+_DETERMINISTIC = re.compile(r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(?!=(false|0)\b)\b")
+
 
 class Call(NamedTuple):
     """The arguments of a call that are known at trace time.
@@ -65,15 +93,6 @@ class Arrays(NamedTuple):
     bias: jax.Array | None = None  # [B|1, N|1, T, S]
     rows_end: jax.Array | None = None  # int32 [B], at least 1: rows from here on see nothing; give both ends
     columns_end: jax.Array | None = None  # int32 [B], at least 1: columns from here on are not seen
-
-
-HEAD = 8  # head sizes are padded to a multiple
-# What hides, as in `jax.nn`: cuDNN subtracts larger numbers wrongly, -inf among them.
-HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-HUGE = 2.0**10  # a row whose largest bias is beyond is shifted to 0, so that nothing of it is below HIDDEN
-ELEMENTS = 2**31  # of query on a device; from there on dq and dk are silently wrong
-KEYS_WITH_BIAS = 2**15  # with more the backward reads beyond its memory
-_DETERMINISTIC = re.compile(r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(?!=(false|0)\b)\b")
 
 
 class Prepared(NamedTuple):
@@ -247,27 +266,6 @@ def _in_batch(x: jax.Array, operands: Operands) -> jax.Array:
     if any(n != 1 for n in x.shape[: len(batch)]):
         x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
     return kernel_inputs.merged(x, 3)
-
-
-NAME = "cudnn"
-
-_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-_ARRAYS = (
-    "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
-    "page_table_k", "page_table_v",
-)  # fmt: skip
-_SAVED = ("activation", "fwd_output", "grad_output")
-_OPTIONS = frozenset(
-    ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
-)
-# The options of the two primitives beside the forward's `is_training`, and what those beyond `_OPTIONS` are.
-KNOWN = {
-    "JAX 0.10": (_OPTIONS, {}),
-    "JAX 0.12": (
-        _OPTIONS | {"score_mod_name", "score_mod_jaxpr"},
-        {"score_mod_name": None, "score_mod_jaxpr": None},
-    ),
-}
 
 
 def forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:

@@ -78,15 +78,15 @@ def _backward(
         add(arrays, heads(out), heads(values.dout), wanted)
     if has_rest and (names := wanted & {"query", "key", "bias"}):
         product = (values.dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
-        add(*_of_the_rest(arrays, rows(values.delta - product)), names)
+        add(*_rest_of_delta(arrays, rows(values.delta - product)), names)
     # in the shapes of the operands, 0 where nothing looks
-    grads = _mended(operands, wanted, made, empty)
+    grads = _to_operands(operands, wanted, made, empty)
     if "sink" in wanted:
         grads["sink"] = values.dsink
     return kernel_inputs.matched(operands, grads)
 
 
-def _of_the_rest(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, jax.Array]:
+def _rest_of_delta(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, jax.Array]:
     """Returns (arrays, out, dout) of the second call, for c `[B, T, N]`."""
     # c in three numbers, each what rounding the ones before took: out = (c_1, c_2, c_3, 0, ...)
     q, weights = arrays.q, WEIGHTS[str(arrays.q.dtype)]
@@ -98,7 +98,9 @@ def _of_the_rest(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, ja
     return arrays._replace(v=jnp.zeros_like(arrays.v)), out, dout
 
 
-def _mended(operands: Operands, wanted: frozenset[str], made: dict[str, Any], empty: Any) -> dict[str, Any]:
+def _to_operands(
+    operands: Operands, wanted: frozenset[str], made: dict[str, Any], empty: Any
+) -> dict[str, Any]:
     """Cuts gradients to the shapes of the operands, and sets them to 0 where nothing looks."""
     # [..., T, N, H], [..., S, K, H], [..., S, K, Hv]: padding is cut off
     (*batch, T, N, H), (S, K, Hv) = operands.query.shape, operands.value.shape[-3:]

@@ -33,7 +33,7 @@ def any_given(options: KernelOptions) -> bool:
     return options.mask_mod is not None or options.score_mod is not None
 
 
-def numbered(operands: Operands) -> Operands:
+def with_numbers(operands: Operands) -> Operands:
     """Adds the numbers of batch entries and heads, each laid as the query.
 
     To be called before the operands are cut into shards, which do not know where they lie.
@@ -76,26 +76,26 @@ def values(options: KernelOptions, operands: Operands, place: tuple[jax.Array, .
     return mask, score
 
 
-def for_bounds(options: KernelOptions, operands: Operands) -> tuple[Any, ...]:
-    """Returns the `mod_args` that `bounded` reads, if it does."""
+def args_for_bounds(options: KernelOptions, operands: Operands) -> tuple[Any, ...]:
+    """Returns the `mod_args` that `mask_for_bounds` reads, if it does."""
     mask_mod = on_values(options, operands).mask_mod
-    return (operands.mod_args or ()) if _is_of_blocks(mask_mod) else ()
+    return (operands.mod_args or ()) if _reads_blocks(mask_mod) else ()
 
 
-def _is_of_blocks(mask_mod: Any) -> bool:
+def _reads_blocks(mask_mod: Any) -> bool:
     """Tells whether a kernel is handed values of blocks for it."""
     return isinstance(mask_mod, hoisting.OnValues) and bool(mask_mod.cut.of_blocks)
 
 
-def bounded(options: KernelOptions, refs: Any, rows: int, columns: int) -> tuple[Any, Any]:
+def mask_for_bounds(options: KernelOptions, refs: Any, rows: int, columns: int) -> tuple[Any, Any]:
     """Returns (the function whose bounds on tiles of that size are taken, what it reads beside the place).
 
     Where a kernel is handed values of blocks it is the caller's own `mask_mod` of `mod_args`: values do not
     say what `intervals.told` knows of them. Beyond the ends nothing is read.
     """
     mask_mod = options.mask_mod
-    if not _is_of_blocks(mask_mod):
-        return mask_mod, places(refs, rows, columns)
+    if not _reads_blocks(mask_mod):
+        return mask_mod, value_bounds(refs, rows, columns)
     # the last row and column of each batch entry, in the layout of tiles
     ends = (refs.rows_end, refs.columns_end)
     lasts = tuple(None if x is None else (x - 1).clip(0).reshape(-1, 1, 1, 1, 1) for x in ends)
@@ -115,7 +115,7 @@ def _numbers(refs: Any) -> tuple[jax.Array, jax.Array]:
     return refs.batch_number.reshape(-1, 1, 1, 1, 1), heads
 
 
-def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
+def value_bounds(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
     """Bounds, in each tile of that size, what a mask reads of `Inputs` before a kernel lays them out."""
     if refs.batch_number is None:
         return None
@@ -126,7 +126,7 @@ def places(refs: Any, rows: int, columns: int) -> mod_functions.Places | None:
         if x.dtype != jnp.float32:
             x = x.astype(jnp.int32)
         if is_of_distance(x):
-            return _of_distances(x, refs, rows, columns)
+            return _distance_bounds(x, refs, rows, columns)
         # an axis of 1 broadcasts, and has one tile of one element: [B|1, K|1, G|1, tiles|1, n, tiles|1, n]
         B, N, T, S = x.shape
         rows_of, columns_of = (1 if n == 1 else block for n, block in ((T, rows), (S, columns)))
@@ -143,7 +143,7 @@ def is_of_distance(x: Any) -> bool:
     return x.ndim == 3
 
 
-def _of_distances(x: jax.Array, refs: Any, rows: int, columns: int) -> Interval:
+def _distance_bounds(x: jax.Array, refs: Any, rows: int, columns: int) -> Interval:
     """Bounds a value of each distance, on tiles of that size."""
     # the distances of each tile, from its last column to its last row: [query tiles, key tiles]
     B, N, _ = x.shape

@@ -255,7 +255,7 @@ class OnValues:
 
     def examples(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns types of what it may be handed on a tile of two axes."""
-        dtypes = (jax.eval_shape(_as_handed, v.aval).dtype for v in self.cut.handed)
+        dtypes = (jax.eval_shape(_widen, v.aval).dtype for v in self.cut.handed)
         return tuple(jax.ShapeDtypeStruct((1, 1), dtype) for dtype in dtypes)
 
     def __call__(self, *given: Any) -> Any:
@@ -264,8 +264,8 @@ class OnValues:
         names = ("logits", *PLACE) if self.is_score else PLACE
         found = dict(zip(names, given[:count], strict=True))
         values = zip(self.cut.handed, given[count:], strict=True)
-        return _made(
-            self.cut.result, {v: _as_before(x, v.aval.dtype) for v, x in values}, found, _elementwise
+        return _evaluate(
+            self.cut.result, {v: _narrow_again(x, v.aval.dtype) for v, x in values}, found, _elementwise
         )
 
 
@@ -290,13 +290,13 @@ def values(
     given = pallas.vary_alike((jax.tree.leaves(mod_args), batch, heads, {"row": rows, "column": columns}))
     arrays, batch, heads, tokens = given
     with jax.enable_x64(False):
-        return tuple(_laid(value, arrays, batch, heads, tokens) for value in function.cut.handed)
+        return tuple(_value_of(value, arrays, batch, heads, tokens) for value in function.cut.handed)
 
 
-def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> Any:
+def _value_of(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]) -> Any:
     """Computes a value of `values`, as it is laid there."""
     if value.block is not None:
-        return _of_blocks(value, value.block, arrays, batch, heads, tokens)
+        return _values_of_blocks(value, value.block, arrays, batch, heads, tokens)
     # the rows or columns that it varies with, `[B|1, n]`: neither, one of them, or a pair for each distance
     if value.is_of_distance:
         varying = _distances(tokens["row"], tokens["column"])
@@ -305,7 +305,7 @@ def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[
     (lead,) = {x.shape[0] for x in varying.values()} or {1}
 
     def of_element(b, n, t):
-        return _as_handed(_outside(value, arrays, {"batch": b, "head": n, **t}))
+        return _widen(_on_element(value, arrays, {"batch": b, "head": n, **t}))
 
     # mapped over batch entries, heads and these; over what it does not read an axis of 1
     of_batch = None if lead == 1 else 0
@@ -321,15 +321,15 @@ def _laid(value: Value, arrays: list[Any], batch: Any, heads: Any, tokens: dict[
     return found[..., None, :] if "column" in varying else found[..., None]
 
 
-def _of_blocks(
+def _values_of_blocks(
     value: Value, block: tuple[int, int], arrays: list[Any], batch: Any, heads: Any, tokens: dict[str, Any]
 ) -> Blocks:
     """Computes a value of each block, at its first row and column."""
     rows, columns = (tokens[name][:, ::n] for name, n in zip(("row", "column"), block, strict=True))
 
     def of_element(b, n, row, column):
-        found = _outside(value, arrays, {"batch": b, "head": n, "row": row, "column": column})
-        return found if found.dtype == jnp.bool_ else _as_handed(found)
+        found = _on_element(value, arrays, {"batch": b, "head": n, "row": row, "column": column})
+        return found if found.dtype == jnp.bool_ else _widen(found)
 
     run = jax.vmap(jax.vmap(of_element, (None, None, None, 0)), (None, None, 0, None))
     of_batch = tuple(None if x.shape[0] == 1 else 0 for x in (rows, columns))
@@ -348,14 +348,14 @@ def _distances(rows: jax.Array, columns: jax.Array) -> dict[str, jax.Array]:
     return {"row": jnp.maximum(distance, 0), "column": jnp.maximum(-distance, 0)}
 
 
-def _as_handed(x: jax.Array) -> jax.Array:
+def _widen(x: jax.Array) -> jax.Array:
     """Widens bools and narrow numbers to 32 bits."""
     if x.dtype.itemsize == 4:
         return x
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
-def _as_before(x: Any, dtype: Any) -> Any:
+def _narrow_again(x: Any, dtype: Any) -> Any:
     return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
 
 
@@ -394,20 +394,22 @@ def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
     return None
 
 
-def _outside(value: Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
+def _on_element(value: Value, arrays: list[Any], place: dict[Any, Any]) -> Any:
     """Computes a value of one element, in XLA."""
 
     def of_inputs(value, inputs):
         return walk.bound(value.equation, pallas.vary_alike(inputs))[value.output]
 
-    return _made(value, {}, place | dict(enumerate(arrays)), of_inputs)
+    return _evaluate(value, {}, place | dict(enumerate(arrays)), of_inputs)
 
 
-def _made(value: Value, known: dict[Value, Any], given: dict[Any, Any], of_inputs: Callable[..., Any]) -> Any:
+def _evaluate(
+    value: Value, known: dict[Value, Any], given: dict[Any, Any], of_inputs: Callable[..., Any]
+) -> Any:
     """Computes a value from what is `given` by name or number; each value that it is made of once."""
     if value not in known:
         if value.equation is not None:
-            inputs = [_made(x, known, given, of_inputs) for x in value.inputs]
+            inputs = [_evaluate(x, known, given, of_inputs) for x in value.inputs]
             known[value] = of_inputs(value, inputs)
         else:
             (name,) = value.reads or (value.argument,)

@@ -42,7 +42,7 @@ def backward(
     options = KernelOptions.of(plan.options, residuals.operands.mask)
     interpret = pallas.is_interpreted(mosaic_gpu.NAME)
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
-    residuals = residuals._replace(operands=functions.numbered(residuals.operands))
+    residuals = residuals._replace(operands=functions.with_numbers(residuals.operands))
 
     def call(options, *given):
         out_specs = kernel_inputs.out_specs(residuals)
@@ -83,13 +83,13 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     else:
         if names := wanted & {"query"} | ({"rows"} if 0 in sides else set()):
             made |= by_query.query_gradients(options, interpret, saved, names)
-        for names in _by_key(options, wanted & {"key", "value"}, saved, 1 in sides):
+        for names in _kernels_by_key(options, wanted & {"key", "value"}, saved, 1 in sides):
             made |= by_key.key_gradients(options, interpret, saved, names)
 
     # without padding, with the batch axes of the call
     grads: dict[str, Any] = {}
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
-    for name in qkv:
+    for name in sorted(qkv):
         n, heads, h = shapes[name]
         grads[name] = made[name][:, :n, :, :h].reshape(*batch, n, heads, h)
     # the others: a bias has a kernel of its own, values of a score go back to the arrays they were read of
@@ -98,12 +98,12 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     if "sink" in wanted:
         grads["sink"] = dsink
     if "mod_args" in wanted:
-        dvalues = _of_values(sides, made)
+        dvalues = _value_gradients(sides, made)
         grads["mod_args"] = kernel_inputs.mod_args_gradient(given, operands, tiles.PADDING, dvalues)
     return kernel_inputs.matched(operands, grads)
 
 
-def _by_key(
+def _kernels_by_key(
     options: KernelOptions, names: frozenset[str], saved: Saved, with_columns: bool
 ) -> list[frozenset[str]]:
     """Lists what each kernel by tiles of keys makes: of `names`, dk and dv, and of sums over queries."""
@@ -122,7 +122,7 @@ def _by_key(
     return [part for part in parts if part]
 
 
-def _of_values(sides: list[int], made: dict[str, Any]) -> list[jax.Array]:
+def _value_gradients(sides: list[int], made: dict[str, Any]) -> list[jax.Array]:
     """Lists the gradient of each float that the score is handed, `[B, N, T|1, S|1]`, from sums of kernels."""
     lines = lambda name: iter(
         [made[name][:, :, i] for i in range(made[name].shape[2])] if name in made else []

@@ -46,7 +46,7 @@ def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool =
     crowded = options.logits_soft_cap is not None and (segments or jax.tree.leaves(operands.mod_args))
     crowded = head > 64 and (crowded or (segments and operands.mask.elements is not None))
     heavy = options.dropout_rate or operands.bias is not None or options.score_mod is not None
-    if head > 128 or crowded or heavy or functions.for_bounds(options, operands):
+    if head > 128 or crowded or heavy or functions.args_for_bounds(options, operands):
         return Tiling(block_q=64, block_k=64, stages=2)
     return Tiling(block_q=64, block_k=128, stages=2 if head > 64 else 4)
 
@@ -55,7 +55,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """Computes the output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     tiling = default_tiling(options, operands, plan.keeps_low)
-    operands = functions.numbered(operands)
+    operands = functions.with_numbers(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME), plan.keeps_low)
     specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
     keys = kernel_inputs.dropout_keys(options, operands)
@@ -157,15 +157,8 @@ def _kernel(
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
         head, bounds = lax.div(n, jnp.int32(groups)), known or load_bounds()
-
-        def keys(ref):
-            return lambda step: [ref.at[b, pl.ds(bounds.tile(step) * bk, bk), head]]
-
-        hopper.stream(
-            bounds.count,
-            stages,
-            [(keys(refs.k), [k_tiles], k_loaded, k_free), (keys(refs.v), [v_tiles], v_loaded, v_free)],
-        )
+        rings = (k_tiles, k_loaded, k_free), (v_tiles, v_loaded, v_free)
+        tiles.stream_keys(refs, b, head, bounds, tiling, rings)
 
     # the others compute, block_q rows each
     @pl.when(wg < tiles.COMPUTE_WARPGROUPS)

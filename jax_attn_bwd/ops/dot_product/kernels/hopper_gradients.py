@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     dout: Any  # [B, T, N, Hv]
     rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
 
-    def bounded(self, options: KernelOptions, rows: int, columns: int, **how: bool) -> "Saved":
+    def with_bounds(self, options: KernelOptions, rows: int, columns: int, **how: bool) -> "Saved":
         """Adds the bounds of a kernel's tiles; `how` as in `hopper_tiles.bounds`."""
         found = tiles.bounds(options, self.refs, rows, columns, **how)
         return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found, mod_args=())))
@@ -51,7 +51,7 @@ def value_sides(refs: Inputs) -> list[int]:
     return [int(x.shape[-1] != 1) for x in refs.score_values if x.dtype == jnp.float32]
 
 
-def at_hand(x):
+def loader_of(x):
     """Returns the loader of a value that is in registers."""
     return lambda: x
 
@@ -75,7 +75,7 @@ class Weights(NamedTuple):
         """Multiplies p by the slope."""
         return self.p if self.slope is None else self.p * self.slope
 
-    def left(self) -> "Weights":
+    def after_p(self) -> "Weights":
         """Returns what is left of them when p is used."""
         return self._replace(p=None, slope=None)
 

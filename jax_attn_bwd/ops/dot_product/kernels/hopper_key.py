@@ -198,7 +198,7 @@ def key_gradients(
     fused = "query" in wanted
     tiling = default_tiling(options, saved)
     wgs, block_k = tiles.COMPUTE_WARPGROUPS, tiling.block_k
-    saved = saved.bounded(options, tiling.block_q, wgs * block_k, by_key=True)
+    saved = saved.with_bounds(options, tiling.block_q, wgs * block_k, by_key=True)
     (B, S, K, _), dtype = saved.refs.k.shape, saved.refs.q.dtype
     # results by name: of key heads, but for sums that stand alone
     heads = K if wanted & {"key", "value"} else saved.refs.q.shape[2]
@@ -294,6 +294,7 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
         name: partial(mosaic_gpu.load, x.at[slot], layout=COLUMNS) for name, x in shared.token_tiles.items()
     }
     tile = Tile(block.b, n, row, column, (bk, bq), transposed=True, staged=staged)
+    # q with its row values and tokens, and dout, are there
     plgpu.barrier_wait(shared.q_loaded.at[slot])
     plgpu.barrier_wait(shared.dout_loaded.at[slot])
 
@@ -305,8 +306,8 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
 
     # dx^T (10), [block_k, block_q], and what it adds to the sums over queries
     acc = plgpu.ACC((bk, bq), jnp.float32)
-    here = _Here(bounds, t, tile, mine, slot)
-    dx, added = pl.run_scoped(partial(_dx, block, here, add_dv if "value" in names else None), acc, acc)
+    place = _Place(bounds, t, tile, mine, slot)
+    dx, added = pl.run_scoped(partial(_dx, block, place, add_dv if "value" in names else None), acc, acc)
     totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
     if not accs:
         plgpu.commit_smem()  # no product comes between reading the row values and their next load
@@ -330,7 +331,7 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
     return totals
 
 
-class _Here(NamedTuple):
+class _Place(NamedTuple):
     """The place of a computing warpgroup in its loop."""
 
     bounds: Any
@@ -341,7 +342,7 @@ class _Here(NamedTuple):
 
 
 def _dx(
-    block: Block, here: _Here, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
+    block: Block, place: _Place, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
 ) -> tuple[jax.Array | None, list[jax.Array]]:
     """Returns (dx of a tile, for a bias without the slope of the soft cap; what it adds to the sums).
 
@@ -349,7 +350,7 @@ def _dx(
     """
     # s^T = k q^T, [block_k, block_q]; dp^T = v dout^T beside it where registers hold both
     shared, names, saved, options = block.shared, block.names, block.saved, block.options
-    bounds, t, tile, mine, slot = here
+    bounds, t, tile, mine, slot = place
     keys, values = shared.k_tile.at[mine], shared.v_tile.at[mine]
     queries, dout = shared.q_tiles.at[slot].T, shared.dout_tiles.at[slot].T
     plgpu.wgmma(s_acc, keys, queries)
@@ -370,7 +371,7 @@ def _dx(
         add_dv(p)
     if names == ["value"]:
         return None, []
-    # where they do not, dp^T only now, after the product with p
+    # p times the slope that dlogits have anyway; dp^T only now where registers do not hold both
     p = found._replace(p=p).with_slope()
     if not early:
         plgpu.wgmma(dp_acc, values, dout)

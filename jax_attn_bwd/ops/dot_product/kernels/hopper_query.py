@@ -61,7 +61,7 @@ def query_gradients(
     tiling = default_tiling(options, saved, "rows" in wanted)
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     wgs = tiles.COMPUTE_WARPGROUPS
-    saved = saved.bounded(options, wgs * bq, bk)
+    saved = saved.with_bounds(options, wgs * bq, bk)
     (B, T, N, H), Hv, dtype = saved.refs.q.shape, saved.refs.v.shape[-1], saved.refs.q.dtype
     sums = gradients.value_sides(saved.refs).count(0) if "rows" in wanted else 1
     # shared memory: q and dout of each computing warpgroup, rings of `stages` places for k and v, what is
@@ -121,15 +121,8 @@ def _kernel(
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
         bounds = load_bounds()
         head = lax.div(n, jnp.int32(refs.q.shape[2] // refs.k.shape[2]))
-
-        def block(ref):
-            return lambda step: [ref.at[b, pl.ds(bounds.tile(step) * bk, bk), head]]
-
-        hopper.stream(
-            bounds.count,
-            stages,
-            [(block(refs.k), [k_tiles], k_loaded, k_free), (block(refs.v), [v_tiles], v_loaded, v_free)],
-        )
+        rings = (k_tiles, k_loaded, k_free), (v_tiles, v_loaded, v_free)
+        tiles.stream_keys(refs, b, head, bounds, tiling, rings)
 
     # the others compute, block_q rows each
     @pl.when(wg < wgs)
@@ -142,7 +135,7 @@ def _kernel(
         plgpu.copy_gmem_to_smem(refs.q.at[here], q_tile.at[wg], loaded.at[wg])
         plgpu.copy_gmem_to_smem(saved.dout.at[here], dout_tile.at[wg], loaded.at[wg])
         place = Tile(b, n, row, jnp.int32(0), (bq, bk))
-        rows = [gradients.at_hand(load()) for load in saved.row_loaders(place)]
+        rows = [gradients.loader_of(load()) for load in saved.row_loaders(place)]
         plgpu.barrier_wait(loaded.at[wg])
         side = 0 if "rows" in names else None
         how = {"of_bias": "bias" in names, "to_values": side is not None}
@@ -168,7 +161,7 @@ def _kernel(
                 # where they do not, dp only now
                 if not tiling.overlap:
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
-                return found.left(), p, dp_acc[...]
+                return found.after_p(), p, dp_acc[...]
 
             acc = plgpu.ACC((bq, bk), jnp.float32)
             found, p, dp = pl.run_scoped(products, acc, acc)
@@ -221,7 +214,7 @@ def bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.
         tiling = dataclasses.replace(tiling, stages=1)
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     wgs = tiles.COMPUTE_WARPGROUPS
-    saved = saved.bounded(options, wgs * bq, bk, each=True)
+    saved = saved.with_bounds(options, wgs * bq, bk, each=True)
     (_, T, _, H), (_, S, _, Hv) = saved.refs.q.shape, saved.refs.v.shape
     B, N, _, _ = saved.refs.bias.shape
     # shared memory: `stages` places for q, dout, k and v of a pair, filled and freed together; the total

@@ -12,6 +12,7 @@ Kernels read them from memory step by step: registers are scarcer than loads tha
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import dropout, masks, mosaic_gpu
+from jax_attn_bwd._core import dropout, hopper, masks, mosaic_gpu
 from jax_attn_bwd._core.hopper import COLUMNS, ROWS, WGMMA
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
@@ -432,3 +433,17 @@ def load_bounds(refs: Inputs, b: Any, tile: Any, count: int) -> Any:
     if isinstance(refs.bounds, Each):
         return Kinds(ref)
     return Run(ref, ref[0], ref[3])
+
+
+def stream_keys(refs: Inputs, b: Any, head: Any, bounds: Any, tiling: Tiling, rings: Sequence[Any]) -> None:
+    """Loads k and v of each tile of keys in `bounds` into two rings, each (tiles, loaded, free)."""
+
+    def source(ref):
+        rows = lambda step: pl.ds(bounds.tile(step) * tiling.block_k, tiling.block_k)
+        return lambda step: [ref.at[b, rows(step), head]]
+
+    filled = [
+        (source(ref), [places], loaded, free)
+        for ref, (places, loaded, free) in zip((refs.k, refs.v), rings, strict=True)
+    ]
+    hopper.stream(bounds.count, tiling.stages, filled)

@@ -147,32 +147,32 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         positions = (mask.query_positions, mask.key_value_positions)
     segments = (mask.query_segment_ids, mask.key_value_segment_ids)
     (row_position, row_segment), (column_position, column_segment) = (
-        tuple(None if x is None else _tokens(operands, x, n, multiple) for x in side)
+        tuple(None if x is None else _pad_tokens(operands, x, n, multiple) for x in side)
         for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
     )
     # keys, values and a bias that no query sees are 0; planes hide the places of padding
     _, seen = visibility.live_and_seen_of(operands)
     key, value, bias = _zero_unseen(operands, seen)
     planes = (bias, -jnp.inf), (mask.elements, False)
-    bias, elements = (None if x is None else _plane(operands, x, padding, fill) for x, fill in planes)
+    bias, elements = (None if x is None else _pad_plane(operands, x, padding, fill) for x, fill in planes)
     # what dropout draws from beside the keys, and where tokens end: lengths, or a size that is not whole
     row_counter = column_counter = None
     if keys is not None:
         counters = dropout_counters(options, operands, padding.queries, padding.keys)
         row_counter, column_counter = counters.rows, counters.columns
     ends = (
-        _end(operands, mask.query_seq_lengths, T, padding.queries),
-        _end(operands, mask.key_value_seq_lengths, S, padding.keys),
+        _ends(operands, mask.query_seq_lengths, T, padding.queries),
+        _ends(operands, mask.key_value_seq_lengths, S, padding.keys),
     )
     # for functions: the numbers of batch entries, and what XLA reads of arrays for them
     numbers, values, mod_args = None, ((), ()), ()
     if functions.any_given(options):
-        numbers = _batched(operands, mask.batch_number, 0)
+        numbers = _merge_batch(operands, mask.batch_number, 0)
         values = functions.values(options, operands, places(operands, padding))
-        mod_args = functions.for_bounds(options, operands)
+        mod_args = functions.args_for_bounds(options, operands)
     # [B, T, N, H], [B, S, K, H] and [B, S, K, Hv], whole
     q, k, v = (
-        pad(_batched(operands, x, 3), {-3: multiple, -1: padding.head})
+        pad(_merge_batch(operands, x, 3), {-3: multiple, -1: padding.head})
         for x, multiple in zip(
             (operands.query, key, value), (padding.queries, padding.keys, padding.keys), strict=True
         )
@@ -190,7 +190,7 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         bias,
         None if elements is None else elements.astype(jnp.int8),
         None if operands.sink is None else operands.sink.astype(jnp.float32),
-        None if keys is None else _batched(operands, keys, 2),
+        None if keys is None else _merge_batch(operands, keys, 2),
         row_counter,
         column_counter,
         numbers,
@@ -214,15 +214,15 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
     tokens = []
     for position, lengths, n, multiple in sides:
         if position is not None:
-            tokens.append(_tokens(operands, position, n, multiple))
+            tokens.append(_pad_tokens(operands, position, n, multiple))
             continue
         index, end = (
             jnp.arange(whole(n, multiple), dtype=jnp.int32)[None],
-            _end(operands, lengths, n, multiple),
+            _ends(operands, lengths, n, multiple),
         )
         last = None if end is None else jnp.maximum(jnp.asarray(end)[:, None] - 1, 0)
         tokens.append(index if last is None else jnp.minimum(index, last))
-    return _batched(operands, mask.batch_number, 0), mask.head_number, *tokens
+    return _merge_batch(operands, mask.batch_number, 0), mask.head_number, *tokens
 
 
 def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Padding, dvalues: Any) -> Any:
@@ -250,17 +250,17 @@ def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Paddi
     return mod_functions.pulled_back_to(numbers, read, cotangents)
 
 
-def _end(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
+def _ends(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) -> Any:
     """Returns where tokens end, `[B|1]`; None where they fill whole tiles.
 
     A NumPy array where no lengths are given, so that the tiles are known at trace time.
     """
     if lengths is not None:
-        return jnp.minimum(_batched(operands, lengths, 0), n)
+        return jnp.minimum(_merge_batch(operands, lengths, 0), n)
     return np.full((1,), n, np.int32) if n % multiple else None
 
 
-def _batched(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
+def _merge_batch(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
     """Merges the batch axes of `x` into one, of size 1 if it broadcasts over all of them."""
     batch = operands.query.shape[:-3]
     x = to_rank(x, len(batch) + tail)
@@ -277,16 +277,16 @@ def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
     return jnp.pad(x, widths, **how) if any(any(w) for w in widths) else x
 
 
-def _plane(operands: Operands, x: jax.Array, padding: Padding, fill: Any) -> jax.Array:
+def _pad_plane(operands: Operands, x: jax.Array, padding: Padding, fill: Any) -> jax.Array:
     """Pads a mask or bias `[B|1, N|1, T|1, S|1]`, with what hides in the places of padding."""
-    x = _batched(operands, x, 3)
+    x = _merge_batch(operands, x, 3)
     multiples = {-2: padding.queries, -1: padding.keys}
     return pad(x, {axis: n for axis, n in multiples.items() if x.shape[axis] != 1}, constant_values=fill)
 
 
-def _tokens(operands: Operands, x: jax.Array, n: int, multiple: int) -> jax.Array:
+def _pad_tokens(operands: Operands, x: jax.Array, n: int, multiple: int) -> jax.Array:
     """Lays a number a token as `[B|1, n]`, padded with that of the last one."""
-    x = _batched(operands, x, 1)
+    x = _merge_batch(operands, x, 1)
     return pad(jnp.broadcast_to(x, (x.shape[0], n)), {-1: multiple}, mode="edge")
 
 

@@ -39,7 +39,7 @@ def tile_flags(options: KernelOptions, refs: Inputs, rows: int, columns: int, co
     # by the least and greatest index, position and segment of the tokens of a tile
     queries = Tokens(refs.q.shape[1], refs.row_position, refs.row_segment, refs.rows_end)
     keys = Tokens(refs.k.shape[1], refs.column_position, refs.column_segment, refs.columns_end)
-    mask_mod, places = functions.bounded(options, refs, rows, columns)
+    mask_mod, places = functions.mask_for_bounds(options, refs, rows, columns)
     rules = Mask(options.is_causal, options.window, mask_mod)
     some, every = (to_rank(x, 3) for x in visibility.of_tiles(rules, queries, keys, rows, columns, places))
     by_shapes = some if isinstance(some, np.ndarray) else None

@@ -49,6 +49,8 @@ from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, KernelOptions, Operands, Residuals
 
+RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two copies on their way out
+
 
 def backward(
     plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
@@ -57,7 +59,7 @@ def backward(
     options = KernelOptions.of(plan.options, residuals.operands.mask)
     run = partial(_backward, options, pallas.is_interpreted(mosaic_tpu.NAME))
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
-    residuals = residuals._replace(operands=functions.numbered(residuals.operands))
+    residuals = residuals._replace(operands=functions.with_numbers(residuals.operands))
     out_specs = kernel_inputs.out_specs(residuals)
     call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_specs, given))
     return call(residuals, dout, dlse, keys)
@@ -100,7 +102,7 @@ class Saved(NamedTuple):
     rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low where it is kept
 
 
-def saved_of(options: KernelOptions, operands: Operands, keys: Any, values: Any, tiling: Tiling):
+def _prepare(options: KernelOptions, operands: Operands, keys: Any, values: Any, tiling: Tiling):
     """Prepares (the options of kernels, `Saved`, its `Flags`, `PlaneSides`); `values`: of `row_values`."""
     # inputs in whole tiles, and what is known of each tile
     refs = kernel_inputs.inputs(options, operands, keys, tiling.padding)
@@ -110,17 +112,17 @@ def saved_of(options: KernelOptions, operands: Operands, keys: Any, values: Any,
     # as kernels read them: heads before the sequence, one value a token along lanes
     rows, dout = kernel_inputs.saved_rows(options, refs, values, tiling.padding)
     dout = jnp.swapaxes(dout, 1, 2)
-    refs = tiles.kernel_inputs_of(options, refs, tiling)
+    refs = tiles.lay_inputs(options, refs, tiling)
     return options, Saved(refs, dout, jnp.stack(rows, -2)), flags, sides
 
 
-def cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved:
+def _cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved:
     """Cuts out the queries that lie in the tiles `where`."""
     # of each field what belongs to these queries; keys are those of all
     rows = slice(where.start * tiling.block_q, where.stop * tiling.block_q)
     refs, fields = saved.refs, {"q": saved.refs.q[:, :, rows]}
-    for name, side in tiles.TOKENS.items():
-        if side == 0 and (x := getattr(refs, name)) is not None:
+    for name, of_key in tiles.TOKENS.items():
+        if not of_key and (x := getattr(refs, name)) is not None:
             fields[name] = x[..., rows]
     for name, side in (("bias", sides.bias), ("mask", sides.mask)):
         if (x := getattr(refs, name)) is not None and side != 1:
@@ -132,6 +134,7 @@ def cut(saved: Saved, sides: PlaneSides, where: slice, tiling: Tiling) -> Saved:
 
 
 def _cut_value(x: Any, side: int | None, where: slice, tiling: Tiling, T: int) -> Any:
+    """Cuts out what belongs to these queries from a value of T queries, or of all keys."""
     if side == distances.SIDE:
         return distances.cut(x, where, tiling, T)
     if side == blocks.SIDE:
@@ -139,7 +142,7 @@ def _cut_value(x: Any, side: int | None, where: slice, tiling: Tiling, T: int) -
     return x[..., where.start * tiling.block_q : where.stop * tiling.block_q] if side == 0 else x
 
 
-def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
+def _probabilities_and_dlogits(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
     """Computes (p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part.
 
     Without `dp` p alone. `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what
@@ -176,9 +179,6 @@ def arithmetic(part: Part, rows, products, dp, mixed: bool, to_values: bool = Fa
     return z_p, dlogits, dx, jax.tree.leaves(dvalues)
 
 
-RESIDENT = 24 * 2**20  # bytes of vector memory for dq: an accumulator and two copies on their way out
-
-
 def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
     """Picks tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
@@ -198,7 +198,7 @@ def gradients(
     # inputs as kernels read them, and what is known of each tile
     (*batch, T, N, H), (S, K, _) = operands.query.shape, operands.key.shape[-3:]
     Hv, tiling, given = operands.value.shape[-1], default_tiling(options, operands), options
-    options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
+    options, saved, flags, sides = _prepare(options, operands, keys, values, tiling)
     # which sums there are beside dq, dk and dv, by name, and the side that each has a value of
     lines, of_args = {} if sides.bias is None else {"bias": sides.bias}, "mod_args" in wanted
     if of_args:
@@ -218,8 +218,8 @@ def gradients(
         where = slice(first, first + chunk)
         visits = schedule(jax.tree.map(lambda x, where=where: x[:, where], flags), by_key=True)
         call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q)
-        pieces.append(_chunk(call, interpret, cut(saved, sides, where, tiling)))
-    # chunks side by side where something is by query, added up where it is by key
+        pieces.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
+    # chunks side by side where something is by query, added up where it is by key or distance
     made: dict[str, Any] = {}
     for name in sorted(wanted):
         part = [piece[name] for piece in pieces]
@@ -361,7 +361,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
     """Runs one step: a tile of keys by a tile of queries of one head of the group."""
     # after the inputs: dout and row values, results, their accumulators, bands for the sums of distances
     tiling, sides = call.tiling, call.sides
-    inputs, (dout_ref, rows_ref, *rest), bands = tiles.gathered(tree, sides, refs)
+    inputs, (dout_ref, rows_ref, *rest), bands = tiles.split_refs(tree, sides, refs)
     count = len(order)
     outputs = dict(zip(order, rest[:count], strict=True))
     sums = dict(zip(order, rest[count : 2 * count], strict=True))
@@ -400,7 +400,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
 
     # each part of the tile in three stages: its products, its elements, and what they add to every sum
     def visit(mixed):
-        given = tiles.spread(inputs, sides, bands, mixed)
+        given = tiles.spread_bands(inputs, sides, bands, mixed)
         for ref in of_tile.values():
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
         parts = [
@@ -456,7 +456,9 @@ def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple)
     """Returns (p, what is summed in `lines`, dx): what is multiplied is in the type of the operands."""
     products, dp = given
     of_scores = [name for name in lines if name != "bias"]
-    p, dlogits, dx, dvalues = arithmetic(part, rows_ref, products, dp, mixed, to_values=bool(of_scores))
+    p, dlogits, dx, dvalues = _probabilities_and_dlogits(
+        part, rows_ref, products, dp, mixed, to_values=bool(of_scores)
+    )
     dtype = part.refs.q.dtype
     summed = dict(zip(of_scores, dvalues, strict=True)) | ({"bias": dlogits} if "bias" in lines else {})
     return p.astype(dtype), summed, None if dx is None else dx.astype(dtype)
@@ -499,7 +501,7 @@ def bias_gradient(
     """Computes it as float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
     # inputs as kernels read them; every tile has a step, also where nothing is seen: its gradient is 0
     tiling = bias_tiling(operands)
-    options, saved, flags, sides = saved_of(options, operands, keys, values, tiling)
+    options, saved, flags, sides = _prepare(options, operands, keys, values, tiling)
     visits = every_tile(flags)
     steps, saved = pallas.vary_alike((jnp.asarray(visits.steps), saved))
     refs = saved.refs
@@ -544,7 +546,7 @@ def _bias_kernel(
     options: KernelOptions, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
     """Runs one step: a tile of the bias, for one of the pairs that read it."""
-    inputs, (dout_ref, rows_ref, dbias_ref), bands = tiles.gathered(tree, sides, refs)
+    inputs, (dout_ref, rows_ref, dbias_ref), bands = tiles.split_refs(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
     # the first pair
@@ -554,13 +556,13 @@ def _bias_kernel(
 
     # dlogits (8) of each part, [queries, keys]
     def visit(mixed):
-        given = tiles.spread(inputs, sides, bands, mixed)
+        given = tiles.spread_bands(inputs, sides, bands, mixed)
         for queries, keys in tiling.parts():
             part = Part(options, given, sides, tiling, step, (queries, keys))
             q, k, v = inputs.q[queries, :], inputs.k[keys, :], inputs.v[keys, :]
             products = product(options, q, k, (1, 1))
             dp = product(options, dout_ref[queries, :], v, (1, 1))
-            _, dlogits, *_ = arithmetic(part, rows_ref, products, dp, mixed)
+            _, dlogits, *_ = _probabilities_and_dlogits(part, rows_ref, products, dp, mixed)
             dbias_ref[queries, keys] += dlogits
 
     step.each_kind(visits, visit)

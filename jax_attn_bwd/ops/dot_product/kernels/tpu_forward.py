@@ -59,7 +59,7 @@ def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
 def forward(plan: Plan, operands: Operands) -> Result:
     """Computes the output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
-    tiling, operands = default_tiling(options, operands), functions.numbered(operands)
+    tiling, operands = default_tiling(options, operands), functions.with_numbers(operands)
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME), plan.keeps_low)
     keys = kernel_inputs.dropout_keys(options, operands)
     specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
@@ -76,7 +76,7 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
     options, sides = functions.on_values(options, operands), PlaneSides.of(refs)
     visits = schedule(tile_flags(options, refs, tiling.block_q, tiling.block_k))
     # as the kernel reads them: q [B, N, T, H], k [B, K, S, H], v [B, K, Hv, S]
-    refs = tiles.kernel_inputs_of(options, refs, tiling)
+    refs = tiles.lay_inputs(options, refs, tiling)
     steps, refs = pallas.vary_alike((jnp.asarray(visits.steps), refs))
     refs = refs._replace(v=jnp.swapaxes(refs.v, 2, 3))  # as the product with the weights takes it
     values, tree = jax.tree.flatten(refs)
@@ -126,7 +126,7 @@ def _kernel(
     options: KernelOptions, tiling: Tiling, sides: PlaneSides, visits: Schedule, tree, locate, steps, *refs
 ) -> None:
     """Runs one step: a tile of queries of a head by a tile of keys."""
-    inputs, (*outputs, m_ref, l_ref, acc_ref), bands = tiles.gathered(tree, sides, refs)
+    inputs, (*outputs, m_ref, l_ref, acc_ref), bands = tiles.split_refs(tree, sides, refs)
     step = locate(*(pl.program_id(axis) for axis in range(4)), steps)
 
     # a tile of queries begins: m, l [1, block_q] and acc [Hv, block_q]
@@ -138,7 +138,7 @@ def _kernel(
 
     # each part of the tile in three stages: its products, its weights, and their sum of values
     def visit(mixed):
-        given = tiles.spread(inputs, sides, bands, mixed)
+        given = tiles.spread_bands(inputs, sides, bands, mixed)
         parts = [
             Part(options, given, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
         ]

@@ -137,7 +137,7 @@ def _too_long(options: KernelOptions, operands: Operands) -> str | None:
     return None
 
 
-def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> Inputs:
+def lay_inputs(options: KernelOptions, refs: Inputs, tiling: Tiling) -> Inputs:
     """Lays the inputs as the kernels read them: heads before the sequence, one value a token along lanes."""
 
     def heads(x):
@@ -149,8 +149,8 @@ def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> In
     # tokens [B|1, 1, n], planes and values by what they have one value of, q, k and v [B, N|K, n, H]
     fields = {name: tokens(getattr(refs, name)) for name in TOKENS}
     S = refs.k.shape[1]
-    planes = {name: _laid(getattr(refs, name), S) for name in ("bias", "mask")}
-    values = {name: tuple(_laid_value(x, refs, tiling) for x in getattr(refs, name)) for name in VALUES}
+    planes = {name: _lay_plane(getattr(refs, name), S) for name in ("bias", "mask")}
+    values = {name: tuple(_lay_value(x, refs, tiling) for x in getattr(refs, name)) for name in VALUES}
     # where tokens end, for scalar memory
     ends: dict[str, Any] = {}
     if isinstance(refs.rows_end, np.ndarray):  # what lies beyond T is cut off, but functions see it
@@ -161,7 +161,7 @@ def kernel_inputs_of(options: KernelOptions, refs: Inputs, tiling: Tiling) -> In
     return refs._replace(bounds=None, mod_args=(), **qkv, **fields, **planes, **ends, **values)
 
 
-def _laid(plane: Any, S: int) -> Any:
+def _lay_plane(plane: Any, S: int) -> Any:
     """Lays a plane: one value a row `[B|1, N|1, T, 1]` as `[B|1, N|1, 1, T]`, one for all as `[.., 1, S]`."""
     if plane is None or plane.shape[-1] != 1:
         return plane
@@ -170,7 +170,7 @@ def _laid(plane: Any, S: int) -> Any:
     return jnp.swapaxes(plane, -1, -2)
 
 
-def _laid_value(x: Any, refs: Inputs, tiling: Tiling) -> Any:
+def _lay_value(x: Any, refs: Inputs, tiling: Tiling) -> Any:
     """Lays one value a query or key as `[B|1, N|1, 1, n]`, one for all as `[B|1, N|1]`, for scalar memory.
 
     One a distance as `distances.windows`, one a block as `blocks.Words`.
@@ -270,7 +270,7 @@ def bands(refs: Inputs, sides: PlaneSides, tiling: Tiling) -> list[Any]:
     return [distances.band(tiling, x.dtype) for x, side in values if side == distances.SIDE]
 
 
-def spread(refs: Inputs, sides: PlaneSides, bands: Sequence[Any], mixed: bool) -> Inputs:
+def spread_bands(refs: Inputs, sides: PlaneSides, bands: Sequence[Any], mixed: bool) -> Inputs:
     """Puts `bands` in the place of windows in a kernel's `refs`, spread if a tile of that kind reads them."""
     left, found = list(bands), {}
     for name in VALUES:
@@ -289,7 +289,7 @@ def _values(refs: Inputs, sides: PlaneSides, name: str) -> Any:
     return zip(getattr(refs, name), getattr(sides, name), strict=True)
 
 
-def gathered(tree: Any, sides: PlaneSides, refs: Sequence[Any]) -> tuple[Inputs, Any, Sequence[Any]]:
+def split_refs(tree: Any, sides: PlaneSides, refs: Sequence[Any]) -> tuple[Inputs, Any, Sequence[Any]]:
     """Splits `refs` of a kernel: (`Inputs` of that tree, which come first; others; `bands`, the last)."""
     start, end = tree.num_leaves, len(refs) - sides.distances
     return jax.tree.unflatten(tree, refs[:start]), refs[start:end], refs[end:]
@@ -331,7 +331,7 @@ def schedule(flags: Flags, by_key: bool = False) -> Schedule:
     if isinstance(every, np.ndarray):
         has_full, has_mixed = bool(every.any()), bool((by_shapes & ~every).any())
     # flags `[B|1, tiles of the outer side, tiles of the inner side]`
-    some, every = _of_all(some, every)
+    some, every = _merge_batch(some, every)
     if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
         by_shapes = None if by_shapes is None else by_shapes.swapaxes(-1, -2)
@@ -365,7 +365,7 @@ def schedule(flags: Flags, by_key: bool = False) -> Schedule:
     return Schedule(word.astype(np.int32), has_full, has_mixed)
 
 
-def _of_all(some: Any, every: Any) -> tuple[Any, Any]:
+def _merge_batch(some: Any, every: Any) -> tuple[Any, Any]:
     """Merges the flags of all batch entries where those of each are too many for scalar memory."""
     if some.size <= _MOST_STEPS:
         return some, every
@@ -382,7 +382,7 @@ def _with_idle(some: Any) -> Any:
 def every_tile(flags: Flags) -> Schedule:
     """Makes a schedule of all tiles, each with its flags: for a result that has a place for every tile."""
     xp: Any = np if isinstance(flags.some, np.ndarray) else jnp
-    some, every = _of_all(flags.some, flags.every)
+    some, every = _merge_batch(flags.some, flags.every)
     rows, columns = some.shape[1:]
     place = (xp.arange(rows)[:, None] << _ROW_SHIFT) | (xp.arange(columns)[None] << _COLUMN_SHIFT)
     word = place[None] | xp.where(some, _LIVE, 0) | xp.where(every, 0, _MIXED)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
-from jax_attn_bwd.ops.softmax.kernels import hopper_forward as rows
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
+from jax_attn_bwd.ops.softmax.kernels.hopper_forward import Block, Tiling, collapse, padded_width, run, view
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 
 _ELEMENTS = 4096  # of a tile: y and dy take 64 registers of a thread
@@ -35,16 +35,16 @@ def _backward(options, interpret, residuals, dy):
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
     """Computes dx of one shard: the rows of all axes are one axis, of padded width."""
     count = y.size // y.shape[-1]
-    width = rows.padded_width(y.shape[-1], y.dtype, count)
-    groups = rows.collapse(y.shape[:-1], [])
-    tiling = rows.Tiling.default_for(count, width, y.dtype, 2 * y.dtype.itemsize, _ELEMENTS)
-    arrays = [rows.view(x, groups) for x in (y, dy)]
+    width = padded_width(y.shape[-1], y.dtype, count)
+    groups = collapse(y.shape[:-1], [])
+    tiling = Tiling.default_for(count, width, y.dtype, 2 * y.dtype.itemsize, _ELEMENTS)
+    arrays = [view(x, groups) for x in (y, dy)]
     body = partial(_kernel, scale)
-    dx = rows.run(body, "softmax_backward", arrays, tiling=tiling, interpret=interpret)
+    dx = run(body, "softmax_backward", arrays, tiling=tiling, interpret=interpret)
     return dx.reshape(*y.shape[:-1], width)[..., : y.shape[-1]]
 
 
-def _kernel(scale: float, block: rows.Block) -> None:
+def _kernel(scale: float, block: Block) -> None:
     """Computes dx of the rows of a block."""
     tiling = block.tiling
 

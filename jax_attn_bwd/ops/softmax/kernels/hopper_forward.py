@@ -50,6 +50,8 @@ from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
 NARROW = 2048  # widest rows that one warp holds whole
 _SEGMENT = 128  # elements of a segment of a wide row
+_ELEMENTS = {True: 8192, False: 4096}  # of a tile; more if its exponentials stay in registers
+_DTYPES = ("float32", "bfloat16", "float16")
 _RESERVED = 4096  # bytes of shared memory for barriers, row values and the compiler
 
 Groups = Sequence[Sequence[int]]
@@ -406,10 +408,6 @@ def run(
         warpgroups=tiling.warpgroups,
     )
     return call(*arrays)
-
-
-_ELEMENTS = {True: 8192, False: 4096}  # of a tile; more if its exponentials stay in registers
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def supports(options: Options, operands: Operands) -> str | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
-from jax_attn_bwd.ops.softmax.kernels import tpu_forward as rows
+from jax_attn_bwd.ops.softmax.kernels.tpu_forward import as_rows, over_columns, run
 from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 
 
@@ -31,9 +31,9 @@ def _backward(options, interpret, residuals, dy):
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
     """Computes dx of one shard, whose rows are one axis."""
-    arrays = [rows.as_rows(x) for x in (y, dy)]
+    arrays = [as_rows(x) for x in (y, dy)]
     body = partial(_kernel, scale)
-    dx = rows.run(body, "softmax_backward", arrays, scratch=False, interpret=interpret)
+    dx = run(body, "softmax_backward", arrays, scratch=False, interpret=interpret)
     return dx.reshape(y.shape)
 
 
@@ -54,6 +54,6 @@ def _kernel(scale: float, _, y_ref, dy_ref, dx_ref) -> None:
         y, dy = load(columns)
         dx_ref[:, columns] = (scale * (y * (dy - dot))).astype(dx_ref.dtype)
 
-    over = partial(rows.over_columns, y_ref.shape)
+    over = partial(over_columns, y_ref.shape)
     dot = over(add, jnp.zeros((y_ref.shape[0], 1), jnp.float32))  # (4)
     over(write, None)  # (5), (7)

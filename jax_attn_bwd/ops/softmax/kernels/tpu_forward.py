@@ -22,6 +22,7 @@ from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
+_DTYPES = ("float32", "bfloat16")
 _ELEMENTS = 2**19  # of a block: 2 MiB of float32, or one group of 8 rows if these are longer
 _GROUP = 32  # rows that are computed at once
 _REGISTERS = 32  # of float32 that a step of a loop over columns holds
@@ -114,12 +115,9 @@ def over_columns(shape: tuple[int, int], step: Callable[[Any, Any], Any], carry:
     return carry
 
 
-DTYPES = ("float32", "bfloat16")
-
-
 def supports(options: Options, operands: Operands) -> str | None:
     """Returns why the kernel cannot run this call; None if it can."""
-    return kernel_rules.unsupported(options, operands, DTYPES)
+    return kernel_rules.unsupported(options, operands, _DTYPES)
 
 
 def forward(options: Options, operands: Operands) -> Result:
