@@ -105,6 +105,36 @@ def test_tangents_along_all_inputs(operator, case):
     close(got, expected)
 
 
+SHAPES = {"query": (1, 2, 2, 2), "key": (1, 3, 1, 2), "value": (1, 3, 1, 1)}
+ALONE = {  # operator, shapes of its arrays, options, what has a tangent; T is not S
+    "scale, fixed sink": ("scaled_masked_softmax", {"x": (2, 5), "scale": (2, 1), "sink": ()}, {}, "scale"),
+    "bias, cap": (
+        "dot_product_attention", SHAPES | {"bias": (2, 2, 3)}, {"logits_soft_cap": 1.5, "scale": 2.0}, "bias",
+    ),
+    "key, cap, sink": ("dot_product_attention", SHAPES | {"sink": (2,)}, {"logits_soft_cap": 1.5}, "key"),
+    "weights": (
+        "multi_head_attention",
+        {"query": (1, 2, 3), "key": (1, 3, 3), "query_kernel": (3, 2, 2), "key_kernel": (3, 1, 2),
+         "value_kernel": (3, 1, 2), "bias_k": (1, 2), "bias_v": (1, 2), "sink": (2,)},
+        {"return_weights": True, "logits_soft_cap": 1.5}, "query_kernel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_tangent_alone_beside_what_is_fixed(name):
+    called, shapes, options, one = ALONE[name]
+    operator, rng = next(o for o in TAKE_IT if o.name == called), np.random.default_rng(3)
+    arrays = {n: jnp.asarray(rng.standard_normal(shape)) for n, shape in shapes.items()}
+    along = {one: jnp.asarray(rng.standard_normal(shapes[one]))}
+
+    def tangents(function, **more):
+        run = lambda moved: function(**arrays | moved, **options, **more)
+        return quick_jit(lambda moved: jax.jvp(run, (moved,), (along,))[1])({one: arrays[one]})
+
+    close(tangents(operator.call, forward_mode=True), tangents(operator.reference))
+
+
 @cases
 def test_tangents_together_and_one_by_one(operator, case):
     """What no one reads, of the arguments and of their tangents, may be NaN."""

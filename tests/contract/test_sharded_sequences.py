@@ -230,6 +230,21 @@ def test_functions_of_rows_and_columns(layout, kind, small_tiles):
     assert loops_and_collectives_in_them(compiled)[1] == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"score_mod": mods.alibi, "mod_args": (jnp.asarray([0.3, -1.0]),)}, {"is_causal": True}],
+    ids=["a score alone", "causal, parts of three blocks"],
+)
+def test_rows_of_two_devices(options, small_tiles):
+    """A part counts its rows in the whole, for a score alone, too; one of odd blocks is not folded."""
+    q, k = draw(1, 24, 2, 3)(rng := np.random.default_rng(0)), draw(1, 32, 1, 3)(rng)
+    attend = jax.jit(lambda q, k: dot_product_attention(q, k, k, **options), compiler_options=QUICK)
+    expected = attend(q, k)
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(AUTO,), devices=jax.devices()[:2])
+    got = attend(*(jax.device_put(x, NamedSharding(mesh, P(None, "t"))) for x in (q, k)))
+    assert_close(got, expected, 1e-12)
+
+
 @thorough
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_second_order_and_vmap(kind, small_tiles):

@@ -124,6 +124,20 @@ def test_a_step_of_decoding_sees_what_the_cache_holds(name):
         assert_close(jnp.concatenate(got, 1), whole(x), 1e-12)
 
 
+def test_a_mask_of_numbers_lifts_causality_for_one_query_alone():
+    """Of several queries, or beside a mask of bools, what is configured holds."""
+    causal = []
+
+    def attention_fn(query, key, value, mask, is_causal):
+        causal.append(is_causal)
+
+    attend = configured_attention_fn(attention_fn, is_causal=True)
+    for T, S, dtype in ((2, 4, np.float32), (1, 4, np.bool_), (1, 1, np.float32), (1, 4, np.float32)):
+        q, k = (np.zeros((1, n, N, 3)) for n in (T, S))
+        attend(q, k, k, mask=np.ones((1, 1, T, S), dtype), is_causal=False)
+    assert causal == [True, True, True, False]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=thorough if "ours" in name else []) for name in LAYERS]
 )

@@ -84,6 +84,17 @@ def small(kind, forward_mode=True, **options):
     return mapped, lambda q, k, v: formula(q, k, v, **options)[0]
 
 
+def test_a_bias_alone_has_a_tangent_on_a_ring(rng):
+    """Its columns are those of the keys that have come, which have no tangent."""
+    q, k, bias, along = (draw(rng, *shape) for shape in ((1, 3, 2, 2), (1, 6, 1, 2), (2, 3, 6), (2, 3, 6)))
+    attend = functools.partial(KINDS["ring"], axis_name=AXIS, forward_mode=True)
+    mapped = jax.shard_map(attend, mesh=mesh(3), in_specs=(*(TOKENS,) * 3, P(None, AXIS)), out_specs=TOKENS)
+    push = lambda f: jax.jit(
+        lambda b: jax.jvp(lambda b: f(q, k, k, b), (b,), (along,)), compiler_options=QUICK
+    )
+    close(push(mapped)(bias), push(lambda *x: formula(*x)[0])(bias), 1e-12)
+
+
 @thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformations_of_it(kind, rng):

@@ -30,11 +30,11 @@ DEFAULT = [
     ("ring", "bias-rows-mask-keys-sink", "zigzag"),
     ("ring", "dropout-causal", "zigzag"),
     ("ring", "functions", "zigzag"),
+    ("ring", "window-both-sides-sink", "contiguous"),
     ("all_gather", "bias-keys-mask-rows", "contiguous"),
     ("ulysses", "dropout-bias-cap", "striped"),
 ]
 REST = [
-    ("ring", "window-both-sides-sink", "contiguous"),
     ("all_gather", "functions", "contiguous"),
     ("ulysses", "functions", "striped"),
     ("ring", "segments-lengths-causal", "striped"),

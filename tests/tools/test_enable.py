@@ -324,6 +324,17 @@ def test_the_worker_finds_that_poison_reaches_a_result(softmax):
     assert "NaN where nothing looks: y differs" in failure()
 
 
+def test_a_gradient_of_what_nothing_reads_is_found_though_it_is_finite():
+    """Everywhere else, and where a cotangent is hidden, anything may stand."""
+    hidden = {"x": np.array([[True, False], [False, False]]), "y": np.array([True, False])}
+    x = np.ones((2, 2, 1), np.float32)
+    poison = proof.Poison(hidden, ({"x": x}, (x,)), ({"x": x}, (x,)))
+    found = lambda dx: poison.reached({"y": x, "dx": dx}, {"y": x, "dx": dx}, False)
+    gradient = np.array([[0, 1], [2, 3]], np.float32)[..., None]
+    assert found(gradient) == ""
+    assert found(gradient + np.float32(1e-9)) == "dx is not 0 there"
+
+
 def test_the_worker_says_what_no_kernel_takes(softmax, monkeypatch):
     softmax()
     monkeypatch.setattr(proof, "DTYPES", ("float16",))

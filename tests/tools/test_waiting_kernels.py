@@ -219,6 +219,22 @@ def test_the_fastest_at_the_nearest_size_is_picked():
         assert choices().name == "mosaic_gpu"
 
 
+def test_times_of_the_operator_that_is_called_go_before_those_of_another():
+    near, far = (32768, 256), (2**24, 8192)
+    sizes = {"operator: far": far, "another: near": near, "operators: near": near}
+    slow, fast = dict.fromkeys(sizes, 3.0), dict.fromkeys(sizes, 1.0)
+    kernel = fast | {"operator: far": 4.0}
+    keep(H200, "dot_product", sizes, mosaic_tpu=kernel, xla=slow)
+    with targets.aimed_at("H200"):
+        assert explain(choices)["mosaic_tpu"].endswith(
+            "4 ms to 3 ms of xla at the nearest size, operator: far"
+        )
+    kernel.pop("operator: far")
+    keep(H200, "dot_product", sizes, mosaic_tpu=kernel, xla=slow)
+    with targets.aimed_at("H200"):
+        assert explain(choices)["mosaic_tpu"] == "ok"  # those of another are better than none
+
+
 def test_nearest_counts_doublings_of_the_elements_and_of_the_longest_axis():
     at = proven.size_of({"x": jnp.ones((4, 32)), "y": (jnp.ones((2, 64)), None)})
     assert at == (256, 64)
@@ -236,14 +252,49 @@ def test_a_record_is_of_one_kind_of_device_and_one_folder():
     )
 
 
-@pytest.mark.parametrize(("name", "words"), [("jax", "jax 0.0.1"), ("jax_attn_bwd", "other files of jax")])
-def test_another_version_makes_it_stale(name, words):
+@pytest.mark.parametrize("name", ["jax", "jaxlib"])
+def test_another_version_makes_it_stale(name):
+    """Another patch release, too."""
     file = keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
     held = json.loads(file.read_text())
-    held["versions"][name] = "0.0.1"
+    now = held["versions"][name].split(".")
+    then = held["versions"][name] = ".".join([*now[:2], f"{now[2]}1", *now[3:]])
     file.write_text(json.dumps(held))
     got = explain(scaled_masked_softmax, QUERY, platform="H200")["mosaic_gpu"]
-    assert f"not proven on {H200}: the record is of {words}" in got
+    assert f"not proven on {H200}: the record is of {name} {then}" in got
+
+
+@pytest.mark.parametrize(
+    ("edited", "is_stale"),
+    [
+        ("_core/numerics.py", True),
+        ("ops/softmax/kernels/rows.py", True),
+        ("ops/softmax/forward.py", True),
+        ("ops/graph/forward.py", False),
+        ("layers/graph.py", False),
+    ],
+)
+def test_an_edited_file_that_makes_the_kernels_makes_it_stale(edited, is_stale, monkeypatch, tmp_path):
+    file = tmp_path / "package" / edited
+    file.parent.mkdir(parents=True)
+    file.write_text("a = 1")
+    monkeypatch.setattr(proven, "_PACKAGE", tmp_path / "package")
+    found = []
+    for text in ("a = 1", "a = 2"):
+        file.write_text(text)
+        proven.versions.cache_clear()
+        found.append(proven.versions("softmax"))
+    proven.versions.cache_clear()
+    assert (found[0] != found[1]) == is_stale
+
+
+def test_a_record_of_other_files_is_stale():
+    file = keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    held = json.loads(file.read_text())
+    held["versions"]["jax_attn_bwd"] = "0"
+    file.write_text(json.dumps(held))
+    got = explain(scaled_masked_softmax, QUERY, platform="H200")["mosaic_gpu"]
+    assert f"not proven on {H200}: the record is of other files of jax" in got
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, assert_trees_close, thorough
-from ops.deformable.calls import assert_as_defined, sample
+from ops.deformable.calls import assert_as_defined, operator, sample
 from ops.deformable.small import LEVELS, B, D, M, Q, first_order, second_order
 from ops.deformable.small import sample as small
 
@@ -44,6 +44,28 @@ def test_output_and_gradients_are_those_of_the_definition(short_blocks, options,
     method = options.get("method", "bilinear")
     arrays = sample(levels, B=2, Q=13, M=2, D=3, P=options.get("num_points", 3), method=method, spread=spread)
     assert_as_defined(arrays, spatial_shapes=levels, **options)
+
+
+@pytest.mark.parametrize(
+    "moving",
+    [
+        ("value", "attention_weights"),
+        *(pytest.param(x, marks=thorough) for x in (("sampling_locations",), ("value",))),
+    ],
+    ids="-".join,
+)
+def test_tangents_are_those_of_the_definition(short_blocks, moving):
+    """Of the value and of what scales it at once, and of one alone."""
+    levels, options = ((3, 5), (4, 2)), {"normalize": "softmax"}
+    arrays = sample(levels, B=1, Q=5, M=2, D=3, P=2)
+    rng = np.random.default_rng(5)
+    along = {name: jnp.asarray(rng.standard_normal(arrays[name].shape)) for name in moving}
+
+    def tangents(call, **more):
+        run = lambda x: call(**arrays | x, spatial_shapes=levels, **options, **more)
+        return jax.jit(lambda x, t: jax.jvp(run, (x,), (t,))[1][0])({n: arrays[n] for n in moving}, along)
+
+    assert_close(tangents(operator.call, forward_mode=True), tangents(operator.reference), 1e-12)
 
 
 @thorough

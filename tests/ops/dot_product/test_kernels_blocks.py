@@ -49,6 +49,10 @@ MASKS = {
     "words": lambda rng: mods.packed(HOLES),
     "cells": lambda rng: mods.packed(NEAR),
     "numbers": lambda rng: (counted, (rng.integers(0, 9, (N, T, 9)).astype(np.int32),)),
+    "sizes that do not divide each other": lambda rng: (
+        mods.blocks(16) & mods.blocks(24),
+        (chosen(rng, 16, 16), chosen(rng, 24, 24)),
+    ),
     "both": lambda rng: (
         mods.blocks(64) & mods.packed(HOLES)[0] | mods.sliding_window(3),
         (chosen(rng, 64, 64), *mods.packed(HOLES)[1]),
@@ -56,17 +60,16 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[thorough] * (n != "both")) for n in MASKS])
+FIRST = ("sizes that do not divide each other", "both")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[thorough] * (n not in FIRST)) for n in MASKS])
 def test_a_tile_is_what_the_function_says(name, rng):
-    """Element by element, in a part of a tile; what is handed has a bit an element, or less."""
+    """Element by element, in a part of two tiles each; what is handed has a bit an element, or less."""
     mask_mod, args = MASKS[name](rng)
     function = hoisting.of(mask_mod, False, args)
     assert hoisting.unsupported(function, "mask_mod", distances=False) is None
-    (rows, columns), block_k, tile = (
-        (384, 512),
-        256,
-        slice(128, 384),
-    )  # of queries, and the second one of keys
+    (rows, columns), block_k, tile = (384, 512), 256, slice(128, 384)  # of queries; keys have two
     row, column = (np.minimum(np.arange(n), m - 1).astype(np.int32) for n, m in ((rows, T), (columns, S)))
     numbers = np.zeros(1, np.int32), np.arange(N, dtype=np.int32)
 
@@ -77,11 +80,12 @@ def test_a_tile_is_what_the_function_says(name, rng):
         assert all(x.words[0, 0].size * 32 <= rows * columns for x in laid)
         found = []
         for head in range(N):
-            refs = (replace(x, words=x.words[0, head % x.shape[1], 1, :, tile]) for x in laid)
-            values = [x.spread((slice(128, 256), slice(0, 128))) for x in refs]
-            at = np.zeros((1, 1), np.int32), np.full((1, 1), head, np.int32)
-            at = (*at, row[None, 256:], column[256:384, None])
-            found.append(jnp.broadcast_arrays(function(*at, *values), mask_mod(*at, *args)))
+            for number, start in ((0, 128), (1, 0)):
+                refs = (replace(x, words=x.words[0, head % x.shape[1], number, :, tile]) for x in laid)
+                values = [x.spread((slice(128, 256), slice(start, start + 128))) for x in refs]
+                at = np.zeros((1, 1), np.int32), np.full((1, 1), head, np.int32)
+                at = (*at, row[None, 256:], column[number * block_k + start :][:128, None])
+                found.append(jnp.broadcast_arrays(function(*at, *values), mask_mod(*at, *args)))
         return found
 
     for got, expected in both(args):

@@ -42,13 +42,16 @@ MASKS = {
     "of all": lambda rng: holes(rng),
     "of batch entries": lambda rng: np.stack([holes(rng), holes(rng, KINDS[::-1])])[:, None],
     "of heads": lambda rng: np.stack([holes(rng), holes(rng, KINDS[:, ::-1])]),
+    "of both": lambda rng: np.stack(
+        [np.stack([holes(rng, k), holes(rng, k[:, ::-1])]) for k in (KINDS, KINDS[::-1])]
+    ),
     "of keys": lambda rng: holes(rng)[200:201] | holes(rng)[:1],
     "of queries": lambda rng: holes(rng)[:, -1:],
 }
 
 
 ARRAYS = ("mask", "bias")
-FIRST = (("mask", "of batch entries", True), ("mask", "of queries", False), ("bias", "of heads", True))
+FIRST = (("mask", "of both", True), ("mask", "of queries", False), ("bias", "of heads", True))
 
 
 def given(array, elements):

@@ -81,6 +81,24 @@ def test_a_strip_meets_all_that_it_sees_and_little_more(is_sorted, rng):
                     assert end - begin <= met[-1] - met[0] + 1 + 2 * (turns == 1)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_strips_of_a_window_of_indices_end_within_the_plane(axis):
+    """Five blocks at the end are taken as six, of which the first lies before them."""
+    (T, S), blocks = ((46, 94), (94, 46))[axis], ((8, 12), (12, 8))[axis]
+    window = ((2, 50), (50, 2))[axis]
+    q, k = (jax.ShapeDtypeStruct((1, n, 1, 4), jnp.float32) for n in (T, S))
+    tiling = Tiling(*blocks, "float32", in_strips=True, has_widths=True, head_slices=1)
+    first, width, widths = strip_widths.extents(
+        Plane.of(tiling, Operands(q, k, k, mask=Mask(window=window))), axis
+    )
+    row, column = np.ogrid[:T, :S]
+    seen = (row - column <= window[0]) & (column - row <= window[1])
+    for i, (begin, size) in enumerate(zip(first[0], width[0], strict=True)):
+        met = np.flatnonzero(seen.take(range(8 * i, min(8 * i + 8, 46)), axis).any(axis)) // 12
+        assert 0 <= begin <= met[0]
+        assert met[-1] < begin + widths[size] <= 8
+
+
 def test_widths_are_few_and_near():
     widths = strips._widths(32, np.asarray([32]), is_known=False)
     assert widths == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -125,6 +143,7 @@ CALLS = {  # turns; T, S, query heads, key heads; options; arrays of the mask
         lambda rng: {"query_positions": 9 * ids(rng, 2, 40), "key_value_positions": 9 * ids(rng, 2, 50)},
     ),
     "shapes alone": (1, 56, 64, 2, 1, {"is_causal": True}, lambda _: {}),
+    "shapes alone, window": (1, 46, 94, 1, 1, {"local_window_size": (2, 50)}, lambda _: {}),
 }  # fmt: skip
 
 

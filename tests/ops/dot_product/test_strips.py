@@ -103,12 +103,15 @@ CALLS = {  # into how many slices merged batch and heads are cut; T, S, query he
     "causal, grouped": (1, 72, 72, 4, 2, {"is_causal": True}),
     "window, rows that see nothing": (2, 60, 33, 2, 1, {"local_window_size": (9, 3), "sink": True}),
     "soft cap, keys that no one sees": (0, 40, 90, 2, 2, {"is_causal": True, "logits_soft_cap": 3.0}),
-}
+    "cap and window, more blocks of keys than of rows": (
+        1, 30, 100, 1, 1, {"local_window_size": (9, 60), "logits_soft_cap": 3.0},
+    ),
+}  # fmt: skip
+DEFAULT = ("window, rows that see nothing", "cap and window, more blocks of keys than of rows")
 
 
 @pytest.mark.parametrize(
-    "call",
-    [pytest.param(call, marks=() if call == "window, rows that see nothing" else thorough) for call in CALLS],
+    "call", [pytest.param(call, marks=() if call in DEFAULT else thorough) for call in CALLS]
 )
 def test_strips_give_the_definition(call, strips, rng):
     """Outputs, gradients for both cotangents, and of one call a derivative of these."""

@@ -56,6 +56,14 @@ def test_sums_of_rows_that_lie_together(rows, nodes):
     assert_close(got, expected, 1e-13)
 
 
+def test_every_row_of_a_node_is_summed_once():
+    """Rows that are all of several levels, and a few that end with the first block of the second."""
+    counts = [3, 21, 0, 2, 6]
+    node = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    got = jax.jit(sorted_sums.add, compiler_options=QUICK)(np.zeros((5, 1)), node, np.ones((len(node), 1)))
+    assert got[:, 0].tolist() == counts
+
+
 @pytest.mark.parametrize("nnz", [EDGES, pytest.param(0, marks=thorough)])
 def test_one_group_of_each_node_leads(nnz, as_on_a_gpu):
     as_on_a_gpu()
