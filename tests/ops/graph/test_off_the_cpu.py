@@ -60,7 +60,9 @@ def test_every_row_of_a_node_is_summed_once():
     """Those of the second are all of three levels, the last of which has one row."""
     counts = [3, 21, 0, 2]
     node = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    got = jax.jit(sorted_sums.add, compiler_options=QUICK)(np.zeros((4, 1)), node, np.ones((len(node), 1)))
+    got = jax.jit(loops.add_in_fixed_order, compiler_options=QUICK)(
+        np.zeros((4, 1)), node, np.ones((len(node), 1))
+    )
     assert got[:, 0].tolist() == counts
 
 
