@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from jax_attn_bwd import layers
 from jax_attn_bwd._core.backend import explain
-from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.configured import configured_attention_fn
+from jax_attn_bwd.layers.attention_fn import attention_fn, configured_attention_fn
 from jax_attn_bwd.ops.deformable import (
     MultiScaleDeformableAttentionGrads,
     multi_scale_deformable_attention,

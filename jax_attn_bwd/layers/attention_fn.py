@@ -1,21 +1,23 @@
-"""`jax_attn_bwd.attention_fn`: what the attention layers of Flax call between their projections."""
+"""`attention_fn`, for the attention layers of Flax to call between their projections, and with fixed options."""
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import checks, dropout, masks
-from jax_attn_bwd._core import rotary as rotary_embedding
-from jax_attn_bwd._core.rotary import Rotary
+from jax_attn_bwd._core.rotary import Rotary, checked
 from jax_attn_bwd._core.types import Implementation
-from jax_attn_bwd.layers.multi_head import flax_mask, promote
+from jax_attn_bwd.layers.multi_head import flax_mask, is_unset, promote, rotated
 from jax_attn_bwd.ops.dot_product import arguments, dot_product_attention, engine
 
-_NAME = "attention_fn"
+_NAME, _CONFIGURED = "attention_fn", "configured_attention_fn"
 
 
 # Each name is spelled out: linen reads the signature, and hands nothing to **kwargs.
@@ -139,32 +141,30 @@ def attention_fn(
     return attention_by(partial(dot_product_attention, forward_mode=forward_mode), **given)
 
 
+_EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
+
+
 def attention_by(
-    attend: Callable[..., jax.Array], query, key, value, bias, mask, broadcast_dropout, dropout_rng,
-    dropout_rate, deterministic, dtype, precision, module, *, force_fp32_for_softmax, is_causal,
-    input_positions, rope, rotary, local_window_size, query_seq_lengths, key_value_seq_lengths,
-    query_segment_ids, key_value_segment_ids, query_positions, key_value_positions, logits_soft_cap,
-    deterministic_sums, implementation, promote_dtype, einsum_dot_general, qk_attn_weights_einsum,
-    attn_weights_value_einsum, mask_mod, score_mod, mod_args,
+    attend: Callable[..., jax.Array], query, key, value, bias, mask, *, dropout_rng, dropout_rate,
+    deterministic, dtype, module, force_fp32_for_softmax, is_causal, input_positions, rope, rotary,
+    local_window_size, mask_mod, score_mod, implementation, promote_dtype, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """`attention_fn` by another `attend`, which takes the arguments of `dot_product_attention`."""
-    given = {
-        "einsum_dot_general": einsum_dot_general,
-        "qk_attn_weights_einsum": qk_attn_weights_einsum,
-        "attn_weights_value_einsum": attn_weights_value_einsum,
-    }
-    for name, einsum in given.items():
-        if einsum is not None:
+    """Computes `attention_fn` by another `attend`, which takes the arguments of `dot_product_attention`."""
+    for name in _EINSUMS:
+        if (einsum := options.pop(name)) is not None:
             remedy = "the weights it would multiply are never formed; use Flax's own attention"
             got = getattr(einsum, "__name__", type(einsum).__name__)
             raise NotImplementedError(checks.message(_NAME, name, "be None", got, remedy))
+    # One dtype, and queries and keys that are turned by their positions.
     if promote_dtype is None:
         query, key, value = promote(dtype, query, key, value)
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    query, key = _rotated(rope, input_positions, query, key)
-    query, key = _turned(rotary, rope, query, key, query_positions, key_value_positions)
+    positions = options["query_positions"], options["key_value_positions"]
+    query, key = _by_rope(rope, input_positions, query, key)
+    query, key = _by_rotary(rotary, rope, query, key, *positions)
     numbers, mask = mask, flax_mask(_NAME, mask)
+    # Dropout, which a call for training alone has.
     checks.flag(_NAME, "force_fp32_for_softmax", force_fp32_for_softmax)
     drops = not checks.flag(_NAME, "deterministic", deterministic)
     drops = checks.rate(_NAME, "dropout_rate", dropout_rate) > 0 and drops
@@ -173,26 +173,12 @@ def attention_by(
         raise ValueError(checks.message(_NAME, "dropout_rng", expected, None))
     if drops:
         dropout.check_key(_NAME, dropout_rng, "dropout_rng")  # an error names this argument
+    # Causality and windows, unless the mask of a step of decoding stands in their place.
     band: dict[str, Any] = dict(is_causal=is_causal, local_window_size=local_window_size)
-    one_query = query.ndim > 2 and query.shape[-3] == 1 < key.shape[-3]
-    if mask is not numbers and one_query and query_positions is None:
+    if _may_decode(query, key, numbers) and positions[0] is None:
         band = _band_of_step(**band, mask_mod=mask_mod, score_mod=score_mod)
-    options = dict(
-        **band,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        query_positions=query_positions,
-        key_value_positions=key_value_positions,
-        logits_soft_cap=logits_soft_cap,
-        precision=precision,
-        deterministic_sums=checks.flag(_NAME, "deterministic_sums", deterministic_sums),
-        broadcast_dropout=broadcast_dropout,
-        mask_mod=mask_mod,
-        score_mod=score_mod,
-        mod_args=mod_args,
-    )
+    options |= dict(**band, mask_mod=mask_mod, score_mod=score_mod)
+    options["deterministic_sums"] = checks.flag(_NAME, "deterministic_sums", options["deterministic_sums"])
     out = attend(
         query,
         key,
@@ -204,46 +190,59 @@ def attention_by(
         dropout_key=dropout_rng if drops else None,
         implementation=implementation,
     )
+    # Weights [..., N, T, S] are formed for a module that asks for them.
     if module is not None:
         weights = _weights(query, key, value, bias, mask, **options)
         _sow(module, weights if force_fp32_for_softmax else weights.astype(query.dtype))
     return out
 
 
-def _rotated(rope: Any, positions: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _by_rope(rope: Any, positions: Any, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Turns `[..., L, N, H]` by a function of the caller's, head by head."""
     if rope is None:
         if positions is not None:
             expected = "be given together with rope, which turns queries and keys by them"
             remedy = "configure it: configured_attention_fn(rope=nnx.RoPE())"
             got = f"shape {jnp.shape(positions)} and rope=None"
             raise ValueError(checks.message(_NAME, "input_positions", expected, got, remedy))
-        return arrays
+        return query, key
     rotate = jax.vmap(lambda x: rope(x, positions), in_axes=-2, out_axes=-2)
-    return tuple(rotate(x).astype(x.dtype) for x in arrays)
+    return rotate(query).astype(query.dtype), rotate(key).astype(key.dtype)
 
 
-def _turned(rotary: Any, rope: Any, query, key, *positions: Any) -> tuple[jax.Array, jax.Array]:
+def _by_rotary(rotary: Any, rope: Any, query, key, *positions: Any) -> tuple[jax.Array, jax.Array]:
+    """Turns queries and keys by `rotary`, whose positions must be known."""
     if rotary is None:
         return query, key
-    rotary = rotary_embedding.checked(_NAME, rotary, query.shape[-1])
+    rotary = checked(_NAME, rotary, query.shape[-1])
     if rope is not None:
         expected = "be None beside rope: both turn queries and keys"
         raise ValueError(checks.message(_NAME, "rotary", expected, rotary, "leave out one"))
-    if positions[0] is None and query.ndim > 2 and query.shape[-3] == 1 < key.shape[-3]:
+    if positions[0] is None and _is_one_of_more(query, key):
         expected = "be given with rotary in what may be a step of decoding"
         remedy = "the layers of jax_attn_bwd.layers tell the index in the cache; here pass where the query is"
         raise ValueError(checks.message(_NAME, "query_positions", expected, None, remedy))
-    found = []
-    for name, x, at in zip(("query_positions", "key_value_positions"), (query, key), positions, strict=True):
-        at = None if at is None else checks.integers(_NAME, name, at)
-        if at is not None:
-            checks.broadcasts(_NAME, name, at, "[..., L]", x.shape[:-2])
-        found.append(rotary_embedding.rotate(rotary, x, at).astype(x.dtype))
-    return found[0], found[1]
+    found: list[jax.Array | None] = [None, None]
+    names = ("query_positions", "key_value_positions")
+    for i, (name, x, given) in enumerate(zip(names, (query, key), positions, strict=True)):
+        if given is not None:
+            found[i] = checks.integers(_NAME, name, given)
+            checks.broadcasts(_NAME, name, found[i], "[..., L]", x.shape[:-2])
+    return rotated(_NAME, rotary, query, key, *found)
+
+
+def _is_one_of_more(query: jax.Array, key: jax.Array) -> bool:
+    """Tells whether one query meets more keys, as it does in a step of decoding."""
+    return query.ndim > 2 and query.shape[-3] == 1 < key.shape[-3]
+
+
+def _may_decode(query: jax.Array, key: jax.Array, mask: Any = None, **others: Any) -> bool:
+    """Tells whether a call looks like a step of decoding in Flax, whose mask says what the cache holds."""
+    return checks.is_array(mask) and mask.dtype != np.bool_ and _is_one_of_more(query, key)
 
 
 def _band_of_step(is_causal: bool, local_window_size: Any, **functions: Any) -> dict[str, Any]:
-    """The band of one query with a mask of numbers, as decoding in Flax makes them."""
+    """Returns the band of one query with a mask of numbers, as decoding in Flax makes them."""
     for name, x in {"local_window_size": masks.window(_NAME, local_window_size), **functions}.items():
         if x is None:
             continue
@@ -258,7 +257,7 @@ def _band_of_step(is_causal: bool, local_window_size: Any, **functions: Any) -> 
 
 
 def _linen_decodes() -> bool:
-    """Whether the caller is a layer of linen that decodes: its mask hides the keys that are still to come."""
+    """Tells whether a layer of linen calls that decodes: its mask hides the keys that are still to come."""
     linen = sys.modules.get("flax.linen")
     stack = [None] if linen is None else linen.module._context.module_stack
     return bool(getattr(stack[-1], "decode", False))
@@ -267,7 +266,7 @@ def _linen_decodes() -> bool:
 def _weights(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, **given: Any
 ) -> jax.Array:
-    """`[..., N, T, S]`, float32 or wider."""
+    """Returns `[..., N, T, S]`, float32 or wider."""
     given |= dict(scale=None, sink=None, dropout_rate=0.0, dropout_key=None, dropout_offset=None)
     options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
     p = engine.probabilities(engine.plane(options, operands), None)  # [..., K, G, T, S]
@@ -284,3 +283,146 @@ def _sow(module: Any, weights: jax.Array) -> None:
     else:
         expected = "be the Flax module that sows the weights, of linen or NNX"
         raise TypeError(checks.message(_NAME, "module", expected, type(module).__name__))
+
+
+def configured_attention_fn(
+    attention_fn: Callable[..., jax.Array] = attention_fn,
+    *,
+    bias: jax.Array | None = None,
+    is_causal: bool | None = None,
+    input_positions: jax.Array | None = None,
+    rope: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
+    rotary: Rotary | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mod_args: tuple[Any, ...] = (),
+    deterministic_sums: bool | None = None,
+    forward_mode: bool | None = None,
+    implementation: Implementation | None = None,
+) -> Callable[..., jax.Array]:
+    """`attention_fn` for Flax's layers with options that hold, whatever the layer passes.
+
+        causal = configured_attention_fn(is_causal=True)
+        nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=causal)
+        nnx.MultiHeadAttention(8, 64, attention_fn=causal, decode=False, rngs=rngs)
+
+    The layer of NNX passes `is_causal=False` with every call in which it is not asked for causality, and so
+    undoes what `functools.partial(attention_fn, is_causal=True)` binds: the model sees the future, and no
+    error says so. Here False, None and `()` from a layer leave an option alone, and any other value that is
+    not the configured one is an error.
+
+    Where causality may be asked for:
+
+        Flax NNX         layer(x, is_causal=True), or attention_fn=configured_attention_fn(is_causal=True)
+        Flax linen       attention_fn=configured_attention_fn(is_causal=True)
+        our linen layer  MultiHeadAttention(..., is_causal=True), in place of an attention_fn
+        Haiku, Equinox   is_causal=True of the layers in jax_attn_bwd.layers
+        all of them      mask=, with T x T booleans
+
+    A step of decoding (one query, more keys and a mask of numbers, which says what the cache holds) is left
+    to that mask: causality is not applied to the index of its only query.
+
+    Args:
+      attention_fn: what is configured: `jax_attn_bwd.attention_fn`, or what
+        `jax_attn_bwd.parallel.attention_fn` returned.
+      bias, is_causal, input_positions, rope, rotary, local_window_size, query_seq_lengths,
+        key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions,
+        logits_soft_cap, mask_mod, score_mod, mod_args, deterministic_sums, forward_mode,
+        implementation: as in `jax_attn_bwd.attention_fn`; None (of `mod_args` an empty tuple) leaves it to
+        the layer.
+
+    Returns:
+      A function with the arguments of `attention_fn`, each by its own name. Two that are made alike are equal
+      unless they hold arrays: layers with equal ones are traced once.
+
+    Gradients:
+      As of `attention_fn`; arrays that are configured may be traced ones, and have gradients.
+
+    Raises:
+      TypeError, ValueError: an option is of the wrong kind, or `attention_fn` does not take it; when called,
+        the layer passes another value of it; and as `attention_fn`.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax_attn_bwd import configured_attention_fn
+      >>> causal = configured_attention_fn(is_causal=True)
+      >>> layer = nnx.MultiHeadAttention(2, 8, attention_fn=causal, decode=False, rngs=nnx.Rngs(0))
+      >>> x = jax.random.normal(jax.random.key(0), (1, 5, 8), "float32")
+      >>> bool((layer(x)[:, :3] == layer(x.at[:, 3:].set(0.0))[:, :3]).all())
+      True
+    """
+    options = {name: x for name, x in locals().items() if name != "attention_fn" and not is_unset(x)}
+    if not callable(attention_fn):
+        expected = "be a function like jax_attn_bwd.attention_fn"
+        raise TypeError(checks.message(_CONFIGURED, "attention_fn", expected, type(attention_fn).__name__))
+    for name in {"is_causal", "deterministic_sums", "forward_mode"} & options.keys():
+        options[name] = checks.flag(_CONFIGURED, name, options[name])
+    masks.window(_CONFIGURED, local_window_size)
+    for name in options.keys() - inspect.signature(attention_fn).parameters.keys():
+        expected, remedy = "be left out: attention_fn does not take it", "configure jax_attn_bwd.attention_fn"
+        raise TypeError(checks.message(_CONFIGURED, name, expected, repr(options[name]), remedy))
+    return _Configured(attention_fn, options)
+
+
+@dataclass(frozen=True, eq=False)
+class _Configured:
+    """Calls an attention function with options of its own; layers hold it as a static attribute."""
+
+    attention_fn: Callable[..., jax.Array]
+    options: Mapping[str, Any]
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # linen hands over what it names
+        return inspect.signature(self.attention_fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        options = dict(self.options)
+        for name, x in options.items():
+            passed = given.get(name)
+            if passed is not False and not is_unset(passed) and not _is_same(passed, x):
+                expected = "be what the function was configured with, or left out"
+                values: tuple[Any, ...] = x, passed
+                shown = [f"an array of shape {v.shape}" if checks.is_array(v) else repr(v) for v in values]
+                got = f"{shown[1]} from the layer where {shown[0]} is configured"
+                raise ValueError(checks.message("attention_fn", name, expected, got))
+        if options.get("is_causal") and given.get("is_causal") is False and _may_decode(**given):
+            del options["is_causal"]
+        return self.attention_fn(**{**given, **options})
+
+    def _value(self) -> Any:
+        """Returns what equal functions share; one that holds arrays equals itself alone."""
+        value = (self.attention_fn, frozenset(self.options.items()))
+        hash(value)
+        return value
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, _Configured):
+            return NotImplemented
+        try:
+            return self is other or self._value() == other._value()
+        except TypeError:
+            return False
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self._value())
+        except TypeError:
+            return id(self)
+
+
+def _is_same(passed: Any, configured: Any) -> bool:
+    """Tells whether a layer passes the configured value; arrays are the same where they are one object."""
+    if passed is configured:
+        return True
+    holds_arrays = any(checks.is_array(x) for x in jax.tree.leaves((passed, configured)))
+    return not holds_arrays and type(passed) is type(configured) and bool(passed == configured)

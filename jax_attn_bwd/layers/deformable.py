@@ -1,4 +1,4 @@
-"""What the four `MultiScaleDeformableAttention` share: all of Deformable-DETR's module but its parameters.
+"""`MultiScaleDeformableAttention` in every framework: its arguments, its parameters and its call.
 
     location = reference + offset / (W_l, H_l)                  reference points (x, y)
     location = reference + offset / P_l * (width, height) / 2   reference boxes (x, y, width, height)
@@ -11,7 +11,16 @@ logits = attention_weights(query); without `projections` (D-FINE) value and out 
 
     attention_fn=partial(parallel.sharded_multi_scale_deformable_attention, mesh=mesh, axis="queries")
 
-Parameters: see `jax_attn_bwd.layers.deformable_parameters`.
+The four linear layers have the names of the published PyTorch modules (MSDeformAttn of Deformable-DETR
+and DINO, MSDeformableAttention of RT-DETR, RT-DETRv2 and D-FINE, which has the first two alone,
+MultiScaleDeformableAttention of mmcv and Hugging Face), and the same order of heads, levels, points and
+(x, y) inside. With `name` one of sampling_offsets, attention_weights, value_proj and output_proj:
+
+    framework         matrix                      vector
+    PyTorch           name.weight  [out, in]      name.bias
+    linen and NNX     name.kernel  [in, out]      name.bias
+    Haiku             ~/name/w     [in, out]      ~/name/b
+    Equinox           name.weight  [out, in]      name.bias
 
 Shapes: ... batch, Q queries, S pixels of all levels, C width, M heads, L levels, P_l points of a head on
 level l, K = sum of P_l.
@@ -21,7 +30,9 @@ References:
 """
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +40,105 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd.layers.deformable_parameters import Config as Config
-from jax_attn_bwd.layers.deformable_parameters import Linears as Linears
-from jax_attn_bwd.layers.deformable_parameters import configure as configure
-from jax_attn_bwd.layers.deformable_parameters import from_torch as from_torch
-from jax_attn_bwd.layers.deformable_parameters import offsets_bias as offsets_bias
-from jax_attn_bwd.layers.deformable_parameters import offsets_dtype as offsets_dtype
+from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
+from jax_attn_bwd.layers.weights import as_array
+from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Holds the options of the operator."""
+
+    padding_mode: PaddingMode = "zeros"
+    method: SamplingMethod = "bilinear"
+    deterministic_sums: bool = True
+    implementation: Implementation | None = None
+    forward_mode: bool = False
+    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tells in what the published modules differ."""
+
+    use_4D_normalizer: bool = False
+    offset_scale: float = 0.5
+    projections: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """Holds what a layer is built from."""
+
+    width: int  # C
+    num_heads: int  # M
+    num_points: tuple[int, ...]  # P_l
+    options: Options
+    form: Form
+
+    @property
+    def samples(self) -> int:
+        """Sampling points of a query, M * K."""
+        return self.num_heads * sum(self.num_points)
+
+
+class Linears(NamedTuple):
+    """Holds the linear layers, over the last axis; without projections the last two return what they get."""
+
+    sampling_offsets: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., M * K * 2]
+    attention_weights: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., M * K]
+    value_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
+    output_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
+
+
+def configure(arguments: Mapping[str, Any], width: str) -> Config:
+    """Returns the checked configuration of a layer.
+
+    Args:
+      arguments: what the framework's constructor was given, by name.
+      width: the name that the width C has there.
+    """
+    num_heads = checks.integer(_NAME, "num_heads", arguments["num_heads"], least=1)
+    num_levels = checks.integer(_NAME, "num_levels", arguments["num_levels"], least=1)
+    C = checks.integer(_NAME, width, arguments[width], least=1)
+    if C % num_heads:
+        expected = f"be a multiple of the {num_heads} heads"
+        raise ValueError(checks.message(_NAME, width, expected, C))
+    points: Any = arguments["num_points"]
+    given = points if np.ndim(points) else (points,) * num_levels
+    if len(given) != num_levels:
+        expected = f"be a positive int, or one for each of the {num_levels} levels"
+        raise ValueError(checks.message(_NAME, "num_points", expected, repr(points)))
+    counts = tuple(checks.integer(_NAME, "num_points", P, least=1) for P in given)
+    sums = checks.repeatable_sums(_NAME, arguments["deterministic_sums"], arguments["deterministic"])
+    options = Options(**{x.name: arguments[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
+    checks.flag(_NAME, "forward_mode", options.forward_mode)
+    if not callable(options.attention_fn):
+        expected = "be a function like multi_scale_deformable_attention"
+        raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
+    form = Form(
+        checks.flag(_NAME, "use_4D_normalizer", arguments["use_4D_normalizer"]),
+        checks.python_float(_NAME, "offset_scale", arguments["offset_scale"]),
+        checks.flag(_NAME, "projections", arguments["projections"]),
+    )
+    return Config(C, num_heads, counts, options, form)
+
+
+def offsets_bias(config: Config) -> np.ndarray:
+    """Returns `[M * K * 2]`: point p of head m begins p + 1 pixels from the reference, in direction m."""
+    angle = 2 * np.pi / config.num_heads * np.arange(config.num_heads)
+    direction = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+    direction /= np.abs(direction).max(axis=-1, keepdims=True)  # onto a square: 8 heads, 8 pixels
+    steps = np.concatenate([np.arange(1, P + 1) for P in config.num_points])  # [K]
+    return (direction[:, None] * steps[:, None]).ravel()
+
+
+def offsets_dtype(dtype: Any) -> jnp.dtype | None:
+    """Returns the dtype of offsets and logits in a layer that computes in `dtype`: float32 or wider."""
+    return None if dtype is None else accumulator_dtype(jnp.dtype(dtype))
 
 
 def attend(
@@ -49,7 +150,7 @@ def attend(
     spatial_shapes: Any,
     mask: jax.Array | None,
 ) -> jax.Array:
-    """The output `[..., Q, C]` of a layer."""
+    """Computes the output `[..., Q, C]` of a layer."""
     locations = sampling_locations(config, linears, query, reference_points, spatial_shapes)
     *batch, Q, M, K, _ = locations.shape
     logits = linears.attention_weights(_precise(query))
@@ -78,7 +179,7 @@ def attend(
 def sampling_locations(
     config: Config, linears: Linears, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
 ) -> jax.Array:
-    """`[..., Q, M, K, 2]`, (x, y), float32 or wider: where each head looks for each query."""
+    """Computes `[..., Q, M, K, 2]`, (x, y), float32 or wider: where each head looks for each query."""
     levels, form = _levels(config, spatial_shapes), config.form
     query = checks.floating(_NAME, "query", query)
     if query.ndim < 2 or query.shape[-1] != config.width:
@@ -105,7 +206,7 @@ def sampling_locations(
 
 
 class Calls:
-    """What a layer for whole batches can be called with; it holds its config and the four linear layers."""
+    """Gives its calls to a layer for whole batches that holds its `config` and the linear layers by name."""
 
     def __call__(
         self: Any,
@@ -154,7 +255,7 @@ def _linears(layer: Any) -> Linears:
 
 
 def as_it_is(x: jax.Array) -> jax.Array:
-    """`x`: it stands in the place of a projection."""
+    """Returns `x`: it stands in the place of a projection."""
     return x
 
 
@@ -210,8 +311,47 @@ def encoder_reference_points(
     return points / own[..., None, :] * ratios[..., None, :, :]
 
 
+def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, jax.Array]]:
+    """The parameters of one PyTorch module, in the tree of Flax: kernels are `[in, out]`.
+
+    Args:
+      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>sampling_offsets.weight` and so on.
+      prefix: what stands before the four names, with the dot: "transformer.encoder.layers.0.self_attn."
+        or "transformer.decoder.layers.0.cross_attn." in Deformable-DETR and DINO,
+        "decoder.decoder.layers.0.cross_attn." in RT-DETR.
+
+    Returns:
+      {"sampling_offsets": {"kernel", "bias"}, ...} of the four linear layers, of the first two where `state`
+      has no others (D-FINE). What puts them into a layer is
+      `load_torch` of its framework: `jax_attn_bwd.layers.equinox.load_torch` and so on.
+
+    Raises:
+      ValueError: an entry is missing.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_attn_bwd.layers.deformable import from_torch
+      >>> names = ("sampling_offsets", "attention_weights", "value_proj", "output_proj")
+      >>> state = {f"attn.{name}.weight": np.zeros((3, 2), np.float32) for name in names}
+      >>> state |= {f"attn.{name}.bias": np.zeros(3, np.float32) for name in names}
+      >>> from_torch(state, "attn.")["value_proj"]["kernel"].shape
+      (2, 3)
+    """
+
+    def entry(name: str) -> jax.Array:
+        key = prefix + name
+        if key not in state:
+            near = [other for other in state if other.startswith(prefix)][:8] or "no such prefix"
+            raise ValueError(checks.message("from_torch", "state", f"hold {key!r}", near))
+        return as_array(state[key])
+
+    projected = any(f"{prefix}{name}.weight" in state for name in Linears._fields[2:])
+    names = Linears._fields if projected else Linears._fields[:2]
+    return {name: {"kernel": entry(f"{name}.weight").T, "bias": entry(f"{name}.bias")} for name in names}
+
+
 def _precise(query: jax.Array) -> jax.Array:
-    """`query` in the dtype of offsets and logits.
+    """Returns `query` in the dtype of offsets and logits.
 
     A bfloat16 location is off by W / 512 pixels, whatever the offset it was made from.
     """
@@ -219,7 +359,7 @@ def _precise(query: jax.Array) -> jax.Array:
 
 
 def _levels(config: Config, spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
-    """(H, W) of each level."""
+    """Returns (H, W) of each level."""
     shapes = level_shapes(_NAME, "spatial_shapes", spatial_shapes)
     if len(shapes) != len(config.num_points):
         expected = f"hold one (H, W) for each of the {len(config.num_points)} levels"
@@ -228,7 +368,7 @@ def _levels(config: Config, spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _reference_points(config: Config, points: Any, queries: tuple) -> jax.Array:
-    """`[..., Q, K or 1, 2 or 4]`, one for each sampling point of a head, or one for all."""
+    """Returns `[..., Q, K or 1, 2 or 4]`, one for each sampling point of a head, or one for all."""
     points = checks.floating(_NAME, "reference_points", points)
     counts, given = config.num_points, points.shape
     if points.ndim == len(queries) + 1:  # [..., Q, 2 or 4]
@@ -252,7 +392,7 @@ def _reference_points(config: Config, points: Any, queries: tuple) -> jax.Array:
 
 
 def _mask(mask: Any, shape: tuple) -> jax.Array | None:
-    """`mask [..., S]`, checked."""
+    """Returns `mask [..., S]`, checked."""
     if mask is None:
         return None
     if not checks.is_array(mask) or mask.dtype != np.bool_:
@@ -268,10 +408,10 @@ def _mask(mask: Any, shape: tuple) -> jax.Array | None:
 
 
 def _keep(mask: jax.Array | None, x: jax.Array) -> jax.Array:
-    """`x [..., S, C]`, zero in the padding."""
+    """Returns `x [..., S, C]`, zero in the padding."""
     return x if mask is None else jnp.where(mask[..., None], x, 0)
 
 
 def _trailing(table: np.ndarray, x: jax.Array) -> jax.Array:
-    """`table` in the dtype of `x`, its axes the last ones of `x`."""
+    """Returns `table` in the dtype of `x`, its axes the last ones of `x`."""
     return jnp.asarray(table.reshape((1,) * (x.ndim - table.ndim) + table.shape), x.dtype)

@@ -1,4 +1,4 @@
-"""What `GATConv`, `GATv2Conv` and `TransformerConv` of the four frameworks share: all but their parameters.
+"""`GATConv`, `GATv2Conv` and `TransformerConv` in every framework: their arguments, parameters and calls.
 
     GATConv          graph_attention of lin(x), or of lin_src(x_src) and lin_dst(x_dst)
     GATv2Conv        graph_attention_v2 of lin_l(x_src), lin_r(x_dst)
@@ -7,7 +7,16 @@
 each with lin_edge(edge_attr), then `+ res(x_dst)` and `+ bias`; for TransformerConv `+ lin_skip(x_dst)`, or
 with `beta` the two mixed by the gate sigmoid(lin_beta([out, skip, out - skip])).
 
-Parameters: see `jax_attn_bwd.layers.graph_parameters`.
+Arguments and parameters have the names of PyTorch Geometric, whose kernels are transposed [T]:
+
+    PyTorch Geometric                  linen and NNX        Haiku            Equinox
+    <linear>.weight                    <linear>.kernel [T]  <linear>/w [T]   <linear>.weight
+    <linear>.bias                      <linear>.bias        <linear>/b       <linear>.bias
+    att_src, att_dst, att_edge, att    the same names, [H, C] where it has [1, H, C]
+    bias                               the same name
+
+with <linear> one of lin, lin_src, lin_dst (GATConv); lin_l, lin_r (GATv2Conv); lin_key, lin_query, lin_value,
+lin_skip, lin_beta (TransformerConv); lin_edge, res. H heads, C channels of a head.
 
 GATConv and GATv2Conv attend along `graph.with_self_loops()`, as PyTorch Geometric's do by default: a
 checkpoint does not tell. That graph is built anew at each call, or trace, and of a traced graph at each run,
@@ -31,15 +40,16 @@ References:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.layers.graph_parameters import Config
-from jax_attn_bwd.layers.published_weights import from_torch as from_torch
+from jax_attn_bwd._core.types import Fill, Implementation
+from jax_attn_bwd.layers.weights import from_torch as from_torch
 from jax_attn_bwd.ops.graph import (
     BipartiteCSC,
     graph_attention,
@@ -47,10 +57,123 @@ from jax_attn_bwd.ops.graph import (
     graph_transformer_attention,
 )
 from jax_attn_bwd.ops.graph.arguments import check_graph, rows_of_destinations
-from jax_attn_bwd.ops.graph.self_loops import is_traced
+from jax_attn_bwd.ops.graph.self_loops import FILLS, is_traced
 
 Linears = Mapping[str, Callable[[jax.Array], jax.Array]]
 Arrays = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Holds what a layer is built from."""
+
+    kind: str  # the name of its class
+    out_channels: int  # C
+    heads: int  # H
+    concat: bool
+    dropout: float
+    edge_dim: int | None
+    bias: bool
+    implementation: Implementation | None
+    negative_slope: float = 0.2  # GATConv, GATv2Conv
+    residual: bool = False  # GATConv, GATv2Conv
+    add_self_loops: bool = False  # GATConv, GATv2Conv, whose default is True
+    fill_value: float | Fill = "mean"  # GATConv, GATv2Conv
+    share_weights: bool = False  # GATv2Conv
+    root_weight: bool = True  # TransformerConv
+    beta: bool = False  # TransformerConv
+    forward_mode: bool = False
+    in_channels: int | tuple[int, int] | None = None  # None where it is read off the input
+
+    def __post_init__(self) -> None:
+        """Checks everything that the operator does not."""
+        for name in ("out_channels", "heads") + (() if self.edge_dim is None else ("edge_dim",)):
+            checks.integer(self.kind, name, getattr(self, name), least=1)
+        flags = ("concat", "bias", "residual", "add_self_loops", "share_weights", "root_weight", "beta")
+        for name in (*flags, "forward_mode"):
+            checks.flag(self.kind, name, getattr(self, name))
+        if isinstance(self.fill_value, str):
+            checks.choice(self.kind, "fill_value", self.fill_value, FILLS)
+        else:
+            checks.python_float(self.kind, "fill_value", self.fill_value)
+        checks.rate(self.kind, "dropout", self.dropout)
+
+    @classmethod
+    def of(cls, kind: str, arguments: Mapping[str, Any]) -> "Config":
+        """Takes the arguments of a constructor by name, among them those of the framework alone."""
+        names = {field.name for field in fields(cls)} - {"kind"}
+        given = {name: x for name, x in arguments.items() if name in names}
+        if "in_channels" in given:
+            given["in_channels"] = channels(kind, given["in_channels"])
+        return cls(kind, **given)
+
+    @property
+    def width(self) -> int:
+        """Returns the width of projected nodes, H * C."""
+        return self.heads * self.out_channels
+
+    @property
+    def out_width(self) -> int:
+        """Returns the width of the output, H * C or C."""
+        return self.width if self.concat else self.out_channels
+
+
+class Linear(NamedTuple):
+    """Describes a linear layer that a layer is made of."""
+
+    in_channels: Any  # an int; None where the framework reads it off the input
+    out_channels: int
+    bias: bool = False
+
+
+def channels(kind: str, in_channels: Any) -> int | tuple[int, int]:
+    """Returns `in_channels`, checked: one width, or those of sources and destinations."""
+    if not isinstance(in_channels, tuple | list):
+        return checks.integer(kind, "in_channels", in_channels, least=1)
+    if len(in_channels) != 2:
+        expected = "be an int or a pair of them"
+        raise ValueError(checks.message(kind, "in_channels", expected, repr(in_channels)))
+    source, destination = (checks.integer(kind, "in_channels", n, least=1) for n in in_channels)
+    return source, destination
+
+
+def linear_layers(config: Config, in_channels: Any) -> dict[str, Linear]:
+    """Returns the linear layers by name; `in_channels` is a width, a pair of them, or has None for them."""
+    pair = isinstance(in_channels, tuple)
+    source, destination = in_channels if pair else (in_channels, in_channels)
+    width, bias = config.width, config.bias
+    if config.kind == "GATConv" and pair:
+        found = {"lin_src": Linear(source, width), "lin_dst": Linear(destination, width)}
+    elif config.kind == "GATConv":
+        found = {"lin": Linear(source, width)}
+    elif config.kind == "GATv2Conv":
+        found = {"lin_l": Linear(source, width, bias)}
+        if not config.share_weights:
+            found["lin_r"] = Linear(destination, width, bias)
+    else:
+        sides = {"lin_key": source, "lin_query": destination, "lin_value": source}
+        found = {name: Linear(n, width, bias) for name, n in sides.items()}
+        if config.root_weight:
+            found["lin_skip"] = Linear(destination, config.out_width, bias)
+        if config.root_weight and config.beta:
+            found["lin_beta"] = Linear(3 * config.out_width, 1)
+    if config.edge_dim is not None:
+        found["lin_edge"] = Linear(config.edge_dim, width)
+    if config.residual:
+        found["res"] = Linear(destination, config.out_width)
+    return found
+
+
+def array_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters that are no linear layer, by name; `bias` starts at 0."""
+    names = {"GATConv": ("att_src", "att_dst"), "GATv2Conv": ("att",)}.get(config.kind, ())
+    if config.kind == "GATConv" and config.edge_dim is not None:
+        names += ("att_edge",)
+    shape: tuple[int, ...] = (config.heads, config.out_channels)
+    found = dict.fromkeys(names, shape)
+    if config.bias and config.kind != "TransformerConv":
+        found["bias"] = (config.out_width,)
+    return found
 
 
 def attend(
@@ -63,7 +186,7 @@ def attend(
     dropout_key: jax.Array | None,
     return_attention_weights: bool,
 ) -> Any:
-    """The output `[num_dst, H * C or C]` of a layer; `dropout_key` None means no dropout."""
+    """Computes the output `[num_dst, H * C or C]` of a layer; `dropout_key` None means no dropout."""
     # Nodes, edges and the graph along which the layer attends.
     graph = check_graph(config.kind, graph)
     x_src, x_dst = _nodes(config, x, graph)
@@ -151,7 +274,7 @@ def _finish(linears: Linears, arrays: Arrays, out: jax.Array, x_dst: jax.Array) 
 
 
 def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.Array]:
-    """Features of sources and destinations, of the widths that the layer was built for."""
+    """Returns features of sources and destinations, of the widths that the layer was built for."""
     widths = config.in_channels
     source, destination = widths if isinstance(widths, tuple) else (widths, widths)
     if isinstance(x, tuple | list) and len(x) != 2:
@@ -184,7 +307,7 @@ def _rows(config: Config, argument: str, x: Any, name: str, rows: int, width: in
 
 
 def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | None:
-    """Edge features `[..., nnz, edge_dim]`, 0 in the padding, that lin_edge would read."""
+    """Returns edge features `[..., nnz, edge_dim]`, 0 in the padding, that lin_edge would read."""
     if (edge_attr is None) != (config.edge_dim is None):
         expected = f"be {'None' if config.edge_dim is None else 'given'} with edge_dim = {config.edge_dim}"
         got = None if edge_attr is None else "an array"
@@ -201,7 +324,7 @@ def _edges(config: Config, edge_attr: Any, graph: BipartiteCSC) -> jax.Array | N
 def _with_self_loops(
     config: Config, graph: BipartiteCSC, edge_attr: jax.Array | None
 ) -> tuple[BipartiteCSC, jax.Array | None]:
-    """The graph with one loop for each node, and its edges' features; a capacity gets room for them."""
+    """Returns the graph with a loop for each node, and its edges' features; a capacity gets room for them."""
     padded = is_traced(graph) or graph.capacity > graph.num_edges
     capacity = graph.capacity + min(graph.num_src, graph.num_dst) if padded else None
     if edge_attr is None:

@@ -1,6 +1,6 @@
-"""What the four `MultiHeadAttention` share.
+"""`MultiHeadAttention` in every framework: options, what is told of tokens, masks, the call, decoding.
 
-Each is the framework's own layer with another inside: same arguments, same parameters under the same names,
+Each layer is the framework's own with another inside: same arguments, same parameters under the same names,
 same initial values for the same key. The call runs `jax_attn_bwd.multi_head_attention`, one rule over the
 whole layer, which keeps the inputs (`save`) and nothing of size T x S. What stands between projection and
 attention (a norm of queries and keys, rotary embeddings, a decoding cache) or replaces a part of it (another
@@ -13,19 +13,68 @@ What is told of the tokens (lengths, segments, positions, the arrays that masks 
 the call, the rest at construction. In layers `deterministic` is the frameworks' word for "without dropout",
 so the flag that allows sums in any order is `deterministic_sums`, as in the operators.
 
-Shapes: ... batch, T queries, S keys, N heads, K key heads, H and Hv their sizes, Eq Ek Ev Eo widths.
+For frameworks that have no cache of their own (Haiku, Equinox) `decode` does a step with one:
+
+    keys, values of the cache at n ... n + T - 1  =  those of the T new tokens, where n are in it
+    out  =  attention of the new queries to the first n + T of them, each to those up to its own
+
+That cache holds keys before the rotation: rows that begin at different places tell positions at each call.
+
+A layer of another framework declares `OPTIONS` and the arguments of `Tokens` in its own manner, makes
+`MultiHeadAttentionParams`, and hands all that to `attend`.
+
+Shapes: ... batch, T queries, S keys, N heads, K key heads, H and Hv their sizes, Eq Ek Ev Eo widths, L tokens
+that a cache has room for.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.rotary import Rotary, checked, rotate
+from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, multi_head_attention
+
+# What every layer has beside the options of its framework, and its default; `attention_fn` takes all these.
+OPTIONS = {
+    "local_window_size": None,
+    "logits_soft_cap": None,
+    "mask_mod": None,
+    "score_mod": None,
+    "rotary": None,
+    "deterministic_sums": True,
+    "implementation": None,
+    "forward_mode": False,
+}
+
+
+class Tokens(TypedDict):
+    """What a call tells of its tokens, in every framework by these names; None and () = nothing."""
+
+    query_seq_lengths: Any
+    key_value_seq_lengths: Any
+    query_segment_ids: Any
+    key_value_segment_ids: Any
+    query_positions: Any
+    key_value_positions: Any
+    mod_args: tuple[Any, ...]
+
+
+def tokens_of(arguments: Mapping[str, Any]) -> Tokens:
+    """Returns what the `arguments` of a call, by name, tell of its tokens."""
+    return Tokens(**{name: arguments[name] for name in Tokens.__annotations__})
+
+
+def options_of(layer: Any) -> dict[str, Any]:
+    """Returns the `OPTIONS` that a layer holds as attributes."""
+    return {name: getattr(layer, name) for name in OPTIONS}
 
 
 def attend(
@@ -37,7 +86,7 @@ def attend(
     dtype: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """`multi_head_attention` in one dtype: `dtype`, or what inputs and parameters promote to."""
+    """Calls `multi_head_attention` in one dtype: `dtype`, or what inputs and parameters promote to."""
     arrays = promote(dtype, query, key, value, *params)
     params = MultiHeadAttentionParams(*arrays[3:])
     # An array given twice is kept once.
@@ -47,7 +96,7 @@ def attend(
 
 
 def promote(dtype: Any, *arrays: Any) -> list[Any]:
-    """`arrays` in `dtype`, or in the floating dtype that they promote to; None stays None."""
+    """Returns `arrays` in `dtype`, or in the floating dtype that they promote to; None stays None."""
     if dtype is None:
         dtype = jnp.result_type(*(x for x in arrays if x is not None))
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -56,7 +105,7 @@ def promote(dtype: Any, *arrays: Any) -> list[Any]:
 
 
 def boolean_mask(layer: str, mask: Any) -> jax.Array | None:
-    """`mask`, which must be boolean or None."""
+    """Returns `mask`, which must be boolean or None."""
     if mask is None or (checks.is_array(mask) and mask.dtype == bool):
         return mask
     got = f"dtype {mask.dtype}" if checks.is_array(mask) else f"{type(mask).__name__}, not an array"
@@ -67,7 +116,7 @@ def boolean_mask(layer: str, mask: Any) -> jax.Array | None:
 def flax_mask(
     layer: str, mask: Any, bias: str = "jax_attn_bwd.configured_attention_fn(bias=bias)"
 ) -> jax.Array | None:
-    """`mask` as Flax takes it: what is not 0 attends.
+    """Returns `mask` as Flax takes it: what is not 0 attends.
 
     Known floating values other than 0 and 1 are an error: they are meant to be added, which `bias` says how.
     """
@@ -84,20 +133,41 @@ def flax_mask(
     return jnp.asarray(mask != 0)
 
 
-def told(layer: str, attention: Callable[..., Any], tokens: Mapping[str, Any]) -> Callable[..., Any]:
-    """`attention`, handed those of `tokens` that are neither None nor an empty tuple by their names."""
-    empty = lambda x: x is None or (isinstance(x, tuple) and not x)
-    tokens = {name: x for name, x in tokens.items() if not empty(x)}
-    if not tokens:
+def is_unset(x: Any) -> bool:
+    """Tells whether an argument is left out: None, or an empty tuple of `mod_args`."""
+    return x is None or (isinstance(x, tuple) and not x)
+
+
+def with_token_arguments(layer: str, attention: Callable[..., Any], tokens: Tokens) -> Callable[..., Any]:
+    """Binds those of `tokens` that are given to an attention function, which must take them."""
+    given = {name: x for name, x in tokens.items() if not is_unset(x)}
+    if not given:
         return attention
     parameters = inspect.signature(attention).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name, x in tokens.items():
+    for name, x in given.items():
         if not (takes_all or name in parameters):
             expected = "be left out with an attention_fn that has no argument of this name"
             got = f"shape {jnp.shape(x)}" if checks.is_array(x) else f"a {type(x).__name__}"
             raise TypeError(checks.message(layer, name, expected, got, "use jax_attn_bwd.attention_fn"))
-    return partial(attention, **tokens)
+    return partial(attention, **given)
+
+
+def with_index(tokens: Tokens, options: Mapping[str, Any], index: jax.Array) -> Tokens:
+    """Returns `tokens` of a step of decoding, at `index` of the cache where an option reads positions."""
+    readers = ("local_window_size", "mask_mod", "score_mod", "rotary")
+    if tokens["query_positions"] is not None or all(options.get(name) is None for name in readers):
+        return tokens
+    return Tokens(**{**tokens, "query_positions": index[None]})
+
+
+def rotated(
+    layer: str, rotary: Rotary | None, q: jax.Array, k: jax.Array, q_positions: Any, k_positions: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Turns queries and keys by their positions, None = their indices; without `rotary` they stay."""
+    if (rotary := checked(layer, rotary, q.shape[-1])) is None:
+        return q, k
+    return rotate(rotary, q, q_positions).astype(q.dtype), rotate(rotary, k, k_positions).astype(k.dtype)
 
 
 def check_room(layer: str, length: int, taken: Any, new: int = 1) -> None:
@@ -111,5 +181,102 @@ def check_room(layer: str, length: int, taken: Any, new: int = 1) -> None:
 
 
 def within_room(out: jax.Array, length: int, end: Any) -> jax.Array:
-    """`out`, or NaN where a traced count of tokens passed the end: nothing is overwritten in silence."""
+    """Returns `out`, or NaN where a traced count passed the end: nothing is overwritten in silence."""
     return jnp.where(end <= length, out, jnp.nan)
+
+
+class KeyValueCache(NamedTuple):
+    """Projected keys and values of the tokens so far, with room for L of them.
+
+    Attributes:
+      key: `[..., L, N, H]`, not turned by `rotary`.
+      value: `[..., L, N, Hv]`.
+      tokens: int32 `[]`, how many there are.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    tokens: jax.Array
+
+
+def decode(
+    layer: str,
+    params: MultiHeadAttentionParams,
+    cache: KeyValueCache,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    rotary: Rotary | None = None,
+    precision: Any = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    **options: Any,
+) -> tuple[jax.Array, KeyValueCache]:
+    """Returns (out `[..., T, Eo]`, the cache with T tokens more); NaN where it has no room for them.
+
+    Masks, and what is told of keys, are of the cache, `[..., L]`; a query's position is its index there
+    unless it is given.
+    """
+    T, length = query.shape[-2], cache.key.shape[-3]
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[-2] != T:
+            expected = f"have the {T} tokens of query, which are new to the cache"
+            raise ValueError(checks.message(layer, name, expected, x.shape))
+    check_room(layer, length, cache.tokens, T)
+    # The new tokens are projected, and their keys and values written behind those in the cache.
+    pairs = zip(params[0:6:2], params[1:6:2], strict=True)  # (kernel, bias) of query, key and value
+    q, *new = (_heads(x, *pair, precision) for x, pair in zip((query, key, value), pairs, strict=True))
+    for name, x, held in zip(("key", "value"), new, cache[:2], strict=True):
+        size = (*held.shape[:-3], T, *held.shape[-2:])
+        if x.shape != size:
+            expected = f"have heads {size}, as the cache has"
+            raise ValueError(checks.message(layer, name, expected, x.shape))
+    filled = KeyValueCache(
+        _written(new[0], cache.key, cache.tokens),
+        _written(new[1], cache.value, cache.tokens),
+        jnp.asarray(cache.tokens + T, jnp.int32),
+    )
+    end = cache.tokens + T
+    at = cache.tokens + jnp.arange(T, dtype=jnp.int32)
+    # A query sees what stands in the cache up to itself.
+    if query_positions is None and key_value_positions is None:
+        options |= {"is_causal": True}
+    elif T > 1:  # by index: positions may be told in any order
+        seen = jnp.arange(length, dtype=jnp.int32)[None] <= at[:, None]
+        mask = seen if mask is None else mask & to_rank(seen, mask.ndim)
+    query_positions = at if query_positions is None else query_positions
+    limit = end if key_value_seq_lengths is None else jnp.minimum(key_value_seq_lengths, end)
+    q, *_ = promote(None, q, *new)  # a narrower cache does not narrow what is computed
+    k, v = (x.astype(q.dtype) for x in filled[:2])
+    q, k = rotated(layer, rotary, q, k, query_positions, key_value_positions)
+    out = dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
+        key_value_seq_lengths=jnp.minimum(limit, length),
+        precision=precision,
+        **options,
+    )
+    # Heads are projected to the output.
+    out, kernel, bias = promote(None, out, params.out_kernel, params.out_bias)
+    out = jnp.einsum("...nh,nhe->...e", out, kernel, precision=precision)
+    out = out if bias is None else out + to_rank(bias, out.ndim)
+    return within_room(out, length, end), filled
+
+
+def _heads(x: jax.Array, kernel: Any, bias: Any, precision: Any) -> jax.Array:
+    """Projects `[..., T, E]` to `[..., T, N, H]`."""
+    x, kernel, bias = promote(None, x, kernel, bias)
+    heads = jnp.einsum("...e,enh->...nh", x, kernel, precision=precision)
+    return heads if bias is None else heads + to_rank(bias, heads.ndim)
+
+
+def _written(x: jax.Array, to: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns the cache `to [..., L, N, H]` with the rows `x` from `index` on."""
+    return lax.dynamic_update_slice_in_dim(to, x.astype(to.dtype), index, axis=to.ndim - 3)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from layers.frameworks import graph
 
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
+from jax_attn_bwd.layers.graph import Config, array_shapes, linear_layers
 from jax_attn_bwd.ops.graph import reference
 
 N_SRC, N_DST, NNZ, H, C, EDGE = 7, 5, 17, 2, 3, 4
@@ -33,7 +33,7 @@ def layout(kind, in_channels, options):
     """(linear layers, shapes of the other parameters) by name."""
     defaults = dict(concat=True, dropout=0.0, edge_dim=None, bias=True, implementation=None)
     config = Config(kind, C, H, **(defaults | options))
-    return linears(config, in_channels), arrays(config)
+    return linear_layers(config, in_channels), array_shapes(config)
 
 
 def parameters(rng, kind, in_channels, options):

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers import graph as shared
-from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
+from jax_attn_bwd.layers.graph import Config, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 _XAVIER = jax.nn.initializers.xavier_uniform()
@@ -32,8 +31,8 @@ class _Conv(eqx.Module):
             if field.default is None:
                 setattr(self, field.name, None)
         config, dtype = Config.of(self.kind, arguments), arguments["dtype"]
-        specs = linears(config, config.in_channels)
-        shapes = arrays(config)
+        specs = linear_layers(config, config.in_channels)
+        shapes = array_shapes(config)
         keys = iter(jax.random.split(arguments["key"], len(specs) + len(shapes)))
         for name, (width, out, bias) in specs.items():
             setattr(self, name, _linear(width, out, bias, dtype, next(keys)))
@@ -94,13 +93,13 @@ class _Conv(eqx.Module):
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
         layers = {name: partial(_by_row, getattr(self, name)) for name in self.linears}
-        vectors = {name: getattr(self, name) for name in arrays(self.config)}
+        vectors = {name: getattr(self, name) for name in array_shapes(self.config)}
         training = self.config.dropout and not (self.inference if inference is None else inference)
         if training and key is None:
             expected = "be given while there is dropout"
             remedy = "pass inference=True or use equinox.nn.inference_mode"
             raise ValueError(checks.message(self.config.kind, "key", expected, None, remedy))
-        return shared.attend(
+        return attend(
             self.config,
             layers,
             vectors,

@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, masks
-from jax_attn_bwd._core.rotary import Rotary, checked, rotate
+from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
-from jax_attn_bwd.layers.arguments import positive
-from jax_attn_bwd.layers.cache import KeyValueCache, decode
-from jax_attn_bwd.layers.multi_head import attend, boolean_mask, promote
+from jax_attn_bwd.layers.multi_head import (
+    OPTIONS,
+    KeyValueCache,
+    attend,
+    boolean_mask,
+    decode,
+    options_of,
+    promote,
+    rotated,
+    tokens_of,
+)
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
@@ -88,19 +96,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           implementation: option of `jax_attn_bwd.dot_product_attention`.
           forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
         """
-        super().__init__(positive(_NAME, "num_heads", num_heads), *args, **kwargs)
-        self.is_causal = is_causal
+        arguments = locals()
+        super().__init__(checks.integer(_NAME, "num_heads", num_heads, least=1), *args, **kwargs)
+        for name in (*OPTIONS, "is_causal", "save"):
+            setattr(self, name, arguments[name])
         # A pair of Python ints: `filter_jit` compares it with the windows of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
-        self.logits_soft_cap = logits_soft_cap
-        self.mask_mod = mask_mod
-        self.score_mod = score_mod
-        self.rotary = rotary
         self.precision = checks.precision(_NAME, precision)
-        self.deterministic_sums = deterministic_sums
-        self.save = save
-        self.implementation = implementation
-        self.forward_mode = forward_mode
 
     def __call__(
         self,
@@ -145,9 +147,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
         """
+        tokens = tokens_of(locals())
         if query.ndim != 2:
             expected, remedy = "have shape [T, query_size]", "for a batch use jax.vmap"
             raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
+        # Whether there is dropout.
         inference = deterministic if deterministic is not None else inference
         inference = self.dropout.inference if inference is None else inference
         drops = not inference and checks.rate(_NAME, "dropout.p", self.dropout.p) > 0
@@ -156,31 +160,20 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             remedy = "pass inference=True or use equinox.nn.inference_mode"
             raise ValueError(checks.message(_NAME, "key", expected, None, remedy))
         mask = None if mask is None else self._mask(mask, query.shape[0], key_.shape[0])
-        options: dict[str, Any] = dict(
+        # One rule for the whole layer.
+        options: dict[str, Any] = {**tokens, **options_of(self)}
+        rotary = options.pop("rotary")
+        options |= dict(
             mask=mask,
             bias=bias,
             is_causal=self.is_causal,
-            local_window_size=self.local_window_size,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_value_segment_ids,
-            query_positions=query_positions,
-            key_value_positions=key_value_positions,
-            logits_soft_cap=self.logits_soft_cap,
-            mask_mod=self.mask_mod,
-            score_mod=self.score_mod,
-            mod_args=mod_args,
             precision=self.precision,
-            deterministic_sums=self.deterministic_sums,
-            implementation=self.implementation,
-            forward_mode=self.forward_mode,
             dropout_rate=self.dropout.p if drops else 0.0,
             dropout_key=key if drops else None,
         )
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if process_heads is None and all(type(x) is eqx.nn.Linear for x in linears):
-            return attend(self._params(), query, key_, value, save=self.save, rotary=self.rotary, **options)
+            return attend(self._params(), query, key_, value, save=self.save, rotary=rotary, **options)
         # With other projections, or a function between, the pieces run one after the other.
         inputs = zip(linears, (query, key_, value), strict=False)
         heads = tuple(self._project(linear, x) for linear, x in inputs)
@@ -191,9 +184,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 got = [x.shape for x in heads]
                 raise ValueError(checks.message(_NAME, "process_heads", f"keep the shapes {shapes}", got))
         q, k, v = promote(None, *heads)
-        if (rotary := checked(_NAME, self.rotary, q.shape[-1])) is not None:
-            q = rotate(rotary, q, query_positions).astype(q.dtype)
-            k = rotate(rotary, k, key_value_positions).astype(k.dtype)
+        q, k = rotated(_NAME, rotary, q, k, query_positions, key_value_positions)
         out = dot_product_attention(q, k, v, **options)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
 
@@ -211,7 +202,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           TypeError, ValueError: `length` is no positive int. TypeError: `dtype` is not floating, or a
             projection is no `equinox.nn.Linear`.
         """
-        length, linears = positive(_NAME, "length", length), (self.key_proj, self.value_proj)
+        length, linears = checks.integer(_NAME, "length", length, least=1), (self.key_proj, self.value_proj)
         self._plain("init_cache")
         dtype = jnp.result_type(*(linear.weight for linear in linears)) if dtype is None else dtype
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -287,25 +278,18 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             value,
             mask=mask,
             bias=bias,
-            rotary=self.rotary,
             precision=self.precision,
-            local_window_size=self.local_window_size,
-            logits_soft_cap=self.logits_soft_cap,
-            mask_mod=self.mask_mod,
-            score_mod=self.score_mod,
-            mod_args=mod_args,
-            deterministic_sums=self.deterministic_sums,
-            implementation=self.implementation,
-            forward_mode=self.forward_mode,
+            **options_of(self),
             key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
             query_positions=query_positions,
             key_value_positions=key_value_positions,
+            mod_args=mod_args,
         )
 
     def _plain(self, call: str) -> MultiHeadAttentionParams:
-        """The parameters of plain projections."""
+        """Returns the parameters of plain projections."""
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if other := [type(x).__name__ for x in linears if type(x) is not eqx.nn.Linear]:
             raise TypeError(
@@ -314,7 +298,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         return self._params()
 
     def _mask(self, mask: Any, T: int, S: int, of: str = "S") -> Any:
-        """`mask`, checked."""
+        """Returns `mask`, checked."""
         mask = boolean_mask(_NAME, mask)
         if mask.shape not in ((T, S), (self.num_heads, T, S)):
             expected = f"have shape [T, {of}] = {(T, S)} or [N, T, {of}] = {(self.num_heads, T, S)}"
@@ -322,7 +306,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         return mask
 
     def _params(self) -> MultiHeadAttentionParams:
-        """Weights are `[out, in]` in Equinox, the rows of a head side by side."""
+        """Returns parameters by head: weights are `[out, in]` in Equinox, the rows of a head side by side."""
         params: list[Any] = []
         for linear in (self.query_proj, self.key_proj, self.value_proj):
             heads = linear.weight.reshape(self.num_heads, -1, linear.weight.shape[-1])

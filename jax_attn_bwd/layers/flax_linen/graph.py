@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers import graph as shared
-from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
+from jax_attn_bwd.layers.graph import Config, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
@@ -92,18 +91,18 @@ class _Conv(nn.Module):
                 kernel_init=self.kernel_init,
                 name=name,
             )
-            for name, linear in linears(config, pair).items()
+            for name, linear in linear_layers(config, pair).items()
         }
         vectors = {
             name: self.param(
                 name, nn.initializers.zeros if name == "bias" else self.kernel_init, shape, self.param_dtype
             )
-            for name, shape in arrays(config).items()
+            for name, shape in array_shapes(config).items()
         }
         key = None
         if config.dropout and not nn.merge_param("deterministic", self.deterministic, deterministic):
             key = self.make_rng("dropout")
-        return shared.attend(config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
+        return attend(config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
 
 
 class GATConv(_Conv):

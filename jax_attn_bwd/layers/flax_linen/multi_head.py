@@ -14,9 +14,19 @@ from flax.core import meta
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
-from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import attend, check_room, flax_mask, told, within_room
+from jax_attn_bwd.layers.multi_head import (
+    OPTIONS,
+    Tokens,
+    attend,
+    check_room,
+    flax_mask,
+    options_of,
+    tokens_of,
+    with_index,
+    with_token_arguments,
+    within_room,
+)
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _own_attention = attention_fn
@@ -121,17 +131,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           ValueError: shapes disagree, or the cache is full (NaN where that is traced). TypeError: an argument
             is of the wrong kind, such as an additive mask.
         """
-        positive(type(self).__name__, "num_heads", self.num_heads)
+        tokens = tokens_of(locals())
+        checks.integer(type(self).__name__, "num_heads", self.num_heads, least=1)
         mask = flax_mask(type(self).__name__, mask)
-        tokens = dict(
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_value_segment_ids,
-            query_positions=query_positions,
-            key_value_positions=key_value_positions,
-            mod_args=mod_args,
-        )
         # Projections that were replaced, and names that Flax is leaving behind, go through its own code.
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
@@ -163,25 +165,18 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             dtype=self.dtype,
             mask=mask,
             is_causal=self.is_causal,
-            local_window_size=self.local_window_size,
-            **tokens,
-            logits_soft_cap=self.logits_soft_cap,
-            mask_mod=self.mask_mod,
-            score_mod=self.score_mod,
-            rotary=self.rotary,
             precision=self.precision,
-            deterministic_sums=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
             dropout_key=dropout_rng if drops else None,
             broadcast_dropout=self.broadcast_dropout,
             save=self.save,
-            implementation=self.implementation,
-            forward_mode=self.forward_mode,
+            **tokens,
+            **options_of(self),
         )
 
     @nn.nowrap
     def _is_whole(self) -> bool:
-        """Whether nothing stands between the projections and the attention, or replaces a part."""
+        """Tells whether nothing stands between projections and attention, or replaces a part."""
         custom = (
             self.qkv_dot_general,
             self.out_dot_general,
@@ -200,7 +195,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _params(self, *inputs: jax.Array) -> MultiHeadAttentionParams:
-        """The parameters, made where there are none yet."""
+        """Returns the parameters, made where there are none yet."""
         features = self.out_features or inputs[0].shape[-1]
         heads, qkv_features = self.num_heads, self.qkv_features or inputs[0].shape[-1]
         if qkv_features % heads:
@@ -225,40 +220,31 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         return MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
 
     @nn.nowrap
-    def _projected(self, *inputs: Any, tokens: dict[str, Any], **arguments: Any) -> Any:
-        """Flax's own call, around the attention that the attributes ask for."""
-        options: dict[str, Any] = {
-            "is_causal": self.is_causal or None,
-            "local_window_size": self.local_window_size,
-            "logits_soft_cap": self.logits_soft_cap,
-            "mask_mod": self.mask_mod,
-            "score_mod": self.score_mod,
-            "rotary": self.rotary,
-            "deterministic_sums": None if self.deterministic_sums is True else self.deterministic_sums,
-            "implementation": self.implementation,
-            "forward_mode": None if self.forward_mode is False else self.forward_mode,
-        }
-        options = {name: x for name, x in options.items() if x is not None}
+    def _projected(self, *inputs: Any, tokens: Tokens, **arguments: Any) -> Any:
+        """Calls Flax's own layer, around the attention that the attributes ask for."""
+        name = type(self).__name__
+        options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
+        options |= {n: x for n, x in options_of(self).items() if x is not None and x is not OPTIONS[n]}
+        # A step of decoding must find room in the cache.
         steps, length, index = self.decode and self.has_variable("cache", "cached_key"), 0, jnp.zeros(())
         if steps:
             held: Any = self.get_variable("cache", "cached_key")
             length, index = held.shape[-3], self.get_variable("cache", "cache_index")
-            check_room(type(self).__name__, length, index)
+            check_room(name, length, index)
+        # The caller's attention takes no options; ours takes those of the layer, and the index in the cache.
         if self.attention_fn is not _own_attention or self._einsums():
             if options:
                 expected = f"be left out with an attention_fn or an einsum other than {__package__}'s"
-                raise ValueError(checks.message(type(self).__name__, ", ".join(options), expected, options))
+                raise ValueError(checks.message(name, ", ".join(options), expected, options))
             attention = nn.dot_product_attention if self.attention_fn is _own_attention else self.attention_fn
         else:
             if steps:
                 options.pop("is_causal", None)  # Flax hides the keys that are still to come
-                reads = {"local_window_size", "rotary", "mask_mod", "score_mod"} & options.keys()
-                if reads and tokens["query_positions"] is None:
-                    tokens = tokens | {"query_positions": index[None]}
+                tokens = with_index(tokens, options, index)
             attention = partial(_own_attention, **options)
         # Modules are frozen: another one, in the same scope and state, has the other attention.
         module = object.__new__(type(self))
-        attention = told(type(self).__name__, attention, tokens)
+        attention = with_token_arguments(name, attention, tokens)
         vars(module).update(vars(self), attention_fn=attention)
         out = _flax_call(module, *inputs, **arguments)
         return within_room(out, length, index + 1) if steps else out
@@ -272,7 +258,7 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
 
 
 class _Projection(nn.Module):
-    """Kernel and bias of the `nn.DenseGeneral` of this name; the product is the operator's."""
+    """Holds kernel and bias of the `nn.DenseGeneral` of this name; the product is the operator's."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -283,7 +269,7 @@ class _Projection(nn.Module):
 
     @nn.compact
     def __call__(self) -> tuple[jax.Array, jax.Array | None]:
-        """(kernel `[*inputs, *outputs]`, bias `[*outputs]`)."""
+        """Returns (kernel `[*inputs, *outputs]`, bias `[*outputs]`)."""
         flat = math.prod(self.inputs), math.prod(self.outputs)
         kernel_init = partial(_flat, self.kernel_init, flat)
         kernel = self.param("kernel", kernel_init, self.inputs + self.outputs, self.param_dtype)
@@ -294,6 +280,6 @@ class _Projection(nn.Module):
 
 
 def _flat(init: Any, flat: tuple[int, ...], key: jax.Array, shape: Any, dtype: Any) -> Any:
-    """`init` of a matrix, as Flax calls it, in the `shape` of the parameter; boxes stay."""
+    """Calls `init` for a matrix, as Flax does, and gives it the `shape` of the parameter; boxes stay."""
     made = init(key, flat, dtype)
     return meta.replace_boxed(made, meta.unbox(made).reshape(shape))

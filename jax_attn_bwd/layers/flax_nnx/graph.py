@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers import graph as shared
-from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
+from jax_attn_bwd.layers.graph import Config, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 _XAVIER = nnx.initializers.xavier_uniform()
@@ -31,10 +30,10 @@ class _Conv(nnx.Module):
             kernel_init=kernel_init,
             rngs=rngs,
         )
-        specs = linears(config, config.in_channels)
+        specs = linear_layers(config, config.in_channels)
         for name, (width, out, bias) in specs.items():
             setattr(self, name, linear(width, out, use_bias=bias))
-        for name, shape in arrays(config).items():
+        for name, shape in array_shapes(config).items():
             init = nnx.initializers.zeros if name == "bias" else kernel_init
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
         self.config = config
@@ -94,12 +93,12 @@ class _Conv(nnx.Module):
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
         layers = {name: getattr(self, name) for name in self.linears}
-        vectors = {name: getattr(self, name)[...] for name in arrays(self.config)}
+        vectors = {name: getattr(self, name)[...] for name in array_shapes(self.config)}
         deterministic = self.dropout.deterministic if deterministic is None else deterministic
         key = None
         if self.config.dropout and not deterministic:
             key = self.dropout.rngs() if rngs is None else rngs.dropout()
-        return shared.attend(self.config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
+        return attend(self.config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
 
 
 class GATConv(_Conv):

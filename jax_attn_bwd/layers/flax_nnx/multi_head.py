@@ -11,9 +11,18 @@ from flax.nnx.nn import dtypes
 from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
-from jax_attn_bwd.layers.arguments import positive
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import attend, check_room, flax_mask, told, within_room
+from jax_attn_bwd.layers.multi_head import (
+    Tokens,
+    attend,
+    check_room,
+    flax_mask,
+    options_of,
+    tokens_of,
+    with_index,
+    with_token_arguments,
+    within_room,
+)
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
@@ -77,20 +86,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         forward_mode: bool = False,
         **kwargs: Any,
     ):
-        options = (local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation)
-        flags = forward_mode, deterministic_sums
-        others = any(x is not None for x in options) or flags != (False, True)
+        names = (
+            "local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation, "
+            "forward_mode, deterministic_sums"
+        )
+        arguments = locals()
+        *options, mode, sums = got = tuple(arguments[name] for name in names.split(", "))
+        others = any(x is not None for x in options) or (mode, sums) != (False, True)
         if attention_fn is not _own_attention and others:
-            names = (
-                "local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation, "
-                "forward_mode, deterministic_sums"
-            )
             expected = "be left out with an attention_fn of the caller's"
-            got = (*options, *flags)
             raise ValueError(checks.message(_NAME, names, expected, got, "bind them with functools.partial"))
         if implementation is not None:
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
-        num_heads = positive(_NAME, "num_heads", num_heads)
+        num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
         super().__init__(num_heads, *args, attention_fn=attention_fn, **kwargs)
         # A pair of Python ints: `nnx.jit` compares it with the windows of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
@@ -153,17 +161,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           ValueError: shapes disagree, or the cache is full (NaN where that is traced). TypeError: an argument
             is of the wrong kind, such as an additive mask.
         """
+        tokens = tokens_of(locals())
+        tokens["mod_args"] = jax.tree.map(_value, mod_args, is_leaf=_is_variable)
         mask = flax_mask(_NAME, mask)
         _check_rngs(rngs)
-        tokens = dict(
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_value_segment_ids,
-            query_positions=query_positions,
-            key_value_positions=key_value_positions,
-            mod_args=jax.tree.map(_value, mod_args, is_leaf=_is_variable),
-        )
+        # What the call leaves out, the layer tells.
         options = {name: x for name, x in options.items() if x is not None}
         decode = self.decode if decode is None else decode
         deterministic = self.deterministic if deterministic is None else deterministic
@@ -202,24 +204,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             dtype=self.dtype,
             mask=mask,
             is_causal=is_causal,
-            local_window_size=self.local_window_size,
-            **tokens,
-            logits_soft_cap=self.logits_soft_cap,
-            mask_mod=self.mask_mod,
-            score_mod=self.score_mod,
-            rotary=self.rotary,
             precision=self.precision,
-            deterministic_sums=self.deterministic_sums,
             dropout_rate=self.dropout_rate if drops else 0.0,
             dropout_key=stream() if drops and stream else None,
             broadcast_dropout=self.broadcast_dropout,
             save=self.save,
-            implementation=self.implementation,
-            forward_mode=self.forward_mode,
+            **tokens,
+            **options_of(self),
         )
 
     def _is_whole(self) -> bool:
-        """Whether nothing stands between plain projections and the attention, or watches them."""
+        """Tells whether nothing stands between plain projections and the attention, or watches them."""
         linears = (self.query, self.key, self.value, self.out)
         plain = all(
             type(x) is nnx.LinearGeneral
@@ -233,29 +228,20 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         plain = plain and nnx.LinearGeneral.__call__ is _linear_call
         return self.attention_fn is _own_attention and plain and not self.normalize_qk
 
-    def _projected(self, *inputs: Any, tokens: dict[str, Any], decode: Any, **arguments: Any) -> Any:
-        """Flax's own call, around the attention that the attributes and the tokens ask for."""
+    def _projected(self, *inputs: Any, tokens: Tokens, decode: Any, **arguments: Any) -> Any:
+        """Calls Flax's own layer, around the attention that the attributes and the tokens ask for."""
         attention = self.attention_fn
+        # A step of decoding must find room in the cache.
         index = self.cache_index[...] if decode and self.cache_index is not None else None
         length = 0 if self.cached_key is None else self.cached_key.shape[-3]
         if index is not None:
             check_room(_NAME, length, index)
+        # Our attention takes the options of the layer, and the index in the cache; any takes the tokens.
         if attention is _own_attention:
-            attention = partial(
-                attention,
-                local_window_size=self.local_window_size,
-                logits_soft_cap=self.logits_soft_cap,
-                mask_mod=self.mask_mod,
-                score_mod=self.score_mod,
-                rotary=self.rotary,
-                deterministic_sums=self.deterministic_sums,
-                implementation=self.implementation,
-                forward_mode=self.forward_mode,
-            )
-            reads = self.local_window_size or self.mask_mod or self.score_mod or self.rotary
-            if reads and index is not None and tokens["query_positions"] is None:
-                tokens = tokens | {"query_positions": index[None]}
-        attention = told(_NAME, attention, tokens)
+            options = options_of(self)
+            attention = partial(attention, **options)
+            tokens = tokens if index is None else with_index(tokens, options, index)
+        attention = with_token_arguments(_NAME, attention, tokens)
 
         def sowing_here(*heads: Any, module: Any = None, **options: Any) -> jax.Array:
             return attention(*heads, module=None if module is None else self, **options)

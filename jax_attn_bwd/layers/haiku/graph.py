@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers import graph as shared
-from jax_attn_bwd.layers.graph_parameters import Config, arrays, linears
+from jax_attn_bwd.layers.graph import Config, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
@@ -90,12 +89,12 @@ class _Conv(hk.Module):
         pair = isinstance(x, tuple | list)
         layers = {
             name: hk.Linear(linear.out_channels, with_bias=linear.bias, w_init=self._w_init, name=name)
-            for name, linear in linears(config, (None, None) if pair else None).items()
+            for name, linear in linear_layers(config, (None, None) if pair else None).items()
         }
         dtype = jnp.result_type(x[0] if pair else x)
         vectors = {
             name: hk.get_parameter(name, shape, dtype, jnp.zeros if name == "bias" else self._w_init)
-            for name, shape in arrays(config).items()
+            for name, shape in array_shapes(config).items()
         }
         key = None
         if config.dropout:
@@ -103,7 +102,7 @@ class _Conv(hk.Module):
                 expected = f"be given to a layer with dropout = {config.dropout}"
                 raise ValueError(checks.message(config.kind, "is_training", expected, None))
             key = hk.next_rng_key() if is_training else None
-        return shared.attend(config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
+        return attend(config, layers, vectors, x, graph, edge_attr, key, return_attention_weights)
 
 
 @dataclass(eq=False, repr=False)

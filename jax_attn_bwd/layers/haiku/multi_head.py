@@ -10,9 +10,15 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
-from jax_attn_bwd.layers.arguments import positive
-from jax_attn_bwd.layers.cache import KeyValueCache, decode
-from jax_attn_bwd.layers.multi_head import attend, flax_mask
+from jax_attn_bwd.layers.multi_head import (
+    OPTIONS,
+    KeyValueCache,
+    Tokens,
+    attend,
+    decode,
+    flax_mask,
+    tokens_of,
+)
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
@@ -87,8 +93,9 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         forward_mode: bool = False,
         name: str | None = None,
     ):
+        arguments = locals()
         super().__init__(
-            positive(_NAME, "num_heads", num_heads),
+            checks.integer(_NAME, "num_heads", num_heads, least=1),
             key_size,
             w_init_scale,
             w_init=w_init,
@@ -98,20 +105,11 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             model_size=model_size,
             name=name,
         )
-        self._cache_length = None if cache_length is None else positive(_NAME, "cache_length", cache_length)
-        self._options: dict[str, Any] = dict(
-            is_causal=is_causal,
-            local_window_size=local_window_size,
-            logits_soft_cap=logits_soft_cap,
-            mask_mod=mask_mod,
-            score_mod=score_mod,
-            rotary=rotary,
-            precision=precision,
-            deterministic_sums=deterministic_sums,
-            save=save,
-            implementation=implementation,
-            forward_mode=forward_mode,
-        )
+        self._cache_length = None
+        if cache_length is not None:
+            self._cache_length = checks.integer(_NAME, "cache_length", cache_length, least=1)
+        self._options: dict[str, Any] = {name: arguments[name] for name in (*OPTIONS, "precision")}
+        self._without_cache: dict[str, Any] = dict(is_causal=is_causal, save=save)
 
     def __call__(
         self,
@@ -153,16 +151,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as an additive mask.
         """
+        tokens = tokens_of(locals())
         mask = flax_mask(_NAME, mask, "pass them as bias=")
-        tokens = dict(
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_value_segment_ids,
-            query_positions=query_positions,
-            key_value_positions=key_value_positions,
-            mod_args=mod_args,
-        )
         dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
         # Haiku's linear layers hold all heads side by side: their parameters are reshaped.
         N, H, Hv = self.num_heads, self.key_size, self.value_size
@@ -174,6 +164,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         dtype = jnp.result_type(query, key, value)
         w, b = self._projection("linear")(N * Hv, self.model_size, dtype)
         params += [w.reshape(N, Hv, self.model_size), b]
+        # With a cache the call is the next step of a sequence.
         if self._cache_length is not None:
             if dropout_rate:
                 remedy = "the cache is for decoding"
@@ -193,11 +184,12 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             broadcast_dropout=broadcast_dropout,
             **tokens,
             **self._options,
+            **self._without_cache,
         )
 
     @hk.transparent
-    def _decoded(self, params, query, key, value, mask, bias, tokens) -> jax.Array:
-        """The next tokens, and those before in the state."""
+    def _decoded(self, params, query, key, value, mask, bias, tokens: Tokens) -> jax.Array:
+        """Attends from the next tokens, to those before in the state too."""
         size = (*key.shape[:-2], self._cache_length, self.num_heads)
         dtype = jnp.result_type(key, value, params.key_kernel, params.value_kernel)
         cache = KeyValueCache(
@@ -205,9 +197,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             hk.get_state("cached_value", (*size, self.value_size), dtype, jnp.zeros),
             hk.get_state("cache_index", (), jnp.int32, jnp.zeros),
         )
-        options = {name: x for name, x in self._options.items() if name not in ("is_causal", "save")}
         out, cache = decode(
-            _NAME, params, cache, query, key, value, mask=mask, bias=bias, **tokens, **options
+            _NAME, params, cache, query, key, value, mask=mask, bias=bias, **tokens, **self._options
         )
         for name, x in zip(("cached_key", "cached_value", "cache_index"), cache, strict=True):
             hk.set_state(name, x)
@@ -219,14 +210,14 @@ class MultiHeadAttention(hk.MultiHeadAttention):
 
 
 class _Projection(hk.Module):
-    """Parameters of the `hk.Linear` of this name; the product is the operator's."""
+    """Holds the parameters of the `hk.Linear` of this name; the product is the operator's."""
 
     def __init__(self, w_init: Any, with_bias: bool, b_init: Any, name: str):
         super().__init__(name=name)
         self._w_init, self._with_bias, self._b_init = w_init, with_bias, b_init
 
     def __call__(self, inputs: int, outputs: int, dtype: Any) -> tuple[jax.Array, Any]:
-        """(w `[inputs, outputs]`, b `[outputs]` or None)."""
+        """Returns (w `[inputs, outputs]`, b `[outputs]` or None)."""
         w = hk.get_parameter("w", [inputs, outputs], dtype, init=self._w_init)
         if not self._with_bias:
             return w, None

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 
-from jax_attn_bwd.layers.published_weights import loaded
+from jax_attn_bwd.layers.weights import loaded
 
 Layer = TypeVar("Layer", bound=eqx.Module)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.layers.published_weights import loaded
+from jax_attn_bwd.layers.weights import loaded
 
 _NAMES = {"w": "kernel", "b": "bias"}
 

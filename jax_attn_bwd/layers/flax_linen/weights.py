@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jax_attn_bwd.layers.published_weights import loaded
+from jax_attn_bwd.layers.weights import loaded
 
 
 def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

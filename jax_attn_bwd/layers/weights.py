@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.layers.arguments import as_array
 
 # PyTorch Geometric keeps two that it does not use (`share_weights`, no `root_weight`), RT-DETRv2 a constant.
 _UNUSED = {"lin_r", "lin_skip", "num_points_scale"}
@@ -57,8 +58,18 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return tree
 
 
+def as_array(x: Any) -> jax.Array:
+    """Returns `x`, a NumPy array or a tensor of PyTorch, which may require a gradient or be of bfloat16."""
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        # NumPy has no bfloat16; float32 holds all its numbers
+        if str(x.dtype) == "torch.bfloat16":
+            return jnp.asarray(x.float().numpy(), jnp.bfloat16)
+    return jnp.asarray(np.asarray(x))
+
+
 def loaded(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """`params`, the tree of one layer as in linen, with the values of `state` in the dtypes of `params`."""
+    """Returns `params`, the tree of one layer as in linen, with the values of `state` in its own dtypes."""
     found = from_torch(state, prefix)
     found = {name: x for name, x in found.items() if name in params or name not in _UNUSED}
     wanted, given = (_shapes(tree) for tree in (dict(params), found))
@@ -72,6 +83,6 @@ def loaded(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str) -> 
 
 
 def _shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """By dotted name."""
+    """Returns the shapes of a tree by dotted name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_attn_bwd.layers.published_weights import loaded
+from jax_attn_bwd.layers.weights import loaded
 
 
 def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") -> None:
