@@ -1,4 +1,4 @@
-"""`attention_fn`, for the attention layers of Flax to call between their projections, and with fixed options."""
+"""`attention_fn`, which layers of Flax call between their projections, and its configured form."""
 
 import inspect
 import sys

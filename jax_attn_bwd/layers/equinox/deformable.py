@@ -12,6 +12,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
 from jax_attn_bwd.layers import deformable
+from jax_attn_bwd.layers.equinox.weights import linear
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 
 
@@ -87,14 +88,12 @@ class MultiScaleDeformableAttention(eqx.Module):
         """
         config = deformable.configure(locals(), width="query_size")
         keys = jax.random.split(key)
-        linear = partial(_linear, query_size, dtype=dtype)
-        xavier = jax.nn.initializers.xavier_uniform()
+        xavier = partial(linear, query_size, dtype=dtype)
+        zeros = partial(xavier, init=jax.nn.initializers.zeros, key=key)
         self.config = config
-        self.sampling_offsets = linear(2 * config.samples, key=key, bias=deformable.offsets_bias(config))
-        self.attention_weights = linear(config.samples, key=key)
-        self.value_proj, self.output_proj = (
-            linear(query_size, key=k, init=xavier) if projections else None for k in keys
-        )
+        self.sampling_offsets = zeros(2 * config.samples, bias=deformable.offsets_bias(config))
+        self.attention_weights = zeros(config.samples)
+        self.value_proj, self.output_proj = (xavier(query_size, key=k) if projections else None for k in keys)
 
     def __call__(
         self,
@@ -142,36 +141,13 @@ class MultiScaleDeformableAttention(eqx.Module):
         return deformable.Linears(*(deformable.as_it_is if x is None else jax.vmap(x) for x in linears))
 
 
-def _linear(
-    width: int,
-    out: int,
-    *,
-    key: jax.Array,
-    dtype: Any,
-    init: Callable[..., jax.Array] = jax.nn.initializers.zeros,
-    bias: Any = 0.0,
-) -> eqx.nn.Linear:
-    """A linear layer with weights from `init` and a constant bias."""
-    linear = eqx.nn.Linear(width, out, dtype=dtype, key=key)
-    dtype = linear.weight.dtype
-    parameters = (init(key, (out, width), dtype), jnp.full(out, bias, dtype))
-    return eqx.tree_at(lambda layer: (layer.weight, layer.bias), linear, parameters)
-
-
 def _widen(layer: eqx.nn.Linear) -> eqx.nn.Linear:
-    """`layer` with parameters in float32 or wider: it computes offsets or logits."""
+    """Returns `layer` with parameters in float32 or wider: it computes offsets or logits."""
     return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), layer)
 
 
 def _check_unbatched(query: jax.Array) -> None:
-    """One picture at a time."""
+    """Raises for more than one picture."""
     if jnp.ndim(query) != 2:
-        raise ValueError(
-            checks.message(
-                "MultiScaleDeformableAttention",
-                "query",
-                "have shape [Q, C]",
-                jnp.shape(query),
-                "for a batch use jax.vmap",
-            )
-        )
+        name, remedy = "MultiScaleDeformableAttention", "for a batch use jax.vmap"
+        raise ValueError(checks.message(name, "query", "have shape [Q, C]", jnp.shape(query), remedy))

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Fill, Implementation
+from jax_attn_bwd.layers.equinox.weights import XAVIER, linear
 from jax_attn_bwd.layers.graph import Config, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
-
-_XAVIER = jax.nn.initializers.xavier_uniform()
 
 
 class _Conv(eqx.Module):
@@ -35,9 +34,10 @@ class _Conv(eqx.Module):
         shapes = array_shapes(config)
         keys = iter(jax.random.split(arguments["key"], len(specs) + len(shapes)))
         for name, (width, out, bias) in specs.items():
-            setattr(self, name, _linear(width, out, bias, dtype, next(keys)))
+            made = linear(width, out, bias=0.0 if bias else None, dtype=dtype, key=next(keys))
+            setattr(self, name, made)
         for name, shape in shapes.items():
-            init = jax.nn.initializers.zeros if name == "bias" else _XAVIER
+            init = jax.nn.initializers.zeros if name == "bias" else XAVIER
             kind = jnp.result_type(float) if dtype is None else dtype
             setattr(self, name, init(next(keys), shape, kind))
         self.config, self.linears, self.inference = config, tuple(specs), arguments["inference"]
@@ -111,17 +111,8 @@ class _Conv(eqx.Module):
         )
 
 
-def _linear(width: int, out: int, bias: bool, dtype: Any, key: jax.Array) -> eqx.nn.Linear:
-    """A linear layer, Xavier-uniform, with bias 0."""
-    linear = eqx.nn.Linear(width, out, use_bias=bias, dtype=dtype, key=key)
-    weight = _XAVIER(key, (out, width), linear.weight.dtype)
-    linear = eqx.tree_at(lambda layer: layer.weight, linear, weight)
-    if not bias:
-        return linear
-    return eqx.tree_at(lambda layer: layer.bias, linear, replace_fn=jnp.zeros_like)
-
-
 def _by_row(linear: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Applies a linear layer of one vector to `[..., in]`."""
     for _ in range(x.ndim - 1):
         linear = jax.vmap(linear)
     return linear(x)

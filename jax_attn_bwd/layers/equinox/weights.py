@@ -1,13 +1,32 @@
-"""Weights of PyTorch modules for the layers of Equinox."""
+"""Weights of the layers of Equinox: initial ones, and those of PyTorch modules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 
 from jax_attn_bwd.layers.weights import loaded
 
 Layer = TypeVar("Layer", bound=eqx.Module)
+XAVIER = jax.nn.initializers.xavier_uniform()
+
+
+def linear(
+    width: int,
+    out: int,
+    *,
+    key: jax.Array,
+    dtype: Any,
+    init: Callable[..., jax.Array] = XAVIER,
+    bias: Any = 0.0,
+) -> eqx.nn.Linear:
+    """Returns a linear layer with weights from `init` and a constant `bias`, None = none."""
+    layer = eqx.nn.Linear(width, out, use_bias=bias is not None, dtype=dtype, key=key)
+    dtype = layer.weight.dtype
+    layer = eqx.tree_at(lambda layer: layer.weight, layer, init(key, (out, width), dtype))
+    return layer if bias is None else eqx.tree_at(lambda layer: layer.bias, layer, jnp.full(out, bias, dtype))
 
 
 def load_torch(layer: Layer, state: Mapping[str, Any], prefix: str = "") -> Layer:
