@@ -36,8 +36,6 @@ from jax_attn_bwd.compat.cugraph.gat import (
     mha_gat_n2n_efeat_bwd,
     mha_gat_n2n_efeat_fwd,
     mha_gat_n2n_fwd,
-)
-from jax_attn_bwd.compat.cugraph.gat_v2 import (
     mha_gat_v2_n2n_bwd,
     mha_gat_v2_n2n_efeat_bwd,
     mha_gat_v2_n2n_efeat_fwd,

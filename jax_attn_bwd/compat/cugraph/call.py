@@ -1,7 +1,8 @@
-"""From a GAT call of cugraph-ops to the operators: options, results, and what the eight calls share."""
+"""From a call of cugraph-ops to the operators: arguments, options, scores and gradients of all its calls."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.compat import destinations
+from jax_attn_bwd.compat.calls import check_slot, is_asked
 from jax_attn_bwd.ops import graph as operators
 from jax_attn_bwd.ops.graph import BipartiteCSC, kinds, loops
 from jax_attn_bwd.ops.graph.arguments import prepare_additive
@@ -60,6 +61,7 @@ class MhaGatEfeatGrads(NamedTuple):
     grad_attention_weights: jax.Array | None
 
 
+F = TypeVar("F", bound=Callable[..., Any])
 G = TypeVar("G", MhaGatGrads, MhaGatEfeatGrads)
 
 _FIELDS = {
@@ -87,7 +89,32 @@ def make_bipartite_csc(
     return BipartiteCSC.from_csc(offsets, indices, n_src_nodes, map_csc_to_coo=map_csc_to_coo)
 
 
+_INSTEAD = {
+    "output_embedding": "the output is returned",
+    "softmax_scores": "they are returned with return_softmax_scores=True",
+    "activation_scores": "the backward does without them",
+    "grad_softmax_scores": "it was workspace",
+    "grad_attention_weights_workspace": "it made a gradient deterministic that always is here",
+    "stream_id": "XLA orders its own work",
+}
+
+
+def source_call(function: F) -> F:
+    """Makes a call of the source raise a TypeError, with the remedy, for arguments that are left out here."""
+    left_out = _INSTEAD.keys() - inspect.signature(function).parameters.keys()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() & left_out:
+            operator = f"cugraph.{function.__name__}"
+            raise TypeError(checks.message(operator, name, "be left out", "one", _INSTEAD[name]))
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 def _options(call: str, params: Any) -> dict[str, Any]:
+    """Returns the operator's options from `mha_params`."""
     if not isinstance(params, mha_params):
         raise TypeError(checks.message(call, "params", "be mha_params", type(params).__name__))
     name = checks.choice(call, "params.activation", params.activation, tuple(_ACTIVATIONS))
@@ -108,13 +135,15 @@ def gradients(
     slots: dict[str, tuple[str, Any]],
     options: dict[str, Any],
 ) -> list[jax.Array | None]:
-    """What a backward returns, in the order of `slots`: by the operator's names, the source's and what asks.
+    """Computes the gradients that a backward returns, in the order of `slots`.
 
-    An array that asks may be wider than its argument: then all is computed from arrays as wide as it.
+    `slots` has by the operator's names the source's name and what asks for the gradient. An array that asks
+    may be wider than its argument: then all is computed from arrays as wide as it.
     """
+    # Which gradients are asked for, and in which dtypes.
     dtypes = {}
     for field, (name, slot) in slots.items():
-        if not destinations.is_asked(call, name, slot):
+        if not is_asked(call, name, slot):
             continue
         if given[field] is None:
             if checks.is_array(slot):
@@ -122,18 +151,19 @@ def gradients(
                 raise ValueError(checks.message(call, name, expected, "an array"))
             continue
         own = given[field].dtype
-        destinations.check(call, name, slot, given[field], (own, accumulator_dtype(own)))
+        check_slot(call, name, slot, given[field], (own, accumulator_dtype(own)))
         dtypes[field] = slot.dtype if checks.is_array(slot) else own
     if any(dtype != given[field].dtype for field, dtype in dtypes.items()):
         wide = accumulator_dtype(dout.dtype)
         dout = dout.astype(wide)
         given = {field: None if x is None else jnp.asarray(x, wide) for field, x in given.items()}
+    # Nothing else is computed.
     grads = operator(dout, graph, **given, **options, wrt=list(dtypes))
     return [getattr(grads, field).astype(dtypes[field]) if field in dtypes else None for field in slots]
 
 
 def run(name: str, arguments: Mapping[str, Any]) -> Any:
-    """What the source's call `name` returns for its own arguments."""
+    """Runs the source's call `name` for its own arguments."""
     names = ("src_node_embedding", "dst_node_embedding", "attention_weights", "edge_embedding")
     inputs = [arguments.get(argument) for argument in names]
     call = Call(name, arguments["graph"], arguments["params"], *inputs)
@@ -145,7 +175,7 @@ def run(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 class Call(NamedTuple):
-    """One of the eight calls: its name tells the operator, and whether edge embeddings must be given."""
+    """Holds one of the eight GAT calls: its name tells the operator, and whether it has edge embeddings."""
 
     name: str
     graph: BipartiteCSC
@@ -157,11 +187,11 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> type[GAT] | type[GATv2]:
-        """The operator's formula for the scores."""
+        """Returns the operator's formula for the scores."""
         return GATv2 if "_v2_" in self.name else GAT
 
     def forward(self, return_softmax_scores: Any) -> Any:
-        """The output, or (output, softmax_scores)."""
+        """Computes the output, or (output, softmax_scores)."""
         checked = self._checked()
         operator = operators.graph_attention if self.kind is GAT else operators.graph_attention_v2
         out = operator(*self._arrays(), edge=self.edge, **_options(f"cugraph.{self.name}", self.params))
@@ -172,25 +202,21 @@ class Call(NamedTuple):
         return out, planes.transpose(0, 2, 1)
 
     def backward(self, grads_type: type[G], dout: Any, softmax_scores: Any, asked: tuple) -> G:
-        """The gradients, as a `grads_type`; `asked` holds the argument that asks for each, or refuses it."""
+        """Computes the gradients, as a `grads_type`; `asked` holds what asks for each, or refuses it."""
         options, operands = self._checked()
         call, heads, (n_dst_nodes, dim) = f"cugraph.{self.name}", options.num_heads, operands.dst.shape
         dout = checks.floating(call, "grad_output_embedding", dout)
         dim_out = dim if options.concat_heads else dim // heads
         expected = (n_dst_nodes, dim_out)
         checks.shape(call, "grad_output_embedding", dout, "(n_dst_nodes, dim_out)", expected)
+        # The source's scores are checked and not read.
         if softmax_scores is not None:
             planes = checks.floating(call, "softmax_scores", softmax_scores)
             shape = (2, heads, self.graph.capacity)
             checks.shape(call, "softmax_scores", planes, "(2, num_heads, nnz)", shape)
         slots = {_FIELDS[n]: (n, slot) for n, slot in zip(grads_type._fields, asked, strict=True)}
         operator = operators.graph_attention_bwd if self.kind is GAT else operators.graph_attention_v2_bwd
-        given = {
-            "src": self.src,
-            "dst": self.dst,
-            "attention_weights": self.attention_weights,
-            "edge": self.edge,
-        }
+        given = {name: getattr(self, name) for name in ("src", "dst", "attention_weights", "edge")}
         settings = _options(call, self.params)
         return grads_type(*gradients(call, operator, dout, self.graph, given, slots, settings))
 
@@ -198,7 +224,7 @@ class Call(NamedTuple):
         return self.graph, self.src, self.dst, self.attention_weights
 
     def _checked(self) -> tuple[Options, Operands]:
-        """The operator's options and operands."""
+        """Checks the arguments: the operator's options and operands."""
         call = f"cugraph.{self.name}"
         if "_efeat_" in self.name:
             checks.floating(call, "edge_embedding", self.edge)
@@ -214,7 +240,7 @@ class Call(NamedTuple):
 
 
 def _scores(options: Options, operands: Operands) -> jax.Array:
-    """`[nnz, num_heads]`, the scores before the softmax; 0 in the padding."""
+    """Computes the scores before the softmax, `[nnz, num_heads]`; 0 in the padding."""
     graph, dtype = operands.graph, accumulator_dtype(operands.src.dtype)
     kind = kinds.of(options)
     cut = Loops.of(options, operands)
@@ -224,5 +250,5 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     if not loops.has_edges(graph):
         return plane
     walk = (graph.by_destination, graph.capacity)
-    (found,) = loops.each(partial(scores, kind, t), *walk, cut.scores)
+    (found,) = loops.each(functools.partial(scores, kind, t), *walk, cut.scores)
     return loops.put(plane, loops.one_chunk(*walk).number, found)

@@ -1,15 +1,24 @@
 """`mha_simple_n2n`."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.compat.cugraph.call import gradients
-from jax_attn_bwd.compat.cugraph.left_out import source_call
+from jax_attn_bwd.compat.cugraph.call import gradients, source_call
 from jax_attn_bwd.ops import graph as operators
 from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_transformer
+
+# The source's names of the operator's arrays, in the order of the gradients.
+_ARRAYS = {
+    "key": "key_emb",
+    "query": "query_emb",
+    "value": "value_emb",
+    "edge": "edge_emb",
+    "score_bias": "score_bias",
+}
 
 
 class MhaSimpleGrads(NamedTuple):
@@ -62,12 +71,8 @@ def mha_simple_n2n(
       >>> cugraph.mha_simple_n2n(nodes, queries, nodes, graph, num_heads=2, concat_heads=False).shape
       (2, 4)
     """
-    call = "cugraph.mha_simple_n2n"
-    options = _options(call, num_heads, concat_heads, norm_by_dim)
-    _check(call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options)
-    return operators.graph_transformer_attention(
-        graph, query_emb, key_emb, value_emb, edge=edge_emb, score_bias=score_bias, **options
-    )
+    given, options, _ = _checked("cugraph.mha_simple_n2n", locals())
+    return operators.graph_transformer_attention(graph, **given, **options)
 
 
 @source_call
@@ -116,38 +121,23 @@ def mha_simple_n2n_bwd(
       >>> grads.grad_value_emb[:, 0].tolist(), grads.grad_key_emb is None
       ([0.5, 0.5, 1.0], True)
     """
-    call = "cugraph.mha_simple_n2n_bwd"
-    options = _options(call, num_heads, concat_heads, norm_by_dim)
-    settings, operands = _check(call, graph, query_emb, key_emb, value_emb, edge_emb, score_bias, **options)
+    arguments, call = locals(), "cugraph.mha_simple_n2n_bwd"
+    given, options, checked = _checked(call, arguments)
     g = checks.floating(call, "grad_output_embedding", grad_output_embedding)
-    check_cotangents(call, settings, operands, g, None, None, None, None)
-    slots = {
-        "key": ("grad_key_emb", grad_key_emb),
-        "query": ("grad_query_emb", grad_query_emb),
-        "value": ("grad_value_emb", grad_value_emb),
-        "edge": ("grad_edge_emb", grad_edge_emb),
-        "score_bias": ("grad_score_bias", grad_score_bias),
-    }
-    given = {
-        "query": query_emb,
-        "key": key_emb,
-        "value": value_emb,
-        "edge": edge_emb,
-        "score_bias": score_bias,
-    }
+    check_cotangents(call, *checked, g, None, None, None, None)
+    slots = {field: (f"grad_{name}", arguments[f"grad_{name}"]) for field, name in _ARRAYS.items()}
     operator = operators.graph_transformer_attention_bwd
     return MhaSimpleGrads(*gradients(call, operator, g, graph, given, slots, options))
 
 
-def _options(call: str, num_heads: Any, concat_heads: Any, norm_by_dim: Any) -> dict[str, Any]:
-    scale = None if checks.flag(call, "norm_by_dim", norm_by_dim) else 1.0
-    return {"num_heads": num_heads, "concat_heads": concat_heads, "scale": scale}
-
-
-def _check(call, graph, query, key, value, edge, score_bias, **options):
-    """The operator's checked (options, operands); an error names `call`."""
-    return prepare_transformer(
-        call, graph, query, key, value, num_kv_heads=None, edge=edge, score_bias=score_bias,
-        dropout_rate=0.0, dropout_key=None, dropout_mask=None, dropout_offset=None,
-        return_attention_weights=False, **options,
+def _checked(call: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    """Returns the operator's arrays and options by name, and both checked; an error names `call`."""
+    norm_by_dim = checks.flag(call, "norm_by_dim", arguments["norm_by_dim"])
+    options = {name: arguments[name] for name in ("num_heads", "concat_heads")}
+    options |= {"scale": None if norm_by_dim else 1.0}
+    given = {field: arguments[name] for field, name in _ARRAYS.items()}
+    checked = prepare_transformer(
+        call, arguments["graph"], **given, num_kv_heads=None, dropout_rate=0.0, dropout_key=None,
+        dropout_mask=None, dropout_offset=None, return_attention_weights=False, **options,
     )  # fmt: skip
+    return given, options, checked

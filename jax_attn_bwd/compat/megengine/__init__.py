@@ -52,8 +52,11 @@ References:
   MegEngine 1.13, megengine.functional.nn.multi_head_attention, megengine.module.MultiHeadAttention.
 """
 
-from jax_attn_bwd.compat.megengine.backward import MultiHeadAttnGrads, multi_head_attention_backward
-from jax_attn_bwd.compat.megengine.call import multi_head_attention
+from jax_attn_bwd.compat.megengine.call import (
+    MultiHeadAttnGrads,
+    multi_head_attention,
+    multi_head_attention_backward,
+)
 from jax_attn_bwd.compat.megengine.layer import MultiHeadAttn
 from jax_attn_bwd.compat.megengine.packing import IOWeightBias, pack_io_weight_bias, unpack_io_weight_bias
 

@@ -1,18 +1,29 @@
-"""`multi_head_attention`."""
+"""`multi_head_attention` and its backward: the check of their arguments, and the source's rules for masks."""
 
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks
-from jax_attn_bwd.compat.megengine.masks import mask_options
-from jax_attn_bwd.compat.megengine.packing import IOWeightBias, Sizes, layer_sizes, unpack
-from jax_attn_bwd.compat.multi_head import after_dropout, arrays, both, drops
+from jax_attn_bwd._core import checks, numerics
+from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, mask_planes, merged
+from jax_attn_bwd.compat.megengine.packing import (
+    IOWeightBias,
+    Sizes,
+    layer_sizes,
+    pack_io_weight_bias,
+    unpack,
+)
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
+from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as _layer_bwd
 
-_NAME = "megengine.multi_head_attention"
+_NAME, _BACKWARD = "megengine.multi_head_attention", "megengine.multi_head_attention_backward"
+_MASKS = ("key_padding_mask", "attn_mask")
+_STYLE = "maybe_cudnn_style_mask=True"
 
 
 def multi_head_attention(
@@ -98,17 +109,13 @@ def multi_head_attention(
       >>> out.shape, weights.shape
       ((2, 5, 8), (8, 5, 5))
     """
-    call = checked_call(
-        _NAME, query, key, value, embed_dim, num_heads, attn_drop, out_drop, io_weight_bias,
-        (qproj_size, kproj_size, vproj_size, oproj_size), (qbias, kbias, vbias, obias), bias_k, bias_v,
-        add_zero_attn, key_padding_mask, attn_mask, need_weights, average_attn_weights, is_causal,
-        maybe_cudnn_style_mask, reslink, training, dropout_key,
-    )  # fmt: skip
+    call = _checked(_NAME, locals())
     q, k, v = call.inputs
-    # one array for two inputs is projected, and differentiated, as one
+    # One array for two inputs is projected, and differentiated, as one.
     given = q, None if key is query else k, None if value is key else v
     result: Any = _layer(call.params, *given, return_weights=need_weights, **call.options)
     out, weights = result if need_weights else (result, None)
+    # The source returns weights after dropout, (N * H, L, S) or averaged (N, L, S).
     if weights is not None:
         weights = after_dropout(weights, call.options["dropout_rate"], dropout_key)
         N, H, L, S = weights.shape
@@ -117,8 +124,123 @@ def multi_head_attention(
     return out if call.batched else out[0], weights
 
 
-class Call(NamedTuple):
-    """A call of the source in the layer's terms."""
+@exportable_tuple
+class MultiHeadAttnGrads(NamedTuple):
+    """Gradients, each with its argument's shape and dtype; None = not asked."""
+
+    query: jax.Array | None = None
+    key: jax.Array | None = None
+    value: jax.Array | None = None
+    io_weight_bias: jax.Array | None = None
+    bias_k: jax.Array | None = None
+    bias_v: jax.Array | None = None
+    key_padding_mask: jax.Array | None = None
+    attn_mask: jax.Array | None = None
+
+
+def multi_head_attention_backward(
+    grad_output: jax.Array | None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    embed_dim: int,
+    num_heads: int,
+    attn_drop: float,
+    out_drop: float,
+    io_weight_bias: jax.Array | None,
+    qproj_size: int | None = None,
+    kproj_size: int | None = None,
+    vproj_size: int | None = None,
+    oproj_size: int | None = None,
+    qbias: bool = False,
+    kbias: bool = False,
+    vbias: bool = False,
+    obias: bool = False,
+    bias_k: jax.Array | None = None,
+    bias_v: jax.Array | None = None,
+    add_zero_attn: bool = False,
+    key_padding_mask: jax.Array | None = None,
+    attn_mask: jax.Array | None = None,
+    need_weights: bool = False,
+    average_attn_weights: bool = False,
+    is_causal: bool = False,
+    maybe_cudnn_style_mask: bool = False,
+    reslink: bool = False,
+    training: bool = True,
+    *,
+    grad_weights: jax.Array | None = None,
+    wrt: Sequence[str] | None = None,
+    dropout_key: jax.Array | None = None,
+) -> MultiHeadAttnGrads:
+    """The gradients of `multi_head_attention`, those that are asked for.
+
+    Args:
+      grad_output: cotangent of `attn_output`, its shape and dtype; None = 0.
+      grad_weights: cotangent of `attn_output_weights`; None = 0. The source has none.
+      wrt: which of "query", "key", "value", "io_weight_bias", "bias_k", "bias_v" and the floating ones of
+        "key_padding_mask" and "attn_mask" to compute; None = all that are given but the masks.
+      query, key, value and the others: as in the forward call; `need_weights` only tells whether
+        `grad_weights` may be given.
+
+    Returns:
+      MultiHeadAttnGrads, each with its argument's shape and dtype; None where not asked for. Where one
+      array is given as several inputs, its gradient is the sum of theirs.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      ValueError, TypeError: under the conditions of the forward. ValueError: `wrt` names what has no
+        gradient; `grad_weights` without `need_weights`.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd.compat import megengine
+      >>> x, dy = jax.random.normal(jax.random.key(0), (2, 2, 5, 8))
+      >>> w = jax.random.normal(jax.random.key(1), (1, 264))
+      >>> grads = megengine.multi_head_attention_backward(
+      ...     dy, x, x, x, 8, 4, 0.0, 0.0, w, obias=True, wrt=("query", "io_weight_bias"))
+      >>> grads.query.shape, grads.io_weight_bias.shape, grads.key
+      ((2, 5, 8), (1, 264), None)
+    """
+    arguments = locals()
+    call = _checked(_BACKWARD, arguments)
+    given: dict[str, Any] = {name: arguments[name] for name in MultiHeadAttnGrads._fields}
+    present = [n for n, x in given.items() if x is not None and _is_float(x)]
+    wrt = [n for n in present if n not in _MASKS] if wrt is None else wrt
+    wanted = checks.wanted(_BACKWARD, wrt, tuple(given), present)
+    if grad_weights is not None and not need_weights:
+        expected = "be None without need_weights=True: there are no weights"
+        got = f"shape {jnp.shape(grad_weights)}"
+        raise ValueError(checks.message(_BACKWARD, "grad_weights", expected, got))
+    # `io_weight_bias` asks for every kernel and bias, a mask that is added for the bias of the logits.
+    kernels = [n for n, x in call.params._asdict().items() if x is not None and n not in ("bias_k", "bias_v")]
+    asked = [n for n in wanted if n != "io_weight_bias" and n not in _MASKS]
+    asked += kernels if "io_weight_bias" in wanted else []
+    asked += ["bias"] if set(wanted) & set(_MASKS) else []
+    grads: Any = _layer_bwd(
+        grad_output if grad_output is None or call.batched else jnp.asarray(grad_output)[None],
+        call.params,
+        *call.inputs,
+        dweights=_of_weights(call, grad_weights, average_attn_weights),
+        wrt=asked,
+        **call.options,
+    )
+    # Gradients are packed as the source packs the parameters, and reduced to the shapes of its masks.
+    found: dict[str, Any] = {n: getattr(grads, n) for n in ("query", "key", "value")}
+    found |= {n: getattr(grads.params, n) for n in ("bias_k", "bias_v")}
+    if "io_weight_bias" in wanted:
+        found["io_weight_bias"] = _packed(grads.params) if kernels else jnp.zeros(0)
+    for name in set(wanted) & set(_MASKS):
+        found[name] = numerics.reduce_to(grads.bias, _plane(call, name, given[name]))
+    shaped = {
+        n: x.reshape(jnp.shape(given[n])).astype(given[n].dtype) for n, x in found.items() if n in wanted
+    }
+    return MultiHeadAttnGrads(**shaped)
+
+
+class _Call(NamedTuple):
+    """Holds a call of the source in the layer's terms."""
 
     params: MultiHeadAttentionParams
     inputs: tuple[jax.Array, jax.Array, jax.Array]  # (N, L or S, width), with an N of 1 if unbatched
@@ -127,60 +249,40 @@ class Call(NamedTuple):
     batched: bool
 
 
-def checked_call(
-    operator: str, query, key, value, embed_dim, num_heads, attn_drop, out_drop, io_weight_bias, projected,
-    biases, bias_k, bias_v, add_zero_attn, key_padding_mask, attn_mask, need_weights, average_attn_weights,
-    is_causal, maybe_cudnn_style_mask, reslink, training, dropout_key,
-) -> Call:  # fmt: skip
-    """The call of these arguments, checked as `multi_head_attention` says."""
-    flags = {
-        "add_zero_attn": add_zero_attn,
-        "need_weights": need_weights,
-        "average_attn_weights": average_attn_weights,
-        "reslink": reslink,
-    }
-    for argument, flag in flags.items():
-        checks.flag(operator, argument, flag)
-    given = arrays(
-        operator,
-        ("query", "key", "value"),
-        query=query,
-        key=key,
-        value=value,
-        io_weight_bias=io_weight_bias,
-        bias_k=bias_k,
-        bias_v=bias_v,
-    )
+def _checked(operator: str, arguments: Mapping[str, Any]) -> _Call:
+    """Checks the arguments of a call, by name, as `multi_head_attention` says."""
+    a = SimpleNamespace(**arguments)
+    for name in ("add_zero_attn", "need_weights", "average_attn_weights", "reslink"):
+        checks.flag(operator, name, arguments[name])
+    needed = ("query", "key", "value")
+    names = (*needed, "io_weight_bias", "bias_k", "bias_v")
+    given = arrays(operator, needed, **{name: arguments[name] for name in names})
     # Sizes follow from the inputs; `io_weight_bias` is cut into kernels and biases.
     batched = given["query"].ndim == 3
-    _check_inputs(operator, given, embed_dim)
-    widths = (given["key"].shape[-1], given["value"].shape[-1])
-    sizes = layer_sizes(operator, embed_dim, num_heads, widths, projected)
-    parts = unpack(operator, given["io_weight_bias"], sizes, biases)
-    params = _params(operator, sizes, parts, given)
-    scale = _scale(operator, sizes, reslink)
-    rates = {"attn_drop": attn_drop, "out_drop": out_drop}
-    attn_rate, out_rate = drops(operator, rates, training, dropout_key)
+    _check_inputs(operator, given, a.embed_dim)
+    sizes = layer_sizes(operator, arguments, given["key"].shape[-1], given["value"].shape[-1])
+    params = _params(operator, sizes, unpack(operator, arguments, sizes), given)
+    scale = _scale(operator, sizes, a.reslink)
+    rates = {"attn_drop": a.attn_drop, "out_drop": a.out_drop}
+    attn_rate, out_rate = drops(operator, rates, a.training, a.dropout_key)
     # Masks are merged by the source's rules.
-    q, k, v = (given[x] if batched else given[x][None] for x in ("query", "key", "value"))
-    masks = mask_options(
-        operator,
-        batched,
-        (*q.shape[:2], k.shape[1], sizes.num_heads),
-        key_padding_mask,
-        attn_mask,
-        is_causal,
-        maybe_cudnn_style_mask,
-    )
+    q, k, v = (given[x] if batched else given[x][None] for x in needed)
+    shape = (*q.shape[:2], k.shape[1], sizes.num_heads)
     options: dict[str, Any] = dict(
-        num_heads=sizes.num_heads, scale=scale, add_zero_attn=add_zero_attn, dropout_rate=attn_rate,
-        out_dropout_rate=out_rate, dropout_key=dropout_key, add_residual=reslink, **masks,
-    )  # fmt: skip
-    return Call(params, (q, k, v), options, sizes, batched)
+        num_heads=sizes.num_heads,
+        scale=scale,
+        add_zero_attn=a.add_zero_attn,
+        dropout_rate=attn_rate,
+        out_dropout_rate=out_rate,
+        dropout_key=a.dropout_key,
+        add_residual=a.reslink,
+        **_masks(operator, batched, shape, a),
+    )
+    return _Call(params, (q, k, v), options, sizes, batched)
 
 
 def _check_inputs(operator: str, given: dict[str, Any], embed_dim: Any) -> None:
-    """Query, key and value are all batched or none, and agree on their sizes."""
+    """Raises unless query, key and value are all batched or none, and agree on their sizes."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if query.ndim not in (2, 3):
         expected = "have shape (N, L, embed_dim) or, without a batch, (L, embed_dim)"
@@ -199,12 +301,13 @@ def _check_inputs(operator: str, given: dict[str, Any], embed_dim: Any) -> None:
 def _params(
     operator: str, sizes: Sizes, parts: IOWeightBias, given: dict[str, Any]
 ) -> MultiHeadAttentionParams:
-    """The layer's parameters; totals over heads become (heads, head size)."""
+    """Returns the layer's parameters; totals over heads become (heads, head size)."""
     E, k, v, H, q, kp, vp, o = sizes
 
     def split(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else x.reshape(*x.shape[:-1], H, x.shape[-1] // H)
 
+    # The output kernel [H, width of a head, o]; kernels and biases of the inputs.
     out = parts.out_weight
     out = None if out is None else out.reshape(H, (vp or H * v) // H, o)
     both(operator, bias_k=given["bias_k"], bias_v=given["bias_v"])
@@ -212,6 +315,7 @@ def _params(
     for name in ("query", "key", "value"):
         found[f"{name}_kernel"] = split(getattr(parts, f"{name}_weight"))
         found[f"{name}_bias"] = split(getattr(parts, f"{name}_bias"))
+    # The appended row (K, width of a head), one for all heads where nothing is projected.
     for name, size, width in (("bias_k", kp, k), ("bias_v", vp, v)):
         row = given[name]
         if row is not None:
@@ -224,7 +328,7 @@ def _params(
 
 
 def _scale(operator: str, sizes: Sizes, reslink: bool) -> float:
-    """What the logits are multiplied by."""
+    """Returns the factor of the logits."""
     E, _, v, H, q, _, vp, o = sizes
     if q and E < H:
         expected = f"be num_heads = {H} or more: logits are divided by sqrt(embed_dim // num_heads)"
@@ -234,3 +338,80 @@ def _scale(operator: str, sizes: Sizes, reslink: bool) -> float:
         expected = f"be False for an output of width {width} and a query of width {E}"
         raise ValueError(checks.message(operator, "reslink", expected, True))
     return float((E // H if q else E) ** -0.5)
+
+
+def _masks(operator: str, batched: bool, shape: tuple[int, int, int, int], a: Any) -> dict[str, Any]:
+    """Merges the masks among the arguments `a`: the layer's `mask`, `bias`, `is_causal`; shape (N, L, S, H).
+
+    The rules stand in their order.
+    """
+    is_causal = checks.flag(operator, "is_causal", a.is_causal)
+    if checks.flag(operator, "maybe_cudnn_style_mask", a.maybe_cudnn_style_mask):
+        seen = _cudnn_style(operator, shape, a.key_padding_mask, a.attn_mask)
+        return {"mask": seen, "bias": None, "is_causal": False}
+    if a.attn_mask is None and a.key_padding_mask is None:
+        return {"mask": None, "bias": None, "is_causal": is_causal}
+    remedy, by_head = f"a mask in cudnn style needs {_STYLE}", "" if batched else "(num_heads, L, S)"
+    planes = mask_planes(operator, batched, shape, a.key_padding_mask, a.attn_mask, by_head, remedy)
+    return {**merged(*planes), "is_causal": False}
+
+
+def _cudnn_style(
+    operator: str, shape: tuple[int, int, int, int], key_padding_mask: Any, attn_mask: Any
+) -> jax.Array:
+    """Returns `(N, 1, L, S)`: key s counts in the window of query l, and both lie within their lengths."""
+    N, L, S, _ = shape
+    given = {"attn_mask": ("(2, L)", (2, L)), "key_padding_mask": ("(2, N)", (2, N))}
+    # Both tables must be given: windows (2, L) of the queries, lengths (2, N) of the sequences.
+    tables = []
+    for (argument, (letters, expected)), x in zip(given.items(), (attn_mask, key_padding_mask), strict=True):
+        if x is None:
+            raise ValueError(checks.message(operator, argument, f"be given with {_STYLE}", None))
+        x = checks.integers(operator, argument, x)
+        checks.shape(operator, argument, x, f"{letters}, with {_STYLE},", expected)
+        tables.append(numerics.saturated(x))  # a narrow one cannot hold every index
+    (first, last), (queries, keys) = tables
+    row, column = jnp.arange(L, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
+    window = (first[:, None] <= column[None]) & (column[None] < last[:, None])  # (L, S)
+    live = row[None] < queries[:, None]  # (N, L)
+    seen = column[None] < keys[:, None]  # (N, S)
+    return (window[None] & live[:, :, None] & seen[:, None])[:, None]
+
+
+def _is_float(x: Any) -> bool:
+    return checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _of_weights(call: _Call, grad: Any, average: bool) -> jax.Array | None:
+    """Returns the cotangent of the layer's weights, by head and before dropout."""
+    if grad is None:
+        return None
+    (N, L, _), S, H = call.inputs[0].shape, call.inputs[1].shape[1], call.sizes.num_heads
+    S += (call.params.bias_k is not None) + call.options["add_zero_attn"]
+    grad = checks.floating(_BACKWARD, "grad_weights", grad)
+    batch = (N,) if call.batched else ()
+    expected = (*batch, L, S) if average else (N * H, L, S)
+    checks.shape(_BACKWARD, "grad_weights", grad, "of the weights", expected)
+    if average:
+        grad = jnp.broadcast_to((grad / H).reshape(N, 1, L, S), (N, H, L, S))
+    return after_dropout(grad.reshape(N, H, L, S), call.options["dropout_rate"], call.options["dropout_key"])
+
+
+def _packed(params: MultiHeadAttentionParams) -> jax.Array:
+    """Packs the gradient of `io_weight_bias`: heads and head sizes on one axis again."""
+    parts: dict[str, Any] = {}
+    for name in ("query", "key", "value"):
+        kernel, bias = getattr(params, f"{name}_kernel"), getattr(params, f"{name}_bias")
+        parts[f"{name}_weight"] = None if kernel is None else kernel.reshape(kernel.shape[0], -1)
+        parts[f"{name}_bias"] = None if bias is None else bias.ravel()
+    out = params.out_kernel
+    parts["out_weight"] = None if out is None else out.reshape(-1, out.shape[-1])
+    return pack_io_weight_bias(**parts, out_bias=params.out_bias)
+
+
+def _plane(call: _Call, name: str, mask: Any) -> tuple[int, ...]:
+    """Returns the shape in which `mask` is added to the logits."""
+    (N, L, _), S, H = call.inputs[0].shape, call.inputs[1].shape[1], call.sizes.num_heads
+    if name == "key_padding_mask":
+        return (N, 1, 1, S)
+    return (N, H, L, S) if mask.ndim == 3 else (1, 1, L, S)

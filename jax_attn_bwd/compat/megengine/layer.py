@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd.compat.calls import heads
 from jax_attn_bwd.compat.megengine.call import multi_head_attention
-from jax_attn_bwd.compat.multi_head import heads, integer
+from jax_attn_bwd.compat.megengine.packing import BIASES, PROJECTIONS
 
 _NAME = "megengine.MultiHeadAttn"
 
@@ -62,10 +63,11 @@ class MultiHeadAttn:
 
     def __post_init__(self) -> None:
         """Raises where the sizes do not fit."""
-        heads(_NAME, self.num_heads, embed_dim=integer(_NAME, "embed_dim", self.embed_dim, 1))
+        embed_dim = checks.integer(_NAME, "embed_dim", self.embed_dim, least=1)
+        heads(_NAME, self.num_heads, embed_dim=embed_dim)
         for name in ("kdim", "vdim"):
             if getattr(self, name) is not None:
-                integer(_NAME, name, getattr(self, name), 1)
+                checks.integer(_NAME, name, getattr(self, name), least=1)
         for name in ("bias", "add_bias_kv", "add_zero_attn", "reslink"):
             checks.flag(_NAME, name, getattr(self, name))
 
@@ -111,9 +113,24 @@ class MultiHeadAttn:
             raise ValueError(checks.message(_NAME, "params", f"be a dictionary of {list(names)}", got))
         E = self.embed_dim
         return multi_head_attention(
-            query, key, value, E, self.num_heads, self.attn_dropout, self.out_dropout,
-            params["io_weight_bias"], E, E, E, E, self.bias, self.bias, self.bias, self.bias,
-            params.get("bias_k"), params.get("bias_v"), self.add_zero_attn, key_padding_mask, attn_mask,
-            need_weights, average_attn_weights, is_causal, maybe_cudnn_style_mask, self.reslink, training,
+            query,
+            key,
+            value,
+            E,
+            self.num_heads,
+            self.attn_dropout,
+            self.out_dropout,
+            **{"bias_k": None, "bias_v": None, **params},
+            **dict.fromkeys(PROJECTIONS, E),
+            **dict.fromkeys(BIASES, self.bias),
+            add_zero_attn=self.add_zero_attn,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            need_weights=need_weights,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            maybe_cudnn_style_mask=maybe_cudnn_style_mask,
+            reslink=self.reslink,
+            training=training,
             dropout_key=dropout_key,
-        )  # fmt: skip
+        )

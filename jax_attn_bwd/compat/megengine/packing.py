@@ -1,13 +1,17 @@
 """`io_weight_bias`: every weight and bias of the layer in one array."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.compat.multi_head import arrays, heads, integer
+from jax_attn_bwd.compat.calls import arrays, heads
+
+PROJECTIONS = ("qproj_size", "kproj_size", "vproj_size", "oproj_size")
+BIASES = ("qbias", "kbias", "vbias", "obias")
 
 
 class IOWeightBias(NamedTuple):
@@ -24,7 +28,7 @@ class IOWeightBias(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The source's sizes, None replaced; widths of the inputs, totals over heads of the projections."""
+    """Holds the source's sizes, None replaced; widths of the inputs, totals over heads of the projections."""
 
     embed_dim: int
     k_size: int
@@ -57,11 +61,8 @@ def pack_io_weight_bias(
       >>> megengine.pack_io_weight_bias(jnp.ones((8, 8)), jnp.ones((6, 8)), query_bias=jnp.ones(8)).shape
       (1, 120)
     """
-    name = "megengine.pack_io_weight_bias"
-    parts: Any = IOWeightBias(
-        query_weight, key_weight, value_weight, out_weight, query_bias, key_bias, value_bias, out_bias
-    )
-    given = {k: x for k, x in arrays(name, (), **parts._asdict()).items() if x is not None}
+    parts, name = locals(), "megengine.pack_io_weight_bias"
+    given = {k: x for k, x in arrays(name, (), **parts).items() if x is not None}
     if not given:
         raise ValueError(checks.message(name, "at least one weight", "be given", None))
     for argument, x in given.items():
@@ -113,22 +114,20 @@ def unpack_io_weight_bias(
       >>> parts.out_weight.shape, parts.out_bias.shape, parts.query_bias
       ((8, 8), (8,), None)
     """
-    name = "megengine.unpack_io_weight_bias"
+    arguments, name = locals(), "megengine.unpack_io_weight_bias"
     widths = (embed_dim if k_size is None else k_size, embed_dim if v_size is None else v_size)
-    sizes = layer_sizes(name, embed_dim, num_heads, widths, (qproj_size, kproj_size, vproj_size, oproj_size))
-    return unpack(name, io_weight_bias, sizes, (qbias, kbias, vbias, obias))
+    return unpack(name, arguments, layer_sizes(name, arguments, *widths))
 
 
-def layer_sizes(operator: str, embed_dim: Any, num_heads: Any, widths: tuple, projected: tuple) -> Sizes:
-    """The sizes of a call, of which `widths` are those of key and value; raises where they do not fit."""
-    E = integer(operator, "embed_dim", embed_dim, 1)
-    names = ("qproj_size", "kproj_size", "vproj_size", "oproj_size")
-    found = {
-        name: E if n is None else integer(operator, name, n) for name, n in zip(names, projected, strict=True)
-    }
-    split = {name: found[name] for name in names[:3]}
-    H = heads(operator, num_heads, **split)
-    k_size, v_size = widths
+def layer_sizes(operator: str, arguments: Mapping[str, Any], k_size: Any, v_size: Any) -> Sizes:
+    """Returns the sizes of a call from its arguments by name; raises where they do not fit."""
+    E = checks.integer(operator, "embed_dim", arguments["embed_dim"], least=1)
+    found = {}
+    for name in PROJECTIONS:
+        n = arguments[name]
+        found[name] = E if n is None else checks.integer(operator, name, n, least=0)
+    # The heads divide the projections; keys are as wide as queries.
+    H = heads(operator, arguments["num_heads"], **{name: found[name] for name in PROJECTIONS[:3]})
     sizes = Sizes(E, k_size, v_size, H, **found)
     of_query, of_key = (
         size // H if size else width
@@ -141,22 +140,23 @@ def layer_sizes(operator: str, embed_dim: Any, num_heads: Any, widths: tuple, pr
     return sizes
 
 
-def unpack(
-    operator: str, io_weight_bias: Any, sizes: Sizes, flags: tuple[bool, bool, bool, bool]
-) -> IOWeightBias:
-    """The parts of `io_weight_bias`; None where a part takes no room."""
+def unpack(operator: str, arguments: Mapping[str, Any], sizes: Sizes) -> IOWeightBias:
+    """Returns the parts of the argument `io_weight_bias`; None where a part takes no room."""
     E, k, v, H, q, kp, vp, o = sizes
-    matrices = {"qbias": (E, q), "kbias": (k, kp), "vbias": (v, vp), "obias": (vp or H * v, o)}
-    shapes: list[tuple[int, ...] | None] = [m if m[1] else None for m in matrices.values()]
-    for (flag, (_, width)), x in zip(matrices.items(), flags, strict=True):
-        if checks.flag(operator, flag, x) and not width:
+    matrices = ((E, q), (k, kp), (v, vp), (vp or H * v, o))
+    # Shapes of the four weights, then of their biases.
+    shapes: list[tuple[int, ...] | None] = [m if m[1] else None for m in matrices]
+    for flag, (_, width) in zip(BIASES, matrices, strict=True):
+        has_bias = checks.flag(operator, flag, arguments[flag])
+        if has_bias and not width:
             expected = f"be False where {flag[0]}proj_size is 0: a bias needs its projection"
             raise ValueError(checks.message(operator, flag, expected, True))
-        shapes.append((width,) if x else None)
+        shapes.append((width,) if has_bias else None)
     lengths = [0 if shape is None else math.prod(shape) for shape in shapes]
-    if io_weight_bias is None and sum(lengths) == 0:
+    if arguments["io_weight_bias"] is None and sum(lengths) == 0:
         return IOWeightBias()
-    packed = checks.floating(operator, "io_weight_bias", io_weight_bias)
+    # The packed array is cut, one part after the other.
+    packed = checks.floating(operator, "io_weight_bias", arguments["io_weight_bias"])
     if packed.size != sum(lengths):
         pieces = zip(IOWeightBias._fields, shapes, strict=True)
         remedy = "it holds " + ", ".join(f"{n} {s}" for n, s in pieces if s is not None)

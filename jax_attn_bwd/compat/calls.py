@@ -1,6 +1,10 @@
-"""What the multi-head calls of other systems share: their arrays and masks, weights after dropout."""
+"""What calls of several sources have in common: arrays, heads, masks, dropout, slots that ask for gradients.
+
+A backward of a source writes into arrays that it is given; here these slots tell what is asked for.
+"""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +17,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 
 
 def arrays(operator: str, needed: tuple[str, ...], **given: Any) -> dict[str, Any]:
-    """`given` as floating-point arrays of one dtype; None, which those `needed` must not be, stays None."""
+    """Returns `given` as floating arrays of one dtype; None, which those `needed` must not be, stays None."""
     found = {
         name: checks.floating(operator, name, x)
         for name, x in given.items()
@@ -23,23 +27,18 @@ def arrays(operator: str, needed: tuple[str, ...], **given: Any) -> dict[str, An
     return given | found
 
 
-def integer(operator: str, argument: str, n: Any, least: int = 0) -> int:
-    """A Python int, `least` or more."""
-    return checks.integer(operator, argument, n, least)
-
-
 def heads(operator: str, num_heads: Any, **widths: Any) -> int:
-    """The number of heads, which divides each of `widths`."""
-    num_heads = integer(operator, "num_heads", num_heads, 1)
+    """Returns the number of heads, which divides each of `widths`."""
+    num_heads = checks.integer(operator, "num_heads", num_heads, least=1)
     for argument, n in widths.items():
-        if integer(operator, argument, n) % num_heads:
+        if checks.integer(operator, argument, n, least=0) % num_heads:
             expected = f"be a multiple of num_heads = {num_heads}"
             raise ValueError(checks.message(operator, argument, expected, n))
     return num_heads
 
 
 def both(operator: str, **rows: Any) -> None:
-    """Either both arguments are given or neither."""
+    """Raises where one of two arguments is given without the other."""
     for one, other in zip(rows, reversed(rows), strict=True):
         if rows[one] is not None and rows[other] is None:
             expected = f"be given together with {one}: they are one key and its value"
@@ -47,7 +46,7 @@ def both(operator: str, **rows: Any) -> None:
 
 
 def mask(operator: str, argument: str, x: Any) -> jax.Array:
-    """`x` as an array: boolean, True = masked, or floating, added to the logits."""
+    """Returns `x` as an array: boolean, True = masked, or floating, added to the logits."""
     if checks.is_array(x) and (x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.floating)):
         return jnp.asarray(x)
     expected = "be boolean (True = masked) or floating (added to the logits)"
@@ -55,8 +54,36 @@ def mask(operator: str, argument: str, x: Any) -> jax.Array:
     raise TypeError(checks.message(operator, argument, expected, got))
 
 
+def mask_planes(
+    operator: str,
+    batched: bool,
+    sizes: tuple[int, int, int, int],
+    key_padding_mask: Any,
+    attn_mask: Any,
+    by_head: str = "",
+    remedy: str = "",
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns `key_padding_mask` as `(N, 1, 1, S)` and `attn_mask` as `(N or 1, H or 1, L, S)`.
+
+    `sizes` are (N, L, S, H); errors call a mask of three axes `by_head`, and add `remedy`.
+    """
+    N, L, S, H = sizes
+    padding = allowed = None
+    if key_padding_mask is not None:
+        padding = mask(operator, "key_padding_mask", key_padding_mask)
+        letters, expected = ("(N, S)", (N, S)) if batched else ("(S,)", (S,))
+        checks.shape(operator, "key_padding_mask", padding, letters, expected, remedy)
+        padding = padding.reshape(N, 1, 1, S)
+    if attn_mask is not None:
+        allowed = mask(operator, "attn_mask", attn_mask)
+        one, each = ("(L, S)", (L, S)), (by_head or "(N * num_heads, L, S)", (N * H, L, S))
+        checks.shape(operator, "attn_mask", allowed, *(each if allowed.ndim == 3 else one), remedy)
+        allowed = allowed.reshape(*((N, H) if allowed.ndim == 3 else (1, 1)), L, S)
+    return padding, allowed
+
+
 def merged(*planes: jax.Array | None) -> dict[str, jax.Array | None]:
-    """The layer's `mask` and `bias` from masks of one rank: what a boolean one hides, what the others add."""
+    """Merges masks of one rank: the layer's `mask` is what boolean ones leave, its `bias` what others add."""
     hidden = bias = None
     for x in planes:
         if x is None:
@@ -70,7 +97,7 @@ def merged(*planes: jax.Array | None) -> dict[str, jax.Array | None]:
 
 
 def drops(operator: str, rates: dict[str, float], training: bool, dropout_key: Any) -> tuple:
-    """The rates, 0 unless `training`; a key must be given for one above 0."""
+    """Returns the rates, 0 unless `training`; a key must be given for one above 0."""
     dropout.check_key(operator, dropout_key)  # an error names this operator
     found = tuple(checks.rate(operator, name, rate) for name, rate in rates.items())
     if not checks.flag(operator, "training", training):
@@ -83,7 +110,7 @@ def drops(operator: str, rates: dict[str, float], training: bool, dropout_key: A
 
 
 def after_dropout(weights: jax.Array, rate: float, key: Any) -> jax.Array:
-    """Weights `[..., N, T, S']` of a layer times the factors that its dropout of `rate` under `key` drew."""
+    """Multiplies weights `[..., N, T, S']` of a layer by the factors that its dropout drew under `key`."""
     if rate == 0:
         return weights
     *batch, N, T, S = weights.shape
@@ -96,3 +123,23 @@ def after_dropout(weights: jax.Array, rate: float, key: Any) -> jax.Array:
     dtype = accumulator_dtype(weights.dtype)
     factors = dropout.factors(keys, row, column, rate, dtype)
     return (weights.astype(dtype) * factors).astype(weights.dtype)
+
+
+def is_asked(operator: str, argument: str, slot: Any) -> bool:
+    """Tells whether a slot asks for its gradient: True or an array does, None or False refuses it."""
+    if slot is None or isinstance(slot, bool | np.bool_):
+        return bool(slot)
+    if not checks.is_array(slot):
+        expected = "be None or False to refuse the gradient, True, or an array of its shape"
+        raise TypeError(checks.message(operator, argument, expected, type(slot).__name__))
+    return True
+
+
+def check_slot(operator: str, argument: str, slot: Any, like: Any, dtypes: Sequence[Any]) -> None:
+    """Raises for an array in a slot without the shape of `like`, the argument, or one of `dtypes`."""
+    if not checks.is_array(slot):
+        return
+    checks.shape(operator, argument, slot, "that of the gradient", like.shape)
+    if slot.dtype not in dtypes:
+        names = " or ".join(dict.fromkeys(str(np.dtype(dtype)) for dtype in dtypes))
+        raise TypeError(checks.message(operator, argument, f"have dtype {names}", slot.dtype))
