@@ -48,9 +48,9 @@ from jax import lax
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import engine, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
+from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.spec import AXES, Operands, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_attn_bwd._core.case_arrays import both, mask, sink
+from jax_attn_bwd._core.cases import both, mask, sink
 from jax_attn_bwd.ops.softmax.cases import case, normal, some_rows_masked
 
 

@@ -45,9 +45,9 @@ from jax import lax
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import devices, layout, materialized, mod_functions, row_terms, strips
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
+from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result
 from jax_attn_bwd.ops.dot_product.tiles import TileOperands, loop, tile, tile_operands, tile_visits

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd._core.slicing import take_at
 from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd.ops.dot_product.layout import take_at
 from jax_attn_bwd.ops.dot_product.plan import Tiling
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 

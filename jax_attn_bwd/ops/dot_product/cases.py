@@ -10,8 +10,17 @@ import numpy as np
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.case_arrays import bias, both, dropout_key, infinite_bias, mask, positions, segments
-from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd._core.cases import (
+    Case,
+    Operator,
+    bias,
+    both,
+    dropout_key,
+    infinite_bias,
+    mask,
+    positions,
+    segments,
+)
 from jax_attn_bwd.ops.dot_product import api, reference, workloads
 
 PREFIX = "mod_args_"

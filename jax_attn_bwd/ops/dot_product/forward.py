@@ -29,10 +29,10 @@ from jax import lax
 from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
 from jax_attn_bwd._core.pallas import opaque
 from jax_attn_bwd._core.sharding import tie
-from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import devices, layout, materialized, mod_functions, row_terms, strips
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
+from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.online_softmax import State
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result

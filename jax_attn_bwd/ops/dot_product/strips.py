@@ -56,10 +56,10 @@ from jax_attn_bwd._core import fusion, masks, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
-from jax_attn_bwd._core.slicing import Parts, put_part, take_part
 from jax_attn_bwd.ops.dot_product import layout, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import soft_capped
+from jax_attn_bwd.ops.dot_product.layout import Parts, put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
 from jax_attn_bwd.ops.dot_product.plan import SLICE_LOGITS, Plan, Tiling, count, slices_of
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result

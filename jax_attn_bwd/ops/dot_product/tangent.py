@@ -30,9 +30,9 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
+from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
 from jax_attn_bwd.ops.dot_product.tiles import (

@@ -27,9 +27,9 @@ from jax import lax
 from jax_attn_bwd._core import fusion, split
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.pallas import vary_alike
-from jax_attn_bwd._core.slicing import take_at
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product.block import DropoutCounters, dropout_counters
+from jax_attn_bwd.ops.dot_product.layout import take_at
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Plan, Tiling, count
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options

@@ -20,8 +20,8 @@ from jax import lax
 from jax_attn_bwd._core import masks, targets
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd._core.slicing import put_at, take_at
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
+from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Tiling, count, of_blocks
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options

@@ -8,8 +8,16 @@ import numpy as np
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.case_arrays import bias, both, dropout_key, infinite_bias, mask, positions, segments
-from jax_attn_bwd._core.cases import Operator
+from jax_attn_bwd._core.cases import (
+    Operator,
+    bias,
+    both,
+    dropout_key,
+    infinite_bias,
+    mask,
+    positions,
+    segments,
+)
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, dropping, reference

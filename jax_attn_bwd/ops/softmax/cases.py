@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 
-from jax_attn_bwd._core.case_arrays import both, mask, sink
-from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd._core.cases import Case, Operator, both, mask, sink
 from jax_attn_bwd.ops.softmax import api, reference
 
 
