@@ -1,4 +1,4 @@
-"""What calls of several sources have in common: arrays, heads, masks, dropout, slots that ask for gradients.
+"""Arguments that calls of several sources share: arrays, heads, masks, dropout, slots that ask for gradients.
 
 A backward of a source writes into arrays that it is given; here these slots tell what is asked for.
 """

@@ -130,7 +130,7 @@ def scaled_masked_softmax_backward(
 
 
 def _masked(operator: str, mask: Any, x: jax.Array, fix_triu_mask: bool) -> jax.Array | None:
-    """Where `x` is masked, of the rank of `x`; None if nowhere."""
+    """Returns where `x` is masked, of the rank of `x`; None if nowhere."""
     if mask is not None:
         numbers = "write mask != 0 if non-zero means masked; nothing is added to the logits here"
         mask = checks.boolean_mask(operator, mask, "masked", numbers)
@@ -245,7 +245,8 @@ def multi_scale_deformable_attention_grad(
 def _sampling(
     operator: str, value: Any, spatial_shape: Any, level_start_index: Any, location: Any, attn_weight: Any
 ) -> tuple[jax.Array, tuple[tuple[int, int], ...], jax.Array, jax.Array]:
-    """(value, ((H, W), ...), location, attn_weight), checked under the names that the source gives them."""
+    """Returns (value, ((H, W), ...), location, attn_weight), checked under the source's names."""
+    # Tables, which are known, and floating arrays of the right ranks.
     shapes = arguments.level_shapes(operator, "spatial_shape", spatial_shape)
     arguments.check_level_starts(operator, level_start_index, shapes)
     value = checks.floating(operator, "value", value)
@@ -256,6 +257,7 @@ def _sampling(
     for argument, x, letters in (("value", value, pixels), ("attn_weight", attn_weight, points)):
         if x.ndim != len(letters.split(",")):
             raise ValueError(checks.message(operator, argument, f"have shape {letters}", x.shape))
+    # All sizes follow from the value, the weights and the levels.
     bs, _, num_heads, channels = value.shape
     spatial_size = sum(height * width for height, width in shapes)
     checks.shape(operator, "value", value, pixels, (bs, spatial_size, num_heads, channels))

@@ -249,6 +249,7 @@ def _params(sizes: _Sizes, given: dict[str, Any]) -> MultiHeadAttentionParams:
 
 def _static(sizes: _Sizes, given: dict[str, Any]) -> tuple[jax.Array | None, ...]:
     """Returns the keys and values `(N, H, S, D)` that stand in for projected ones; None = projected."""
+    # Given keys and values take no appended rows, and fit those that are projected.
     N, S, H, D = sizes.N, sizes.S, sizes.H, sizes.E // sizes.H
     found = []
     for name in ("static_k", "static_v"):

@@ -222,6 +222,7 @@ def _by_rotary(rotary: Any, rope: Any, query, key, *positions: Any) -> tuple[jax
         expected = "be given with rotary in what may be a step of decoding"
         remedy = "the layers of jax_attn_bwd.layers tell the index in the cache; here pass where the query is"
         raise ValueError(checks.message(_NAME, "query_positions", expected, None, remedy))
+    # Positions are integers, one for each query and each key.
     found: list[jax.Array | None] = [None, None]
     names = ("query_positions", "key_value_positions")
     for i, (name, x, given) in enumerate(zip(names, (query, key), positions, strict=True)):

@@ -101,6 +101,7 @@ def configure(arguments: Mapping[str, Any], width: str) -> Config:
       arguments: what the framework's constructor was given, by name.
       width: the name that the width C has there.
     """
+    # Heads and their width, and how many points a head has on each level.
     num_heads = checks.integer(_NAME, "num_heads", arguments["num_heads"], least=1)
     num_levels = checks.integer(_NAME, "num_levels", arguments["num_levels"], least=1)
     C = checks.integer(_NAME, width, arguments[width], least=1)
@@ -113,6 +114,7 @@ def configure(arguments: Mapping[str, Any], width: str) -> Config:
         expected = f"be a positive int, or one for each of the {num_levels} levels"
         raise ValueError(checks.message(_NAME, "num_points", expected, repr(points)))
     counts = tuple(checks.integer(_NAME, "num_points", P, least=1) for P in given)
+    # Options of the operator, and the form of the module.
     sums = checks.repeatable_sums(_NAME, arguments["deterministic_sums"], arguments["deterministic"])
     options = Options(**{x.name: arguments[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
     checks.flag(_NAME, "forward_mode", options.forward_mode)
@@ -151,6 +153,7 @@ def attend(
     mask: jax.Array | None,
 ) -> jax.Array:
     """Computes the output `[..., Q, C]` of a layer."""
+    # Locations and logits [..., Q, M * K] come from the query, values [..., S, C] from the feature maps.
     locations = sampling_locations(config, linears, query, reference_points, spatial_shapes)
     *batch, Q, M, K, _ = locations.shape
     logits = linears.attention_weights(_precise(query))
@@ -181,6 +184,7 @@ def sampling_locations(
 ) -> jax.Array:
     """Computes `[..., Q, M, K, 2]`, (x, y), float32 or wider: where each head looks for each query."""
     levels, form = _levels(config, spatial_shapes), config.form
+    # Points [..., Q, K or 1, 2 or 4] and offsets [..., Q, M, K, 2] in the wider dtype of both.
     query = checks.floating(_NAME, "query", query)
     if query.ndim < 2 or query.shape[-1] != config.width:
         expected = f"have shape [..., Q, C] with C = {config.width}"
@@ -191,6 +195,7 @@ def sampling_locations(
     heads = (config.num_heads, sum(config.num_points), 2)
     offsets = offsets.astype(dtype).reshape(*query.shape[:-1], *heads)
     points = points.astype(dtype)[..., None, :, :]  # [..., Q, 1, K or 1, 2 or 4]
+    # Offsets are in pixels of their level, or in shares of the box.
     if points.shape[-1] == 2:
         size = np.repeat(np.array(levels)[:, ::-1], config.num_points, axis=0)  # [K, 2], (W, H)
         offsets = offsets / _trailing(size, offsets)
@@ -290,12 +295,14 @@ def encoder_reference_points(
     References:
       Zhu et al., Deformable DETR, 2021, arXiv:2010.04159, appendix A.4.
     """
+    # The centre of each pixel of each level, [1, S, 1, 2], from 0 to 1.
     name = "encoder_reference_points"
     shapes = level_shapes(name, "spatial_shapes", spatial_shapes)
     centres = [(np.stack(np.meshgrid(np.arange(w), np.arange(h)), -1) + 0.5) / (w, h) for h, w in shapes]
     points = jnp.asarray(np.concatenate([x.reshape(-1, 2) for x in centres]), dtype)[None, :, None]
     if valid_ratios is None:
         return points
+    # A padded picture has its own, by the share that is not padding: [..., S, L, 2].
     ratios = checks.floating(name, "valid_ratios", valid_ratios).astype(dtype)
     if ratios.shape[-2:] != (len(shapes), 2):
         expected = f"have shape [..., L, 2] = {('...', len(shapes), 2)}"
@@ -371,6 +378,7 @@ def _reference_points(config: Config, points: Any, queries: tuple) -> jax.Array:
     """Returns `[..., Q, K or 1, 2 or 4]`, one for each sampling point of a head, or one for all."""
     points = checks.floating(_NAME, "reference_points", points)
     counts, given = config.num_points, points.shape
+    # Axes that all entries or all levels share may be 1, or missing.
     if points.ndim == len(queries) + 1:  # [..., Q, 2 or 4]
         points = points[..., None, :]
     *lead, levels, coordinates = points.shape if points.ndim > 1 else (0, 0)
@@ -382,12 +390,12 @@ def _reference_points(config: Config, points: Any, queries: tuple) -> jax.Array:
             "1 for L or no such axis if all levels share them, 1 for a batch axis if its entries do"
         )
         raise ValueError(checks.message(_NAME, "reference_points", expected, given))
+    # Each level's point is that of all its sampling points.
     points = jnp.broadcast_to(points, (*queries, levels, coordinates))
-    lead = list(queries)
     if levels == 1:
         return points
     per_level = zip(jnp.split(points, levels, axis=-2), counts, strict=True)
-    repeated = [jnp.broadcast_to(x, (*lead, P, coordinates)) for x, P in per_level]
+    repeated = [jnp.broadcast_to(x, (*queries, P, coordinates)) for x, P in per_level]
     return jnp.concatenate(repeated, axis=-2)  # not jnp.repeat: its gradient is a scatter-add
 
 

@@ -139,6 +139,7 @@ def channels(kind: str, in_channels: Any) -> int | tuple[int, int]:
 
 def linear_layers(config: Config, in_channels: Any) -> dict[str, Linear]:
     """Returns the linear layers by name; `in_channels` is a width, a pair of them, or has None for them."""
+    # What projects the nodes.
     pair = isinstance(in_channels, tuple)
     source, destination = in_channels if pair else (in_channels, in_channels)
     width, bias = config.width, config.bias
@@ -157,6 +158,7 @@ def linear_layers(config: Config, in_channels: Any) -> dict[str, Linear]:
             found["lin_skip"] = Linear(destination, config.out_width, bias)
         if config.root_weight and config.beta:
             found["lin_beta"] = Linear(3 * config.out_width, 1)
+    # What projects the edges, and what skips the attention.
     if config.edge_dim is not None:
         found["lin_edge"] = Linear(config.edge_dim, width)
     if config.residual:
@@ -275,6 +277,7 @@ def _finish(linears: Linears, arrays: Arrays, out: jax.Array, x_dst: jax.Array) 
 
 def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.Array]:
     """Returns features of sources and destinations, of the widths that the layer was built for."""
+    # A pair holds both sides.
     widths = config.in_channels
     source, destination = widths if isinstance(widths, tuple) else (widths, widths)
     if isinstance(x, tuple | list) and len(x) != 2:
@@ -284,6 +287,7 @@ def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.
         expected = "be an array, not None as in PyTorch Geometric"
         remedy = "pass the features of the destinations, or one array x whose first num_dst rows they are"
         raise TypeError(checks.message(config.kind, "x_dst", expected, None, remedy))
+    # One array holds the destinations in its first rows.
     if not isinstance(x, tuple | list):
         shared = source if source == destination else None
         x = _rows(config, "x", x, "num_src", graph.num_src, shared)

@@ -56,7 +56,7 @@ OPTIONS = {
 
 
 class Tokens(TypedDict):
-    """What a call tells of its tokens, in every framework by these names; None and () = nothing."""
+    """Holds what a call tells of its tokens, in every framework by these names; None and () = nothing."""
 
     query_seq_lengths: Any
     key_value_seq_lengths: Any

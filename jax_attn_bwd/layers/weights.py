@@ -40,6 +40,7 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     if prefix and not prefix.endswith("."):
         remedy = f"{prefix!r} would also match the names of other layers that begin so"
         raise ValueError(checks.message("from_torch", "prefix", "end with a dot", repr(prefix), remedy))
+    # Weights are [out, in] there and [in, out] here, attention vectors [1, H, C] and [H, C].
     tree: dict[str, Any] = {}
     for name, value in state.items():
         if not name.startswith(prefix):

@@ -111,6 +111,7 @@ class MultiHeadAttn:
         if not isinstance(params, Mapping) or set(params) != set(names):
             got = sorted(params) if isinstance(params, Mapping) else type(params).__name__
             raise ValueError(checks.message(_NAME, "params", f"be a dictionary of {list(names)}", got))
+        # All projections are as wide as the query.
         E = self.embed_dim
         return multi_head_attention(
             query,

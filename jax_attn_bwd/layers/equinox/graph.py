@@ -92,6 +92,7 @@ class _Conv(eqx.Module):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
+        # Parameters by name, and a key where a call drops edges.
         layers = {name: partial(_by_row, getattr(self, name)) for name in self.linears}
         vectors = {name: getattr(self, name) for name in array_shapes(self.config)}
         training = self.config.dropout and not (self.inference if inference is None else inference)

@@ -267,6 +267,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         if cache.key.ndim != 3:
             expected, remedy = "be that of one row, its keys [L, N, H]", "for a batch use jax.vmap"
             raise ValueError(checks.message(_NAME, "cache", expected, cache.key.shape, remedy))
+        # The new tokens attend to the cache, which then holds them.
         params = self._plain("decode")
         mask = None if mask is None else self._mask(mask, query.shape[0], cache.key.shape[0], "L")
         return decode(

@@ -79,6 +79,7 @@ class _Conv(nn.Module):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
+        # The parameters, made where there are none yet.
         config = Config.of(self.kind, vars(self))
         pair = (None, None) if isinstance(x, tuple | list) else None
         layers = {
@@ -99,6 +100,7 @@ class _Conv(nn.Module):
             )
             for name, shape in array_shapes(config).items()
         }
+        # A key where a call drops edges.
         key = None
         if config.dropout and not nn.merge_param("deterministic", self.deterministic, deterministic):
             key = self.make_rng("dropout")

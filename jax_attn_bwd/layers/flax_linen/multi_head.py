@@ -196,11 +196,13 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     @nn.nowrap
     def _params(self, *inputs: jax.Array) -> MultiHeadAttentionParams:
         """Returns the parameters, made where there are none yet."""
+        # The sizes that Flax takes from the inputs where they are not given.
         features = self.out_features or inputs[0].shape[-1]
         heads, qkv_features = self.num_heads, self.qkv_features or inputs[0].shape[-1]
         if qkv_features % heads:
             expected = f"be a multiple of the {heads} heads"
             raise ValueError(checks.message(type(self).__name__, "qkv_features", expected, qkv_features))
+        # Kernels and biases of query, key, value [E, N, H] and output [N, H, Eo], under Flax's names.
         size = (heads, qkv_features // heads)
         projection = partial(_Projection, use_bias=self.use_bias, param_dtype=self.param_dtype)
         inner = partial(projection, kernel_init=self.kernel_init, bias_init=self.bias_init)

@@ -85,6 +85,7 @@ class _Conv(hk.Module):
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
+        # The parameters, made where there are none yet.
         config = self._config
         pair = isinstance(x, tuple | list)
         layers = {
@@ -96,6 +97,7 @@ class _Conv(hk.Module):
             name: hk.get_parameter(name, shape, dtype, jnp.zeros if name == "bias" else self._w_init)
             for name, shape in array_shapes(config).items()
         }
+        # A key where a call drops edges.
         key = None
         if config.dropout:
             if is_training is None:

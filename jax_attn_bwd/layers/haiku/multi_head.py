@@ -105,6 +105,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             model_size=model_size,
             name=name,
         )
+        # What a call hands on; a cache leaves out what its steps do not take.
         self._cache_length = None
         if cache_length is not None:
             self._cache_length = checks.integer(_NAME, "cache_length", cache_length, least=1)
