@@ -14,8 +14,10 @@ from jax_attn_bwd._core.cases import Case, Operator, cotangents, value_and_gradi
 from jax_attn_bwd.check import QUICK, quick_jit
 
 OPERATORS = discover()
-# one of those that share their rules
-FAMILIES = tuple({o.call.__module__: o for o in reversed(OPERATORS)}.values())[::-1]
+# one of those that share their rules: in a folder those of several arguments, and those of one
+FAMILIES = tuple({(o.call.__module__, len(o.differentiable) > 1): o for o in reversed(OPERATORS)}.values())[
+    ::-1
+]
 thorough = pytest.mark.thorough
 interpreted = pytest.mark.skipif(
     not mosaic_gpu.can_interpret(), reason="the Mosaic GPU interpreter of this JAX cannot run the kernels"

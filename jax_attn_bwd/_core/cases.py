@@ -193,12 +193,26 @@ def infinite_bias(rng, n):
     return {"bias": bias}
 
 
+def lengths(rng, n):
+    """Lengths of two batch entries, the first of which has no keys."""
+    return {
+        "query_seq_lengths": np.array([n["T"] - 2, n["T"]], np.int32),
+        "key_value_seq_lengths": np.array([0, n["S"] - 4], np.int32),
+    }
+
+
 def segments(rng, n):
     """Draws segment ids in order; some queries, and some keys, are alone in theirs."""
     return {
         "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
         "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
     }
+
+
+def shared_segments(rng, n):
+    """Segment ids of as many queries as keys, which share them."""
+    ids = np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32)
+    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
 
 
 def positions(rng, n):

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_attn_bwd._core.cases import Arrays, Case, Operator
+from jax_attn_bwd._core.cases import Case, Operator, both, shared_segments, sink
 from jax_attn_bwd.ops.deformable.cases import OPERATORS as DEFORMABLE
-from jax_attn_bwd.ops.dot_product.cases import OPERATORS as DENSE
+from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.graph.cases import OPERATORS as GRAPH
 from jax_attn_bwd.ops.multi_head.cases import OPERATORS as MULTI_HEAD
@@ -42,33 +42,23 @@ def _mesh(*sizes: int) -> Mesh:
     return Mesh(np.array(jax.local_devices()[:n]), (_AXIS,))
 
 
-def _sequence_case(name: str, tags: tuple[str, ...], B=2, T=16, N=8, K=4, H=3, Hv=5, extra=(), **options):
-    def build(rng) -> Arrays:
-        ids = np.sort(rng.integers(0, 3, (B, T)), -1).astype(np.int32)
-        arrays = {
-            "query": rng.standard_normal((B, T, N, H)),
-            "key": rng.standard_normal((B, T, K, H)),
-            "value": rng.standard_normal((B, T, K, Hv)),
-            "sink": rng.standard_normal(N),
-            "query_segment_ids": ids,
-            "key_value_segment_ids": ids,
-            "dropout_key": np.array([7, 11], np.uint32),
-        }
-        return {name: arrays[name] for name in (*_TOKENS[:3], *extra)}
-
-    return Case(name, build, options, frozenset(tags))
+def sequence_case(name: str, B=2, T=16, N=8, K=4, H=3, Hv=5, **options) -> Case:
+    """Returns a case of self-attention on a sequence that is cut."""
+    return dense.case(name, B=(B,), T=T, S=T, N=N, K=K, H=H, Hv=Hv, **options)
 
 
-_SECOND: dict[str, Any] = dict(B=1, T=4, N=2, K=2, H=2, Hv=1, is_causal=True)
 _SEQUENCE_CASES = (
-    _sequence_case("causal_sink", ("ci", "check"), extra=("sink",), is_causal=True, logits_soft_cap=2.0),
-    _sequence_case(
-        "packed_dropout", ("ci", "check"), extra=(*_TOKENS[3:], "dropout_key"),
-        local_window_size=(5, 2), dropout_rate=0.3,
+    sequence_case(
+        "causal_sink", tags=("ci", "check"), extra=sink(8, spread=1.0), is_causal=True, logits_soft_cap=2.0
     ),
-    _sequence_case("second", ("second",), extra=("sink",), **_SECOND),
-    _sequence_case("second_packed", ("second",), extra=_TOKENS[3:], **_SECOND),
-)  # fmt: skip
+    sequence_case(
+        "packed_dropout",
+        tags=("ci", "check"),
+        extra=both(shared_segments, dense.KEY),
+        local_window_size=(5, 2),
+        dropout_rate=0.3,
+    ),
+)
 
 
 def _sequence(function: Callable[..., Any], lay: Callable | None = None, back: Callable | None = None) -> Any:
@@ -163,22 +153,17 @@ def _named(operator: Operator, *names: str) -> tuple[Case, ...]:
     return tuple(case for case in operator.cases if case.name in names)
 
 
-(_DENSE,), (_MULTI_HEAD,), (_DEFORMABLE,), (_GAT, *_) = DENSE, MULTI_HEAD, DEFORMABLE, GRAPH
+(_DENSE,), (_MULTI_HEAD,), (_DEFORMABLE,), (_GAT, *_) = dense.OPERATORS, MULTI_HEAD, DEFORMABLE, GRAPH
 OPERATORS = (
     _of(_DENSE, "ring_attention", _sequence(ring_attention, zigzag, unzigzag), _SEQUENCE_CASES),
     _of(_DENSE, "all_gather_attention", _sequence(all_gather_attention, striped, unstriped), _SEQUENCE_CASES),
     _of(_DENSE, "ulysses_attention", _sequence(ulysses_attention), _SEQUENCE_CASES),
-    _of(
-        _MULTI_HEAD,
-        "tensor_parallel_multi_head_attention",
-        _layer,
-        _named(_MULTI_HEAD, "tiles", "packed_alone", "second"),
-    ),
-    _of(_GAT, "sharded_graph_attention", _graph, _named(_GAT, "plain", "edge_dropout", "second_dropout")),
+    _of(_MULTI_HEAD, "tensor_parallel_multi_head_attention", _layer, _named(_MULTI_HEAD, "tiles")),
+    _of(_GAT, "sharded_graph_attention", _graph, _named(_GAT, "plain", "edge_dropout")),
     _of(
         _DEFORMABLE,
         "sharded_multi_scale_deformable_attention",
         _queries,
-        _named(_DEFORMABLE, "plain", "softmax", "second_softmax"),
+        _named(_DEFORMABLE, "plain", "softmax"),
     ),
 )

@@ -1,23 +1,33 @@
 """The operators with every case: those of the package, and those that tests and full compilation alone read.
 
-A module here that is named like an operator's folder holds the latter: `CASES`, `{operator: cases}`.
+The modules here, named like the operators' folders, hold the latter: `CASES`, `{operator: cases}`.
 """
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
 from jax_attn_bwd import ops
-from jax_attn_bwd._core.cases import Operator
+from jax_attn_bwd._core.cases import Case, Operator
+
+
+@cache
+def _more() -> dict[str, list[Case]]:
+    found: dict[str, list[Case]] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for name, cases in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
+            found.setdefault(name, []).extend(cases)
+    return found
+
+
+def with_more(operators: Iterable[Operator]) -> tuple[Operator, ...]:
+    """The operators with the cases of the tests behind their own."""
+    return tuple(replace(o, cases=(*o.cases, *_more().get(o.name, ()))) for o in operators)
 
 
 @cache
 def discover() -> tuple[Operator, ...]:
-    """Every operator of the package, the cases of the tests behind its own."""
-    more = {}
-    for module in pkgutil.iter_modules(__path__):
-        more |= importlib.import_module(f"{__name__}.{module.name}").CASES
-    found = ops.discover()
-    assert more.keys() <= {operator.name for operator in found}
-    return tuple(replace(o, cases=(*o.cases, *more.get(o.name, ()))) for o in found)
+    """Every operator of the package, with all cases."""
+    return with_more(ops.discover())

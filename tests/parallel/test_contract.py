@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from cases import with_more
 from contract import test_derivatives_in_turn as in_turn
 from contract import test_second_order as second_order
 from contract import test_transforms as transforms
@@ -14,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, TOKENS, draw, mesh
 
 from jax_attn_bwd import check, parallel
-from jax_attn_bwd.parallel.cases import OPERATORS
+from jax_attn_bwd.parallel import cases as named
 
+OPERATORS = with_more(named.OPERATORS)
 CONTRACTS = {
     "derivatives in turn": in_turn.test_of_every_operator,
     "second order": second_order.test_every_mode_under_jit,

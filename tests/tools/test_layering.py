@@ -75,7 +75,7 @@ LAYERS = (
     ("ops/*/rule",),
     ("ops/*/api", "ops/*/api_jvp", "ops/graph/derivatives", "ops/*/edge_softmax", "ops/*/edge_reductions"),
     ("mods/*",),
-    ("ops/*/workloads", "ops/*/cases"),
+    ("ops/*/cases",),
     ("ops/*/__init__", "ops/__init__"),
     ("layers/*", "compat/*"),
     ("parallel/*",),

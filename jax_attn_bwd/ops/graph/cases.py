@@ -94,15 +94,6 @@ def case(
 
 PADDED = partial(graph_of, capacity=32)
 MORE_NODES = partial(graph_of, 45, 40, 90)
-EMPTY = {
-    "no_edges": partial(graph_of, nnz=0),
-    "only_padding": partial(graph_of, nnz=0, capacity=4),
-    "no_destination": partial(BipartiteCSC.from_coo, [], [], 3, 0, capacity=2),
-    "no_source": partial(BipartiteCSC.from_coo, [], [], 0, 3),
-    "one_edge": partial(graph_of, 1, 1, 1),
-}
-SMALL = {"graph": partial(graph_of, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
-SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
 COMPILED = ("ci", "check", "xla")
 
 
@@ -174,7 +165,7 @@ def _additive(rng, graph, width, spread, size) -> dict[str, Any]:
     }
 
 
-def _gat(name, spread=1.0, **arguments) -> Case:
+def gat(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         found = _extra(rng, graph, H, {"edge": 2 * H}, extra)
         size = 2 * H * D + (2 * H if "edge" in found else 0)
@@ -183,14 +174,14 @@ def _gat(name, spread=1.0, **arguments) -> Case:
     return case(build, name, **arguments)
 
 
-def _gatv2(name, spread=1.0, **arguments) -> Case:
+def gatv2(name, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         return _additive(rng, graph, H * D, spread, H * D) | _extra(rng, graph, H, {"edge": H * D}, extra)
 
     return case(build, name, **arguments)
 
 
-def _transformer(name, *, K=None, Dv=None, **arguments) -> Case:
+def transformer(name, *, K=None, Dv=None, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         shared, width = K or H, Dv or D
         return {
@@ -216,19 +207,6 @@ def _of_kernels(
         yield make(f"{H} x {D}", H=H, D=D, tags=("wide", "large"), **options)
 
 
-def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
-    """Yields cases for which kernels are compiled; of a small graph, since no kernel depends on its size."""
-    compiled = partial(make, graph=hub, dtype="float32")
-    for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
-        yield compiled(f"compiled {H} x {D}", H=H, D=D, tags=("mosaic_gpu", "table"))
-    yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16", tags=("mosaic_gpu",))
-    yield compiled("compiled 8 x 8, a batch", H=8, D=8, batch=(2,), tags=("mosaic_gpu",))
-    everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
-    for H, D, more in ((4, 16, ("table",)), (8, 64, ())):
-        tags = ("mosaic_gpu", "A100", "B200", *more)
-        yield compiled(f"compiled {H} x {D} everything", H=H, D=D, tags=tags, **everything)
-
-
 def _measured(make: Callable[..., Case]) -> Iterator[Case]:
     for nodes, edges, tags in ((400, 3000, ("quick",)), (40_000, 500_000, ("bench", "bench_gpu", "timed"))):
         name = f"random {nodes} nodes, {edges} edges, 8 x 16"
@@ -241,14 +219,14 @@ def _measured(make: Callable[..., Case]) -> Iterator[Case]:
         yield make(f"16 edges a node, 8 x 16: E={edges}", graph=graph, H=8, D=16, tags=timed, dtype="float32")
 
 
-def _scores(name, *, spread=1.0, **arguments) -> Case:
+def scores(name, *, spread=1.0, **arguments) -> Case:
     def build(rng, graph, H, D, extra):
         return {"scores": spread * rng.standard_normal((graph.capacity, H))}
 
     return case(build, name, **arguments)
 
 
-def _data(name, *, rest=None, **arguments) -> Case:
+def data(name, *, rest=None, **arguments) -> Case:
     """Makes a case of edge data with the axes `rest`, or an axis of heads; some of its numbers tie."""
 
     def build(rng, graph, H, D, extra):
@@ -260,24 +238,11 @@ def _data(name, *, rest=None, **arguments) -> Case:
 
 
 GAT_CASES = (
-    _gat("plain", tags=COMPILED),
-    _gat("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4, tags=COMPILED),
-    _gat("mean_elu_padded", graph=PADDED, concat_heads=False, activation="elu", extra=("edge",)),
-    _gat("hub", graph=hub, extra=("dropout_mask",), activation="relu", tags=("ci", "check")),
-    *(_gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in EMPTY.items()),
-    _gat(
-        "batch_edge_dropout",
-        batch=(3,),
-        extra=("edge", "dropout_key"),
-        dropout_rate=0.4,
-        concat_heads=False,
-        graph=PADDED,
-    ),
-    _gat("batches_shared_dst", batch=(2, 3), shared=("dst",), extra=("dropout_mask",), tags=("edge",)),
-    _gat("second_edge", **SMALL, extra=("edge",), activation="tanh"),
-    _gat("second_dropout", **SMALL, extra=("dropout_mask",), concat_heads=False),
+    gat("plain", tags=COMPILED),
+    gat("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4, tags=COMPILED),
+    gat("hub", graph=hub, extra=("dropout_mask",), activation="relu", tags=("ci", "check")),
     *_of_kernels(
-        _gat,
+        gat,
         heads={
             (1, 8): {"activation": "scalar"},
             (1, 128): {"activation": "tanh"},
@@ -286,13 +251,11 @@ GAT_CASES = (
         },
         narrow="kernel",
     ),
-    *_compiled(_gat),
-    *_measured(_gat),
+    *_measured(gat),
 )
 GATV2_CASES = (
-    _gatv2("plain", tags=COMPILED),
-    _gatv2("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4),
-    _gatv2(
+    gatv2("plain", tags=COMPILED),
+    gatv2(
         "mean_sigmoid_padded",
         graph=PADDED,
         concat_heads=False,
@@ -300,13 +263,8 @@ GATV2_CASES = (
         extra=("edge",),
         tags=COMPILED,
     ),
-    *(_gatv2(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
-    _gatv2("second_edge", **SMALL, extra=("edge",), activation="tanh"),
-    _gatv2("batch_shared_edge", batch=(3,), shared=("edge",), extra=("edge",), tags=("edge",)),
-    _gatv2("shard_batch", batch=(4,), **SHARD),
-    _gatv2("shard", **SHARD),
     *_of_kernels(
-        _gatv2,
+        gatv2,
         heads={
             (4, 8): {"graph": MORE_NODES, "activation": "relu"},
             (6, 16): {"concat_heads": False, "activation": "tanh", "extra": ("edge",)},
@@ -315,20 +273,12 @@ GATV2_CASES = (
             (16, 8): {"activation": "sigmoid"},
         },
     ),
-    *_compiled(_gatv2),
-    *_measured(_gatv2),
+    *_measured(gatv2),
 )
 TRANSFORMER_CASES = (
-    _transformer("plain", tags=COMPILED),
-    _transformer("edge_bias", extra=("edge", "score_bias", "dropout_key"), dropout_rate=0.4, tags=COMPILED),
-    _transformer("mean_padded", graph=PADDED, concat_heads=False, scale=0.3, extra=("edge",)),
-    _transformer("hub", graph=hub),
-    *(
-        _transformer(name, graph=graph, extra=("score_bias",), tags=("edge",))
-        for name, graph in EMPTY.items()
-    ),
-    _transformer("grouped_edge_padded", H=4, K=2, graph=PADDED, extra=("edge", "score_bias")),
-    _transformer(
+    transformer("plain", tags=COMPILED),
+    transformer("edge_bias", extra=("edge", "score_bias", "dropout_key"), dropout_rate=0.4, tags=COMPILED),
+    transformer(
         "grouped_value_width",
         H=4,
         K=1,
@@ -338,25 +288,8 @@ TRANSFORMER_CASES = (
         concat_heads=False,
         tags=("ci", "check"),
     ),
-    _transformer("value_width_hub", Dv=1, graph=hub, tags=("edge",)),
-    _transformer("second_edge_bias", **SMALL, extra=("edge", "score_bias")),
-    _transformer("second_grouped", **SMALL, K=1, Dv=3),
-    _transformer(
-        "batches_edge_bias",
-        batch=(2, 1),
-        shared=("query",),
-        extra=("edge", "score_bias", "dropout_key"),
-        dropout_rate=0.4,
-        tags=("edge",),
-    ),
-    _transformer(
-        "batch_shared_value", batch=(2,), shared=("key", "score_bias"), extra=("score_bias",), tags=("edge",)
-    ),
-    _transformer("shard_batch", batch=(4,), **SHARD),
-    _transformer("shard", **SHARD),
-    _transformer("shard_grouped", H=16, K=8, D=4, Dv=2, tags=("shard",)),
     *_of_kernels(
-        _transformer,
+        transformer,
         "score_bias",
         heads={
             (2, 8): {"graph": MORE_NODES, "extra": ("edge", "score_bias")},
@@ -364,31 +297,13 @@ TRANSFORMER_CASES = (
             (8, 64): {"extra": ("edge", "score_bias", "dropout_key"), "dropout_rate": 0.4},
         },
     ),
-    *_compiled(_transformer, "score_bias"),
-    *_measured(_transformer),
+    *_measured(transformer),
 )
-SOFTMAX_CASES = (
-    _scores("plain", tags=COMPILED),
-    _scores("large_padded", graph=PADDED, spread=1e3),
-    _scores("hub", graph=hub),
-    *(_scores(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
-    _scores("second", **SMALL),
-    _scores("batches_padded", batch=(2, 3), graph=PADDED, tags=("edge",)),
-    _scores("shard_batch", batch=(4,), **SHARD),
-    _scores("shard", **SHARD),
-)
+SOFTMAX_CASES = (scores("plain", tags=COMPILED),)
 
 
-REDUCTION_CASES = (
-    _data("plain", tags=COMPILED),
-    _data("further_axes_padded", rest=(2, 3), graph=PADDED),
-    _data("no_further_axis", rest=(), tags=("edge",)),
-    _data("hub", graph=hub, tags=("edge",)),
-    *(_data(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
-    _data("second", **SMALL),
-    _data("shard", **SHARD),
-)
-MAKERS = {"graph_attention": _gat, "graph_attention_v2": _gatv2, "graph_transformer_attention": _transformer}
+REDUCTION_CASES = (data("plain", tags=COMPILED),)
+MAKERS = {"graph_attention": gat, "graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
 
 
 def _with_heads(arguments):

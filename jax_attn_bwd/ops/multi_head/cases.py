@@ -1,19 +1,20 @@
 """Named inputs of the multi-head attention layer; the fields of its parameters are arguments of their own."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import (
+    Case,
     Operator,
     bias,
     both,
     dropout_key,
-    infinite_bias,
+    lengths,
     mask,
     positions,
     segments,
@@ -22,25 +23,53 @@ from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, dropping, reference
 from jax_attn_bwd.ops.multi_head.spec import ARRAYS, PARAMS, MultiHeadAttentionParams
-from jax_attn_bwd.ops.multi_head.workloads import (
-    BIASES,
-    INPUTS,
-    KERNELS,
-    ROWS,
-    case,
-    lengths,
-    shared_segments,
-)
 
-_KEY = dropout_key(3, 5)
-_ALL = (*INPUTS, *KERNELS, *BIASES, *ROWS, "sink")
+_SIZES = dict(B=(2,), T=5, S=7, N=4, K=2, H=3, Hv=5, Eq=6, Ek=7, Ev=8, Eo=9)
+_SHAPES = {
+    "query_kernel": "Eq N H", "query_bias": "N H", "key_kernel": "Ek K H", "key_bias": "K H",
+    "value_kernel": "Ev K Hv", "value_bias": "K Hv", "out_kernel": "N Hv Eo", "out_bias": "Eo",
+    "bias_k": "K H", "bias_v": "K Hv", "sink": "N",
+    "query": "B T Eq", "key": "B S Ek", "value": "B S Ev",
+}  # fmt: skip
+KERNELS = ("query_kernel", "key_kernel", "value_kernel", "out_kernel")
+BIASES = ("query_bias", "key_bias", "value_bias", "out_bias")
+INPUTS = ("query", "key", "value")
+ROWS = ("bias_k", "bias_v")
+_BIG = {"sink": 10.0}  # near 0 it would hide errors
+
+
+def case(
+    name: str,
+    given: tuple[str, ...] = (*INPUTS, *KERNELS, *BIASES),
+    *,
+    tags: tuple[str, ...] = ("ci",),
+    extra: Callable | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Case:
+    """Returns a case; `given` names the arrays, `extra(rng, sizes) -> {argument: array}` adds others."""
+    n = {**_SIZES, **(sizes or {})}
+
+    def build(rng):
+        arrays = {}
+        for argument in given:
+            shape = []
+            for letter in _SHAPES[argument].split():
+                size = n[letter]
+                shape += size if isinstance(size, tuple) else [size]
+            # Kernels as at initialisation: heads near 1, so that the softmax is not saturated.
+            spread = shape[0] ** -0.5 if argument in KERNELS[:3] else _BIG.get(argument, 1.0)
+            arrays[argument] = rng.normal(0, spread, shape)
+        return arrays | (extra(rng, n) if extra else {})
+
+    return Case(name, build, options, frozenset(tags), dtype)
+
+
+KEY = dropout_key(3, 5)
+ALL = (*INPUTS, *KERNELS, *BIASES, *ROWS, "sink")
 _SELF = ("query", *KERNELS, *BIASES)
-_SELF_SIZES = dict(S=5, Ek=6, Ev=6)
-_SECOND = dict(B=(1,), T=2, S=3, N=2, K=1, H=2, Hv=1, Eq=2, Ek=2, Ev=2, Eo=2)
-_SHARD = dict(B=(4,), N=8, K=4)
-_DROPS: dict[str, Any] = dict(dropout_rate=0.4, out_dropout_rate=0.3)
-
-_EDGE: dict[str, Any] = dict(tags=("edge",))
+DROPS: dict[str, Any] = dict(dropout_rate=0.4, out_dropout_rate=0.3)
 
 
 def _measured():
@@ -60,143 +89,28 @@ def _measured():
         yield case(f"E=256, N=4: T={T}", _SELF, sizes=sizes, tags=tags, dtype="float32")
 
 
-_MASK = mods.sliding_window(3) | mods.global_tokens(1)
-
-
-def _slopes(rng, n):
-    return {"mod_args_0": rng.random(n["N"])}
-
-
 CASES = (
     case("plain"),
-    case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
-    case("weights", return_weights=True),
     case(
         "tiles", (*INPUTS, *KERNELS, *ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),
         is_causal=True, tags=("ci", "check", "compile"),
     ),
-    case("key_is_value", ("query", "key", *KERNELS), sizes=dict(Ev=7), local_window_size=2, **_EDGE),
     case(
-        "everything_but_weights", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), _KEY),
-        add_zero_attn=True, tags=("edge", "check", "compile"), **_DROPS,
+        "everything_but_weights", ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), KEY),
+        add_zero_attn=True, tags=("edge", "check", "compile"), **DROPS,
     ),
     case(
-        "everything", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), _KEY), is_causal=True,
+        "everything", ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), KEY), is_causal=True,
         add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
-        tags=("ci", "check"), **_DROPS,
+        tags=("ci", "check"), **DROPS,
     ),
     case(
-        "everything_qkv", _ALL, extra=both(mask(2, 1, 5, 7), bias(1, 5, 7, spread=3.0), _KEY),
-        add_zero_attn=True, return_weights=True, save="qkv", **_EDGE, **_DROPS,
+        "packed", ALL, extra=both(segments, lengths, bias(4, 5, 7, spread=3.0), KEY), add_zero_attn=True,
+        logits_soft_cap=5.0, tags=("edge", "check"), **DROPS,
     ),
     case(
-        "everything_probs", _ALL, extra=both(mask(2, 1, 5, 7), bias(4, 1, 7, spread=3.0), _KEY),
-        add_zero_attn=True, return_weights=True, save="probs", **_EDGE, **_DROPS,
-    ),
-    case("probs", _ALL, add_zero_attn=True, is_causal=True, save="probs", **_EDGE),
-    case(
-        "average_weights", (*INPUTS, *KERNELS, "sink"), return_weights=True, average_weights=True,
-        extra=mask(2, 1, 1, 7, keep=0.3), **_EDGE,
-    ),
-    case(
-        "average_weights_dropout", (*INPUTS, *KERNELS, *ROWS), extra=_KEY, return_weights=True,
-        average_weights=True, **_EDGE, **_DROPS,
-    ),
-    case("appended_rows", (*INPUTS, *KERNELS, *ROWS), extra=mask(2, 4, 5, 7, keep=0.1), **_EDGE),
-    case("zero_row", add_zero_attn=True, extra=mask(2, 1, 5, 1), **_EDGE),
-    case("bias_key", extra=bias(1, 4, 1, 7, spread=3.0), **_EDGE),
-    case("bias_minus_inf", extra=infinite_bias, **_EDGE),
-    case("sink", (*INPUTS, *KERNELS, "sink"), extra=mask(2, 1, 5, 7, keep=0.1), **_EDGE),
-    case("dropout_broadcast", extra=_KEY, dropout_rate=0.4, broadcast_dropout=True, **_EDGE),
-    case(
-        "dropout_offset", (*INPUTS, *KERNELS, *ROWS), extra=_KEY, dropout_offset=(3, 1, 5, 2),
-        **_EDGE, **_DROPS,
-    ),
-    case("dropout_all", extra=_KEY, dropout_rate=1.0, **_EDGE),
-    case(
-        "packed", _ALL, extra=both(segments, lengths, bias(4, 5, 7, spread=3.0), _KEY), add_zero_attn=True,
-        logits_soft_cap=5.0, tags=("edge", "check"), **_DROPS,
-    ),
-    case("packed_alone", extra=both(segments, lengths), is_causal=True, **_EDGE),
-    case("positions", extra=positions, is_causal=True, local_window_size=3, **_EDGE),
-    case(
-        "rotary", _ALL, extra=positions, sizes=dict(H=6), rotary=Rotary(base=100.0, size=4),
+        "rotary", ALL, extra=positions, sizes=dict(H=6), rotary=Rotary(base=100.0, size=4),
         is_causal=True, tags=("edge", "check"),
-    ),
-    case(
-        "rotary_saved", ("query", *KERNELS[1:], *ROWS), sizes=_SELF_SIZES | dict(H=6), save="qkv",
-        rotary=Rotary(interleaved=True, frequencies=(1.0, 0.3, 0.05)), add_zero_attn=True, **_EDGE,
-    ),
-    case(
-        "packed_probs", _ALL, extra=both(segments, lengths), return_weights=True, save="probs",
-        logits_soft_cap=1.5, **_EDGE,
-    ),
-    case(
-        "capped_weights", _ALL, extra=both(segments, bias(4, 5, 7, spread=3.0)), add_zero_attn=True,
-        return_weights=True, logits_soft_cap=1.5, **_EDGE,
-    ),
-    case("no_query_kernel", (*INPUTS, *KERNELS[1:]), sizes=dict(Eq=3), **_EDGE),
-    case("no_key_kernel", (*INPUTS, "query_kernel", "value_kernel"), sizes=dict(Ek=3), **_EDGE),
-    case(
-        "no_value_kernel", (*INPUTS, "query_kernel", "key_kernel", "out_kernel"), sizes=dict(Hv=8),
-        **_EDGE,
-    ),
-    case(
-        "no_kernels", (*INPUTS, *ROWS), num_heads=4, return_weights=True,
-        sizes=dict(Ek=6, H=6, Hv=8), **_EDGE,
-    ),
-    case("no_kernels_at_all", ("query",), num_heads=3, is_causal=True, scale=0.7, **_EDGE),
-    case("no_batch", sizes=dict(B=()), **_EDGE),
-    case("two_batch_axes", _ALL, sizes=dict(B=(2, 3)), extra=bias(3, 1, 1, 7, spread=3.0), **_EDGE),
-    *(
-        case(f"T{T}_S{S}", _ALL, sizes=dict(T=T, S=S), return_weights=True, **_EDGE)
-        for T, S in ((0, 3), (3, 0), (1, 1))
-    ),
-    case("T3_S0_no_rows", sizes=dict(T=3, S=0), **_EDGE),
-    case(
-        "second", ("query", "query_kernel", "key_kernel", "value_kernel", "out_kernel"),
-        sizes={**_SECOND, "S": 2}, is_causal=True, tags=("second",),
-    ),
-    case(
-        "second_weights", (*INPUTS, "query_kernel", *ROWS), return_weights=True,
-        sizes=_SECOND | dict(Ev=1), extra=mask(1, 1, 2, 3), tags=("second",),
-    ),
-    case(
-        "second_probs", ("query", "value_kernel", "out_kernel", "sink"), save="probs", num_heads=2,
-        sizes=_SECOND | dict(S=2), extra=both(bias(2, 1, 2, spread=3.0), _KEY), add_residual=True,
-        tags=("second",), **_DROPS,
-    ),
-    case(
-        "second_packed", (*INPUTS, "query_kernel", *ROWS), logits_soft_cap=5.0,
-        sizes=_SECOND | dict(Ev=1, S=2), extra=shared_segments, tags=("second",),
-    ),
-    case(
-        "second_rotary", (*INPUTS, "query_kernel", "key_kernel"), sizes=_SECOND | dict(Ev=1),
-        rotary=Rotary(interleaved=True, frequencies=(0.3,)), tags=("second",),
-    ),
-    case(
-        "mod", (*INPUTS, *KERNELS, *ROWS), mask_mod=_MASK, score_mod=mods.alibi, add_zero_attn=True,
-        return_weights=True, extra=_slopes, tags=("hidden",),
-    ),
-    case(
-        "mod_saved", ("query", *KERNELS), sizes=_SELF_SIZES, mask_mod=_MASK, score_mod=mods.alibi,
-        save="probs", extra=_slopes,
-    ),
-    case(
-        "shard", (*INPUTS, *KERNELS, *BIASES), sizes=_SHARD, is_causal=True, extra=_KEY,
-        tags=("shard",), **_DROPS,
-    ),
-    case(
-        "shard_rows", (*INPUTS, *KERNELS, *ROWS, "sink"), sizes=_SHARD, add_zero_attn=True,
-        return_weights=True, extra=both(mask(4, 1, 5, 7), bias(1, 8, 1, 7, spread=3.0)), tags=("shard",),
-    ),
-    case(
-        "shard_packed", ("query", *KERNELS, *ROWS), sizes={**_SHARD, **_SELF_SIZES}, logits_soft_cap=1.5,
-        extra=shared_segments, is_causal=True, tags=("shard", "bounds"),
-    ),
-    case(
-        "shard_rotary", ("query", *KERNELS, *BIASES), sizes={**_SHARD, **_SELF_SIZES, "H": 4},
-        rotary=Rotary(base=100.0), tags=("shard", "bounds"), save="qkv",
     ),
     *_measured(),
 )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Cases of the graph operators that tests and full compilation alone read."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from jax_attn_bwd._core.cases import Case
+from jax_attn_bwd.ops.graph.cases import PADDED, data, gat, gatv2, graph_of, hub, scores, transformer
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+EMPTY = {
+    "no_edges": partial(graph_of, nnz=0),
+    "only_padding": partial(graph_of, nnz=0, capacity=4),
+    "no_destination": partial(BipartiteCSC.from_coo, [], [], 3, 0, capacity=2),
+    "no_source": partial(BipartiteCSC.from_coo, [], [], 0, 3),
+    "one_edge": partial(graph_of, 1, 1, 1),
+}
+SMALL = {"graph": partial(graph_of, 3, 2, 5), "H": 2, "D": 2, "tags": ("second",)}
+SHARD = {"H": 8, "D": 4, "tags": ("shard",)}
+
+
+def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
+    """Cases for which the kernels are compiled; the graph is small, since no kernel depends on its size."""
+    compiled = partial(make, graph=hub, dtype="float32")
+    for H, D in ((1, 8), (8, 8), (1, 256), (4, 64), (16, 8), (16, 64)):
+        yield compiled(f"compiled {H} x {D}", H=H, D=D, tags=("mosaic_gpu", "table"))
+    yield compiled("compiled 4 x 64 bfloat16", H=4, D=64, dtype="bfloat16", tags=("mosaic_gpu",))
+    yield compiled("compiled 8 x 8, a batch", H=8, D=8, batch=(2,), tags=("mosaic_gpu",))
+    everything = {"extra": ("edge", "dropout_key", *extra), "concat_heads": False, "dropout_rate": 0.4}
+    for H, D, more in ((4, 16, ("table",)), (8, 64, ())):
+        tags = ("mosaic_gpu", "A100", "B200", *more)
+        yield compiled(f"compiled {H} x {D} everything", H=H, D=D, tags=tags, **everything)
+
+
+_REDUCTION = (
+    data("further_axes_padded", rest=(2, 3), graph=PADDED),
+    data("no_further_axis", rest=(), tags=("edge",)),
+    data("hub", graph=hub, tags=("edge",)),
+    *(data(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
+    data("second", **SMALL),
+    data("shard", **SHARD),
+)
+CASES = {
+    "graph_attention": (
+        gat("mean_elu_padded", graph=PADDED, concat_heads=False, activation="elu", extra=("edge",)),
+        *(gat(name, graph=graph, extra=("edge",), tags=("edge",)) for name, graph in EMPTY.items()),
+        gat(
+            "batch_edge_dropout",
+            batch=(3,),
+            extra=("edge", "dropout_key"),
+            dropout_rate=0.4,
+            concat_heads=False,
+            graph=PADDED,
+        ),
+        gat("batches_shared_dst", batch=(2, 3), shared=("dst",), extra=("dropout_mask",), tags=("edge",)),
+        gat("second_edge", **SMALL, extra=("edge",), activation="tanh"),
+        gat("second_dropout", **SMALL, extra=("dropout_mask",), concat_heads=False),
+        *_compiled(gat),
+    ),
+    "graph_attention_v2": (
+        gatv2("edge_dropout", extra=("edge", "dropout_key"), dropout_rate=0.4),
+        *(gatv2(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
+        gatv2("second_edge", **SMALL, extra=("edge",), activation="tanh"),
+        gatv2("batch_shared_edge", batch=(3,), shared=("edge",), extra=("edge",), tags=("edge",)),
+        gatv2("shard_batch", batch=(4,), **SHARD),
+        gatv2("shard", **SHARD),
+        *_compiled(gatv2),
+    ),
+    "graph_transformer_attention": (
+        transformer("mean_padded", graph=PADDED, concat_heads=False, scale=0.3, extra=("edge",)),
+        transformer("hub", graph=hub),
+        *(
+            transformer(name, graph=graph, extra=("score_bias",), tags=("edge",))
+            for name, graph in EMPTY.items()
+        ),
+        transformer("grouped_edge_padded", H=4, K=2, graph=PADDED, extra=("edge", "score_bias")),
+        transformer("value_width_hub", Dv=1, graph=hub, tags=("edge",)),
+        transformer("second_edge_bias", **SMALL, extra=("edge", "score_bias")),
+        transformer("second_grouped", **SMALL, K=1, Dv=3),
+        transformer(
+            "batches_edge_bias",
+            batch=(2, 1),
+            shared=("query",),
+            extra=("edge", "score_bias", "dropout_key"),
+            dropout_rate=0.4,
+            tags=("edge",),
+        ),
+        transformer(
+            "batch_shared_value",
+            batch=(2,),
+            shared=("key", "score_bias"),
+            extra=("score_bias",),
+            tags=("edge",),
+        ),
+        transformer("shard_batch", batch=(4,), **SHARD),
+        transformer("shard", **SHARD),
+        transformer("shard_grouped", H=16, K=8, D=4, Dv=2, tags=("shard",)),
+        *_compiled(transformer, "score_bias"),
+    ),
+    "edge_softmax": (
+        scores("large_padded", graph=PADDED, spread=1e3),
+        scores("hub", graph=hub),
+        *(scores(name, graph=graph, tags=("edge",)) for name, graph in EMPTY.items()),
+        scores("second", **SMALL),
+        scores("batches_padded", batch=(2, 3), graph=PADDED, tags=("edge",)),
+        scores("shard_batch", batch=(4,), **SHARD),
+        scores("shard", **SHARD),
+    ),
+    **dict.fromkeys(("edge_sum", "edge_mean", "edge_max"), _REDUCTION),
+}

@@ -1,0 +1,31 @@
+"""Cases of what runs over several devices that tests alone read."""
+
+from typing import Any
+
+from cases import deformable, graph, multi_head
+from jax_attn_bwd._core.cases import shared_segments, sink
+from jax_attn_bwd.parallel.cases import sequence_case
+
+_SECOND: dict[str, Any] = dict(B=1, T=4, N=2, K=2, H=2, Hv=1, is_causal=True, tags=("second",))
+_SEQUENCE = (
+    sequence_case("second", extra=sink(2, spread=1.0), **_SECOND),
+    sequence_case("second_packed", extra=shared_segments, **_SECOND),
+)
+
+
+def _named(cases, *names):
+    return tuple(case for case in cases if case.name in names)
+
+
+CASES = {
+    "ring_attention": _SEQUENCE,
+    "all_gather_attention": _SEQUENCE,
+    "ulysses_attention": _SEQUENCE,
+    "tensor_parallel_multi_head_attention": _named(
+        multi_head.CASES["multi_head_attention"], "packed_alone", "second"
+    ),
+    "sharded_graph_attention": _named(graph.CASES["graph_attention"], "second_dropout"),
+    "sharded_multi_scale_deformable_attention": _named(
+        deformable.CASES["multi_scale_deformable_attention"], "second_softmax"
+    ),
+}
