@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,11 @@ class Operator:
     whole: tuple[str, ...] = ()
     hidden: Callable[[Arrays, Mapping[str, Any]], dict[str, np.ndarray]] = lambda arrays, options: {}
 
+    @property
+    def folder(self) -> str:
+        """Returns the name of the folder of `ops` that holds its definition."""
+        return self.reference.__module__.split(".")[-2]
+
     def tagged(self, *tags: str) -> Iterator[Case]:
         """Returns the cases that have any of `tags`."""
         return (case for case in self.cases if case.tags & set(tags))
@@ -193,19 +198,23 @@ def infinite_bias(rng, n):
     return {"bias": bias}
 
 
-def lengths(rng, n):
-    """Lengths of two batch entries, the first of which has no keys."""
-    return {
-        "query_seq_lengths": np.array([n["T"] - 2, n["T"]], np.int32),
-        "key_value_seq_lengths": np.array([0, n["S"] - 4], np.int32),
+def lengths(queries: Sequence[int | None], keys: Sequence[int | None]) -> Extra:
+    """Lengths: by how many tokens each batch entry is short of the whole; None has no tokens."""
+
+    def of(size, short):
+        return np.array([0 if n is None else size - n for n in short], np.int32)
+
+    return lambda rng, n: {
+        "query_seq_lengths": of(n["T"], queries),
+        "key_value_seq_lengths": of(n["S"], keys),
     }
 
 
-def segments(rng, n):
-    """Draws segment ids in order; some queries, and some keys, are alone in theirs."""
-    return {
-        "query_segment_ids": np.sort(rng.integers(0, 3, (*n["B"], n["T"])), -1).astype(np.int32),
-        "key_value_segment_ids": np.sort(rng.integers(1, 4, (*n["B"], n["S"])), -1).astype(np.int32),
+def segments(count: int = 3) -> Extra:
+    """Segment ids in order, `count` on each side; some queries, and some keys, are alone in theirs."""
+    return lambda rng, n: {
+        "query_segment_ids": np.sort(rng.integers(0, count, (*n["B"], n["T"])), -1).astype(np.int32),
+        "key_value_segment_ids": np.sort(rng.integers(1, count + 1, (*n["B"], n["S"])), -1).astype(np.int32),
     }
 
 

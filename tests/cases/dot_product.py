@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_attn_bwd._core.cases import bias, both, infinite_bias, lengths, mask, positions, segments, sink
-from jax_attn_bwd.ops.dot_product.cases import KEY, case
+from jax_attn_bwd._core.cases import bias, both, infinite_bias, mask, positions, segments, sink
+from jax_attn_bwd.ops.dot_product.cases import KEY, LENGTHS, case
 
 _SECOND: dict[str, Any] = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
 _SHARD: dict[str, Any] = dict(B=(4,), T=6, S=10, N=8, K=4)
@@ -78,7 +78,7 @@ _HIDING: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("hidden_by_bias", _hide_by_bias, {"local_window_size": (2, 1)}),
     ("hidden_positions", _far_positions, {"local_window_size": (2, 0), "is_causal": True}),
     ("hidden_late_keys", _late_keys, {"is_causal": True}),
-    ("hidden_dropout", both(lengths, sink(4), KEY), {"dropout_rate": 0.4, "is_causal": True}),
+    ("hidden_dropout", both(LENGTHS, sink(4), KEY), {"dropout_rate": 0.4, "is_causal": True}),
 )
 
 CASES = {
@@ -95,7 +95,7 @@ CASES = {
         case("mask_key", extra=mask(2, 1, 1, 13, keep=0.3)),
         case("mask_query", extra=mask(2, 1, 9, 1), tags=("edge",)),
         case("positions", extra=positions, is_causal=True, local_window_size=(4, 0)),
-        case("sink_lengths", extra=both(sink(4), lengths), tags=("edge", "cudnn")),
+        case("sink_lengths", extra=both(sink(4), LENGTHS), tags=("edge", "cudnn")),
         case("dropout_offset", extra=KEY, dropout_rate=0.4, dropout_offset=(3, 1, 5, 2)),
         case("dropout_broadcast", extra=KEY, dropout_rate=0.4, broadcast_dropout=True),
         case("dropout_all", extra=KEY, dropout_rate=1.0, tags=("edge",)),
@@ -112,7 +112,7 @@ CASES = {
             K=1,
             tags=("ci",),
             is_causal=True,
-            extra=both(lengths, lambda rng, n: {"query_positions": np.arange(n["T"]) + 500}),
+            extra=both(LENGTHS, lambda rng, n: {"query_positions": np.arange(n["T"]) + 500}),
         ),
         *(case(name, tags=("hidden",), extra=extra, **options) for name, extra, options in _HIDING),
         *_edges(),
@@ -128,7 +128,7 @@ CASES = {
             "second_segments",
             **_SECOND,
             tags=("second",),
-            extra=both(segments, _short, KEY),
+            extra=both(segments(), _short, KEY),
             dropout_rate=0.3,
         ),
         case("shard", **_SHARD, is_causal=True, tags=("shard",), extra=both(sink(8), bias(4, 8, 6, 10))),
@@ -141,6 +141,6 @@ CASES = {
             tags=("shard", "bounds"),
             extra=lambda rng, n: {"key_value_seq_lengths": np.array([3, 0, 10, 7], np.int32)},
         ),
-        case("shard_segments", **_SHARD, tags=("shard", "bounds"), extra=segments),
+        case("shard_segments", **_SHARD, tags=("shard", "bounds"), extra=segments()),
     )
 }

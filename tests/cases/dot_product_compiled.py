@@ -87,7 +87,7 @@ def _compiled() -> Iterator[Case]:
     yield case("H=256 causal", N=8, H=256, **causal)
     yield case("H=128 causal, any order", _HOPPER, **causal, deterministic_sums=False)
     yield case("H=64 window 1024", (*_GPU, "v5e"), H=64, **causal, local_window_size=(1024, 0))
-    yield case("segments causal", _GPU, extra=(segments,), **causal)
+    yield case("segments causal", _GPU, extra=(segments(4),), **causal)
     yield case("lengths", extra=(partial_lengths,))
     yield case("grouped heads", (*_TABLE, "v5e"), K=2, **causal)
     yield case("Hv=64, H=128", Hv=64)
@@ -114,15 +114,15 @@ def _crowded() -> Iterator[Case]:
     small = partial(_small, tags=_HOPPER, dtypes={"bias": "float32"})
     cap: dict[str, Any] = {"is_causal": True, "logits_soft_cap": 30.0}
     window: dict[str, Any] = {**cap, "local_window_size": (100, 0)}
-    tokens, planes = (segments, _positions), (_bias_plane, _mask_plane)
+    tokens, planes = (segments(4), _positions), (_bias_plane, _mask_plane)
     everything = (*tokens, *planes, partial_lengths, KEY)
     yield small("H=64 window, soft cap", tags=_TABLE, H=64, **window)
     yield small("odd lengths, soft cap", tags=_TABLE, **cap)
     yield small("tokens, window, soft cap", tags=_TABLE, extra=tokens, **window)
     yield small("bias and mask", tags=_TABLE, extra=planes)
-    yield small("bias and segments, causal", extra=(_bias_plane, segments), is_causal=True)
-    yield small("mask and segments, causal", extra=(_mask_plane, segments), is_causal=True)
-    yield small("mask and segments, soft cap", extra=(_mask_plane, segments), **cap)
+    yield small("bias and segments, causal", extra=(_bias_plane, segments(4)), is_causal=True)
+    yield small("mask and segments, causal", extra=(_mask_plane, segments(4)), is_causal=True)
+    yield small("mask and segments, soft cap", extra=(_mask_plane, segments(4)), **cap)
     yield small("function", tags=_TABLE, mask_mod=_NEAR)
     yield small("function of positions, soft cap", extra=(_positions,), mask_mod=_NEAR, logits_soft_cap=30.0)
     of_arrays, given = {"mask_mod": mods.prefix_lm & mods.document}, (_PREFIXES_AND_DOCUMENTS, _positions)
@@ -131,7 +131,7 @@ def _crowded() -> Iterator[Case]:
     yield small(
         "score, masked, positions", extra=(_positions,), score_mod=mods.soft_cap(30.0), mask_mod=_NEAR
     )
-    crowd = {"extra": (_bias_plane, KEY, segments), "dropout_rate": 0.1, "logits_soft_cap": 30.0}
+    crowd = {"extra": (_bias_plane, KEY, segments(4)), "dropout_rate": 0.1, "logits_soft_cap": 30.0}
     yield small("score and all else", score_mod=mods.soft_cap(30.0), mask_mod=mods.causal, **crowd)
     yield small("H=256, score", H=256, score_mod=mods.soft_cap(30.0), is_causal=True)
     yield small("H=64, score", tags=_TABLE, H=64, score_mod=mods.soft_cap(30.0), is_causal=True)
@@ -142,7 +142,7 @@ def _crowded() -> Iterator[Case]:
         yield small(
             f"H={H}, score of rows and columns", tags=_TABLE, H=H, extra=(_ROWS_AND_COLUMNS,), **lines
         )
-    crowd = {"extra": (_ROWS_AND_COLUMNS, _bias_plane, segments), "logits_soft_cap": 30.0}
+    crowd = {"extra": (_ROWS_AND_COLUMNS, _bias_plane, segments(4)), "logits_soft_cap": 30.0}
     yield small("score of rows and columns and all else", **lines, mask_mod=_NEAR, **crowd)
     yield small("tree", tags=_TABLE, mask_mod=mods.tree, extra=(tree,))
     more = {"extra": (*given, *planes, KEY), "dropout_rate": 0.1}
@@ -159,7 +159,7 @@ def _for_tpus() -> Iterator[Case]:
     yield large("one causal tile", ("v5e", "v6e"), T=1024, is_causal=True)
     small = partial(_small, dtypes={"bias": "float32", "sink": "float32"})
     indices: dict[str, Any] = {
-        "extra": (segments, partial_lengths, sink(4, spread=5.0)),
+        "extra": (segments(4), partial_lengths, sink(4, spread=5.0)),
         "local_window_size": (100, 0),
     }
     yield small("small indices", ("v5e", "v5p"), H=80, is_causal=True, **indices)

@@ -3,19 +3,10 @@
 from typing import Any
 
 from jax_attn_bwd import mods
-from jax_attn_bwd._core.cases import (
-    bias,
-    both,
-    infinite_bias,
-    lengths,
-    mask,
-    positions,
-    segments,
-    shared_segments,
-)
+from jax_attn_bwd._core.cases import bias, both, infinite_bias, mask, positions, segments, shared_segments
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product.cases import args, slopes
-from jax_attn_bwd.ops.multi_head.cases import ALL, BIASES, DROPS, INPUTS, KERNELS, KEY, ROWS, case
+from jax_attn_bwd.ops.multi_head.cases import ALL, BIASES, DROPS, INPUTS, KERNELS, KEY, LENGTHS, ROWS, case
 
 _SELF = ("query", *KERNELS, *BIASES)
 _SELF_SIZES = dict(S=5, Ek=6, Ev=6)
@@ -57,18 +48,18 @@ _LAYER = (
         **_EDGE, **DROPS,
     ),
     case("dropout_all", extra=KEY, dropout_rate=1.0, **_EDGE),
-    case("packed_alone", extra=both(segments, lengths), is_causal=True, **_EDGE),
+    case("packed_alone", extra=both(segments(), LENGTHS), is_causal=True, **_EDGE),
     case("positions", extra=positions, is_causal=True, local_window_size=3, **_EDGE),
     case(
         "rotary_saved", ("query", *KERNELS[1:], *ROWS), sizes=_SELF_SIZES | dict(H=6), save="qkv",
         rotary=Rotary(interleaved=True, frequencies=(1.0, 0.3, 0.05)), add_zero_attn=True, **_EDGE,
     ),
     case(
-        "packed_probs", ALL, extra=both(segments, lengths), return_weights=True, save="probs",
+        "packed_probs", ALL, extra=both(segments(), LENGTHS), return_weights=True, save="probs",
         logits_soft_cap=1.5, **_EDGE,
     ),
     case(
-        "capped_weights", ALL, extra=both(segments, bias(4, 5, 7, spread=3.0)), add_zero_attn=True,
+        "capped_weights", ALL, extra=both(segments(), bias(4, 5, 7, spread=3.0)), add_zero_attn=True,
         return_weights=True, logits_soft_cap=1.5, **_EDGE,
     ),
     case("no_query_kernel", (*INPUTS, *KERNELS[1:]), sizes=dict(Eq=3), **_EDGE),

@@ -53,6 +53,7 @@ def with_mod_args(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 KEY = dropout_key(7, 11)
+LENGTHS = lengths((2, 0), (None, 4))  # an entry without keys
 
 
 def large(name, tags, *, B=2, T=4096, S=None, N=16, K=None, H=128, Hv=None, extra=(), **options) -> Case:
@@ -82,7 +83,7 @@ def _large() -> Iterator[Case]:
     yield again("large H=256 causal", H=256, **causal)
     yield again("large window", H=64, **causal, local_window_size=(200, 0))
     yield poison("large lengths", H=64, extra=(partial_lengths,), **causal)
-    yield poison("large segments", H=64, extra=(segments,), **causal)
+    yield poison("large segments", H=64, extra=(segments(4),), **causal)
     yield tiled("large Hv", H=128, Hv=64, **causal)
     yield tiled("large H=80", H=80, Hv=40, **causal)
     yield tiled("large sink and cap", extra=(sink(4, spread=5.0),), logits_soft_cap=5.0)
@@ -94,7 +95,7 @@ def _large() -> Iterator[Case]:
     fused = partial(tiled, tags=("any_order",), deterministic_sums=False)
     yield fused("any order H=64", H=64, **causal)
     yield fused("any order H=128", N=8, **causal)
-    yield fused("any order segments", H=64, extra=(segments,), **causal)
+    yield fused("any order segments", H=64, extra=(segments(4),), **causal)
     yield fused("any order lengths", extra=(partial_lengths,), **causal)
     yield fused("any order grouped heads", H=64, N=16)
     yield fused("any order odd T", T=797, S=1021, K=4, local_window_size=(150, 90))
@@ -137,8 +138,8 @@ CASES = (
     ),
     case("bias_key", extra=bias(1, 4, 1, 13), is_causal=True, tags=("ci", "check")),
     case("mask_heads", extra=mask(1, 4, 9, 13), tags=("ci", "check")),
-    case("lengths", extra=lengths, tags=("ci", "check")),
-    case("segments_causal", extra=segments, is_causal=True, tags=("ci", "check", "cudnn")),
+    case("lengths", extra=LENGTHS, tags=("ci", "check")),
+    case("segments_causal", extra=segments(), is_causal=True, tags=("ci", "check", "cudnn")),
     case("sink", extra=both(sink(4), mask(2, 1, 9, 13, keep=0.1)), tags=("ci", "check")),
     case("dropout", extra=KEY, dropout_rate=0.4, tags=("ci", "check")),
     case("large_logits", scale=1e4, tags=("ci", "check")),

@@ -67,6 +67,7 @@ def case(
 
 
 KEY = dropout_key(3, 5)
+LENGTHS = lengths((0, 2), (3, None))  # an entry without keys
 ALL = (*INPUTS, *KERNELS, *BIASES, *ROWS, "sink")
 _SELF = ("query", *KERNELS, *BIASES)
 DROPS: dict[str, Any] = dict(dropout_rate=0.4, out_dropout_rate=0.3)
@@ -105,7 +106,7 @@ CASES = (
         tags=("ci", "check"), **DROPS,
     ),
     case(
-        "packed", ALL, extra=both(segments, lengths, bias(4, 5, 7, spread=3.0), KEY), add_zero_attn=True,
+        "packed", ALL, extra=both(segments(), LENGTHS, bias(4, 5, 7, spread=3.0), KEY), add_zero_attn=True,
         logits_soft_cap=5.0, tags=("edge", "check"), **DROPS,
     ),
     case(
