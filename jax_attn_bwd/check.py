@@ -42,7 +42,7 @@ if jax.__version_info__ < (0, 11):  # newer ones have no such option
 
 @dataclass(frozen=True)
 class Measurement:
-    """One output or gradient of one case, beside its limit; both relative to its largest entry."""
+    """Holds the error and the limit of one output or gradient, both relative to its largest entry."""
 
     operator: str
     implementation: str
@@ -54,12 +54,12 @@ class Measurement:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the limit (a NaN is not)."""
+        """Tells whether the error is within the limit (a NaN is not)."""
         return self.error <= self.limit
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """Largest difference over the largest finite magnitude expected; inf where NaN or inf disagree."""
+    """Returns the largest difference over the largest finite entry expected; inf where NaN or inf differ."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     if got.shape != expected.shape:
         return np.inf
@@ -73,7 +73,7 @@ def relative_error(got: Any, expected: Any) -> float:
 
 
 def _run(function: Any, operator: Operator, options: Mapping) -> Any:
-    """`(arrays, cts) -> (outputs, {name: gradient})`."""
+    """Makes `(arrays, cts) -> (outputs, {name: gradient})` of a call."""
 
     def run(arrays, cts):
         names = operator.differentiated(arrays)
@@ -89,24 +89,24 @@ def _by_name(operator: Operator, outputs: tuple, gradients: dict) -> dict[str, n
 
 
 def _finite_cotangents(operator: Operator, outputs: tuple) -> tuple:
-    """Random cotangents, 0 where the output is not finite (the lse of a row that sees nothing)."""
+    """Draws random cotangents, 0 where the output is not finite (the lse of a row that sees nothing)."""
     cts = cotangents(operator, outputs)
     return tuple(np.where(np.isfinite(x), ct, 0) for x, ct in zip(outputs, cts, strict=True))
 
 
 def quick_jit(function: Any) -> Any:
-    """`jax.jit` of a definition: soon compiled, and no rounding left out."""
+    """Jits a definition: soon compiled, and no rounding left out."""
     return jax.jit(function, compiler_options={"xla_allow_excess_precision": False, **QUICK})
 
 
 @cache
 def _definition(operator: Operator, case: Case) -> Any:
-    """The definition in one program, which the dtypes of a case share."""
+    """Compiles the definition into one program, which the dtypes of a case share."""
     return quick_jit(_run(operator.reference, operator, case.options))
 
 
 def _on_cpu() -> contextlib.AbstractContextManager:
-    """float64 is exact there; where JAX has no CPU, whatever it has."""
+    """Places what is computed on a CPU, where float64 is exact; where JAX has none, on whatever it has."""
     try:
         return jax.default_device(jax.devices("cpu")[0])
     except RuntimeError:
@@ -114,7 +114,7 @@ def _on_cpu() -> contextlib.AbstractContextManager:
 
 
 class Target(NamedTuple):
-    """One case in one dtype: what it is called with, and what its outputs and gradients are measured by."""
+    """Holds a case in one dtype: what it is called with, and what its results are measured by."""
 
     operator: Operator
     case: Case
@@ -125,7 +125,7 @@ class Target(NamedTuple):
     limits: dict[str, float]
 
     def measure(self, implementation: str, outputs: tuple, gradients: dict) -> list[Measurement]:
-        """The errors of an implementation, beside their limits."""
+        """Measures the errors of an implementation, beside their limits."""
         got = _by_name(self.operator, outputs, gradients)
         about = self.operator.name, implementation, self.dtype
         return [
@@ -135,7 +135,7 @@ class Target(NamedTuple):
 
 
 def target(operator: Operator, case: Case, dtype: str) -> Target:
-    """By the definition in float64, and for the limits that in `dtype`, both computed on the CPU."""
+    """Runs the definition in float64, and in `dtype` for the limits, both on the CPU."""
     with _on_cpu():
         return _target(operator, case, dtype)
 
@@ -160,7 +160,7 @@ def _target(operator: Operator, case: Case, dtype: str) -> Target:
 
 
 def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> list[Measurement]:
-    """The errors of one case in one dtype, beside their limits."""
+    """Measures the errors of one case in one dtype, beside their limits."""
     aim = target(operator, case, dtype)
     call = _run(operator.call, operator, {**case.options, "implementation": implementation})
     program = jax.jit(call).lower(aim.arrays, aim.cotangents).compile()
@@ -170,7 +170,7 @@ def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> 
 
 
 def unavailable(operator: Operator, case: Case, dtype: str) -> dict[str, str]:
-    """The implementations that are not checked on this machine, with the reason.
+    """Returns the implementations that are not checked on this machine, with the reason.
 
     They cannot run the case, or are kernels that are passed over as long as they are not proven, and may
     hang: those are for `--enable`.
@@ -184,7 +184,7 @@ def unavailable(operator: Operator, case: Case, dtype: str) -> dict[str, str]:
 def plan(
     operators: Sequence[Operator], dtypes: Sequence[str]
 ) -> tuple[list[tuple[Operator, str, Case, str]], list[tuple[str, str, str]]]:
-    """(what to measure, [(operator, implementation, why it is not available)]); jobs of a case in a row.
+    """Returns (jobs, those of a case in a row, [(operator, implementation, why it is not available)]).
 
     Without `dtypes` an operator's first case is measured in float64, float32 and bfloat16, the others in
     float64 and one of float16, float32 and bfloat16 in turn. What runs over several devices is the operator
@@ -208,7 +208,7 @@ def plan(
 
 
 def _measured(jobs: Sequence[tuple[Operator, str, Case, str]]) -> Iterator[Measurement]:
-    """The measurements of `jobs`: cases side by side, for most of the time goes into compiling."""
+    """Measures `jobs`, cases side by side, for most of the time goes into compiling."""
 
     def of_case(group: Sequence[tuple[Operator, str, Case, str]]) -> list[Measurement]:
         found: list[Measurement] = []
@@ -224,12 +224,12 @@ def _measured(jobs: Sequence[tuple[Operator, str, Case, str]]) -> Iterator[Measu
 
 
 def discover() -> tuple[Operator, ...]:
-    """The operators, and what runs them over the devices at hand."""
+    """Finds the operators, and what runs them over the devices at hand."""
     return (*ops.discover(), *parallel.OPERATORS)
 
 
 def worst(rows: Sequence[Measurement]) -> list[Measurement]:
-    """For each operator, implementation, dtype and quantity, the case nearest to, or over, its limit."""
+    """Picks for each operator, implementation, dtype and quantity the case nearest to, or over, its limit."""
     found: dict[tuple, Measurement] = {}
     for row in rows:
         key = (row.operator, row.implementation, row.dtype, row.quantity)
@@ -239,7 +239,7 @@ def worst(rows: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Operator]]:
-    """(what the command line says, the operators that it names)."""
+    """Returns (what the command line says, the operators that it names)."""
     known: dict[str, list[Operator]] = {}
     for operator in discover():
         known[operator.name] = [operator]
@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _until_the_pipe_closes() -> int:
-    """`main`; what reads the output may stop early, as `head` does."""
+    """Runs `main`; what reads the output may stop early, as `head` does."""
     try:
         code = main()
         sys.stdout.flush()

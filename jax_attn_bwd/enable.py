@@ -62,7 +62,7 @@ class Worker:
         self._lines.put("")
 
     def ask(self, job: Sequence[str], deadline: float, see: Callable[[str], None]) -> dict[str, Any]:
-        """The answer to a job; `see` is told what the worker does meanwhile.
+        """Waits for the answer to a job; `see` is told what the worker does meanwhile.
 
         Raises:
           Lost: there is none; the message says why.
@@ -125,7 +125,7 @@ class Workers:
         self._worker: Worker | None = None
 
     def ask(self, *job: str) -> dict[str, Any]:
-        """The answer to a job; raises `Lost` or `Late`."""
+        """Waits for the answer to a job; raises `Lost` or `Late`."""
         if time.monotonic() >= self.deadline:
             raise Late
         self._worker = self._worker or Worker(COMMAND)
@@ -145,7 +145,7 @@ class Workers:
 
 @dataclass
 class Verdict:
-    """What was found of one implementation of a folder of `ops`."""
+    """Holds what was found of one implementation of a folder of `ops`."""
 
     family: str
     name: str
@@ -157,12 +157,12 @@ class Verdict:
 
     @property
     def proven(self) -> bool:
-        """Whether it is right, as far as it was asked."""
+        """Tells whether it is right, as far as it was asked."""
         return not (self.failed or self.refused or self.late)
 
 
 def prove(workers: Workers, family: str, names: Sequence[str]) -> tuple[list[Verdict], dict[str, Any]]:
-    """(the verdicts of the kernels and of "xla", the sizes of the cases that were timed)."""
+    """Returns (the verdicts of the kernels and of "xla", the sizes of the cases that were timed)."""
     verdicts, sizes = [Verdict(family, name) for name in names], dict[str, Any]()
     for verdict in verdicts:
         try:
@@ -203,7 +203,7 @@ def keep(chip: Mapping[str, Any], verdicts: Sequence[Verdict], sizes: Mapping[st
 
 
 def row(verdict: Verdict, portable: Mapping[str, float]) -> tuple[str, ...]:
-    """What the table says of a kernel."""
+    """Returns the line of the table about a kernel."""
     rates = [portable[case] / ms for case, ms in verdict.times.items() if case in portable]
     if verdict.late:
         word, why = "not reached", "the time was over; name one operator, or give more --seconds"
@@ -254,7 +254,7 @@ def run(families: Sequence[str], seconds: float = SECONDS) -> int:
 
 
 def _unwritable() -> str | None:
-    """Why no record can be kept; None if one can."""
+    """Tells why no record can be kept; None if one can."""
     try:
         folder = proven.folder()
         folder.mkdir(parents=True, exist_ok=True)

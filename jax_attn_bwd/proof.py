@@ -50,13 +50,13 @@ class Call(NamedTuple):
 
     @property
     def in_any_order(self) -> bool:
-        """Whether its bits may differ from run to run."""
+        """Tells whether its bits may differ from run to run."""
         implementation = backend.named(self.operator.implementations, self.implementation)
         return implementation.any_order or ANY_ORDER in self.case.tags
 
 
 def compiled(call: Call, arrays: Any, cts: Any) -> Callable[..., dict[str, jax.Array]]:
-    """`(arrays, cts) -> {output or d<argument>: array}`, compiled: what follows is a launch.
+    """Compiles `(arrays, cts) -> {output or d<argument>: array}`: what follows is a launch.
 
     Raises:
       Refused: the implementation cannot run it.
@@ -81,13 +81,13 @@ def refuse(call: Call, arrays: Any) -> None:
 
 
 def launched(program: Callable[..., dict[str, jax.Array]], *args: Any) -> dict[str, np.ndarray]:
-    """The results as NumPy arrays, those narrower than float32 as float32."""
+    """Runs a program and returns its results as NumPy arrays, those narrower than float32 as float32."""
     results = jax.block_until_ready(program(*args))
     return {name: np.asarray(x.astype(accumulator_dtype(x.dtype))) for name, x in results.items()}
 
 
 def wrong_values(aim: check.Target, got: dict[str, np.ndarray]) -> str:
-    """Which outputs and gradients lie beyond the limit of `jax_attn_bwd.check`, and how far; "" = none."""
+    """Tells which outputs and gradients lie beyond the limit of `check`, and how far; "" = none."""
     wrong = []
     for name, x in got.items():
         error, limit = check.relative_error(x, aim.expected[name]), aim.limits[name]
@@ -98,7 +98,7 @@ def wrong_values(aim: check.Target, got: dict[str, np.ndarray]) -> str:
 
 
 def wrong_entries(got: np.ndarray, expected: np.ndarray, limit: float) -> str:
-    """The pattern of wrong entries tells of the cause."""
+    """Describes which entries are wrong: their pattern tells of the cause."""
     largest = max(np.abs(np.where(np.isfinite(expected), expected, 0)).max(initial=0), 1e-2)
     with np.errstate(invalid="ignore"):
         off = np.where((got == expected) | (np.isnan(got) & np.isnan(expected)), 0, np.abs(got - expected))
@@ -118,7 +118,7 @@ class Poison(NamedTuple):
     filled: tuple[Any, Any]
 
     def reached(self, clean: dict[str, np.ndarray], got: dict[str, np.ndarray], in_any_order: bool) -> str:
-        """What differs, is NaN, or is a gradient of hidden entries that is not 0; "" = nothing."""
+        """Tells what differs, is NaN, or is a gradient of hidden entries that is not 0; "" = nothing."""
         near = (lambda x, y: check.relative_error(x, y) <= ROUNDED) if in_any_order else _same_bits
         found = [f"{n} differs" for n in clean if not near(got[n], clean[n])]
         found += [f"{n} is NaN" for n in clean if np.isnan(got[n]).any()]
@@ -129,7 +129,7 @@ class Poison(NamedTuple):
 
 
 def poisoned(operator: Operator, case: Case, arrays: Any, cts: Sequence[Any]) -> Poison | None:
-    """A call with these arrays and cotangents, of whose types both are; None where the case hides nothing."""
+    """Poisons a call of the types of these arrays and cotangents; None where the case hides nothing."""
     hidden = {n: x for n, x in operator.hidden(arrays, case.options).items() if np.any(x)}
     if not hidden:
         return None
@@ -149,18 +149,18 @@ def _same_bits(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def _behind(where: np.ndarray, x: Any) -> np.ndarray:
-    """`where` with axes behind, until it has as many as `x`."""
+    """Gives `where` axes behind, until it has as many as `x`."""
     return np.reshape(where, np.shape(where) + (1,) * (x.ndim - np.ndim(where)))
 
 
 def operators(family: str, implementation: str) -> tuple[Operator, ...]:
-    """The operators of a folder of `ops` that have the implementation."""
-    found = [o for o in ops.discover() if o.reference.__module__.split(".")[-2] == family]
+    """Finds the operators of a folder of `ops` that have the implementation."""
+    found = [o for o in ops.discover() if o.folder == family]
     return tuple(o for o in found if implementation in {i.name for i in o.implementations})
 
 
 def chip(tell: Tell) -> dict[str, Any]:
-    """What the device is, and which kernels are for it: `{folder: implementations}`."""
+    """Tells what the device is, and which kernels are for it: `{folder: implementations}`."""
     platforms = getattr(jax.config, "jax_platforms", None) or "any platform"
     tell(f"looks for a device, of {platforms}", COMPILE_SECONDS)
     platform, kernels = targets.platform(), dict[str, dict[str, None]]()
@@ -182,7 +182,7 @@ def _runtime() -> str:
 
 
 def to_prove(family: str, implementation: str) -> Iterator[Call]:
-    """Every case of its kernels in bfloat16, and two in each of the other dtypes."""
+    """Yields every case of the kernels in bfloat16, and two in each of the other dtypes."""
     for operator in operators(family, implementation):
         first, *others = DTYPES
         cases = [*operator.tagged(*PROVED), *list(operator.tagged(ANY_ORDER))[:2]]
@@ -191,7 +191,10 @@ def to_prove(family: str, implementation: str) -> Iterator[Call]:
 
 
 def prove(tell: Tell, family: str, implementation: str) -> dict[str, Any]:
-    """`failed`: what is wrong, None = nothing; `refused`: why no case can be run, None = `cases` were."""
+    """Runs the cases.
+
+    `failed`: what is wrong, None = nothing; `refused`: why no case can be run, None = `cases` were.
+    """
     calls = list(to_prove(family, implementation))
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     prepared = [pool.submit(copy_context().run, _prepare, call) for call in calls]
@@ -220,7 +223,7 @@ def _prepare(call: Call) -> tuple[check.Target, Any]:
 
 
 def examined(call: Call, aim: check.Target, program: Any) -> str:
-    """What is wrong with a program: values, bits that differ from run to run, poison; "" = nothing."""
+    """Tells what is wrong with a program: values, bits that differ from run to run, poison; "" = nothing."""
     first = launched(program, aim.arrays, aim.cotangents)
     if wrong := wrong_values(aim, first):
         return wrong
@@ -239,7 +242,7 @@ def examined(call: Call, aim: check.Target, program: Any) -> str:
 
 
 def timings(tell: Tell, family: str, implementation: str) -> dict[str, Any]:
-    """`times`: milliseconds of a forward with all gradients, by case; `sizes` of the cases."""
+    """Measures `times`: milliseconds of a forward with all gradients, by case; `sizes` of the cases."""
     times, sizes = {}, {}
     for operator in operators(family, implementation):
         for case in operator.tagged(TIMED):
@@ -264,7 +267,7 @@ def _timed(call: Call) -> tuple[Any, Sequence[int], Any]:
 
 
 def milliseconds(program: Callable[..., Any], *args: Any, seconds: float = 0.2) -> float:
-    """How long one run takes, the least of three rounds."""
+    """Measures how long one run takes, the least of three rounds."""
 
     def round_of(runs):
         start = time.perf_counter()

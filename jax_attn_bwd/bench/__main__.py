@@ -5,10 +5,10 @@ With `--scaling` one case of the operator at many sizes. Or
 """
 
 import argparse
-import importlib
 import os
-import pkgutil
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares 
 
 from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
-from jax_attn_bwd.bench import report, report_plot, scaling
+from jax_attn_bwd.bench import mods, operators, plots, programs, report
 from jax_attn_bwd.bench.environment import environment
-from jax_attn_bwd.bench.measure import measure
+from jax_attn_bwd.bench.measure import Workload, measure
 
-NAMED = ("mods", "programs")  # what is measured under names of its own, not by an operator's cases
+# what is measured under names of its own, not by an operator's cases
+NAMED: dict[str, Callable[..., Iterator[Workload]]] = {"mods": mods.workloads, "programs": programs.workloads}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,8 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Or compares two such files: the exit code is 1 where something became slower or larger.
     """
-    known = {m.name for m in pkgutil.iter_modules(ops.__path__)}
-    measured = sorted(known & {m.name for m in pkgutil.iter_modules(bench.__path__)})
+    measured = sorted({operator.folder for operator in ops.discover() if operator.name in operators.MEASURED})
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.bench", description=bench.__doc__)
     parser.add_argument("operator", nargs="?", choices=[*measured, *NAMED])
     files = ("OLD.json", "NEW.json")
@@ -56,24 +56,24 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only chooses among {' and '.join(NAMED)}; {args.operator} has cases of its own")
     report.prepare(parser, args.out)
 
-    module = importlib.import_module(f"{bench.__name__}.{args.operator}")
+    make = NAMED.get(args.operator) or partial(operators.workloads, args.operator)
     context = environment()
     stem = f"{args.operator}{'_scaling' * args.scaling}_{context['platform']}_jax{context['jax']}"
     path, rows = args.out / f"{stem}.json", list[report.Row]()
     report.write(path, context, rows, finished=False)
     chosen: dict[str, Any] = {"only": args.only} if args.only else {}
     chosen |= {"scaling": True} if args.scaling else {}
-    for workload in console.progress(module.workloads(args.quick, **chosen), None, f"bench {args.operator}"):
+    for workload in console.progress(make(args.quick, **chosen), None, f"bench {args.operator}"):
         rows += measure(workload, args.repeats)
         report.write(path, context, rows, finished=False)
-    found = {"slopes": scaling.slopes(rows)} if args.scaling else {}
+    found = {"slopes": plots.slopes(rows)} if args.scaling else {}
     report.write(path, context | found, rows, finished=True)
 
     what = "" if args.operator in NAMED else " forward + backward,"
-    title = report_plot.title(args.operator, what, context)
+    title = plots.title(args.operator, what, context)
     report.show(title.replace("\n", " "), rows)
     print(f"wrote {path}")
-    plot = scaling.plot if args.scaling else report_plot.plot
+    plot = plots.scaling if args.scaling else plots.ratios
     if plotted := plot(rows, title, path.with_suffix(".png")):
         print(f"wrote {plotted}")
     return 0

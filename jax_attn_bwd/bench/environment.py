@@ -14,7 +14,7 @@ import jax_attn_bwd
 
 
 def environment() -> dict[str, str]:
-    """{what: its version}, of what the measurements depend on."""
+    """Returns {what: its version}, of what the measurements depend on."""
     device = jax.devices()[0]
     cpu = f"{_processor()}, {_cores()} cores"
     versions = {}
@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
 
 
 def commit(package: Path) -> str:
-    """The commit of the file `package`, "-dirty" if its folder differs; "unknown" if no repository has it."""
+    """Finds the commit of the file `package`, "-dirty" if its folder differs; "unknown" without one."""
 
     def git(*command: str) -> str:
         done = subprocess.run(
@@ -53,7 +53,7 @@ def commit(package: Path) -> str:
 
 
 def _processor() -> str:
-    """The CPU's name, where the system tells: libraries that are beside one another differ by it."""
+    """Finds the CPU's name, where the system tells: libraries that are beside one another differ by it."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return f"{platform.machine()} CPU ({names[0]})" if names else f"{platform.machine()} CPU"

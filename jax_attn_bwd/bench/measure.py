@@ -58,21 +58,21 @@ class Workload:
 
 
 def tag(quick: bool, scaling: bool = False) -> str:
-    """The tag of the cases that are measured here."""
+    """Returns the tag of the cases that are measured here."""
     if scaling:
         return "quick_scaling" if quick else "scaling"
     return "quick" if quick else "bench" if jax.default_backend() == "cpu" else "bench_gpu"
 
 
 def inputs(operator: Operator, case: Case) -> tuple[dict[str, Any], jax.Array]:
-    """The arrays of a case in its own dtype, and a random cotangent of its first output."""
+    """Draws the arrays of a case in its own dtype, and a random cotangent of its first output."""
     arrays = case.arrays(case.dtype)
     outputs = jax.eval_shape(lambda: operator.call(**arrays, **case.options))
     return arrays, cast(cotangents(operator, outputs[:1])[0], case.dtype)
 
 
 def step(function: Callable[..., Any]) -> Callable[..., tuple]:
-    """`(dout, *arrays) -> (out, *gradients)` of `function(*arrays)`."""
+    """Makes `(dout, *arrays) -> (out, *gradients)` of `function(*arrays)`."""
 
     def run(dout, *arrays):
         out, pullback = jax.vjp(function, *arrays)
@@ -90,7 +90,7 @@ def compiled_contender(
     costs: bool = False,
     **notes: Any,
 ) -> Contender:
-    """A contender made of a function to jit, with its memory as the compiler tells it.
+    """Makes a contender of a function to jit, with its memory as the compiler tells it.
 
     With `costs` the notes say what compiling took, and how long the program is.
     """
@@ -133,7 +133,7 @@ def check_agreement(workload: Workload) -> None:
 
 
 def measure(workload: Workload, repeats: int) -> list[Row]:
-    """Medians over `repeats` rounds in which the contenders take turns.
+    """Takes medians over `repeats` rounds in which the contenders take turns.
 
     What is timed follows an untimed call of the same contender, as in a training loop: what another
     contender left in the caches and the allocator is not measured.
@@ -150,7 +150,7 @@ def measure(workload: Workload, repeats: int) -> list[Row]:
 
 
 def _seconds(contender: Contender, many: bool) -> float:
-    """Seconds of one call, after an untimed one."""
+    """Times one call in seconds, after an untimed one."""
     contender.wait(contender.run())
     calls = 1
     if many:
@@ -185,7 +185,7 @@ def _rows(workload: Workload, times: dict[str, list[float]]) -> Iterable[Row]:
 
 
 def _spread(times: Sequence[float]) -> float | None:
-    """Between the quartiles, over the median; None of fewer than four rounds, which do not tell."""
+    """Returns the distance between the quartiles over the median of four rounds or more; else None."""
     if len(times) < 4:
         return None
     low, median, high = statistics.quantiles(times)

@@ -43,7 +43,7 @@ class Modified(NamedTuple):
 
 
 def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
-    """Those whose names contain `only`, built one at a time; `quick` keeps them short."""
+    """Builds those whose names contain `only`, one at a time; `quick` keeps them short."""
     short = QUICK if quick else SHORT
     for name, make in NAMED.items():
         for what in ("forward", "forward + backward"):
@@ -75,13 +75,13 @@ def _workload(name: str, modified: Modified, T: int, backward: bool) -> Workload
 
 
 def _draw(T: int) -> tuple[jax.Array, ...]:
-    """The cotangent, then query, key and value."""
+    """Draws the cotangent, then query, key and value."""
     rng = np.random.default_rng(0)
     return tuple(jnp.asarray(rng.standard_normal((1, T, HEADS, SIZE)), jnp.float32) for _ in range(4))
 
 
 def _measured(call: Callable[..., jax.Array], backward: bool) -> Callable[..., Any]:
-    """`call(q, k, v, **named)` as a function of (dout, q, k, v, named): its output, and gradients.
+    """Makes `call(q, k, v, **named)` a function of (dout, q, k, v, named): its output, and gradients.
 
     Of what is named, "learned" has a gradient.
     """
@@ -114,7 +114,7 @@ def _ours(modified: Modified, args: tuple, T: int, backward: bool) -> Contender:
 
 
 def _array(modified: Modified, args: tuple, T: int, backward: bool) -> Contender:
-    """Our own call with the mask, or what the score adds, as an array, made outside."""
+    """Makes a contender of our own call with the mask, or what the score adds, as an array, made outside."""
     at = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in (1, HEADS, T, T)))  # batch, head, row, column
     name = "our call with an array"
     if mask_mod := modified.options.get("mask_mod"):
@@ -154,7 +154,7 @@ def _flex(modified: Modified, args: tuple, backward: bool) -> Contender:
 
 
 def _documents(T: int) -> np.ndarray:
-    """Eight packed documents."""
+    """Draws eight packed documents."""
     ends = np.random.default_rng(1).choice(T - 1, 7, replace=False) + 1
     return np.searchsorted(np.sort(ends), np.arange(T), side="right").astype(np.int32)
 
@@ -164,7 +164,7 @@ def _segments(ids: np.ndarray) -> dict[str, Any]:
 
 
 def _tree(T: int) -> tuple[np.ndarray, ...]:
-    """Sixteen prompts, each continued by drafts that branch: in depth-first order."""
+    """Draws sixteen prompts, each continued by drafts that branch: in depth-first order."""
     rng, parents = np.random.default_rng(2), [-1]
     length = T // 16
     for i in range(1, T):

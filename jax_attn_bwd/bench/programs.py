@@ -23,16 +23,15 @@ from jax_attn_bwd import (
     multi_scale_deformable_attention,
     scaled_masked_softmax,
 )
-from jax_attn_bwd.bench.deformable import gather_form
-from jax_attn_bwd.bench.graph import Edges, segments
 from jax_attn_bwd.bench.measure import Workload, compiled_contender
+from jax_attn_bwd.bench.peers import Edges, gather_form, segments
 
 Program = tuple[Callable[..., Any], Callable[..., Any], tuple]  # (with our operator, plain, arguments)
 LEVELS = ((64, 48), (32, 24), (16, 12), (8, 6))
 
 
 def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
-    """Those whose names contain `only`, built one at a time; `quick`: the small ones."""
+    """Builds those whose names contain `only`, one at a time; `quick`: the small ones."""
     for name, make in PROGRAMS.items():
         if only in name and (name in QUICK or not quick):
             ours, plain, args = make()
@@ -49,13 +48,13 @@ def _draw(*shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
 
 
 def _both(ours: Callable, plain: Callable, args: tuple, make: Callable | None = None) -> Program:
-    """Programs that `make` makes of the two functions; by default the gradients of a random form."""
+    """Makes programs of the two functions by `make`; by default the gradients of a random form."""
     make = make or partial(_gradients, args=args)
     return make(ours), make(plain), args
 
 
 def _between_sines(function: Callable) -> Callable:
-    """The function with a sine in front of each argument and behind the result: XLA may fuse them with it."""
+    """Puts a sine in front of each argument and behind the result: XLA may fuse them with it."""
     return lambda *args: jnp.sin(function(*map(jnp.sin, args)))
 
 
@@ -103,7 +102,7 @@ def _dense(*sizes: int, wrap: Callable = lambda function: function, **options: A
 
 
 def _biased(B: int, T: int, N: int, H: int) -> Program:
-    """A bias that all batches share, and a sine in front of every argument and behind the result."""
+    """Adds a bias that all batches share, and a sine in front of every argument and behind the result."""
 
     def attend(attention):
         return _between_sines(lambda q, k, v, bias: attention(q, k, v, bias=bias))
@@ -118,7 +117,7 @@ def _with_lengths(*sizes: int) -> Program:
 
 
 def _triangle(rows: int, T: int, N: int, H: int) -> Program:
-    """Triangle attention of some rows of a pair representation: they share a bias, and each masks columns."""
+    """Runs triangle attention of some rows of a pair representation: one bias, a mask of columns each."""
     mask = jnp.asarray(np.random.default_rng(1).random((rows, 1, 1, T)) < 0.9)
     attend = lambda attention: lambda q, k, v, bias: attention(q, k, v, bias=bias, mask=mask)
     ours, plain = map(attend, (dot_product_attention, jax.nn.dot_product_attention))
@@ -133,7 +132,7 @@ def _hessian(*sizes: int) -> Program:
 
 
 def _layers(count: int, *sizes: int) -> Program:
-    """`count` attentions, one after the other, unrolled."""
+    """Unrolls `count` attentions, one after the other."""
 
     def stack(attention):
         def run(q, k, v):
@@ -147,7 +146,7 @@ def _layers(count: int, *sizes: int) -> Program:
 
 
 def _layer(B: int, T: int, E: int, N: int, wrap: Callable = lambda function: function) -> Program:
-    """Self-attention: projections, attention, projection."""
+    """Runs self-attention: projections, attention, projection."""
     kernels = _draw((E, N, E // N), (E, N, E // N), (E, N, E // N), (N, E // N, E))
     kernels = tuple(0.05 * kernel for kernel in kernels)
 
@@ -168,7 +167,7 @@ def _graph(
     nodes: int, edges: int, heads: int, width: int, forward: bool = False, capacity: int = 0,
     wrap: Callable = lambda function: function,
 ) -> Program:  # fmt: skip
-    """A random graph without isolated nodes; `forward` alone, or a step.
+    """Draws a random graph without isolated nodes; `forward` alone, or a step.
 
     With `capacity`, padded to it; the plain formula as is usual, by edges between the nodes of one more row.
     """
@@ -187,7 +186,7 @@ def _graph(
 
 
 def _edge_softmax(nodes: int, edges: int, heads: int) -> Program:
-    """Scores of the edges of a random graph, sorted by destination, between sines."""
+    """Draws scores of the edges of a random graph, sorted by destination, between sines."""
     rng = np.random.default_rng(0)
     dst = np.sort(np.concatenate([np.arange(nodes), rng.integers(0, nodes, edges - nodes)]))
     graph = BipartiteCSC.from_coo(rng.integers(0, nodes, edges), dst, nodes, nodes)

@@ -18,7 +18,7 @@ LIMIT = 1500  # characters of an error: compilers quote whole programs
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one contender in one case; `notes` says why not, where it was not."""
+    """Holds what was measured of one contender in one case; `notes` says why not, where it was not."""
 
     case: str
     contender: str
@@ -31,7 +31,7 @@ class Row:
 
 
 def sentence(error: BaseException) -> str:
-    """An exception in one line: its type, the place in the code it came from, and its message."""
+    """Tells of an exception in one line: its type, the place in the code it came from, and its message."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {error}"[:LIMIT]
@@ -56,12 +56,12 @@ def write(path: Path, context: dict[str, Any], rows: Sequence[Row], finished: bo
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of such a file."""
+    """Reads the rows of such a file."""
     return [Row(**row) for row in json.loads(path.read_text())["rows"]]
 
 
 def show(title: str, rows: Sequence[Row]) -> None:
-    """The rows on the terminal."""
+    """Prints the rows on the terminal."""
 
     def number(x, digits=1):
         return None if x is None else f"{x:.{digits}f}"
@@ -115,7 +115,7 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> int:
 def _changes(
     was: Row, now: Row | None, peers: Sequence[tuple[Row, Row]]
 ) -> tuple[str | None, str | None, str]:
-    """The change of time and of memory, and what became worse."""
+    """Returns the change of time and of memory, and what became worse."""
     if now is None or (now.milliseconds is None) > (was.milliseconds is None):
         return None, None, "not measured any more"
     changes = (_change(a.milliseconds, b.milliseconds) for a, b in peers)
@@ -138,7 +138,7 @@ def _change(old: float | None, new: float | None) -> float | None:
 
 
 def shown(row: Row) -> str:
-    """Its time, in the unit that suits it."""
+    """Writes its time in the unit that suits it."""
     ms = row.milliseconds or 0.0
     if ms < 1:
         return f"{1e3 * ms:.3g} us"
@@ -146,12 +146,12 @@ def shown(row: Row) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Makes a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     shown = (["" if x is None else str(x).replace("|", "\\|") for x in line] for line in lines)
     return "\n".join("| " + " | ".join(line) + " |" for line in shown)
 
 
 def page(*pieces: str) -> str:
-    """Paragraphs, headings and tables as one page."""
+    """Joins paragraphs, headings and tables to one page."""
     return "\n\n".join(pieces) + "\n"

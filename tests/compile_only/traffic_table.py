@@ -98,11 +98,11 @@ def _beside(operator: Operator, case: Case) -> Pair:
 
 
 def _segments(operator: Operator, case: Case) -> Callable[..., Any]:
-    from jax_attn_bwd.bench import graph  # cases that it imports compute, before a platform is chosen
+    from jax_attn_bwd.bench import peers  # what it imports computes, before a platform is chosen
 
     types, options = tuple(case.shapes().values()), case.options
-    edges = graph.edges_of(options["graph"], types[0].shape[1], options["head_size"])
-    return graph.segments(edges, operator.name)
+    edges = peers.edges_of(options["graph"], types[0].shape[1], options["head_size"])
+    return peers.segments(edges, operator.name)
 
 
 _PLAIN: dict[str, Callable[[Operator, Case], Callable[..., Any] | None]] = {

@@ -14,7 +14,7 @@ from helpers import thorough
 
 from jax_attn_bwd import MultiHeadAttentionParams
 from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import dot_product, environment, measure, multi_head, peers, report_plot, scaling
+from jax_attn_bwd.bench import environment, measure, operators, peers, plots
 from jax_attn_bwd.bench import report as report_module
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import cases as named
@@ -67,8 +67,8 @@ def test_a_picture_says_who_was_refused_and_which_bars_are_ours(tmp_path, monkey
         Row("large", "jax.nn", notes={"refused": "holds planes of 0.5 GiB each"}),
         Row("alone", "jax_attn_bwd", 1.0, 1.0),
     ]
-    title = report_plot.title("dense", "", {"device": "CPU", "jax": "1", "torch": "2.13.0+cpu"})
-    report_plot.plot(rows, title, tmp_path / "plot.png")
+    title = plots.title("dense", "", {"device": "CPU", "jax": "1", "torch": "2.13.0+cpu"})
+    plots.ratios(rows, title, tmp_path / "plot.png")
     (figure,) = figures
     (axes,), (legend,) = figure.axes, figure.legends
     assert axes.get_title() == "dense: CPU,\nJAX 1, torch 2.13.0 built for CPUs"
@@ -95,7 +95,7 @@ def test_slopes_are_powers_of_the_size():
         for T in (16, 128, 1024, 512)
     ]
     rows.append(report_module.Row("full: T=128", "peer", notes={"refused": "holds planes"}))
-    (found,) = scaling.slopes(rows).values()
+    (found,) = plots.slopes(rows).values()
     assert found == {"ours": {"milliseconds": pytest.approx(2), "temporary_mib": pytest.approx(1)}}
 
 
@@ -195,12 +195,12 @@ def test_bench_refuses_a_folder_it_cannot_write_to_before_measuring(
 def test_bench_writes_into_out_and_an_interrupted_run_says_that_it_is_not_finished(tmp_path, monkeypatch):
     workloads = iter([measure.Workload("one", [contender("ours", None)])])
 
-    def broken(quick):
+    def broken(name, quick):
         yield from workloads
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jax_attn_bwd.bench.softmax.workloads", broken)
+    monkeypatch.setattr("jax_attn_bwd.bench.operators.workloads", broken)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["softmax"])
     (path,) = (tmp_path / "out").iterdir()
@@ -320,7 +320,7 @@ def test_bench_counts_what_a_layer_keeps_beside_its_arguments(save, mebibytes):
     case = named.case("wide", named._SELF, sizes=WIDE, dtype="float32")
     arrays, dout = measure.inputs(operator, case)
     x = arrays.pop("query")
-    (ours,) = multi_head._ours(x, dout, MultiHeadAttentionParams(**arrays), save)
+    (ours,) = operators.our_layer(x, dout, MultiHeadAttentionParams(**arrays), save)
     assert ours.notes["saved beside the inputs"].startswith(f"{mebibytes} MiB (MegEngine ")
 
 
@@ -347,7 +347,7 @@ def test_operations_of_attention_are_counted_as_usual():
     (operator,) = dense.OPERATORS
     cases = {case.name: case for case in operator.tagged("bench_gpu")}
     full = 4 * 2 * 8192**2 * 2048
-    assert dot_product.operations(cases["H=128 B=2 T=8192 N=16 full"]) == full
-    assert dot_product.operations(cases["H=128 B=2 T=8192 N=16 causal"]) == full / 2
-    window = dot_product.operations(cases["H=64 B=1 T=16384 N=32 causal window 1024"])
+    assert operators.operations(cases["H=128 B=2 T=8192 N=16 full"]) == full
+    assert operators.operations(cases["H=128 B=2 T=8192 N=16 causal"]) == full / 2
+    window = operators.operations(cases["H=64 B=1 T=16384 N=32 causal window 1024"])
     assert window == 4 * 2048 * (1024 * 1025 // 2 + (16384 - 1024) * 1025)
