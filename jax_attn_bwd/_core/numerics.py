@@ -38,6 +38,22 @@ def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
     return lax.stop_gradient(x - lax.bitcast_convert_type(bits, jnp.float32)).astype(dtype)
 
 
+def split_rounding(x: jax.Array, dtype: Any, low_dtype: Any = None) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (`x` in `dtype`, what rounding took from it, in `low_dtype` or the same, None where nothing).
+
+    The rounded numbers are formed in the dtype of `x`: XLA may take a conversion there and back for nothing.
+    """
+    if x.dtype == dtype:
+        return x, None
+    rounded = lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    return rounded.astype(dtype), (x - rounded).astype(low_dtype or dtype)
+
+
+def join_rounding(narrow: jax.Array, low: jax.Array | None, dtype: Any) -> jax.Array:
+    """Returns in `dtype` what `split_rounding` made two numbers of."""
+    return narrow.astype(dtype) if low is None else narrow.astype(dtype) + low.astype(dtype)
+
+
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
     """Puts axes of size 1 in front of `x` up to `rank`: ranks are promoted in the open, never implicitly."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)

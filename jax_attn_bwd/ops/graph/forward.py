@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
@@ -48,10 +48,12 @@ def forward(plan: Plan, operands: Operands) -> Result:
     # from accumulated sums to what is returned and saved
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
+    out, out_low = split_rounding(merge_heads(out), operands.src.dtype, Result.low_dtype(operands))
     # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
-    weights = None if weights is None else weights.astype(operands.src.dtype)
-    out = merge_heads(out).astype(operands.src.dtype)
-    result = tie(Result(out, mean, weights, lse, m, l), operands)
+    weights_low = None
+    if weights is not None:
+        weights, weights_low = split_rounding(weights, operands.src.dtype, Result.low_dtype(operands))
+    result = tie(Result(out, mean, weights, lse, m, l, out_low, weights_low), operands)
     return all_gathered(result) if plan.on_every_device else result
 
 

@@ -147,6 +147,7 @@ def _forward(plan, operands, wanted):
     result = forward_of(plan)(plan, fusion.computed_once(operands, DIFFERENTIABLE))
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
+        out_low=None if result.out_low is None else checkpoint_name(result.out_low, "attention_out"),
         m=checkpoint_name(result.m, "attention_lse"),
         l=checkpoint_name(result.l, "attention_lse"),
     )

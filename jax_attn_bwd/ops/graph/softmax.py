@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import finite
+from jax_attn_bwd._core.numerics import finite, join_rounding
 from jax_attn_bwd._core.sharding import full_like_operands, reshard_like, unsharded
 from jax_attn_bwd.ops.graph import loops
 from jax_attn_bwd.ops.graph.loops import Chunk, add_runs, highest, own_rows, sum_of_group, take, to_runs
@@ -81,16 +81,16 @@ def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -
     """Computes the rows of the destinations, with delta (5)."""
     # m and l, finite; lse stands for both where the forward's are not known
     operands = residuals.operands
-    out, _, weights, lse, m, l = residuals.result
+    out, _, weights, lse, m, l, out_low, weights_low = residuals.result
     if m is None:
         m, l = finite(lse), jnp.where(lse == -jnp.inf, 0, jnp.ones_like(lse))
     dtype, H, empty = m.dtype, options.num_heads, l == 0
 
     # out and its cotangent per head, [num_dst, H, D]; of a mean every head has its share
     heads = lambda x: x.reshape(x.shape[0], H, x.shape[1] // H)
-    out, dout = heads(out), cotangents.out
+    out, dout = heads(join_rounding(out, out_low, dtype)), cotangents.out
     if dout is None:
-        dout = jnp.zeros_like(out)
+        dout = jnp.zeros_like(out, operands.src.dtype)
     elif options.concat_heads:
         dout = heads(dout)
     else:
@@ -98,8 +98,9 @@ def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -
         dout = reshard_like(dout, out, (0, 1, 2))
 
     # delta (5), [num_dst, H]
-    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
+    delta = (dout.astype(dtype) * out).sum(-1)
     if cotangents.weights is not None:
+        weights = join_rounding(weights, weights_low, dtype)
         like = unsharded(delta, 0)
         of_weights = sum_by_destination(operands.graph, weights, cotangents.weights, like)
         delta = delta + reshard_like(of_weights, delta, (0, 1))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Required, TypedDict, get_args
 import jax
 
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
@@ -80,6 +81,14 @@ class Result(NamedTuple):
     lse: jax.Array | None  # [num_dst, H], natural log, float32 or wider: m + log l, but for its rounding
     m: jax.Array | None  # [num_dst, H], the highest score; None: lse stands for it, and l is 1
     l: jax.Array | None  # [num_dst, H], sum of exp(score - m); 0 without edges
+    out_low: jax.Array | None = None  # as out: what rounding took from it, which is alike for a node's edges
+    weights_low: jax.Array | None = None  # as weights; None = 0
+
+    @staticmethod
+    def low_dtype(operands: Operands) -> Any:
+        """Returns the dtype of both: the accumulator's beside a bias, whose gradient may sum all edges."""
+        dtype = operands.src.dtype
+        return dtype if operands.score_bias is None else accumulator_dtype(dtype)
 
 
 @jax.tree_util.register_static

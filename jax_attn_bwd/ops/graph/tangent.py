@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core.numerics import join_rounding
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, unsharded
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
@@ -50,7 +51,8 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
         result = all_gathered(result)
     assert result.m is not None is not result.l  # the forward left them
     options = plan.options
-    t, out = plan.kind.tables(operands), split_heads(result.out, options.num_heads)
+    t, out = plan.kind.tables(operands), join_rounding(result.out, result.out_low, result.m.dtype)
+    out = split_heads(out, options.num_heads)
     saved = _saved(plan.kind, t, operands, result, tangents)
 
     # the sums over the edges, [num_dst, H, D] and [num_dst, H], and ds by edge
@@ -58,7 +60,7 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
         dout, mu, ds = _sums_over_pieces(plan, graph, saved, out)
     else:
         dout, mu, ds = _sums(plan, graph, saved, out, (operands, result, tangents))
-    dout = dout - mu[..., None] * out.astype(mu.dtype)  # (17)
+    dout = dout - mu[..., None] * out  # (17)
 
     # from accumulated sums to the tangents of what is returned
     dtype, dweights = operands.src.dtype, None

@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.numerics import split_rounding
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, tie
 from jax_attn_bwd.ops.graph import kinds, loops
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
@@ -93,11 +94,15 @@ def _results(options, interpret, operands):
     out, m, l = found["out"], found["m"], found["l"]
 
     # what is returned and saved
-    weights = _weights(kind, t, graph, found["s"], m, l, operands) if options.return_weights else None
+    weights = weights_low = None
+    if options.return_weights:
+        weights = _weights(kind, t, graph, found["s"], m, l, operands)
+        weights, weights_low = split_rounding(weights, operands.src.dtype, Result.low_dtype(operands))
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    out = out.reshape(operands.dst.shape).astype(operands.src.dtype)
-    return tie(Result(out, mean, weights, lse, m, l), operands)
+    out = out.reshape(operands.dst.shape)
+    out, out_low = split_rounding(out, operands.src.dtype, Result.low_dtype(operands))
+    return tie(Result(out, mean, weights, lse, m, l, out_low, weights_low), operands)
 
 
 def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any, t: Tables, z: Any) -> dict:
@@ -107,16 +112,15 @@ def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any
     inputs = inputs_of(at, own={"dst": t.dst}, other={"src": t.src}, edge={"factor": z}, t=t)
     if not kinds.of(options).message_is_src:
         inputs.other["message"] = t.message
-    body = _body(options, t.message.dtype if options.concat_heads else jnp.float32)
-    found = gpu_walk.walk(body, inputs, nodes, edges, (H, D), interpret)
+    found = gpu_walk.walk(_body(options), inputs, nodes, edges, (H, D), interpret)
     rows = found.nodes
     if found.places:
         rows = _combined(at, rows, **found.places)
     return rows | found.edges
 
 
-def _body(options: Options, dtype: Any) -> Body:
-    """Returns the softmax online, four edges a step; `dtype` is that of the outputs."""
+def _body(options: Options) -> Body:
+    """Returns the softmax online, four edges a step."""
     zero, hidden = np.float32(0.0), np.float32(-jnp.inf)
 
     def step(own, edges, exists, carry):
@@ -150,7 +154,7 @@ def _body(options: Options, dtype: Any) -> Body:
         numbers={"m": LOWEST, "l": 0.0},
         rows={"acc": 0.0},
         finish=finish,
-        out={"out": (dtype, True), "m": (jnp.float32, False), "l": (jnp.float32, False)},
+        out={"out": (jnp.float32, True), "m": (jnp.float32, False), "l": (jnp.float32, False)},
         written={"s": (jnp.float32, False)} if options.return_weights else {},
     )
 
@@ -171,10 +175,10 @@ def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Arr
 
 
 def _weights(kind, t, graph, scores, m, l, operands):
-    """Computes the weights that are returned, `[E, H]`, from the scores by edge."""
+    """Computes the weights `[E, H]`, before they are narrowed, from the scores by edge."""
     chunk = loops.one_chunk(graph.by_destination, graph.capacity)
     s = take(scores, chunk.number)
     w = jnp.exp(s - own_rows(m, chunk)) / own_rows(jnp.where(l == 0, 1, l), chunk, 1)
     z = kind.dropout_factors(t, chunk)
-    weights = full_like_operands(l, scores.shape, 0, operands.src.dtype, operands)
+    weights = full_like_operands(l, scores.shape, 0, l.dtype, operands)
     return loops.put(weights, chunk.number, w if z is None else w * z)
