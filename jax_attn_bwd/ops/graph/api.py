@@ -11,7 +11,7 @@ import jax
 from jax_attn_bwd._core.types import Activation, Array, Implementation
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
-from jax_attn_bwd.ops.graph.rule import attend
+from jax_attn_bwd.ops.graph.rule import OPERATION, decide
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -141,7 +141,8 @@ def graph_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return attend(name, options, operands, return_residual, forward_mode, implementation)
+    plan = decide(name, options, operands, return_residual, implementation)
+    return OPERATION.runner(name, forward_mode)(plan, operands)
 
 
 # fmt: off
@@ -266,7 +267,8 @@ def graph_attention_v2(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return attend(name, options, operands, return_residual, forward_mode, implementation)
+    plan = decide(name, options, operands, return_residual, implementation)
+    return OPERATION.runner(name, forward_mode)(plan, operands)
 
 
 # fmt: off
@@ -395,4 +397,5 @@ def graph_transformer_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return attend(name, options, operands, return_residual, forward_mode, implementation)
+    plan = decide(name, options, operands, return_residual, implementation)
+    return OPERATION.runner(name, forward_mode)(plan, operands)

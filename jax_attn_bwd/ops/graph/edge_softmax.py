@@ -158,8 +158,8 @@ def edge_softmax_jvp(
       [0.1875, -0.1875]
     """
     call = partial(edge_softmax, graph, forward_mode=True, implementation=implementation)
-    along = {"scores": dscores}
-    return secondary_calls.outputs_and_tangents(f"{_NAME}_jvp", call, {"scores": scores}, along)
+    moving = {"scores": dscores}
+    return secondary_calls.outputs_and_tangents(f"{_NAME}_jvp", call, {"scores": scores}, moving)
 
 
 def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) -> jax.Array:

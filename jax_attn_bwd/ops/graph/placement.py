@@ -36,6 +36,7 @@ from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.sharding import (
     all_gathered,
     auto_devices,
+    explicit_mesh,
     explicit_spec,
     full_like_operands,
     reshard_like,
@@ -209,7 +210,8 @@ def _over(
     """Runs `function(index of the piece, shared)` over all pieces; returns its results by name."""
     # the mesh, and the index of the piece that each device has
     given = (shared, [home.like for home in homes.values()])
-    mesh = next(m for x in jax.tree.leaves(given) for m in [jax.typeof(x).sharding.mesh] if not m.empty)
+    mesh = explicit_mesh(given)
+    assert mesh is not None  # it has the axes of the pieces
     names, by_piece = pieces.mesh_axes, PartitionSpec(pieces.mesh_axes)
     index = jnp.arange(pieces.count, dtype=jnp.int32)
     index = jax.sharding.reshard(index, NamedSharding(mesh, by_piece))

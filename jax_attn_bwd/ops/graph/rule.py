@@ -44,75 +44,49 @@ def decide(
     return Plan.of(options, operands, chosen.name, return_residual)
 
 
-def attend(
-    operator: str,
-    options: Options,
-    operands: Operands,
-    return_residual: Any,
-    forward_mode: Any,
-    implementation: Any,
-) -> Any:
-    """Runs a call whose other arguments are checked: returns out, and the weights and lse if asked for."""
-    plan = decide(operator, options, operands, return_residual, implementation)
-    return _OPERATION.runner(operator, forward_mode)(plan, operands)
-
-
 def forward_of(plan: Plan) -> Callable[[Plan, Operands], Result]:
     """Returns the forward `(plan, operands) -> Result` of all entries."""
     run = backend.named(IMPLEMENTATIONS, plan.implementation).forward
-    return partial(_over_entries, run) if plan.batch_rank else run
+    return partial(_forward_over_entries, run) if plan.batch_rank else run
 
 
 def backward_of(plan: Plan) -> Callable[[Plan, Residuals, Cotangents], dict[str, jax.Array]]:
     """Returns the backward `(plan, residuals, cotangents) -> gradients by name` of all entries."""
     run = backend.named(IMPLEMENTATIONS, plan.implementation).backward
-    return partial(_summed_over_entries, run) if plan.batch_rank else run
+    return partial(_backward_over_entries, run) if plan.batch_rank else run
 
 
-def _over_entries(
-    function: Callable[..., Any],
-    plan: Plan,
-    operands: Operands,
-    moving: Operands | None = None,
-    **of_entries: Any,
-) -> Any:
-    """Calls `function(plan, operands, **of_entries)` for every entry; `of_entries` have all batch axes.
-
-    Those of `moving`, which it gets as `tangents`, have the axes of the operands.
-    """
-    # which axes are those of entries: none for operands that all share, 0 for the rest
-    given = operands._asdict()
-    has_batch = lambda x, own_rank: x is not None and x.ndim - own_rank == plan.batch_rank
-    axes: dict[str, Any] = {name: 0 for name, rank in RANKS.items() if has_batch(given[name], rank)}
-    if moving is not None:
-        of_operands: dict[str, Any] = {name: axes.get(name) for name in given}
-        axes["tangents"] = Operands(**of_operands)
-        of_entries["tangents"] = moving
-    if operands.dropout_words is not None:
-        axes["dropout_offset"] = dropout.Offset(0, None, None, None)
-
-    # the batch axes are mapped one inside the other
-    def of_entry(arrays):
-        own = {name: arrays.pop(name) for name in of_entries}
-        return function(plan, Operands(**arrays), **own)
-
-    axes = dict.fromkeys(of_entries, 0) | axes
-    return split.over_entries(of_entry, plan.batch_rank, given | of_entries, axes, plan.in_turn)
+def _forward_over_entries(run: Callable[..., Result], plan: Plan, operands: Operands) -> Result:
+    """Computes what `run` returns for every entry."""
+    of_entry = lambda own: run(plan, Operands(**own))
+    arrays, axes = operands._asdict(), _axes(plan, operands)
+    return split.over_entries(of_entry, plan.batch_rank, arrays, axes, plan.in_turn)
 
 
-def _summed_over_entries(
+def _backward_over_entries(
     run: Callable[..., dict[str, jax.Array]], plan: Plan, residuals: Residuals, cotangents: Cotangents
 ) -> dict[str, jax.Array]:
-    """Computes the gradients that `run` gives of every entry; what entries share gets their sum."""
+    """Computes the gradients that `run` gives for every entry; what entries share gets their sum."""
     operands, result, wanted = residuals
 
-    def of_entry(plan, operands, result, cotangents):
-        return run(plan, Residuals(operands, result, wanted), cotangents)
+    def of_entry(own):
+        result, cotangents = own.pop("result"), own.pop("cotangents")
+        return run(plan, Residuals(Operands(**own), result, wanted), cotangents)
 
     # what varies is summed over devices by no entry
-    alike = pallas.vary_alike(operands)
-    grads = _over_entries(of_entry, plan, alike, result=result, cotangents=cotangents)
+    arrays = pallas.vary_alike(operands)._asdict() | {"result": result, "cotangents": cotangents}
+    axes = _axes(plan, operands) | {"result": 0, "cotangents": 0}
+    grads = split.over_entries(of_entry, plan.batch_rank, arrays, axes, plan.in_turn)
     return {name: _summed(x, getattr(operands, name)) for name, x in grads.items()}
+
+
+def _axes(plan: Plan, operands: Operands) -> dict[str, Any]:
+    """Returns 0 for each of the operands that has the axes of the batch; entries share the others."""
+    has_batch = lambda x, own_rank: x is not None and x.ndim - own_rank == plan.batch_rank
+    axes: dict[str, Any] = {n: 0 for n, rank in RANKS.items() if has_batch(getattr(operands, n), rank)}
+    if operands.dropout_words is not None:
+        axes["dropout_offset"] = dropout.Offset(0, None, None, None)
+    return axes
 
 
 def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
@@ -166,9 +140,18 @@ def _backward(plan, saved, wanted, cotangents):
 
 def _tangent(plan, saved, tangents):
     operands, result = saved
-    along = tangents._replace(graph=None)
-    found = _over_entries(written_tangent.tangent, plan, operands, along, result=result)
+
+    def of_entry(own):
+        result, tangents = own.pop("result"), own.pop("tangents")
+        return written_tangent.tangent(plan, Operands(**own), result, tangents)
+
+    # tangents have the axes of their operands
+    axes = _axes(plan, operands)
+    of_tangents: dict[str, Any] = {n: axes.get(n) if n in RANKS else None for n in Operands._fields}
+    arrays = operands._asdict() | {"result": result, "tangents": tangents._replace(graph=None)}
+    axes |= {"result": 0, "tangents": Operands(**of_tangents)}
+    found = split.over_entries(of_entry, plan.batch_rank, arrays, axes, plan.in_turn)
     return _outputs(plan, operands, found)
 
 
-_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)
+OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)
