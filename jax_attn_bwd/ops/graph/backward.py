@@ -62,9 +62,22 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     operands, wanted = residuals.operands, residuals.wanted.names
     t = plan.kind.tables(operands)
 
+    # the sums over the edges: a pass by source and, where it is needed, one by destination
     passes = _Passes.of(plan, plan.kind.needs(t, wanted))
-    sums_of_edges = _sums_over_pieces if plan.pieces else _sums
-    sums = sums_of_edges(plan, passes, t, residuals, cotangents, graph)
+    if plan.pieces:
+        sums = _sums_over_pieces(plan, passes, t, residuals, cotangents, graph)
+    else:
+        result = residuals.result
+        row: Any = result.lse if result.m is None else result.m
+        sums = _zeros(plan.kind, passes.need, t, row, graph, (operands, result, cotangents))
+        if passes.in_parts:
+            sums = sums._replace(handed=())
+        if has_edges(operands.graph):
+            saved = _with_end_rows(plan, destination_rows(plan.options, residuals, cotangents))
+            t = plan.loops.with_end_rows(t)
+            sums = _source_pass(plan, t, saved, graph, sums, passes.by_source)
+            if passes.second:
+                sums = sums._replace(dst=_destination_pass(plan, t, graph, sums))
 
     # from the sums to the operands; what is one gradient for all nodes is already on every device
     grads = plan.kind.gradients(operands, sums, wanted)
@@ -94,25 +107,6 @@ class _Passes(NamedTuple):
         in_parts = second and plan.loops.first_groups and not need.handed
         need = need._replace(handed=True) if second else need
         return cls(need, need._replace(dst=need.dst and not second), second, in_parts)
-
-
-def _sums(
-    plan: Plan, passes: _Passes, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
-) -> Sums[Any]:
-    """Sums over all edges of `graph`: one pass by source and, where it is needed, one by destination."""
-    operands, result = residuals.operands, residuals.result
-    row: Any = result.lse if result.m is None else result.m
-    sums = _zeros(plan.kind, passes.need, t, row, graph, (operands, result, cotangents))
-    if passes.in_parts:
-        sums = sums._replace(handed=())
-    if not has_edges(operands.graph):
-        return sums
-    saved = _with_end_rows(plan, destination_rows(plan.options, residuals, cotangents))
-    t = plan.loops.with_end_rows(t)
-    sums = _source_pass(plan, t, saved, graph, sums, passes.by_source)
-    if passes.second:
-        sums = sums._replace(dst=_destination_pass(plan, t, graph, sums))
-    return sums
 
 
 def _with_end_rows(plan: Plan, saved: DestinationRows) -> DestinationRows:
