@@ -126,16 +126,16 @@ class Plan:
         may_be_tied = devices > 1 and not batch_rank and adds_in_order()
         chunks = Loops.of(options, operands, pieces, may_be_tied)
         return cls(
-            options,
-            implementation,
-            return_residual,
-            batch_rank,
-            one_after_another(),
-            devices > 1,
-            devices if may_be_tied and chunks.all_at_once else 1,
-            pieces,
-            chunks,
-            adds_in_order() and operands.graph.run_owners is None,
+            options=options,
+            implementation=implementation,
+            return_residual=return_residual,
+            batch_rank=batch_rank,
+            in_turn=one_after_another(),
+            on_every_device=devices > 1,
+            tied=devices if may_be_tied and chunks.all_at_once else 1,
+            pieces=pieces,
+            loops=chunks,
+            one_pass=adds_in_order() and operands.graph.run_owners is None,
         )
 
     @property
