@@ -199,10 +199,13 @@ def _gather(ref: Any, row: jax.Array, column: jax.Array | None, layout: Any, int
     `column` counts along all axes but the first, and is consecutive in a thread's numbers; `row` is one for
     all of those. Without it `ref` has one axis.
     """
+    # interpreted: from the whole array
     if interpret:
         fill = jnp.nan if jnp.issubdtype(ref.dtype, jnp.floating) else jnp.iinfo(ref.dtype).max
         at = ref[...].reshape(ref.shape[0], -1).at[row, 0 if column is None else column]
         return at.get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+
+    # compiled: one load for each register of the result
     kind = plgpu.ShapeDtypeStruct(row.shape, ref.dtype, layout=layout)
     index = (row,) if column is None else (row, column)
 
