@@ -52,7 +52,7 @@ def _total(graph: Any, x: jax.Array) -> jax.Array:
     runs, count = loops.in_runs(graph)
     shapes = ((n, *x.shape[1:]) for n in (graph.num_dst, count))
     out, of_runs = (full_like_operands(x, shape, 0, dtype, (graph, x)) for shape in shapes)
-    of_runs = of_runs.at[_by_number(graph, runs, count)].add(x, mode="drop")
+    of_runs = of_runs.at[_node_by_number(graph, runs, count)].add(x, mode="drop")
     return loops.add_runs(out, graph, of_runs)
 
 
@@ -63,7 +63,7 @@ def _maximum(graph: Any, x: jax.Array) -> jax.Array:
     rest = x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), -jnp.inf, x.dtype, (graph, x))
     if has_edges(graph) and loops.adds_in_order():
-        out = out.at[_by_number(graph, graph.by_destination, graph.num_dst)].max(x, mode="drop")
+        out = out.at[_node_by_number(graph, graph.by_destination, graph.num_dst)].max(x, mode="drop")
     elif has_edges(graph):
         of_edges = lambda chunk: take(x, chunk.number, -jnp.inf)
         share = lambda chunk: of_edges(chunk) if chunk.exists is None else of_edges(chunk).max(0)
@@ -77,13 +77,13 @@ def _maximum(graph: Any, x: jax.Array) -> jax.Array:
 def _maximum_jvp(primals, tangents):
     (graph, x), (_, dx) = primals, tangents
     out = _maximum(graph, x)
-    return out, _maximum_moves(graph, x, out, dx)
+    return out, _maximum_tangent(graph, x, out, dx)
 
 
-def _maximum_moves(graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> jax.Array:
+def _maximum_tangent(graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> jax.Array:
     """Computes the tangent of the maximum (4)."""
     share = lambda chunk: jnp.where(_is_top(graph, x, out, chunk), take(dx, chunk.number), 0)
-    return (_sums(graph, x, share) / _ties(graph, x, out)).astype(x.dtype)
+    return (_sums(graph, x, share) / _count_of_top(graph, x, out)).astype(x.dtype)
 
 
 def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
@@ -92,7 +92,7 @@ def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array
     return take(x, chunk.number, jnp.nan) == of_node
 
 
-def _by_number(graph: Any, found: Groups, none: int) -> jax.Array:
+def _node_by_number(graph: Any, found: Groups, none: int) -> jax.Array:
     """Returns the `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
     chunk = loops.one_chunk(found, graph.capacity)
     node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
@@ -100,7 +100,7 @@ def _by_number(graph: Any, found: Groups, none: int) -> jax.Array:
     return loops.put(all_none, chunk.number, node)
 
 
-def _ties(graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:
+def _count_of_top(graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:
     """Counts the edges that hold the maximum, `[num_dst, ...]`; 1 where there is none."""
     return jnp.maximum(_sums(graph, x, partial(_is_top, graph, x, out)), 1)
 
@@ -129,7 +129,7 @@ def tangent(name: str, graph: Any, dedge: jax.Array, *saved: jax.Array) -> jax.A
     if name != "edge_max":
         return forward(name, graph, dedge)
     edge, out = saved
-    return _maximum_moves(graph, edge, out, dedge)  # (4)
+    return _maximum_tangent(graph, edge, out, dedge)  # (4)
 
 
 def backward(name: str, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.Array:
@@ -138,10 +138,10 @@ def backward(name: str, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.A
     if not has_edges(graph):
         shape = (graph.capacity, *dout.shape[1:])
         return full_like_operands(dout, shape, 0, x.dtype, (graph, dout))
-    at = _by_number(graph, graph.by_destination, graph.num_dst)
+    at = _node_by_number(graph, graph.by_destination, graph.num_dst)
     if name == "edge_sum":
         return take(x, at)  # (1)
     if name == "edge_mean":
         return take(x / _degree(graph, x), at)  # (2)
     edge, out = saved
-    return jnp.where(edge == take(out, at, jnp.nan), take(x / _ties(graph, edge, out), at), 0)  # (3)
+    return jnp.where(edge == take(out, at, jnp.nan), take(x / _count_of_top(graph, edge, out), at), 0)  # (3)
