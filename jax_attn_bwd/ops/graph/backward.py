@@ -228,7 +228,7 @@ def _share(kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool], chun
 
 
 class _Read(NamedTuple):
-    """What a chunk, in groups by source, reads of the nodes and edges."""
+    """The rows of nodes and edges that a chunk, in groups by source, reads."""
 
     own: jax.Array  # [(W,) R, H, D], of the sources
     ends: Rows

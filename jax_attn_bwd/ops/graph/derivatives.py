@@ -222,7 +222,7 @@ def graph_transformer_attention_bwd(
 
 
 class _Given(NamedTuple):
-    """What a backward is given beside the arguments of the forward; None where it is not."""
+    """The arguments of a backward beside those of the forward; None where they are not given."""
 
     dout: Any
     out: Any

@@ -58,7 +58,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 
 class _Sums(NamedTuple):
-    """What the edges are summed into, accumulated."""
+    """The sums over the edges, accumulated."""
 
     out: jax.Array  # [num_dst, H, D]
     m: jax.Array  # [num_dst, H]

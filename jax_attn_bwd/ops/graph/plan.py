@@ -1,4 +1,4 @@
-"""What is decided about a call before anything is computed: once, in the public function.
+"""Decides about a call before anything is computed: once, in the public function.
 
 Forward and backward take the same `Plan`, and derive nothing that stands in it.
 """
@@ -66,7 +66,7 @@ class Loops:
 
     @property
     def all_at_once(self) -> bool:
-        """Whether every pass takes all groups at once."""
+        """Tells whether every pass takes all groups at once."""
         return all(isinstance(n, int) and n == 1 for n, _ in (self.scores, self.messages, self.sources))
 
     def with_end_row(self, x: jax.Array, fill: float = 0) -> jax.Array:

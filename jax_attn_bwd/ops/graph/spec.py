@@ -25,7 +25,7 @@ RANKS = {"src": 2, "dst": 2, "value": 2, "edge": 2, "score_bias": 2, "dropout_ma
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the answer and is known at trace time."""
+    """Everything that changes the answer and is known at trace time."""
 
     kind: str  # "gat", "gatv2" or "transformer": what the score of an edge is
     num_heads: int
@@ -73,7 +73,7 @@ class Operands(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a forward computes."""
+    """The outputs of a forward, and its row values."""
 
     out: jax.Array  # [num_dst, H * Dv], per head, dtype of src
     mean: jax.Array | None  # [num_dst, Dv], the mean over heads, without concat_heads
@@ -100,7 +100,7 @@ class Wanted:
 
 
 class Residuals(NamedTuple):
-    """What the forward leaves for the backward: its inputs, out, m, l (and the weights it returned)."""
+    """The inputs of the forward, with out, m and l (and the weights that it returned), for the backward."""
 
     operands: Operands
     result: Result

@@ -108,7 +108,7 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax
 
 
 class _Sums(NamedTuple):
-    """What the edges are summed into, by destination or run, and ds by edge; None = not needed."""
+    """The sums over the edges, by destination or run, and ds by edge; None = not needed."""
 
     dout: Any  # [num_dst, H, Dv]
     mu: Any  # [num_dst, H]
@@ -118,7 +118,7 @@ class _Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Saved:
-    """What every chunk reads."""
+    """The arrays that every chunk reads."""
 
     t: Tables
     dt: Tables  # their tangents
@@ -128,7 +128,7 @@ class _Saved:
 
     @property
     def scores_move(self) -> bool:
-        """Whether any score has a tangent: else there is no mu."""
+        """Tells whether any score has a tangent: else there is no mu."""
         dt = self.dt
         return any(x is not None for x in (dt.src, dt.dst, dt.edge, dt.a, self.dbias))
 

@@ -1,4 +1,4 @@
-"""What a kernel of graph attention is: a `Body`, functions of arrays in registers, its inputs and outputs.
+"""The parts of a kernel of graph attention: a `Body`, functions of arrays in registers; inputs; outputs.
 
 Two programs carry bodies out. Rows of 128 numbers and more have a warpgroup for each segment (`gpu_walk`),
 and the registers of a body are `[H]` and `[H, D]`; narrower ones share it (`gpu_lockstep`), and those are
@@ -29,7 +29,7 @@ Registers = dict[str, jax.Array]
 
 
 class Inputs(NamedTuple):
-    """What a kernel reads: `[n, H]` or `[n, H, D]` by node or edge."""
+    """The arrays that a kernel reads: `[n, H]` or `[n, H, D]` by node or edge."""
 
     segments: Segments
     own: dict[str, jax.Array]  # of the node whose edges these are
@@ -58,7 +58,7 @@ def factors_by_edge(kind: Kind, t: Tables, capacity: int) -> jax.Array | None:
 
 @dataclass(frozen=True)
 class Body:
-    """What a kernel does in registers with the edges of a segment.
+    """The functions by which a kernel takes the edges of a segment, in registers.
 
     Attributes:
       name: of the kernel.
@@ -87,7 +87,7 @@ class Body:
 
 
 class Walked(NamedTuple):
-    """What a kernel leaves; junk in rows of nodes with several segments, and of edges that are not there."""
+    """The arrays that a kernel leaves; junk in rows of nodes with several segments, and of absent edges."""
 
     nodes: dict[str, jax.Array]
     places: dict[str, jax.Array]  # the carry of each part of a node's edges; empty if there can be none

@@ -15,7 +15,7 @@ from jax_attn_bwd.ops.graph.spec import Options
 
 
 class Ends(NamedTuple):
-    """What the score of an edge is made of: numbers for gat, else rows."""
+    """The parts of an edge's score: numbers for gat, else rows."""
 
     src: jax.Array
     dst: jax.Array
@@ -38,7 +38,7 @@ class Ends(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """What an edge hands to the operands through its score, for ds of that score."""
+    """The shares of an edge in the operands' gradients through its score, for ds of that score."""
 
     src: jax.Array
     dst: jax.Array

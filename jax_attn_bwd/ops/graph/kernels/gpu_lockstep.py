@@ -67,7 +67,7 @@ def _together(H: int, D: int) -> int:
 
 
 class _Lanes:
-    """What a program reads and writes at an index of each segment, `[R]`: arrays `[R, height(, D)]`."""
+    """Reads and writes of a program at an index of each segment, `[R]`: arrays `[R, height(, D)]`."""
 
     def __init__(self, H: int, D: int, first: jax.Array, interpret: bool):
         height, R = heads_of_block(H, D), _together(H, D)

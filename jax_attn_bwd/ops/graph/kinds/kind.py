@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """What the backward knows about the edges of a chunk, in the letters of its derivation."""
+    """The edges of a chunk as the backward knows them, in the letters of its derivation."""
 
     ds: jax.Array  # [(W,) R, H]
     w: jax.Array  # [(W,) R, H]
