@@ -5,7 +5,7 @@
 An operator says by name which axis of each array is cut; every piece reads the other arrays whole. One
 mechanism serves three reasons to cut, which differ only in who runs the pieces:
 
-* In turn: what one slice of a batch computes stays in the cache. `lax.scan` carries the sums.
+* In turn (`in_turn`): what one slice of a batch computes stays in the cache. `lax.scan` carries the sums.
 * On devices, where an Explicit mesh tells how the rows lie: each device takes its own (`jax.shard_map`). A
   loop over tiles of rows on several devices would exchange something at every step. Over the tiles of a piece
   it exchanges nothing: what the rows share is gathered once before, and its shares are summed once after.
@@ -49,21 +49,14 @@ class Pieces:
 
     Attributes:
       count: number of pieces; divides the axes that are cut.
-      mesh_axes: the Explicit mesh axes over which devices hold a piece each.
-      in_turn: whether one piece follows the other; else, without `mesh_axes`, they run side by side.
+      mesh_axes: the Explicit mesh axes over which devices hold a piece each; without, they run side by side.
       folded: whether a piece, of those on devices, is two stretches of the axis: of 2n, piece i has 2i and
         2n - 1 - 2i, of which it gives one away for the other.
     """
 
     count: int
     mesh_axes: tuple[str, ...] = ()
-    in_turn: bool = False
     folded: bool = False
-
-    @property
-    def in_step(self) -> int:
-        """Counts the pieces that one program computes, step by step alike."""
-        return 1 if self.mesh_axes or self.in_turn else self.count
 
     def origins(self, index: Any, length: int) -> Any:
         """Returns where the stretches of piece `index` begin: int32 `[1]`, or `[2]` if folded."""
@@ -117,7 +110,6 @@ def over(
     arrays: Arrays,
     axes: Axes,
     results: dict[str, Place],
-    zeros: Arrays | None = None,
 ) -> Arrays:
     """Returns the results, by name, of `function(index of the piece, its arrays)` over all pieces.
 
@@ -127,32 +119,41 @@ def over(
       arrays: what the function reads.
       axes: which axis of each array is cut.
       results: where each result goes.
-      zeros: what the sums begin with, by name; for pieces in turn.
     """
     axes = {name: axes.get(name) for name in arrays}
     if pieces.mesh_axes:
         return _on_devices(pieces, function, arrays, axes, results)
     index = jnp.arange(pieces.count, dtype=jnp.int32)
-    if pieces.in_turn:
-        return _in_turn(index, function, arrays, axes, results, zeros or {})
     return _side_by_side(pieces.folded, index, function, arrays, axes, results)
 
 
-def _in_turn(index, function, arrays, axes, results, zeros):
-    in_front = lambda axis, x: jnp.moveaxis(_cut(x, axis, index.shape[0]), axis, 0)
-    join = lambda axis, x: _join(jnp.moveaxis(x, 0, axis), axis)
-    cut = _map(lambda axis, x: None if axis is None else in_front(axis, x), axes, arrays)
+def in_turn(count: int, function: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, Any]:
+    """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and the pieces.
 
-    def step(sums, xs):
-        index, own = xs
-        found = dict(
-            function(index, _map(lambda axis, x, own: x if axis is None else own, axes, arrays, own))
-        )
-        shares = {name: found.pop(name) for name in zeros}
-        return jax.tree.map(jnp.add, sums, shares), found
+    What is scanned with, zeros by name, are the sums of what the function gives by these names. Its other
+    results come out one piece after the other: `joined` puts them together.
 
-    sums, found = lax.scan(step, zeros, (index, cut))
-    return _map(join, {name: results[name].axis for name in found}, found) | sums
+    Args:
+      count: number of pieces; divides the axes that are cut.
+      function: computes the results of one piece.
+      arrays: what the function reads, a tree for each argument.
+      axes: which axis of each array is cut; None: it is shared.
+    """
+    in_front = lambda axis, x: None if axis is None else jnp.moveaxis(_cut(x, axis, count), axis, 0)
+
+    def step(sums, own):
+        found = function(*_map(_own_or_shared, axes, arrays, own))
+        if sums:
+            found = dict(found)
+            sums = jax.tree.map(jnp.add, sums, {name: found.pop(name) for name in sums})
+        return sums, found
+
+    return step, _map(in_front, axes, arrays)
+
+
+def joined(found: Any) -> Any:
+    """Puts the results of pieces in turn together, along the first axis of each piece."""
+    return jax.tree.map(lambda x: _join(x, 0), found)
 
 
 def _side_by_side(folded, index, function, arrays, axes, results):

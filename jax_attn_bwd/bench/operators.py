@@ -120,7 +120,7 @@ def visited(case: Case) -> str:
     tiling, T = engine.planned("xla", options, operands).tiling, x.shape[1]
     if tiling.is_materialized:
         return f"{tiling.batch_slices} batch slices of whole planes"
-    full, mixed, _ = tiles.static_pairs(visibility.tile_mask(operands.mask, None, T, T, 1, 1), tiling)
+    full, mixed, _ = tiles.static_pairs(visibility.tile_mask(operands.mask, None, operands.sizes), tiling)
     total = count(T, tiling.block_q) * count(T, tiling.block_k)
     return f"{len(full) + len(mixed)} of {total} tiles of {tiling.block_q} x {tiling.block_k}"
 

@@ -12,7 +12,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Integers
 from jax_attn_bwd.mods.masks import Mask
 from jax_attn_bwd.mods.mod_args_spec import Read
-from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Blocks:
 class _BlocksRead(Read):
     tile: tuple[int, int] = (1, 1)
 
-    def check(self, operator: str, x: Any, sizes: Sizes) -> None:
+    def check(self, operator: str, x: Any, sizes: ReadSizes) -> None:
         argument, shape = f"{self.name} in mod_args", tuple(getattr(x, "shape", ()))
         if x.dtype != np.bool_:
             remedy = "write blocks != 0, or make them of indices by mods.blocks_from_indices"

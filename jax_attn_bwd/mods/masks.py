@@ -12,7 +12,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.mods.mod_args_spec import Read, check
 from jax_attn_bwd.mods.named import Mod
-from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mask(Mod):
         """Whether the row sees the column."""
         return self.function(batch, head, row, column, *args[: self.num_args])
 
-    def check(self, operator: str, args: Sequence[Any], sizes: Sizes) -> None:
+    def check(self, operator: str, args: Sequence[Any], sizes: ReadSizes) -> None:
         """Raises unless `mod_args` begin with what it reads, for a call of those sizes."""
         check(operator, "mask_mod", self.num_args, self.reads, args[: self.num_args], sizes)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Read:
     shape: tuple[int | str, ...]
     has_batch: bool = False
 
-    def check(self, operator: str, x: Any, sizes: Sizes) -> None:
+    def check(self, operator: str, x: Any, sizes: ReadSizes) -> None:
         """Raises unless `x` fits a call of those sizes."""
         argument = f"{self.name} in mod_args"
         dtype = getattr(x, "dtype", None)
@@ -46,7 +46,7 @@ class Read:
         if not fits:
             raise ValueError(checks.message(operator, argument, self._expected(sizes, wanted), shape))
 
-    def _expected(self, sizes: Sizes, wanted: Sequence[Any]) -> str:
+    def _expected(self, sizes: ReadSizes, wanted: Sequence[Any]) -> str:
         tail = [str(n) for n in self.shape]
         names = " or ".join(f"[{', '.join(x)}]" for x in (tail, ["...", *tail])[: 1 + self.has_batch])
         letters = [(n, m) for n, m in zip(self.shape, wanted, strict=True) if isinstance(n, str)]
@@ -61,7 +61,7 @@ def check(
     num_args: int,
     reads: Sequence[Read | None],
     args: Sequence[Any],
-    sizes: Sizes,
+    sizes: ReadSizes,
 ) -> None:
     """Raises unless `args` hold what the function given as `argument` reads; None is not known."""
     if len(args) != num_args:

@@ -11,7 +11,7 @@ from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.jaxpr import intervals
 from jax_attn_bwd.mods.masks import Mask
 from jax_attn_bwd.mods.mod_args_spec import Read
-from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 _NAME = "mods.packed"
@@ -39,7 +39,7 @@ class _PlaneRead(Read):
 
     plane: tuple[int, int] = (0, 0)
 
-    def check(self, operator: str, x: Any, sizes: Sizes) -> None:
+    def check(self, operator: str, x: Any, sizes: ReadSizes) -> None:
         sides = zip((sizes.rows, sizes.columns), self.plane, strict=True)
         if any(isinstance(n, int) and n != m for n, m in sides):
             expected = f"have the T = {sizes.rows} rows and S = {sizes.columns} columns of the call"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd.mods.mod_args_spec import Read, check
 from jax_attn_bwd.mods.named import Mod
-from jax_attn_bwd.ops.dot_product.mod_functions import Sizes
+from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Score(Mod):
         read = args[len(args) - self.num_args :]
         return self.function(logits, batch, head, row, column, *read)
 
-    def check(self, operator: str, args: Sequence[Any], sizes: Sizes) -> None:
+    def check(self, operator: str, args: Sequence[Any], sizes: ReadSizes) -> None:
         """Raises unless `mod_args` end with what it reads, for a call of those sizes."""
         read = args[max(len(args) - self.num_args, 0) :]
         check(operator, "score_mod", self.num_args, self.reads, read, sizes)

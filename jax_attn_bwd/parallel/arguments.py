@@ -17,7 +17,7 @@ from jax_attn_bwd._core import checks, dropout, numerics, pallas
 from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
-from jax_attn_bwd.ops.dot_product.arguments import Like, Sizes, plane
+from jax_attn_bwd.ops.dot_product.arguments import Like, plane
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.parallel import layouts
@@ -122,7 +122,7 @@ def _planes(
     operator: str, operands: Operands, bias: Any, mask: Any, n: int, device: jax.Array
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(the bias and the elements of the mask, checked; the names of those that belong to a device's keys)."""
-    batch, T, S, K, G = operands.sizes
+    T, S = operands.sizes.T, operands.sizes.S
     planes: dict[str, Any] = {
         "bias": None if bias is None else checks.floating(operator, "bias", bias),
         "elements": None if mask is None else checks.boolean_mask(operator, mask),
@@ -131,7 +131,7 @@ def _planes(
     for name, argument in (("bias", "bias"), ("elements", "mask")):
         if planes[name] is not None:
             x, own = _plane(operator, argument, planes[name], T, S, n, device)
-            sizes = Sizes(batch, T, S if own else S * n, K * G, G)
+            sizes = operands.sizes._replace(S=S if own else S * n)
             planes[name] = plane(operator, argument, x, sizes, Like(operands.query, -3, -2))
             of_keys += [name] * own
     return planes, tuple(of_keys)

@@ -94,7 +94,7 @@ def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result
 
     state = online.initial(operands.query, operands.value.shape[-1], operands.sink, operands)
     out, lse, low = online.finished(_around(exchange, fold, state, of_keys(exchange, operands)))  # (4)
-    out, out_low = engine.in_two(plan.options, operands, out)
+    out, out_low = engine.split_rounding(out, operands.query.dtype, plan.low_matters)
     return Result(out, lse, low, out_low)
 
 

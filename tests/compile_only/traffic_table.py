@@ -19,7 +19,7 @@ from jax_attn_bwd.ops.dot_product import strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import GPU_TILE, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.strips import Plane
+from jax_attn_bwd.ops.dot_product.strips import StripSource
 
 CHIPS = ("H200", "A100")
 HEADING = "## Portable path beside the plain formula"
@@ -153,9 +153,9 @@ def _widths_taken(operand: Any) -> tuple[float, ...]:
     operands = Operands(operand, operand, operand, mask=mask)
     with targets.aimed_at(CHIPS[0]):
         tiling = plan("xla", Options(scale=1.0), operands).tiling
-    if not tiling.has_widths:
+    if not tiling.runtime_extent:
         return ()
-    plane = Plane.of(tiling, operands)
+    plane = StripSource.of(tiling, operands)
     found = [strips.extents(plane, axis) for axis in (0, 1)]
     taken = [np.bincount(np.ravel(x.width), minlength=len(x.widths)) / x.width.size for x in found]
     return tuple(map(float, np.maximum(*taken)))

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, dropout, float_leaves, fusion, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Sizes
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 
 def prepare(
@@ -23,7 +22,7 @@ def prepare(
     """
     query, key, value = _query_key_value(operator, query, key, value)
     (*batch, T, N, H), (S, K) = query.shape, key.shape[-3:-1]
-    sizes, like = Sizes(tuple(batch), T, S, N, N // K), Like(query, -3, -2)
+    sizes, like = Sizes(tuple(batch), T, S, K, N // K), Like(query, -3, -2)
     if bias is not None:
         bias = bias_plane(operator, bias, sizes, like)
     if sink is not None:
@@ -146,9 +145,10 @@ def mask_of(
       like, sizes: what the call's arrays are.
       counted: how many queries and keys indices count; None = those of `sizes`, which may be a device's.
     """
-    batch, T, S, N, G, _ = sizes
+    batch, T, S, K, _ = sizes
+    N = sizes.N
     # The shapes that are meant where heads precede tokens, which queries and keys do not tell.
-    swapped = {} if like.heads is None else {"[..., T]": (*batch, N), "[..., S]": (*batch, N // G)}
+    swapped = {} if like.heads is None else {"[..., T]": (*batch, N), "[..., S]": (*batch, K)}
     if mask is not None:
         mask = plane(operator, "mask", checks.boolean_mask(operator, mask), sizes, like)
 
@@ -186,8 +186,8 @@ def mask_of(
         sides = zip(counted or (T, S), positions, strict=True)
         by_index = [n if x is None else None for n, x in sides]
         known = [n for n in by_index if isinstance(n, int)]
-        read = mod_functions.Sizes(batch, N, max(known, default=0), *by_index)
-        args = mod_functions.prepared(operator, mask_mod, score_mod, mod_args, read, N // G, wide)
+        read = mod_functions.ReadSizes(batch, N, max(known, default=0), *by_index)
+        args = mod_functions.prepared(operator, mask_mod, score_mod, mod_args, read, K, wide)
         read_by = args, _numbers(batch), jnp.arange(N, dtype=jnp.int32)
         whole = lambda x: sharding.reshard_like(x, like.array, (None,) * x.ndim)
         args, numbers, heads = jax.tree.map(whole, read_by)
@@ -216,9 +216,10 @@ def mask_of(
 
 def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like | None) -> jax.Array:
     """A mask or bias that broadcasts to `[..., N, T, S]`, sharded as `like` if that is given."""
-    batch, T, S, N, G, _ = sizes
+    batch, T, S, K, _ = sizes
+    N = sizes.N
     x = drop_leading_ones(x, len(batch) + 3)
-    swapped = () if like is None or like.heads is None else (*batch, T, N, N // G)
+    swapped = () if like is None or like.heads is None else (*batch, T, N, K)
     checks.broadcasts(operator, argument, x, "[..., N, T, S]", (*batch, N, T, S), swapped)
     if like is None:
         return x

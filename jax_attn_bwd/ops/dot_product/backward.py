@@ -42,81 +42,69 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, reduce_to
+from jax_attn_bwd._core import float_leaves, split
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.dot_product import devices, layout, materialized, mod_functions, row_terms, strips
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.plan import Plan
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result
-from jax_attn_bwd.ops.dot_product.tiles import TileOperands, loop, tile, tile_operands, tile_visits
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result, Wanted
+from jax_attn_bwd.ops.dot_product.tiles import TileOperands, tile, tile_operands, tile_scan
 
 
 @partial(jax.jit, static_argnums=0)
 def backward(
     plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
 ) -> DotProductAttentionGrads:
-    """Gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
-    given = residuals.operands
-    residuals = residuals._replace(operands=devices.with_whole_keys(given))
-    if plan.pieces is None:
-        grads = _gradients(plan, residuals, dout, dlse)
+    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    given, result, wanted = residuals
+    operands, rows = devices.with_whole_keys(given), (result, dout, dlse)
+    tiling, run = plan.tiling, _tiled
+    if tiling.is_materialized:
+        run = materialized.backward
+    elif tiling.in_strips:
+        run = strips.backward
+    if wanted.names == {"sink"} and not (tiling.is_materialized and wanted.alone):
+        run = _of_sink_alone
+    run = partial(run, plan, wanted)
+
+    # At once, in parts of the queries, or in slices of the batch, which add up what the batch shares.
+    if plan.pieces is not None:
+        grads = devices.gradients(plan, run, operands, wanted.names, rows)
+    elif tiling.batch_slices > 1:
+        step, slices = devices.in_slices(plan, run, operands, *rows)
+        sums, found = lax.scan(
+            step, _zeros_like(operands, wanted.names - operands.arrays_with_batch(), rows), slices
+        )
+        grads = split.joined(found) | sums
     else:
-        grads = devices.gradients(plan, _gradients, residuals, dout, dlse)
-    return matched(grads, given)
+        grads = run(operands, *rows)
 
-
-def matched(grads: dict[str, Any], operands: Operands) -> DotProductAttentionGrads:
-    """`grads` with the types of the operands of these names."""
-    like = lambda name: float_leaves.floats(getattr(operands, name))
+    # In the types of the operands.
+    like = lambda name: float_leaves.floats(getattr(given, name))
     return DotProductAttentionGrads(
         **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
 
 
-def _gradients(plan: Plan, residuals: Residuals, dout: Any, dlse: Any) -> dict[str, Any]:
-    """What these queries add to the gradients, by name, in the accumulator's dtype."""
-    operands, wanted, rows = residuals.operands, residuals.wanted, (residuals.result, dout, dlse)
-    if plan.tiling.batch_slices == 1:
-        return _of_slice(plan, wanted, operands, *rows)
-    shared = wanted.names - operands.along_batch()
-
-    def of_slice(operands, rows):
-        grads = _of_slice(plan, wanted, operands, *rows)
-        return [{n: grads[n] for n in names} for names in (wanted.names - shared, shared)]
-
+def _zeros_like(operands: Operands, names: frozenset[str], rows: Any) -> dict[str, Any]:
+    """Returns zeros of the shapes of these operands, in the accumulator's dtype."""
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
-    zeros = {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in shared}
-    grads, sums = devices.over_slices(of_slice, plan.tiling.batch_slices, operands, rows, zeros)
-    return grads | sums
+    return {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in names}
 
 
-def _of_slice(plan: Plan, wanted: Any, operands: Operands, result: Result, dout: Any, dlse: Any) -> Any:
-    """The gradients named in `wanted`, of one slice of the batch."""
-    options, groups = plan.options, operands.sizes[-1]
-    dout = jnp.zeros_like(result.out) if dout is None else dout
-    heads, names = layout.split_heads(dout, groups), wanted.names - {"sink"}
-    if plan.tiling.is_materialized and wanted.alone:
-        if dlse is not None:
-            dlse = layout.split_rows(row_terms.finite_rows(options, operands, result.lse, dlse), groups)
-        grads, delta = materialized.backward_alone(options, wanted.names, operands, heads, dlse)
-    else:
-        delta = layout.split_rows(row_terms.delta(options, operands, result, dout, dlse), groups)
-        run = partial(strips.gradients if plan.tiling.in_strips else _tiled, plan)
-        if plan.tiling.is_materialized:
-            run = partial(materialized.backward, options)
-        grads = run(names, operands, result, heads, delta) if names else {}
-    if "sink" in wanted.names:
-        assert operands.sink is not None  # its gradient is asked for, so delta is formed
-        assert delta is not None
-        grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
-    return grads
+def _of_sink_alone(
+    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+) -> dict[str, Any]:
+    """Computes the gradient of the sink, which needs the rows alone."""
+    _, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
+    return {"sink": row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))}
 
 
 class _Saved(NamedTuple):
-    """What the step of every tile reads."""
+    """Arrays that the step of every tile reads."""
 
     operands: TileOperands
     dout: jax.Array  # [..., K, G, T, Hv]
@@ -125,26 +113,31 @@ class _Saved(NamedTuple):
     delta: jax.Array
 
 
-def _tiled(plan: Plan, wanted: Any, operands: Operands, result: Result, dout: Any, delta: Any) -> Any:
-    """What `materialized.backward` gives, tile by tile."""
+def _tiled(
+    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+) -> dict[str, Any]:
+    """Computes the gradients named in `wanted`, in the accumulator's dtype, tile by tile."""
+    # What all tiles read, padded to whole ones; rows that see nothing have a cotangent of 0.
+    dout, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
     w, block_q = tile_operands(plan, operands), plan.tiling.block_q
-    groups = w.q.shape[-3]
-    lse = finite(result.lse)
-    low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
-    if w.live is not None:
-        dout, delta = jnp.where(w.live[..., None], dout, 0), jnp.where(w.live, delta, 0)
-    rows = (*(layout.split_rows(x, groups) for x in (lse, low)), delta)
-    saved = _Saved(w, layout.pad(dout, {-2: block_q}), *(layout.pad(x, {-1: block_q}) for x in rows))
-    sums = _zeros(wanted, saved, accumulator_dtype(operands.query.dtype))
-    visits = tile_visits(w.mask, plan.tiling)
-    if visits.i.shape[0] != 0:
-        body, tiles = loop(partial(_step, plan, saved, visits.mixed), visits)
-        sums, _ = lax.scan(body, sums, tiles)
-    return _in_shapes_of(operands, w, sums)
+    lse, low = row_terms.finite_lse(result)
+    live_dout, live_delta = row_terms.in_live_rows(w.live, dout, delta)
+    rows = (*(layout.split_rows(x, w.q.shape[-3]) for x in (lse, low)), live_delta)
+    saved = _Saved(w, layout.pad(live_dout, {-2: block_q}), *(layout.pad(x, {-1: block_q}) for x in rows))
+
+    # Every tile adds its share to the sums.
+    sums = _zeros(wanted.names, saved, accumulator_dtype(operands.query.dtype))
+    step, tiles = tile_scan(partial(_step, plan, saved), w.mask, plan.tiling)
+    if tiles is not None:
+        sums, _ = lax.scan(step, sums, tiles)
+    grads = _in_shapes_of(operands, w, sums)
+    if "sink" in wanted.names:
+        grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
+    return grads
 
 
 def _in_shapes_of(operands: Operands, w: TileOperands, sums: dict[str, Any]) -> dict[str, Any]:
-    """The sums over the tiles without padding, those of what broadcasts reduced to its shape."""
+    """Cuts the padding off the sums over the tiles, and reduces those of what broadcasts to its shape."""
     _, T, S, _, groups = operands.sizes
     lengths = {"query": T, "key": S, "value": S}
     grads = {name: sums[name][..., :length, :, :] for name, length in lengths.items() if name in sums}
@@ -162,10 +155,11 @@ def _in_shapes_of(operands: Operands, w: TileOperands, sums: dict[str, Any]) -> 
 
 
 def _zeros(wanted: frozenset[str], saved: "_Saved", dtype: Any) -> dict[str, jax.Array]:
-    """What the tiles are summed into, by operand.
+    """Returns zeros that the tiles are summed into, by operand.
 
     Those of query, key and value have the caller's layout: they are the gradients then, and no copy is made.
     """
+    # Of which array each sum has the sharding, and its shape.
     w = saved.operands
     *batch, K, G, _, _ = w.q.shape
     operands = layout.merge_heads(w.q), jnp.swapaxes(w.k, -2, -3), jnp.swapaxes(w.v, -2, -3)
@@ -180,6 +174,8 @@ def _zeros(wanted: frozenset[str], saved: "_Saved", dtype: Any) -> dict[str, jax
         for name, (x, shape) in like.items()
         if name in wanted
     }
+
+    # What a score reads has one for each batch entry and head, where these are small enough.
     if "mod_args" in wanted:
         assert w.mask.places is not None  # differentiated with a function
         lead = (*batch, K, G) if mod_functions.may_lie_apart(w.mask.places, w.q) else ()
@@ -194,10 +190,13 @@ def _zeros(wanted: frozenset[str], saved: "_Saved", dtype: Any) -> dict[str, jax
 
 def _step(plan, saved, mixed, sums, visit):
     """Adds the share of tile (i, j) to every sum."""
+    # The part of each sum that this tile adds to.
     i, j, live = visit
     q, k = (i, plan.tiling.block_q), (j, plan.tiling.block_k)
     blocks = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
     old = {name: take_at(x, blocks[name]) if name in blocks else x for name, x in sums.items()}
+
+    # The share is formed again by a backward of this backward; a dead tile gives zeros.
     share = jax.checkpoint(partial(_share, plan, saved, mixed=mixed), prevent_cse=False)
     if live is None:
         added = share(old, i, j)
@@ -212,13 +211,14 @@ def _step(plan, saved, mixed, sums, visit):
 
 
 def _swapped(shares):
-    """Those of keys and values from the layout of tiles, `[..., K, S, H]`, to the caller's, or back."""
+    """Turns those of keys and values from the layout of tiles, `[..., K, S, H]`, to the caller's, or back."""
     swap = lambda name, x: jnp.swapaxes(x, -2, -3) if name in ("key", "value") else x
     return {name: swap(name, x) for name, x in shares.items()}
 
 
 def _share(plan, saved, old, i, j, *, mixed):
-    """What tile (i, j) gives to each of the sums named in `old`; keys and values are `_swapped`."""
+    """Computes what tile (i, j) gives to each sum named in `old`; keys and values are `_swapped`."""
+    # The tile's operands; its logits lie transposed, [..., K, S, G, T].
     options, tiling, w = plan.options, plan.tiling, saved.operands
     matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=saved.lse.dtype)
     q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
@@ -272,7 +272,7 @@ def _share(plan, saved, old, i, j, *, mixed):
 
 
 def _through_score(options, w, logits, places, dlogits, to_args):
-    """(8a): the cotangents of what the score was handed, and of what it reads."""
+    """Computes (8a): the cotangents of what the score was handed, and of what it reads."""
     args = w.mask.places.args
     if to_args and mod_functions.may_lie_apart(w.mask.places, w.q):
         return mod_functions.pulled_back_apart(options, logits, places, args, dlogits, groups=-2)
@@ -280,5 +280,5 @@ def _through_score(options, w, logits, places, dlogits, to_args):
 
 
 def _transposed(tile: jax.Array) -> jax.Array:
-    """`[..., K, G, T, S]` -> `[..., K, S, G, T]`."""
+    """Turns `[..., K, G, T, S]` into `[..., K, S, G, T]`."""
     return jnp.moveaxis(tile, -1, -3)

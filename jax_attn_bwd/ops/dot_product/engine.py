@@ -50,9 +50,15 @@ from jax_attn_bwd.ops.dot_product.materialized import (
     through_values,
     where_seen,
 )
-from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.plan import Plan, low_matters
 from jax_attn_bwd.ops.dot_product.plan import plan as planned
-from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, in_two, keeps_low, sees_nothing
+from jax_attn_bwd.ops.dot_product.row_terms import (
+    delta,
+    gradient_of_sink,
+    sees_nothing,
+    split_rounding,
+    tangent_of_sink,
+)
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -61,7 +67,6 @@ from jax_attn_bwd.ops.dot_product.spec import (
     Result,
     Wanted,
 )
-from jax_attn_bwd.ops.dot_product.tangent import of_sink as tangent_of_sink
 from jax_attn_bwd.ops.dot_product.tangent import sums as tangent_sums
 from jax_attn_bwd.ops.dot_product.tangent import through_softmax
 
@@ -100,7 +105,7 @@ def differentiated(plan: Plan, operands: Any, wanted: Iterable[str]) -> Plan:
 
     Of the portable path XLA drops what no one keeps.
     """
-    is_asked = _sum_rows(wanted) and keeps_low(plan.options, operands)
+    is_asked = _sum_rows(wanted) and plan.low_matters
     return replace(plan, keeps_low=True) if is_asked and plan.implementation != _PORTABLE.name else plan
 
 
@@ -114,7 +119,7 @@ def kept(plan: Plan, operands: Any, result: Result, wanted: Iterable[str]) -> Re
     `out_low` is kept for the gradients that need it. Without them it has no elements, rather than not to be:
     JAX keeps one structure of residuals for all derivatives of a jitted function.
     """
-    if keeps_low(plan.options, operands) and (result.out_low is None or not _sum_rows(wanted)):
+    if plan.low_matters and (result.out_low is None or not _sum_rows(wanted)):
         result = result._replace(out_low=jnp.zeros((0,), result.out.dtype))
     name = lambda field: "attention_out" if field.startswith("out") else "attention_lse"
     return Result(**{field: checkpoint_name(x, name(field)) for field, x in result._asdict().items()})
@@ -158,8 +163,8 @@ __all__ = [
     "gradient_of_sink",
     "gradients",
     "implementation",
-    "in_two",
     "kept",
+    "low_matters",
     "merge_heads",
     "merge_rows",
     "plan",
@@ -169,6 +174,7 @@ __all__ = [
     "restored",
     "sees_nothing",
     "split_heads",
+    "split_rounding",
     "split_rows",
     "tangent_of_logits",
     "tangent_of_sink",

@@ -20,12 +20,13 @@ References:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core import split
 from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
 from jax_attn_bwd._core.pallas import opaque
 from jax_attn_bwd._core.sharding import tie
@@ -36,38 +37,46 @@ from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.online_softmax import State
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.tiles import TileOperands, loop, tile, tile_operands, tile_visits
+from jax_attn_bwd.ops.dot_product.tiles import tile, tile_operands, tile_scan
 
 
 # Opaque as a kernel is: a policy that saves products would save those of every tile, T x S numbers.
 @opaque
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> Result:
-    """The output and its row values."""
-    run = materialized.forward if plan.tiling.is_materialized else _tiled
-    run = strips.forward if plan.tiling.in_strips else run
-    if plan.tiling.batch_slices > 1:
-        run = partial(_sliced, run)
+    """Computes the output and its row values."""
+    whole, run = devices.with_whole_keys(operands), _tiled
+    if plan.tiling.is_materialized:
+        run = materialized.forward
+    elif plan.tiling.in_strips:
+        run = strips.forward
+    run = partial(run, plan)
+
+    # At once, in parts of the queries, or in slices of the batch.
     if plan.pieces is not None:
-        run = partial(devices.forward, run=run)
-    return tie(run(plan, devices.with_whole_keys(operands)), operands)
-
-
-def _sliced(run: Any, plan: Plan, operands: Operands) -> Result:
-    """What `run` gives, of one slice of the batch after the other."""
-    of_slice = lambda operands, _: (run(plan, operands), ())
-    return devices.over_slices(of_slice, plan.tiling.batch_slices, operands, (), ())[0]
+        result = devices.forward(plan, run, whole)
+    elif plan.tiling.batch_slices > 1:
+        step, slices = devices.in_slices(plan, run, whole)
+        result = split.joined(lax.scan(step, {}, slices)[1])
+    else:
+        result = run(whole)
+    return tie(result, operands)
 
 
 def _tiled(plan: Plan, operands: Operands) -> Result:
-    w = tile_operands(plan, operands)
-    visits = tile_visits(w.mask, plan.tiling)
-    state = online.initial(w.q, w.v.shape[-1], _sink_of_rows(operands, w), operands)
-    rounds = plan.tiling.product_dtype != state.acc.dtype and row_terms.keeps_low(plan.options, operands)
+    """Computes the result tile by tile."""
+    # What each row keeps begins with the sink, if there is one, broadcast to [..., K, G, T].
+    w, sink = tile_operands(plan, operands), operands.sink
+    step, tiles = tile_scan(partial(_step, plan, w), w.mask, plan.tiling)
+    if sink is not None:
+        sink = sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
+    state = online.initial(w.q, w.v.shape[-1], sink, operands)
+    rounds = plan.tiling.product_dtype != state.acc.dtype and plan.low_matters
     sums = _Sums(state, jnp.zeros_like(state.acc) if rounds else None)
-    if visits.i.shape[0] != 0:
-        body, tiles = loop(partial(_step, plan, w, visits.mixed), visits)
-        sums, _ = lax.scan(body, sums, tiles)
+    if tiles is not None:
+        sums, _ = lax.scan(step, sums, tiles)
+
+    # The output and its row values, [..., T, N, Hv] and [..., T, N], without padding.
     state, lost = sums
     T = operands.query.shape[-3]
     may_be_empty = w.live is not None or not isinstance(T, int) or T % plan.tiling.block_q != 0
@@ -75,20 +84,13 @@ def _tiled(plan: Plan, operands: Operands) -> Result:
     whole_rows = lambda x: layout.merge_heads(x)[..., :T, :, :]
     if lost is not None:
         lost = whole_rows(online.finished(state._replace(acc=lost), may_be_empty)[0])
-    out, out_low = row_terms.in_two(plan.options, operands, whole_rows(out), lost)
+    out, out_low = row_terms.split_rounding(whole_rows(out), operands.query.dtype, plan.low_matters, lost)
     lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
     return Result(out, lse, low, out_low)
 
 
-def _sink_of_rows(operands: Operands, w: TileOperands) -> jax.Array | None:
-    """The sink of each row, broadcast to `[..., K, G, T]`."""
-    if operands.sink is None:
-        return None
-    return operands.sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
-
-
 class _Sums(NamedTuple):
-    """What the walk keeps."""
+    """Sums of each row that the walk carries."""
 
     state: State
     lost: jax.Array | None  # what rounding p takes from `state.acc`; no one reads it but gradients that ask
@@ -100,6 +102,8 @@ def _step(plan, w, mixed, sums, visit):
     q = (i, plan.tiling.block_q)
     blocks = _Sums(State(acc={-2: q}, m={-1: q}, l={-1: q}), None if sums.lost is None else {-2: q})
     rows = jax.tree.map(take_at, sums, blocks)
+
+    # The tile is formed again by a backward of this forward; a dead one leaves the rows as they are.
     update = jax.checkpoint(partial(_update, plan, w, mixed=mixed), prevent_cse=False)
     skip = lambda rows, i, j: rows
     rows = update(rows, i, j) if live is None else lax.cond(live, update, skip, rows, i, j)
@@ -107,6 +111,8 @@ def _step(plan, w, mixed, sums, visit):
 
 
 def _update(plan, w, sums, i, j, *, mixed):
+    """Returns the sums of the rows of query tile i with key tile j."""
+    # The logits of the tile, [..., K, G, block_q, block_k], -inf where unseen.
     options, (rows, lost) = plan.options, sums
     q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
     logits, _ = soft_capped(options, scaled_product(options, q, k, rows.l.dtype))
@@ -116,6 +122,8 @@ def _update(plan, w, sums, i, j, *, mixed):
         logits = mod_functions.scored(options, logits, places, w.mask.places.args)
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)
+
+    # The sums so far decay to the new maximum, and the tile's weights are added; dropout spares l.
     m, decay, p = online.weights(rows.m, logits)
     l = rows.l * decay + p.sum(-1)
     if w.counters is not None:

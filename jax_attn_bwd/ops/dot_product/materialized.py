@@ -22,7 +22,7 @@ from jax_attn_bwd.ops.dot_product.block import dropout_factors, soft_capped
 from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
 from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
 from jax_attn_bwd.ops.dot_product.plan import Plan, product_dtype
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.tiles import unpoisoned
 
 
@@ -58,36 +58,39 @@ class Plane:
 
     @property
     def dtype(self) -> Any:
-        """The accumulator's."""
+        """The accumulator's dtype."""
         return accumulator_dtype(self.operands.query.dtype)
 
     @property
     def product(self) -> dict[str, Any]:
-        """How products are taken."""
+        """Keywords by which products are taken."""
         return {"precision": self.options.precision, "preferred_element_type": self.dtype}
 
     def dropped(self, x: jax.Array) -> jax.Array:
-        """`x` times the dropout factors."""
+        """Multiplies `x` with the dropout factors."""
         return x if self.z is None else self.z * x
 
 
 def plane(options: Options, operands: Operands) -> Plane:
-    """The operands brought into the layout of a plane, once for all that is computed of it."""
+    """Brings the operands into the layout of a plane, once for all that is computed of it."""
+    # The factors, without poison; those who ask for a plane alone may have their keys on several devices.
     operands = with_whole_keys(operands)
-    batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
     q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))
-    given, places = visibility.tile_mask(operands.mask, operands.bias, T, S, len(batch), G), None
-    seen = visibility.of_whole(given, len(batch))
+
+    # What is seen, and where the elements stand if a score reads it.
+    sizes, places = operands.sizes, None
+    given = visibility.tile_mask(operands.mask, operands.bias, sizes)
+    seen = visibility.of_whole(given, len(sizes.batch))
     if options.score_mod is not None:
         assert given.places is not None  # prepared with the function
-        at = visibility.positions(given, None, None, (T, S), len(batch) + 4)
+        at = visibility.positions(given, None, None, (sizes.T, sizes.S), q.ndim)
         places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
     return Plane(options, operands, q, k, v, seen, live, given.bias, places)
 
 
 def _logits(plane: Plane) -> jax.Array:
-    """(1): `[..., K, G, T, S]`, -inf where unseen."""
+    """Computes (1), `[..., K, G, T, S]`, -inf where unseen."""
     logits, _ = _before_score(plane)
     if plane.places is not None:
         logits = mod_functions.scored(plane.options, logits, plane.places, plane.operands.mod_args or ())
@@ -95,7 +98,7 @@ def _logits(plane: Plane) -> jax.Array:
 
 
 def _before_score(plane: Plane) -> tuple[jax.Array, jax.Array | None]:
-    """(c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
+    """Computes (c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
     options, in_q = plane.options, plane.q.dtype == plane.dtype  # see `block.scaled_product`
     q = plane.scaled_q if in_q else plane.q
     logits = einsum("...kgth,...ksh->...kgts", q, plane.k, **plane.product)
@@ -113,6 +116,7 @@ class _Rows(NamedTuple):
 
 
 def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
+    """Computes the softmax of the rows, and the sink."""
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum.
     m, sink = logits.max(-1, keepdims=True), None
@@ -125,86 +129,93 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
     l = e.sum(-1, keepdims=True)
     if sink is not None:
         l = l + jnp.exp(sink - m)
+
+    # Rows that attend to nothing: l is 0.
     if plane.live is None:
         return _Rows(e, m, l, None)
     return _Rows(e, m, jnp.where(l == 0, 1, l), l == 0)
 
 
 def forward(plan: Plan, operands: Operands) -> Result:
-    """Attention over all keys, with its row values."""
+    """Computes attention over all keys, with its row values."""
+    # The softmax, and lse with what rounding takes from it.
     whole = plane(plan.options, operands)
     e, m, l, empty = _softmax(whole, _logits(whole))
     lse, low = log_sum(m, l)
     if empty is not None:
         lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
+
+    # The output (4), divided by l after the product, and what rounding its factor takes where that matters.
     e, v, lost = whole.dropped(e), whole.v, None
     times_v = lambda e: einsum("...kgts,...ksh->...kgth", e, v, **whole.product) / l
     out = times_v(e.astype(v.dtype))
-    if v.dtype != e.dtype and row_terms.keeps_low(plan.options, operands):
+    if v.dtype != e.dtype and plan.low_matters:
         lost = layout.merge_heads(times_v(lost_to(v.dtype, e)))
-    lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))
-    out, out_low = row_terms.in_two(plan.options, operands, layout.merge_heads(out), lost)
+
+    lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))  # [..., T, N]
+    out = layout.merge_heads(out)  # [..., T, N, Hv]
+    out, out_low = row_terms.split_rounding(out, operands.query.dtype, plan.low_matters, lost)
     return Result(out, lse, low, out_low)
 
 
 def backward(
-    options: Options,
-    wanted: Iterable[str],
-    operands: Operands,
-    result: Result,
-    dout: jax.Array,
-    delta: jax.Array,
+    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
 ) -> dict[str, Any]:
-    """(5), (8), (10), (11): the gradients of query, key, value and bias that are `wanted`.
+    """Computes the gradients named in `wanted`, in the accumulator's dtype.
 
-    They have the accumulator's dtype, as everything here.
-
-    Args:
-      result: the row values over all keys that the queries attend to.
-      dout: `[..., K, G, T, Hv]`, cotangent of the output.
-      delta: `[..., K, G, T]` of (7).
+    Where these keys are all that the queries attend to, the softmax is formed as in the forward, and delta as
+    sum_s p_ts dp_ts: nothing else is needed of the forward.
     """
-    whole = plane(options, operands)
-    dout = _in_live_rows(whole, dout)
-    delta = delta if whole.live is None else jnp.where(whole.live, delta, 0)
-    dp = through_values(whole, dout) if set(wanted) - {"value"} else None
-    p = probabilities(whole, result)
-    return _gradients(whole, wanted, p, dout, dp, delta[..., None])
+    options, names = plan.options, wanted.names
+    if wanted.alone:
+        # The cotangents of the rows, [..., K, G, T, Hv] and [..., K, G, T].
+        groups = operands.sizes.G
+        dout = layout.split_heads(jnp.zeros_like(result.out) if dout is None else dout, groups)
+        if dlse is not None:
+            dlse = layout.split_rows(row_terms.finite_rows(options, operands, result.lse, dlse), groups)
+
+        # Probabilities [..., K, G, T, S] from a softmax of their own; dv needs no more.
+        whole = plane(options, operands)
+        dout = dout if whole.live is None else jnp.where(whole.live[..., None], dout, 0)
+        p = probabilities(whole, None)
+        if names <= {"value"}:
+            return gradients(whole, names, p, dout, None, None)
+        dp = through_values(whole, dout)
+        delta = (p * dp).sum(-1)  # (7)
+        delta = delta if dlse is None else delta - dlse
+        grads = gradients(whole, names, p, dout, dp, delta[..., None])
+    else:
+        # Probabilities [..., K, G, T, S] by the lse of all keys, and delta by their output.
+        dout, delta = row_terms.of_backward(options, operands, result, dout, dlse)
+        whole = plane(options, operands)
+        live_dout, live_delta = row_terms.in_live_rows(whole.live, dout, delta)
+        names = names - {"sink"}
+        dp = through_values(whole, live_dout) if names - {"value"} else None
+        p = probabilities(whole, result)
+        grads = gradients(whole, names, p, live_dout, dp, live_delta[..., None])
+
+    if "sink" in wanted.names:
+        grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
+    return grads
 
 
-def backward_alone(
-    options: Options, wanted: Iterable[str], operands: Operands, dout: jax.Array, dlse: jax.Array | None
-) -> tuple[dict[str, Any], jax.Array | None]:
-    """(what `backward` gives, delta) where the queries attend to no other keys; delta is None if not formed.
-
-    Then the softmax is formed as in the forward, and delta as sum_s p_ts dp_ts: nothing else is needed of the
-    forward.
-    """
-    whole = plane(options, operands)
-    dout = _in_live_rows(whole, dout)
-    p, delta = probabilities(whole, None), None
-    if set(wanted) <= {"value"}:
-        return _gradients(whole, wanted, p, dout, None, None), None
-    dp = through_values(whole, dout)
-    delta = (p * dp).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    return _gradients(whole, wanted, p, dout, dp, delta[..., None]), delta
-
-
-def _in_live_rows(plane: Plane, dout: jax.Array) -> jax.Array:
-    """dout, 0 in rows that see nothing, where it may be anything."""
-    return dout if plane.live is None else jnp.where(plane.live[..., None], dout, 0)
-
-
-def _gradients(
+def gradients(
     plane: Plane, wanted: Iterable[str], p: jax.Array, dout: jax.Array, dp: Any, delta: Any
 ) -> dict[str, Any]:
-    """The gradients that are `wanted`; for no more than "value", `dp` and `delta` may be None."""
-    options, operands, product = plane.options, plane.operands, plane.product
+    """Computes (5), (8), (10), (11): the gradients that are `wanted`, by name, in the accumulator's dtype.
+
+    Args:
+      p: `[..., K, G, T, S]`, the probabilities.
+      dout: `[..., K, G, T, Hv]`, cotangent of the output.
+      dp: `[..., K, G, T, S]`, cotangent of the probabilities; for no more than "value" it may be None.
+      delta: `[..., K, G, T, 1]`, what the rows' products p dp sum to, over all keys of the row; likewise.
+    """
+    options, operands, product, p = plane.options, plane.operands, plane.product, p.astype(plane.dtype)
 
     def over_queries(x, y):  # [..., S, K, H]; in that order at once XLA:CPU would write column by column
         return jnp.swapaxes(einsum("...kgts,...kgth->...ksh", x, y, **product), -2, -3)
 
+    # Through the product with the values.
     grads: dict[str, Any] = {}
     if "value" in wanted:
         zp = plane.dropped(p).astype(plane.v.dtype)
@@ -212,6 +223,8 @@ def _gradients(
     if not set(wanted) - {"value"}:
         return grads
     dlogits = p * (dp - delta)  # (8)
+
+    # Through the score, the bias and the soft cap, in the reverse order of the forward.
     before, tanh = None, None
     if options.logits_soft_cap is not None or plane.places is not None:
         before, tanh = _before_score(plane)
@@ -227,6 +240,8 @@ def _gradients(
         grads["bias"] = reduce_to(dlogits, plane.bias.shape).reshape(operands.bias.shape)
     if tanh is not None:
         dlogits = dlogits * (1 - tanh * tanh)  # (10)
+
+    # Back to queries and keys.
     dx = dlogits.astype(plane.q.dtype)
     if "query" in wanted:
         dq = options.scale * einsum("...kgts,...ksh->...kgth", dx, plane.k, **product)
@@ -237,9 +252,9 @@ def _gradients(
 
 
 def probabilities(plane: Plane, result: Result | None) -> jax.Array:
-    """(2): `[..., K, G, T, S]` before dropout, by the row values of all keys that a query attends to.
+    """Computes (2), `[..., K, G, T, S]` before dropout, by the row values of all keys of a query.
 
-    None = these are all.
+    None = the keys of the plane are all.
     """
     if result is None:
         rows = _softmax(plane, _logits(plane))
@@ -252,25 +267,28 @@ def probabilities(plane: Plane, result: Result | None) -> jax.Array:
     return jnp.exp(p)
 
 
-def tangent_of_logits(whole: Plane, along: Operands) -> jax.Array:
-    """(14) of `tangent.py`: `[..., K, G, T, S]`, 0 where unseen; None in `along` is zero."""
+def tangent_of_logits(whole: Plane, tangents: Operands) -> jax.Array:
+    """Computes (14) of `tangent.py`, `[..., K, G, T, S]`, 0 where unseen; None in `tangents` is zero."""
+    # (12): the products with the tangents of queries and keys, which are cleaned as the operands are.
     options, given = whole.options, whole.operands
-    filled = {name: getattr(along, name) for name in ("query", "key")}
+    filled = {name: getattr(tangents, name) for name in ("query", "key")}
     moved = plane(options, given._replace(**{name: x for name, x in filled.items() if x is not None}))
     logits, tanh = _before_score(whole)
     product = lambda q, k: einsum("...kgth,...ksh->...kgts", q, k, **whole.product)
     dlogits = jnp.zeros_like(logits)
-    if along.query is not None:
+    if tangents.query is not None:
         dlogits += options.scale * product(moved.q, whole.k)
-    if along.key is not None:
+    if tangents.key is not None:
         dlogits += options.scale * product(whole.q, moved.k)
+
+    # (13), (14): through the soft cap, the bias and the score.
     if tanh is not None:
         dlogits = dlogits * (1 - tanh * tanh)
-    if along.bias is not None:
-        bias = layout.plane(along.bias, given.query.ndim - 3, given.sizes[-1])
+    if tangents.bias is not None:
+        bias = layout.plane(tangents.bias, given.query.ndim - 3, given.sizes.G)
         dlogits = dlogits + bias.astype(whole.dtype)
     if whole.places is not None:
-        args = mod_functions.tangents_of_args(given.mod_args, along.mod_args)
+        args = mod_functions.tangents_of_args(given.mod_args, tangents.mod_args)
         _, dlogits = mod_functions.pushed_forward(
             options, logits, whole.places, given.mod_args or (), dlogits, args
         )
@@ -278,25 +296,11 @@ def tangent_of_logits(whole: Plane, along: Operands) -> jax.Array:
 
 
 def where_seen(plane: Plane, x: jax.Array) -> jax.Array:
-    """`x [..., K, G, T, S]`, 0 where a query does not see a key."""
+    """Returns `x [..., K, G, T, S]`, 0 where a query does not see a key."""
     return x if plane.seen is None else jnp.where(plane.seen, x, 0)
 
 
 def through_values(plane: Plane, dout: jax.Array) -> jax.Array:
-    """(6): what the output's cotangent `[..., K, G, T, Hv]` gives to that of the probabilities."""
+    """Computes (6): what the output's cotangent `[..., K, G, T, Hv]` gives to that of the probabilities."""
     v = plane.v
     return plane.dropped(einsum("...kgth,...ksh->...kgts", dout.astype(v.dtype), v, **plane.product))
-
-
-def gradients(
-    plane: Plane, wanted: Iterable[str], p: jax.Array, dout: jax.Array, dp: jax.Array, delta: jax.Array
-) -> DotProductAttentionGrads:
-    """(5), (8), (10), (11): the gradients of query, key, value and bias that are `wanted`.
-
-    Args:
-      p: `[..., K, G, T, S]`, the probabilities.
-      dout: `[..., K, G, T, Hv]`, cotangent of the output.
-      dp: `[..., K, G, T, S]`, cotangent of the probabilities.
-      delta: `[..., K, G, T, 1]`, what the rows' products p dp sum to, over all keys of the row.
-    """
-    return DotProductAttentionGrads(**_gradients(plane, wanted, p.astype(plane.dtype), dout, dp, delta))

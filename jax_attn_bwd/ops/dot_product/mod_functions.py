@@ -225,7 +225,7 @@ _HALVES = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _ELEMENTWISE = "be elementwise jnp operations that broadcast over batch, head, row and column"
 
 
-class Sizes(NamedTuple):
+class ReadSizes(NamedTuple):
     """The sizes of a call, for functions that have a method `check` of what they read."""
 
     batch: tuple[Any, ...]
@@ -236,7 +236,7 @@ class Sizes(NamedTuple):
 
 
 def prepared(
-    operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, sizes: Sizes, K: int, dtype: Any
+    operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, sizes: ReadSizes, K: int, dtype: Any
 ) -> tuple[Any, ...]:
     """The checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
     args = _arguments(operator, mod_args, dtype)
@@ -297,7 +297,7 @@ def _check_mask(operator: str, mask_mod: Any, at: Any, given: Any, plane: tuple[
     _elementwise(operator, "mask_mod", closed, len(at))
 
 
-def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: Sizes) -> None:
+def _check_arguments(operator: str, functions: Any, args: tuple[Any, ...], sizes: ReadSizes) -> None:
     """Raises where functions that know it do not find what they read, or leave something."""
     given = [function for function in functions if function is not None]
     for function in given:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -18,7 +18,7 @@ from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import AXES
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 pass
 
@@ -33,17 +33,6 @@ GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
 
-class Sizes(NamedTuple):
-    """The sizes of a call, or of one part of its queries."""
-
-    batch: tuple[Any, ...]
-    T: Any
-    S: Any
-    N: Any
-    G: Any
-    parts: int = 1  # of the queries that walk in step, this being one of them
-
-
 @dataclass(frozen=True)
 class Tiling:
     """How the plane is cut and its products taken: changes speed and rounding, never the meaning."""
@@ -55,53 +44,71 @@ class Tiling:
     is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
     in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
-    has_widths: bool = False  # which of a few widths a strip has is told at run time, see `strips.py`
+    runtime_extent: bool = False  # which of a few widths a strip has is told at run time
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
 
     @classmethod
-    def default_for(cls, operands: Operands, sizes: Sizes) -> "Tiling":
-        """Measured tiles for the target platform; see bench/results."""
+    def default_for(cls, operands: Operands, sizes: Sizes, parts: int = 1) -> "Tiling":
+        """Picks measured tiles for the target platform (see bench/results), or the whole plane.
+
+        Args:
+          operands: of the call.
+          sizes: of the call, or of one of `parts` of its queries that walk in step.
+        """
         mask, dtype, on_cpu = operands.mask, operands.query.dtype, targets.platform() == "cpu"
-        batch, T, S, N, _, parts = sizes
+        batch, T, S, _, _ = sizes
+
+        # Tiles that caches hold; on one CPU so many batch entries at a time that a tile of all fits, too.
         block_q, block_k = (256, 512) if on_cpu else (GPU_TILE, GPU_TILE)  # not measured but on a CPU
         slices = 1
         if on_cpu:
-            heads = math.prod(batch) * N
+            heads = math.prod(batch) * sizes.N
             if not _may_be_sharded(operands.query):
                 plane = _even_block(T, block_q) * _even_block(S, block_k)
-                slices = _batch_slices(batch, N * plane)
+                slices = _batch_slices(batch, sizes.N * plane)
             if isinstance(heads, int) and heads >= 64 * slices:
                 block_q, block_k = 128, 128
+
+        # Narrow tiles where much of wide ones is hidden.
         if mask.window is not None:
             left, right = mask.window
             if left + (0 if mask.is_causal else right) < block_k:
                 block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
         elif on_cpu and _visits_less(operands, sizes, block_q, block_q, than=block_k):
             block_k = block_q
-        all_sizes = (parts, *batch, N, T, S)
+
+        # One tile of it all where the plane is small.
+        all_sizes = (parts, *batch, sizes.N, T, S)
         known = all(isinstance(n, int) for n in all_sizes)
         if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
             return cls(T, S, str(product_dtype(dtype)), slices, is_materialized=True, parts=parts)
+
         blocks = _even_block(T, block_q), _even_block(S, block_k)
         if on_cpu:
-            blocks = of_blocks(mask.mask_mod, *blocks)
+            blocks = tile_sizes(mask.mask_mod, *blocks)
         return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
 
     def on_gpu(self, options: Options, operands: Operands) -> "Tiling":
-        """These tiles, or on a GPU strips: of sizes of their own, or where these are many of a few widths.
+        """Picks strips on a GPU for these tiles: of sizes of their own, or where they are many of few widths.
 
         The number of sizes is that of different products which XLA compiles, and tries variants of.
         """
+        # Strips know neither functions nor bias and dropout.
         mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
         functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
         others = operands.bias is not None or options.dropout_rate > 0
         known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
         if targets.platform() != "gpu" or self.is_materialized or functions or others or not known:
             return self
+
+        # Where arrays may empty whole tiles, strips whose extent is told at run time.
         has_plane = mask.has("elements") and not mask.hides_keys_alone
         of_tiles = self if has_plane else self._with_widths(operands)
         if mask.has(*AXES) and max(T, S) > GPU_TILE:  # tiles may be empty
             return of_tiles
+
+        # Blocks of rows and of keys, and slices of a device's heads, so that a strip has about STRIP_LOGITS
+        # logits of a head and no more than SLICE_LOGITS of all; where a band ends strips, shorter ones.
         heads = math.prod(_own(operands))
         is_divided, is_banded = heads == 0, mask.is_banded and not mask.has_positions
         slices, blocks, logits = 1, [], groups * T * S
@@ -115,6 +122,8 @@ class Tiling:
             most = max(length // 8, LEAST_STRIP) if is_banded else length
             blocks.append(_even_block(length, max(min(block, most), LEAST_STRIP)))
             logits = min(logits, groups * blocks[-1] * seen)
+
+        # Each strip of each slice is a product of its own size to compile: not too many of them.
         strips = max(count(T, blocks[0]), count(S, blocks[1]))
         if is_banded and not is_divided:
             slices = slices_of(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
@@ -124,13 +133,13 @@ class Tiling:
         return replace(self, block_q=blocks[0], block_k=blocks[1], in_strips=True, head_slices=slices)
 
     def _with_widths(self, operands: Operands) -> "Tiling":
-        """Strips of a few widths, or these tiles where the widest has no room."""
+        """Picks strips of a few widths, or these tiles where the widest has no room."""
         _, T, S, _, groups = operands.sizes
         (entries, heads), longest = _own(operands), max(T, S)
-        if heads == 0:
+        if heads == 0:  # how batch and heads lie is not told: tiles of one entry and head decide
             turns, block = 0, min(2 * STRIP_LOGITS // longest // LEAST_TILE * LEAST_TILE, GPU_TILE)
             has_room = block >= LEAST_STRIP
-        else:
+        else:  # as few entries in turn as fill the device with one block of rows
             tile = lambda block: heads * groups * min(block, T) * min(block, S)  # logits, of a batch entry
             least = TURN_LOGITS // tile(GPU_TILE)
             turns = _turns(entries, least) if _tells_entries_apart(operands.mask) else 1
@@ -141,27 +150,27 @@ class Tiling:
             return self
         sides = _even_block(T, block), _even_block(S, block)
         strips = replace(self, block_q=sides[0], block_k=sides[1], in_strips=True)
-        return replace(strips, has_widths=True, head_slices=turns)
+        return replace(strips, runtime_extent=True, head_slices=turns)
 
 
 def _tells_entries_apart(mask: Any) -> bool:
-    """Whether an array of the mask has axes of the batch."""
+    """Tells whether an array of the mask has axes of the batch."""
     arrays = ((getattr(mask, name), len(axes)) for name, axes in AXES.items())
     return any(math.prod(x.shape[: x.ndim - n]) > 1 for x, n in arrays if x is not None)
 
 
 def _turns(entries: int, least: int) -> int:
-    """Into how many turns batch entries are cut, so that each has `least` of them."""
+    """Counts the turns that batch entries are cut into, so that each has `least` of them."""
     return max(n for n in range(1, entries + 1) if entries % n == 0 and (entries // n >= least or n == 1))
 
 
 def slices_of(heads: int, wanted: int) -> int:
-    """Into how many slices of equal size `heads` are cut: as many as `wanted`, or the next fewer."""
+    """Counts the slices of equal size that `heads` are cut into: as many as `wanted`, or the next fewer."""
     return max(n for n in range(1, max(min(wanted, heads, MOST_STRIPS), 1) + 1) if heads % n == 0)
 
 
-def of_blocks(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:
-    """Tiles of these sizes, or of the blocks that a `mask_mod` is made of, so that each is seen or not."""
+def tile_sizes(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:
+    """Returns these sizes of a tile, or those of the blocks that `mask_mod` is made of, each seen or not."""
     tile = getattr(mask_mod, "tile", None)
     if tile is None:
         return block_q, block_k
@@ -170,29 +179,29 @@ def of_blocks(mask_mod: Any, block_q: int, block_k: int) -> tuple[int, int]:
 
 
 def _visits_less(operands: Operands, sizes: Sizes, block_q: int, block_k: int, than: int) -> bool:
-    """Whether a `mask_mod`, as far as it is known at trace time, leaves far fewer elements in these tiles."""
+    """Tells whether a `mask_mod`, as far as trace time knows it, leaves far fewer elements in these tiles."""
     mask, T, S = operands.mask, sizes.T, sizes.S
     if mask.mask_mod is None or block_k >= than or not isinstance(T, int) or not isinstance(S, int):
         return False
     rank, groups = operands.query.ndim - 3, sizes.G
     places = jax.eval_shape(lambda mask: mod_functions.places(mask, rank, groups), mask)  # no equation for it
-    told = partial(mod_functions.known_tiles, mask.mask_mod, places, (T, S), by_index=not mask.has_positions)
-    narrow, wide = (size * told(blocks=(block_q, size)).some.sum() for size in (block_k, than))
+    known = partial(mod_functions.known_tiles, mask.mask_mod, places, (T, S), by_index=not mask.has_positions)
+    narrow, wide = (size * known(blocks=(block_q, size)).some.sum() for size in (block_k, than))
     return bool(narrow < 0.75 * wide)
 
 
 def product_dtype(dtype: Any) -> Any:
-    """The dtype of factors: XLA:CPU computes products of bfloat16 in float32 anyway, and refuses some."""
+    """Returns the dtype of factors: XLA:CPU computes narrow products in float32 anyway, and refuses some."""
     return accumulator_dtype(dtype) if targets.platform() == "cpu" else dtype
 
 
 def _may_be_sharded(query: jax.Array) -> bool:
-    """Whether the batch axes may be: on a mesh of type Auto, a trace does not tell."""
+    """Tells whether the batch axes may be: on a mesh of type Auto, a trace does not tell."""
     return not targets.is_one_cpu() or any(explicit_spec(query)[:-3])
 
 
 def _own(operands: Operands) -> tuple[int, int]:
-    """How many batch entries, and key heads, one device has; (0, 0) where types do not tell, or cut H."""
+    """Counts the batch entries and key heads of one device; (0, 0) where types do not tell, or cut H."""
     query, key = operands.query, operands.key
     *axes, _, axis_of_heads, _ = explicit_spec(key)
     if auto_devices(query) > 1 or explicit_spec(query)[-1] is not None:
@@ -203,7 +212,7 @@ def _own(operands: Operands) -> tuple[int, int]:
 
 
 def _batch_slices(batch: Sequence[Any], logits: Any) -> int:
-    """Into how many slices the first batch axis is cut, so that a slice's tile has about TILE_LOGITS logits.
+    """Counts the slices of the first batch axis, so that a slice's tile has about TILE_LOGITS logits.
 
     Args:
       batch: the batch axes.
@@ -218,7 +227,7 @@ def _batch_slices(batch: Sequence[Any], logits: Any) -> int:
 
 
 def _even_block(length: Any, limit: int) -> int:
-    """A multiple of 8 up to `limit` whose blocks cover `length` with no padding, or else with little."""
+    """Returns a multiple of 8 up to `limit` whose blocks cover `length` with no padding, or else little."""
     if not isinstance(length, int):  # symbolic
         return limit
     if length <= 1:
@@ -231,7 +240,7 @@ def _even_block(length: Any, limit: int) -> int:
 
 
 def count(length: Any, block: int) -> Any:
-    """Number of blocks that cover `length` (an int or a symbolic dimension)."""
+    """Counts the blocks that cover `length` (an int or a symbolic dimension)."""
     return -(-length // block)
 
 
@@ -244,42 +253,59 @@ class Plan:
       implementation: the name of the one that runs.
       tiling: the tiles of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
-      keeps_low: whether a kernel's forward keeps what rounding takes from `out`, and from p.
+      low_matters: whether what rounding takes from `out` would be missed, see `low_matters`.
+      keeps_low: whether a kernel's forward keeps it, and what rounding takes from p.
     """
 
     options: Options
     implementation: str
     tiling: Tiling
     pieces: Pieces | None = None
+    low_matters: bool = False
     keeps_low: bool = False
 
 
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
-    """The plan of a call whose implementation is chosen; arrays may be their shapes."""
-    query = operands.query
-    batch, T, S, K, G = operands.sizes
-    tiling = Tiling.default_for(operands, Sizes(batch, T, S, K * G, G))
-    if explicit_spec(query)[-3] is None and (auto_devices(query) == 1 or tiling.is_materialized):
-        return Plan(options, implementation, tiling.on_gpu(options, operands))
-    pieces = split.pieces_for_rows(query, query.ndim - 3, math.prod(batch))
+    """Plans a call whose implementation is chosen; arrays may be their shapes."""
+    query, sizes = operands.query, operands.sizes
+    tiling, pieces = Tiling.default_for(operands, sizes), None
+    if explicit_spec(query)[-3] is not None or (auto_devices(query) > 1 and not tiling.is_materialized):
+        pieces = split.pieces_for_rows(query, query.ndim - 3, math.prod(sizes.batch))
     if pieces is None:
-        return Plan(options, implementation, tiling.on_gpu(options, operands))
-    tiling = Tiling.default_for(operands, _of_part(operands, pieces))
-    return Plan(options, implementation, *_folded(operands, tiling, pieces))
+        tiling = tiling.on_gpu(options, operands)
+    else:
+        parts = 1 if pieces.mesh_axes else pieces.count  # on Explicit axes a device has one of its own
+        tiling = Tiling.default_for(operands, _of_part(operands, pieces), parts)
+        tiling, pieces = _folded(operands, tiling, pieces)
+    return Plan(options, implementation, tiling, pieces, low_matters(options, operands))
+
+
+def low_matters(options: Options, operands: Operands) -> bool:
+    """Tells whether what rounding takes from `out` counts.
+
+    An error of delta is one of the whole row of (8). The gradients of bias and of what a score reads sum it
+    over the row, and would be wrong by several times what the plain formula is. So does what rounding takes
+    from p, where it is a factor in a narrow dtype: the backward's p are not rounded alike.
+    """
+    dtype = operands.query.dtype
+    is_narrow = accumulator_dtype(dtype) != dtype
+    return is_narrow and (operands.bias is not None or options.score_mod is not None)
 
 
 def _folded(operands: Operands, tiling: Tiling, pieces: Pieces) -> tuple[Tiling, Pieces]:
-    """Parts of an early and a late stretch of the queries each, where causality alone tells what they see.
+    """Makes parts of an early and a late stretch of the queries, where causality alone tells what they see.
 
     All have the same work then. They exchange half of all rows, which is less than the keys that they gather,
     unless a plane has rows, too.
     """
     mask, rows = operands.mask, operands.query.shape[-3] // pieces.count
     others = mask.window is not None or mask.mask_mod is not None or mask.has_positions
-    if others or not mask.is_causal or {"bias", "elements"} & operands.along("t").keys():
+    if others or not mask.is_causal or {"bias", "elements"} & operands.arrays_with("t").keys():
         return tiling, pieces
     if tiling.is_materialized or not isinstance(rows, int) or rows == 0:
         return tiling, pieces
+
+    # No tile may lie across the border of two stretches: half the block where that divides them.
     least = min(tiling.block_q, LEAST_TILE if targets.platform() == "cpu" else GPU_TILE // 2)
     blocks = (block for block in (tiling.block_q, tiling.block_q // 2) if block >= least)
     block_q = next((block for block in blocks if rows % (2 * block) == 0), None)
@@ -289,11 +315,11 @@ def _folded(operands: Operands, tiling: Tiling, pieces: Pieces) -> tuple[Tiling,
 
 
 def _of_part(operands: Operands, pieces: Pieces) -> Sizes:
-    """The sizes of a part of the queries: on Explicit axes those of a device's shard."""
-    batch, T, S, K, G = operands.sizes
+    """Returns the sizes of a part of the queries: on Explicit axes those of a device's shard."""
+    sizes = operands.sizes
+    sizes = sizes._replace(T=sizes.T // pieces.count)
     if not pieces.mesh_axes:
-        return Sizes(batch, T // pieces.count, S, K * G, G, pieces.count)
+        return sizes
     *batch_axes, _, heads, _ = explicit_spec(operands.query)
     share = lambda n, axis: n if axis is None else n // axis_size(operands.query, axis)
-    shares: tuple[Any, ...] = tuple(map(share, batch, batch_axes))
-    return Sizes(shares, T // pieces.count, S, share(K * G, heads), G)
+    return sizes._replace(batch=tuple(map(share, sizes.batch, batch_axes)), K=share(sizes.K, heads))

@@ -1,6 +1,6 @@
-"""What is told of each row beside its softmax: delta (7), the gradient of the sink (9), what rounding takes.
+"""Terms of each row beside its softmax: delta (7), what the sink gives (9), (15), and what rounding takes.
 
-The numbers are those of `backward.py`; every implementation takes them from here.
+The numbers are those of `backward.py` and `tangent.py`; every implementation takes them from here.
 """
 
 from typing import Any
@@ -9,39 +9,49 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
-from jax_attn_bwd.ops.dot_product import visibility
+from jax_attn_bwd._core.numerics import finite, reduce_to, to_rank
+from jax_attn_bwd.ops.dot_product import layout, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
-def in_two(
-    options: Options, operands: Operands, out: jax.Array, lost: jax.Array | None = None
+def split_rounding(
+    out: jax.Array, dtype: Any, low_matters: bool, lost: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`out` in the dtype of the operands, and if `keeps_low` what rounding took from it, `lost` included."""
-    dtype = operands.query.dtype
-    if not keeps_low(options, operands):
+    """Splits `out` into itself in `dtype` and what rounding took from it, with `lost`, if that matters."""
+    if not low_matters:
         return out.astype(dtype), None
     narrow = fusion.rounded(out, dtype)
     low = out - narrow.astype(out.dtype)
     return narrow, (low if lost is None else low + lost).astype(dtype)
 
 
-def keeps_low(options: Options, operands: Operands) -> bool:
-    """Whether what rounding takes from `out` counts.
+def of_backward(
+    options: Options, operands: Operands, result: Result, dout: Any, dlse: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (dout `[..., K, G, T, Hv]`, delta `[..., K, G, T]`); a cotangent that is None is zero."""
+    groups = operands.sizes.G
+    dout = jnp.zeros_like(result.out) if dout is None else dout
+    heads = layout.split_heads(dout, groups)
+    return heads, layout.split_rows(delta(options, operands, result, dout, dlse), groups)
 
-    An error of delta is one of the whole row of (8). The gradients of bias and of what a score reads sum it
-    over the row, and would be wrong by several times what the plain formula is. So does what rounding takes
-    from p, where it is a factor in a narrow dtype: the backward's p are not rounded alike.
-    """
-    dtype = operands.query.dtype
-    is_narrow = accumulator_dtype(dtype) != dtype
-    return is_narrow and (operands.bias is not None or options.score_mod is not None)
+
+def in_live_rows(live: Any, dout: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (dout, delta), 0 in rows that see nothing, where they may be anything; `live` None = none."""
+    if live is None:
+        return dout, delta
+    return jnp.where(live[..., None], dout, 0), jnp.where(live, delta, 0)
+
+
+def finite_lse(result: Result) -> tuple[jax.Array, jax.Array]:
+    """Returns (lse, 0 where it is -inf; what rounding took from it), each `[..., T, N]`."""
+    lse = finite(result.lse)
+    return lse, jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
 
 
 def delta(
     options: Options, operands: Operands, result: Result, dout: jax.Array, dlse: jax.Array | None
 ) -> jax.Array:
-    """(7), `[..., T, N]`, for the row values of all keys that the queries attend to."""
+    """Computes (7), `[..., T, N]`, from the row values of all keys that the queries attend to."""
     lse = result.lse
     dout = dout.astype(lse.dtype)
     if not visibility.every_query_sees(options, operands):
@@ -51,22 +61,32 @@ def delta(
 
 
 def sees_nothing(operands: Operands, result: Result) -> jax.Array:
-    """Whether a row attends to nothing, bool `[..., T, N]`: its out is 0, and its dout may be anything."""
+    """Tells which rows attend to nothing, bool `[..., T, N]`: their out is 0, their dout may be anything."""
     lse, sink = result.lse, operands.sink
     nothing = -jnp.inf if sink is None else to_rank(sink.astype(lse.dtype), lse.ndim)
     return (lse == nothing) & (result.out == 0).all(-1)
 
 
 def finite_rows(options: Options, operands: Operands, lse: jax.Array, dlse: jax.Array) -> jax.Array:
-    """dlse, 0 where lse is -inf: it may be anything there."""
+    """Returns dlse, 0 where lse is -inf: it may be anything there."""
     if visibility.every_query_sees(options, operands):
         return dlse
     return jnp.where(lse == -jnp.inf, 0, dlse)
 
 
 def gradient_of_sink(sink: jax.Array, result: Result, delta: Any) -> jax.Array:
-    """(9), `[N]`, for delta `[..., T, N]`."""
-    lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)  # nothing seen, and a sink of -inf
+    """Computes (9), `[N]`, from delta `[..., T, N]`."""
+    return reduce_to(-(_probability_of_sink(sink, result) * delta), sink.shape)
+
+
+def tangent_of_sink(sink: jax.Array, result: Result, dsink: jax.Array) -> jax.Array:
+    """Computes what the sink gives to mu, (15), `[..., T, N]`."""
+    lse = result.lse
+    return _probability_of_sink(sink, result) * to_rank(dsink.astype(lse.dtype), lse.ndim)
+
+
+def _probability_of_sink(sink: jax.Array, result: Result) -> jax.Array:
+    """Returns exp(sink - lse), `[..., T, N]`; 0 where nothing is seen, and the sink is -inf."""
+    lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
     low = 0 if result.lse_low is None else result.lse_low
-    p = jnp.exp((to_rank(sink.astype(delta.dtype), delta.ndim) - lse) - low)
-    return reduce_to(-(p * delta), sink.shape)
+    return jnp.exp((to_rank(sink.astype(lse.dtype), lse.ndim) - lse) - low)

@@ -23,7 +23,7 @@ DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "mod_args")
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed of the elements that are seen: it changes the answer and is known at trace time."""
+    """Options that change the answer and are known at trace time, but for those of the mask."""
 
     scale: float
     logits_soft_cap: float | None = None
@@ -44,13 +44,28 @@ class KernelOptions(Options):
 
     @classmethod
     def of(cls, options: Options, mask: Mask) -> "KernelOptions":
-        """The options of a call with the rules of its mask."""
+        """Joins the options of a call and the rules of its mask."""
         known = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
         return cls(**known, **{name: getattr(mask, name) for name in mask_fields.RULES})
 
 
 # The axes behind those of the batch: n heads, t queries, s keys, h head size. Size 1 broadcasts.
 AXES = {"query": "tnh", "key": "snh", "value": "snh", "bias": "nts", "sink": "n"} | mask_fields.AXES
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, or of one part of its queries."""
+
+    batch: tuple[Any, ...]
+    T: Any  # queries
+    S: Any  # keys
+    K: Any  # key heads
+    G: Any  # query heads of each key head
+
+    @property
+    def N(self) -> Any:
+        """The number of query heads."""
+        return self.K * self.G
 
 
 class Operands(NamedTuple):
@@ -67,21 +82,21 @@ class Operands(NamedTuple):
 
     @property
     def mod_args(self) -> tuple[Any, ...] | None:
-        """What `mask_mod` and `score_mod` read; the floats among them have gradients."""
+        """The arrays that `mask_mod` and `score_mod` read; the floats among them have gradients."""
         return self.mask.mod_args
 
     @property
-    def sizes(self) -> tuple[tuple[Any, ...], Any, Any, Any, Any]:
-        """The batch, T, S, K and G = N / K."""
+    def sizes(self) -> Sizes:
+        """The sizes of the call."""
         (*batch, T, N, _), (S, K, _) = self.query.shape, self.key.shape[-3:]
-        return tuple(batch), T, S, K, N // K
+        return Sizes(tuple(batch), T, S, K, N // K)
 
     def array(self, name: str) -> Any:
-        """The array of that name in `AXES`; None = not given."""
+        """Returns the array of that name in `AXES`; None = not given."""
         return getattr(self if name in self._fields else self.mask, name)
 
-    def along(self, axis: str) -> dict[str, int]:
-        """The arrays with that axis of `AXES`, not of size 1, by name: which of their axes it is."""
+    def arrays_with(self, axis: str) -> dict[str, int]:
+        """Finds the arrays with that axis of `AXES`, not of size 1, by name: which of their axes it is."""
         found = {}
         for name, letters in AXES.items():
             x = self.array(name)
@@ -91,29 +106,28 @@ class Operands(NamedTuple):
                     found[name] = place
         return found
 
-    def along_batch(self) -> frozenset[str]:
-        """The arrays with the first batch axis; all entries share the others."""
+    def arrays_with_batch(self) -> frozenset[str]:
+        """Names the arrays with the first batch axis; all entries share the others."""
         batch = self.query.ndim - 3
         given = {name: self.array(name) for name in AXES} if batch else {}
         full = {name: x for name, x in given.items() if x is not None and x.ndim == batch + len(AXES[name])}
         return frozenset(name for name, x in full.items() if x.shape[0] != 1)
 
     def with_arrays(self, arrays: dict[str, Any]) -> "Operands":
-        """The operands with other arrays in the place of those of these names in `AXES`."""
+        """Returns the operands with other arrays in the place of those of these names in `AXES`."""
         own = {name: x for name, x in arrays.items() if name in self._fields}
         rest = {name: x for name, x in arrays.items() if name not in own}
         return self._replace(**own, mask=self.mask.replace(**rest))
 
-    def axes(self, along: dict[str, int]) -> dict[str, Any]:
-        """The axes of arrays of these names, as `_core.split` is told them: by the fields of the operands."""
-        mask = self.mask.rules.replace(
-            **{name: axis for name, axis in along.items() if name not in self._fields}
-        )
-        return {name: axis for name, axis in along.items() if name in self._fields} | {"mask": mask}
+    def axes(self, by_name: dict[str, int]) -> dict[str, Any]:
+        """Arranges axes of arrays by name in the fields of the operands, as `_core.split` reads them."""
+        of_mask = {name: axis for name, axis in by_name.items() if name not in self._fields}
+        own = {name: axis for name, axis in by_name.items() if name in self._fields}
+        return own | {"mask": self.mask.rules.replace(**of_mask)}
 
 
 def as_cotangents(operands: Any, gradients: dict[str, Any]) -> Any:
-    """What a rule returns for operands that hold a `mask`: gradients by name, `mod_args` among them."""
+    """Puts gradients by name, `mod_args` among them, in the places of operands that hold a `mask`."""
     own = dict.fromkeys(operands._fields) | {name: x for name, x in gradients.items() if name != "mod_args"}
     own["mask"] = operands.mask.rules.replace(mod_args=gradients.get("mod_args"))
     return type(operands)(**own)
@@ -134,7 +148,7 @@ class Wanted:
 
 
 class Result(NamedTuple):
-    """What a forward computes."""
+    """The output of a forward, with its row values."""
 
     out: jax.Array  # [..., T, N, Hv]
     lse: jax.Array  # [..., T, N], natural log of the row sums, float32 or wider
@@ -142,13 +156,13 @@ class Result(NamedTuple):
     out_low: jax.Array | None = None  # [..., T, N, Hv], what rounding took from a narrow out; None = 0
 
     def wide_out(self) -> jax.Array:
-        """`out` before rounding, in the dtype of lse."""
+        """Returns `out` before rounding, in the dtype of lse."""
         out = self.out.astype(self.lse.dtype)
         return out if self.out_low is None else out + self.out_low.astype(out.dtype)
 
 
 class Residuals(NamedTuple):
-    """What the forward leaves for the backward: its inputs, and row values."""
+    """Inputs and row values, which the forward leaves for the backward."""
 
     operands: Operands
     result: Result

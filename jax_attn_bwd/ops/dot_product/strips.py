@@ -56,15 +56,55 @@ from jax_attn_bwd._core import fusion, masks, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
-from jax_attn_bwd.ops.dot_product import layout, visibility
+from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import soft_capped
 from jax_attn_bwd.ops.dot_product.layout import Parts, put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
 from jax_attn_bwd.ops.dot_product.plan import SLICE_LOGITS, Plan, Tiling, count, slices_of
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.tiles import static_pairs, unpoisoned
 from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
+
+
+def forward(plan: Plan, operands: Operands) -> Result:
+    """Computes the output and its row values, a strip of rows after the other."""
+    run = partial(_forward_by_widths if plan.tiling.runtime_extent else _forward_by_extents, plan)
+    if not plan.tiling.head_slices:
+        return run(operands)
+    rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
+    return on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
+
+
+def backward(
+    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+) -> dict[str, Any]:
+    """Computes the gradients named in `wanted`, a strip of keys after the other."""
+    dout, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
+    names = wanted.names - {"sink"}
+    run = partial(_gradients_by_widths if plan.tiling.runtime_extent else _gradients_by_extents, plan, names)
+    given = operands, result, dout, delta
+    if plan.tiling.head_slices:
+        specs = {name: PartitionSpec(*explicit_spec(operands.array(name))) for name in names}
+
+        def on_a_device(operands, *rows):
+            return {name: match_type(x, operands.array(name)) for name, x in run(operands, *rows).items()}
+
+        grads = on_local_shards(on_a_device, lambda *_: specs, given)
+    else:
+        grads = run(*given)
+    if "sink" in wanted.names:
+        grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
+    return grads
+
+
+def _dtype_of_gradients(operands: Operands, alike: Operands) -> Any:
+    """Returns that of the operands, or the accumulator's where there are sums over devices to come."""
+    is_alike = all(varying(x) == varying(y) for x, y in zip(operands[:3], alike[:3], strict=True))
+    return operands.query.dtype if is_alike else accumulator_dtype(operands.query.dtype)
+
+
+# Strips whose extent is known at trace time.
 
 
 class Strip(NamedTuple):
@@ -76,12 +116,13 @@ class Strip(NamedTuple):
 
 
 def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
-    """The strips of the plane: one for each block of rows (`axis` 0) or of columns (1), even if empty."""
-    batch, T, S, _, groups = operands.sizes
-    blocks, ends = (plan.tiling.block_q, plan.tiling.block_k), (T, S)
+    """Lists the strips of the plane: one for each block of rows (`axis` 0) or columns (1), even if empty."""
+    # Which tiles of these blocks bands over indices leave.
+    blocks, ends = (plan.tiling.block_q, plan.tiling.block_k), (operands.sizes.T, operands.sizes.S)
     rules = Mask() if operands.mask.has_positions else operands.mask.rules
-    given = visibility.tile_mask(rules, None, T, S, len(batch), groups)
-    full, mixed, _ = static_pairs(given, plan.tiling)
+    full, mixed, _ = static_pairs(visibility.tile_mask(rules, None, operands.sizes), plan.tiling)
+
+    # A strip goes from the first to the last of them.
     pairs, found = np.concatenate([full, mixed]), []
     for number, start in enumerate(range(0, ends[axis], blocks[axis])):
         others = pairs[pairs[:, axis] == number][:, 1 - axis]
@@ -95,16 +136,9 @@ def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
     return found
 
 
-def forward(plan: Plan, operands: Operands) -> Result:
-    """The output and its row values, a strip of rows after the other."""
-    run = partial(_forward_by_widths if plan.tiling.has_widths else _forward_by_extents, plan)
-    if not plan.tiling.head_slices:
-        return run(operands)
-    rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
-    return on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
-
-
 def _forward_by_extents(plan: Plan, operands: Operands) -> Result:
+    """Computes the result of one device, `slices` of its heads after one another."""
+    # Operands with batch and heads in one axis, if these are those of one device: [..., K, G, T, H].
     operands = vary_alike(operands)
     q, k, v, _ = unpoisoned(plan.options, operands)
     *batch, K, G, _, _ = q.shape
@@ -113,63 +147,48 @@ def _forward_by_extents(plan: Plan, operands: Operands) -> Result:
         sink = operands.sink.astype(accumulator_dtype(q.dtype)).reshape(K, G, 1, 1)
         sink = jnp.broadcast_to(sink, (*batch, K, G, 1, 1))
     given = jax.tree.map(lambda x: merged(plan.tiling, x, len(batch)), (q, k, v, sink))
-    given = *given, _told(plan, operands)
-    found = few_heads_at_a_time(plan.tiling.head_slices, partial(_rows, plan, operands), given)
+    given = *given, mask_arrays(plan, operands)
+
+    run = partial(_rows, plan, operands, strips(plan, operands, 0))
+    found = few_heads_at_a_time(plan.tiling.head_slices, run, given)
     out, lse, low = jax.tree.map(lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:])), found)
     return Result(out, lse[..., 0], low[..., 0])
 
 
-def _rows(plan: Plan, operands: Operands, given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out `[..., K, G, T, Hv]`, lse, lse_low `[..., K, G, T, 1]`) of some heads."""
-    q, k, v, sink, told = given
+def _rows(plan: Plan, operands: Operands, found_strips: list[Strip], given: Any) -> list[jax.Array]:
+    """Computes (out `[..., K, G, T, Hv]`, lse, lse_low `[..., K, G, T, 1]`) of some heads."""
+    q, k, v, sink, arrays = given
     found: list[Any] = []
     step = jax.checkpoint(partial(attended, plan.options))
-    for strip in strips(plan, operands, 0):
+    for strip in found_strips:
+        # Rows and keys of the strip, which wait for the strip before.
         rows, shape = _part(q, -2, strip.rows), (*q.shape[:-2], strip.rows[1] - strip.rows[0])
         rows, *keys = after((rows, k, v), found[-1:])
         rows, keys = flat(rows), [_part(x, -2, strip.columns) for x in keys]
+
         extra = None if sink is None else flat(jnp.broadcast_to(sink, (*shape, 1)))
-        parts = step(rows, *keys, extra, _seen(operands, strip, told, q.shape[-3], q.ndim - 1))
+        parts = step(rows, *keys, extra, _seen(operands, strip, arrays, q.shape[-3], q.ndim - 1))
         found.append([x.reshape(*shape, x.shape[-1]) for x in parts])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, -2), *found)
-
-
-def gradients(
-    plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
-) -> dict[str, Any]:
-    """What `materialized.backward` gives of query, key and value, a strip of keys after the other."""
-    run = partial(_gradients_by_widths if plan.tiling.has_widths else _gradients_by_extents, plan, wanted)
-    given = operands, result, dout, delta
-    if not plan.tiling.head_slices:
-        return run(*given)
-    specs = {name: PartitionSpec(*explicit_spec(operands.array(name))) for name in wanted}
-
-    def on_a_device(operands, *rows):
-        return {name: match_type(x, operands.array(name)) for name, x in run(operands, *rows).items()}
-
-    return on_local_shards(on_a_device, lambda *_: specs, given)
 
 
 def _gradients_by_extents(
     plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
+    """Computes the gradients of query, key and value of one device, some heads after the other."""
+    # Operands and rows with batch and heads in one axis, if these are those of one device.
     alike = vary_alike(operands)
-    if any(varying(x) != varying(y) for x, y in zip(operands[:3], alike[:3], strict=True)):
-        dtype = accumulator_dtype(operands.query.dtype)  # there are sums over devices to come
-    else:
-        dtype = operands.query.dtype
-    q, k, v, live = unpoisoned(plan.options, operands := alike)
+    dtype, operands = _dtype_of_gradients(operands, alike), alike
+    q, k, v, live = unpoisoned(plan.options, operands)
     *batch, K, G, _, _ = q.shape
-    if live is not None:
-        dout, delta = jnp.where(live[..., None], dout, 0), jnp.where(live, delta, 0)
-    lse = finite(result.lse)
-    low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
-    rows = (*(layout.split_rows(x, G) for x in (lse, low)), delta)
+    dout, delta = row_terms.in_live_rows(live, dout, delta)
+    rows = (*(layout.split_rows(x, G) for x in row_terms.finite_lse(result)), delta)
     whole = (q, k, v, dout.astype(v.dtype), *(x[..., None] for x in rows))
-    given = *(merged(plan.tiling, x, len(batch)) for x in whole), _told(plan, operands)
-    found = few_heads_at_a_time(
-        plan.tiling.head_slices, partial(_gradients_of_heads, plan, wanted, dtype, operands), given
-    )
+    given = *(merged(plan.tiling, x, len(batch)) for x in whole), mask_arrays(plan, operands)
+
+    # The gradients in the layout of the heads, and then of the caller.
+    run = partial(_gradients_of_heads, plan, wanted, dtype, operands, strips(plan, operands, 1))
+    found = few_heads_at_a_time(plan.tiling.head_slices, run, given)
     own = {"query": 3, "key": 2, "value": 2}
     found = {name: x.reshape(*batch, K, *x.shape[-own[name] :]) for name, x in found.items()}
     return {
@@ -179,17 +198,20 @@ def _gradients_by_extents(
 
 
 def _gradients_of_heads(
-    plan: Plan, wanted: frozenset[str], dtype: Any, operands: Operands, given: Any
+    plan: Plan, wanted: frozenset[str], dtype: Any, operands: Operands, found_strips: list[Strip], given: Any
 ) -> dict[str, Any]:
-    """Those of query `[..., K, G, T, H]`, of key and value `[..., K, S, H]`, of some heads."""
-    q, k, v, dout, lse, low, delta, told = given
+    """Computes those of query `[..., K, G, T, H]`, of key and value `[..., K, S, H]`, of some heads."""
+    q, k, v, dout, lse, low, delta, arrays = given
     columns: dict[str, list[jax.Array]] = {name: [] for name in ("key", "value") if name in wanted}
     dq, step = None, jax.checkpoint(partial(shares, plan.options, wanted))
-    for strip in strips(plan, operands, 1):
+    for strip in found_strips:
+        # Keys and rows of the strip, which wait for the strip before.
         keys = [_part(x, -2, strip.columns) for x in (k, v)]
         rows = [flat(_part(x, -2, strip.rows)) for x in (q, dout, lse, low, delta)]
         keys, rows, dq = after((keys, rows, dq), (dq, [parts[-1:] for parts in columns.values()]))
-        share = step(*keys, *rows, _seen(operands, strip, told, q.shape[-3], q.ndim - 1))
+
+        # dk and dv of its keys are whole, dq of its rows is a share.
+        share = step(*keys, *rows, _seen(operands, strip, arrays, q.shape[-3], q.ndim - 1))
         for name, parts in columns.items():
             parts.append(share[name].astype(dtype))
         if "query" in wanted:
@@ -199,7 +221,7 @@ def _gradients_of_heads(
 
 
 def _added(dq: jax.Array | None, share: jax.Array, strip: Strip, q: jax.Array, operands: Any) -> jax.Array:
-    """The sum with what a strip gives to dq of its rows; None = nothing yet."""
+    """Adds to the sum what a strip gives to dq of its rows; None = nothing yet."""
     first, end = strip.rows
     share = share.reshape(*q.shape[:-2], end - first, q.shape[-1])
     if dq is None and end - first == q.shape[-2]:
@@ -209,45 +231,55 @@ def _added(dq: jax.Array | None, share: jax.Array, strip: Strip, q: jax.Array, o
     return lax.dynamic_update_slice_in_dim(dq, _part(dq, -2, strip.rows) + share, first, -2)
 
 
-def _part(x: jax.Array, axis: int, along: tuple[int, int]) -> jax.Array:
-    return lax.slice_in_dim(x, *along, axis=axis)
+def _part(x: jax.Array, axis: int, bounds: tuple[int, int]) -> jax.Array:
+    return lax.slice_in_dim(x, *bounds, axis=axis)
 
 
-def _told(plan: Plan, operands: Operands) -> list[jax.Array]:
-    """What arrays tell of who sees whom, each `[*batch|1, K|1, G|1, T|1, S|1]`, batch and heads `merged`."""
-    batch, T, S, K, groups = operands.sizes
-    mask, found = operands.mask, []
+def mask_arrays(plan: Plan, operands: Operands) -> list[jax.Array]:
+    """Lists the arrays that tell who sees whom, each `[*batch|1, K|1, G|1, T|1, S|1]`, `merged`."""
+    # The array of the call, and what tokens tell; a band over indices is each strip's own.
+    sizes, mask, found = operands.sizes, operands.mask, []
     if mask.elements is not None:
-        found.append(layout.plane(mask.elements, len(batch), groups))
+        found.append(layout.plane(mask.elements, len(sizes.batch), sizes.G))
     if mask.has(*AXES.keys() - {"elements"}):
         tokens = mask.replace(elements=None)
-        if not mask.has_positions:  # the band is one of indices
+        if not mask.has_positions:
             tokens = tokens.replace(is_causal=False, window=None)
-        seen = visibility.of_plane(tokens, None, T, S, len(batch), groups)
+        seen = visibility.of_plane(tokens, None, sizes)
         found += [] if seen is None else [seen]
+
+    # With batch and heads in one axis: whole, or of size 1.
     if plan.tiling.head_slices:
-        alone = lambda x: math.prod(x.shape[:-3]) == 1
-        found = [x if alone(x) else jnp.broadcast_to(x, (*batch, K, *x.shape[-3:])) for x in found]
-    return [merged(plan.tiling, x, len(batch)) for x in found]
+        is_shared = lambda x: math.prod(x.shape[:-3]) == 1
+        whole = lambda x: jnp.broadcast_to(x, (*sizes.batch, sizes.K, *x.shape[-3:]))
+        found = [x if is_shared(x) else whole(x) for x in found]
+    return [merged(plan.tiling, x, len(sizes.batch)) for x in found]
 
 
-def _seen(operands: Operands, strip: Strip, told: list[jax.Array], groups: int, rank: int) -> list[jax.Array]:
-    """Which elements are seen, arrays `[groups * rows|1, columns|1]` with axes in front; none if all are."""
+def _seen(
+    operands: Operands, strip: Strip, arrays: list[jax.Array], groups: int, rank: int
+) -> list[jax.Array]:
+    """Lists what tells the elements that are seen, `[..., groups * rows|1, columns|1]`; none if all are."""
+    # What the band hides of this strip.
     seen, mask = [], operands.mask
     if strip.mixed and not mask.has_positions:
-        row, column = (jnp.arange(*along, dtype=jnp.int32) for along in (strip.rows, strip.columns))
+        row, column = (jnp.arange(*bounds, dtype=jnp.int32) for bounds in (strip.rows, strip.columns))
         row = jnp.tile(row, groups)
         band = masks.in_band(row[:, None], column[None], mask.is_causal, mask.window)
         if band is not None:  # else mixed for being shorter than a block
             seen.append(to_rank(band, rank))
-    for x in told:
-        for axis, along in ((-2, strip.rows), (-1, strip.columns)):
-            x = x if x.shape[axis] == 1 else _part(x, axis, along)
+
+    # What the arrays hide of it, rows of all groups in one axis.
+    for x in arrays:
+        for axis, bounds in ((-2, strip.rows), (-1, strip.columns)):
+            x = x if x.shape[axis] == 1 else _part(x, axis, bounds)
         if x.shape[-3:-1] != (1, 1):
             x = jnp.broadcast_to(x, (*x.shape[:-3], groups, strip.rows[1] - strip.rows[0], x.shape[-1]))
         seen.append(flat(x))
     return fusion.barrier(seen) if seen else []
 
+
+# What one strip computes: rows against keys, of which one side meets all that it sees.
 
 _ROUNDED = {  # products whose kernels round wide factors as they read them; TF32 has the mantissa of float16
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
@@ -258,8 +290,9 @@ _ROUNDED = {  # products whose kernels round wide factors as they read them; TF3
 def attended(
     options: Options, q: Any, k: Any, v: Any, sink: Any, seen: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse, lse_low) of rows that see these keys, and a sink, alone."""
-    logits = fusion.barrier(_logits(options, q, k, seen))
+    """Computes (out, lse, lse_low) of rows that see these keys, and a sink, alone."""
+    # The greatest logit of each row and its sum, with the sink; lse is their log.
+    logits = fusion.barrier(_hidden(_capped(options, q, k)[0], seen))
     m, l = _greatest_and_sum(logits)
     if sink is not None:
         greatest = lax.stop_gradient(jnp.maximum(m, sink))
@@ -269,11 +302,13 @@ def attended(
     m, l = finite(m), jnp.where(empty, 1, l)
     lse, low = online.log_sum(m, l)
     lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
+
+    # The output of the probabilities, whose logits are formed again where factors are narrow.
     m, l = map(fusion.barrier, (m, l))
     if q.dtype != l.dtype:
         # Other barriers than of the first product: else XLA takes both at once. Two kernels need not round
         # alike, which counts where one logit of 1e5 takes all, and factors are wide.
-        logits = _logits(options, fusion.barrier(q), fusion.barrier(k), seen)
+        logits = _hidden(_capped(options, fusion.barrier(q), fusion.barrier(k))[0], seen)
     p = fusion.barrier(jnp.exp(logits - m).astype(v.dtype))
     product = {"precision": options.precision, "preferred_element_type": l.dtype}
     out = jnp.einsum("...ts,...sh->...th", p, v, **product) / l
@@ -281,7 +316,7 @@ def attended(
 
 
 def _greatest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(m, sum of exp(logits - m)) of each row, `[..., 1]`.
+    """Returns (m, sum of exp(logits - m)) of each row, `[..., 1]`.
 
     One kernel of XLA:GPU reads a row once, if all that follows its maximum is one array, and if the maximum
     has no other reader: hence it is formed twice, and m and the sum are one array.
@@ -300,12 +335,15 @@ def shares(
     options: Options, wanted: frozenset[str],
     k: Any, v: Any, q: Any, dout: Any, lse: Any, low: Any, delta: Any, seen: Any,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """What a strip gives to each gradient that is wanted."""
+    """Computes what a strip gives to each gradient that is wanted."""
+    # The probabilities again, and what (8) and (10) multiply with.
     matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
     logits, tanh = _capped(options, q, k)  # (1)
     p, share = jnp.exp(_hidden((logits - lse) - low, seen)), {}  # (2)
     factor = p if tanh is None else p * (1 - tanh * tanh)  # of (10)
     p, factor = map(fusion.barrier, (p, factor))
+
+    # Through the product with the values, and back to queries and keys.
     if "value" in wanted:
         share["value"] = _rounded_product(options, "...ts,...th->...sh", p, dout)  # (5)
     if wanted == {"value"}:
@@ -320,7 +358,7 @@ def shares(
 
 
 def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.Array) -> jax.Array:
-    """The product with `wide` rounded to the dtype of `narrow`, on a GPU by the kernel that reads it."""
+    """Multiplies with `wide` rounded to the dtype of `narrow`, on a GPU by the kernel that reads it."""
     precision = _ROUNDED.get(str(narrow.dtype)) if targets.platform() == "gpu" else None
     if precision is None or options.precision is not None:
         wide, precision = wide.astype(narrow.dtype), options.precision
@@ -329,19 +367,15 @@ def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.A
     return jnp.einsum(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
 
 
-def _logits(options: Options, q: jax.Array, k: jax.Array, seen: Any) -> jax.Array:
-    return _hidden(_capped(options, q, k)[0], seen)
-
-
 def _hidden(x: jax.Array, seen: Any) -> jax.Array:
-    """`x`, -inf where one of the arrays `seen` is False: each by itself, for their conjunction is larger."""
+    """Returns `x`, -inf where one of the arrays `seen` is False: one by one, their conjunction is larger."""
     for one in jax.tree.leaves(seen):
         x = jnp.where(one, x, -jnp.inf)
     return x
 
 
 def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """`block.scaled_product` of rows in one axis, soft-capped: a reshape would part it from what ends it."""
+    """Computes `block.scaled_product` of rows in one axis, soft-capped; a reshape would part the two."""
     dtype = accumulator_dtype(q.dtype)
     in_q = q.dtype == dtype
     q = q * options.scale if in_q else q
@@ -351,7 +385,7 @@ def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ja
 
 
 def few_heads_at_a_time(slices: int, run: Callable[[Any], Any], arrays: Any) -> Any:
-    """What `run` gives, of one of these slices of the first axis of `arrays` after the other.
+    """Computes what `run` gives, of one of these slices of the first axis of `arrays` after the other.
 
     An array that has one entry there is for all of them.
     """
@@ -366,29 +400,36 @@ def few_heads_at_a_time(slices: int, run: Callable[[Any], Any], arrays: Any) -> 
 
 
 def after(arrays: Any, last: Any) -> Any:
-    """`arrays`, of which nothing is computed before `last` is: else all strips run at once."""
+    """Returns `arrays`, of which nothing is computed before `last` is: else all strips run at once."""
     return fusion.barrier((arrays, last))[0]
 
 
 def flat(x: jax.Array) -> jax.Array:
-    """`x [..., G, T, n]` with the rows of all groups in one axis."""
+    """Puts the rows of all groups of `x [..., G, T, n]` in one axis."""
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
 def merged(tiling: Tiling, x: jax.Array, batch_rank: int) -> jax.Array:
-    """`x [*batch, K, ...]` with the axes of batch and heads in one, where they are those of one device."""
+    """Puts batch and heads of `x [*batch, K, ...]` in one axis, where they are those of one device."""
     return x.reshape(-1, *x.shape[batch_rank + 1 :]) if tiling.head_slices else x
 
 
-class Along(NamedTuple):
+# Strips whose extent is told at run time: what they are cut from, and the walk over them.
+
+
+class Stretch(NamedTuple):
     """A part of a sequence."""
 
     first: jax.Array
     size: int
 
 
-class Plane(NamedTuple):
-    """The plane of a call, padded to whole blocks; of the batch, arrays have the axes, or one."""
+class StripSource(NamedTuple):
+    """The plane that strips are cut from, padded to whole blocks.
+
+    Its arrays have the axes of the batch, or one of batch and heads. `lead` are the axes of batch and key
+    heads, or the one of both.
+    """
 
     tiling: Tiling
     batch: tuple[int, ...]
@@ -398,38 +439,37 @@ class Plane(NamedTuple):
     seen: jax.Array | None  # [..., S], which keys are seen
 
     @classmethod
-    def of(cls, tiling: Tiling, operands: Operands) -> "Plane":
-        """That of a call without functions, whose mask array, if there is one, hides keys alone."""
-        batch, T, S, K, G = operands.sizes
-        blocks = tiling.block_q, tiling.block_k
-        given = visibility.tile_mask(
-            operands.mask.with_segments_of_keys(), None, T, S, len(batch), G, *blocks
-        )
-        plane = cls(tiling, batch, (K, G), given, None, None)
+    def of(cls, tiling: Tiling, operands: Operands) -> "StripSource":
+        """Lays out a call without functions, whose mask array, if there is one, hides keys alone."""
+        sizes, blocks = operands.sizes, (tiling.block_q, tiling.block_k)
+        given = visibility.tile_mask(operands.mask.with_segments_of_keys(), None, sizes, *blocks)
+        source = cls(tiling, sizes.batch, (sizes.K, sizes.G), given, None, None)
 
         def tokens(x, block):
             length = x.valid_length
             if x.length % block:  # what lies beyond is padding
                 length = jnp.minimum(jnp.int32(x.length), x.length if length is None else length)
-            position, segment = (None if y is None else plane.laid(y, 1) for y in (x.position, x.segment))
-            return Tokens(x.length, position, segment, None if length is None else plane.laid(length, 0))
+            position, segment = (None if y is None else source.laid(y, 1) for y in (x.position, x.segment))
+            return Tokens(x.length, position, segment, None if length is None else source.laid(length, 0))
 
         rows, columns = tokens(given.rows, blocks[0]), tokens(given.columns, blocks[1])
-        live, seen = (  # the same for all heads
+        # Which queries and keys are used is the same for all heads.
+        found = visibility.used_queries_and_keys(operands.mask, operands.bias, sizes)
+        live, seen = (
             None
             if x is None
-            else plane.laid(layout.pad(x.reshape(*x.shape[: len(batch)], -1), {-1: block}), 1)
-            for x, block in zip(visibility.live_and_seen_of(operands), blocks, strict=True)
+            else source.laid(layout.pad(x.reshape(*x.shape[: len(sizes.batch)], -1), {-1: block}), 1)
+            for x, block in zip(found, blocks, strict=True)
         )
-        return plane._replace(mask=TileMask(given.rules, rows, columns, None, None), live=live, seen=seen)
+        return source._replace(mask=TileMask(given.rules, rows, columns, None, None), live=live, seen=seen)
 
     @property
     def merges(self) -> bool:
-        """Whether the axes of batch and heads are one."""
+        """Tells whether the axes of batch and heads are one."""
         return self.tiling.head_slices > 0
 
     def laid(self, x: jax.Array, own: int) -> jax.Array:
-        """`x`, which has `own` axes behind those of the batch, with these in one if they are to be."""
+        """Puts the axes of the batch in one if they are to be; `x` has `own` axes behind them."""
         x = to_rank(x, len(self.batch) + own)
         if not self.merges:
             return x
@@ -437,7 +477,7 @@ class Plane(NamedTuple):
         return (x if math.prod(lead) == 1 else jnp.broadcast_to(x, (*self.batch, *sizes))).reshape(-1, *sizes)
 
     def given(self, x: jax.Array, axis: int) -> jax.Array:
-        """`x [..., n, heads, h]` of queries (`axis` 0) or of keys (1), padded: what is cut.
+        """Pads `x [..., n, heads, h]` of queries (`axis` 0) or of keys (1): strips are cut from it.
 
         With heads and what each has in one axis, if no device has a share of them: else XLA brings heads to
         the front of the whole array, one more pass over it.
@@ -446,67 +486,72 @@ class Plane(NamedTuple):
         return x.reshape(*x.shape[:-2], -1) if self.merges else x
 
     def returned(self, x: jax.Array, length: int, groups: int) -> jax.Array:
-        """`[*batch, length, heads, h]` of an array in the layout of `given`."""
+        """Turns an array from the layout of `given` into `[*batch, length, heads, h]`."""
         heads = self.heads[0] * groups
         h = x.shape[-1] // heads if self.merges else x.shape[-1]
         return x.reshape(*self.batch, -1, heads, h)[..., :length, :, :]
 
-    def parts(self, x: jax.Array, turn: jax.Array, along: Along, axis: int | None = None) -> Parts:
-        """Where in `x`, laid like `given`, the batch entries lie whose turn it is, `along` their axis."""
+    def parts(self, x: jax.Array, turn: jax.Array, stretch: Stretch, axis: int | None = None) -> Parts:
+        """Tells where in `x`, laid like `given`, that stretch lies of the batch entries whose turn it is."""
         turns = self.tiling.head_slices
         entries = {0: (turn * (x.shape[0] // turns), x.shape[0] // turns)} if turns > 1 else {}
         axis = (-2 if self.merges else -3) if axis is None else axis
-        return {**entries, x.ndim + axis: along}
+        return {**entries, x.ndim + axis: stretch}
 
-    def rows(self, x: jax.Array, turn: jax.Array, along: Along) -> jax.Array:
-        """`[*lead, G * n, h]` of `x` of queries, 0 where these see nothing."""
-        return self._cut(x, turn, along, self.live, self.heads[1])
+    def rows(self, x: jax.Array, turn: jax.Array, stretch: Stretch) -> jax.Array:
+        """Cuts `[*lead, G * n, h]` out of `x` of queries, 0 where these see nothing."""
+        return self._cut(x, turn, stretch, self.live, self.heads[1])
 
-    def columns(self, x: jax.Array, turn: jax.Array, along: Along) -> jax.Array:
-        """`[*lead, n, h]` of `x` of keys, 0 where these are not seen."""
-        return self._cut(x, turn, along, self.seen, 1)
+    def columns(self, x: jax.Array, turn: jax.Array, stretch: Stretch) -> jax.Array:
+        """Cuts `[*lead, n, h]` out of `x` of keys, 0 where these are not seen."""
+        return self._cut(x, turn, stretch, self.seen, 1)
 
-    def _cut(self, x: jax.Array, turn: jax.Array, along: Along, used: Any, groups: int) -> jax.Array:
-        x = take_part(x, self.parts(x, turn, along))
+    def _cut(self, x: jax.Array, turn: jax.Array, stretch: Stretch, used: Any, groups: int) -> jax.Array:
+        x = take_part(x, self.parts(x, turn, stretch))
         if self.merges:
             heads = self.heads[0] * groups
             x = x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
         if used is not None:
-            used = take_part(used, self.parts(used, turn, along, -1))
+            used = take_part(used, self.parts(used, turn, stretch, -1))
             x = jnp.where(used[..., None, None], x, 0)
         x = layout.split_heads(x, groups)
         *batch, K, _, n, h = x.shape
         lead = (math.prod(batch) * K,) if self.merges else (*batch, K)
         return x.reshape(*lead, groups * n, h)
 
-    def of_rows(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """`x [N]`, a number of each query head, for rows like `[*lead, G * n, h]`: `[*lead, G * n, 1]`."""
+    def for_rows(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """Repeats `x [N]` of each query head for rows like `[*lead, G * n, h]`: `[*lead, G * n, 1]`."""
         K, G = self.heads
         x = jnp.repeat(x.reshape(K, G), like.shape[-2] // G, 1)[..., None]
         entries = (like.shape[0] // K,) if self.merges else like.shape[:-3]
         return jnp.broadcast_to(x, (*entries, *x.shape)).reshape(*like.shape[:-1], 1)
 
     def as_given(self, x: jax.Array, groups: int) -> jax.Array:
-        """`x [*lead, groups * n, h]` in the layout of `given`."""
+        """Turns `x [*lead, groups * n, h]` into the layout of `given`."""
         *lead, n, h = x.shape
         lead = [lead[0] // self.heads[0], self.heads[0]] if self.merges else lead
         x = layout.merge_heads(x.reshape(*lead, groups, n // groups, h))
         return x.reshape(*x.shape[:-2], x.shape[-2] * h) if self.merges else x
 
-    def where_seen(self, turn: jax.Array, rows: Along, columns: Along) -> jax.Array | None:
-        """Which elements are, `[*lead, G * rows, columns]`, with axes of size 1 in front; None = all."""
+    def where_seen(self, turn: jax.Array, rows: Stretch, columns: Stretch) -> jax.Array | None:
+        """Tells which elements are seen, `[*lead|1, G * rows, columns]`; None = all."""
 
-        def window(tokens, along):
-            take = lambda x: None if x is None else take_part(x, self.parts(x, turn, along, -1))
+        # The strip's own tokens, compared as those of a plane.
+        def window(tokens, stretch):
+            take = lambda x: None if x is None else take_part(x, self.parts(x, turn, stretch, -1))
             length = tokens.valid_length
             length = None if length is None else take(length[..., None])[..., 0]
-            return Tokens(along.size, take(tokens.position), take(tokens.segment), length, along.first[None])
+            return Tokens(
+                stretch.size, take(tokens.position), take(tokens.segment), length, stretch.first[None]
+            )
 
         sides, rank = (window(self.mask.rows, rows), window(self.mask.columns, columns)), len(self.batch)
         given = TileMask(self.mask.rules, *sides, None, None)
         seen = visibility.of_whole(given, 1 if self.merges else rank)
         if seen is None:
             return None
+
+        # The same for all heads, and rows of all groups in one axis.
         seen = jnp.broadcast_to(seen[..., 0, :, :], (*seen.shape[:-3], rows.size, columns.size))
         seen = jnp.tile(seen, (1,) * (seen.ndim - 2) + (self.heads[1], 1))  # [..., 1, G * rows, columns]
         if self.merges:
@@ -515,21 +560,28 @@ class Plane(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """What strips meet: `[turns, strips]` int32, NumPy arrays where shapes alone tell."""
+    """The blocks that strips meet: `[turns, strips]` int32, NumPy arrays where shapes alone tell."""
 
     first: Any  # block
     width: Any  # which of these:
     widths: list[int]  # in blocks
 
 
-def extents(plane: Plane, axis: int) -> Extents:
-    """Those of the strips of rows (`axis` 0) or of keys (1)."""
-    given, turns, blocks = plane.mask, plane.tiling.head_slices, (plane.tiling.block_q, plane.tiling.block_k)
+def extents(source: StripSource, axis: int) -> Extents:
+    """Finds those of the strips of rows (`axis` 0) or of keys (1)."""
+    # Which tiles any entry of a turn may see something of, [turns, query tiles, key tiles].
+    given, turns, blocks = (
+        source.mask,
+        source.tiling.head_slices,
+        (source.tiling.block_q, source.tiling.block_k),
+    )
     live, _ = visibility.of_tiles(given.rules, given.rows, given.columns, *blocks)
     if turns > 1:
         live = live.reshape(turns, -1, *live.shape[-2:]).any(1)
     else:
         live = live.any(tuple(range(live.ndim - 2)))[None]
+
+    # Each strip goes from the first to the last of them, in the narrowest of a few widths that holds all.
     is_known, others = isinstance(live, np.ndarray), live.shape[2 - axis]
     first, end = _met(live if is_known else _of_all(live), axis)
     least, most = _met(visibility.known_tiles(given, *blocks)[0][None], axis)  # by shapes alone
@@ -541,7 +593,7 @@ def extents(plane: Plane, axis: int) -> Extents:
 
 
 def _met(live: Any, axis: int) -> tuple[Any, Any]:
-    """(first, end) of the blocks that each strip meets, of `live [turns, query tiles, key tiles]`."""
+    """Returns (first, end) of the blocks that each strip meets, of `live [turns, query tiles, key tiles]`."""
     live, xp = live if axis == 0 else live.swapaxes(1, 2), np if isinstance(live, np.ndarray) else jnp
     number = np.arange(live.shape[-1], dtype=np.int32)[None, None]
     end = xp.where(live, number + 1, 0).max(-1)
@@ -549,7 +601,7 @@ def _met(live: Any, axis: int) -> tuple[Any, Any]:
 
 
 def _widths(blocks: int, most: np.ndarray, is_known: bool) -> list[int]:
-    """How many of so many blocks strips may meet, which meet at `most` these: at most half more than that.
+    """Lists how many of so many blocks strips take, which meet at `most` these: at most half more than that.
 
     Where it `is_known` that they do meet them, others are left out: each is a branch to compile.
     """
@@ -560,7 +612,7 @@ def _widths(blocks: int, most: np.ndarray, is_known: bool) -> list[int]:
 
 @custom_vmap
 def _of_all(live: jax.Array) -> jax.Array:
-    """`live`; under `vmap` where any is: branches taken apart for each would all be computed."""
+    """Returns `live`; under `vmap` where any is: branches taken apart for each would all be computed."""
     return live
 
 
@@ -569,67 +621,78 @@ def _of_all_of_batch(size: int, in_batched: list[bool], live: jax.Array) -> tupl
     return _of_all(live.any(0) if in_batched[0] else live), False
 
 
-def _walk(plane: Plane, axis: int, run: Callable[..., Any], sums: Any, found: Any) -> tuple[Any, Any]:
-    """`(sums, found)` after all strips of rows (`axis` 0) or of keys (1), one after the other.
+def _walk(source: StripSource, axis: int, run: Callable[..., Any], sums: Any, found: Any) -> tuple[Any, Any]:
+    """Returns `(sums, found)` after all strips of rows (`axis` 0) or of keys (1), one after the other.
 
-    `run(turn, own, met, sums)` computes one of them, its own tokens and those that it meets `Along` the
-    sequences. It gives new sums, and what lies in `found`, arrays `[..., n, heads, h]`, at its own tokens.
+    `run(turn, own, met, sums)` computes one of them; its own tokens and those that it meets are each a
+    `Stretch`. It gives new sums, and what lies in `found`, arrays `[..., n, heads, h]`, at its own tokens.
     """
-    first, width, widths = extents(plane, axis)
-    (turns, strips), (own, other) = first.shape, (plane.tiling.block_q, plane.tiling.block_k)[:: 1 - 2 * axis]
+    # Strip i is one of the blocks of its side, in one of the turns of batch entries.
+    first, width, widths = extents(source, axis)
+    (turns, strips), blocks = first.shape, (source.tiling.block_q, source.tiling.block_k)
+    own, other = blocks[axis], blocks[1 - axis]
     at = lambda x, i: take_part(jnp.asarray(x, jnp.int32).reshape(-1), {0: (i, 1)}).reshape(())
 
     def place(i):
         turn = i // strips if turns > 1 else jnp.zeros_like(i)
-        return turn, Along((i - turn * strips) * own, own)
+        return turn, Stretch((i - turn * strips) * own, own)
 
+    # The narrowest width that holds all that strip i meets; each is a branch.
     def meeting(blocks, i, sums):  # finds its place itself: outside, that would be kernels of their own
-        return run(*place(i), Along(at(first, i) * other, blocks * other), sums)
+        return run(*place(i), Stretch(at(first, i) * other, blocks * other), sums)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def narrowest(i, sums):
         branches = [jax.checkpoint(partial(meeting, blocks)) for blocks in widths]
         return lax.switch(at(width, i), branches, i, sums)
 
+    # What it computes is written at its own tokens.
     def step(carry, i):
         sums, part = narrowest(i, carry[0])
-        groups = plane.heads[1] if axis == 0 else 1
-        put = lambda x, part: put_part(x, plane.as_given(part, groups), plane.parts(x, *place(i)))
+        groups = source.heads[1] if axis == 0 else 1
+        put = lambda x, part: put_part(x, source.as_given(part, groups), source.parts(x, *place(i)))
         return (sums, jax.tree.map(put, carry[1], part)), None
 
     return lax.scan(step, (sums, found), np.arange(turns * strips, dtype=np.int32))[0]
 
 
 def _forward_by_widths(plan: Plan, operands: Operands) -> Result:
-    """The output and its row values, a strip of rows after the other."""
+    """Computes the result of one device."""
+    # What strips are cut from.
     operands = vary_alike(operands)
-    plane, (_, T, _, _, G) = Plane.of(plan.tiling, operands), operands.sizes
-    q, k, v = plane.given(operands.query, 0), plane.given(operands.key, 1), plane.given(operands.value, 1)
+    source, (_, T, _, _, G) = StripSource.of(plan.tiling, operands), operands.sizes
+    q, k, v = source.given(operands.query, 0), source.given(operands.key, 1), source.given(operands.value, 1)
     wide = accumulator_dtype(q.dtype)
 
     def run(turn, own, met, _):
-        rows = plane.rows(q, turn, own)
-        sink = None if operands.sink is None else plane.of_rows(operands.sink.astype(wide), rows)
-        arrays = rows, plane.columns(k, turn, met), plane.columns(v, turn, met), sink
-        return None, _of_heads(plane, partial(attended, plan.options), arrays, turn, own, met)
+        rows = source.rows(q, turn, own)
+        sink = None if operands.sink is None else source.for_rows(operands.sink.astype(wide), rows)
+        arrays = rows, source.columns(k, turn, met), source.columns(v, turn, met), sink
+        return None, _of_heads(source, partial(attended, plan.options), arrays, turn, own, met)
 
-    heads = operands.query.shape[-2] if plane.merges else 1
+    # Every strip writes its rows of the results, which begin empty.
+    heads = operands.query.shape[-2] if source.merges else 1
     like = ((operands.value.shape[-1], q.dtype), (1, wide), (1, wide))
     empty = tuple(full_like_operands(q, (*q.shape[:-1], heads * n), 0, dtype, operands) for n, dtype in like)
-    _, found = _walk(plane, 0, run, None, empty)
-    out, lse, low = (plane.returned(x, T, G) for x in found)
+    _, found = _walk(source, 0, run, None, empty)
+    out, lse, low = (source.returned(x, T, G) for x in found)
     return Result(out, lse[..., 0], low[..., 0])
 
 
 def _of_heads(
-    plane: Plane, run: Callable[..., Any], arrays: Any, turn: jax.Array, rows: Along, columns: Along
+    source: StripSource,
+    run: Callable[..., Any],
+    arrays: Any,
+    turn: jax.Array,
+    rows: Stretch,
+    columns: Stretch,
 ) -> Any:
-    """`run(*arrays, seen)`, of so many heads at a time as have room."""
-    arrays, seen = fusion.barrier(arrays), plane.where_seen(turn, rows, columns)
-    if not plane.merges:
+    """Computes `run(*arrays, seen)`, of so many heads at a time as have room."""
+    arrays, seen = fusion.barrier(arrays), source.where_seen(turn, rows, columns)
+    if not source.merges:
         return run(*arrays, seen)
     heads = jax.tree.leaves(arrays)[0].shape[0]
-    slices = slices_of(heads, count(heads * plane.heads[1] * rows.size * columns.size, SLICE_LOGITS))
+    slices = slices_of(heads, count(heads * source.heads[1] * rows.size * columns.size, SLICE_LOGITS))
     if seen is None or len(seen) == 1:
         return few_heads_at_a_time(slices, lambda few: run(*few, seen), arrays)
     return few_heads_at_a_time(slices, lambda few: run(*few), (*arrays, seen))
@@ -638,31 +701,29 @@ def _of_heads(
 def _gradients_by_widths(
     plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
-    """What `materialized.backward` gives of query, key and value, a strip of keys after the other."""
+    """Computes the gradients of query, key and value of one device."""
+    # What strips are cut from: operands, and values of the rows.
     alike = vary_alike(operands)
-    is_alike = all(varying(x) == varying(y) for x, y in zip(operands[:3], alike[:3], strict=True))
-    wide = accumulator_dtype(operands.query.dtype)
-    dtype = operands.query.dtype if is_alike else wide  # else there are sums over devices to come
-    operands, plane, (_, T, S, _, G) = alike, Plane.of(plan.tiling, alike), operands.sizes
-    q, k, v = plane.given(operands.query, 0), plane.given(operands.key, 1), plane.given(operands.value, 1)
-    lse = finite(result.lse)
-    low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
-    values = (x[..., None] for x in (lse, low, layout.merge_rows(delta)))
-    rows = [plane.given(x, 0) for x in (layout.merge_heads(dout).astype(v.dtype), *values)]
+    wide, dtype = accumulator_dtype(operands.query.dtype), _dtype_of_gradients(operands, alike)
+    operands, source, (_, T, S, _, G) = alike, StripSource.of(plan.tiling, alike), operands.sizes
+    q, k, v = source.given(operands.query, 0), source.given(operands.key, 1), source.given(operands.value, 1)
+    values = (x[..., None] for x in (*row_terms.finite_lse(result), layout.merge_rows(delta)))
+    rows = [source.given(x, 0) for x in (layout.merge_heads(dout).astype(v.dtype), *values)]
 
     def run(turn, own, met, dq):
-        keys = (plane.columns(x, turn, own) for x in (k, v))
-        arrays = *keys, *(plane.rows(x, turn, met) for x in (q, *rows))
-        share = _of_heads(plane, partial(shares, plan.options, wanted), arrays, turn, met, own)
+        keys = (source.columns(x, turn, own) for x in (k, v))
+        arrays = *keys, *(source.rows(x, turn, met) for x in (q, *rows))
+        share = _of_heads(source, partial(shares, plan.options, wanted), arrays, turn, met, own)
         if dq is not None:
             # Behind barriers: else the rows of dq are copied to the product that gives their share.
-            share["query"] = plane.as_given(fusion.barrier(share["query"]), G)
-            parts = plane.parts(dq, turn, Along(fusion.barrier(met.first), met.size))
+            share["query"] = source.as_given(fusion.barrier(share["query"]), G)
+            parts = source.parts(dq, turn, Stretch(fusion.barrier(met.first), met.size))
             dq = put_part(dq, take_part(dq, parts) + share["query"], parts)
         return dq, {name: share[name].astype(dtype) for name in columns}
 
+    # dk and dv of a strip's keys are whole, dq of its rows is added to.
     zeros = lambda x, dtype: full_like_operands(x, x.shape, 0, dtype, operands)
     columns = {name: zeros(x, dtype) for name, x in (("key", k), ("value", v)) if name in wanted}
-    dq, found = _walk(plane, 1, run, zeros(q, wide) if "query" in wanted else None, columns)
-    grads = {name: plane.returned(x, S, 1) for name, x in found.items()}
-    return grads if dq is None else grads | {"query": plane.returned(dq.astype(dtype), T, G)}
+    dq, found = _walk(source, 1, run, zeros(q, wide) if "query" in wanted else None, columns)
+    grads = {name: source.returned(x, S, 1) for name, x in found.items()}
+    return grads if dq is None else grads | {"query": source.returned(dq.astype(dtype), T, G)}

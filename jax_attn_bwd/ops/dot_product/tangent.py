@@ -28,83 +28,67 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions
+from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.tiles import (
-    TileOperands,
-    loop,
-    tile,
-    tile_operands,
-    tile_visits,
-    unpoisoned,
-)
+from jax_attn_bwd.ops.dot_product.tiles import TileOperands, tile, tile_operands, tile_scan, unpoisoned
 
 
 @partial(jax.jit, static_argnums=0)
 def tangent(
     plan: Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """(dout, dlse), of the types of out and lse; None in `tangents` is zero."""
+    """Computes (dout, dlse), of the types of out and lse; None in `tangents` is zero."""
     total, mu = sums(plan, operands, result, tangents)
     return through_softmax(result, total, mu).astype(result.out.dtype), mu.astype(result.lse.dtype)
 
 
 def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:
-    """What the keys of a block give to the sum over s of (17), `[..., T, N, Hv]`, and to mu, `[..., T, N]`.
+    """Computes what keys give to the sum over s of (17), `[..., T, N, Hv]`, and to mu, `[..., T, N]`.
 
     `result` has the row values of all keys that the queries attend to: what disjoint blocks give adds up, in
     the dtype of lse. None in `tangents` is zero.
     """
+    operands, tangents = map(devices.with_whole_keys, (operands, tangents))
     if plan.pieces is None:
-        return _of_part(plan, operands, result, tangents)
-    return devices.tangent(plan, _of_part, operands, result, tangents)
+        return _tiled(plan, operands, result, tangents)
+    return devices.tangent(plan, _tiled, operands, result, tangents)
 
 
-def _of_part(
-    plan: Plan, operands: Operands, result: Result, tangents: Operands
-) -> tuple[jax.Array, jax.Array]:
-    """`sums` of the queries that one program computes."""
-    operands = devices.with_whole_keys(operands)
-    w, groups, block_q = tile_operands(plan, operands), operands.sizes[-1], plan.tiling.block_q
+def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:
+    """Computes `sums` of the queries that one program has, tile by tile."""
+    # What all tiles read, padded to whole ones.
+    w, groups, block_q = tile_operands(plan, operands), operands.sizes.G, plan.tiling.block_q
     rows = lambda x: layout.pad(layout.split_rows(x, groups), {-1: block_q})
-    lse = finite(result.lse)
-    low = jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
-    saved = _Saved(w, _along(plan, operands, tangents), rows(lse), rows(low))
+    lse, low = row_terms.finite_lse(result)
+    saved = _Saved(w, _laid_out(plan, operands, tangents), rows(lse), rows(low))
+
+    # Every tile adds its share to the sums of its rows.
     mu = full_like_operands(saved.lse, saved.lse.shape, 0, lse.dtype, saved)
     shape = (*mu.shape, w.v.shape[-1])
     found = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
-    visits = tile_visits(w.mask, plan.tiling)
-    if visits.i.shape[0] != 0:
-        body, tiles = loop(partial(_step, plan, saved, visits.mixed), visits)
-        found, _ = lax.scan(body, found, tiles)
+    step, tiles = tile_scan(partial(_step, plan, saved), w.mask, plan.tiling)
+    if tiles is not None:
+        found, _ = lax.scan(step, found, tiles)
 
+    # Without padding, and with the share of the sink.
     T = operands.query.shape[-3]
     total, mu = layout.merge_heads(found.dout)[..., :T, :, :], layout.merge_rows(found.mu)[..., :T, :]
     if tangents.sink is not None:
         assert operands.sink is not None  # it has a tangent
-        mu = mu + of_sink(operands.sink, result, tangents.sink)
+        mu = mu + row_terms.tangent_of_sink(operands.sink, result, tangents.sink)
     return total, mu
 
 
-def of_sink(sink: jax.Array, result: Result, dsink: jax.Array) -> jax.Array:
-    """What the sink gives to mu, (15), `[..., T, N]`."""
-    wide = lambda x: to_rank(x.astype(result.lse.dtype), result.lse.ndim)
-    seen = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
-    low = 0 if result.lse_low is None else result.lse_low
-    return jnp.exp((wide(sink) - seen) - low) * wide(dsink)
-
-
 def through_softmax(result: Result, total: jax.Array, mu: jax.Array) -> jax.Array:
-    """Dout of (17), in the dtype of lse, from the whole sum over s and mu."""
+    """Returns dout of (17), in the dtype of lse, from the whole sum over s and mu."""
     return total - mu[..., None] * result.wide_out()
 
 
-class _Along(NamedTuple):
+class _Tangents(NamedTuple):
     """The tangents in the layout of tiles; None is zero."""
 
     q: jax.Array | None
@@ -115,26 +99,27 @@ class _Along(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the step of every tile reads."""
+    """Arrays that the step of every tile reads."""
 
     operands: TileOperands
-    along: _Along
+    tangents: _Tangents
     lse: jax.Array  # [..., K, G, T]
     lse_low: jax.Array
 
 
 class _Sums(NamedTuple):
-    """What the tiles are summed into."""
+    """Sums that every tile adds to."""
 
     dout: jax.Array  # [..., K, G, T, Hv]
     mu: jax.Array  # [..., K, G, T]
 
 
-def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
+def _laid_out(plan: Plan, operands: Operands, tangents: Operands) -> _Tangents:
+    """Lays the tangents out in tiles, 0 where the operands are for being poison."""
     names, tiling = ("query", "key", "value"), plan.tiling
     given = {name: getattr(tangents, name) for name in names}
     filled: Any = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
-    whole = devices.with_whole_keys(operands._replace(**filled))
+    whole = operands._replace(**filled)
     blocks = (tiling.block_q, tiling.block_k, tiling.block_k)
     laid: Any = [
         None if x is None else layout.pad(found, {-2: block})
@@ -146,7 +131,7 @@ def _along(plan: Plan, operands: Operands, tangents: Operands) -> _Along:
         bias = layout.pad(plane, {-2: tiling.block_q, -1: tiling.block_k})
     if plan.options.score_mod is not None:
         args = mod_functions.tangents_of_args(operands.mod_args, tangents.mod_args)
-    return _Along._make((*laid, bias, args))
+    return _Tangents._make((*laid, bias, args))
 
 
 def _step(plan, saved, mixed, sums, visit):
@@ -162,14 +147,16 @@ def _step(plan, saved, mixed, sums, visit):
 
 
 def _share(plan, saved, i, j, *, mixed):
-    """What tile (i, j) gives to the sums of (15) and (17)."""
-    options, tiling, w, along = plan.options, plan.tiling, saved.operands, saved.along
+    """Computes what tile (i, j) gives to the sums of (15) and (17)."""
+    # The tile's operands, and their tangents.
+    options, tiling, w, moved = plan.options, plan.tiling, saved.operands, saved.tangents
     dtype, of_queries, of_keys = saved.lse.dtype, (i, tiling.block_q), (j, tiling.block_k)
     q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
     part = lambda x, rows: None if x is None else take_at(x, {-2: rows}).astype(tiling.product_dtype)
-    dq, dk, dv = part(along.q, of_queries), part(along.k, of_keys), part(along.v, of_keys)
+    dq, dk, dv = part(moved.q, of_queries), part(moved.k, of_keys), part(moved.v, of_keys)
     lse, low = (take_at(x, {-1: of_queries})[..., None] for x in saved[2:])
 
+    # The logits again, as in the forward, and their tangent, [..., K, G, block_q, block_k].
     logits, tanh = soft_capped(options, scaled_product(options, q, k, dtype))
     if bias is not None:
         logits = logits + bias.astype(dtype)
@@ -179,14 +166,16 @@ def _share(plan, saved, i, j, *, mixed):
             dlogits += scaled_product(options, left, right, dtype)  # (12)
     if tanh is not None:
         dlogits = dlogits * (1 - tanh * tanh)
-    if along.bias is not None:
-        dlogits += take_at(along.bias, {-2: of_queries, -1: of_keys}).astype(dtype)  # (13)
+    if moved.bias is not None:
+        dlogits += take_at(moved.bias, {-2: of_queries, -1: of_keys}).astype(dtype)  # (13)
     if places is not None:
         logits, dlogits = mod_functions.pushed_forward(
-            options, logits, places, w.mask.places.args, dlogits, along.args
+            options, logits, places, w.mask.places.args, dlogits, moved.args
         )  # (14)
     if seen is not None:
         logits, dlogits = jnp.where(seen, logits, -jnp.inf), jnp.where(seen, dlogits, 0)
+
+    # The probabilities, and what they give to both sums.
     p = jnp.exp((logits - lse) - low)  # (2)
     pd = p * dlogits
     mu = pd.sum(-1)

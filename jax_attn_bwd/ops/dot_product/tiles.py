@@ -48,7 +48,7 @@ class TileOperands(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What the step of one tile reads."""
+    """Arrays that the step of one tile reads."""
 
     q: jax.Array  # [..., K, G, block_q, H]
     k: jax.Array  # [..., K, block_k, H]
@@ -69,10 +69,9 @@ def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
         # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
         # takes it minutes for a few million elements.
         operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
-    batch, T, S, _, G = operands.sizes
     q, k, v, live = unpoisoned(options, operands)
     blocks = tiling.block_q, tiling.block_k
-    mask = visibility.tile_mask(operands.mask, operands.bias, T, S, len(batch), G, *blocks)
+    mask = visibility.tile_mask(operands.mask, operands.bias, operands.sizes, *blocks)
     if mask.elements is not None:  # padded once: XLA would do so for each of its readers
         mask = mask._replace(elements=fusion.barrier(mask.elements))
     return TileOperands(
@@ -86,13 +85,19 @@ def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
 
 
 def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """(q, k, v, live) before padding: NaN where nobody looks would pass through p = 0, so it becomes 0."""
-    batch, T, _, _, G = operands.sizes
-    q = layout.split_heads(operands.query, G)
-    k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))
-    live, seen = visibility.live_and_seen_of(operands)
+    """Returns (q, k, v, live) before padding, in the layout of tiles, without poison.
+
+    NaN where nobody looks would pass through p = 0, so it becomes 0. Which queries are `live` is told as
+    `TileOperands` has it.
+    """
+    sizes = operands.sizes
+    q = layout.split_heads(operands.query, sizes.G)  # [..., K, G, T, H]
+    k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))  # [..., K, S, H]
+
+    # Queries that see nothing, and keys that nothing sees, become 0.
+    live, seen = visibility.used_queries_and_keys(operands.mask, operands.bias, sizes)
     if live is None and options.score_mod is not None:  # it may give -inf to all that a query sees
-        live = jnp.ones((1,) * (len(batch) + 2) + (T,), bool)
+        live = jnp.ones((1,) * (len(sizes.batch) + 2) + (sizes.T,), bool)
     if live is not None:
         live = to_rank(live, q.ndim - 1)
         q = jnp.where(live[..., None], q, 0)
@@ -102,7 +107,7 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
 
 
 def tile(plan: Plan, w: TileOperands, i: Any, j: Any, mixed: bool) -> Tile:
-    """Tile (i, j); unless it is `mixed`, masks and biases alone hide elements of it."""
+    """Cuts tile (i, j) out; unless it is `mixed`, masks and biases alone hide elements of it."""
     tiling, given = plan.tiling, w.mask
     rows, columns = (i, tiling.block_q), (j, tiling.block_k)
     q = take_at(w.q, {-2: rows}).astype(tiling.product_dtype)
@@ -136,7 +141,7 @@ class Visits(NamedTuple):
 
 
 def tile_visits(given: TileMask, tiling: Tiling) -> Visits:
-    """The tiles in which something may be seen."""
+    """Lists the tiles in which something may be seen."""
     T, S = given.rows.length, given.columns.length
     if tiling.parts > 1:
         return _in_step(given, tiling)
@@ -145,6 +150,8 @@ def tile_visits(given: TileMask, tiling: Tiling) -> Visits:
         pair = jnp.arange(count(T, tiling.block_q) * n_k, dtype=jnp.int32)
         i, j = pair // n_k, pair % n_k
         return Visits(i, j, _live_tiles(given, tiling)[i, j], True)
+
+    # What shapes tell leaves few pairs; where they do not tell all, each has a flag.
     full, mixed, final = static_pairs(given, tiling)
     i, j = np.concatenate([full, mixed]).T
     live = None if final or not len(i) else _live_tiles(given, tiling)
@@ -154,7 +161,7 @@ def tile_visits(given: TileMask, tiling: Tiling) -> Visits:
 
 
 def live_tiles(given: TileMask, tiling: Tiling) -> jax.Array | None:
-    """Whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
+    """Tells whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
     T, S = given.rows.length, given.columns.length
     if isinstance(T, int) and isinstance(S, int) and static_pairs(given, tiling)[2]:
         return None
@@ -162,6 +169,7 @@ def live_tiles(given: TileMask, tiling: Tiling) -> jax.Array | None:
 
 
 def _live_tiles(given: TileMask, tiling: Tiling) -> jax.Array:
+    """Tells what `live_tiles` does, whatever is static."""
     blocks = tiling.block_q, tiling.block_k
     some, _ = visibility.of_tiles(given.rules, given.rows, given.columns, *blocks, given.places)
     some = jnp.asarray(some).any(tuple(range(some.ndim - 2)))
@@ -171,54 +179,67 @@ def _live_tiles(given: TileMask, tiling: Tiling) -> jax.Array:
 
 
 def static_pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
-    """(full, mixed): the tiles to visit, each `[n, 2]` of (i, j), by shapes alone; whether these tell all."""
-    if given.rules.mask_mod is not None:  # what bounds tell of it depends on arrays, too
-        full, mixed, final = _pairs(given, tiling)
-    else:
-        known = lambda tokens: tuple(x is not None for x in tokens[1:])
-        sides = given.rows.length, given.columns.length, known(given.rows), known(given.columns)
-        full, mixed, final = _pairs_of(given.rules, *sides, tiling)
+    """Lists (full, mixed) tiles to visit, each `[n, 2]` of (i, j), by shapes alone; do these tell all?
+
+    Forward and backward ask the same, so what was found is kept.
+    """
+    is_given = lambda tokens: tuple(x is not None for x in tokens[1:])
+    sides = given.rows.length, given.columns.length, is_given(given.rows), is_given(given.columns)
+    read, tree = None, None  # what a `mask_mod` reads: the shapes tell what bounds do
+    if given.rules.mask_mod is not None:
+        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given.places)
+        read, tree = jax.tree.flatten(types)
+        read = tuple(read)
+    full, mixed, final = _pairs_of(given.rules, *sides, read, tree, tiling)
     return full, mixed, final and given.elements is None
 
 
 @lru_cache(maxsize=256)
-def _pairs_of(rules: Mask, T: int, S: int, rows: Any, columns: Any, tiling: Tiling) -> Any:
-    """`static_pairs` by what alone they depend on: sizes, rules, and which arrays are given."""
-    given = lambda flags: (True if flag else None for flag in flags)
-    return _pairs(TileMask(rules, Tokens(T, *given(rows)), Tokens(S, *given(columns)), None, None), tiling)
-
-
-def _pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
+def _pairs_of(
+    rules: Mask, T: int, S: int, rows: Any, columns: Any, read: Any, tree: Any, tiling: Tiling
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Lists `static_pairs` by what alone they depend on: sizes, rules, and which arrays are given."""
+    tokens = lambda length, flags: Tokens(length, *(True if flag else None for flag in flags))
+    places = None if read is None else jax.tree.unflatten(tree, read)
+    given = TileMask(rules, tokens(T, rows), tokens(S, columns), None, None, places)
     block_q, block_k = tiling.block_q, tiling.block_k
-    T, S = given.rows.length, given.columns.length
     some, every, final = visibility.known_tiles(given, block_q, block_k)
+
+    # A tile with padding is compared.
     i, j = np.indices(some.shape, np.int32)
     every = every & ((j + 1) * block_k <= S) & ((i + 1) * block_q <= T)
     pairs = np.stack([i, j], -1)
     return pairs[some & every], pairs[some & ~every], final
 
 
-def loop(step: Callable[..., Any], visits: Visits) -> tuple[Callable[..., Any], Any]:
-    """What `lax.scan` runs to visit the tiles by `step(carry, (i, j, live))`: a body, and what it goes over.
+def tile_scan(
+    step: Callable[..., Any], given: TileMask, tiling: Tiling
+) -> tuple[Callable[..., Any], tuple[Any, Any, Any] | None]:
+    """Returns what `lax.scan` takes to visit the tiles: a body, and what it goes over; None = no tile.
 
-    Where chosen blocks leave few tiles live, these come first, in order, and dead ones are passed over a
-    group at a time.
+    The body is `step(mixed, carry, (i, j, live))`. Where chosen blocks leave few tiles live, these come
+    first, in order, and dead ones are passed over a group at a time.
     """
+    visits = tile_visits(given, tiling)
+    step, tiles = partial(step, visits.mixed), (visits.i, visits.j, visits.live)
+    if visits.i.shape[0] == 0:
+        return step, None
     if not visits.in_groups:
-        return step, (visits.i, visits.j, visits.live)
+        return step, tiles
     order = jnp.argsort(~visits.live, stable=True).astype(jnp.int32)
     padding = -len(visits.i) % GROUP
-    split_up = lambda x: jnp.pad(jnp.asarray(x)[order], (0, padding)).reshape(-1, GROUP)
+    in_groups = lambda x: jnp.pad(jnp.asarray(x)[order], (0, padding)).reshape(-1, GROUP)
 
     def group(carry, tiles):
         visit = lambda carry: lax.scan(step, carry, tiles)[0]
         return lax.cond(tiles[2][0], visit, lambda carry: carry, carry), None
 
-    return group, tuple(map(split_up, (visits.i, visits.j, visits.live)))
+    return group, tuple(map(in_groups, tiles))
 
 
 def _in_step(given: TileMask, tiling: Tiling) -> Visits:
-    """The tiles of one of the `tiling.parts` of the queries."""
+    """Lists the tiles of one of the `tiling.parts` of the queries."""
+    # What shapes tell is a list of pairs for each part: this part's own, where they differ.
     rows, columns = given.rows, given.columns
     has_positions = rows.position is not None or columns.position is not None
     T, S, folded = rows.length, columns.length, rows.origin is not None and rows.origin.shape[0] > 1
@@ -228,6 +249,8 @@ def _in_step(given: TileMask, tiling: Tiling) -> Visits:
         return Visits(j[0], j[0], None, mixed)
     of_part = lambda x: x[0] if (x == x[0]).all() else jnp.asarray(x)[lax.axis_index(split.AXIS)]
     query_tiles, own = of_part(i) if folded else i, of_part(j)
+
+    # What is known at run time only leaves a tile dead where it is dead in all parts.
     given = given._replace(elements=None)  # what it leaves dead the devices would have to tell one another
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
     if by_shapes and given.rules.mask_mod is None:
@@ -239,7 +262,7 @@ def _in_step(given: TileMask, tiling: Tiling) -> Visits:
 
 
 def tiles_of_folded(rules: Mask, T: int, S: int, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
-    """(i, j, is one mixed), i and j `[parts, n]`, for folded parts of T queries each."""
+    """Lists (i, j, is one mixed), i and j `[parts, n]`, for folded parts of T queries each."""
     pieces = split.Pieces(tiling.parts, folded=True)
     tokens = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
     some = np.stack(
@@ -253,7 +276,8 @@ def tiles_of_folded(rules: Mask, T: int, S: int, tiling: Tiling) -> tuple[np.nda
 def tiles_in_step(
     rules: Mask, T: int, S: int, tiling: Tiling, has_positions: bool
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """(i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes alone tell."""
+    """Lists (i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes tell."""
+    # What of each tile each part sees, [parts, query tiles, key tiles].
     block_q, block_k = tiling.block_q, tiling.block_k
     pieces = split.Pieces(tiling.parts)
     parts_of_rows = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
@@ -263,6 +287,8 @@ def tiles_in_step(
         some = np.ones_like(some)
         every = np.full_like(every, not rules.is_banded)
     every = every & (rules.mask_mod is None)  # what bounds tell of one is left to run time
+
+    # For each query tile as many key tiles as the part needs that sees most of them.
     lists = []
     for i in range(some.shape[1]):
         seen, longest = some[:, i], some[:, i].sum(-1).max()
@@ -272,6 +298,8 @@ def tiles_in_step(
             j = np.argsort(~seen, axis=-1, kind="stable")[:, :longest]
         lists.append((np.full(longest, i, np.int32), j.astype(np.int32)))
     rows, columns = (np.concatenate(x, -1) for x in zip(*lists, strict=True))
+
+    # A tile with padding is compared.
     every = every & (np.arange(1, some.shape[2] + 1) * block_k <= S)
     every = every & (np.arange(1, some.shape[1] + 1)[:, None] * block_q <= T)
     return rows, columns, not every[np.arange(tiling.parts)[:, None], rows, columns].all()

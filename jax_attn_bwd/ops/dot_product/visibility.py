@@ -1,5 +1,7 @@
-"""Reads a `Mask`: which elements of a tile or of the plane are seen, what bounds tell of each tile, and which
-queries see nothing and which keys nothing sees.
+"""Reads a `Mask`: what is seen of a tile or of the plane, and which queries and keys are used at all.
+
+NaN in a query that sees nothing, or in a key that nothing sees, must reach nothing, so what is told of these
+is exact; it takes memory linear in T and S. What bounds tell of whole tiles may call one live that is not.
 
 This module alone reads the conditions; kernels visit the tiles that it names. A further condition goes into
 `mask.AXES`, into `_elements`, and into `of_tiles` if ranges of tokens tell something of it; `tells_by_index`
@@ -23,8 +25,10 @@ from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling, count, of_blocks
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.plan import Tiling, count, tile_sizes
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
+
+BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
 
 
 class Tokens(NamedTuple):
@@ -37,7 +41,7 @@ class Tokens(NamedTuple):
     origin: Any = None  # int32 [n]: where n equal stretches of them begin in the whole; None = at 0
 
     def in_whole(self, local: Any) -> Any:
-        """The index in the whole of those that are here at the indices `local`."""
+        """Returns the index in the whole sequence of the tokens that are here at the indices `local`."""
         if self.origin is None:
             return local
         index, size = self.origin[0] + local, self.length // self.origin.shape[0]
@@ -58,12 +62,12 @@ class TileMask(NamedTuple):
     places: mod_functions.Places | None = None  # what functions read beside row and column
 
 
-def tile_mask(
-    mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups: int, block_q: int = 1, block_k: int = 1
-) -> TileMask:
-    """The mask of T queries and S keys, and the bias, in the layout of tiles of that size."""
+def tile_mask(mask: Mask, bias: Any, sizes: Sizes, block_q: int = 1, block_k: int = 1) -> TileMask:
+    """Lays the mask and the bias of a call out in tiles of that size."""
+    _, T, S, _, groups = sizes
+    batch_rank = len(sizes.batch)
 
-    def plane(x):
+    def plane(x):  # broadcasts to [..., N, T, S] -> [..., K|1, G|1, T|1, S|1], padded
         if x is None:
             return None
         return layout.pad(layout.plane(x, batch_rank, groups), {-2: block_q, -1: block_k})
@@ -87,7 +91,7 @@ def tile_mask(
 
 
 class _Laid(NamedTuple):
-    """The tokens of a tile, laid along one axis of `[..., K, G, rows, columns]`."""
+    """The tokens of a tile along one axis of `[..., K, G, rows, columns]`."""
 
     position: jax.Array
     segment: jax.Array | None
@@ -95,7 +99,7 @@ class _Laid(NamedTuple):
 
 
 def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
-    """Block `i`, or None: all of them, along `axis` of a tile of that rank."""
+    """Lays block `i` of the tokens, or with None all of them, along `axis` of a tile of that rank."""
 
     def lay(x):  # [..., block] -> [..., 1, 1, block, 1] or [..., 1, 1, 1, block]
         return to_rank(jnp.expand_dims(x, (-4, -3, -1) if axis == -2 else (-4, -3, -2)), rank)
@@ -103,11 +107,14 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
     def take(x):
         return x if i is None else take_at(x, {-1: (i, block)})
 
+    # Where each token stands: its index in the whole, or the position that it was given.
     local = jnp.arange(block, dtype=jnp.int32)
     local = local if i is None else i * block + local
     index = tokens.in_whole(local)
     position = index if tokens.position is None else take(tokens.position)
     segment = None if tokens.segment is None else lay(take(tokens.segment))
+
+    # Which of them are within their length, and no padding of the last block.
     valid = None
     if tokens.valid_length is not None:
         length = tokens.valid_length[..., None]
@@ -120,7 +127,7 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
 def positions(
     given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(rows, columns) of tile (i, j) as functions are handed them; those of padding are the last ones.
+    """Returns (rows, columns) of tile (i, j) as functions are handed them; padding repeats the last ones.
 
     `[..., 1, 1, rows, 1]` and `[..., 1, 1, 1, columns]`; with i and j None those of the whole plane.
     """
@@ -134,7 +141,7 @@ def positions(
 
 
 def _by_function(given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank: int) -> Any:
-    """What `mask_mod` lets tile (i, j) see, with i and j None the whole plane; None: there is none."""
+    """Returns what `mask_mod` lets tile (i, j) see, with i and j None the whole plane; None = all."""
     mask_mod = given.rules.mask_mod
     if mask_mod is None:
         return None
@@ -142,7 +149,7 @@ def _by_function(given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank:
 
 
 def _elements(rules: Mask, mask: Any, bias: Any, row: _Laid | None, column: _Laid | None) -> Any:
-    """The conjunction of all conditions; None if all is seen. `row` and `column` are None in a full tile."""
+    """Joins all conditions; None if all is seen. `row` and `column` are None in a full tile."""
     terms = [mask, None if bias is None else bias != -jnp.inf]
     if row is not None and column is not None:
         terms.append(masks.in_band(row.position, column.position, rules.is_causal, rules.window))
@@ -153,9 +160,9 @@ def _elements(rules: Mask, mask: Any, bias: Any, row: _Laid | None, column: _Lai
 
 
 def of_tile(given: TileMask, i: Any, j: Any, mixed: bool, tiling: Tiling, rank: int) -> jax.Array | None:
-    """Which elements of tile (i, j) are seen, `[..., K|1, G|1, rows, columns]` of `rank` axes; None if all.
+    """Tells which elements of tile (i, j) are seen, `[..., K|1, G|1, rows, columns]`; None if all.
 
-    Unless the tile is `mixed`, tokens see one another, and masks and biases alone decide.
+    It has `rank` axes. Unless the tile is `mixed`, tokens see one another, and masks and biases alone decide.
     """
     blocks = {-2: (i, tiling.block_q), -1: (j, tiling.block_k)}
     mask, bias = (None if x is None else take_at(x, blocks) for x in (given.elements, given.bias))
@@ -167,16 +174,16 @@ def of_tile(given: TileMask, i: Any, j: Any, mixed: bool, tiling: Tiling, rank: 
     return _elements(given.rules, mask, bias, row, column)
 
 
-def of_plane(mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups: int) -> jax.Array | None:
-    """Which elements of the whole plane are seen, `[..., K|1, G|1, T|1, S|1]`; None if all are.
+def of_plane(mask: Mask, bias: Any, sizes: Sizes) -> jax.Array | None:
+    """Tells which elements of the whole plane are seen, `[..., K|1, G|1, T|1, S|1]`; None if all are.
 
     It is for those who hold arrays of that size anyway.
     """
-    return of_whole(tile_mask(mask, bias, T, S, batch_rank, groups), batch_rank)
+    return of_whole(tile_mask(mask, bias, sizes), len(sizes.batch))
 
 
 def of_whole(given: TileMask, batch_rank: int) -> jax.Array | None:
-    """`of_plane` of a mask in the layout of tiles that is not padded."""
+    """Does what `of_plane` does, of a mask in the layout of tiles that is not padded."""
     T, S, rank = given.rows.length, given.columns.length, batch_rank + 4
     row, column = _lay(given.rows, None, T, -2, rank), _lay(given.columns, None, S, -1, rank)
     mask = masks.conjunction(given.elements, _by_function(given, None, None, (T, S), rank))
@@ -186,12 +193,13 @@ def of_whole(given: TileMask, batch_rank: int) -> jax.Array | None:
 def of_tiles(
     rules: Mask, rows: Tokens, columns: Tokens, block_q: int, block_k: int, places: Any = None
 ) -> tuple[Any, Any]:
-    """(some, every) element of each tile is seen, `[..., query tiles, key tiles]`, for all that tokens tell.
+    """Tells whether (some, every) element of each tile is seen, `[..., query tiles, key tiles]`, by tokens.
 
     NumPy arrays if shapes alone decide. `some` is never False for a tile in which something is seen, and
     exact for bands over indices; `every` is never True for one in which something is hidden but queries
     beyond their length, whose results are thrown away. A `mask_mod` reads its `mod_functions.Places`.
     """
+    # What each block of rows and of columns ranges over: positions, segments, indices.
     (row, row_segment, row_range), (column, column_segment, column_range) = (
         _ranges(tokens, block, axis) for tokens, block, axis in ((rows, block_q, -1), (columns, block_k, -2))
     )
@@ -202,31 +210,36 @@ def of_tiles(
     def to(pair):
         return to_rank(pair[0], rank), to_rank(pair[1], rank)
 
+    # Bands compare positions: exact for indices.
     row, column, row_range, column_range = to(row), to(column), to(row_range), to(column_range)
     some, every = masks.tile_in_band(row, column, rules.is_causal, rules.window)
     grid = [count(tokens.length, block) for tokens, block in ((rows, block_q), (columns, block_k))]
     ones = (np if all(isinstance(n, int) for n in grid) else jnp).ones((*(1,) * (rank - 2), *grid), bool)
-    some, every, told = some & ones, every & ones, None
+    some, every, by_function = some & ones, every & ones, None
     if rules.mask_mod is not None and places is not None:
-        told = mod_functions.of_tiles(rules.mask_mod, places, row, column)
+        by_function = mod_functions.of_tiles(rules.mask_mod, places, row, column)
+
+    # Lengths compare indices. A query beyond its length hides nothing: its result is thrown away.
     if rows.valid_length is not None:
         some = some & (row_range[0] < to_rank(rows.valid_length[..., None, None], rank))
     if columns.valid_length is not None:
         end = to_rank(columns.valid_length[..., None, None], rank)
         some, every = some & (column_range[0] < end), every & (column_range[1] < end)
+
+    # Segments of two blocks may meet where their ranges do, and are one where both ranges are one number.
     if row_segment is not None and column_segment is not None:
         row, column = to(row_segment), to(column_segment)
         some = some & (row[0] <= column[1]) & (column[0] <= row[1])
         every = every & (row[0] == column[1]) & (column[0] == row[1])
-    if told is not None:
-        rank = max(rank, told.some.ndim)
-        pairs = (some, told.some), (every, told.every)
+    if by_function is not None:
+        rank = max(rank, by_function.some.ndim)
+        pairs = (some, by_function.some), (every, by_function.every)
         some, every = (to_rank(x, rank) & to_rank(y, rank) for x, y in pairs)
     return some, every & some
 
 
 def live_elements(elements: jax.Array, block_q: int, block_k: int) -> jax.Array:
-    """Whether any head of any batch entry sees an element of each tile, `[query tiles|1, key tiles|1]`.
+    """Tells whether any head of any batch entry sees an element of each tile, `[query tiles|1, key tiles|1]`.
 
     `elements [..., T|1, S|1]` are padded to whole tiles, and nothing of the padding is seen.
     """
@@ -239,7 +252,7 @@ def live_elements(elements: jax.Array, block_q: int, block_k: int) -> jax.Array:
 
 
 def known_tiles(given: TileMask, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray, bool]:
-    """(some, every) of `of_tiles` as far as shapes tell, `[query tiles, key tiles]`; whether that is all."""
+    """Returns (some, every) of `of_tiles` as far as shapes tell, and whether nothing more is known later."""
     rules, rows, columns = given.rules, given.rows, given.columns
     T, S = rows.length, columns.length
     some, every = of_tiles(rules, Tokens(T), Tokens(S), block_q, block_k)
@@ -249,13 +262,13 @@ def known_tiles(given: TileMask, block_q: int, block_k: int) -> tuple[np.ndarray
         some = np.ones_like(some)
         every = np.full_like(every, not rules.is_banded)
     if rules.mask_mod is not None and given.places is not None:
-        told = mod_functions.known_tiles(rules.mask_mod, given.places, (T, S), (block_q, block_k), by_index)
-        some, every, final = some & told.some, every & told.every, final and told.final
+        found = mod_functions.known_tiles(rules.mask_mod, given.places, (T, S), (block_q, block_k), by_index)
+        some, every, final = some & found.some, every & found.every, final and found.final
     return some, every & some, final
 
 
 def _ranges(tokens: Tokens, block: int, axis: int) -> tuple[Any, Any, Any]:
-    """(least, greatest) position, segment and index of each block, with an axis of size 1 at `axis`."""
+    """Returns (least, greatest) position, segment and index of each block, an axis of size 1 at `axis`."""
     n, known = count(tokens.length, block), isinstance(tokens.length, int)
     start = block * (np if known else jnp).arange(n, dtype=np.int32)
     last = start + np.int32(block - 1)
@@ -273,44 +286,40 @@ def _ranges(tokens: Tokens, block: int, axis: int) -> tuple[Any, Any, Any]:
     return index if tokens.position is None else ranges(tokens.position), segment, index
 
 
-BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
+def used_queries_and_keys(mask: Mask, bias: Any, sizes: Sizes) -> tuple[Any, Any]:
+    """Tells (which queries see a key, `[..., K|1, G|1, T]`; which keys a query sees, `[..., K|1, S]`).
 
-
-def live_and_seen(mask: Mask, bias: Any, T: Any, S: Any, batch_rank: int, groups: int) -> tuple[Any, Any]:
-    """(which queries see a key, `[..., K|1, G|1, T]`; which keys a query sees, `[..., K|1, S]`); None = all.
-
-    Both are exact, and in memory linear in T and S: block after block of queries is held against all keys,
-    unless causality, windows and lengths alone decide, or an array that is reduced as it lies; with a
-    `mask_mod`, tile after tile of those that are neither empty nor full.
+    None = all. Both are exact, and in memory linear in T and S: block after block of queries is held against
+    all keys, unless causality, windows and lengths alone decide, or an array that is reduced as it lies; with
+    a `mask_mod`, tile after tile of those that are neither empty nor full.
     """
+    _, T, S, _, _ = sizes
+    # Indices, lengths and the diagonal have closed forms.
     if tells_by_index(mask, bias) or 0 in (T, S):
-        live, seen = _by_index(mask, T, S, batch_rank)
+        live, seen = _by_index(mask, T, S, len(sizes.batch))
         return _unless_all(live), _unless_all(seen)
     if _tells_by_diagonal(mask, bias, T, S) and T == S:
         return None, None
-    plane: Any = partial(of_plane, mask, bias, T, S, batch_rank, groups)
+
+    # An array that is there already, and a small plane, are reduced whole.
+    plane: Any = partial(of_plane, mask, bias, sizes)
     sees = jax.eval_shape(plane)
     if sees is None:
         return None, None
     batch = math.prod(sees.shape[:-2])
     if _is_array(mask, bias):
         return _reduced(plane(), T, S)
+
+    # Others are formed part by part.
     if all(isinstance(n, int) for n in (batch, T, S)) and batch * T * S > BLOCK_ELEMENTS:
         if mask.mask_mod is not None:
-            return _tile_after_tile(mask, bias, T, S, batch_rank, groups)
-        block = max(1, BLOCK_ELEMENTS // (batch * S))
-        return _block_after_block(mask, bias, T, S, batch_rank, groups, block)
+            return _tile_after_tile(mask, bias, sizes)
+        return _block_after_block(mask, bias, sizes, max(1, BLOCK_ELEMENTS // (batch * S)))
     return _reduced(plane(), T, S)
 
 
-def live_and_seen_of(operands: Operands) -> tuple[Any, Any]:
-    """`live_and_seen` of a call."""
-    batch, T, S, _, G = operands.sizes
-    return live_and_seen(operands.mask, operands.bias, T, S, len(batch), G)
-
-
 def every_query_sees(options: Options, operands: Operands) -> bool:
-    """Whether shapes alone tell that each query sees a key."""
+    """Tells whether shapes alone say that each query sees a key."""
     batch, T, S, _, _ = operands.sizes
     mask, bias = operands.mask, operands.bias
     if options.score_mod is not None:  # which may give -inf
@@ -324,13 +333,13 @@ def every_query_sees(options: Options, operands: Operands) -> bool:
 
 
 def tells_by_index(mask: Mask, bias: Any) -> bool:
-    """Whether who sees whom is a matter of indices and lengths alone."""
+    """Tells whether who sees whom is a matter of indices and lengths alone."""
     others = bias is not None or mask.has("elements", "query_segment_ids", "mask_mod")
     return not others and not (mask.is_banded and mask.has_positions)
 
 
 def _tells_by_diagonal(mask: Mask, bias: Any, T: Any, S: Any) -> bool:
-    """Whether with a `mask_mod` each query certainly sees the key of its own index, if there is one."""
+    """Tells whether with a `mask_mod` each query certainly sees the key of its own index, if there is one."""
     if mask.mask_mod is None or bias is not None or not (isinstance(T, int) and isinstance(S, int)):
         return False
     if mask.has_positions or mask.has("elements", "query_origin", "query_segment_ids"):
@@ -339,7 +348,7 @@ def _tells_by_diagonal(mask: Mask, bias: Any, T: Any, S: Any) -> bool:
 
 
 def _is_array(mask: Mask, bias: Any) -> bool:
-    """Whether an array alone tells who sees whom: it is there already, its reductions take no memory.
+    """Tells whether an array alone decides: it is there already, its reductions take no memory.
 
     On a CPU a bias is reduced block after block: the sums over its heads and queries took 1.2 of the forward.
     """
@@ -349,13 +358,16 @@ def _is_array(mask: Mask, bias: Any) -> bool:
 
 
 def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
-    """A query sees an interval of the keys, and a key is seen by one of the queries: is it empty?"""
+    """Tells who is used where a query sees an interval of keys, and a key is seen by one of queries.
+
+    `used_queries_and_keys` by indices and lengths: is the interval empty?
+    """
     far = 2**30
     left, right = mask.window or (far, far)
     left, right = min(left, far), 0 if mask.is_causal else min(right, far)
 
     def meets(index, others, before, after, end, other_end, other_first=0):
-        """Whether each index finds one of the others in [index - before, index + after]."""
+        """Tells whether each index finds one of the others in [index - before, index + after]."""
         known = all(isinstance(x, int | np.ndarray) for x in (index, others, other_first))
         least, greatest = (np if known else jnp).maximum(index - before, other_first), index + after
         greatest = (np if known else jnp).minimum(greatest, other_first + (others - 1))
@@ -369,6 +381,7 @@ def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
             found = to_rank(found, end.ndim) & (to_rank(index, end.ndim) < end)
         return to_rank(found, batch_rank + 1)
 
+    # Queries may be stretches of the whole, keys never are: a key is seen if a query of any stretch sees it.
     q_end, k_end = mask.query_seq_lengths, mask.key_value_seq_lengths
     range_of = lambda n: (np if isinstance(n, int) else jnp).arange(n, dtype=np.int32)
     rows, columns = Tokens(T, origin=mask.query_origin).in_whole(range_of(T)), range_of(S)
@@ -380,33 +393,38 @@ def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
 
 
 def _unless_all(x: Any) -> jax.Array | None:
-    """None if shapes alone tell that all is seen."""
+    """Returns None in place of `x` if shapes alone tell that all is used."""
     return None if isinstance(x, np.ndarray) and x.all() else jnp.asarray(x)
 
 
-def _block_after_block(mask, bias, T, S, batch_rank, groups, block) -> tuple[jax.Array, jax.Array]:
-    """`live_and_seen`, `block` queries at a time."""
+def _block_after_block(mask: Mask, bias: Any, sizes: Sizes, block: int) -> tuple[jax.Array, jax.Array]:
+    """Tells what `used_queries_and_keys` does, `block` queries at a time."""
+    _, T, S, _, _ = sizes
     tiling, origin = Tiling(block, S, "float32"), np.int32(0)
-    found = tile_mask(mask, bias, T, S, batch_rank, groups, block)
+    found = tile_mask(mask, bias, sizes, block)
 
-    def held(i):
-        return _reduced(of_tile(found, i, origin, True, tiling, batch_rank + 4), block, S)
+    def held(i):  # block i of the queries against all keys
+        return _reduced(of_tile(found, i, origin, True, tiling, len(sizes.batch) + 4), block, S)
 
     def step(seen, i):
         live, more = held(i)
         return seen | more, live
 
+    # Which queries are live is told block by block; which keys are seen is the union.
     first, seen = held(origin)
     seen, others = lax.scan(step, seen, np.arange(1, count(T, block), dtype=np.int32))
     live = jnp.moveaxis(jnp.concatenate([first[None], others]), 0, -2)
     return live.reshape(*live.shape[:-2], -1)[..., :T], seen
 
 
-def _tile_after_tile(mask, bias, T, S, batch_rank, groups) -> tuple[jax.Array, jax.Array]:
-    """`live_and_seen`: tiles that bounds call empty are passed over, and full ones not looked into."""
-    block_q, block_k = of_blocks(mask.mask_mod, min(T, 256), min(S, 512))
-    tiling, rank = Tiling(block_q, block_k, "float32"), batch_rank + 4
-    found = tile_mask(mask, bias, T, S, batch_rank, groups, block_q, block_k)
+def _tile_after_tile(mask: Mask, bias: Any, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+    """Tells what `used_queries_and_keys` does; empty tiles are passed over, full ones not looked into."""
+    _, T, S, _, _ = sizes
+    block_q, block_k = tile_sizes(mask.mask_mod, min(T, 256), min(S, 512))
+    tiling, rank = Tiling(block_q, block_k, "float32"), len(sizes.batch) + 4
+    found = tile_mask(mask, bias, sizes, block_q, block_k)
+
+    # What bounds tell of each tile, of all batch entries together: 0 empty, 1 mixed, 2 full.
     some, every, final = known_tiles(found, block_q, block_k)
     pairs: Any = np.argwhere(some).astype(np.int32)
     if not final:
@@ -417,6 +435,7 @@ def _tile_after_tile(mask, bias, T, S, batch_rank, groups) -> tuple[jax.Array, j
         every = every & False
     empty_mixed_full = some.astype(np.int32) + (some & every).astype(np.int32)
 
+    # Both answers begin with False, padded to whole tiles.
     def held(i, j):
         return _reduced(of_tile(found, i, j, True, tiling, rank), block_q, block_k)
 
@@ -427,6 +446,7 @@ def _tile_after_tile(mask, bias, T, S, batch_rank, groups) -> tuple[jax.Array, j
         for x, n in zip(first, sizes, strict=True)
     )
 
+    # Tile (i, j) adds what it tells to block i of the queries and block j of the keys.
     def step(carry, x):
         i, j, kind = x
         blocks = {-1: (i, block_q)}, {-1: (j, block_k)}
@@ -443,6 +463,6 @@ def _tile_after_tile(mask, bias, T, S, batch_rank, groups) -> tuple[jax.Array, j
 
 
 def _reduced(sees: jax.Array, T: Any, S: Any) -> tuple[jax.Array, jax.Array]:
-    """(live, seen) of `sees [..., K|1, G|1, T|1, S|1]`."""
+    """Reduces `sees [..., K|1, G|1, T|1, S|1]` to (live queries, seen keys)."""
     live, seen = sees.any(-1), sees.any((-3, -2))
     return jnp.broadcast_to(live, (*live.shape[:-1], T)), jnp.broadcast_to(seen, (*seen.shape[:-1], S))

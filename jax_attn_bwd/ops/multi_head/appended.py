@@ -92,7 +92,8 @@ def attend(
     share = jnp.exp(((lse - total) - total_low) + low)[..., None]
     out = share * engine.split_heads(result.wide_out(), G).astype(dtype)
     out = out + _einsum(options, "...kgtr,rkh->...kgth", p if z is None else z * p, rows.values)
-    out, out_low = engine.in_two(options.attention, inner, engine.merge_heads(out))
+    low_matters = engine.low_matters(options.attention, inner)
+    out, out_low = engine.split_rounding(engine.merge_heads(out), inner.query.dtype, low_matters)
     return dot_product.Result(out, engine.merge_rows(total), engine.merge_rows(total_low), out_low)
 
 

@@ -7,7 +7,8 @@ import jax
 from jax_attn_bwd._core import checks, dropout, sharding
 from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
-from jax_attn_bwd.ops.dot_product.arguments import Like, Sizes, bias_plane, mask_of, plane
+from jax_attn_bwd.ops.dot_product.arguments import Like, bias_plane, mask_of, plane
+from jax_attn_bwd.ops.dot_product.spec import Sizes
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
 
 _SHAPES = {
@@ -59,7 +60,7 @@ def prepare(
     S = operands.inputs[1].shape[-2]
     N = sizes["N"].value
 
-    of_plane = Sizes(tuple(batch), T, S, N, N)  # mask functions are checked as for one key head
+    of_plane = Sizes(tuple(batch), T, S, 1, N)  # mask functions are checked as for one key head
     if bias is not None:
         bias = bias_plane(operator, bias, of_plane, None)
     if mask is not None:  # the heads that it is sharded with are made under the rule

@@ -156,7 +156,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
         shares = Shares(query=found.query)
     if plane is not None:  # (10)
-        found = engine.gradients(plane, through.names, p.keys, dz, dp.keys, delta)
+        found = Shares(**engine.gradients(plane, through.names, p.keys, dz, dp.keys, delta))
         shares = _sum(shares, found)
     if "sink" in through.names:
         dsink = engine.gradient_of_sink(inner.sink, result, engine.merge_rows(delta[..., 0]))

@@ -163,7 +163,8 @@ def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]
     not make up for NaN in the row of the input that it is multiplied with.
     """
     (*batch, T, _), S = operands.query.shape, operands.inputs[1].shape[-2]
-    of_heads = visibility.live_and_seen(operands.mask, operands.bias, T, S, len(batch), 1)
+    sizes = dot_product.Sizes(tuple(batch), T, S, options.num_heads, 1)
+    of_heads = visibility.used_queries_and_keys(operands.mask, operands.bias, sizes)
     live, seen = (
         None if x is None else x.any(axes) for x, axes in zip(of_heads, ((-3, -2), -2), strict=True)
     )

@@ -137,7 +137,7 @@ def test_whole_planes_agree_with_tiles(rng):
         dp = engine.through_values(plane, split)
         delta = (p * dp).sum(-1, keepdims=True)
         planes = engine.gradients(plane, wanted, p, split, dp, delta)
-        return {"out": out, **planes._asdict()}, {"out": result.out, **tiles._asdict()}
+        return {"out": out, **planes}, {"out": result.out, **tiles._asdict()}
 
     got, expected = ({n: x for n, x in side.items() if x is not None} for side in run(given))
     assert_trees_close(got, expected, 1e-12)

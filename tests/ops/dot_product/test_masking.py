@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options, Residuals, Result, Wanted
+from jax_attn_bwd.ops.dot_product.spec import (
+    KernelOptions,
+    Operands,
+    Options,
+    Residuals,
+    Result,
+    Sizes,
+    Wanted,
+)
 
 B, K, G = 2, 2, 3
 
@@ -66,7 +74,7 @@ def mask_and_bias(rules, arguments):
 @thorough
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 1 << 22]))
-def test_live_and_seen_are_exact(seed, block_elements):
+def test_used_queries_and_keys_are_exact(seed, block_elements):
     rng = np.random.default_rng(seed)
     T, S = ((11, 7), (11, 7), (1, 3), (4, 0))[rng.integers(4)]
     window = (None, (2, 1), (0, 3))[rng.integers(3)]
@@ -75,7 +83,9 @@ def test_live_and_seen_are_exact(seed, block_elements):
     before = visibility.BLOCK_ELEMENTS
     visibility.BLOCK_ELEMENTS = block_elements  # 1: one query at a time
     try:
-        live, seen = visibility.live_and_seen(*mask_and_bias(rules, arguments), T, S, 1, G)
+        live, seen = visibility.used_queries_and_keys(
+            *mask_and_bias(rules, arguments), Sizes((B,), T, S, K, G)
+        )
     finally:
         visibility.BLOCK_ELEMENTS = before
     expected = whole_plane(rules, arguments, T, S)
@@ -88,7 +98,7 @@ def test_the_plane_is_the_definition(rng):
     for is_causal in (False, True):
         arguments = drawn(rng, 6, 5) | {"query_seq_lengths": np.array([0, 4])}
         rules = Mask(is_causal, (3, 1))
-        found = visibility.of_plane(*mask_and_bias(rules, arguments), 6, 5, 1, G)
+        found = visibility.of_plane(*mask_and_bias(rules, arguments), Sizes((B,), 6, 5, K, G))
         expected = whole_plane(rules, arguments, 6, 5)
         np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
 

@@ -15,6 +15,7 @@ from jax_attn_bwd.ops.dot_product import mod_functions, reference, tiles, visibi
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Tiling
+from jax_attn_bwd.ops.dot_product.spec import Sizes
 
 N = 96
 IDS = np.repeat(np.arange(7), [5, 20, 1, 30, 16, 8, 16]).astype(np.int32)
@@ -79,7 +80,7 @@ def walked(mask_mod, args, T, tiling, **given):
     _, operands = prepare("test", x, x, x, None, None, **options)
 
     def live(operands):
-        found = visibility.tile_mask(operands.mask, None, T, T, 1, 1, tiling.block_q, tiling.block_k)
+        found = visibility.tile_mask(operands.mask, None, operands.sizes, tiling.block_q, tiling.block_k)
         static = np.zeros((-(-T // tiling.block_q), -(-T // tiling.block_k)), bool)
         for pairs in tiles.static_pairs(found, tiling)[:2]:
             static[tuple(pairs.T)] = True
@@ -148,7 +149,7 @@ def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
         mask = mask.replace(elements=jnp.asarray(rng.random((1, 1, 1, S)) < 0.5))
     if "query_seq_lengths" in more:
         mask = mask.replace(query_seq_lengths=jnp.asarray([290, 3], jnp.int32))
-    run = lambda: jax.jit(lambda m: visibility.live_and_seen(m, None, T, S, 1, 2))(mask)
+    run = lambda: jax.jit(lambda m: visibility.used_queries_and_keys(m, None, Sizes((1,), T, S, 1, 2)))(mask)
     expected = run()
     monkeypatch.setattr(visibility, "BLOCK_ELEMENTS", 1)
     for got, wanted in zip(run(), expected, strict=True):

@@ -6,6 +6,7 @@ from ops.dot_product.test_mods import IDS, NAMED, N, evaluated
 
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import Sizes
 
 
 def strictly_below(batch, head, row, column, ids):
@@ -34,7 +35,7 @@ def test_what_the_jaxpr_tells_of_the_diagonal():
             batch_number=jnp.arange(2, dtype=jnp.int32),
             head_number=jnp.arange(4, dtype=jnp.int32),
         )
-        found = visibility.live_and_seen(given, None, N, N, 1, 1)
+        found = visibility.used_queries_and_keys(given, None, Sizes((1,), N, N, 1, 1))
         told[name] = found == (None, None)
         assert not told[name] or evaluated(mask, args).diagonal().all()
     assert {name for name, is_told in told.items() if not is_told} == {

@@ -66,8 +66,7 @@ def layer(q, k, v, strengths):
 def test_what_rounding_takes_is_told_on_a_gpu(monkeypatch):
     """Behind a barrier: its compiler takes a conversion there and back for nothing."""
     q, rest = jnp.zeros((1, 8, 2, 8), jnp.bfloat16), jnp.zeros((1, 8, 2), jnp.float32)
-    operands = Operands(q, q, q, bias=jnp.zeros((8, 8)))
-    of_out = lambda out: row_terms.in_two(Options(scale=1.0), operands, out)
+    of_out = lambda out: row_terms.split_rounding(out, q.dtype, True)
     of_delta = lambda rest: cudnn_backward._rest_of_delta(Arrays(q, q, q), rest)
     for platform, barriers in (("gpu", 1), ("cpu", 0)):
         monkeypatch.setattr(targets, "platform", lambda platform=platform: platform)

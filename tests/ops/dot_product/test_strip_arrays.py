@@ -34,19 +34,19 @@ def test_what_arrays_tell_goes_by_strips():
         assert tiling(512, **mask) == tiling(512)
     assert tiling(512, elements=array(32, 1, 512, 512)) == tiling(512)
     assert tiling(512).in_strips
-    assert not tiling(512).has_widths
+    assert not tiling(512).runtime_extent
     keys = tiling(2048, elements=array(32, 1, 1, 2048))
     assert keys == tiling(2048, key_value_seq_lengths=lengths)
-    assert keys.has_widths
+    assert keys.runtime_extent
     assert not tiling(2048, elements=array(32, 1, 2048, 2048)).in_strips
 
 
 @pytest.fixture
 def strips(monkeypatch):
-    def played(head_slices, has_widths=False):
+    def played(head_slices, runtime_extent=False):
         own = {"block_q": 24, "block_k": 40, "in_strips": True, "head_slices": head_slices}
         small = lambda self, options, operands: replace(
-            self, is_materialized=False, has_widths=has_widths, **own
+            self, is_materialized=False, runtime_extent=runtime_extent, **own
         )
         monkeypatch.setattr(Tiling, "on_gpu", small)
 
@@ -80,8 +80,8 @@ CALLS = {  # slices of merged batch and heads, whether widths are told at run ti
 )
 def test_strips_give_the_definition(call, strips, rng):
     """Outputs, and gradients for both cotangents; what the array hides from all may be NaN."""
-    head_slices, has_widths, name, options = CALLS[call]
-    strips(head_slices, has_widths)
+    head_slices, runtime_extent, name, options = CALLS[call]
+    strips(head_slices, runtime_extent)
     random = {"t": jnp.asarray(rng.integers(0, 3, (B, T))), "s": jnp.asarray(rng.integers(0, 3, (B, S)))}
     options = {k: random.get(x, x) if isinstance(x, str) else x for k, x in options.items()}
     options = {k: jnp.asarray(x) if isinstance(x, list) else x for k, x in options.items()}

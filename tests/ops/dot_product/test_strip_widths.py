@@ -16,7 +16,7 @@ from jax_attn_bwd.ops.dot_product import reference, strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Tiling, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.strips import Plane
+from jax_attn_bwd.ops.dot_product.strips import StripSource
 
 PLAIN = Options(scale=1.0)
 
@@ -31,7 +31,7 @@ def test_they_are_for_masks_of_run_time_and_for_many_strips():
         mask |= {} if ids is None else segments(jax.ShapeDtypeStruct(ids, jnp.int32))
         with aimed_at("H200"):
             tiling = plan("xla", PLAIN, Operands(x, x, x, mask=Mask(**mask))).tiling
-        return tiling.block_q if tiling.has_widths else None, tiling.head_slices
+        return tiling.block_q if tiling.runtime_extent else None, tiling.head_slices
 
     shape, lengths = (4, 4096, 16, 128), jax.ShapeDtypeStruct((4,), jnp.int32)
     assert found(shape, (1, 4096), is_causal=True) == (512, 1)
@@ -50,8 +50,10 @@ def extents(ids, blocks, turns, axis):
 
     def found(*ids):
         q, k = (jax.ShapeDtypeStruct((*x.shape, 1, 4), jnp.float32) for x in ids)
-        tiling = Tiling(blocks[0], blocks[1], "float32", in_strips=True, has_widths=True, head_slices=turns)
-        plane = Plane.of(tiling, Operands(q, k, k, mask=Mask(**segments(*ids))))
+        tiling = Tiling(
+            blocks[0], blocks[1], "float32", in_strips=True, runtime_extent=True, head_slices=turns
+        )
+        plane = StripSource.of(tiling, Operands(q, k, k, mask=Mask(**segments(*ids))))
         *met, known = strips.extents(plane, axis)
         widths.extend(known)
         return met
@@ -108,7 +110,7 @@ def test_widths_are_few_and_near():
 @pytest.fixture
 def played(monkeypatch):
     def play(turns):
-        small = Tiling(8, 12, "float64", in_strips=True, has_widths=True, head_slices=turns)
+        small = Tiling(8, 12, "float64", in_strips=True, runtime_extent=True, head_slices=turns)
         monkeypatch.setattr(Tiling, "on_gpu", lambda self, options, operands: small)
 
     jax.clear_caches()  # what was traced with other tiles

@@ -10,7 +10,7 @@ from jax_attn_bwd.ops.dot_product import plan as tiling_module
 from jax_attn_bwd.ops.dot_product import tiles, visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Tiling, count, plan
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 lengths = st.integers(1, 70)
 blocks = st.sampled_from([1, 3, 8, 16])
@@ -39,7 +39,7 @@ def band(T, S, mask):
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
     mask = Mask(is_causal, window)
     tiling = Tiling(block_q, block_k, "float32")
-    full, mixed, final = tiles.static_pairs(visibility.tile_mask(mask, None, T, S, 1, 1), tiling)
+    full, mixed, final = tiles.static_pairs(visibility.tile_mask(mask, None, Sizes((1,), T, S, 1, 1)), tiling)
     assert final
     seen = band(T, S, mask)
     kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
@@ -54,7 +54,9 @@ def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
 
 def live(T, S, tiling, **conditions):
     """The run-time flags of a call with one head."""
-    given = visibility.tile_mask(Mask(**conditions), None, T, S, 1, 1, tiling.block_q, tiling.block_k)
+    given = visibility.tile_mask(
+        Mask(**conditions), None, Sizes((1,), T, S, 1, 1), tiling.block_q, tiling.block_k
+    )
     return np.asarray(tiles.live_tiles(given, tiling))
 
 

@@ -233,9 +233,9 @@ def _with_ends(arrays: Arrays, rows_end: Any, columns_end: Any) -> Arrays:
 def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Returns (all that hides or adds, as a bias `[B|1, N|1, T, S]`; `Prepared.shift`)."""
     # who sees whom, [B|1, N|1, T, S]
-    (batch, T, S, _, G), dtype = operands.sizes, operands.query.dtype
+    (_, T, S, _, _), dtype = operands.sizes, operands.query.dtype
     hidden, shift = jnp.asarray(HIDDEN[str(dtype)], jnp.float32), None
-    sees = _by_head(visibility.of_plane(operands.mask, operands.bias, T, S, len(batch), G), operands)
+    sees = _by_head(visibility.of_plane(operands.mask, operands.bias, operands.sizes), operands)
     # a bias far from 0 is shifted, row by row: what hides must stay far below what is seen
     if operands.bias is None:
         bias = jnp.where(sees, 0, hidden)

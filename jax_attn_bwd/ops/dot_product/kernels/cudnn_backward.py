@@ -104,7 +104,7 @@ def _to_operands(
     """Cuts gradients to the shapes of the operands, and sets them to 0 where nothing looks."""
     # [..., T, N, H], [..., S, K, H], [..., S, K, Hv]: padding is cut off
     (*batch, T, N, H), (S, K, Hv) = operands.query.shape, operands.value.shape[-3:]
-    _, seen = visibility.live_and_seen_of(operands)
+    _, seen = visibility.used_queries_and_keys(operands.mask, operands.bias, operands.sizes)
     grads: dict[str, Any] = {}
     for name, n, heads, h in (("query", T, N, H), ("key", S, K, H), ("value", S, K, Hv)):
         if name not in wanted:

@@ -151,7 +151,7 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         for n, multiple, side in zip((T, S), padding[:2], zip(positions, segments, strict=True), strict=True)
     )
     # keys, values and a bias that no query sees are 0; planes hide the places of padding
-    _, seen = visibility.live_and_seen_of(operands)
+    _, seen = visibility.used_queries_and_keys(operands.mask, operands.bias, operands.sizes)
     key, value, bias = _zero_unseen(operands, seen)
     planes = (bias, -jnp.inf), (mask.elements, False)
     bias, elements = (None if x is None else _pad_plane(operands, x, padding, fill) for x, fill in planes)
@@ -436,7 +436,7 @@ def _sees_nothing(options: KernelOptions, operands: Operands, lse: jax.Array) ->
 
     Their lse does not tell: with a large sink it is the sink anyway.
     """
-    live, _ = visibility.live_and_seen_of(operands)
+    live, _ = visibility.used_queries_and_keys(operands.mask, operands.bias, operands.sizes)
     if live is None:
         return jnp.zeros_like(lse, bool)
     groups = operands.query.shape[-2] // operands.key.shape[-2]
