@@ -55,15 +55,15 @@ def _exchanged(static, operands) -> Result:
 
 def _forward(static, operands, wanted):
     *exchange, plan = static
-    result = _exchanged((*exchange, engine.differentiated(plan, operands, wanted)), operands)
-    kept = engine.kept(plan, operands, result, wanted)
+    result = _exchanged((*exchange, engine.differentiated(plan, wanted)), operands)
+    kept = engine.pack_residuals(plan, result, wanted)
     return (kept.out, kept.lse), (operands, kept)
 
 
 def _backward(static, saved, wanted, cotangents):
     operator, exchange, plan = static
     (operands, result), (dout, dlse) = saved, cotangents
-    result = engine.restored(result)
+    result = engine.unpack_residuals(result)
     alike, names = _alike(exchange, operands), wanted - {"sink"}
     if dout is None:
         dout = jnp.zeros_like(result.out)
@@ -87,7 +87,7 @@ def _backward(static, saved, wanted, cotangents):
 def _tangent(static, saved, tangents):
     operator, exchange, plan = static
     operands, result = saved
-    result = engine.restored(result)
+    result = engine.unpack_residuals(result)
     alike, along = pallas.vary_alike((_alike(exchange, operands), tangents))
     total, mu = _EXCHANGES[operator].tangent(exchange, plan, alike, result, along)
     dout = engine.through_softmax(result, total, mu)  # (9) of `ring.py`

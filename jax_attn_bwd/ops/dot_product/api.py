@@ -332,24 +332,22 @@ def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _forward(plan, operands, wanted):
     forward = engine.implementation(plan).forward
-    result = forward(
-        engine.differentiated(plan, operands, wanted), fusion.computed_once(operands, _READ_TWICE)
-    )
-    kept = engine.kept(plan, operands, result, wanted)
+    result = forward(engine.differentiated(plan, wanted), fusion.computed_once(operands, _READ_TWICE))
+    kept = engine.pack_residuals(plan, result, wanted)
     return (kept.out, kept.lse), (operands, kept)
 
 
 def _backward(plan, saved, wanted, cotangents):
     operands, result = saved
     operands = fusion.computed_once(operands, _READ_TWICE)
-    residuals = Residuals(operands, engine.restored(result), Wanted(wanted, alone=True))
+    residuals = Residuals(operands, engine.unpack_residuals(result), Wanted(wanted, alone=True))
     grads = engine.implementation(plan).backward(plan, residuals, *cotangents)
     return as_cotangents(operands, grads._asdict())
 
 
 def _tangent(plan, saved, tangents):
     operands, result = saved
-    return written_tangent.tangent(plan, operands, engine.restored(result), tangents)
+    return written_tangent.tangent(plan, operands, engine.unpack_residuals(result), tangents)
 
 
 _OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -100,8 +100,8 @@ def forward(plan: Plan, operands: Operands) -> Result:
     return implementation(plan).forward(plan, operands)
 
 
-def differentiated(plan: Plan, operands: Any, wanted: Iterable[str]) -> Plan:
-    """The plan of a rule's forward: a kernel keeps what rounding takes if these gradients need it.
+def differentiated(plan: Plan, wanted: Iterable[str]) -> Plan:
+    """Returns the plan of a rule's forward: a kernel keeps what rounding takes if these gradients need it.
 
     Of the portable path XLA drops what no one keeps.
     """
@@ -113,8 +113,8 @@ def _sum_rows(wanted: Iterable[str]) -> bool:
     return not {"bias", "mod_args"}.isdisjoint(wanted)
 
 
-def kept(plan: Plan, operands: Any, result: Result, wanted: Iterable[str]) -> Result:
-    """What a rule keeps of a forward, under the names by which checkpoint policies know it.
+def pack_residuals(plan: Plan, result: Result, wanted: Iterable[str]) -> Result:
+    """Returns what a rule keeps of a forward, under the names by which checkpoint policies know it.
 
     `out_low` is kept for the gradients that need it. Without them it has no elements, rather than not to be:
     JAX keeps one structure of residuals for all derivatives of a jitted function.
@@ -125,8 +125,8 @@ def kept(plan: Plan, operands: Any, result: Result, wanted: Iterable[str]) -> Re
     return Result(**{field: checkpoint_name(x, name(field)) for field, x in result._asdict().items()})
 
 
-def restored(result: Result) -> Result:
-    """What `kept` kept, for the backward."""
+def unpack_residuals(result: Result) -> Result:
+    """Returns the result that `pack_residuals` kept, for the backward."""
     low = result.out_low
     return result._replace(out_low=None) if low is not None and low.ndim == 1 else result
 
@@ -163,15 +163,14 @@ __all__ = [
     "gradient_of_sink",
     "gradients",
     "implementation",
-    "kept",
     "low_matters",
     "merge_heads",
     "merge_rows",
+    "pack_residuals",
     "plan",
     "plane",
     "planned",
     "probabilities",
-    "restored",
     "sees_nothing",
     "split_heads",
     "split_rounding",
@@ -181,5 +180,6 @@ __all__ = [
     "tangent_sums",
     "through_softmax",
     "through_values",
+    "unpack_residuals",
     "where_seen",
 ]

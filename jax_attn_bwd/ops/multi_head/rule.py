@@ -59,10 +59,10 @@ def _primal(static: tuple[Options, Plan], operands: Operands) -> tuple[Any, Any,
 
 def _forward(static, operands, wanted):
     options, plan = static
-    plan = engine.differentiated(plan, operands, wanted)
+    plan = engine.differentiated(plan, wanted)
     given = fusion.computed_once(operands, _READ_TWICE)
     out, weights, saved = layer_forward.forward(options, plan, given)
-    kept = engine.kept(plan, operands, saved.attention(), wanted)
+    kept = engine.pack_residuals(plan, saved.attention(), wanted)
     outputs = out, weights, saved if options.return_residual else None
     return outputs, (operands, saved._replace(**kept._asdict()))
 
@@ -86,7 +86,7 @@ def _tangent(static, saved, tangents):
 
 
 def _restored(residual):
-    return residual._replace(**engine.restored(residual.attention())._asdict())
+    return residual._replace(**engine.unpack_residuals(residual.attention())._asdict())
 
 
 OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -149,7 +149,7 @@ def test_what_rounding_takes_in_forward_kernels(implementation, dtype):
     operands = Operands(*call.qkv, bias, jnp.asarray(call.options["sink"]))
     with pallas.interpreting(implementation):
         plan = engine.plan("", implementation, Options(scale=0.25), operands)
-        run = partial(engine.forward, engine.differentiated(plan, operands, ("bias",)))
+        run = partial(engine.forward, engine.differentiated(plan, ("bias",)))
         out = np.asarray(quick_jit(run)(operands).wide_out(), np.float64)
     delta = (np.asarray(call.dout.astype(jnp.float64)) * out).sum(-1)
     call.compare(*call.gradients(call.dp, np.swapaxes(delta, 1, 2)[..., None]))

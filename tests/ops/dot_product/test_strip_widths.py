@@ -90,7 +90,9 @@ def test_strips_of_a_window_of_indices_end_within_the_plane(axis):
     window = ((2, 50), (50, 2))[axis]
     q, k = (jax.ShapeDtypeStruct((1, n, 1, 4), jnp.float32) for n in (T, S))
     tiling = Tiling(*blocks, "float32", in_strips=True, has_widths=True, head_slices=1)
-    first, width, widths = strips.extents(Plane.of(tiling, Operands(q, k, k, mask=Mask(window=window))), axis)
+    first, width, widths = strips.extents(
+        StripSource.of(tiling, Operands(q, k, k, mask=Mask(window=window))), axis
+    )
     row, column = np.ogrid[:T, :S]
     seen = (row - column <= window[0]) & (column - row <= window[1])
     for i, (begin, size) in enumerate(zip(np.asarray(first[0]), np.asarray(width[0]), strict=True)):
