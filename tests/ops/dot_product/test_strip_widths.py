@@ -89,7 +89,7 @@ def test_strips_of_a_window_of_indices_end_within_the_plane(axis):
     (T, S), blocks = ((46, 94), (94, 46))[axis], ((8, 12), (12, 8))[axis]
     window = ((2, 50), (50, 2))[axis]
     q, k = (jax.ShapeDtypeStruct((1, n, 1, 4), jnp.float32) for n in (T, S))
-    tiling = Tiling(*blocks, "float32", in_strips=True, has_widths=True, head_slices=1)
+    tiling = Tiling(*blocks, "float32", in_strips=True, runtime_extent=True, head_slices=1)
     first, width, widths = strips.extents(
         StripSource.of(tiling, Operands(q, k, k, mask=Mask(window=window))), axis
     )
