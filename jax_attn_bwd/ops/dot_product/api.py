@@ -245,10 +245,13 @@ def dot_product_attention_bwd(
       >>> grads.key.shape, grads.query is None
       ((2, 16, 4, 8), True)
     """
+    # The arguments of the forward call.
     name = f"{_NAME}_bwd"
     given = secondary_calls.complete(name, dot_product_attention, DotProductAttentionKeywords, options)
     implementation = given.pop("implementation")
     checked, operands = prepare(name, query, key, value, bias, mask, **given)
+
+    # Results and cotangents in the shapes and dtypes of the forward's, sharded as the queries are.
     expected = (*operands.query.shape[:-1], operands.value.shape[-1])
     axes = tuple(range(operands.query.ndim))
 
@@ -265,6 +268,8 @@ def dot_product_attention_bwd(
     dout, out = (reshard_like(x, operands.query, axes) for x in (dout, out))
     lse, dlse = row("lse", lse), None if dlse is None else row("dlse", dlse)
     checks.same_dtype(name, query=operands.query, dout=dout, out=out)
+
+    # Which gradients, by which implementation.
     present = [n for n in DIFFERENTIABLE if getattr(operands, n) is not None]
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
     if "mod_args" in wanted:

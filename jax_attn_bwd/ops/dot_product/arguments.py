@@ -20,6 +20,7 @@ def prepare(
 
     `conditions` are those of `mask_of`.
     """
+    # The arrays, whose shapes tell all sizes.
     query, key, value = _query_key_value(operator, query, key, value)
     (*batch, T, N, H), (S, K) = query.shape, key.shape[-3:-1]
     sizes, like = Sizes(tuple(batch), T, S, K, N // K), Like(query, -3, -2)
@@ -29,6 +30,8 @@ def prepare(
         sink = checks.floating(operator, "sink", sink)
         checks.shape(operator, "sink", sink, "[N]", (N,))
         sink = sharding.reshard_like(sink, query, (-2,))
+
+    # Who sees whom, and what is static.
     seen, score_mod = mask_of(operator, like, sizes, mask=mask, score_mod=score_mod, **conditions)
     remedy = "multiply query by a learned or traced temperature"
     options = options_of(
@@ -44,7 +47,7 @@ def options_of(
     operator: str, scale: float, dtype: Any, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
     deterministic_sums, deterministic, score_mod,
 ) -> Options:  # fmt: skip
-    """The checked options of a call of that dtype; `scale` and `score_mod` are checked already."""
+    """Checks the options of a call of that dtype; `scale` and `score_mod` are checked already."""
     return Options(
         scale=scale,
         logits_soft_cap=_soft_cap(operator, logits_soft_cap, dtype),
@@ -57,6 +60,7 @@ def options_of(
 
 
 def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # Floats of one dtype, of three axes at least.
     query = checks.floating(operator, "query", query)
     key = checks.floating(operator, "key", key)
     value = checks.floating(operator, "value", value)
@@ -68,6 +72,8 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
     ):
         if x.ndim < 3:
             raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+
+    # Shapes that fit together; a warning where heads seem to stand before tokens.
     *batch, T, N, H = query.shape
     S, K, Hv = key.shape[-3], key.shape[-2], value.shape[-1]
     checks.shape(operator, "key", key, "[..., S, K, H]", (*batch, S, K, H))
@@ -81,13 +87,15 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
             f"{operator}: query {query.shape} has T = {T} tokens and N = {N} heads: the layout is"
             " [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
         )
+
+    # Shardings that fit together, without mesh axes of size 1.
     query, key, value = map(sharding.without_ones, (query, key, value))
     _check_explicit_sharding(operator, query, key, value)
     return query, key, value
 
 
 def _check_explicit_sharding(operator: str, query, key, value) -> None:
-    """On an Explicit mesh: batch and heads may be sharded, alike in all three, sequences as they please."""
+    """Raises on an Explicit mesh unless batch and heads are sharded alike, sequences as they please."""
     heads = sharding.explicit_spec(query)[-2]
     if heads is not None and key.shape[-2] % (n := sharding.axis_size(query, heads)):
         expected = f"be a multiple of the size {n} of mesh axis {heads!r}"
@@ -115,7 +123,7 @@ def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
 
 
 def require_floats(operator: str, mod_args: Any) -> None:
-    """`wrt="mod_args"` asks for gradients of floats."""
+    """Raises where `wrt="mod_args"` asks for gradients and there are no floats."""
     if not jax.tree.leaves(float_leaves.floats(mod_args)):
         dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(mod_args)) or "nothing"
         expected, remedy = "hold floating-point arrays where wrt names it", "integers have no gradient"
@@ -139,7 +147,7 @@ def mask_of(
     query_seq_lengths=None, key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None,
     query_positions=None, key_value_positions=None, mask_mod=None, score_mod=None, mod_args=(), counted=None,
 ) -> tuple[Mask, Any]:  # fmt: skip
-    """(the checked mask, `score_mod`), which reads of `mod_args`, too; raises as the public docstrings say.
+    """Checks who sees whom, and returns (the mask, `score_mod`); raises as the public docstrings say.
 
     Args:
       like, sizes: what the call's arrays are.
@@ -153,7 +161,7 @@ def mask_of(
         mask = plane(operator, "mask", checks.boolean_mask(operator, mask), sizes, like)
 
     def tokens(argument, x, names, tail, axes=(), **limits):
-        """`axes`: those of `like` along which the tail is sharded as it is."""
+        """Checks what is told of tokens; `axes` of `like` are those along which its tail is sharded."""
         if x is None:
             return None
         rank = len(batch) + len(tail)
@@ -162,6 +170,7 @@ def mask_of(
         x = numerics.to_rank(numerics.saturated(x, **limits), rank)
         return sharding.reshard_like(x, like.array, (*range(len(batch)), *(axes or (None,) * len(tail))))
 
+    # Segment ids, together; wide ones become int32 that are equal where they are.
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
         if query_segment_ids is None:
@@ -172,6 +181,7 @@ def mask_of(
     if not all(map(numerics.fits_int32, ids.values())):
         query_segment_ids, key_value_segment_ids = _narrow(operator, ids, like, sizes)
 
+    # Functions, and what they read: indices where no positions are given, numbers of entries and heads.
     mask_mod, score_mod = mod_functions.by_value(mask_mod), mod_functions.by_value(score_mod)
     has_functions = mask_mod is not None or score_mod is not None
     if has_functions and 0 in [n for n in (T, S) if isinstance(n, int)] and _is_empty(mod_args):
@@ -194,6 +204,8 @@ def mask_of(
     elif jax.tree.leaves(mod_args):
         expected = "be given together with mask_mod or score_mod"
         raise ValueError(checks.message(operator, "mod_args", expected, "neither"))
+
+    # What is told of tokens, sharded as the queries are where it is told of these.
     rows = (like.queries,)
     found = rules.replace(
         elements=mask,
@@ -215,7 +227,7 @@ def mask_of(
 
 
 def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like | None) -> jax.Array:
-    """A mask or bias that broadcasts to `[..., N, T, S]`, sharded as `like` if that is given."""
+    """Checks a mask or bias that broadcasts to `[..., N, T, S]`, and shards it as `like` if that is given."""
     batch, T, S, K, _ = sizes
     N = sizes.N
     x = drop_leading_ones(x, len(batch) + 3)
@@ -227,24 +239,24 @@ def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like |
 
 
 def bias_plane(operator: str, bias: Any, sizes: Sizes, like: Like | None) -> jax.Array:
-    """The checked bias, which a plane or a tile reads more than once."""
+    """Checks the bias, which a plane or a tile reads more than once."""
     bias = plane(operator, "bias", checks.floating(operator, "bias", bias), sizes, like)
     return fusion.kept_whole(bias, may_be_gathered=False)
 
 
 def drop_leading_ones(x: jax.Array, rank: int) -> jax.Array:
-    """`x` without axes of size 1 beyond `rank`: `jax.nn` wants them with inputs that have no batch."""
+    """Drops axes of size 1 beyond `rank`: `jax.nn` wants them with inputs that have no batch."""
     extra = x.ndim - rank
     return x.reshape(x.shape[extra:]) if extra > 0 and x.shape[:extra] == (1,) * extra else x
 
 
 def _lengths(size: Any) -> dict[str, int]:
-    """The range of a length of that many tokens; what is symbolic is not known."""
+    """Returns the range of a length of that many tokens; what is symbolic is not known."""
     return {"least": 0} | ({"greatest": size} if isinstance(size, int) else {})
 
 
 def _narrow(operator: str, ids: dict[str, Any], like: Like, sizes: Sizes) -> Any:
-    """Wide traced segment ids as int32 `[..., T]` and `[..., S]` that are equal where they are."""
+    """Turns wide traced segment ids into int32 `[..., T]` and `[..., S]` that are equal where they are."""
     batch, rows = sizes.batch, []
     sides = zip(ids.items(), ("[..., T]", "[..., S]"), (sizes.T, sizes.S), strict=True)
     for (argument, x), names, length in sides:
@@ -260,7 +272,7 @@ def _is_empty(mod_args: Any) -> bool:
 
 
 def _numbers(batch: tuple[Any, ...]) -> jax.Array:
-    """The number of each batch entry, row-major, int32 `[...]`."""
+    """Returns the number of each batch entry, row-major, int32 `[...]`."""
     number = jnp.zeros((1,) * len(batch), jnp.int32)
     for axis, n in enumerate(batch):
         shape = tuple(n if i == axis else 1 for i in range(len(batch)))

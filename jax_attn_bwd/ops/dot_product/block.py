@@ -21,7 +21,7 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 def scaled_product(
     options: Options, q: jax.Array, k: jax.Array, dtype: Any, transposed: bool = False
 ) -> jax.Array:
-    """Scale * q k^T of a tile, `[..., K, G, T, S]`, or transposed `[..., K, S, G, T]`.
+    """Computes scale * q k^T of a tile, `[..., K, G, T, S]`, or transposed `[..., K, S, G, T]`.
 
     Wide factors: the scale goes into q. Then the logits are bare sums of products, the same bits in the
     forward and in the backward, and exp(logits - lse) is exact where one logit of 1e5 takes all. (Where
@@ -45,7 +45,7 @@ def scaled_product(
 
 
 def soft_capped(options: Options, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """(soft_cap(logits), its tanh)."""
+    """Returns (soft_cap(logits), its tanh)."""
     if options.logits_soft_cap is None:
         return logits, None
     tanh = jnp.tanh(logits / options.logits_soft_cap)
@@ -53,7 +53,7 @@ def soft_capped(options: Options, logits: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 class DropoutCounters(NamedTuple):
-    """What the dropout bits of an element are a function of."""
+    """Counters that the dropout bits of an element are a function of."""
 
     keys: dropout.Words  # each [..., K, G]
     rows: jax.Array  # [T] uint32
@@ -61,21 +61,21 @@ class DropoutCounters(NamedTuple):
 
 
 def dropout_counters(options: Options, operands: Operands, block_q: int, block_k: int) -> DropoutCounters:
-    """What the dropout bits are drawn from, rows and columns padded to whole blocks."""
-    *batch, T, N, _ = operands.query.shape
-    S, K, _ = operands.key.shape[-3:]
-    groups = N // K
+    """Counts what dropout bits are drawn from, rows and columns padded to whole blocks."""
+    # Where the call's block begins; an index may be an array already.
+    batch, T, S, K, groups = operands.sizes
     zero = jnp.uint32(0)
     offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
 
     def index(n, start):
         return start if start.ndim else start + jnp.arange(n, dtype=jnp.uint32)
 
+    # A key for each batch entry and head [..., K, G], or one for all.
     if options.broadcast_dropout:
         batch_index = head_index = jnp.zeros((1,) * (len(batch) + 2), jnp.uint32)
     else:
         batch_index = index(math.prod(batch), offset.batch).reshape(*batch, 1, 1)
-        head_index = index(N, offset.head).reshape(N // groups, groups)
+        head_index = index(K * groups, offset.head).reshape(K, groups)
         head_index = to_rank(head_index, batch_index.ndim)
     assert operands.dropout_words is not None  # checked with the arguments
     return DropoutCounters(
@@ -88,7 +88,7 @@ def dropout_counters(options: Options, operands: Operands, block_q: int, block_k
 def dropout_of_tile(
     options: Options, tiling: Tiling, counters: DropoutCounters, i: Any, j: Any, dtype: Any
 ) -> jax.Array:
-    """Factors of tile (i, j), `[..., K, G, block_q, block_k]`."""
+    """Returns the factors of tile (i, j), `[..., K, G, block_q, block_k]`."""
     rows = take_at(counters.rows, {0: (i, tiling.block_q)})
     columns = take_at(counters.columns, {0: (j, tiling.block_k)})
     return _factors(options, counters.keys, rows, columns, dtype, drawn_once=False)
@@ -97,7 +97,10 @@ def dropout_of_tile(
 def dropout_factors(
     options: Options, operands: Operands, columns: jax.Array | None = None
 ) -> jax.Array | None:
-    """Factors of the plane `[..., K, G, T, S]`, or of other `columns [n]` (uint32); None = no dropout."""
+    """Returns the factors of the plane `[..., K, G, T, S]`, or of other `columns [n]` (uint32).
+
+    None = no dropout.
+    """
     if options.dropout_rate == 0:
         return None
     drawn = dropout_counters(options, operands, 1, 1)

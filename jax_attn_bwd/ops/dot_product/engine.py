@@ -80,7 +80,7 @@ IMPLEMENTATIONS = (
 
 
 def plan(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
-    """How this block is computed: by the implementation asked for, or with None by the best that can.
+    """Plans this block: by the implementation asked for, or with None by the best that can.
 
     Raises:
       ValueError: there is no such implementation.
@@ -91,12 +91,12 @@ def plan(operator: str, implementation: str | None, options: Options, operands: 
 
 
 def implementation(plan: Plan) -> backend.Implementation:
-    """What runs the plan: `forward(plan, operands)` and `backward(plan, residuals, dout, dlse)`."""
+    """Returns what runs the plan: `forward(plan, operands)`, `backward(plan, residuals, dout, dlse)`."""
     return backend.named(IMPLEMENTATIONS, plan.implementation)
 
 
 def forward(plan: Plan, operands: Operands) -> Result:
-    """Attention to the keys of the block, with its row values."""
+    """Computes attention to the keys of the block, with its row values."""
     return implementation(plan).forward(plan, operands)
 
 
@@ -141,7 +141,7 @@ def backward(
     *,
     alone: bool = False,
 ) -> DotProductAttentionGrads:
-    """What the block adds to the gradients of those operands that are `wanted`.
+    """Computes what the block adds to the gradients of those operands that are `wanted`.
 
     Args:
       result: the row values over all keys that the queries attend to.

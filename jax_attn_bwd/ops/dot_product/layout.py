@@ -25,7 +25,7 @@ def pad(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
 
 
 def extend(x: jax.Array, block: int) -> jax.Array:
-    """`x` with its last entry repeated up to a multiple of `block`; an axis of size 1 stays.
+    """Repeats the last entry of `x` up to a multiple of `block`; an axis of size 1 stays.
 
     Not `jnp.pad(mode="edge")`, which slices every axis, the batch as well, and that may be sharded.
     """
@@ -38,29 +38,29 @@ def extend(x: jax.Array, block: int) -> jax.Array:
 
 
 def split_heads(x: jax.Array, groups: int) -> jax.Array:
-    """`[..., T, N, H]` -> `[..., K, G, T, H]`."""
+    """Turns `[..., T, N, H]` into `[..., K, G, T, H]`."""
     *batch, T, N, H = x.shape
     return jnp.moveaxis(x.reshape(*batch, T, N // groups, groups, H), -4, -2)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """`[..., K, G, T, H]` -> `[..., T, N, H]`."""
+    """Turns `[..., K, G, T, H]` into `[..., T, N, H]`."""
     *batch, K, G, T, H = x.shape
     return jnp.moveaxis(x, -2, -4).reshape(*batch, T, K * G, H)
 
 
 def split_rows(x: jax.Array, groups: int) -> jax.Array:
-    """`[..., T, N]` -> `[..., K, G, T]`."""
+    """Turns `[..., T, N]` into `[..., K, G, T]`."""
     return split_heads(x[..., None], groups)[..., 0]
 
 
 def merge_rows(x: jax.Array) -> jax.Array:
-    """`[..., K, G, T]` -> `[..., T, N]`."""
+    """Turns `[..., K, G, T]` into `[..., T, N]`."""
     return merge_heads(x[..., None])[..., 0]
 
 
 def plane(x: jax.Array, batch_rank: int, groups: int) -> jax.Array:
-    """A mask or bias that broadcasts to `[..., N, T, S]` -> `[..., K|1, G|1, T|1, S|1]`."""
+    """Turns a mask or bias that broadcasts to `[..., N, T, S]` into `[..., K|1, G|1, T|1, S|1]`."""
     *batch, N, T, S = (x := to_rank(x, batch_rank + 3)).shape
     heads = (1, 1) if N == 1 else (N // groups, groups)
     return x.reshape(*batch, *heads, T, S)

@@ -59,7 +59,7 @@ class Mask:
     mod_args: tuple[Any, ...] | None = None  # what `mask_mod` and `score_mod` read; None without them
 
     def replace(self, **fields: Any) -> "Mask":
-        """The mask with other values of some fields."""
+        """Returns the mask with other values of some fields."""
         return dataclasses.replace(self, **fields)
 
     @property
@@ -69,22 +69,22 @@ class Mask:
 
     @property
     def is_banded(self) -> bool:
-        """Whether causality or a window compares positions."""
+        """Tells whether causality or a window compares positions."""
         return self.is_causal or self.window is not None
 
     @property
     def has_positions(self) -> bool:
-        """Whether positions are told of queries or of keys."""
+        """Tells whether positions are given of queries or of keys."""
         return self.query_positions is not None or self.key_value_positions is not None
 
     @property
     def hides_keys_alone(self) -> bool:
-        """Whether the array of elements has no axis of heads or queries, and no segments are given."""
+        """Tells whether the array of elements has no axis of heads or queries, and no segments are given."""
         x = self.elements
         return x is not None and set(x.shape[-3:-1]) <= {1} and not self.has("query_segment_ids")
 
     def with_segments_of_keys(self) -> "Mask":
-        """The same mask where the array `hides_keys_alone`: keys that it hides are of another segment."""
+        """Turns an array that `hides_keys_alone` into segments: keys that it hides are of another one."""
         if not self.hides_keys_alone:
             return self
         keys = to_rank(self.elements, 3)[..., 0, 0, :]
@@ -92,5 +92,5 @@ class Mask:
         return self.replace(elements=None, query_segment_ids=ids[0], key_value_segment_ids=ids[1])
 
     def has(self, *names: str) -> bool:
-        """Whether any of these fields is given."""
+        """Tells whether any of these fields is given."""
         return any(getattr(self, name) is not None for name in names)

@@ -35,7 +35,7 @@ APART = 1 << 20  # numbers: 4 MiB
 
 
 class Places(NamedTuple):
-    """What the functions read beside row and column."""
+    """Numbers and arrays that the functions read beside row and column."""
 
     batch: Any  # int32 [..., 1, 1, 1, 1]
     head: Any  # int32 [1..., K, G, 1, 1]
@@ -43,7 +43,7 @@ class Places(NamedTuple):
 
 
 def places(mask: Mask, batch_rank: int, groups: int) -> Places | None:
-    """The numbers that a mask tells, in the layout of tiles; None where no function is given."""
+    """Returns the numbers that a mask holds, in the layout of tiles; None where no function is given."""
     if mask.batch_number is None:
         return None
     head = mask.head_number.reshape(-1, groups)
@@ -52,7 +52,7 @@ def places(mask: Mask, batch_rank: int, groups: int) -> Places | None:
 
 
 def seen(mask_mod: Any, at: Places | None, row: jax.Array, column: jax.Array) -> jax.Array | None:
-    """What `mask_mod` lets be seen of a tile, in its rank; None = all."""
+    """Tells what `mask_mod` lets be seen of a tile, in its rank; None = all."""
     if mask_mod is None:
         return None
     assert at is not None  # prepared with the function
@@ -60,7 +60,7 @@ def seen(mask_mod: Any, at: Places | None, row: jax.Array, column: jax.Array) ->
 
 
 def sees_diagonal(mask: Mask) -> bool:
-    """Whether `mask_mod` certainly lets each row see the column of its own position."""
+    """Tells whether `mask_mod` certainly lets each row see the column of its own position."""
     assert mask.mask_mod is not None
     index = jax.ShapeDtypeStruct((), jnp.int32)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), mask.mod_args)
@@ -78,7 +78,7 @@ class Tile(NamedTuple):
 
 
 def scored(options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...]) -> jax.Array:
-    """`logits` of a tile through `score_mod`; where they are not seen anything, with derivative 0."""
+    """Puts `logits` of a tile through `score_mod`; where they are not seen anything, with derivative 0."""
     score, seen = options.score_mod, tile.seen
     if score is None:
         return logits
@@ -89,7 +89,7 @@ def scored(options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...
 def pulled_back(
     options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, to_args: bool
 ) -> tuple[jax.Array, Any]:
-    """(cotangent of what `scored` was handed; that of the floats in `args`, None unless `to_args`)."""
+    """Returns (cotangent of what `scored` was handed; of the floats in `args`, None unless `to_args`)."""
     numbers = float_leaves.floats(args)
     of = lambda logits, numbers: scored(options, logits, tile, float_leaves.filled(args, numbers))
     if to_args:
@@ -100,7 +100,7 @@ def pulled_back(
 def pushed_forward(
     options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, dargs: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """(what `scored` gives, its tangent) for tangents of the logits and of the floats in `args`; None = 0."""
+    """Returns (what `scored` gives, its tangent) by tangents of logits and of floats in `args`; None = 0."""
     numbers = float_leaves.floats(args)
     of = lambda logits, numbers: scored(options, logits, tile, float_leaves.filled(args, numbers))
     if dargs is None:
@@ -109,7 +109,7 @@ def pushed_forward(
 
 
 def tangents_of_args(args: Any, along: Any) -> Any:
-    """Those of the floats in `args`, with zeros in place of None; None if all are zero."""
+    """Fills tangents of the floats in `args` with zeros in place of None; None if all are zero."""
     if not jax.tree.leaves(along):
         return None
     zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)
@@ -117,7 +117,7 @@ def tangents_of_args(args: Any, along: Any) -> Any:
 
 
 def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[..., Any]) -> Any:
-    """The cotangent of `numbers` from `cotangents(read(numbers))`, of what the functions `read` of them."""
+    """Returns the cotangent of `numbers` from `cotangents(read(numbers))`, of what is `read` of them."""
     found, pull_back = jax.vjp(read, numbers)
     return pull_back(cotangents(found))[0]
 
@@ -125,7 +125,7 @@ def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[
 def pulled_back_apart(
     options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, groups: int
 ) -> tuple[jax.Array, Any]:
-    """`pulled_back` with the cotangent of each batch entry and head apart, `[..., K, G, *shape]`.
+    """Does what `pulled_back` does, each batch entry and head apart: cotangents `[..., K, G, *shape]`.
 
     Where these lie on several devices, their sum is the caller's to take once. `groups` is the axis of G.
     """
@@ -152,7 +152,7 @@ def pulled_back_apart(
 
 
 def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> Any:
-    """`f` of each entry along `axes`, of which all arrays but the first two may have size 1."""
+    """Maps `f` over the entries along `axes`, of which all arrays but the first two may have size 1."""
     if not axes:
         return f(*arrays)
     axis, *rest = axes
@@ -162,14 +162,14 @@ def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> An
 
 
 def may_lie_apart(at: Places, q: jax.Array) -> bool:
-    """Whether there is room for the cotangents of each batch entry and head of q `[..., K, G, T, H]`."""
+    """Tells whether cotangents of each batch entry and head of q `[..., K, G, T, H]` have room."""
     sizes = [x.size for x in jax.tree.leaves(float_leaves.floats(at.args))]
     known = all(isinstance(n, int) for n in (*q.shape, *sizes))
     return known and math.prod(q.shape[:-2]) * sum(sizes) <= APART
 
 
 class Tiles(NamedTuple):
-    """What bounds tell of each tile, `[..., query tiles, key tiles]`; NumPy where known at trace time."""
+    """Bounds of each tile, `[..., query tiles, key tiles]`; NumPy where known at trace time."""
 
     some: Any  # False: nothing is seen
     every: Any  # True: all is seen
@@ -177,7 +177,7 @@ class Tiles(NamedTuple):
 
 
 def of_tiles(mask_mod: Callable[..., Any], at: Places, row: Any, column: Any) -> Tiles:
-    """The tiles by (least, greatest) row `[..., query tiles, 1]` and column `[..., 1, key tiles]`."""
+    """Bounds the tiles by (least, greatest) row `[..., query tiles, 1]` and column `[..., 1, key tiles]`."""
     rank = at.batch.ndim
 
     def laid(pair):
@@ -197,7 +197,8 @@ def known_tiles(
     blocks: tuple[int, int],
     by_index: bool,
 ) -> Tiles:
-    """The same at trace time, where no array is known; nor are positions, unless they are indices."""
+    """Bounds the tiles at trace time, where no array is known; nor are positions, unless they are indices."""
+    # Arrays are unknown; a block of positions ranges over its indices, or is unknown, too.
     rank = at.batch.ndim
     vague = jax.tree.map(lambda x: intervals.unknown(x.shape, x.dtype, vague=True), at)
     ranges = []
@@ -208,6 +209,8 @@ def known_tiles(
         last = np.minimum(start + np.int32(block), np.int32(n)) - np.int32(1)
         known = intervals.Interval(start.reshape(shape), last.reshape(shape))
         ranges.append(known if by_index else intervals.unknown(shape, np.int32, vague=True))
+
+    # What holds for any entry and head holds for the tile, `[query tiles, key tiles]`.
     found = intervals.bounds(mask_mod, vague.batch, vague.head, *ranges, *vague.args)
     some, every, final = _of_all_heads(found, rank)
     grid = tuple(-(-n // block) for n, block in zip(lengths, blocks, strict=True))
@@ -238,7 +241,8 @@ class ReadSizes(NamedTuple):
 def prepared(
     operator: str, mask_mod: Any, score_mod: Any, mod_args: Any, sizes: ReadSizes, K: int, dtype: Any
 ) -> tuple[Any, ...]:
-    """The checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
+    """Returns the checked `mod_args`, floats in `dtype`; the functions are traced on a small tile."""
+    # The shapes of a tile of 2 x 3, of what it stands at, and of the arrays.
     args = _arguments(operator, mod_args, dtype)
     _check_arguments(operator, (mask_mod, score_mod), args, sizes)
     batch, G = sizes.batch, sizes.heads // K
@@ -246,6 +250,8 @@ def prepared(
     index = lambda *shape: jax.ShapeDtypeStruct((1,) * (rank - len(shape)) + shape, jnp.int32)
     at = (index(*batch, 1, 1, 1, 1), index(K, G, 1, 1), index(2, 1), index(1, 3))
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+
+    # Each is elementwise, and gives what it is to give; a score may be handed its axes in another order.
     if mask_mod is not None:
         _check_mask(operator, mask_mod, at, given, plane)
     if score_mod is not None:
@@ -269,7 +275,7 @@ def prepared(
 
 
 def prepared_mask(operator: str, mask_mod: Any, mod_args: Any) -> tuple[Any, ...]:
-    """The checked `mod_args` of a mask alone, where it is not known for how many heads and tokens it is."""
+    """Checks `mod_args` of a mask alone, where it is not known for how many heads and tokens it is."""
     args, n = _arguments(operator, mod_args, jnp.float32), getattr(mask_mod, "num_args", None)
     if n is not None and len(args) != n:
         expected = f"hold the {n} that are read"
@@ -334,7 +340,7 @@ def _elementwise(operator: str, argument: str, closed: Any, tile_inputs: int) ->
 
 
 def _any_order(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
-    """It takes the axes of its tile, here columns before heads, in any order."""
+    """Raises unless it takes the axes of its tile, here columns before heads, in any order."""
     try:
         closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
         (result,) = closed.out_avals
@@ -348,7 +354,8 @@ def _any_order(operator: str, argument: str, function: Any, shapes: tuple[Any, .
 
 
 def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> Any:
-    """The jaxpr, of one result; raises unless the function may be static and is pure."""
+    """Returns the jaxpr, of one result; raises unless the function may be static and is pure."""
+    # A function of its own, with a hash, that takes what it will be handed.
     if not callable(function):
         expected = "be a function or None"
         raise TypeError(checks.message(operator, argument, expected, type(function).__name__))
@@ -366,6 +373,8 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
         got, remedy = f"mods.{function.__name__} itself", "call it: what it returns is the function"
         raise TypeError(checks.message(operator, argument, "be a function of places", got, remedy))
     _check_signature(operator, argument, function, shapes)
+
+    # Its jaxpr: whatever fails here would fail in every tile.
     try:
         closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
     except Exception as error:
@@ -375,6 +384,8 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
             got = f"{_called(function)}, which asks in Python whether an array is true"
             remedy = "write jnp.where for if, and & | ~ for and, or, not"
         raise TypeError(checks.message(operator, argument, _ELEMENTWISE, got, remedy)) from error
+
+    # Pure, and of one result.
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
         expected, remedy = "not close over traced arrays", "hand them over in mod_args"
         raise TypeError(checks.message(operator, argument, expected, "one that does", remedy))
@@ -389,7 +400,7 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
 
 
 def _check_signature(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
-    """It takes as many arguments as it will be handed."""
+    """Raises unless it takes as many arguments as it will be handed."""
     own = 5 if argument == "score_mod" else 4
     if (taken := takes_other(function, len(shapes))) is not None:
         names = ("logits, " if own == 5 else "") + "batch, head, row, column"
@@ -399,7 +410,7 @@ def _check_signature(operator: str, argument: str, function: Any, shapes: tuple[
 
 
 def takes_other(function: Any, count: int) -> str | None:
-    """The function with what it takes, where that is another number of arguments than `count`; else None."""
+    """Describes the function where it takes another number of arguments than `count`; else None."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -426,7 +437,7 @@ class _Partial(partial[Any]):
 
 
 def by_value(function: Any) -> Any:
-    """`function`; a `functools.partial` made anew compares equal, by its parts, and is not compiled anew."""
+    """Returns `function`; a `functools.partial` equals another of the same parts, and is compiled once."""
     if not isinstance(function, partial):
         return function
     try:
@@ -441,7 +452,7 @@ def _first_of_equals(function: _Partial) -> _Partial:
 
 
 def _value(x: Any) -> Any:
-    """What tells `x` from others; numbers of two types trace to two programs, and so do 0.0 and -0.0."""
+    """Returns what tells `x` from others; numbers of two types, and 0.0 and -0.0, trace to two programs."""
     if isinstance(x, partial):
         keywords = tuple((name, _value(value)) for name, value in sorted(x.keywords.items()))
         return type(x), _value(x.func), _value(x.args), keywords
@@ -455,7 +466,7 @@ _compiled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _warn_of_functions_made_anew(operator: str, argument: str, function: Any) -> None:
-    """Once, at the third function of one code object in calls outside of `jax.jit`: all were compiled."""
+    """Warns once, at the third function of one code object outside of `jax.jit`: all were compiled."""
     inner = getattr(function, "function", function)  # a named one holds it
     code = getattr(getattr(inner, "func", inner), "__code__", None)  # as a partial one does
     if code is None or function in _compiled or isinstance(jnp.zeros(()), jax.core.Tracer):

@@ -29,7 +29,7 @@ from jax_attn_bwd._core.sharding import full_like_operands
 
 
 class State(NamedTuple):
-    """What every query row keeps; the axes in front are the caller's."""
+    """The sums that every query row keeps; the axes in front are the caller's."""
 
     acc: jax.Array  # [..., Hv]
     m: jax.Array  # [...]
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 def initial(like: jax.Array, width: Any, sink: jax.Array | None, operands: Any) -> State:
-    """The state before any key, for the rows of queries `like [..., H]`; `sink` broadcasts to `[...]`."""
+    """Returns the state before any key, for queries `like [..., H]`; `sink` broadcasts to `[...]`."""
     dtype = accumulator_dtype(like.dtype)
     zero = full_like_operands(like, (*like.shape[:-1], 1), 0, dtype, operands)
     acc, row = jnp.broadcast_to(zero, (*like.shape[:-1], width)), zero[..., 0]
@@ -49,14 +49,14 @@ def initial(like: jax.Array, width: Any, sink: jax.Array | None, operands: Any) 
 
 
 def weights(m: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(m', what the sums so far are multiplied by, exp(logits - m')) for logits `[..., keys]`."""
+    """Returns (m', the factor of the sums so far, exp(logits - m')) for logits `[..., keys]`."""
     greatest = lax.stop_gradient(jnp.maximum(m, logits.max(-1)))
     shift = finite(greatest)
     return greatest, jnp.exp(m - shift), jnp.exp(logits - shift[..., None])
 
 
 def merged(state: State, out: jax.Array, lse: jax.Array, lse_low: Any) -> State:
-    """The state with keys whose attention is (out, lse): together they weigh as one logit lse."""
+    """Adds keys whose attention is (out, lse) to the state: together they weigh as one logit lse."""
     m = lax.stop_gradient(jnp.maximum(state.m, lse))
     shift = finite(m)
     decay, share = jnp.exp(state.m - shift), jnp.exp((lse - shift) + (0 if lse_low is None else lse_low))
@@ -64,7 +64,7 @@ def merged(state: State, out: jax.Array, lse: jax.Array, lse_low: Any) -> State:
 
 
 def finished(state: State, may_be_empty: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse, lse_low); a row without a key, where there may be one, gives 0, -inf, 0."""
+    """Returns (out, lse, lse_low); a row without a key, where there may be one, gives 0, -inf, 0."""
     m, l, empty = state.m, state.l, None
     if may_be_empty:
         empty = l == 0
@@ -76,7 +76,7 @@ def finished(state: State, may_be_empty: bool = True) -> tuple[jax.Array, jax.Ar
 
 
 def log_sum(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(m + log l, what rounding takes from it)."""
+    """Returns (m + log l, what rounding takes from it)."""
     log_l = jnp.log(l)
     lse = m + log_l
     return lse, lax.stop_gradient((m - lse) + log_l)

@@ -148,6 +148,8 @@ class Tiling:
             has_room = own * tile(block) * count(longest, block) <= MOST_STRIPS * SLICE_LOGITS
         if not has_room:
             return self
+
+        # Strips of blocks of that size.
         sides = _even_block(T, block), _even_block(S, block)
         strips = replace(self, block_q=sides[0], block_k=sides[1], in_strips=True)
         return replace(strips, runtime_extent=True, head_slices=turns)

@@ -116,6 +116,7 @@ class _Sums(NamedTuple):
 
 def _laid_out(plan: Plan, operands: Operands, tangents: Operands) -> _Tangents:
     """Lays the tangents out in tiles, 0 where the operands are for being poison."""
+    # Where a tangent is zero the operand keeps its place: it tells which rows and keys become 0.
     names, tiling = ("query", "key", "value"), plan.tiling
     given = {name: getattr(tangents, name) for name in names}
     filled: Any = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
@@ -125,6 +126,8 @@ def _laid_out(plan: Plan, operands: Operands, tangents: Operands) -> _Tangents:
         None if x is None else layout.pad(found, {-2: block})
         for x, found, block in zip(given.values(), unpoisoned(plan.options, whole), blocks, strict=False)
     ]
+
+    # Of the bias, and of what the score reads.
     bias, args = tangents.bias, None
     if bias is not None:
         plane = layout.plane(bias, operands.query.ndim - 3, operands.sizes[-1])

@@ -32,7 +32,7 @@ BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
 
 
 class Tokens(NamedTuple):
-    """What is known of each query (or key); None = not given. Leading axes broadcast to the batch."""
+    """Values known of each query (or key); None = not given. Leading axes broadcast to the batch."""
 
     length: Any  # T or S: what lies beyond it is padding
     position: Any = None  # [..., n] int32; None = the index
@@ -72,12 +72,13 @@ def tile_mask(mask: Mask, bias: Any, sizes: Sizes, block_q: int = 1, block_k: in
             return None
         return layout.pad(layout.plane(x, batch_rank, groups), {-2: block_q, -1: block_k})
 
-    def tokens(length, block, position, segment, valid_length, origin=None):
+    def tokens(length, block, position, segment, valid_length, origin=None):  # padding repeats the last one
         if position is None and not isinstance(length, int):
             position = to_rank(jnp.arange(length, dtype=jnp.int32), batch_rank + 1)
         position, segment = (None if x is None else layout.extend(x, block) for x in (position, segment))
         return Tokens(length, position, segment, valid_length, origin)
 
+    # What is known of both sides, and the planes.
     queries = mask.query_positions, mask.query_segment_ids, mask.query_seq_lengths
     keys = mask.key_value_positions, mask.key_value_segment_ids, mask.key_value_seq_lengths
     return TileMask(
