@@ -91,8 +91,8 @@ IN_TURN = [(case, "all-BxTxN", (AUTO, EXPLICIT)[number % 2]) for number, case in
 def small_tiles(monkeypatch):
     """4 x 8, so that 64 tokens are many tiles, two also of one part of 8."""
 
-    def small(cls, operands, sizes):
-        return cls(min(4, sizes.T), 8, str(operands.query.dtype), parts=sizes.parts)
+    def small(cls, operands, sizes, parts=1):
+        return cls(min(4, sizes.T), 8, str(operands.query.dtype), parts=parts)
 
     jax.clear_caches()  # what was traced with other tiles
     monkeypatch.setattr(Tiling, "default_for", classmethod(small))

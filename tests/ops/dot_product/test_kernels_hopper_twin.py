@@ -130,7 +130,7 @@ def test_kernels_equal_their_twin(name):
 
 @pytest.mark.parametrize("name", [*TWINS, "large_logits"])
 def test_twin_against_definition(name, monkeypatch, products):
-    def tiling(operands, sizes):
+    def tiling(operands, sizes, parts=1):
         options = KernelOptions.of(case_options, operands.mask)
         return portable(mosaic_gpu_forward.default_tiling(options, operands))
 

@@ -30,8 +30,8 @@ def score(logits, batch, head, row, column, strengths):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    def small(cls, operands, sizes):
-        return cls(64, 64, str(product_dtype(operands.query.dtype)), parts=sizes.parts)
+    def small(cls, operands, sizes, parts=1):
+        return cls(64, 64, str(product_dtype(operands.query.dtype)), parts=parts)
 
     jax.clear_caches()  # what was traced with other tiles
     monkeypatch.setattr(Tiling, "default_for", classmethod(small))

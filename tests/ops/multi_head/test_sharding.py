@@ -71,8 +71,8 @@ MIXED = {  # what alone is sharded
 def test_heads_sharded_in_some_kernels_on_an_explicit_mesh(names, save, monkeypatch):
     """In tiles, too, whose products take no heads that lie differently."""
 
-    def small(cls, operands, sizes):
-        return cls(4, 4, str(operands.query.dtype), parts=sizes.parts)
+    def small(cls, operands, sizes, parts=1):
+        return cls(4, 4, str(operands.query.dtype), parts=parts)
 
     jax.clear_caches()
     monkeypatch.setattr(Tiling, "default_for", classmethod(small))
