@@ -35,8 +35,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, heads, mask_planes, merged
-from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product.mask import Mask
+from jax_attn_bwd.ops.dot_product.spec import Sizes
 from jax_attn_bwd.ops.dot_product.visibility import used_queries_and_keys
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
@@ -299,7 +299,7 @@ def _without_poison(inputs, static, options) -> list[jax.Array]:
     """Returns the inputs, 0 where a query sees nothing or nothing sees a key: NaN must not reach a kernel."""
     T, S = inputs[0].shape[1], (inputs[1].shape[1] if static[0] is None else static[0].shape[2])
     mask = Mask(options["is_causal"], elements=options["mask"])
-    sizes = dot_product.Sizes((inputs[0].shape[0],), T, S, 1, 1)  # of one head: they are apart
+    sizes = Sizes((inputs[0].shape[0],), T, S, 1, 1)  # of one head: they are apart
     live, seen = used_queries_and_keys(mask, options["bias"], sizes)
     live = None if live is None or options["add_zero_attn"] else live.any((1, 2))
     seen = None if seen is None else seen.any(1)
