@@ -184,7 +184,8 @@ def mask_of(
     # Functions, and what they read: indices where no positions are given, numbers of entries and heads.
     mask_mod, score_mod = mod_functions.by_value(mask_mod), mod_functions.by_value(score_mod)
     has_functions = mask_mod is not None or score_mod is not None
-    if has_functions and 0 in [n for n in (T, S) if isinstance(n, int)] and _is_empty(mod_args):
+    is_empty = any(0 in getattr(x, "shape", ()) for x in jax.tree.leaves(mod_args))
+    if has_functions and is_empty and 0 in [n for n in (T, S) if isinstance(n, int)]:
         mask_mod = score_mod = None  # of no element, and nothing can be read of arrays without entries
     rules = Mask(
         checks.flag(operator, "is_causal", is_causal), masks.window(operator, local_window_size), mask_mod
@@ -265,10 +266,6 @@ def _narrow(operator: str, ids: dict[str, Any], like: Like, sizes: Sizes) -> Any
         x = jnp.broadcast_to(x, (*batch, x.shape[-1] if x.ndim else 1))
         rows.append(sharding.reshard_like(x, like.array, (*range(len(batch)), None)))
     return numerics.ranks(*rows)
-
-
-def _is_empty(mod_args: Any) -> bool:
-    return any(0 in getattr(x, "shape", ()) for x in jax.tree.leaves(mod_args))
 
 
 def _numbers(batch: tuple[Any, ...]) -> jax.Array:

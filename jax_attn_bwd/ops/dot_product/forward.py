@@ -1,22 +1,9 @@
-"""Portable forward of dense attention: one pass over the tiles with an online softmax.
+"""Portable forward of dense attention: one pass over the tiles with the online softmax, `online_softmax.py`.
 
-A plane of one small tile has a shorter way, `materialized.py`.
-
-For each query row, over the key tiles in any order, with m the running maximum of the logits:
-
-    m'  = max(m, max_j logits_j)
-    l'  = l  exp(m - m') + sum_j exp(logits_j - m')
-    acc'= acc exp(m - m') + sum_j exp(logits_j - m') v_j
-    at the end   out = acc / l,   lse = m + log l
-
-Where all logits of a row are huge and alike (-1e9 as a mask), log l is lost when lse is rounded, so the
-remainder lse_low = (m - lse) + log l is kept beside it: the backward needs exp(logits - lse) to be exact.
-
-A sink is one more logit without a value: it starts the row at m = sink, l = 1.
+A plane of one small tile has a shorter way, `materialized.py`; strips are for GPUs, `strips.py`.
 
 References:
   Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
-  Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.
 """
 
 from functools import partial

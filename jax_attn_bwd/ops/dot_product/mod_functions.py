@@ -108,12 +108,12 @@ def pushed_forward(
     return jax.jvp(of, (logits, numbers), (dlogits, dargs))
 
 
-def tangents_of_args(args: Any, along: Any) -> Any:
+def tangents_of_args(args: Any, tangents: Any) -> Any:
     """Fills tangents of the floats in `args` with zeros in place of None; None if all are zero."""
-    if not jax.tree.leaves(along):
+    if not jax.tree.leaves(tangents):
         return None
     zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)
-    return jax.tree.map(zero, along, float_leaves.floats(args), is_leaf=lambda t: t is None)
+    return jax.tree.map(zero, tangents, float_leaves.floats(args), is_leaf=lambda t: t is None)
 
 
 def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[..., Any]) -> Any:
@@ -156,9 +156,9 @@ def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> An
     if not axes:
         return f(*arrays)
     axis, *rest = axes
-    along = [axis if i < 2 or x.shape[axis] != 1 else None for i, x in enumerate(arrays)]
-    arrays = tuple(jnp.squeeze(x, axis) if a is None else x for x, a in zip(arrays, along, strict=True))
-    return jax.vmap(lambda *xs: _over(f, rest, xs), tuple(along), (axis, 0))(*arrays)
+    mapped = [axis if i < 2 or x.shape[axis] != 1 else None for i, x in enumerate(arrays)]
+    arrays = tuple(jnp.squeeze(x, axis) if a is None else x for x, a in zip(arrays, mapped, strict=True))
+    return jax.vmap(lambda *xs: _over(f, rest, xs), tuple(mapped), (axis, 0))(*arrays)
 
 
 def may_lie_apart(at: Places, q: jax.Array) -> bool:
