@@ -41,7 +41,7 @@ heads of one device.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
 
 
 def _forward_by_extents(plan: Plan, operands: Operands) -> Result:
-    """Computes the result of one device, `slices` of its heads after one another."""
+    """Computes the result of one device, some of its heads after the other."""
     # Operands with batch and heads in one axis, if these are those of one device: [..., K, G, T, H].
     operands = vary_alike(operands)
     q, k, v, _ = unpoisoned(plan.options, operands)
@@ -149,9 +149,12 @@ def _forward_by_extents(plan: Plan, operands: Operands) -> Result:
     given = jax.tree.map(lambda x: merged(plan.tiling, x, len(batch)), (q, k, v, sink))
     given = *given, mask_arrays(plan, operands)
 
-    run = partial(_rows, plan, operands, strips(plan, operands, 0))
-    found = few_heads_at_a_time(plan.tiling.head_slices, run, given)
-    out, lse, low = jax.tree.map(lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:])), found)
+    # The rows of some heads, and those of all as the caller has them.
+    found_strips, found = strips(plan, operands, 0), []
+    for some in head_slices(plan.tiling.head_slices, given, found):
+        found.append(_rows(plan, operands, found_strips, some))
+    as_given = lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:]))
+    out, lse, low = jax.tree.map(as_given, joined(found))
     return Result(out, lse[..., 0], low[..., 0])
 
 
@@ -186,11 +189,12 @@ def _gradients_by_extents(
     whole = (q, k, v, dout.astype(v.dtype), *(x[..., None] for x in rows))
     given = *(merged(plan.tiling, x, len(batch)) for x in whole), mask_arrays(plan, operands)
 
-    # The gradients in the layout of the heads, and then of the caller.
-    run = partial(_gradients_of_heads, plan, wanted, dtype, operands, strips(plan, operands, 1))
-    found = few_heads_at_a_time(plan.tiling.head_slices, run, given)
+    # The gradients of some heads, and those of all as the caller has them.
+    found_strips, parts = strips(plan, operands, 1), []
+    for some in head_slices(plan.tiling.head_slices, given, parts):
+        parts.append(_gradients_of_heads(plan, wanted, dtype, operands, found_strips, some))
     own = {"query": 3, "key": 2, "value": 2}
-    found = {name: x.reshape(*batch, K, *x.shape[-own[name] :]) for name, x in found.items()}
+    found = {name: x.reshape(*batch, K, *x.shape[-own[name] :]) for name, x in joined(parts).items()}
     return {
         name: layout.merge_heads(x) if name == "query" else jnp.swapaxes(x, -2, -3)
         for name, x in found.items()
@@ -384,19 +388,24 @@ def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ja
     return soft_capped(options, logits if in_q else options.scale * logits)
 
 
-def few_heads_at_a_time(slices: int, run: Callable[[Any], Any], arrays: Any) -> Any:
-    """Computes what `run` gives, of one of these slices of the first axis of `arrays` after the other.
+def head_slices(slices: int, arrays: Any, found: list[Any]) -> Iterator[Any]:
+    """Yields `arrays` in so many slices of their first axis, one after the other.
 
-    An array that has one entry there is for all of them.
+    Each waits for the last of `found`, where its reader puts what it computes. An array that has one entry
+    there is for all of them.
     """
     if slices <= 1:
-        return run(arrays)
+        yield arrays
+        return
     size = jax.tree.leaves(arrays)[0].shape[0] // slices
-    found: list[Any] = []
     for number in range(slices):
         part = lambda x, at=number * size: x if x.shape[0] == 1 else lax.slice_in_dim(x, at, at + size)
-        found.append(run(after(jax.tree.map(part, arrays), found[-1:])))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+        yield after(jax.tree.map(part, arrays), found[-1:])
+
+
+def joined(found: list[Any]) -> Any:
+    """Puts what was found of each slice together."""
+    return found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
 def after(arrays: Any, last: Any) -> Any:
@@ -693,9 +702,10 @@ def _of_heads(
         return run(*arrays, seen)
     heads = jax.tree.leaves(arrays)[0].shape[0]
     slices = slices_of(heads, count(heads * source.heads[1] * rows.size * columns.size, SLICE_LOGITS))
-    if seen is None or len(seen) == 1:
-        return few_heads_at_a_time(slices, lambda few: run(*few, seen), arrays)
-    return few_heads_at_a_time(slices, lambda few: run(*few), (*arrays, seen))
+    is_shared, found = seen is None or len(seen) == 1, []
+    for some in head_slices(slices, arrays if is_shared else (*arrays, seen), found):
+        found.append(run(*some, seen) if is_shared else run(*some))
+    return joined(found)
 
 
 def _gradients_by_widths(
