@@ -21,7 +21,7 @@ def case(
     name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6,
     tags=("ci",), dtype="bfloat16", dtypes=None, extra=None, **options,
 ) -> Case:  # fmt: skip
-    """Returns a small case; `extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
+    """Makes a case; `extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
 
     def build(rng):
         letters = {"B": B, "T": T, "S": S, "N": N, "K": K, "H": H}
@@ -46,7 +46,7 @@ def slopes(rng, n):
 
 
 def with_mod_args(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` with the arrays `mod_args_<i>` as the tuple `mod_args`."""
+    """Puts the arrays `mod_args_<i>` of `arguments` in one tuple `mod_args`."""
     names = sorted(name for name in arguments if name.startswith(PREFIX))
     others = {name: x for name, x in arguments.items() if name not in names}
     return {**others, "mod_args": tuple(arguments[name] for name in names)} if names else others
@@ -72,11 +72,12 @@ def partial_lengths(rng, n):
 
 
 def _large() -> Iterator[Case]:
-    """Many tiles, none of them whole: what only a GPU runs soon enough."""
+    """Yields many tiles, none of them whole: what only a GPU runs soon enough."""
     tiled = partial(large, tags=("large",), T=1031, S=1543, N=4, K=2)
     again = partial(tiled, tags=("large", "repeat"))
     poison = partial(tiled, tags=("large", "repeat", "poison"))
     causal: dict[str, Any] = {"is_causal": True}
+    # Head sizes, and what hides elements; those that are poisoned hide whole rows or columns.
     yield again("large H=128")
     yield poison("large H=128 causal", **causal)
     yield again("large H=64 causal", H=64, N=8, K=8, **causal)
@@ -102,7 +103,8 @@ def _large() -> Iterator[Case]:
 
 
 def _measured() -> Iterator[Case]:
-    """float32 for a CPU; for a GPU 16k tokens and a model width of 2048, then what is special."""
+    """Yields float32 for a CPU; for a GPU 16k tokens and a model width of 2048, then what is special."""
+    # On a CPU.
     cpu = partial(large, B=1, N=8, H=64, dtype="float32")
     for T, tags in ((256, ("quick",)), (2048, ("bench",)), (4096, ("bench",))):
         yield cpu(f"T=S={T} full", tags, T=T)
@@ -114,6 +116,8 @@ def _measured() -> Iterator[Case]:
         tags = ("scaling",) if T >= 1024 else ("quick_scaling",)
         for series, options in (("causal", {}), ("causal, window 1024", {"local_window_size": (1024, 0)})):
             yield cpu(f"{series}: T={T}", tags, N=1, T=T, is_causal=True, **options)
+
+    # On a GPU.
     gpu = partial(large, tags=("bench_gpu",), T=8192)
     for H, N in ((128, 16), (64, 32), (256, 8)):
         yield gpu(f"H={H} B=2 T=8192 N={N} full", N=N, H=H)
@@ -167,7 +171,7 @@ def _reference(deterministic_sums=True, **arguments):
 def _with_keep_mask(
     dropout_key=None, dropout_rate=0.0, broadcast_dropout=False, dropout_offset=None, **arguments
 ):
-    """The arguments of the definition, which is handed the dropout mask of the whole plane."""
+    """Returns the arguments of the definition, which is handed the dropout mask of the whole plane."""
     if not dropout_rate:
         return arguments
     q, k = arguments["query"], arguments["key"]
@@ -186,7 +190,8 @@ def _with_keep_mask(
 
 
 def seen(arrays, options, shape) -> np.ndarray:
-    """Who sees whom `[..., N, T, S]`, of that shape, but for the bias; by NumPy, for tests."""
+    """Tells who sees whom `[..., N, T, S]`, of that shape, but for the bias; by NumPy, for tests."""
+    # Arrays as rows and columns of [..., N, T, S].
     *_, T, S = shape
     whole = np.ones(shape, bool)
 
@@ -196,6 +201,7 @@ def seen(arrays, options, shape) -> np.ndarray:
     def columns(name, default):
         return rows(name, default).swapaxes(-1, -2)
 
+    # One condition after the other.
     if "mask" in arrays:
         whole &= np.asarray(arrays["mask"])
     for name, place in (
@@ -223,7 +229,7 @@ def seen(arrays, options, shape) -> np.ndarray:
 
 
 def with_bias(whole, arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(`whole` where the bias hides nothing, {"bias": its entries that stand at hidden places alone})."""
+    """Returns (`whole` where the bias hides nothing, {"bias": its entries at hidden places alone})."""
     if "bias" not in arrays:
         return whole, {}
     bias = np.asarray(arrays["bias"])
