@@ -64,7 +64,7 @@ LAYERS = (
     ),
     ("ops/*/tiles", "ops/*/online_softmax", "ops/*/row_terms", "ops/*/kernels/*"),
     ("ops/dot_product/devices",),
-    ("ops/*/materialized", "ops/*/strips"),
+    ("ops/*/materialized", "ops/*/strips", "ops/*/strip_products"),
     ("ops/*/forward",),
     ("ops/*/backward", "ops/*/tangent"),
     ("ops/*/engine",),

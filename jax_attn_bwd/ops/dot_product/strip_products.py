@@ -1,0 +1,157 @@
+"""What one strip computes: rows against keys, of which one side meets all that it sees.
+
+How strips are cut, and why this form has few bytes on a GPU: `strips.py`. Equation numbers are those of
+`backward.py`. Rows of all groups of heads are one axis, and so are batch and heads of one device.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core import fusion, targets
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
+from jax_attn_bwd.ops.dot_product import online_softmax as online
+from jax_attn_bwd.ops.dot_product.block import soft_capped
+from jax_attn_bwd.ops.dot_product.plan import Tiling
+from jax_attn_bwd.ops.dot_product.spec import Options
+
+_ROUNDED = {  # products whose kernels round wide factors as they read them; TF32 has the mantissa of float16
+    "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "float16": lax.DotAlgorithmPreset.TF32_TF32_F32,
+}
+
+
+def attended(
+    options: Options, q: Any, k: Any, v: Any, sink: Any, seen: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes (out, lse, lse_low) of rows that see these keys, and a sink, alone."""
+    # The greatest logit of each row and its sum, with the sink; lse is their log.
+    logits = fusion.barrier(_hidden(_capped(options, q, k)[0], seen))
+    m, l = _greatest_and_sum(logits)
+    if sink is not None:
+        greatest = lax.stop_gradient(jnp.maximum(m, sink))
+        shift = finite(greatest)
+        m, l = greatest, l * jnp.exp(m - shift) + jnp.exp(sink - shift)
+    empty = l == 0
+    m, l = finite(m), jnp.where(empty, 1, l)
+    lse, low = online.log_sum(m, l)
+    lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
+
+    # The output of the probabilities, whose logits are formed again where factors are narrow.
+    m, l = map(fusion.barrier, (m, l))
+    if q.dtype != l.dtype:
+        # Other barriers than of the first product: else XLA takes both at once. Two kernels need not round
+        # alike, which counts where one logit of 1e5 takes all, and factors are wide.
+        logits = _hidden(_capped(options, fusion.barrier(q), fusion.barrier(k))[0], seen)
+    p = fusion.barrier(jnp.exp(logits - m).astype(v.dtype))
+    product = {"precision": options.precision, "preferred_element_type": l.dtype}
+    out = jnp.einsum("...ts,...sh->...th", p, v, **product) / l
+    return out.astype(q.dtype), lse, low
+
+
+def _greatest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (m, sum of exp(logits - m)) of each row, `[..., 1]`.
+
+    One kernel of XLA:GPU reads a row once, if all that follows its maximum is one array, and if the maximum
+    has no other reader: hence it is formed twice, and m and the sum are one array.
+    """
+    least = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    fixed = lax.stop_gradient(logits)
+    greatest = lax.reduce(jnp.maximum(fixed, least), least, lax.max, (logits.ndim - 1,))
+    l = jnp.exp(logits - greatest[..., None]).sum(-1, keepdims=True)
+    m = -lax.reduce(-fixed, jnp.asarray(jnp.inf, logits.dtype), lax.min, (logits.ndim - 1,))
+    is_first = to_rank(jnp.arange(2) == 0, logits.ndim)
+    both = fusion.barrier(jnp.where(is_first, m[..., None], l))
+    return lax.stop_gradient(both[..., :1]), both[..., 1:]
+
+
+def shares(
+    options: Options, wanted: frozenset[str],
+    k: Any, v: Any, q: Any, dout: Any, lse: Any, low: Any, delta: Any, seen: Any,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Computes what a strip gives to each gradient that is wanted."""
+    # The probabilities again, and what (8) and (10) multiply with.
+    matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
+    logits, tanh = _capped(options, q, k)  # (1)
+    p, share = jnp.exp(_hidden((logits - lse) - low, seen)), {}  # (2)
+    factor = p if tanh is None else p * (1 - tanh * tanh)  # of (10)
+    p, factor = map(fusion.barrier, (p, factor))
+
+    # Through the product with the values, and back to queries and keys.
+    if "value" in wanted:
+        share["value"] = _rounded_product(options, "...ts,...th->...sh", p, dout)  # (5)
+    if wanted == {"value"}:
+        return share
+    dx = factor * (matmul("...th,...sh->...ts", dout, v) - delta)  # (6), (8), (10)
+    dx = dx.astype(q.dtype)
+    if "query" in wanted:
+        share["query"] = options.scale * matmul("...ts,...sh->...th", dx, k)  # (11)
+    if "key" in wanted:
+        share["key"] = options.scale * matmul("...ts,...th->...sh", dx, q)  # (11)
+    return share
+
+
+def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.Array) -> jax.Array:
+    """Multiplies with `wide` rounded to the dtype of `narrow`, on a GPU by the kernel that reads it."""
+    precision = _ROUNDED.get(str(narrow.dtype)) if targets.platform() == "gpu" else None
+    if precision is None or options.precision is not None:
+        wide, precision = wide.astype(narrow.dtype), options.precision
+    else:
+        narrow = narrow.astype(wide.dtype)
+    return jnp.einsum(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
+
+
+def _hidden(x: jax.Array, seen: Any) -> jax.Array:
+    """Returns `x`, -inf where one of the arrays `seen` is False: one by one, their conjunction is larger."""
+    for one in jax.tree.leaves(seen):
+        x = jnp.where(one, x, -jnp.inf)
+    return x
+
+
+def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Computes `block.scaled_product` of rows in one axis, soft-capped; a reshape would part the two."""
+    dtype = accumulator_dtype(q.dtype)
+    in_q = q.dtype == dtype
+    q = q * options.scale if in_q else q
+    product = {"precision": options.precision, "preferred_element_type": dtype}
+    logits = jnp.einsum("...th,...sh->...ts", q, k, **product)
+    return soft_capped(options, logits if in_q else options.scale * logits)
+
+
+def head_slices(slices: int, arrays: Any, found: list[Any]) -> Iterator[Any]:
+    """Yields `arrays` in so many slices of their first axis, one after the other.
+
+    Each waits for the last of `found`, where its reader puts what it computes. An array that has one entry
+    there is for all of them.
+    """
+    if slices <= 1:
+        yield arrays
+        return
+    size = jax.tree.leaves(arrays)[0].shape[0] // slices
+    for number in range(slices):
+        part = lambda x, at=number * size: x if x.shape[0] == 1 else lax.slice_in_dim(x, at, at + size)
+        yield after(jax.tree.map(part, arrays), found[-1:])
+
+
+def joined(found: list[Any]) -> Any:
+    """Puts what was found of each slice together."""
+    return found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+
+def after(arrays: Any, last: Any) -> Any:
+    """Returns `arrays`, of which nothing is computed before `last` is: else all strips run at once."""
+    return fusion.barrier((arrays, last))[0]
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """Puts the rows of all groups of `x [..., G, T, n]` in one axis."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def merged(tiling: Tiling, x: jax.Array, batch_rank: int) -> jax.Array:
+    """Puts batch and heads of `x [*batch, K, ...]` in one axis, where they are those of one device."""
+    return x.reshape(-1, *x.shape[batch_rank + 1 :]) if tiling.head_slices else x
