@@ -15,8 +15,7 @@ from jax_attn_bwd.parallel.attention_fn import attention_fn
 from jax_attn_bwd.parallel.deformable import sharded_multi_scale_deformable_attention
 from jax_attn_bwd.parallel.graph import sharded_graph_attention
 from jax_attn_bwd.parallel.layouts import striped, unstriped, unzigzag, zigzag
-from jax_attn_bwd.parallel.partition import partition_graph
-from jax_attn_bwd.parallel.partitioned_graph import Layout, PartitionedGraph, Traffic
+from jax_attn_bwd.parallel.partition import Layout, PartitionedGraph, Traffic, partition_graph
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 from jax_attn_bwd.parallel.tensor import tensor_parallel_multi_head_attention
 

@@ -22,7 +22,7 @@ from jax_attn_bwd.parallel.ring import of_keys, sequence_axis, with_keys
 
 
 def example(exchange: Exchange, operands: Operands) -> Operands:
-    """The block of a device, from which an implementation is chosen."""
+    """Returns the block of a device, from which an implementation is chosen."""
     gathered = {
         name: lax.all_gather(x, exchange.axis_name, axis=x.ndim + sequence_axis(name), tiled=True)
         for name, x in of_keys(exchange, operands).items()
@@ -31,16 +31,16 @@ def example(exchange: Exchange, operands: Operands) -> Operands:
 
 
 def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result:
-    """Attention to all keys, on operands that all vary over the same axes."""
+    """Attends to all keys, on operands that all vary over the same axes."""
     return engine.forward(plan, example(exchange, operands))
 
 
 def tangent(
     exchange: Exchange, plan: engine.Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """The two sums over all keys, of the tangents that are not None."""
-    whole, along = (example(exchange, given) for given in (operands, tangents))
-    return engine.tangent_sums(plan, whole, result, along)
+    """Returns the two sums over all keys, of the tangents that are not None."""
+    whole, of_whole = (example(exchange, given) for given in (operands, tangents))
+    return engine.tangent_sums(plan, whole, result, of_whole)
 
 
 def backward(
@@ -52,12 +52,14 @@ def backward(
     dout: jax.Array,
     dlse: Any,
 ) -> dict[str, jax.Array]:
-    """The gradients of those of query, key, value and bias that are `wanted`."""
+    """Returns the gradients of those of query, key, value and bias that are `wanted`."""
+    # keys and values are gathered again, and one block gives all gradients
     mine = of_keys(exchange, operands)
     whole = example(exchange, fusion.barrier(operands))  # else XLA keeps what the forward gathered
     parts = engine.backward(plan, whole, result, wanted, dout, dlse, alone=True)
     dtype = accumulator_dtype(operands.query.dtype)
 
+    # what belongs to the keys is summed over the devices, each of which keeps its own part
     def scattered(name, x):
         if name not in mine:
             return x

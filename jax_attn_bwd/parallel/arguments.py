@@ -6,6 +6,7 @@ of dropout as index arrays. The index of a token is its position where positions
 contiguous layout, device after device.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -27,7 +28,7 @@ HIDDEN_QUERY, HIDDEN_KEY = 2**31 - 1, -(2**31)  # segments that no token of the 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How keys meet queries, known at trace time.
+    """Tells how keys meet queries, known at trace time.
 
     Attributes:
       axis_name: the mesh axis that holds the sequence.
@@ -44,7 +45,7 @@ class Exchange:
 
 
 def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int:
-    """Number of devices along a mesh axis of the `jax.shard_map` around the call."""
+    """Returns the number of devices along a mesh axis of the `jax.shard_map` around the call."""
     bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if axis_name not in bound:
         remedy = f"call it inside jax.shard_map over that axis; axes bound here: {bound}"
@@ -65,18 +66,21 @@ def prepare(
     layout="contiguous", **others,
 ) -> tuple[Exchange, Options, Operands]:  # fmt: skip
     """Checks every argument of `ring_attention`; raises as its docstring says."""
+    # positions: given, or told by the layout
     n = axis_size(operator, axis_name)
     both_positions(operator, query_positions, key_value_positions)
     device = lax.axis_index(axis_name)
     if checks.choice(operator, "layout", layout, get_args(SequenceLayout)) != "contiguous":
         positions = query_positions, key_value_positions
         query_positions, key_value_positions = _of_layout(operator, layout, n, device, positions, query, key)
+    # segment ids that fit int32 alike on all devices; lengths need two that no token has
     ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
     given = [x for x in ids.values() if x is not None]
     if len(given) == 2 and not all(map(numerics.fits_int32, given)):
         query_segment_ids, key_value_segment_ids = _narrow(operator, ids, (query, key), axis_name)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         _unreserved(operator, query_segment_ids, key_value_segment_ids)
+    # the rest is checked as that of one device; planes are cut to its rows, or are of its keys
     T, S = (jnp.shape(x)[-3] if jnp.ndim(x) > 2 else 1 for x in (query, key))
     options, operands = dot_product.prepare(
         operator, query, key, value, None, None, query_segment_ids=query_segment_ids,
@@ -84,18 +88,18 @@ def prepare(
         key_value_positions=key_value_positions, counted=(T * n, S * n), **others,
     )  # fmt: skip
     planes, of_keys = _planes(operator, operands, bias, mask, n, device)
-    operands, told = operands.with_arrays(planes), operands.mask
+    operands, given_mask = operands.with_arrays(planes), operands.mask
 
     # Every token is told its index in the whole sequence; lengths become segments that nothing else is in.
     batch_rank = operands.query.ndim - 3
-    rows = token_index(told.query_positions, T, batch_rank, device)
-    columns = token_index(told.key_value_positions, S, batch_rank, device)
+    rows = token_index(given_mask.query_positions, T, batch_rank, device)
+    columns = token_index(given_mask.key_value_positions, S, batch_rank, device)
     lengths = (
         (query_seq_lengths, T * n, "query_seq_lengths"),
         (key_value_seq_lengths, S * n, "key_value_seq_lengths"),
     )
     ends = [_lengths(operator, x, size, name, operands.query.shape[:-3]) for x, size, name in lengths]
-    segments = told.query_segment_ids, told.key_value_segment_ids
+    segments = given_mask.query_segment_ids, given_mask.key_value_segment_ids
     if segments[0] is not None or any(x is not None for x in ends):
         segments = (
             _segments(segments[0], rows, ends[0], HIDDEN_QUERY),
@@ -106,9 +110,9 @@ def prepare(
     if operands.dropout_words is not None:
         offset = _dropout_offset(operator, operands.dropout_offset, rows, columns)
     # Positions travel only where causality, a window or a function reads them.
-    reads_rows = told.is_banded or told.batch_number is not None
+    reads_rows = given_mask.is_banded or given_mask.batch_number is not None
     contiguous = query_positions is None and T == S
-    exchange = Exchange(axis_name, n, _offsets(told, n, T, contiguous), of_keys)
+    exchange = Exchange(axis_name, n, _offsets(given_mask, n, T, contiguous), of_keys)
     mask = operands.mask.replace(
         query_segment_ids=segments[0],
         key_value_segment_ids=segments[1],
@@ -121,7 +125,7 @@ def prepare(
 def _planes(
     operator: str, operands: Operands, bias: Any, mask: Any, n: int, device: jax.Array
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(the bias and the elements of the mask, checked; the names of those that belong to a device's keys)."""
+    """Returns (bias and elements of the mask, checked; the names of those that belong to a device's keys)."""
     T, S = operands.sizes.T, operands.sizes.S
     planes: dict[str, Any] = {
         "bias": None if bias is None else checks.floating(operator, "bias", bias),
@@ -138,7 +142,7 @@ def _planes(
 
 
 def _of_layout(operator: str, layout: str, n: int, device, given, *tokens: Any) -> list[jax.Array]:
-    """The positions of this device's queries and keys in a sequence that lies as `layout` says."""
+    """Returns the positions of this device's queries and keys in a sequence that lies as `layout` says."""
     if any(x is not None for x in given):
         expected = f"be left out with layout={layout!r}, which tells them"
         raise ValueError(checks.message(operator, "positions", expected, "both"))
@@ -147,7 +151,7 @@ def _of_layout(operator: str, layout: str, n: int, device, given, *tokens: Any) 
 
 
 def _narrow(operator: str, ids: dict[str, Any], tokens: tuple[Any, Any], axis_name: str) -> list[jax.Array]:
-    """Traced segment ids of a wider dtype as int32 that are equal where they are, on all devices."""
+    """Ranks traced segment ids of a wider dtype: int32 that are equal where they are, on all devices."""
     device, rows, lengths = lax.axis_index(axis_name), [], []
     for (argument, x), of in zip(ids.items(), tokens, strict=True):
         x, length = checks.integers(operator, argument, x), jnp.shape(of)[-3] if jnp.ndim(of) > 2 else 1
@@ -160,7 +164,7 @@ def _narrow(operator: str, ids: dict[str, Any], tokens: tuple[Any, Any], axis_na
 
 
 def both_positions(operator: str, query_positions: Any, key_value_positions: Any) -> None:
-    """They tell one layout: given together, or not at all."""
+    """Checks that both are given, which tell one layout, or none."""
     if (query_positions is None) != (key_value_positions is None):
         given, missing = "query_positions", "key_value_positions"
         if query_positions is None:
@@ -170,7 +174,7 @@ def both_positions(operator: str, query_positions: Any, key_value_positions: Any
 
 
 def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> tuple[jax.Array, bool]:
-    """(mask or bias with the rows of this device's queries; whether it belongs to this device's keys)."""
+    """Returns (mask or bias with this device's rows; whether it belongs to this device's keys)."""
     rows, columns = (1, 1, *x.shape)[-2:]
     if rows == 1 and columns == S:
         return x, True
@@ -185,7 +189,7 @@ def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> t
 
 
 def token_index(positions: jax.Array | None, length: int, batch_rank: int, device: jax.Array) -> jax.Array:
-    """The index of each token in the whole sequence, int32 `[..., length]`."""
+    """Returns the index of each token in the whole sequence, int32 `[..., length]`."""
     if positions is None:
         contiguous = device * length + jnp.arange(length, dtype=jnp.int32)
         return numerics.to_rank(contiguous, batch_rank + 1)
@@ -213,7 +217,7 @@ def _segments(ids: jax.Array | None, index: jax.Array, length: jax.Array | None,
 
 
 def _dropout_offset(operator: str, offset: Any, rows: jax.Array, columns: jax.Array) -> dropout.Offset:
-    """`offset` with its rows and columns as index arrays of the tokens."""
+    """Gives `offset` its rows and columns as index arrays of the tokens."""
     zero = jnp.uint32(0)
     offset = offset or dropout.Offset(zero, zero, zero, zero)
     row, column = places(operator, offset.row, rows), places(operator, offset.column, columns)
@@ -221,7 +225,7 @@ def _dropout_offset(operator: str, offset: Any, rows: jax.Array, columns: jax.Ar
 
 
 def places(operator: str, start: jax.Array, index: jax.Array) -> jax.Array:
-    """The rows or columns of tokens in a dropout mask, uint32; `start` may be they themselves."""
+    """Returns the rows or columns of tokens in a dropout mask, uint32; `start` may be they themselves."""
     if start.ndim:
         return start
     if index.size != index.shape[-1]:
@@ -232,9 +236,34 @@ def places(operator: str, start: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _offsets(mask: Mask, n: int, T: int, contiguous: bool) -> tuple[int, ...]:
-    """The devices whose keys may be seen, as `Exchange.offsets`; a narrow band leaves few of them."""
+    """Finds the devices whose keys may be seen, as `Exchange.offsets`; a narrow band leaves few of them."""
     if mask.window is None or not contiguous or T == 0:
         return tuple(range(n))
     left, right = mask.window
     behind, ahead = -(-left // T), 0 if mask.is_causal else -(-right // T)
     return tuple(range(n)) if behind + ahead + 1 >= n else tuple(range(-ahead, behind + 1))
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Counts entries and heads from others than 0, which it reads of its arguments."""
+
+    function: Callable[..., Any]
+    leading: int  # arguments before batch, head, row and column
+
+    def __call__(self, *given: Any) -> Any:
+        first, (batch, head, row, column, begin, *args) = given[: self.leading], given[self.leading :]
+        entry, number = begin
+        return self.function(*first, batch + entry, head + number, row, column, *args)
+
+
+def beginning_at(entry: Any, head: Any, mask_mod: Any, score_mod: Any, mod_args: Any) -> dict[str, Any]:
+    """Returns the three arguments where the first batch entry is number `entry`, the first head `head`."""
+    if mask_mod is None and score_mod is None:
+        return {}
+    begin = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (entry, head))
+    return {
+        "mask_mod": None if mask_mod is None else _Moved(mask_mod, 0),
+        "score_mod": None if score_mod is None else _Moved(score_mod, 1),
+        "mod_args": (begin, *mod_args),
+    }

@@ -18,14 +18,15 @@ from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import ExchangeKind, SequenceLayout
 from jax_attn_bwd.layers import attention_fn as layers
 from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.parallel import layouts
-from jax_attn_bwd.parallel.functions import beginning_at
+from jax_attn_bwd.parallel.arguments import beginning_at
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 
 _NAME = "attention_fn"
 _KINDS = {"ring": ring_attention, "all_gather": all_gather_attention, "ulysses": ulysses_attention}
-_OF_TOKENS = ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions")
-_OF_BATCH = ("query_seq_lengths", "key_value_seq_lengths")
+_OF_TOKENS = tuple(name for name, axes in AXES.items() if axes in ("t", "s"))  # ids, then positions
+_OF_BATCH = tuple(name for name, axes in AXES.items() if not axes and name != "batch_number")
 _Names = str | tuple[str, ...] | None
 
 
@@ -95,14 +96,14 @@ def attention_fn(
 
 @dataclass(frozen=True)
 class _Axes:
-    """The mesh axes that shard each kind of axis."""
+    """Holds the mesh axes that shard each kind of axis."""
 
     batch: tuple[str, ...]
     heads: tuple[str, ...]
     sequence: tuple[str, ...]
 
     def spec(self, x: jax.Array, batch_rank: int, tail: tuple[Any, ...]) -> PartitionSpec:
-        """The spec of an array whose axes are those of the batch and then `tail`, or the last of these."""
+        """Returns the spec of an array whose axes are those of the batch, then `tail`, or the last ones."""
         full = ((self.batch, *((),) * batch_rank)[:batch_rank], tail)
         names = (*full[0], *full[1])[batch_rank + len(tail) - x.ndim :]
         return PartitionSpec(
@@ -154,7 +155,8 @@ def _names(argument: str, mesh: Any, axis: Any) -> tuple[str, ...]:
 
 
 def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **options: Any) -> jax.Array:
-    """`dot_product_attention` on whole arrays, sharded."""
+    """Runs `dot_product_attention` on whole arrays, sharded."""
+    # the arrays that are given, each with its place on the mesh
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     arrays |= {name: options.pop(name) for name in (*_OF_TOKENS, *_OF_BATCH, "dropout_key")}
     arrays = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
@@ -170,6 +172,7 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
         )
         if AxisType.Explicit in mesh.axis_types:
             arrays[name] = jax.sharding.reshard(arrays[name], NamedSharding(mesh, specs[name]))
+    # functions are static; what they read lies whole on every device
     functions = (options.pop("mask_mod", None), options.pop("score_mod", None))
     args: tuple[Any, ...] = options.pop("mod_args", ())
     if any(function is not None for function in functions):
@@ -177,6 +180,7 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
         specs["mod_args"] = jax.tree.map(lambda x: PartitionSpec(), arrays["mod_args"])
     else:
         options["mod_args"] = args
+    # each device attends to its part; the result lies as the queries did
     run = functools.partial(_on_device, axes, kind, options, functions)
     run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs["query"])
     out = jax.jit(run)(arrays)  # outside of jit, jax.shard_map cannot run a rule like that of attention
@@ -184,7 +188,7 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
 
 
 def _tail(axes: _Axes, kind: str, name: str, x: jax.Array) -> tuple[Any, ...]:
-    """What shards the axes of an argument behind those of the batch."""
+    """Tells what shards the axes of an argument behind those of the batch."""
     if name in ("query", "key", "value"):
         return axes.sequence, axes.heads, ()
     if name not in ("bias", "mask"):
@@ -215,7 +219,7 @@ def _check_sizes(mesh: Any, axes: _Axes, query: jax.Array, key: jax.Array) -> No
 def _on_device(
     axes: _Axes, kind: str, options: Mapping[str, Any], functions: tuple[Any, Any], arrays: Mapping[str, Any]
 ) -> jax.Array:
-    """Inside `jax.shard_map`."""
+    """Attends to the parts of a device, inside `jax.shard_map`."""
     *batch, _, N, _ = arrays["query"].shape
     more, arrays = dict(options), dict(arrays)
     entry, head = (lax.axis_index(names) if names else 0 for names in (axes.batch, axes.heads))

@@ -27,8 +27,7 @@ from jax_attn_bwd.parallel.deformable import sharded_multi_scale_deformable_atte
 from jax_attn_bwd.parallel.graph import sharded_graph_attention
 from jax_attn_bwd.parallel.layouts import striped, unstriped, unzigzag, zigzag
 from jax_attn_bwd.parallel.meshes import run_on_parts
-from jax_attn_bwd.parallel.partition import partition_graph
-from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph
+from jax_attn_bwd.parallel.partition import PartitionedGraph, partition_graph
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 from jax_attn_bwd.parallel.tensor import tensor_parallel_multi_head_attention
 
@@ -37,7 +36,7 @@ _TOKENS = ("query", "key", "value", "query_segment_ids", "key_value_segment_ids"
 
 
 def _mesh(*sizes: int) -> Mesh:
-    """A mesh of one axis: as many of the devices at hand as divide all sizes."""
+    """Makes a mesh of one axis: as many of the devices at hand as divide all sizes."""
     n = math.gcd(jax.local_device_count(), *sizes)
     return Mesh(np.array(jax.local_devices()[:n]), (_AXIS,))
 
@@ -62,9 +61,10 @@ _SEQUENCE_CASES = (
 
 
 def _sequence(function: Callable[..., Any], lay: Callable | None = None, back: Callable | None = None) -> Any:
-    """The calls of dense attention: all tokens in order, in and out."""
+    """Makes calls of dense attention: all tokens in order, in and out."""
 
     def call(*, implementation=None, **arguments):
+        # tokens lie along the axis, cut in order or laid out with their positions
         T, K = arguments["query"].shape[-3], arguments["key"].shape[-2]
         mesh = _mesh(T // 2, K)
         n = mesh.size
@@ -77,6 +77,7 @@ def _sequence(function: Callable[..., Any], lay: Callable | None = None, back: C
             both = ("query_positions", "key_value_positions")
             arrays |= dict.fromkeys(both, lay(jnp.arange(T, dtype=jnp.int32), n))
             specs |= dict.fromkeys(both, P(_AXIS))
+        # each device calls it on its own tokens; what comes back is put in order
         options = dict(axis_name=_AXIS, return_residual=True, implementation=implementation, **arguments)
         local = lambda arrays: function(**arrays, **options)
         outputs = run_on_parts(local, mesh, _AXIS, (specs,), (P(None, _AXIS),) * 2, (arrays,))
@@ -91,6 +92,7 @@ _HEADS = dict.fromkeys(("query_kernel", "key_kernel", "value_kernel"), P(None, _
 
 
 def _layer(*, implementation=None, **arguments):
+    # heads of the parameters lie along the axis, tokens on all devices
     mesh = _mesh(*(arguments[name].shape[1] for name in ("query_kernel", "key_kernel", "value_kernel")))
     static = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate", "add_zero_attn")
     options = {name: arguments.pop(name) for name in static if name in arguments}
@@ -113,6 +115,7 @@ def _cut(graph: BipartiteCSC, n: int) -> PartitionedGraph:
 
 
 def _graph(*, graph, head_size, src, dst, edge=None, dropout_mask=None, **arguments):
+    # arrays in the caller's order are placed in the parts, and collected
     mesh = _mesh()
     cut = _cut(graph, mesh.size)
     out, weights, lse = sharded_graph_attention(
@@ -140,12 +143,12 @@ def _queries(*, sampling_locations, attention_weights, **arguments):
 
 
 def _none(*_: Any) -> dict[str, jax.Array]:
-    """There is no plain backward of what runs over several devices."""
+    """Returns nothing: there is no plain backward of what runs over several devices."""
     return {}
 
 
 def _of(operator: Operator, name: str, call: Callable[..., Any], cases: tuple[Case, ...]) -> Operator:
-    """`operator` by another name, called otherwise."""
+    """Gives `operator` another name, call and cases."""
     return replace(operator, name=name, call=call, cases=cases, backward=_none, backward_wrt=())
 
 

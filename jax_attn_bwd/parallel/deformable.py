@@ -76,6 +76,7 @@ def sharded_multi_scale_deformable_attention(
       ... ).tolist()
       [[[2.5]]]
     """
+    # queries are cut evenly: n divides Q
     n = check_axis(_NAME, mesh, axis)
     locations = checks.floating(_NAME, "sampling_locations", sampling_locations)
     weights = checks.floating(_NAME, "attention_weights", attention_weights)
@@ -85,6 +86,7 @@ def sharded_multi_scale_deformable_attention(
         if x.ndim < 2 or x.shape[1] % n:
             expected = f"have shape [B, Q, ...] with Q a multiple of the {n} devices along mesh axis {axis!r}"
             raise ValueError(checks.message(_NAME, argument, expected, x.shape, "pad the queries"))
+    # pixels that come in parts are padded to a multiple of n
     pixels = sum(height * width for height, width in shapes)
     if checks.flag(_NAME, "gather_value", gather_value):
         value = checks.floating(_NAME, "value", value)
@@ -92,6 +94,7 @@ def sharded_multi_scale_deformable_attention(
             expected = f"have shape [B, S', M, D] with S' at least {pixels} and a multiple of {n}"
             raise ValueError(checks.message(_NAME, "value", expected, value.shape, "pad the pixels"))
 
+    # each device samples for its own queries, of all pixels
     def local(value, locations, weights):
         if gather_value:
             value = lax.all_gather(value, axis, axis=1, tiled=True)[:, :pixels]

@@ -16,7 +16,7 @@ from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_tr
 from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
 from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
-from jax_attn_bwd.parallel.partitioned_graph import PartitionedGraph, rows_at
+from jax_attn_bwd.parallel.partition import PartitionedGraph, rows_at
 
 _OPERATORS = {"gat": graph_attention, "gatv2": graph_attention_v2, "transformer": graph_transformer_attention}
 _NAME = "sharded_graph_attention"
@@ -155,6 +155,7 @@ def sharded_graph_attention(
             graph, x = jax.tree.map(lambda x: x[0], (stack, nodes))
             return jax.lax.pmean(loss_of_one(params, graph, x), "batch")
     """
+    # The parts are as many as the devices, and the arrays are those of this kind.
     operator = _OPERATORS[checks.choice(_NAME, "kind", kind, tuple(_OPERATORS))]
     checks.choice(_NAME, "mode", mode, get_args(GraphMode))
     if not isinstance(partitioned, PartitionedGraph):
@@ -210,7 +211,7 @@ def sharded_graph_attention(
 
 
 def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
-    """`[own rows, ...]` -> `[own and received rows, ...]`."""
+    """Exchanges rows: `[own rows, ...]` -> `[own and received rows, ...]`."""
     send, remote = indices
     sizes, rounds = partitioned.sizes, partitioned.rounds
     if not sum(sizes):
@@ -227,25 +228,25 @@ def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
 
 
 def _specs(partitioned: PartitionedGraph, arrays: dict[str, jax.Array], axis: Axes) -> dict[str, P]:
-    """How each array lies on the mesh; those of nodes and edges are in the layouts of the parts."""
+    """Tells how each array lies on the mesh; those of nodes and edges are in the layouts of the parts."""
     layouts = {"src": "src", "dst": "dst", "value": "src"}
     layouts |= dict.fromkeys(("edge", "score_bias", "dropout_mask"), "edges")
     specs = dict.fromkeys(arrays, P())
     for name in [name for name in arrays if name in layouts]:
-        x, along = arrays[name], int(name == "dropout_mask")
+        x, rows_axis = arrays[name], int(name == "dropout_mask")
         if name == "score_bias" and (x.ndim < 2 or x.shape[0] == 1):
             continue
         layout = getattr(partitioned, layouts[name])
-        if x.ndim != 2 or x.shape[along] != layout.parts * layout.rows:
-            expected = f"have two axes, and {layout.parts * layout.rows} rows along axis {along}"
+        if x.ndim != 2 or x.shape[rows_axis] != layout.parts * layout.rows:
+            expected = f"have two axes, and {layout.parts * layout.rows} rows along axis {rows_axis}"
             remedy = f"bring it into the layout by partitioned.{layouts[name]}.place"
             raise ValueError(checks.message(_NAME, name, expected, x.shape, remedy))
-        specs[name] = P(*(None,) * along, axis)
+        specs[name] = P(*(None,) * rows_axis, axis)
     return specs
 
 
 def _check_value(src: jax.Array, value: jax.Array, num_heads: Any, num_kv_heads: Any) -> int:
-    """The number of heads of keys and values, which travel together."""
+    """Returns the number of heads of keys and values, which travel together."""
     checks.same_dtype(_NAME, src=src, value=value)
     name = "num_heads" if num_kv_heads is None else "num_kv_heads"
     heads = checks.integer(_NAME, name, num_heads if num_kv_heads is None else num_kv_heads, 1)

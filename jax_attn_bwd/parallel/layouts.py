@@ -91,7 +91,7 @@ def unstriped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
 
 
 def positions(operator: str, layout: str, n: int, device: Any, length: int) -> jax.Array:
-    """The places in the whole sequence, int32 `[length]`, of the tokens that one of n devices holds.
+    """Returns the places in the whole sequence, int32 `[length]`, of the tokens that one of n devices holds.
 
     What `zigzag(jnp.arange(n * length), n)`, or `striped`, gives the device of that (traced) number.
     """
@@ -120,19 +120,19 @@ def _checked(operator: str, x: Any, n: Any, axis: Any, pieces: int) -> tuple[Any
 
 
 def _pieces(n: int) -> np.ndarray:
-    """The order in which `zigzag` puts 2n pieces."""
+    """Returns the order in which `zigzag` puts 2n pieces."""
     early = np.arange(n)
     return np.stack([early, 2 * n - 1 - early], 1).ravel()
 
 
 def _reordered(x: Any, axis: int, order: np.ndarray) -> Any:
-    """`x` with its pieces along `axis`, as many as `order` has, in that order."""
+    """Puts the pieces of `x` along `axis`, as many as `order` has, in that order."""
     length = x.shape[axis] // len(order)
     cut = x.reshape(*x.shape[:axis], len(order), length, *x.shape[axis + 1 :])
     return cut.take(order, axis).reshape(x.shape)
 
 
 def _transposed(x: Any, axis: int, plane: tuple[int, int]) -> Any:
-    """`x` with its tokens along `axis`, written as the rows of a plane, read column by column."""
+    """Writes the tokens of `x` along `axis` as the rows of a plane, and reads it column by column."""
     cut = x.reshape(*x.shape[:axis], *plane, *x.shape[axis + 1 :])
     return cut.swapaxes(axis, axis + 1).reshape(x.shape)

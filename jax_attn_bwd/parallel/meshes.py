@@ -12,7 +12,7 @@ Axes = str | tuple[str, ...]
 
 
 def check_axis(operator: str, mesh: Any, axis: Any) -> int:
-    """The number of devices of `mesh` along `axis`, a name or several."""
+    """Returns the number of devices of `mesh` along `axis`, a name or several."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         remedy = "jax.make_mesh makes one"
         raise TypeError(
@@ -28,11 +28,12 @@ def check_axis(operator: str, mesh: Any, axis: Any) -> int:
 def run_on_parts(
     function: Any, mesh: Mesh, axis: Axes, specs: tuple, out_specs: Any, arguments: tuple
 ) -> Any:
-    """`jax.shard_map` of `function` over `axis`; specs name no other axis of the mesh.
+    """Runs `jax.shard_map` of `function` over `axis`; specs name no other axis of the mesh.
 
     Other Auto axes stay with the partitioner. On an Explicit mesh they hold copies (JAX 0.12 cannot lower a
     reduce-scatter where some axes are Explicit and some Manual), and arguments are brought to their specs.
     """
+    # an Explicit mesh is taken whole
     names = {axis} if isinstance(axis, str) else set(axis)
     if AxisType.Explicit in mesh.axis_types:
         names = set(mesh.axis_names)

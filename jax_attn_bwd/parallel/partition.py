@@ -1,17 +1,133 @@
-"""Cutting a graph by its destinations into parts of one shape."""
+"""Cutting a graph by its destinations into parts of one shape.
+
+`PartitionedGraph` holds the parts, the layout of their arrays, and what travels between them.
+"""
 
 import heapq
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.serialization import exportable_dataclass
 from jax_attn_bwd.ops.graph import BipartiteCSC
-from jax_attn_bwd.parallel.partitioned_graph import Layout, PartitionedGraph
 
 _PADDING = 1.1  # moved rows at most, of the needed ones
 _FEW = 16  # rows whose transfer takes no longer than its start
+
+
+def rows_at(x: jax.Array, index: Any) -> jax.Array:
+    """Reads the rows of `x` at `index`, which has none twice; 0 past the end."""
+    if not x.shape[0]:  # a gather needs a row to clamp to
+        return jnp.zeros((*jnp.shape(index), *x.shape[1:]), x.dtype)
+    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+class Traffic(NamedTuple):
+    """What all devices together send in one forward; the backward sends as much."""
+
+    needed: int  # every source once to every part but its own that has an edge from it
+    halo: int  # what mode="halo" sends: with the padding
+    all_gather: int  # what mode="all_gather" sends
+
+
+@exportable_dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout:
+    """Where rows of the caller's order stand in the parts: part after part, each padded to `rows`.
+
+    Attributes:
+      position: int32 `[size]`, the place of each row; past the end for those that have none.
+      parts: number of parts.
+      rows: what a part has room for.
+    """
+
+    position: Any
+    parts: int = field(metadata={"static": True})
+    rows: int = field(metadata={"static": True})
+
+    def place(self, x: Any) -> Any:
+        """`[size, ...]` -> `[parts * rows, ...]`, 0 in the padding; on the host for NumPy, before `put`."""
+        x = x if checks.is_array(x) else np.asarray(x)
+        checks.shape("Layout.place", "x", x, "[size, ...]", (*self.position.shape, *x.shape[1:]))
+        shape = (self.parts * self.rows, *x.shape[1:])
+        if isinstance(x, np.ndarray) and isinstance(self.position, np.ndarray):
+            placed, inside = np.zeros(shape, x.dtype), self.position < shape[0]
+            placed[self.position[inside]] = x[inside]
+            return placed
+        placed = jnp.zeros(shape, x.dtype)
+        if not shape[0]:  # the gradient of a scatter is a gather, which needs a row to clamp to
+            return placed
+        return placed.at[self.position].set(x, mode="drop", unique_indices=True)
+
+    def collect(self, x: Any) -> jax.Array:
+        """`[parts * rows, ...]` -> `[size, ...]`, whole on every device; 0 for what has no place."""
+        x = jnp.asarray(x)
+        checks.shape("Layout.collect", "x", x, "[parts * rows, ...]", (self.parts * self.rows, *x.shape[1:]))
+        if not (mesh := jax.typeof(x).sharding.mesh).empty:
+            x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+        return rows_at(x, self.position)
+
+
+@exportable_dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, repr=False)
+class PartitionedGraph:
+    """A graph in parts; `partition_graph` makes it, `sharded_graph_attention` runs it.
+
+    A part owns destinations, all edges into them, and sources; all parts have one shape. `src`, `dst` and
+    `edges` tell the layout of arrays of nodes and edges, `[parts * rows, ...]`, to be sharded along axis 0:
+    `partitioned.src.place(x)` brings an array of the caller's order into it, `partitioned.dst.collect(out)`
+    brings one back. Both are differentiable and take any dtype. With as many sources as destinations the two
+    are taken for the same nodes and have one layout: what one layer puts out is the source of the next.
+
+    It is a pytree: hand what `put` returns to a compiled function as an argument.
+
+    Attributes:
+      graph: the parts, stacked: sources are numbered by own rows, then those of other parts.
+      edge_number: int32 `[parts, edges.rows]`, of each edge in the caller's order.
+      send: int32 `[parts, halo]`, own rows in the order in which they are sent.
+      remote: int32 `[parts, halo]`, the received rows by their places in the layout of the sources.
+      src, dst, edges: the layouts; edges are the `capacity` of the whole graph.
+      sizes: rows of each message: it splits the axis `halo`.
+      rounds: (sender, receiver) pairs of each exchange of messages; None: one all-to-all.
+      remote_rows: distinct (part, source of another part) pairs that have an edge.
+    """
+
+    graph: BipartiteCSC
+    edge_number: Any
+    send: Any
+    remote: Any
+    src: Layout
+    dst: Layout
+    edges: Layout
+    sizes: tuple[int, ...] = field(metadata={"static": True})
+    rounds: tuple[tuple[tuple[int, int], ...], ...] | None = field(metadata={"static": True})
+    remote_rows: int = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{name}_rows={getattr(self, name).rows}" for name in ("src", "dst", "edges"))
+        return f"PartitionedGraph(parts={self.src.parts}, {rows}, remote_rows={self.remote_rows})"
+
+    def traffic(self, row_bytes: int = 1) -> Traffic:
+        """Bytes that are sent if a source row has `row_bytes`, by either mode; or numbers of rows."""
+        n = self.src.parts
+        counts = [n * (n - 1)] if self.rounds is None else map(len, self.rounds)  # to itself: stays
+        sent = sum(size * pairs for size, pairs in zip(self.sizes, counts, strict=False))
+        rows = (self.remote_rows, sent, n * (n - 1) * self.src.rows)
+        return Traffic(*(count * row_bytes for count in rows))
+
+    def put(self, mesh: Mesh, axis: str | tuple[str, ...]) -> "PartitionedGraph":
+        """The same on `mesh`: each part on its device along `axis`, the layouts on all."""
+        parts = {name: getattr(self, name) for name in ("graph", "edge_number", "send", "remote")}
+        whole = {name: getattr(self, name) for name in ("src", "dst", "edges")}
+        parts = jax.device_put(parts, NamedSharding(mesh, PartitionSpec(axis)))
+        return replace(self, **parts, **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())))
 
 
 def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> PartitionedGraph:
@@ -99,7 +215,7 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
 
 
 def _part_of_destinations(operator: str, parts: Any, degree: np.ndarray, n: int) -> np.ndarray:
-    """The part of each destination."""
+    """Returns the part of each destination."""
     nodes = len(degree)
     if isinstance(parts, str):
         if checks.choice(operator, "parts", parts, ("balanced", "contiguous")) == "balanced":
@@ -113,7 +229,7 @@ def _part_of_destinations(operator: str, parts: Any, degree: np.ndarray, n: int)
 
 
 def _balanced(degree: np.ndarray, n: int) -> np.ndarray:
-    """Each node, the largest degrees first, to the part with the fewest edges that has a seat left."""
+    """Deals each node, the largest degrees first, to the part with the fewest edges that has a seat left."""
     part, seats = np.zeros(len(degree), np.int64), -(-len(degree) // n)
     heap = [(0, 0, p) for p in range(n)]
     for node in np.argsort(-degree, kind="stable"):
@@ -127,7 +243,7 @@ def _balanced(degree: np.ndarray, n: int) -> np.ndarray:
 
 
 def _seated(source: np.ndarray, edge_part: np.ndarray, num_src: int, n: int) -> np.ndarray:
-    """The part of each source: the one with most edges from it while it has seats, then any that has."""
+    """Returns the part of each source: the one with most edges from it while it has seats, then any."""
     pairs, edges = np.unique(edge_part * np.int64(num_src) + source, return_counts=True)
     parts, sources = np.divmod(pairs[np.argsort(edges, kind="stable")], max(num_src, 1))
     part, seats = np.zeros(num_src, np.int64), -(-num_src // n)
@@ -139,7 +255,7 @@ def _seated(source: np.ndarray, edge_part: np.ndarray, num_src: int, n: int) -> 
 
 
 def _rows(part: np.ndarray, n: int) -> tuple[np.ndarray, int]:
-    """(the row of each element in its part, in the order given; rows of the longest part)."""
+    """Returns (the row of each element in its part, in the order given; rows of the longest part)."""
     count = np.bincount(part, minlength=n)
     row = np.empty(len(part), np.int64)
     row[np.argsort(part, kind="stable")] = np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
@@ -149,7 +265,7 @@ def _rows(part: np.ndarray, n: int) -> tuple[np.ndarray, int]:
 def _rows_with_room(
     part: np.ndarray, n: int, number: np.ndarray | None = None, size: int | None = None
 ) -> tuple[np.ndarray, int]:
-    """`_rows`; one more where the layout would be as long as the caller's order and yet another order.
+    """Returns `_rows`; one more where the layout would be as long as the caller's, in another order.
 
     `number`: of each element in the caller's order, which has `size`.
     """
@@ -160,7 +276,7 @@ def _rows_with_room(
 
 
 class _Halo(NamedTuple):
-    """See `PartitionedGraph`; `local` is the source of each edge as its part numbers it."""
+    """Holds what `PartitionedGraph` describes; `local` is the source of each edge as its part numbers it."""
 
     local: np.ndarray
     send: np.ndarray
@@ -171,12 +287,14 @@ class _Halo(NamedTuple):
 
 
 def _halo(source, edge_part, src_part, src_row, src_rows: int, n: int) -> _Halo:
-    """What the parts send one another, so that each has the sources of its edges."""
+    """Lists what the parts send one another, so that each has the sources of its edges."""
+    # every (part, source) once, and those whose source lies in another part
     num_src = len(src_part)
     pairs, name = np.unique(edge_part * np.int64(num_src) + source, return_inverse=True)
     receiver, needed = np.divmod(pairs, max(num_src, 1))
     sender, row = src_part[needed], src_row[needed]
     away = np.flatnonzero(sender != receiver)
+    # how many rows go from which part to which, and when
     channel = sender[away] * n + receiver[away]
     wanted = np.bincount(channel, minlength=n * n).reshape(n, n)
     sizes, rounds, send_start, receive_start = _schedule(wanted)
@@ -192,14 +310,16 @@ def _halo(source, edge_part, src_part, src_row, src_rows: int, n: int) -> _Halo:
 
 
 def _schedule(wanted: np.ndarray) -> tuple[tuple, tuple | None, np.ndarray, np.ndarray]:
-    """(sizes, rounds, where each message starts for its sender, and for its receiver).
+    """Returns (sizes, rounds, where each message starts for its sender, and for its receiver).
 
     `wanted[sender, receiver]` rows.
     """
+    # one all-to-all of messages of the largest size, if little of it is padding
     n, largest = len(wanted), int(wanted.max())
     if 0 < n * (n - 1) * largest <= _PADDING * wanted.sum():
         start = np.broadcast_to(np.arange(n) * largest, (n, n))
         return (largest,) * n, None, start, start.T
+    # else rounds, the largest messages first: in each a part sends and receives once, and sizes are near
     rounds: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
     busy: list[set[int]] = []  # senders, and ~receivers
@@ -215,6 +335,7 @@ def _schedule(wanted: np.ndarray) -> tuple[tuple, tuple | None, np.ndarray, np.n
             busy.append(set())
         rounds[k].append((sender, receiver))
         busy[k] |= ends
+    # the messages of a round stand where the earlier rounds end
     start = np.zeros((n, n), np.int64)
     for pairs, end, size in zip(rounds, np.cumsum(sizes), sizes, strict=True):
         for pair in pairs:

@@ -58,13 +58,13 @@ Moving = dict[str, jax.Array]  # what belongs to the keys, by operand
 
 
 def sequence_axis(name: str) -> int:
-    """The axis of keys in what belongs to them, counted from the end."""
+    """Returns the axis of keys in what belongs to them, counted from the end."""
     letters = AXES.get(name, "s")  # the columns of dropout have one axis
     return letters.index("s") - len(letters)
 
 
 def of_keys(exchange: Exchange, operands: Operands) -> Moving:
-    """The operands that belong to the keys; "column" are their places in the dropout mask."""
+    """Returns the operands that belong to the keys; "column" are their places in the dropout mask."""
     names = [name for name, letters in AXES.items() if letters[:1] == "s"]  # whatever their sizes
     found = {name: operands.array(name) for name in (*names, *exchange.of_keys)}
     found["column"] = operands.dropout_offset and operands.dropout_offset.column
@@ -72,7 +72,7 @@ def of_keys(exchange: Exchange, operands: Operands) -> Moving:
 
 
 def with_keys(operands: Operands, moving: Moving) -> Operands:
-    """`operands` with those that `of_keys` gave replaced; no sink, which belongs to whole rows."""
+    """Puts what `of_keys` gave back into `operands`; no sink, which belongs to whole rows."""
     arrays: dict[str, Any] = {"sink": None, **moving}
     column, offset = arrays.pop("column", None), operands.dropout_offset
     operands = operands.with_arrays(arrays)
@@ -80,12 +80,12 @@ def with_keys(operands: Operands, moving: Moving) -> Operands:
 
 
 def example(exchange: Exchange, operands: Operands) -> Operands:
-    """One step's block, from which an implementation is chosen."""
+    """Returns one step's block, from which an implementation is chosen."""
     return _block_of(exchange, operands, of_keys(exchange, operands), 0)
 
 
 def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result:
-    """(1) to (4), on operands that all vary over the same axes."""
+    """Computes (1) to (4), on operands that all vary over the same axes."""
 
     def fold(state, moving, offset):
         given = _block_of(exchange, operands, moving, offset)
@@ -101,12 +101,12 @@ def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result
 def tangent(
     exchange: Exchange, plan: engine.Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """(8), with the sink in mu, of the tangents that are not None; all vary over the same axes."""
+    """Computes (8), with the sink in mu, of the tangents that are not None; all vary over the same axes."""
 
     def fold(sums, moving, offset):
-        keys, along = moving
+        keys, moving_tangents = moving
         given = _block_of(exchange, operands, keys, offset)
-        block = _block_of(exchange, tangents, along, offset, keys["key"].shape[-3])
+        block = _block_of(exchange, tangents, moving_tangents, offset, keys["key"].shape[-3])
         add = lambda sums: jax.tree.map(jnp.add, sums, engine.tangent_sums(plan, given, result, block))
         return _if_seen(given, add, lambda sums: sums, sums)
 
@@ -119,7 +119,7 @@ def tangent(
 
 
 def _around(exchange: Exchange, fold: Any, state: Any, mine: Any) -> Any:
-    """The state after `fold(state, what has come, offset)` of every step; `mine` sets out from here."""
+    """Folds `fold(state, what has come, offset)` over every step; `mine` sets out from here."""
 
     def step(carry, offset):
         state, moving = carry
@@ -142,7 +142,8 @@ def backward(
     dout: jax.Array,
     dlse: Any,
 ) -> dict[str, jax.Array]:
-    """(5) and (6): the gradients of those of query, key, value and bias that are `wanted`, in a wide type."""
+    """Computes (5) and (6): the gradients `wanted` of query, key, value and bias, in a wide type."""
+    # sums in a wide type: those of the queries stay, those of the keys go around with them
     mine = of_keys(exchange, operands)
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, dout))
@@ -151,7 +152,7 @@ def backward(
     go = {name: x for name, x in zeros.items() if name in mine}
 
     def part(stay, moving, offset):
-        """(what stays, with this step's part; this step's part of what goes on)."""
+        """Returns (what stays, with this step's part; this step's part of what goes on)."""
         given = _block_of(exchange, operands, moving, offset)
 
         def compute(stay):
@@ -183,7 +184,7 @@ def backward(
 
 
 def _shifted(exchange: Exchange, moving: Any, hops: int) -> Any:
-    """What each device holds, on the device `hops` further."""
+    """Sends what each device holds to the device `hops` further."""
     n = exchange.size
     if hops % n == 0:
         return moving
@@ -191,7 +192,7 @@ def _shifted(exchange: Exchange, moving: Any, hops: int) -> Any:
 
 
 def _columns(exchange: Exchange, operand: str, x: jax.Array, S: int, offset: Any) -> dict | None:
-    """Where the keys of device i - `offset` stand in a mask or bias of all columns; None = everywhere."""
+    """Tells where the keys of device i - `offset` stand in a plane of all columns; None = everywhere."""
     if operand in exchange.of_keys or x.shape[-1] == 1:
         return None
     n = exchange.size
@@ -201,7 +202,7 @@ def _columns(exchange: Exchange, operand: str, x: jax.Array, S: int, offset: Any
 def _block_of(
     exchange: Exchange, operands: Operands, moving: Moving, offset: Any, S: int | None = None
 ) -> Operands:
-    """`operands` (or tangents, with the number of keys `S`) and the keys of device i - `offset`."""
+    """Joins `operands` (or tangents, with S keys) and the keys of device i - `offset`."""
     given, S = with_keys(operands, moving), moving["key"].shape[-3] if S is None else S
 
     def cut(name):
@@ -224,7 +225,7 @@ def _added(exchange: Exchange, operand: str, total: Any, part: Any, offset: Any)
 
 
 def _if_seen(given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
-    """`compute(carry)`; `skip(carry)` where positions and segments tell that nothing is seen."""
+    """Runs `compute(carry)`, or `skip(carry)` where positions and segments tell that nothing is seen."""
     mask, (batch, T, S, _, G) = given.mask, given.sizes
     rows = visibility.Tokens(T, mask.query_positions, mask.query_segment_ids)
     columns = visibility.Tokens(S, mask.key_value_positions, mask.key_value_segment_ids)
@@ -236,5 +237,5 @@ def _if_seen(given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
 
 
 def _merged(state: online.State, result: Result) -> online.State:
-    """(1) to (3)."""
+    """Computes (1) to (3)."""
     return online.merged(state, result.wide_out(), result.lse, result.lse_low)

@@ -15,8 +15,7 @@ from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, appended, drop
 from jax_attn_bwd.ops.multi_head.arguments import prepare
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, project
 from jax_attn_bwd.ops.multi_head.spec import LayerKeywords, Operands
-from jax_attn_bwd.parallel.arguments import axis_size, places, token_index
-from jax_attn_bwd.parallel.functions import beginning_at
+from jax_attn_bwd.parallel.arguments import axis_size, beginning_at, places, token_index
 from jax_attn_bwd.parallel.sequence import ring_attention
 
 _NAME = "tensor_parallel_multi_head_attention"
@@ -146,6 +145,7 @@ def tensor_parallel_multi_head_attention(
       Korthikanti et al., Reducing activation recomputation, 2022, arXiv:2205.05198, section 4.2.2.
     """
     given = secondary_calls.complete(_NAME, multi_head_attention, LayerKeywords, options)
+    # Tokens in parts are gathered: [..., t, E] -> [..., T, E], T = n * t.
     n = axis_size(_NAME, axis_name)
     checks.choice(_NAME, "reduce", reduce, get_args(Reduce))
     if not isinstance(params, MultiHeadAttentionParams):
@@ -166,6 +166,7 @@ def tensor_parallel_multi_head_attention(
     batch, head, row, column = offset
     given["dropout_offset"] = batch, head + first_head, row, column
     given |= beginning_at(0, first_head, *(given[name] for name in _FUNCTIONS))
+    # The layer of this device's heads: out [..., T, Eo] is its share of the sum.
     out: Any
     if sequence_axis_name is None:
         out = multi_head_attention(
@@ -175,12 +176,14 @@ def tensor_parallel_multi_head_attention(
         _check_ring(params, return_weights, given)
         out = _around_ring(own, inputs, sequence_axis_name, given, forward_mode)
     out, weights = out if return_weights else (out, None)
+    # The shares are summed; each device keeps all rows, or its own t.
     T = out.shape[-2]
     if reduce == "psum_scatter":
         out = lax.psum_scatter(out, axis_name, scatter_dimension=out.ndim - 2, tiled=True)
     else:
         out = lax.psum(out, axis_name)
     out = out if params.out_bias is None else out + to_rank(params.out_bias, out.ndim)
+    # Dropout of the output, and the residual, on the rows that are here.
     rates = {"out_dropout_rate": rate}
     words, at = dropout.drawn(_NAME, rates, given["dropout_key"], (*offset[:3], 0), T, 0)
     if at is not None:
@@ -199,7 +202,7 @@ def tensor_parallel_multi_head_attention(
 def _around_ring(
     params: Any, inputs: dict[str, Any], axis_name: str, given: dict[str, Any], forward_mode: bool
 ) -> jax.Array:
-    """The layer `multi_head_attention` with `ring_attention` in the place of its attention."""
+    """Runs the layer `multi_head_attention` with `ring_attention` in the place of its attention."""
     # The ring checks what belongs to the whole sequence, and draws the dropout of its probabilities.
     layer = given | dict.fromkeys(_OF_THE_RING) | {"mod_args": (), "dropout_rate": 0.0}
     del layer["implementation"]
@@ -224,7 +227,7 @@ def _around_ring(
 
 
 def _with_positions(operands: Operands, device: jax.Array) -> Operands:
-    """`operands` with the position of every token: the given ones, or the indices in the whole sequence."""
+    """Gives `operands` the position of every token: the given ones, or the indices in the whole sequence."""
     mask, sides = (
         operands.mask,
         {"query_positions": operands.query, "key_value_positions": operands.inputs[1]},
@@ -249,18 +252,21 @@ def _check_ring(params: Any, return_weights: bool, given: dict[str, Any]) -> Non
 
 
 def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int, reduce: str) -> None:
-    """Heads vary over the axis; tokens do where they are to be gathered."""
+    """Raises unless heads vary over the axis, and tokens do where they are to be gathered."""
+    # what is sharded over several devices must say so
     if params.out_kernel is None:
         expected = "be given: it is what sums over the heads of all devices"
         raise ValueError(checks.message(_NAME, "params.out_kernel", expected, None))
     if n == 1:
         return
+    # heads differ from device to device
     varies = lambda x: axis_name in varying(jnp.asarray(x))
     for name in _KERNELS:
         x = getattr(params, name)
         if x is not None and not varies(x):
             expected = f"hold this device's heads, sharded over {axis_name!r}"
             raise ValueError(checks.message(_NAME, f"params.{name}", expected, "the same on all its devices"))
+    # tokens differ where they are gathered and scattered, else they are the same
     for name, x in inputs.items():
         if x is not None and varies(x) != (reduce == "psum_scatter"):
             expected, got = f"be sharded over {axis_name!r}", "the same on all its devices"
@@ -271,7 +277,7 @@ def _check_sharding(params: Any, inputs: dict[str, Any], axis_name: str, n: int,
 
 
 def _rows(start: jax.Array, T: int, positions: Any, sequence_axis_name: str | None) -> jax.Array:
-    """The rows of the T gathered tokens in masks of dropout, uint32 `[T]`."""
+    """Returns the rows of the T gathered tokens in masks of dropout, uint32 `[T]`."""
     device = jnp.int32(0) if sequence_axis_name is None else lax.axis_index(sequence_axis_name)
     positions = None if positions is None or sequence_axis_name is None else jnp.asarray(positions)
     return places(_NAME, start, token_index(positions, T, 0, device))

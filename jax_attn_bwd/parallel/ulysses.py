@@ -15,8 +15,7 @@ from jax import lax
 
 from jax_attn_bwd._core import checks, pallas
 from jax_attn_bwd.ops.dot_product import dot_product_attention
-from jax_attn_bwd.parallel.arguments import Exchange, prepare
-from jax_attn_bwd.parallel.functions import beginning_at
+from jax_attn_bwd.parallel.arguments import Exchange, beginning_at, prepare
 
 
 def attend(
@@ -24,7 +23,7 @@ def attend(
     query_segment_ids, key_value_segment_ids, query_positions, dropout_key, return_residual, forward_mode,
     implementation, **arguments: Any,
 ) -> Any:  # fmt: skip
-    """What `ulysses_attention` returns."""
+    """Computes what `ulysses_attention` returns."""
     # Everything but mask and bias is checked here, where each device holds its own tokens.
     exchange, options, operands = prepare(
         operator, query, key, value, None, None, sink=sink, query_seq_lengths=query_seq_lengths,
@@ -49,9 +48,9 @@ def attend(
     positions: tuple[Any, Any] = None, None
     # Positions tell the index of a token, and with it who lies beyond a length.
     if query_positions is not None or arguments["layout"] != "contiguous":
-        told = operands.mask
-        ids, lengths = (told.query_segment_ids, told.key_value_segment_ids), (None, None)
-        positions = told.query_positions, told.key_value_positions
+        own = operands.mask
+        ids, lengths = (own.query_segment_ids, own.key_value_segment_ids), (None, None)
+        positions = own.query_positions, own.key_value_positions
     # Dropout and functions count heads from the first of all devices.
     first_head = lax.axis_index(exchange.axis_name) * (N // n)
     offset: Any = operands.dropout_offset
@@ -97,7 +96,7 @@ def attend(
 
 
 def _exchanged(exchange: Exchange, x: jax.Array, split: int, joined: int) -> jax.Array:
-    """`x` with its axis `split` shared among the devices and the parts of its axis `joined` put together."""
+    """Shares the axis `split` of `x` among the devices, and puts the parts of its axis `joined` together."""
     axes = x.ndim + split, x.ndim + joined
     return lax.all_to_all(_varying(exchange, x), exchange.axis_name, *axes, tiled=True)
 
@@ -116,7 +115,7 @@ def _own_heads(exchange: Exchange, x: jax.Array, axis: int) -> jax.Array:
 
 
 def _whole(exchange: Exchange, x: Any, length: int) -> jax.Array | None:
-    """Ids or positions `[..., length]` of all devices."""
+    """Gathers ids or positions `[..., length]` of all devices."""
     if x is None:
         return None
     x = jnp.asarray(x)
@@ -127,7 +126,7 @@ def _whole(exchange: Exchange, x: Any, length: int) -> jax.Array | None:
 def _plane(
     operator: str, argument: str, exchange: Exchange, x: jax.Array, N: int, T: int, S: int
 ) -> jax.Array:
-    """A mask or bias of this device's heads, with all rows and columns."""
+    """Returns a mask or bias of this device's heads, with all rows and columns."""
     n = exchange.size
     heads, rows, columns = (1, 1, 1, *x.shape)[-3:]
     by_rows = rows == T != 1 and n > 1

@@ -14,7 +14,7 @@ from parallel.sequences import draw
 
 import jax_attn_bwd
 from jax_attn_bwd import dot_product_attention, mods, parallel
-from jax_attn_bwd.parallel.functions import beginning_at
+from jax_attn_bwd.parallel.arguments import beginning_at
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
