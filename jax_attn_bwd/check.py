@@ -177,8 +177,8 @@ def unavailable(operator: Operator, case: Case, dtype: str) -> dict[str, str]:
     """
     with jax.enable_x64(dtype == "float64"):
         reasons = backend.explain(operator.call, **case.arrays(dtype), **case.options)
-    passed_over = {name: reason for name, reason in reasons.items() if reason != "ok"}
-    return {n: why for n, why in passed_over.items() if n != "cudnn" or n in reasons.refused}
+    not_picked = {name: reason for name, reason in reasons.items() if reason != "ok"}
+    return {n: why for n, why in not_picked.items() if n != "cudnn" or n in reasons.refused}
 
 
 def plan(
@@ -240,11 +240,13 @@ def worst(rows: Sequence[Measurement]) -> list[Measurement]:
 
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Operator]]:
     """Returns (what the command line says, the operators that it names)."""
+    # an operator goes by its own name, and by that of its folder
     known: dict[str, list[Operator]] = {}
     for operator in discover():
         known[operator.name] = [operator]
         folder = operator.call.__module__.split(".")[-2:][0]  # the name that `bench` has for it
         known.setdefault(folder, []).append(operator)
+    # what the command line says, and what does not go together
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.check", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"some of {sorted(known)}")
     narrow = "default: float64, and the others in turn; of what is for several devices, on one float32 alone"
@@ -259,6 +261,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Ope
         parser.error("--enable settles the dtypes itself and prints a table: leave out --dtypes and --json")
     if args.seconds is not None and not (args.enable and args.seconds > 0):
         parser.error("--seconds must be positive, and belongs to --enable")
+    # the operators, and the folders whose kernels they have
     named = list(dict.fromkeys(o for name in args.operators or known for o in known[name]))
     args.families = list(dict.fromkeys(i.family for o in named for i in o.implementations if i.family))
     if args.enable and not args.families:
@@ -271,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, named = _arguments(argv)
     if args.enable:
         return enable.run(args.families, args.seconds or enable.SECONDS)
+    # every call is measured, compiled and in full precision
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_disable_jit", False)  # what is checked is compiled
     jobs, absent = plan(named, args.dtypes)
@@ -279,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"check: {len(jobs)} calls, {about}", file=sys.stderr, flush=True)
     rows = list(_measured(jobs))
     device, misses = jax.devices()[0].device_kind, sum(not row.ok for row in rows)
+    # all measurements as JSON, or the worst of each quantity as a table
     if args.json:
         measured = [{**asdict(row), "ok": row.ok} for row in rows]
         missing = [dict(zip(("operator", "implementation", "reason"), a, strict=True)) for a in absent]

@@ -163,6 +163,7 @@ class Verdict:
 
 def prove(workers: Workers, family: str, names: Sequence[str]) -> tuple[list[Verdict], dict[str, Any]]:
     """Returns (the verdicts of the kernels and of "xla", the sizes of the cases that were timed)."""
+    # every kernel runs its cases; after one that failed the worker is a new one
     verdicts, sizes = [Verdict(family, name) for name in names], dict[str, Any]()
     for verdict in verdicts:
         try:
@@ -175,6 +176,7 @@ def prove(workers: Workers, family: str, names: Sequence[str]) -> tuple[list[Ver
             verdict.failed = str(lost)
         except Late:
             verdict.late = True
+    # those that are right are timed beside "xla", which comes first
     if not any(verdict.proven for verdict in verdicts):
         return verdicts, sizes
     verdicts.append(Verdict(family, "xla"))
@@ -227,12 +229,14 @@ def run(families: Sequence[str], seconds: float = SECONDS) -> int:
         return 2
     workers, started = Workers(seconds), time.monotonic()
     try:
+        # what chip it is, and which of the kernels are for it
         chip = workers.ask("chip")
         kernels = {family: chip["kernels"][family] for family in families if family in chip["kernels"]}
         if not kernels:
             device = f"{chip['device']} ({chip['platform']})"
             print(f"check --enable: no kernel of {', '.join(families)} is for this {device}", file=sys.stderr)
             return 2
+        # folder by folder: what is found is kept at once, and told in the end
         rows, files, verdicts = [], [], []
         for family in sorted(kernels, key=lambda f: (f not in _FIRST, families.index(f))):
             found, sizes = prove(workers, family, kernels[family])

@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Or compares two such files: the exit code is 1 where something became slower or larger.
     """
+    # what the command line says, and what does not go together
     measured = sorted({operator.folder for operator in ops.discover() if operator.name in operators.MEASURED})
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.bench", description=bench.__doc__)
     parser.add_argument("operator", nargs="?", choices=[*measured, *NAMED])
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     report.prepare(parser, args.out)
 
     make = NAMED.get(args.operator) or partial(operators.workloads, args.operator)
+    # the file is written after each workload: an interrupted run keeps what it has
     context = environment()
     stem = f"{args.operator}{'_scaling' * args.scaling}_{context['platform']}_jax{context['jax']}"
     path, rows = args.out / f"{stem}.json", list[report.Row]()

@@ -144,6 +144,7 @@ def torch_layer(x, dout, params) -> Contender:
     """Makes a contender of torch's `MultiheadAttention` with these parameters."""
     import torch
 
+    # its three projections are one: [3 * E, E]
     E, N = x.shape[-1], params.query_bias.shape[0]
     layer = torch.nn.MultiheadAttention(E, N, batch_first=True)
     layer = layer.to(tensor(x))
@@ -154,6 +155,7 @@ def torch_layer(x, dout, params) -> Contender:
         layer.in_proj_bias.copy_(torch.cat(biases))
         layer.out_proj.weight.copy_(tensor(params.out_kernel).reshape(E, E).T)
         layer.out_proj.bias.copy_(tensor(params.out_bias))
+    # all gradients, then in the order of ours
     x, dout = tensor(x).requires_grad_(), tensor(dout)
     inputs = [x, *layer.parameters()]
 
@@ -196,6 +198,7 @@ def equinox_layer(x, dout, params) -> Contender:
     import equinox as eqx
 
     E, N = x.shape[-1], params.query_bias.shape[0]
+    # our parameters take the place of its own
     use = {f"use_{piece}_bias": True for piece in ("query", "key", "value", "output")}
     layer = eqx.nn.MultiheadAttention(N, E, **use, key=jax.random.key(0))
 
@@ -209,6 +212,7 @@ def equinox_layer(x, dout, params) -> Contender:
 
     arrays, rest = eqx.partition(put(layer), eqx.is_array)
 
+    # gradients in the shapes of ours
     def step(arrays, x, dout):
         def attend(arrays, x):
             return jax.vmap(lambda x: eqx.combine(arrays, rest)(x, x, x))(x)
@@ -286,6 +290,7 @@ def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
     heads = lambda x: x.reshape(-1, edges.heads, edges.width)
     over = partial(jax.ops.segment_sum, segment_ids=dst, num_segments=edges.nodes, indices_are_sorted=True)
 
+    # a softmax over the edges of each destination, then the sum of its messages
     def attend(scores, message):
         top = jax.ops.segment_max(scores, dst, edges.nodes, indices_are_sorted=True)
         p = jnp.exp(scores - top[dst])

@@ -46,8 +46,9 @@ def ratios(rows: Sequence[Row], title: str, path: Path) -> Path | None:
     if (pyplot := _pyplot()) is None:
         return None
 
+    # a bar for each contender but the first of its case, and a gap after each case
     groups = _groups(rows)
-    bars = sum(len(group) for group in groups)  # and a gap after each case
+    bars = sum(len(group) for group in groups)
     figure, axes = pyplot.subplots(figsize=(8, 0.25 * bars + 1.6), layout="constrained")
     colours: dict[str, str] = {}
     y, ticks = 0, {}
@@ -166,6 +167,7 @@ def scaling(rows: Sequence[Row], title: str, path: Path) -> Path | None:
         return None
     from matplotlib import ticker
 
+    # a colour for each contender, the same in all panels
     found = lines(rows)
     names = dict.fromkeys(name for by_name in found.values() for name in by_name)
     colours = {name: f"C{i}" for i, name in enumerate(names)}
@@ -184,6 +186,7 @@ def scaling(rows: Sequence[Row], title: str, path: Path) -> Path | None:
                     power = slope(points, field)
                     legend = name if power is None else f"{name}: {letter}^{power:.2f}"
                     ax.plot(*zip(*known, strict=True), "o-", ms=4, color=colours[name], label=legend)
+            # sizes are powers of 2, written short
             ax.set_xscale("log", base=2)
             ax.set_yscale("log")
             ax.set(title=series, xlabel=letter, ylabel=label)

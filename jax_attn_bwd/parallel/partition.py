@@ -57,9 +57,9 @@ class Layout:
         checks.shape("Layout.place", "x", x, "[size, ...]", (*self.position.shape, *x.shape[1:]))
         shape = (self.parts * self.rows, *x.shape[1:])
         if isinstance(x, np.ndarray) and isinstance(self.position, np.ndarray):
-            placed, inside = np.zeros(shape, x.dtype), self.position < shape[0]
-            placed[self.position[inside]] = x[inside]
-            return placed
+            on_host, inside = np.zeros(shape, x.dtype), self.position < shape[0]
+            on_host[self.position[inside]] = x[inside]
+            return on_host
         placed = jnp.zeros(shape, x.dtype)
         if not shape[0]:  # the gradient of a scatter is a gather, which needs a row to clamp to
             return placed
