@@ -76,8 +76,9 @@ def mask_planes(
         padding = padding.reshape(N, 1, 1, S)
     if attn_mask is not None:
         allowed = mask(operator, "attn_mask", attn_mask)
-        one, each = ("(L, S)", (L, S)), (by_head or "(N * num_heads, L, S)", (N * H, L, S))
-        checks.shape(operator, "attn_mask", allowed, *(each if allowed.ndim == 3 else one), remedy)
+        each = by_head or "(N * num_heads, L, S)"
+        letters, shape = (each, (N * H, L, S)) if allowed.ndim == 3 else ("(L, S)", (L, S))
+        checks.shape(operator, "attn_mask", allowed, letters, shape, remedy)
         allowed = allowed.reshape(*((N, H) if allowed.ndim == 3 else (1, 1)), L, S)
     return padding, allowed
 

@@ -227,8 +227,8 @@ def _by_rotary(rotary: Any, rope: Any, query, key, *positions: Any) -> tuple[jax
     names = ("query_positions", "key_value_positions")
     for i, (name, x, given) in enumerate(zip(names, (query, key), positions, strict=True)):
         if given is not None:
-            found[i] = checks.integers(_NAME, name, given)
-            checks.broadcasts(_NAME, name, found[i], "[..., L]", x.shape[:-2])
+            found[i] = place = checks.integers(_NAME, name, given)
+            checks.broadcasts(_NAME, name, place, "[..., L]", x.shape[:-2])
     return rotated(_NAME, rotary, query, key, *found)
 
 

@@ -69,7 +69,8 @@ class Tokens(TypedDict):
 
 def tokens_of(arguments: Mapping[str, Any]) -> Tokens:
     """Returns what the `arguments` of a call, by name, tell of its tokens."""
-    return Tokens(**{name: arguments[name] for name in Tokens.__annotations__})
+    found: Any = {name: arguments[name] for name in Tokens.__annotations__}
+    return found
 
 
 def options_of(layer: Any) -> dict[str, Any]:
@@ -145,6 +146,7 @@ def with_token_arguments(layer: str, attention: Callable[..., Any], tokens: Toke
         return attention
     parameters = inspect.signature(attention).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    x: Any
     for name, x in given.items():
         if not (takes_all or name in parameters):
             expected = "be left out with an attention_fn that has no argument of this name"

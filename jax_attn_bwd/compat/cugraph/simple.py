@@ -122,9 +122,9 @@ def mha_simple_n2n_bwd(
       ([0.5, 0.5, 1.0], True)
     """
     arguments, call = locals(), "cugraph.mha_simple_n2n_bwd"
-    given, options, checked = _checked(call, arguments)
+    given, options, (checked_options, operands) = _checked(call, arguments)
     g = checks.floating(call, "grad_output_embedding", grad_output_embedding)
-    check_cotangents(call, *checked, g, None, None, None, None)
+    check_cotangents(call, checked_options, operands, g, None, None, None, None)
     slots = {field: (f"grad_{name}", arguments[f"grad_{name}"]) for field, name in _ARRAYS.items()}
     operator = operators.graph_transformer_attention_bwd
     return MhaSimpleGrads(*gradients(call, operator, g, graph, given, slots, options))

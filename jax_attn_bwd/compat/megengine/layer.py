@@ -113,6 +113,8 @@ class MultiHeadAttn:
             raise ValueError(checks.message(_NAME, "params", f"be a dictionary of {list(names)}", got))
         # All projections are as wide as the query.
         E = self.embed_dim
+        weights: Any = {"bias_k": None, "bias_v": None, **params}
+        sizes: Any = dict.fromkeys(PROJECTIONS, E) | dict.fromkeys(BIASES, self.bias)
         return multi_head_attention(
             query,
             key,
@@ -121,9 +123,8 @@ class MultiHeadAttn:
             self.num_heads,
             self.attn_dropout,
             self.out_dropout,
-            **{"bias_k": None, "bias_v": None, **params},
-            **dict.fromkeys(PROJECTIONS, E),
-            **dict.fromkeys(BIASES, self.bias),
+            **weights,
+            **sizes,
             add_zero_attn=self.add_zero_attn,
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,

@@ -140,5 +140,6 @@ def in_slices(plan: Plan, run: Callable[..., Any], operands: Operands, *rows: An
         offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
         operands = operands._replace(dropout_offset=offset)
         axes["dropout_offset"] = Offset(0, None, None, None)
-    axes = Operands(**dict.fromkeys(Operands._fields) | axes)
-    return split.in_turn(plan.tiling.batch_slices, run, (operands, *rows), (axes, *(0 for _ in rows)))
+    of_operands: Any = dict.fromkeys(Operands._fields) | axes
+    all_axes = (Operands(**of_operands), *(0 for _ in rows))
+    return split.in_turn(plan.tiling.batch_slices, run, (operands, *rows), all_axes)

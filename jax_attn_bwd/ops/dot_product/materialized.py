@@ -180,7 +180,7 @@ def backward(
         p = probabilities(whole, None)
         if names <= {"value"}:
             return gradients(whole, names, p, dout, None, None)
-        dp = through_values(whole, dout)
+        dp: Any = through_values(whole, dout)
         delta = (p * dp).sum(-1)  # (7)
         delta = delta if dlse is None else delta - dlse
         grads = gradients(whole, names, p, dout, dp, delta[..., None])

@@ -74,7 +74,7 @@ def finite_rows(options: Options, operands: Operands, lse: jax.Array, dlse: jax.
     return jnp.where(lse == -jnp.inf, 0, dlse)
 
 
-def gradient_of_sink(sink: jax.Array, result: Result, delta: Any) -> jax.Array:
+def gradient_of_sink(sink: Any, result: Result, delta: Any) -> jax.Array:
     """Computes (9), `[N]`, from delta `[..., T, N]`."""
     return reduce_to(-(_probability_of_sink(sink, result) * delta), sink.shape)
 

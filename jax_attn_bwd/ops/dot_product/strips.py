@@ -156,7 +156,8 @@ def _forward_by_extents(plan: Plan, operands: Operands) -> Result:
     given = *given, mask_arrays(plan, operands)
 
     # The rows of some heads, and those of all as the caller has them.
-    found_strips, found = strips(plan, operands, 0), []
+    found_strips = strips(plan, operands, 0)
+    found: list[Any] = []
     for some in head_slices(plan.tiling.head_slices, given, found):
         found.append(_rows(plan, operands, found_strips, some))
     as_given = lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:]))
@@ -196,7 +197,8 @@ def _gradients_by_extents(
     given = *(merged(plan.tiling, x, len(batch)) for x in whole), mask_arrays(plan, operands)
 
     # The gradients of some heads, and those of all as the caller has them.
-    found_strips, parts = strips(plan, operands, 1), []
+    found_strips = strips(plan, operands, 1)
+    parts: list[Any] = []
     for some in head_slices(plan.tiling.head_slices, given, parts):
         parts.append(_gradients_of_heads(plan, wanted, dtype, operands, found_strips, some))
     own = {"query": 3, "key": 2, "value": 2}
@@ -568,7 +570,8 @@ def _of_heads(
         return run(*arrays, seen)
     heads = jax.tree.leaves(arrays)[0].shape[0]
     slices = slices_of(heads, count(heads * source.heads[1] * rows.size * columns.size, SLICE_LOGITS))
-    is_shared, found = seen is None or len(seen) == 1, []
+    is_shared = seen is None or len(seen) == 1
+    found: list[Any] = []
     for some in head_slices(slices, arrays if is_shared else (*arrays, seen), found):
         found.append(run(*some, seen) if is_shared else run(*some))
     return joined(found)

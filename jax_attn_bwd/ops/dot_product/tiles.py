@@ -185,7 +185,8 @@ def static_pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarra
     """
     is_given = lambda tokens: tuple(x is not None for x in tokens[1:])
     sides = given.rows.length, given.columns.length, is_given(given.rows), is_given(given.columns)
-    read, tree = None, None  # what a `mask_mod` reads: the shapes tell what bounds do
+    read: Any = None
+    tree = None  # what a `mask_mod` reads: the shapes tell what bounds do
     if given.rules.mask_mod is not None:
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given.places)
         read, tree = jax.tree.flatten(types)
@@ -214,7 +215,7 @@ def _pairs_of(
 
 def tile_scan(
     step: Callable[..., Any], given: TileMask, tiling: Tiling
-) -> tuple[Callable[..., Any], tuple[Any, Any, Any] | None]:
+) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
     """Returns what `lax.scan` takes to visit the tiles: a body, and what it goes over; None = no tile.
 
     The body is `step(mixed, carry, (i, j, live))`. Where chosen blocks leave few tiles live, these come

@@ -441,10 +441,10 @@ def _tile_after_tile(mask: Mask, bias: Any, sizes: Sizes) -> tuple[jax.Array, ja
         return _reduced(of_tile(found, i, j, True, tiling, rank), block_q, block_k)
 
     first = held(np.int32(0), np.int32(0))
-    sizes = (count(T, block_q) * block_q, count(S, block_k) * block_k)
+    lengths = (count(T, block_q) * block_q, count(S, block_k) * block_k)
     none = tuple(
         full_like_operands(x, (*x.shape[:-1], n), False, bool, (mask, bias))
-        for x, n in zip(first, sizes, strict=True)
+        for x, n in zip(first, lengths, strict=True)
     )
 
     # Tile (i, j) adds what it tells to block i of the queries and block j of the keys.
