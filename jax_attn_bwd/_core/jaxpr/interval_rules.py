@@ -219,26 +219,26 @@ def _shift_right(xp, _, x, y):
     return unless(xp, lost, x.least >> by, x.greatest >> by)
 
 
-def _and(xp, parameters, x, y):
-    if parameters["dtype"] != np.bool_:
-        return dtype_range(parameters["dtype"])
+def _of_bools(rule):
+    """Bounds bools by `rule`; of integers, which meet bit by bit, nothing is known."""
+
+    def bound(xp, parameters, *operands):
+        dtype = parameters["dtype"]
+        return rule(xp, parameters, *operands) if dtype == np.bool_ else dtype_range(dtype)
+
+    return bound
+
+
+def _and(xp, _, x, y):
     return x.least & y.least, x.greatest & y.greatest
 
 
-def _or(xp, parameters, x, y):
-    if parameters["dtype"] != np.bool_:
-        return dtype_range(parameters["dtype"])
+def _or(xp, _, x, y):
     return x.least | y.least, x.greatest | y.greatest
 
 
 def _not(xp, _, x):
     return ~x.greatest, ~x.least
-
-
-def _xor(xp, parameters, x, y):
-    if parameters["dtype"] != np.bool_:
-        return dtype_range(parameters["dtype"])
-    return _ne(xp, parameters, x, y)
 
 
 def _definite(true, false):
@@ -340,12 +340,10 @@ RULES: dict[str, Any] = {
     "rem": _rem,
     "shift_right_arithmetic": _shift_right,
     "shift_right_logical": _shift_right,
-    "and": _and,
-    "or": _or,
-    "xor": _xor,
-    "not": lambda xp, parameters, x: (
-        _not(xp, parameters, x) if parameters["dtype"] == np.bool_ else dtype_range(parameters["dtype"])
-    ),
+    "and": _of_bools(_and),
+    "or": _of_bools(_or),
+    "xor": _of_bools(_ne),
+    "not": _of_bools(_not),
     "lt": _lt,
     "le": _le,
     "gt": _swapped(_lt),
