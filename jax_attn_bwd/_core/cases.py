@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.backend import Implementation
 
 Arrays = dict[str, Any]
@@ -235,3 +236,37 @@ def positions(rng, n):
 def dropout_key(*words: int) -> Extra:
     """Returns a raw random key of two words."""
     return lambda rng, n: {"dropout_key": np.array(words, np.uint32)}
+
+
+# ---- what definitions are told, and what no one reads
+
+
+def keep_mask(
+    words: tuple[jax.Array, jax.Array],
+    rate: float,
+    batch: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    offset: Sequence[Any] | None = None,
+    broadcast: bool = False,
+) -> jax.Array:
+    """Returns the mask of dropout `[*batch, N, T, S]` in one piece; `sizes` are (N, T, S)."""
+    b, h, r, c = offset or (0, 0, 0, 0)
+    N, T, S = sizes
+    count = lambda start, n: jnp.arange(start, start + n, dtype=jnp.uint32)
+    batches = count(b, math.prod(batch)).reshape(*batch, 1, 1, 1)
+    heads = count(h, N)[:, None, None]
+    if broadcast:
+        batches, heads = jnp.zeros_like(batches), jnp.zeros_like(heads)
+    keys = dropout.head_keys(words, batches, heads)
+    return dropout.keep(keys, count(r, T)[:, None], count(c, S), rate)
+
+
+def seen_with_bias(whole: np.ndarray, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Returns (`whole` where the bias hides nothing, {"bias": its entries at hidden places alone})."""
+    if "bias" not in arrays:
+        return whole, {}
+    bias = np.asarray(arrays["bias"])
+    lead = whole.ndim - bias.ndim
+    repeated = tuple(i for i, n in enumerate(bias.shape, lead) if n == 1 and whole.shape[i] != 1)
+    read = whole.any((*range(lead), *repeated), keepdims=True)
+    return whole & (bias != -np.inf), {"bias": ~read.reshape(read.shape[lead:])}

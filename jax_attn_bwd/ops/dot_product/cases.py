@@ -11,7 +11,19 @@ import numpy as np
 
 from jax_attn_bwd import mods
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.cases import Case, Operator, bias, both, dropout_key, lengths, mask, segments, sink
+from jax_attn_bwd._core.cases import (
+    Case,
+    Operator,
+    bias,
+    both,
+    dropout_key,
+    keep_mask,
+    lengths,
+    mask,
+    seen_with_bias,
+    segments,
+    sink,
+)
 from jax_attn_bwd.ops.dot_product import api, reference
 
 PREFIX = "mod_args_"
@@ -176,16 +188,8 @@ def _with_keep_mask(
         return arguments
     q, k = arguments["query"], arguments["key"]
     (*batch, T, N, _), S = q.shape, k.shape[-3]
-    b, h, r, c = dropout_offset or (0, 0, 0, 0)
-    u32 = jnp.uint32
-    batches = jnp.arange(b, b + int(np.prod(batch)), dtype=u32).reshape(*batch, 1)
-    heads = jnp.arange(h, h + N, dtype=u32)
-    if broadcast_dropout:
-        batches, heads = jnp.zeros_like(batches), jnp.zeros_like(heads)
-    words = dropout.key_words(dropout_key)
-    keys = tuple(x[..., None, None] for x in dropout.head_keys(words, batches, heads))
-    rows, columns = jnp.arange(r, r + T, dtype=u32)[:, None], jnp.arange(c, c + S, dtype=u32)
-    keep = dropout.keep(keys, rows, columns, dropout_rate)
+    words, sizes = dropout.key_words(dropout_key), (N, T, S)
+    keep = keep_mask(words, dropout_rate, tuple(batch), sizes, dropout_offset, broadcast_dropout)
     return arguments | {"keep": keep, "keep_factor": dropout.survivor_factor(dropout_rate)}
 
 
@@ -228,20 +232,9 @@ def seen(arrays, options, shape) -> np.ndarray:
     return whole
 
 
-def with_bias(whole, arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns (`whole` where the bias hides nothing, {"bias": its entries at hidden places alone})."""
-    if "bias" not in arrays:
-        return whole, {}
-    bias = np.asarray(arrays["bias"])
-    lead = whole.ndim - bias.ndim
-    repeated = tuple(i for i, n in enumerate(bias.shape, lead) if n == 1 and whole.shape[i] != 1)
-    read = whole.any((*range(lead), *repeated), keepdims=True)
-    return whole & (bias != -np.inf), {"bias": ~read.reshape(read.shape[lead:])}
-
-
 def _hidden(arrays, options):
     (*batch, T, N, _), (S, K) = arrays["query"].shape, arrays["key"].shape[-3:-1]
-    whole, bias = with_bias(seen(arrays, options, (*batch, N, T, S)), arrays)
+    whole, bias = seen_with_bias(seen(arrays, options, (*batch, N, T, S)), arrays)
     blind = ~whole.any(-1).swapaxes(-1, -2)  # [..., T, N]
     unseen = ~whole.reshape(*batch, K, N // K * T, S).any(-2).swapaxes(-1, -2)  # [..., S, K]
     rows = {"query": blind, "out": blind} | ({} if "sink" in arrays else {"lse": blind})

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import (
@@ -14,9 +13,11 @@ from jax_attn_bwd._core.cases import (
     bias,
     both,
     dropout_key,
+    keep_mask,
     lengths,
     mask,
     positions,
+    seen_with_bias,
     segments,
 )
 from jax_attn_bwd._core.rotary import Rotary
@@ -154,25 +155,19 @@ def _with_factors(
     out, weights = (x.shape for x in sizes)
     N = arguments.get("num_heads") or arguments["query_kernel"].shape[1]
     batch, (T, S) = out[:-2], weights[-2:]
-    b, h, r, c = dropout_offset or (0, 0, 0, 0)
-    words, u32 = dropout.key_words(dropout_key), jnp.uint32
-    batches = jnp.arange(b, b + int(np.prod(batch)), dtype=u32).reshape(*batch, 1, 1)
-    rows = jnp.arange(r, r + T, dtype=u32)[:, None]
+    offset = dropout_offset or (0, 0, 0, 0)
+    words = dropout.key_words(dropout_key)
 
-    def factors(words, heads, columns, rate):
-        entries = (batches[..., None], heads)
-        entries = tuple(0 * x for x in entries) if broadcast_dropout else entries
-        keys = dropout.head_keys(words, *entries)
-        keep = dropout.keep(keys, rows, columns, rate)
+    def factors(words, rate, sizes, offset):
+        keep = keep_mask(words, rate, batch, sizes, offset, broadcast_dropout)
         return jnp.where(keep, dropout.survivor_factor(rate), 0.0).astype(arguments["query"].dtype)
 
-    heads = jnp.arange(h, h + N, dtype=u32)[:, None, None]
-    found = {"factors": factors(words, heads, jnp.arange(c, c + S, dtype=u32), dropout_rate)}
+    # of the probabilities [*batch, N, T, S]; of the output [*batch, T, Eo], from a key of its own
+    found = {"factors": factors(words, dropout_rate, (N, T, S), offset)}
     if out_dropout_rate:
-        constant = tuple(u32(x) for x in dropping.OUT)
+        constant = tuple(jnp.uint32(x) for x in dropping.OUT)
         words = jnp.stack(dropout.threefry((words[0], words[1]), constant))
-        columns = jnp.arange(out[-1], dtype=u32)
-        plane = factors(words, jnp.zeros((1, 1, 1), u32), columns, out_dropout_rate)
+        plane = factors(words, out_dropout_rate, (1, T, out[-1]), (offset[0], 0, offset[2], 0))
         found["out_factors"] = plane[..., 0, :, :]
     return arguments | found
 
@@ -184,7 +179,7 @@ def _hidden(arrays, options):
     )
     weights = sizes[1].shape
     S = arrays.get("key", arrays["query"]).shape[-2]
-    whole, found = dense.with_bias(dense.seen(arrays, options, (*weights[:-1], S)), arrays)
+    whole, found = seen_with_bias(dense.seen(arrays, options, (*weights[:-1], S)), arrays)
     unseen = ~whole.any((-3, -2))  # [..., S]
     blind = ~whole.any((-3, -1)) & (weights[-1] == S) & (not options.get("add_residual"))  # [..., T]
     if "key" in arrays:

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jax_attn_bwd._core.cases import Case, Operator, both, mask, sink
+from jax_attn_bwd._core.cases import Case, Operator, both, mask, seen_with_bias, sink
 from jax_attn_bwd.ops.softmax import api, reference
 
 
@@ -91,14 +91,7 @@ def _hidden(arrays, options):
     if options.get("local_window_size") is not None:
         left, right = np.broadcast_to(options["local_window_size"], 2)
         seen &= (row - column <= left) & (column - row <= right)
-    found = {}
-    if "bias" in arrays:
-        bias = np.asarray(arrays["bias"])
-        lead = seen.ndim - bias.ndim
-        repeated = tuple(i for i, n in enumerate(bias.shape, lead) if n == 1 and shape[i] != 1)
-        read = seen.any((*range(lead), *repeated), keepdims=True)
-        found["bias"] = ~read.reshape(read.shape[lead:])
-        seen = seen & (bias != -np.inf)
+    seen, found = seen_with_bias(seen, arrays)
     return {**found, "x": ~seen, "y": ~seen}
 
 
