@@ -20,7 +20,7 @@ from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_b
 from jax_attn_bwd.ops.dot_product.kernels import hopper_forward as mosaic_gpu_forward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query as by_query
-from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as kernel_tiles
+from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.plan import Tiling as PortableTiling
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Residuals, Wanted
@@ -86,7 +86,7 @@ TWINS = ["causal_window_cap", "bias_key", "sink", "dropout", "tiles"]
 def gradients_of_twin(options, residuals, cts):
     """With the tiles of each kernel."""
     operands, wanted = residuals.operands, residuals.wanted.names
-    head = kernel_tiles.whole(max(operands.query.shape[-1], operands.value.shape[-1]), 64)
+    head = kernel_inputs.whole(max(operands.query.shape[-1], operands.value.shape[-1]), 64)
     mask = operands.mask
     given = {"bias": operands.bias, "mask": mask.elements, "row_segment": mask.query_segment_ids}
     refs = SimpleNamespace(**given, mask_values=(), score_values=())

@@ -28,7 +28,11 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 HEAD = 64  # head sizes are padded to a multiple
 _LONGEST = 2**17  # tokens: 1024 of the shortest tiles, so that a schedule fits scalar memory
 _MOST_SUMS = 2**19  # gradients of distances in vector memory: 12 MiB, each is there six times
+_MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
+_LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
+_COLUMN_SHIFT, _ROW_SHIFT = 4, 17  # of a step's word: 4 bits of flags, 13 for the tile of keys, the rest
 _SCALARS = ("rows_end", "columns_end", "sink", "dropout_keys", "batch_number", "head_number")
+_FAR = 2**30  # no position is as far as this from another
 # what functions may be made of
 _LOWERS = functions.EVERYWHERE | frozenset(
     ("exp", "exp2", "log", "log1p", "tanh", "logistic", "sin", "cos", "sqrt", "rsqrt", "pow", "integer_pow")
@@ -36,6 +40,7 @@ _LOWERS = functions.EVERYWHERE | frozenset(
 _LOWERS |= {"square", "one_minus_square", "add_any", "floor", "ceil", "round", "stop_gradient"}
 _LOWERS |= {"shift_right_logical"}
 VALUES = ("mask_values", "score_values")
+# fields of `Inputs` with a value a token: of a query (0) or of a key (1)
 TOKENS = {
     "row_position": 0,
     "row_segment": 0,
@@ -295,11 +300,6 @@ def split_refs(tree: Any, sides: PlaneSides, refs: Sequence[Any]) -> tuple[Input
     return jax.tree.unflatten(tree, refs[:start]), refs[start:end], refs[end:]
 
 
-_MOST_STEPS = 2**16  # of all schedules of a call: 256 KiB of the 1 MiB of scalar memory
-_LIVE, _MIXED, _FIRST, _LAST = 1, 2, 4, 8  # flags of a step
-_COLUMN_SHIFT, _ROW_SHIFT = 4, 17  # of a step's word: 4 bits of flags, 13 for the tile of keys, the rest
-
-
 class Schedule(NamedTuple):
     """The tiles that a kernel visits."""
 
@@ -431,9 +431,6 @@ class Step(NamedTuple):
             pl.when(live & ~mixed)(lambda: run(False))
         if tiles.has_mixed:
             pl.when(live & mixed)(lambda: run(True))
-
-
-_FAR = 2**30  # no position is as far as this from another
 
 
 class Part(NamedTuple):
