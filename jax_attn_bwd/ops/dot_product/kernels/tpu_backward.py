@@ -263,7 +263,7 @@ class _Call:
 
 def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     """Computes the gradients of one chunk of queries, in kernel layout."""
-    # dk and dv of one chunk of several are float32, since they are added up
+    # sizes of the chunk; dk and dv of one of several are float32, since they are added up
     tiling, visits, wanted = call.tiling, call.visits, call.wanted
     refs = saved.refs
     (B, N, T, H), (K, S), Hv = refs.q.shape, refs.k.shape[1:3], refs.v.shape[-1]
@@ -471,8 +471,9 @@ def _add(dout_ref, sums, lines, row, g, part: Part, given: tuple) -> None:
     queries, keys = part.slices
     q, k, dout = refs.q[queries, :], refs.k[keys, :], dout_ref[queries, :]
     p, summed, dx = given
+    # dv += p^T dout (5)
     if "value" in sums:
-        sums["value"][keys, :] += product(options, p, dout)  # (5)
+        sums["value"][keys, :] += product(options, p, dout)
     # sums along the band's diagonals, over keys, or over queries up to 128 lanes
     for name, x in summed.items():
         if lines[name] == distances.SIDE:
@@ -498,7 +499,7 @@ def bias_tiling(operands: Operands) -> Tiling:
 def bias_gradient(
     options: KernelOptions, interpret: bool, operands: Operands, keys: Any, values: Any
 ) -> jax.Array:
-    """Computes it as float32 `[B|1, N|1, T, S]`: never more than the gradient itself is stored."""
+    """Sums dlogits to the full bias, float32 `[B|1, N|1, T, S]`: never more than that is stored."""
     # inputs as kernels read them; every tile has a step, also where nothing is seen: its gradient is 0
     tiling = bias_tiling(operands)
     options, saved, flags, sides = _prepare(options, operands, keys, values, tiling)

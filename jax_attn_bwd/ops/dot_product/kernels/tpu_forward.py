@@ -171,8 +171,8 @@ def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: j
     top = logits.x.max(axis=0, keepdims=True)
     m_old = m_ref[:, queries]
     m = jnp.maximum(m_old, logits.shift(top))
-    # unless every query has seen a key
-    hides = kernel_inputs.has_low(part.options, refs)  # a bias or score may be -inf
+    # -inf for queries that have seen no key: in tiles that are compared, or where a bias or a score hides
+    hides = kernel_inputs.has_low(part.options, refs)
     shift = finite(m) if mixed or hides else m
     # p = exp(logits - m); what was added up before is relative to the old maximum, and decays
     decay = logits.decay(m_old, shift)
