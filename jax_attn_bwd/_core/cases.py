@@ -242,7 +242,7 @@ def dropout_key(*words: int) -> Extra:
 
 
 def keep_mask(
-    words: tuple[jax.Array, jax.Array],
+    words: jax.Array,
     rate: float,
     batch: tuple[int, ...],
     sizes: tuple[int, int, int],
@@ -269,4 +269,4 @@ def seen_with_bias(whole: np.ndarray, arrays: Arrays) -> tuple[np.ndarray, dict[
     lead = whole.ndim - bias.ndim
     repeated = tuple(i for i, n in enumerate(bias.shape, lead) if n == 1 and whole.shape[i] != 1)
     read = whole.any((*range(lead), *repeated), keepdims=True)
-    return whole & (bias != -np.inf), {"bias": ~read.reshape(read.shape[lead:])}
+    return whole & (bias != -np.inf), {"bias": np.asarray(~read.reshape(read.shape[lead:]))}
