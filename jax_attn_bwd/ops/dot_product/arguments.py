@@ -135,7 +135,7 @@ _POSITIONS = {"least": -(2**30), "greatest": 2**30}
 
 
 class Like(NamedTuple):
-    """The array that queries are told by: on an Explicit mesh, what is told of them is sharded as it is."""
+    """An array with the queries of a call: on an Explicit mesh, what belongs to them is sharded as it is."""
 
     array: jax.Array  # its batch axes are those of the call
     queries: int  # its axis of queries

@@ -101,9 +101,9 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 
 def differentiated(plan: Plan, wanted: Iterable[str]) -> Plan:
-    """Returns the plan of a rule's forward: a kernel keeps what rounding takes if these gradients need it.
+    """Returns the plan of a rule's forward: its kernel keeps what rounding takes if the gradients need it.
 
-    Of the portable path XLA drops what no one keeps.
+    The portable path computes it whatever is asked: XLA drops what no one keeps.
     """
     is_asked = _sum_rows(wanted) and plan.low_matters
     return replace(plan, keeps_low=True) if is_asked and plan.implementation != _PORTABLE.name else plan

@@ -109,7 +109,7 @@ def pushed_forward(
 
 
 def tangents_of_args(args: Any, tangents: Any) -> Any:
-    """Fills tangents of the floats in `args` with zeros in place of None; None if all are zero."""
+    """Returns tangents of the floats in `args`, with zeros in place of None; None if all are zero."""
     if not jax.tree.leaves(tangents):
         return None
     zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)

@@ -89,9 +89,10 @@ class Tiling:
         return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
 
     def on_gpu(self, options: Options, operands: Operands) -> "Tiling":
-        """Picks strips on a GPU for these tiles: of sizes of their own, or where they are many of few widths.
+        """Replaces these tiles by strips on a GPU, where strips know what the call needs.
 
-        The number of sizes is that of different products which XLA compiles, and tries variants of.
+        They have sizes of their own, or, where these would be too many, one of a few widths: XLA compiles a
+        product of each size, and tries variants of it.
         """
         # Strips know neither functions nor bias and dropout.
         mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
