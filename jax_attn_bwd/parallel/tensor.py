@@ -11,9 +11,9 @@ from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import Array, Reduce
 from jax_attn_bwd.ops.dot_product.spec import Result
-from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, appended, dropping, multi_head_attention
+from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, appended, multi_head_attention
 from jax_attn_bwd.ops.multi_head.arguments import prepare
-from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, project
+from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, output_factors, project
 from jax_attn_bwd.ops.multi_head.spec import LayerKeywords, Operands
 from jax_attn_bwd.parallel.arguments import axis_size, beginning_at, places, token_index
 from jax_attn_bwd.parallel.sequence import ring_attention
@@ -190,7 +190,7 @@ def tensor_parallel_multi_head_attention(
         rows = _rows(at.row, T, given["query_positions"], sequence_axis_name)
         if reduce == "psum_scatter":
             rows = lax.dynamic_slice_in_dim(rows, lax.axis_index(axis_name) * (T // n), T // n)
-        out = out * dropping.of_output(rate, words, at._replace(row=rows), out)
+        out = out * output_factors(rate, words, at._replace(row=rows), out)
     if add_residual:
         checks.shape(_NAME, "the output, with add_residual,", out, "of query", query.shape)
         out = out + query
@@ -222,7 +222,7 @@ def _around_ring(
     inner = attention_operands(operands, heads)
     rows = appended.rows(options, operands, inner)
     if rows is not None:
-        result = appended.attend(options, operands, inner, rows, result)
+        result = appended.attend(options, inner, rows, result)
     return output(options, operands, result.out)
 
 

@@ -69,11 +69,10 @@ LAYERS = (
     ("ops/*/backward", "ops/*/tangent"),
     ("ops/*/engine",),
     # the one operator that builds on another, through its block
-    ("ops/multi_head/dropping", "ops/multi_head/projections", "ops/multi_head/appended"),
+    ("ops/multi_head/projections", "ops/multi_head/appended", "ops/multi_head/plan"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/multi_head/tangent",),
-    ("ops/*/rule",),
-    ("ops/*/api", "ops/*/api_jvp", "ops/graph/derivatives", "ops/*/edge_softmax", "ops/*/edge_reductions"),
+    ("ops/*/api", "ops/graph/derivatives", "ops/*/edge_softmax", "ops/*/edge_reductions"),
     ("mods/*",),
     ("ops/*/cases",),
     ("ops/*/__init__", "ops/__init__"),

@@ -1,23 +1,30 @@
-"""The multi-head attention layer: the public functions and their checks; `rule.py` has the derivatives."""
+"""The multi-head attention layer: the public functions, their checks, and the rules."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, float_leaves, secondary_calls
+from jax_attn_bwd._core import checks, float_leaves, fusion, secondary_calls
+from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
+from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
+from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
+from jax_attn_bwd.ops.multi_head import tangent as layer_tangent
 from jax_attn_bwd.ops.multi_head.arguments import prepare
-from jax_attn_bwd.ops.multi_head.rule import IMPLEMENTATIONS as IMPLEMENTATIONS
-from jax_attn_bwd.ops.multi_head.rule import OPERATION, plan
+from jax_attn_bwd.ops.multi_head.plan import Plan
+from jax_attn_bwd.ops.multi_head.plan import plan as planned
 from jax_attn_bwd.ops.multi_head.spec import (
     ARRAYS,
     DIFFERENTIABLE,
+    INPUTS,
     PARAMS,
     MultiHeadAttentionGrads,
     MultiHeadAttentionKeywords,
@@ -220,11 +227,11 @@ def multi_head_attention(
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
         save=save,
     )  # fmt: skip
-    run = OPERATION.runner(_NAME, forward_mode)
+    run = _OPERATION.runner(_NAME, forward_mode)
     if forward_mode and options.return_residual:
         expected = "be left out with forward_mode=True: a residual has no tangent"
         raise ValueError(checks.message(_NAME, "return_residual", expected, return_residual))
-    outputs = run((options, plan(_NAME, implementation, options, operands)), operands)
+    outputs = run(planned(_NAME, implementation, options, operands), operands)
     given = tuple(x for x in outputs if x is not None)
     return given if len(given) > 1 else given[0]
 
@@ -278,27 +285,31 @@ def multi_head_attention_bwd(
     implementation = given.pop("implementation")
     given["return_weights"] = dweights is not None or given["average_weights"]
     checked, operands = prepare(name, params, query, key, value, return_residual=True, **given)
-    static = checked, plan(name, implementation, checked, operands)
-    forward = partial(layer_forward.forward, *static)
-    expected = jax.eval_shape(forward, operands)
+    plan = planned(name, implementation, checked, operands)
+
+    # the forward; where its residual is given, only the shapes of its results
+    forward = partial(layer_forward.forward, plan)
+    result = forward(operands) if residual is None else jax.eval_shape(forward, operands)
     for argument, x, like, letters in (
-        ("dout", dout, expected.out, "[..., T, Eo]"),
-        ("dweights", dweights, expected.weights, "of the weights"),
+        ("dout", dout, result.out, "[..., T, Eo]"),
+        ("dweights", dweights, result.weights, "of the weights"),
     ):
         if x is not None:
             x = checks.floating(name, argument, x)
             checks.shape(name, argument, x, letters, like.shape)
             checks.same_dtype(name, query=operands.query, **{argument: x})
     if residual is None:
-        residual = forward(operands).residual
-    elif (got := described(residual)) != described(expected.residual):
+        residual = result.residual
+    elif (got := described(residual)) != described(result.residual):
         expect = f"be what the forward of the same arguments and save={checked.save!r} returned"
         raise ValueError(checks.message(name, "residual", expect, got))
+
+    # the gradients, in the form of the arguments
     wanted = _wanted(name, operands, wrt)
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
     residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
-    grads = layer_backward.backward(*static, residuals, dout, dweights)
+    grads = layer_backward.backward(plan, residuals, dout, dweights)
     of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
     found: dict[str, Any] = {n: grads.get(n) for n in ARRAYS}
     found["mod_args"] = float_leaves.in_dtypes_of(tuple(given["mod_args"]), found["mod_args"])
@@ -306,8 +317,117 @@ def multi_head_attention_bwd(
 
 
 def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:
+    """Returns the operands whose gradients `wrt` names; "params" stands for all parameters that are given."""
     present = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
     if wrt is None:
         return set(present) - {"bias", "mod_args"}
     names = set(checks.wanted(operator, wrt, ("params", *DIFFERENTIABLE), ["params", *present]))
     return names - {"params"} | (set(PARAMS) & set(present) if "params" in names else set())
+
+
+def multi_head_attention_jvp(
+    params: MultiHeadAttentionParams[Array],
+    query: Array,
+    key: Array | None = None,
+    value: Array | None = None,
+    *,
+    dparams: MultiHeadAttentionParams[Array] | None = None,
+    dquery: Array | None = None,
+    dkey: Array | None = None,
+    dvalue: Array | None = None,
+    dbias: Array | None = None,
+    **options: Unpack[MultiHeadAttentionKeywords],
+) -> tuple[jax.Array, jax.Array]:
+    """`multi_head_attention` and its tangent, as a plain function.
+
+    Args:
+      dparams: a MultiHeadAttentionParams of tangents, each of the shape and dtype of its parameter; None, and
+        a field that is None, = 0.
+      dquery, dkey, dvalue, dbias: tangents, each of the shape and dtype of its argument; None = 0. Where key
+        (or value) is None, the tangent of `query` (or `key`) moves it, too. Those of mod_args and of the
+        weights are for `jax.jvp` of the call with `forward_mode=True`.
+      params, query, key, value and options: as in the forward call, `MultiHeadAttentionKeywords`.
+
+    Returns:
+      (out, dout): `[..., T, Eo]`, dtype of `query`. One pass over the tiles, in memory that is linear in T
+      and S. A query that sees nothing moves by the tangent of the output bias alone.
+
+    Gradients:
+      Differentiable in both modes, as the call with `forward_mode=True` is.
+
+    Raises:
+      As `multi_head_attention`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+
+    Example:
+      >>> import jax
+      >>> import jax_attn_bwd as jab
+      >>> x, dx, w = jax.random.normal(jax.random.key(0), (3, 16, 16))
+      >>> params = jab.MultiHeadAttentionParams(query_kernel=w.reshape(16, 4, 4))
+      >>> params = params._replace(key_kernel=params.query_kernel, value_kernel=params.query_kernel)
+      >>> out, dout = jab.multi_head_attention_jvp(params, x, dparams=params, dquery=dx, is_causal=True)
+      >>> dout.shape
+      (16, 16)
+    """
+    name = f"{_NAME}_jvp"
+    given = secondary_calls.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
+    dparams = MultiHeadAttentionParams() if dparams is None else dparams
+    for argument, x in (("params", params), ("dparams", dparams)):
+        if not isinstance(x, MultiHeadAttentionParams):
+            got = type(x).__name__
+            raise TypeError(checks.message(name, argument, "be a MultiHeadAttentionParams", got))
+
+    # the arrays that may move, by name, and how they do
+    names = (*INPUTS, "bias")
+    primals = dict(zip(names, (query, key, value, given.pop("bias")), strict=True))
+    primals |= {f"params.{field}": x for field, x in params._asdict().items()}
+    along = dict(zip(names, (dquery, dkey, dvalue, dbias), strict=True))
+    along |= {f"params.{field}": x for field, x in dparams._asdict().items()}
+
+    def call(**arrays: Any) -> jax.Array:
+        params = MultiHeadAttentionParams(*(arrays.pop(f"params.{field}") for field in PARAMS))
+        return multi_head_attention(params, **arrays, forward_mode=True, **given)
+
+    return secondary_calls.outputs_and_tangents(name, call, primals, along)
+
+
+_READ_TWICE = (*PARAMS, *INPUTS)  # in the forward and in the backward
+
+
+def _primal(plan: Plan, operands: Operands) -> tuple[Any, Any, Any]:
+    result = layer_forward.forward(plan, operands)
+    return result.out, result.weights, result.residual if plan.options.return_residual else None
+
+
+def _forward(plan, operands, wanted):
+    # a kernel keeps what rounding takes, where these gradients need it
+    attention = engine.differentiated(plan.attention, wanted)
+    given = fusion.computed_once(operands, _READ_TWICE)
+    out, weights, saved = layer_forward.forward(replace(plan, attention=attention), given)
+    kept = engine.pack_residuals(attention, saved.attention(), wanted)
+    outputs = out, weights, saved if plan.options.return_residual else None
+    return outputs, (operands, saved._replace(**kept._asdict()))
+
+
+def _backward(plan, saved, wanted, cotangents):
+    dout, dweights, of_residual = cotangents
+    if jax.tree.leaves(of_residual):
+        raise NotImplementedError(
+            "multi_head_attention: the residual of return_residual has no gradient; "
+            "differentiate out and weights"
+        )
+    operands, residual = saved
+    operands = fusion.computed_once(operands, _READ_TWICE)
+    residuals = Residuals(operands, _restored(residual), Wanted(wanted))
+    return as_cotangents(operands, layer_backward.backward(plan, residuals, dout, dweights))
+
+
+def _tangent(plan, saved, tangents):
+    operands, residual = saved
+    return layer_tangent.tangent(plan, operands, _restored(residual), tangents)
+
+
+def _restored(residual):
+    return residual._replace(**engine.unpack_residuals(residual.attention())._asdict())
+
+
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -18,20 +18,29 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import einsum, reshard_like
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.multi_head import dropping
 from jax_attn_bwd.ops.multi_head.projections import matmul_over_rows
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
 
 
 class Rows(NamedTuple):
-    """Keys and values of the appended rows, float32 or wider."""
+    """The appended rows, and the queries that see them, float32 or wider."""
 
+    query: jax.Array  # [..., K, G, T, H]
     keys: jax.Array  # [R, K, H]
     values: jax.Array  # [R, K, Hv]
+    factors: jax.Array | None  # [..., K, G, T, R], of dropout; None = 1
+
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """Returns `x [..., K, G, T, R]` times the factors of dropout."""
+        return x if self.factors is None else self.factors * x
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """Splits row values `[..., T, N]` as the queries are: `[..., K, G, T]`."""
+        return engine.split_rows(x, self.query.shape[-3])
 
 
 class RowGrads(NamedTuple):
-    """What the appended rows give; None = not asked."""
+    """The gradients that the appended rows give; None = not asked."""
 
     bias_k: jax.Array | None  # [K, H]
     bias_v: jax.Array | None  # [K, Hv]
@@ -39,30 +48,35 @@ class RowGrads(NamedTuple):
 
 
 def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> Rows | None:
-    """The appended rows; None if there are none."""
-    found = []
-    for x, given in ((inner.key, operands.bias_k), (inner.value, operands.bias_v)):
-        appended = _stacked(options, x, given)
-        if appended is None:
-            return None
-        found.append(appended)
-    return Rows(*found)
+    """Returns the appended rows; None if there are none."""
+    R, sizes = options.appended_rows(operands), inner.sizes
+    if R == 0:
+        return None
+    keys = _stacked(options, inner.key, operands.bias_k)
+    values = _stacked(options, inner.value, operands.bias_v)
+    query = engine.split_heads(inner.query, sizes.G).astype(keys.dtype)
+
+    # their columns of dropout follow those of the keys
+    offset, column = operands.dropout_offset, jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(sizes.S, jnp.uint32)
+    if offset is not None:
+        column = offset.column[sizes.S :] if offset.column.ndim else offset.column + column
+    return Rows(query, keys, values, engine.dropout_factors(options.attention, inner, column))
 
 
-def _stacked(options: Options, x: jax.Array, given: Any) -> jax.Array | None:
-    """`[R, K, H]`: `given`, and a row of zeros, to be appended to `x`."""
+def _stacked(options: Options, x: jax.Array, given: Any) -> jax.Array:
+    """Returns `[R, K, H]`: `given`, and a row of zeros, to be appended to `x`."""
     dtype, appended = accumulator_dtype(x.dtype), []
     if given is not None:
         given = jnp.broadcast_to(given, x.shape[-2:])
         appended.append(reshard_like(given, x, (-2, None))[None].astype(dtype))
     if options.add_zero_attn:
         appended.append(reshard_like(jnp.zeros(x.shape[-2:], dtype), x, (-2, None))[None])
-    return jnp.concatenate(appended) if appended else None
+    return jnp.concatenate(appended)
 
 
-def _logits(options: Options, q: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array | None]:
-    """(`[..., K, G, T, R]` for q `[..., K, G, T, H]`, the tanh of a soft cap)."""
-    x = _einsum(options, "...kgth,rkh->...kgtr", q * options.attention.scale, rows.keys)
+def _logits(options: Options, rows: Rows) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (`[..., K, G, T, R]`, the tanh of a soft cap)."""
+    x = _with_keys(options, rows.query * options.attention.scale, rows.keys)
     cap = options.attention.logits_soft_cap
     if cap is None:
         return x, None
@@ -70,56 +84,53 @@ def _logits(options: Options, q: jax.Array, rows: Rows) -> tuple[jax.Array, jax.
     return cap * tanh, tanh
 
 
-def _einsum(options: Options, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return einsum(subscripts, x, y, precision=options.precision)
+def _with_keys(options: Options, x: jax.Array, keys: jax.Array) -> jax.Array:
+    """Multiplies `[..., K, G, T, H]` with keys or values `[R, K, H]`: `[..., K, G, T, R]`."""
+    return einsum("...kgth,rkh->...kgtr", x, keys, precision=options.precision)
+
+
+def _over_rows(options: Options, p: jax.Array, values: jax.Array) -> jax.Array:
+    """Sums keys or values `[R, K, H]`, weighted by `[..., K, G, T, R]`: `[..., K, G, T, H]`."""
+    return einsum("...kgtr,rkh->...kgth", p, values, precision=options.precision)
 
 
 def attend(
-    options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
+    options: Options, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
 ) -> dot_product.Result:
-    """`result`, of the S keys alone, with the appended rows."""
-    G = inner.query.shape[-2] // inner.key.shape[-2]
-    dtype = rows.keys.dtype
-    x, _ = _logits(options, engine.split_heads(inner.query, G).astype(dtype), rows)
-    lse = engine.split_rows(result.lse, G)
-    low = 0 if result.lse_low is None else engine.split_rows(result.lse_low, G)
+    """Adds the appended rows to `result`, which is that of the S keys alone."""
+    # the logarithm of the sum over S' keys, [..., K, G, T], and what rounding takes from it
+    x, _ = _logits(options, rows)
+    lse = rows.split_rows(result.lse)
+    low = 0 if result.lse_low is None else rows.split_rows(result.lse_low)
     m = lax.stop_gradient(jnp.maximum(lse, x.max(-1)))
     log_l = jnp.log(jnp.exp((lse - m) + low) + jnp.exp(x - m[..., None]).sum(-1))
     total = m + log_l
     total_low = lax.stop_gradient((m - total) + log_l)
+
+    # the keys' share of the output, and the rows' own, [..., K, G, T, Hv]
     p = jnp.exp((x - total[..., None]) - total_low[..., None])
-    z = dropping.of_rows(options, operands, inner, x.shape[-1])
     share = jnp.exp(((lse - total) - total_low) + low)[..., None]
-    out = share * engine.split_heads(result.wide_out(), G).astype(dtype)
-    out = out + _einsum(options, "...kgtr,rkh->...kgth", p if z is None else z * p, rows.values)
+    out = share * engine.split_heads(result.wide_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
+    out = out + _over_rows(options, rows.dropped(p), rows.values)
     low_matters = engine.low_matters(options.attention, inner)
     out, out_low = engine.split_rounding(engine.merge_heads(out), inner.query.dtype, low_matters)
     return dot_product.Result(out, engine.merge_rows(total), engine.merge_rows(total_low), out_low)
 
 
-def probabilities(
-    options: Options, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
-) -> jax.Array:
-    """The rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
-    G = inner.query.shape[-2] // inner.key.shape[-2]
-    x, _ = _logits(options, engine.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
-    low = 0 if result.lse_low is None else engine.split_rows(result.lse_low, G)[..., None]
-    return jnp.exp((x - engine.split_rows(result.lse, G)[..., None]) - low)
+def probabilities(options: Options, rows: Rows, result: dot_product.Result) -> jax.Array:
+    """Returns the rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
+    x, _ = _logits(options, rows)
+    low = 0 if result.lse_low is None else rows.split_rows(result.lse_low)[..., None]
+    return jnp.exp((x - rows.split_rows(result.lse)[..., None]) - low)
 
 
-def through_values(
-    options: Options, operands: Operands, inner: dot_product.Operands, rows: Rows, dout: jax.Array
-) -> jax.Array:
-    """What the output's cotangent gives to that of the probabilities, z <dout, v> `[..., K, G, T, R]`."""
-    dp = _einsum(options, "...kgth,rkh->...kgtr", dout, rows.values)
-    z = dropping.of_rows(options, operands, inner, dp.shape[-1])
-    return dp if z is None else z * dp
+def through_values(options: Options, rows: Rows, dout: jax.Array) -> jax.Array:
+    """Returns the cotangent of the probabilities that the output's gives, z <dout, v> `[..., K, G, T, R]`."""
+    return rows.dropped(_with_keys(options, dout, rows.values))
 
 
 def gradients(
     options: Options,
-    operands: Operands,
-    inner: dot_product.Operands,
     rows: Rows,
     wanted: frozenset[str],
     p: jax.Array,
@@ -127,7 +138,7 @@ def gradients(
     dp: jax.Array,
     delta: jax.Array,
 ) -> RowGrads:
-    """What the rows give to those gradients that are in `wanted`.
+    """Returns what the rows give to those gradients that are in `wanted`.
 
     Args:
       p: `[..., K, G, T, R]`, the rows' probabilities.
@@ -135,54 +146,55 @@ def gradients(
       dp: `[..., K, G, T, R]`, cotangent of the probabilities.
       delta: `[..., K, G, T, 1]`.
     """
-    q = engine.split_heads(inner.query, inner.query.shape[-2] // inner.key.shape[-2]).astype(p.dtype)
-    z = dropping.of_rows(options, operands, inner, p.shape[-1])
-    dx = options.attention.scale * p * (dp - delta)  # (9)
-    _, tanh = _logits(options, q, rows)
+    # (9): the cotangent of the logits
+    dx = options.attention.scale * p * (dp - delta)
+    _, tanh = _logits(options, rows)
     if tanh is not None:
         dx = dx * (1 - tanh * tanh)
+
+    # of the first row, which is the given one, and of all queries
     bias_k = bias_v = query = None
     if "bias_k" in wanted:
-        bias_k = matmul_over_rows("kgtr", "kgth", "rkh", dx, q, options.precision)[0]
+        bias_k = matmul_over_rows("kgtr", "kgth", "rkh", dx, rows.query, options.precision)[0]
     if "bias_v" in wanted:
-        zp = p if z is None else z * p
-        bias_v = matmul_over_rows("kgtr", "kgth", "rkh", zp, dout, options.precision)[0]
+        bias_v = matmul_over_rows("kgtr", "kgth", "rkh", rows.dropped(p), dout, options.precision)[0]
     if "query" in wanted:
-        query = engine.merge_heads(_einsum(options, "...kgtr,rkh->...kgth", dx, rows.keys))
+        query = engine.merge_heads(_over_rows(options, dx, rows.keys))
     return RowGrads(bias_k, bias_v, query)
 
 
 def tangent_sums(
     options: Options,
-    operands: Operands,
     inner: dot_product.Operands,
     rows: Rows,
     result: dot_product.Result,
     dq: jax.Array | None,
     along: Operands,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(16), (17) of `tangent.py`: (dx `[..., K, G, T, R]`, shares of total `[..., T, N, Hv]` and of mu).
+    """Computes what the rows add to the sums of the tangent, by (16), (17) of `tangent.py`.
 
     Args:
       result: that with the appended rows.
       dq: `[..., T, N, H]`, tangent of the projected queries; None = 0, as in `along`.
+
+    Returns:
+      (dx `[..., K, G, T, R]`, the share of total `[..., T, N, Hv]`, that of mu `[..., T, N]`).
     """
-    G = inner.query.shape[-2] // inner.key.shape[-2]
-    heads = lambda x: engine.split_heads(x, G).astype(rows.keys.dtype) * options.attention.scale
-    p = probabilities(options, inner, rows, result)
-    z = dropping.of_rows(options, operands, inner, p.shape[-1])
-    zp = p if z is None else z * p
-    terms = []
+    # (16)
+    p, scale, terms = probabilities(options, rows, result), options.attention.scale, []
     if dq is not None:
-        terms.append(_einsum(options, "...kgth,rkh->...kgtr", heads(dq), rows.keys))
+        dq = engine.split_heads(dq, rows.query.shape[-3]).astype(rows.keys.dtype) * scale
+        terms.append(_with_keys(options, dq, rows.keys))
     if along.bias_k is not None:
-        moved: Any = _stacked(options, inner.key, along.bias_k)
-        terms.append(_einsum(options, "...kgth,rkh->...kgtr", heads(inner.query), moved))
+        dkeys = _stacked(options, inner.key, along.bias_k)
+        terms.append(_with_keys(options, rows.query * scale, dkeys))
     dx = sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(p)
-    _, tanh = _logits(options, engine.split_heads(inner.query, G).astype(rows.keys.dtype), rows)
+    _, tanh = _logits(options, rows)
     dx = dx if tanh is None else dx * (1 - tanh * tanh)
-    total = _einsum(options, "...kgtr,rkh->...kgth", zp * dx, rows.values)
+
+    # (17)
+    zp = rows.dropped(p)
+    total = _over_rows(options, zp * dx, rows.values)
     if along.bias_v is not None:
-        moved = _stacked(options, inner.value, along.bias_v)
-        total = total + _einsum(options, "...kgtr,rkh->...kgth", zp, moved)
+        total = total + _over_rows(options, zp, _stacked(options, inner.value, along.bias_v))
     return dx, engine.merge_heads(total), engine.merge_rows((p * dx).sum(-1))

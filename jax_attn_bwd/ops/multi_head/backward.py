@@ -44,19 +44,18 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import engine
-from jax_attn_bwd.ops.dot_product.engine import Plan
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
-from jax_attn_bwd.ops.multi_head import appended, dropping
+from jax_attn_bwd.ops.multi_head import appended
+from jax_attn_bwd.ops.multi_head.plan import Plan
 from jax_attn_bwd.ops.multi_head.projections import (
     attention_operands,
     matmul,
     matmul_over_rows,
+    output_factors,
     project,
     without_poison,
 )
-from jax_attn_bwd.ops.multi_head.spec import Operands, Options, Residuals, Wanted
-
-_INPUTS = ("query", "key", "value")
+from jax_attn_bwd.ops.multi_head.spec import INPUTS, Operands, Options, Residuals, Wanted
 
 
 class _Columns(NamedTuple):
@@ -66,66 +65,67 @@ class _Columns(NamedTuple):
     rows: Any  # [..., K, G, T, R]
 
 
-def backward(
-    options: Options, plan: Plan, residuals: Residuals, dout: Any, dweights: Any
-) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name; a cotangent that is None is zero."""
+def backward(plan: Plan, residuals: Residuals, dout: Any, dweights: Any) -> dict[str, jax.Array]:
+    """Returns the gradients of the operands in `residuals.wanted`, by name; a cotangent of None is zero."""
+    options = plan.options
     operands, saved, wanted = residuals.operands, residuals.residual, residuals.wanted.names
     clean, live = without_poison(options, operands)
+
+    # nothing in front of the output projection is asked for
     through = _attention_wanted(operands, wanted)
     if not (through or wanted & {"bias_k", "bias_v"}):
         grads = {}
         if dout is not None:
             grads, _ = _undo_output_projection(options, False, residuals, live, dout)
         return _undo_projections(options, residuals, clean, grads, Shares())
+
+    # back to da, and to what does not go tile by tile: the appended rows, and whole planes
     heads = project(options, clean) if saved.heads is None else saved.heads
     inner = attention_operands(clean, heads)
-
     grads, da, shares = _undo_output(options, Wanted(through), residuals, inner, live, dout, dweights)
+
+    # dense attention's backward has the rest
     rest = through if shares.sink is None else through - {"sink"}
     if rest and not _on_planes(options, dweights):
-        alone = not (options.add_zero_attn or operands.bias_k is not None)
-        attended = engine.backward(plan, inner, saved.attention(), rest, da, alone=alone)
+        alone = options.appended_rows(operands) == 0
+        attended = engine.backward(plan.attention, inner, saved.attention(), rest, da, alone=alone)
         shares = _sum(shares, attended)
     return _undo_projections(options, residuals, clean, grads, shares)
 
 
 def _on_planes(options: Options, dweights: Any) -> bool:
+    """Tells whether P is there as a whole plane, or its cotangent is."""
     return dweights is not None or options.save == "probs"
 
 
 def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[str]:
-    """The operands of dense attention whose gradients those in `wanted` need."""
+    """Returns the operands of dense attention whose gradients those in `wanted` need."""
     found = set(wanted & {"bias", "sink", "mod_args"})
-    for name, source in zip(_INPUTS, _sources(operands), strict=True):
+    for name, source in zip(INPUTS, operands.sources, strict=True):
         if wanted & {source, f"{name}_kernel", f"{name}_bias"}:
             found.add(name)
     return frozenset(found)
 
 
-def _sources(operands: Operands) -> tuple[str, str, str]:
-    """The arguments that queries, keys and values are projected from."""
-    key = "query" if operands.key is None else "key"
-    return "query", key, key if operands.value is None else "value"
-
-
 def _add(x: Any, y: Any) -> Any:
-    """Their sum in the dtype of `x`; None is 0."""
+    """Adds them in the dtype of `x`; None is 0."""
     return y if x is None else x if y is None else x + y.astype(x.dtype)
 
 
 def _sum(shares: Shares, more: Shares) -> Shares:
+    """Adds shares of the same gradients."""
     return Shares(*map(_add, shares, more))
 
 
 @partial(jax.jit, static_argnums=(0,))
 def _undo_output(options, through, residuals, inner, live, dout, dweights):
-    """(5) to (8), (10), (11).
+    """Computes (5) to (8), (10), (11).
 
     Returns:
       the layer's gradients that are whole here, by name; da; and shares of the gradients of dense attention's
       operands, to which its backward over the tiles adds the rest.
     """
+    # (5), (6): the output projection
     operands, result = residuals.operands, residuals.residual.attention()
     grads: dict[str, jax.Array] = {}
     da = jnp.zeros_like(result.out)
@@ -137,31 +137,34 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     if rows is None and plane is None:
         return grads, da, Shares()
 
-    groups, dtype = inner.query.shape[-2] // inner.key.shape[-2], accumulator_dtype(da.dtype)
-    dz, a = (engine.split_heads(x, groups).astype(dtype) for x in (da, result.wide_out()))
+    # (7), (8): P and its cotangent, in columns of keys and of rows; delta [..., K, G, T, 1]
+    dtype = accumulator_dtype(da.dtype)
+    dz, a = (engine.split_heads(x, inner.sizes.G).astype(dtype) for x in (da, result.wide_out()))
     p = _probabilities(options, residuals, inner, rows, plane)
-    dp = _Columns(  # (7) without the cotangent of the weights
+    dp = _Columns(  # without the cotangent of the weights
         None if plane is None else engine.through_values(plane, dz),
-        None if rows is None else appended.through_values(options, operands, inner, rows, dz),
+        None if rows is None else appended.through_values(options, rows, dz),
     )
     if dweights is not None:
         more = _cotangents_of_weights(options, inner, plane, rows, dweights.astype(dtype))
         dp = _Columns(*map(_add, dp, more))
-    delta = (dz * a).sum(-1, keepdims=True) if plane is None else _row_sums(p, dp)  # (8)
+    delta = (dz * a).sum(-1, keepdims=True) if plane is None else _row_sums(p, dp)
 
+    # (11), (10)
     shares = Shares()
-    if rows is not None:  # (11)
+    if rows is not None:
         wanted = (through.names & {"query"}) | (residuals.wanted.names & {"bias_k", "bias_v"})
-        found = appended.gradients(options, operands, inner, rows, wanted, p.rows, dz, dp.rows, delta)
+        found = appended.gradients(options, rows, wanted, p.rows, dz, dp.rows, delta)
         grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
         shares = Shares(query=found.query)
-    if plane is not None:  # (10)
+    if plane is not None:
         found = Shares(**engine.gradients(plane, through.names, p.keys, dz, dp.keys, delta))
         shares = _sum(shares, found)
     if "sink" in through.names:
         dsink = engine.gradient_of_sink(inner.sink, result, engine.merge_rows(delta[..., 0]))
         shares = shares._replace(sink=dsink)
-    # Dense attention sums these over the shards that share them, so what joins them must be summed.
+
+    # dense attention sums these over the shards that share them, so what joins them must be summed
     matched = {
         name: jax.tree.map(match_type, x, float_leaves.floats(getattr(inner, name)))
         for name in ("key", "value", "bias", "sink", "mod_args")
@@ -172,45 +175,47 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
 
 
 def _probabilities(options, residuals, inner, rows, plane) -> _Columns:
-    """(2), before dropout."""
+    """Returns P by (2), before dropout."""
     result, keys = residuals.residual.attention(), None
     if plane is not None:
         keys = residuals.residual.probs
         keys = engine.probabilities(plane, result) if keys is None else keys
         keys = keys.astype(accumulator_dtype(inner.query.dtype))
-    return _Columns(keys, None if rows is None else appended.probabilities(options, inner, rows, result))
+    return _Columns(keys, None if rows is None else appended.probabilities(options, rows, result))
 
 
 def _cotangents_of_weights(options, inner, plane, rows, dweights) -> _Columns:
-    """dP, from that of the returned weights `[..., N, T, S']`, or averaged `[..., T, S']`."""
-    *batch, T, N, _ = inner.query.shape
-    S, K, _ = inner.key.shape[-3:]
+    """Returns dP, from that of the returned weights `[..., N, T, S']`, or averaged `[..., T, S']`."""
+    batch, _, S, K, G = inner.sizes
     if options.average_weights:
-        dweights = dweights[..., None, None, :, :] / N
-        dweights = jnp.broadcast_to(dweights, (*batch, K, N // K, *dweights.shape[-2:]))
+        dweights = dweights[..., None, None, :, :] / (K * G)
+        dweights = jnp.broadcast_to(dweights, (*batch, K, G, *dweights.shape[-2:]))
     else:
-        dweights = dweights.reshape(*batch, K, N // K, *dweights.shape[-2:])
+        dweights = dweights.reshape(*batch, K, G, *dweights.shape[-2:])
     keys = engine.where_seen(plane, dweights[..., :S])
     return _Columns(keys, None if rows is None else dweights[..., S:])
 
 
 def _row_sums(p: _Columns, dp: _Columns) -> jax.Array:
-    """sum_s P_ts dP_ts over keys and appended rows, `[..., K, G, T, 1]`."""
+    """Returns sum_s P_ts dP_ts over keys and appended rows, `[..., K, G, T, 1]`."""
     total = (p.keys * dp.keys).sum(-1, keepdims=True)
     return total if p.rows is None else total + (p.rows * dp.rows).sum(-1, keepdims=True)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _undo_output_projection(options, through, residuals, live, dout):
-    """(5), (6): ({name: gradient}, da); da is only needed `through` the attention."""
+    """Computes (5), (6): ({name: gradient}, da); da is only needed `through` the attention."""
+    # dy: what is added and what is dropped after the projection
     operands, wanted, a = residuals.operands, residuals.wanted.names, residuals.residual.out
     dtype = accumulator_dtype(a.dtype)
     grads = {}
     if options.add_residual and "query" in wanted:
         grads["query"] = dout.astype(dtype)  # (5)
     drawn = options.out_dropout_rate, operands.dropout_words, operands.dropout_offset
-    factors = dropping.of_output(*drawn, dout.astype(dtype))
+    factors = output_factors(*drawn, dout.astype(dtype))
     dy = dout if factors is None else (dout.astype(dtype) * factors).astype(dout.dtype)
+
+    # the projection
     if "out_bias" in wanted:
         grads["out_bias"] = reduce_to(dy.astype(dtype), dy.shape[-1:])  # (6)
     if live is not None:  # where a = 0 because nothing is seen, dy may be anything
@@ -227,10 +232,11 @@ def _undo_output_projection(options, through, residuals, live, dout):
 
 @partial(jax.jit, static_argnums=(0,))
 def _undo_projections(options, residuals, clean, grads, shares):
-    """(12), (13), and every gradient in the type of its argument."""
+    """Computes (12), (13), and brings every gradient to the type of its argument."""
+    # back from the heads to the inputs and what they are mapped with
     operands, wanted = residuals.operands, residuals.wanted.names
     grads = dict(grads)
-    for name, source, x in zip(_INPUTS, _sources(operands), clean.inputs, strict=True):
+    for name, source, x in zip(INPUTS, operands.sources, clean.inputs, strict=True):
         dy, kernel = getattr(shares, name), getattr(operands, f"{name}_kernel")
         if dy is None:
             continue
@@ -248,25 +254,25 @@ def _undo_projections(options, residuals, clean, grads, shares):
             else:
                 dx = matmul("...tnh,enh->...te", dy, kernel, options.precision)
             grads[source] = _add(grads.get(source), dx)
+
+    # in the types of the arguments
     grads |= {"bias": shares.bias, "sink": shares.sink}
     found = {
         name: match_type(_like(grads.get(name), getattr(operands, name)), getattr(operands, name))
         for name in wanted - {"mod_args"}
     }
     if "mod_args" in wanted:
-        numbers = _numbers(operands)
+        numbers = float_leaves.floats(operands.mod_args)  # those that have a gradient
         args = jax.tree.map(jnp.zeros_like, numbers) if shares.mod_args is None else shares.mod_args
         found["mod_args"] = jax.tree.map(match_type, args, numbers)
     return found
 
 
-def _numbers(operands: Any) -> Any:
-    """The arguments of functions that have a gradient."""
-    return float_leaves.floats(operands.mod_args)
-
-
 def _like(grad: jax.Array | None, primal: jax.Array) -> jax.Array:
-    """0 where no cotangent leads to; rows that were handed to several heads get the sum of theirs."""
+    """Brings a gradient to the shape of its primal.
+
+    It is 0 where no cotangent leads to; rows that were handed to several heads get the sum of theirs.
+    """
     if grad is None:
         return jnp.zeros_like(primal)
     return grad if grad.shape == primal.shape else reduce_to(grad, primal.shape)

@@ -22,7 +22,7 @@ from jax_attn_bwd._core.cases import (
 )
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
-from jax_attn_bwd.ops.multi_head import api, dropping, reference
+from jax_attn_bwd.ops.multi_head import api, projections, reference
 from jax_attn_bwd.ops.multi_head.spec import ARRAYS, PARAMS, MultiHeadAttentionParams
 
 _SIZES = dict(B=(2,), T=5, S=7, N=4, K=2, H=3, Hv=5, Eq=6, Ek=7, Ev=8, Eo=9)
@@ -165,7 +165,7 @@ def _with_factors(
     # of the probabilities [*batch, N, T, S]; of the output [*batch, T, Eo], from a key of its own
     found = {"factors": factors(words, dropout_rate, (N, T, S), offset)}
     if out_dropout_rate:
-        constant = tuple(jnp.uint32(x) for x in dropping.OUT)
+        constant = tuple(jnp.uint32(x) for x in projections.OUT)
         words = jnp.stack(dropout.threefry((words[0], words[1]), constant))
         plane = factors(words, out_dropout_rate, (1, T, out[-1]), (offset[0], 0, offset[2], 0))
         found["out_factors"] = plane[..., 0, :, :]

@@ -1,5 +1,6 @@
-"""The linear maps of the layer: inputs to heads, heads to output, and what rows they must not read."""
+"""The linear maps of the layer: inputs to heads, heads to output, its dropout, and rows not to be read."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -7,18 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core import targets
+from jax_attn_bwd._core import dropout, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import axis_size, einsum, explicit_spec, reshard_like
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product import visibility
-from jax_attn_bwd.ops.multi_head import dropping
-from jax_attn_bwd.ops.multi_head.spec import Heads, Operands, Options
+from jax_attn_bwd.ops.multi_head.spec import INPUTS, Heads, Operands, Options
+
+OUT = (0x6F757470, 0x75740000)  # tells the output's draws from those of the probabilities
 
 
 def matmul(subscripts: str, x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
-    """`einsum` accumulated in float32 or wider, in which it is returned."""
+    """Computes `einsum`, accumulated and returned in float32 or wider."""
     dtype = accumulator_dtype(x.dtype)
     if targets.platform() == "cpu":  # which computes narrow products in float32 anyway, or refuses
         x, y = x.astype(dtype), y.astype(dtype)
@@ -28,32 +30,31 @@ def matmul(subscripts: str, x: jax.Array, y: jax.Array, precision: Any = None) -
 def matmul_over_rows(
     left: str, right: str, out: str, x: jax.Array, y: jax.Array, precision: Any
 ) -> jax.Array:
-    """`matmul` of axes `left` and `right`, contracted over the batch axes in front of them too."""
+    """Computes `matmul` of axes `left` and `right`, contracted over the batch axes in front of them too."""
     batch = "uvwxyzabcd"[: x.ndim - len(left)]
     return matmul(f"{batch}{left},{batch}{right}->{out}", x, y, precision)
 
 
-NAMES = ("query", "key", "value")
-
-
 @partial(jax.jit, static_argnums=(0,))
 def project(options: Options, operands: Operands) -> Heads:
-    """Queries, keys and values: `x W + b`, or where there is no kernel `x` itself for every head; turned."""
+    """Returns queries, keys and values: `x W + b`, or without a kernel `x` itself for every head; turned."""
     heads = []
-    for name, x in zip(NAMES, operands.inputs, strict=True):
+    for name, x in zip(INPUTS, operands.inputs, strict=True):
         kernel, bias = (getattr(operands, f"{name}_{piece}") for piece in ("kernel", "bias"))
         heads.append(_turned(options, operands, name, _mapped(options, x, kernel, bias)).astype(x.dtype))
+
+    # one of no kernel has one head for all, [..., T, 1, H]
     query, key, value = heads
     K = max(key.shape[-2], value.shape[-2], *(len(x) for x in (operands.bias_k,) if x is not None))
     return _placed_alike(Heads(_to_heads(query, options.num_heads), _to_heads(key, K), _to_heads(value, K)))
 
 
-def project_tangents(
-    options: Options, operands: Operands, heads: Heads, moved: tuple[Any, Any, Any], along: Operands
-) -> list[Any]:
-    """(14) of `tangent.py`: what each of the `heads` moves by, as the inputs do by `moved`; None is zero."""
+def project_tangents(options: Options, operands: Operands, heads: Heads, along: Operands) -> list[Any]:
+    """Returns the tangents of the `heads` by (14) of `tangent.py`; None is zero."""
     found: list[Any] = []
-    for name, x, dx, y in zip(NAMES, operands.inputs, moved, heads, strict=True):
+    moved = (getattr(along, source) for source in operands.sources)
+    for name, x, dx, y in zip(INPUTS, operands.inputs, moved, heads, strict=True):
+        # a product for each factor that moves
         kernel = getattr(operands, f"{name}_kernel")
         dkernel, dbias = (getattr(along, f"{name}_{piece}") for piece in ("kernel", "bias"))
         terms = [] if dx is None else [_mapped(options, dx, kernel, None)]
@@ -62,6 +63,8 @@ def project_tangents(
         if dbias is not None:
             zero = jnp.zeros_like(y, dtype=accumulator_dtype(x.dtype))
             terms.append(zero + to_rank(reshard_like(dbias, y, (-2, None)).astype(zero.dtype), y.ndim))
+
+        # turned, and laid out as the heads are, [..., T, N, H]
         if not terms:
             found.append(None)
             continue
@@ -71,6 +74,7 @@ def project_tangents(
 
 
 def _mapped(options: Options, x: jax.Array, kernel: Any, bias: Any) -> jax.Array:
+    """Maps `x [..., T, E]` to heads `[..., T, N, H]`; without a kernel to one head."""
     if kernel is None:
         return x[..., None, :]
     y = matmul("...te,enh->...tnh", x, kernel, options.precision)
@@ -78,13 +82,14 @@ def _mapped(options: Options, x: jax.Array, kernel: Any, bias: Any) -> jax.Array
 
 
 def _turned(options: Options, operands: Operands, name: str, y: jax.Array) -> jax.Array:
+    """Turns queries and keys by their positions, where the layer has a rotary embedding."""
     if options.rotary is None or name == "value":
         return y
     return rotate(options.rotary, y, operands.positions(name))
 
 
 def _placed_alike(heads: Heads) -> Heads:
-    """On an Explicit mesh: the heads of all three sharded alike, as those of the first that are."""
+    """Shards, on an Explicit mesh, the heads of all three alike, as those of the first that are."""
     K, axes = heads.key.shape[-2], (explicit_spec(x)[-2] for x in heads)
     axis = next((a for a in axes if a is not None and K % axis_size(heads.key, a) == 0), None)
     if all(explicit_spec(x)[-2] == axis for x in heads):
@@ -96,11 +101,13 @@ def _placed_alike(heads: Heads) -> Heads:
 
 
 def _to_heads(x: jax.Array, n: int) -> jax.Array:
+    """Repeats one head n times."""
     return x if x.shape[-2] == n else jnp.broadcast_to(x, (*x.shape[:-2], n, x.shape[-1]))
 
 
 def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands:
-    """What dense attention over the projected keys, without the appended rows, is handed."""
+    """Returns the operands of dense attention over the projected keys, without the appended rows."""
+    # what has heads is sharded as the queries are
     batch = range(heads.query.ndim - 3)
     q, offset = heads.query, operands.dropout_offset
     bias, elements = (
@@ -108,6 +115,8 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
         for x in (operands.bias, operands.mask.elements)
     )
     sink = None if operands.sink is None else reshard_like(operands.sink, q, (-2,))
+
+    # columns of the appended rows are not the tiles' to draw
     if offset is not None and offset.column.ndim:
         offset = offset._replace(column=offset.column[: heads.key.shape[-3]])
     mask = operands.mask.replace(elements=elements)
@@ -115,7 +124,7 @@ def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands
 
 
 def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
-    """The layer's output `[..., T, Eo]` from that of the attention."""
+    """Returns the layer's output `[..., T, Eo]` from that of the attention."""
     out = _joined(options, z, operands.out_kernel)
     if operands.out_bias is not None:
         out = out + to_rank(operands.out_bias.astype(out.dtype), out.ndim)
@@ -125,7 +134,7 @@ def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
 def output_tangent(
     options: Options, operands: Operands, z: jax.Array, along: Operands, dz: jax.Array | None
 ) -> jax.Array:
-    """(20) of `tangent.py`, from the attention's output and its tangent; None is zero."""
+    """Returns the tangent of the output by (20) of `tangent.py`, from `z` and its tangent; None is zero."""
     terms = [] if dz is None else [_joined(options, dz, operands.out_kernel)]
     if along.out_kernel is not None:
         terms.append(_joined(options, z, along.out_kernel))
@@ -138,7 +147,7 @@ def output_tangent(
 
 
 def _joined(options: Options, z: jax.Array, kernel: Any) -> jax.Array:
-    """The heads `[..., T, N, Hv]` in one vector of each query, float32 or wider."""
+    """Joins the heads `[..., T, N, Hv]` in one vector of each query, float32 or wider."""
     if kernel is None:
         out = z.reshape(*z.shape[:-2], z.shape[-2] * z.shape[-1])
         return out.astype(accumulator_dtype(z.dtype))
@@ -146,30 +155,56 @@ def _joined(options: Options, z: jax.Array, kernel: Any) -> jax.Array:
 
 
 def _finished(options: Options, operands: Operands, out: jax.Array, query: Any) -> jax.Array:
-    """`out` after its dropout, with the `query` that the layer adds."""
+    """Drops elements of `out`, and adds the `query` where the layer does."""
     drawn = options.out_dropout_rate, operands.dropout_words, operands.dropout_offset
-    factors = dropping.of_output(*drawn, out)
+    factors = output_factors(*drawn, out)
     out = out if factors is None else out * factors
     if options.add_residual and query is not None:
         out = out + query.astype(out.dtype)
     return out
 
 
+def output_factors(
+    rate: float, words: Any, offset: dropout.Offset | None, out: jax.Array
+) -> jax.Array | None:
+    """Returns the dropout factors of `out [..., T, Eo]`, 0 or 1 / (1 - rate); None if `rate` is 0.
+
+    They are drawn again wherever they are needed.
+    """
+    if rate == 0:
+        return None
+
+    # a key of its own, and where each element lies
+    *batch, T, Eo = out.shape
+    constant = (jnp.uint32(OUT[0]), jnp.uint32(OUT[1]))
+    words = jnp.stack(dropout.threefry((words[0], words[1]), constant))
+    zero = jnp.uint32(0)
+    offset = offset or dropout.Offset(zero, zero, zero, zero)
+    index = partial(jnp.arange, dtype=jnp.uint32)
+    entry = index(math.prod(batch)).reshape(*batch, 1, 1) + offset.batch
+    row = offset.row if offset.row.ndim else offset.row + index(T)
+    row, column = to_rank(row[:, None], out.ndim), to_rank(index(Eo), out.ndim)
+    return dropout.factors(dropout.head_keys(words, entry, zero), row, column, rate, out.dtype)
+
+
 @partial(jax.jit, static_argnums=(0,))
 def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]:
-    """(operands, live): rows of query, key and value that see nothing, or that nothing sees, are 0.
+    """Returns (operands, live): rows of query, key and value that see nothing, or nothing sees, are 0.
 
     live `[..., T]` tells the queries that see something, None if all do. A row of zeros in a cotangent does
     not make up for NaN in the row of the input that it is multiplied with.
     """
+    # which queries see something, and which keys are seen, in any head: [..., T], [..., S]
     (*batch, T, _), S = operands.query.shape, operands.inputs[1].shape[-2]
     sizes = dot_product.Sizes(tuple(batch), T, S, options.num_heads, 1)
     of_heads = visibility.used_queries_and_keys(operands.mask, operands.bias, sizes)
     live, seen = (
         None if x is None else x.any(axes) for x, axes in zip(of_heads, ((-3, -2), -2), strict=True)
     )
-    if options.add_zero_attn or operands.bias_k is not None:  # rows that every query sees
+    if options.appended_rows(operands):  # every query sees them
         live = None
+
+    # in the inputs
     query, key, value = (
         x if rows is None else jnp.where(to_rank(rows, x.ndim - 1)[..., None], x, 0)
         for x, rows in zip(operands.inputs, (live, seen, seen), strict=True)

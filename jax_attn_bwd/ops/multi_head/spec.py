@@ -45,13 +45,14 @@ class MultiHeadAttentionParams(NamedTuple, Generic[T]):
 
 
 PARAMS = MultiHeadAttentionParams._fields
-ARRAYS = ("query", "key", "value", "bias", "mod_args")
+INPUTS = ("query", "key", "value")
+ARRAYS = (*INPUTS, "bias", "mod_args")
 DIFFERENTIABLE = (*PARAMS, *ARRAYS)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the answer and is known at trace time, and what is saved."""
+    """Everything that changes the answer and is known at trace time, and what is saved."""
 
     attention: dot_product.Options
     num_heads: int
@@ -71,8 +72,12 @@ class Options:
 
     @property
     def deterministic_sums(self) -> bool:
-        """Whether a kernel adds in the same order in each run."""
+        """Tells whether a kernel adds in the same order in each run."""
         return self.attention.deterministic_sums
+
+    def appended_rows(self, operands: "Operands") -> int:
+        """Returns R, the number of keys that are appended to the projected ones."""
+        return (operands.bias_k is not None) + self.add_zero_attn
 
 
 class Operands(NamedTuple):
@@ -99,17 +104,23 @@ class Operands(NamedTuple):
 
     @property
     def mod_args(self) -> tuple[Any, ...] | None:
-        """What `mask_mod` and `score_mod` read; the floats among them have gradients."""
+        """The arrays that `mask_mod` and `score_mod` read; the floats among them have gradients."""
         return self.mask.mod_args
 
     @property
+    def sources(self) -> tuple[str, str, str]:
+        """The names of the arrays that queries, keys and values are projected from."""
+        key = "query" if self.key is None else "key"
+        return "query", key, key if self.value is None else "value"
+
+    @property
     def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What is projected to queries, keys and values."""
-        key = self.query if self.key is None else self.key
-        return self.query, key, key if self.value is None else self.value
+        """The arrays that queries, keys and values are projected from."""
+        query, key, value = (getattr(self, name) for name in self.sources)
+        return query, key, value
 
     def positions(self, name: str) -> Any:
-        """The positions of the tokens of "query" or "key"; None = their indices."""
+        """Returns the positions of the tokens of "query" or "key"; None = their indices."""
         return self.mask.query_positions if name == "query" else self.mask.key_value_positions
 
 
@@ -123,7 +134,7 @@ class Heads(NamedTuple):
 
 @exportable_tuple
 class MultiHeadAttentionResidual(NamedTuple):
-    """What a forward leaves for the backward, beside its inputs."""
+    """The arrays that a forward leaves for the backward, beside its inputs."""
 
     out: jax.Array  # [..., T, N, Hv], before the output projection
     lse: jax.Array  # [..., T, N], over keys, appended rows and sink
@@ -133,19 +144,19 @@ class MultiHeadAttentionResidual(NamedTuple):
     out_low: jax.Array | None = None  # [..., T, N, Hv], what rounding took from a narrow out; None = 0
 
     def attention(self) -> dot_product.Result:
-        """What dense attention left."""
+        """Returns what dense attention left."""
         return dot_product.Result(self.out, self.lse, self.lse_low, self.out_low)
 
 
 def described(residual: Any) -> Any:
-    """The structure of a residual, with shapes and dtypes for arrays; of another thing its type."""
+    """Returns the structure of a residual, with shapes and dtypes for arrays; of another thing its type."""
     if not isinstance(residual, MultiHeadAttentionResidual):
         return type(residual).__name__
     return jax.tree.map(lambda x: (x.shape, str(x.dtype)), residual)
 
 
 class Result(NamedTuple):
-    """What a forward computes."""
+    """Everything that a forward computes."""
 
     out: jax.Array  # [..., T, Eo]
     weights: jax.Array | None  # [..., N, T, S'] or [..., T, S']
@@ -153,7 +164,7 @@ class Result(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the rule keeps."""
+    """Everything that the backward reads."""
 
     operands: Operands
     residual: MultiHeadAttentionResidual

@@ -25,7 +25,6 @@ What no tangent reaches is not computed.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +32,9 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import spec as dot_product
-from jax_attn_bwd.ops.dot_product.engine import Plan
 from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.forward import weights_of
+from jax_attn_bwd.ops.multi_head.plan import Plan
 from jax_attn_bwd.ops.multi_head.projections import (
     attention_operands,
     output_tangent,
@@ -46,55 +45,59 @@ from jax_attn_bwd.ops.multi_head.projections import (
 from jax_attn_bwd.ops.multi_head.spec import Heads, MultiHeadAttentionResidual, Operands, Options
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0,))
 def tangent(
-    options: Options, plan: Plan, operands: Operands, saved: MultiHeadAttentionResidual, along: Operands
+    plan: Plan, operands: Operands, saved: MultiHeadAttentionResidual, along: Operands
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(dout, dweights), of the types of out and weights; None in `along` is zero."""
+    """Returns (dout, dweights), of the types of out and weights; None in `along` is zero."""
+    options, result = plan.options, saved.attention()
+
+    # (14): the operands of dense attention, and their tangents
     clean, _ = without_poison(options, operands)
     heads = project(options, clean) if saved.heads is None else saved.heads
-    dkey = along.query if operands.key is None else along.key
-    inputs = along.query, dkey, dkey if operands.value is None else along.value
     inner = attention_operands(clean, heads)
-    moved = _attention_tangents(options, clean, heads, inputs, along)
-    result, rows = saved.attention(), appended.rows(options, operands, inner)
+    moved = _attention_tangents(options, clean, heads, along)
     keys_move = bool(jax.tree.leaves(moved))
+
+    # (15): over the S keys, total [..., T, N, Hv] and mu [..., T, N]
     total, mu = jnp.zeros_like(result.wide_out()), jnp.zeros_like(result.lse)
     if keys_move:
-        total, mu = engine.tangent_sums(plan, inner, result, moved)  # (15)
+        total, mu = engine.tangent_sums(plan.attention, inner, result, moved)
+
+    # (16), (17): over the appended rows
+    rows, dx = appended.rows(options, operands, inner), None
     rows_move = rows is not None and not (moved.query is along.bias_k is along.bias_v is None)
-    dx = None
     if rows_move:
         assert rows is not None  # they move
-        dx, more, more_mu = appended.tangent_sums(options, operands, inner, rows, result, moved.query, along)
-        total, mu = total + more, mu + more_mu  # (17)
-    da = engine.through_softmax(result, total, mu) if keys_move or rows_move else None  # (18)
+        dx, more, more_mu = appended.tangent_sums(options, inner, rows, result, moved.query, along)
+        total, mu = total + more, mu + more_mu
+
+    # (18), (20)
+    da = engine.through_softmax(result, total, mu) if keys_move or rows_move else None
     da = None if da is None else da.astype(result.out.dtype)
-    dout = output_tangent(options, operands, result.out, along, da)  # (20)
+    dout = output_tangent(options, operands, result.out, along, da)
     if not options.return_weights:
         return dout, None
     return dout, _weights(options, inner, moved, rows, result, mu, dx).astype(operands.query.dtype)
 
 
 def _attention_tangents(
-    options: Options, clean: Operands, heads: Heads, moved: tuple[Any, Any, Any], along: Operands
+    options: Options, clean: Operands, heads: Heads, along: Operands
 ) -> dot_product.Operands:
-    """What dense attention's operands move by."""
-    q = heads.query
-    bias = along.bias
+    """Returns the tangents of dense attention's operands, sharded as these are."""
+    q, bias = heads.query, along.bias
     if bias is not None:
         bias = reshard_like(bias, q, (*range(q.ndim - 3), -2, -3, None))
     sink = None if along.sink is None else reshard_like(along.sink, q, (-2,))
-    q_moves, k_moves, v_moves = project_tangents(options, clean, heads, moved, along)
-    return dot_product.Operands(q_moves, k_moves, v_moves, bias, sink, along.mask)
+    return dot_product.Operands(*project_tangents(options, clean, heads, along), bias, sink, along.mask)
 
 
 def _weights(options, inner, moved, rows, result, mu, dx) -> jax.Array:
-    """(19), with those of the appended rows."""
+    """Returns the tangent of the weights by (19), with those of the appended rows."""
     plane = engine.plane(options.attention, inner)
-    mu = engine.split_rows(mu, inner.query.shape[-2] // inner.key.shape[-2])[..., None]
+    mu = engine.split_rows(mu, inner.sizes.G)[..., None]
     dp = engine.probabilities(plane, result) * (engine.tangent_of_logits(plane, moved) - mu)
     if rows is None:
         return weights_of(options, dp, None)
-    p = appended.probabilities(options, inner, rows, result)
+    p = appended.probabilities(options, rows, result)
     return weights_of(options, dp, p * (-mu if dx is None else dx - mu))
