@@ -31,7 +31,7 @@ References:
   He et al., FlexAttention: a programming model for optimized attention kernels, 2024, arXiv:2412.05496.
 """
 
-from jax_attn_bwd.mods.block_masks import blocks, blocks_from_indices
+from jax_attn_bwd.mods.array_masks import blocks, blocks_from_indices, packed
 from jax_attn_bwd.mods.masks import (
     Mask,
     causal,
@@ -44,7 +44,6 @@ from jax_attn_bwd.mods.masks import (
     tree,
     tree_intervals,
 )
-from jax_attn_bwd.mods.packed_masks import packed
 from jax_attn_bwd.mods.pictures import picture, tiles
 from jax_attn_bwd.mods.scores import Score, alibi, alibi_slopes, relative_bias, soft_cap, static_alibi
 

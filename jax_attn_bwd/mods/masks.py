@@ -10,8 +10,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.mods.mod_args_spec import Read, check
-from jax_attn_bwd.mods.named import Mod
+from jax_attn_bwd.mods.mod import Mod, Read, check
 from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 
@@ -59,6 +58,8 @@ class Mask(Mod):
 
 @dataclass(frozen=True)
 class _Joined:
+    """Two masks, and how they are joined."""
+
     join: str  # a function of jnp
     left: Mask
     right: Mask
@@ -73,6 +74,7 @@ class _Joined:
 
 
 def _joined(join: str, left: Mask, right: Any) -> Mask:
+    """Joins two masks; raises unless the right one is a mask, too."""
     if not isinstance(right, Mask):
         expected, remedy = "be combined with a Mask", "write mods.Mask(function, num_args)"
         raise TypeError(checks.message("mods", "a mask", expected, type(right).__name__, remedy))
@@ -277,6 +279,7 @@ def tree_intervals(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
       parents: of each token the index of its parent, which comes before it; -1 for a root. Trees whose tokens
         lie in depth-first order skip most tiles.
     """
+    # the children of each token, in order
     parents = [checks.integer("mods.tree_intervals", "a parent", p, -1) for p in parents]
     children: list[list[int]] = [[] for _ in parents]
     roots: list[int] = []
@@ -285,11 +288,15 @@ def tree_intervals(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
             expected = f"come before its child {token}"
             raise ValueError(checks.message("mods.tree_intervals", "a parent", expected, parent))
         (roots if parent < 0 else children[parent]).append(token)
+
+    # numbers in depth-first order
     first, order, rest = np.zeros(len(parents), np.int32), 0, roots[::-1]
     while rest:
         token = rest.pop()
         first[token], order = order, order + 1
         rest += children[token][::-1]
+
+    # the last number of each subtree, from the leaves up
     last = first.copy()
     for token in range(len(parents) - 1, -1, -1):
         if parents[token] >= 0:

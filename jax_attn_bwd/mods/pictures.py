@@ -1,4 +1,4 @@
-"""Which tiles a mask leaves to be visited."""
+"""Pictures of a mask: which tiles it leaves to be visited."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,16 +44,22 @@ def tiles(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mod_args)):
         got = checks.message("mods.tiles", "mod_args", "be known", "a traced array", "call it outside of jit")
         raise TypeError(got)
+
+    # the mask's arrays, and where it is looked at
     args = mod_functions.prepared_mask("mods.tiles", mask_mod, mod_args)
     given = (block, block) if isinstance(block, int) else tuple(block)
     blocks = [checks.integer("mods.tiles", "block", size, 1) for size in given]
     index = lambda n: np.full((1, 1, 1, 1), n, np.int32)
     at: Any = mod_functions.Places(index(batch), index(head), jax.tree.map(np.asarray, args))
+
+    # the first and the last row and column of each tile: [rows, 1] and [1, columns]
     ranges = []
     for n, size, axis in zip((T, S), blocks, (-1, -2), strict=True):
         start = np.arange(0, n, size, dtype=np.int32)
         ends = start, np.minimum(start + np.int32(size), np.int32(n)) - np.int32(1)
         ranges.append(tuple(np.expand_dims(x, axis) for x in ends))
+
+    # from these bounds, whether something is seen, and whether all
     found = mod_functions.of_tiles(mask_mod, at, *ranges)
     some, every = np.asarray(found.some), np.asarray(found.every)
     grid = tuple(-(-n // size) for n, size in zip((T, S), blocks, strict=True))

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, numerics
-from jax_attn_bwd.mods.mod_args_spec import Read, check
-from jax_attn_bwd.mods.named import Mod
+from jax_attn_bwd.mods.mod import Mod, Read, check
 from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 

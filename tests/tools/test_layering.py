@@ -72,6 +72,7 @@ LAYERS = (
     ("ops/multi_head/projections", "ops/multi_head/appended", "ops/multi_head/plan"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/multi_head/tangent",),
+    ("ops/*/rule",),
     ("ops/*/api", "ops/graph/derivatives", "ops/*/edge_softmax", "ops/*/edge_reductions"),
     ("mods/*",),
     ("ops/*/cases",),

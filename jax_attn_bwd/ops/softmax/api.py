@@ -15,7 +15,7 @@ from jax_attn_bwd._core.types import Array, FullyMasked, Implementation
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax import tangent as written_tangent
-from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
+from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Plan, Residuals, Wanted
 
 _NAME = "scaled_masked_softmax"
 
@@ -80,6 +80,7 @@ def scaled_masked_softmax(
     References:
       Bridle, Probabilistic interpretation of feedforward classification network outputs, 1990.
     """
+    # which rows, and what hides entries of them
     x = checks.floating_rows(_NAME, "x", x)
     given, axis = axis, _axis(_NAME, x, axis)
     window = masks.window(_NAME, local_window_size)
@@ -88,6 +89,7 @@ def scaled_masked_softmax(
         expected = "be -1, and x have rows on axis -2, with is_causal or local_window_size"
         raise ValueError(checks.message(_NAME, "axis", expected, f"{given} for rank {x.ndim}"))
 
+    # arrays of the rank of x, sharded as x is
     def plane(argument: str, array: jax.Array) -> jax.Array:
         checks.broadcasts(_NAME, argument, array, "the shape of x", x.shape)
         return reshard_like(to_rank(array, x.ndim), x, tuple(range(x.ndim)))
@@ -106,8 +108,8 @@ def scaled_masked_softmax(
 
     options = Options(static_scale, axis, is_causal, window, fully_masked)
     operands = Operands(x, scale_array, mask, bias, sink)
-    chosen = backend.select(_NAME, IMPLEMENTATIONS, implementation, options, operands)
-    return _OPERATION.runner(_NAME, forward_mode)((options, chosen.name), operands)
+    plan = _planned(_NAME, implementation, options, operands)
+    return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 
 
 def scaled_masked_softmax_bwd(
@@ -141,21 +143,23 @@ def scaled_masked_softmax_bwd(
       [0.1875, -0.1875]
     """
     name = f"{_NAME}_bwd"
+    # the call: what a forward of y's shape was asked for
     y, dy = checks.floating_rows(name, "y", y), checks.floating_rows(name, "dy", dy)
     checks.shape(name, "dy", dy, "the shape of y", y.shape)
     checks.same_dtype(name, y=y, dy=dy)
     dy = reshard_like(dy, y, tuple(range(y.ndim)))
     axis = _axis(name, y, axis)
     static_scale, scale_array = _scale(name, scale, y)
-    options = Options(scale=static_scale, axis=axis)
-    chosen = backend.select(name, IMPLEMENTATIONS, None, options, Operands(y, scale_array))
+    plan = _planned(name, None, Options(scale=static_scale, axis=axis), Operands(y, scale_array))
+
+    # y alone tells what was masked, but in rows that were filled
     if mask is not None:
         mask = checks.boolean_mask(name, mask)
         checks.broadcasts(name, "mask", mask, "the shape of y", y.shape)
         mask = reshard_like(to_rank(mask, y.ndim), y, tuple(range(y.ndim)))
         y = jnp.where(~mask & jnp.isnan(y), 0, y)  # a row filled with NaN
     residuals = Residuals(y, Wanted((("x", jax.typeof(y)),)), scale_array)
-    dx = chosen.backward(options, residuals, dy)["x"]
+    dx = _implementation(plan).backward(plan.options, residuals, dy)["x"]
     if mask is None:
         return dx
     return jnp.where(mask, dx, 0)
@@ -218,7 +222,7 @@ def scaled_masked_softmax_jvp(
 
 
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:
-    """`axis` counted from the end."""
+    """Returns `axis` counted from the end."""
     axis = checks.integer(operator, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         expected = f"lie in [{-x.ndim}, {x.ndim})"
@@ -227,7 +231,7 @@ def _axis(operator: str, x: jax.Array, axis: Any) -> int:
 
 
 def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.Array | None]:
-    """(Python float, None) or (None, array of the rank of x)."""
+    """Returns (Python float, None) or (None, array of the rank of x)."""
     if not checks.is_array(scale):
         return checks.scale(operator, scale, x.dtype), None
     scale = checks.floating(operator, "scale", scale)
@@ -243,36 +247,42 @@ IMPLEMENTATIONS = (
 )
 
 
-def _primal(static: tuple[Options, str], operands: Operands) -> jax.Array:
-    options, implementation = static
-    return backend.named(IMPLEMENTATIONS, implementation).forward(options, operands).y
+def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
+    """Returns the plan of a call; raises where the implementation asked for cannot run it."""
+    return Plan(options, backend.select(operator, IMPLEMENTATIONS, implementation, options, operands).name)
 
 
-def _forward(static, operands, wanted):
-    options, implementation = static
-    y, sink_prob, live = backend.named(IMPLEMENTATIONS, implementation).forward(options, operands)
+def _implementation(plan: Plan) -> backend.Implementation:
+    """Returns the implementation that runs the plan."""
+    return backend.named(IMPLEMENTATIONS, plan.implementation)
+
+
+def _primal(plan: Plan, operands: Operands) -> jax.Array:
+    return _implementation(plan).forward(plan.options, operands).y
+
+
+def _forward(plan, operands, wanted):
+    y, sink_prob, live = _implementation(plan).forward(plan.options, operands)
     # what the backward reads of the operands: their types, and x for the gradient of a scale
     present = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
     types = tuple((name, jax.typeof(getattr(operands, name))) for name in present)
-    hidden = options.hides or not (operands.mask is None is operands.bias)
+    hidden = plan.options.hides or not (operands.mask is None is operands.bias)
     x = None
     if operands.scale is not None:  # a leaf in either case: see `encode_flags`
         x = operands.x if "scale" in wanted else jnp.zeros((0,), operands.x.dtype)
     return y, Residuals(y, Wanted(types, hidden), operands.scale, x, sink_prob, live)
 
 
-def _backward(static, saved, wanted, dy):
-    options, implementation = static
+def _backward(plan, saved, wanted, dy):
     types = tuple((name, x) for name, x in saved.wanted.types if name in wanted)
     saved = saved._replace(
         wanted=replace(saved.wanted, types=types), x=saved.x if "scale" in wanted else None
     )
-    grads = backend.named(IMPLEMENTATIONS, implementation).backward(options, saved, dy)
-    return Operands(None)._replace(**grads)
+    return Operands(None)._replace(**_implementation(plan).backward(plan.options, saved, dy))
 
 
-def _tangent(static, saved, tangents):
-    return written_tangent.tangent(static[0], saved, tangents)
+def _tangent(plan, saved, tangents):
+    return written_tangent.tangent(plan.options, saved, tangents)
 
 
 _OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -40,7 +40,8 @@ from jax_attn_bwd.ops.softmax.spec import Options, Residuals
 
 @partial(jax.jit, static_argnums=0)
 def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Gradients of the operands in `residuals.wanted`, by name."""
+    """Returns the gradients of the operands in `residuals.wanted`, by name."""
+    # dz, and dot of each row; a row that saw nothing counts as masked
     y, wanted, scale, x, sink_prob, live = residuals
     y = fusion.read_in_one_kernel(y, options.axis)
     types, dtype = dict(wanted.types), accumulator_dtype(y.dtype)
@@ -48,6 +49,8 @@ def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str,
     if live is not None:
         y = jnp.where(live, y, 0)
     dz, dot = _dz(y, dy, options.axis, wanted.hidden)
+
+    # of the operands, summed over what they broadcast
     grads = {}
     if "x" in types:
         grads["x"] = factor * dz  # (7)
@@ -71,7 +74,7 @@ def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str,
 
 
 def _dz(y: jax.Array, dy: jax.Array, axis: int, hidden: bool) -> tuple[jax.Array, jax.Array]:
-    """(dz, dot); where entries may be hidden, what dy holds at y = 0 is not read."""
+    """Computes (dz, dot); where entries may be hidden, what dy holds at y = 0 is not read."""
     dtype = accumulator_dtype(y.dtype)
     if hidden:  # before the casts, which then need no array of their own
         dy = jnp.where(y == 0, 0, dy)

@@ -26,13 +26,14 @@ _OVERFLOW_IS_ZERO = 2.0**-100
 
 @partial(jax.jit, static_argnums=0)
 def forward(options: Options, operands: Operands) -> Result:
-    """The softmax and the row values that its backward may need."""
+    """Returns the softmax and the row values that its backward may need."""
     result = _forward(options, *operands)
     return result._replace(y=result.y.astype(operands.x.dtype))
 
 
 def _forward(options, x, scale, mask, bias, sink) -> Result:
-    """The result in the accumulator's dtype."""
+    """Returns the result in the accumulator's dtype."""
+    # what is visible: by the mask, a bias of -inf, causality and the window
     axis, dtype = options.axis, accumulator_dtype(x.dtype)
     given, x = x, x.astype(dtype)
     visible = masks.conjunction(mask, None if bias is None else bias != -jnp.inf)
@@ -43,6 +44,7 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
     if scale is not None and visible is not None:
         x = jnp.where(visible, x, 0)  # NaN where nothing is seen must not reach the gradient of scale
 
+    # z, the logits, before or after the scale: exact where differences to the maximum are
     after = 1.0  # what the differences to the maximum are multiplied with
     shared_scale = scale is None or scale.shape[axis] == 1
     if bias is None and scale is None and abs(options.scale) >= _OVERFLOW_IS_ZERO:
@@ -59,6 +61,8 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
             z = z + bias.astype(dtype) / after
         else:  # a scale for each entry: the product must not be contracted with the difference to its maximum
             z = jnp.minimum(z, jnp.where(jnp.isnan(scale), jnp.nan, jnp.inf).astype(dtype))
+
+    # the differences to the greatest, scaled
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
     top, live = _top(options, z, sink)
     if after == 1:
@@ -71,7 +75,8 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
 
 
 def _from_halves(options, x, scale, visible, sink) -> Result:
-    """The result for a scale of any size and sign: halved, differences to the maximum do not overflow."""
+    """Computes `_forward` for any scale: differences to the maximum, halved, do not overflow."""
+    # the differences, halved
     dtype = x.dtype
     scale = jnp.asarray(options.scale, dtype) if scale is None else scale.astype(dtype)
     sign = jnp.where(scale < 0, -1, 1).astype(dtype)
@@ -79,6 +84,8 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
     top, live = _top(options, half if visible is None else jnp.where(visible, half, -jnp.inf), sink)
     top = top if live is None else jnp.where(live, top, 0)
     half = sign * (half - top)
+
+    # scaled, then doubled
     if options.scale is None or abs(options.scale) > 1:
         z = scale * half
         z = z + z  # as 2 * scale could overflow
@@ -89,7 +96,7 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
 
 
 def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
-    """The maximum of `z`, at least the least finite number; with a sink also where it is not -inf, else None.
+    """Returns the maximum of `z`, at least the least finite number; with a sink also where it is not -inf.
 
     Without a sink, the maximum starts at the least finite number: with an operation between maximum and
     exponential, XLA:CPU no longer takes both and what computes `z` into one library loop, but computes `z`
@@ -106,12 +113,15 @@ def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _normalised(options, z, top, live, sink) -> Result:
-    """The result for `z`, the logits less `top`, the greatest of the row; -inf where nothing is seen."""
+    """Normalises `z`, the logits less `top`, the greatest of the row; -inf where nothing is seen."""
+    # the sink is one more logit of the row
     axis, dtype = options.axis, z.dtype
     if sink is not None:  # as seen from the maximum of z, which it may exceed
         # Of differences that overflow. A select would part the library loop of XLA:CPU.
         sink = sink.astype(dtype) - top
         z, sink = z - jnp.maximum(sink, 0), jnp.minimum(sink, 0)
+
+    # the sum of the row
     e = jnp.exp(z)
     total = e.sum(axis, keepdims=True)
     if sink is not None:
@@ -119,6 +129,8 @@ def _normalised(options, z, top, live, sink) -> Result:
     elif options.fully_masked != "zero":
         live = total != 0  # the greatest term is 1
     total = jnp.maximum(total, 0.5)  # less is a row that sees nothing, whose e are 0
+
+    # rows that see nothing are filled
     y = e / total
     if options.fully_masked != "zero":
         filler = 1 / max(z.shape[axis], 1) if options.fully_masked == "uniform" else jnp.nan

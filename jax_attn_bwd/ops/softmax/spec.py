@@ -1,4 +1,4 @@
-"""Options and residuals of the scaled masked softmax.
+"""Options, plan and residuals of the scaled masked softmax.
 
 Shapes: x and y have any shape; "a row" is what the softmax runs over, along `axis`; row values have the
 shape of x with 1 at `axis`.
@@ -18,7 +18,7 @@ DIFFERENTIABLE = ("x", "scale", "bias", "sink")
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the answer and is known at trace time."""
+    """Everything that changes the answer and is known at trace time."""
 
     scale: float | None = 1.0  # None: an operand
     axis: int = -1
@@ -28,7 +28,7 @@ class Options:
 
     @property
     def unit(self) -> float:
-        """A power of two: in this unit scale * x + bias does not overflow, up to a scale of 2^79.
+        """Returns a power of two: in this unit scale * x + bias does not overflow, up to a scale of 2^79.
 
         1 where no product can overflow. (XLA would pull the factor of both terms out of the sum at a scale of
         1.) In larger units than 2^80 a bias of common size would become 0.
@@ -39,8 +39,16 @@ class Options:
 
     @property
     def hides(self) -> bool:
-        """Whether causality or a window hide entries."""
+        """Tells whether causality or a window hide entries."""
         return self.is_causal or self.window is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static of a call: what is computed, and the name of the implementation that runs."""
+
+    options: Options
+    implementation: str
 
 
 class Operands(NamedTuple):
@@ -54,7 +62,7 @@ class Operands(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a forward computes; XLA drops what nobody reads."""
+    """Everything that a forward computes; XLA drops what nobody reads."""
 
     y: jax.Array
     sink_prob: jax.Array | None  # row value: the probability that went to the sink
@@ -64,14 +72,14 @@ class Result(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Wanted:
-    """What the gradients that are asked for depend on, beyond arrays."""
+    """Everything but arrays that the gradients which are asked for depend on."""
 
     types: tuple[tuple[str, Any], ...]  # of the differentiable operands that are wanted, by name
     hidden: bool = True  # entries may have been hidden: dy is not read where y is 0
 
 
 class Residuals(NamedTuple):
-    """What the forward leaves for the backward: y, and little else."""
+    """The arrays that the forward leaves for the backward: y, and little else."""
 
     y: jax.Array  # shape and dtype of x
     wanted: Wanted

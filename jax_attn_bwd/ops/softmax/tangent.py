@@ -30,13 +30,16 @@ from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals
 
 @partial(jax.jit, static_argnums=0)
 def tangent(options: Options, residuals: Residuals, tangents: Operands) -> jax.Array:
-    """dy, of the shape and dtype of y; None in `tangents` is zero."""
+    """Returns dy, of the shape and dtype of y; None in `tangents` is zero."""
+    # what is seen, and tangents where it is
     dtype, axis = accumulator_dtype(residuals.y.dtype), options.axis
     y, scale = residuals.y.astype(dtype), residuals.scale
     if residuals.live is not None:
         y = jnp.where(residuals.live, y, 0)
     seen = y != 0
     read = lambda x: jnp.where(seen, x.astype(dtype), 0)
+
+    # dz of (1), or of (4) where a row shares its scale
     dz, dsink = jnp.zeros_like(y), None
     if tangents.sink is not None:
         dsink = tangents.sink.astype(dtype)
@@ -53,6 +56,8 @@ def tangent(options: Options, residuals: Residuals, tangents: Operands) -> jax.A
             x, shift = jnp.where(seen, x - center, 0), -dscale * center
             dsink = shift if dsink is None else dsink + shift  # (4)
         dz += dscale * x  # (1)
+
+    # (2), (3)
     dot = (y * dz).sum(axis, keepdims=True)
     if dsink is not None and residuals.sink_prob is not None:
         dot += residuals.sink_prob * dsink  # (2)

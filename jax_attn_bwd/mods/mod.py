@@ -1,14 +1,18 @@
-"""What named functions read of `mod_args`, checked: past the end of an array JAX reads its last number."""
+"""A mask or a score as a value: a function, and what it reads of `mod_args`, which is checked.
+
+Past the end of an array JAX reads its last number, so an array of a wrong size would not be noticed.
+"""
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
+from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes, takes_other
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Read:
             expected = "be an array of integers" if self.kind is jnp.integer else "be a floating-point array"
             got = type(x).__name__ if dtype is None else f"dtype {dtype}"
             raise TypeError(checks.message(operator, argument, expected, got))
+
+        # the batch axes of the call, in front or as one; then sizes that are known and as expected
         shape, cut = tuple(x.shape), max(len(x.shape) - len(self.shape), 0)
         leads = [(), sizes.batch, (math.prod(sizes.batch),)][: 3 if self.has_batch else 1]
         letters = {"N": sizes.heads, "T": sizes.tokens}
@@ -47,6 +53,7 @@ class Read:
             raise ValueError(checks.message(operator, argument, self._expected(sizes, wanted), shape))
 
     def _expected(self, sizes: ReadSizes, wanted: Sequence[Any]) -> str:
+        """Tells what shape the array should have."""
         tail = [str(n) for n in self.shape]
         names = " or ".join(f"[{', '.join(x)}]" for x in (tail, ["...", *tail])[: 1 + self.has_batch])
         letters = [(n, m) for n, m in zip(self.shape, wanted, strict=True) if isinstance(n, str)]
@@ -70,3 +77,31 @@ def check(
     for read, x in zip(reads, args, strict=False):
         if read is not None:
             read.check(operator, x, sizes)
+
+
+@dataclass(frozen=True)
+class Mod:
+    """A function with what it reads: equal ones are one static argument, and so are their copies."""
+
+    function: Callable[..., Any]
+    num_args: int = 0
+    reads: tuple[Read | None, ...] = ()
+    place: ClassVar[tuple[str, ...]] = ("batch", "head", "row", "column")
+
+    def __post_init__(self) -> None:
+        """Checks the function; takes the docstring and the module of one that it decorates."""
+        taken = takes_other(self.function, len(self.place) + self.num_args)
+        if taken is not None:
+            expected = f"take ({', '.join(self.place)}) and the {self.num_args} arrays that num_args says"
+            raise TypeError(checks.message(f"mods.{type(self).__name__}", "function", expected, taken))
+        for name in ("__doc__", "__module__"):
+            if hasattr(self.function, "__qualname__") and getattr(self.function, name):
+                object.__setattr__(self, name, getattr(self.function, name))
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """One that is a module's own is pickled and copied by its name, as functions are; others by value."""
+        name = getattr(self.function, "__qualname__", "")
+        module = getattr(self.function, "__module__", None)
+        if module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is self:
+            return name
+        return type(self), (self.function, self.num_args, self.reads)
