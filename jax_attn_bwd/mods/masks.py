@@ -44,15 +44,15 @@ class Mask(Mod):
         check(operator, "mask_mod", self.num_args, self.reads, args[: self.num_args], sizes)
 
     def __and__(self, other: "Mask") -> "Mask":
-        """Where both are True; the first arguments are those of the left one."""
+        """Returns a mask that is True where both are; the first arguments are those of the left one."""
         return _joined("logical_and", self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
-        """Where one is True; the first arguments are those of the left one."""
+        """Returns a mask that is True where one is; the first arguments are those of the left one."""
         return _joined("logical_or", self, other)
 
     def __invert__(self) -> "Mask":
-        """Where it is False."""
+        """Returns a mask that is True where this one is False."""
         return Mask(_Not(self), self.num_args, self.reads)
 
 

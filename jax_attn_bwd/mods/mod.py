@@ -99,7 +99,7 @@ class Mod:
                 object.__setattr__(self, name, getattr(self.function, name))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """One that is a module's own is pickled and copied by its name, as functions are; others by value."""
+        """Pickles and copies one that is a module's own by its name, as functions are; others by value."""
         name = getattr(self.function, "__qualname__", "")
         module = getattr(self.function, "__module__", None)
         if module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is self:

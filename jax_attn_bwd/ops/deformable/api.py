@@ -112,6 +112,7 @@ def multi_scale_deformable_attention(
     References:
       Zhu et al., Deformable DETR, arXiv:2010.04159, 2021. Lv et al., RT-DETRv2, arXiv:2407.17140, 2024.
     """
+    # the arguments in one form, and how they are computed
     options, operands = prepare(
         _NAME,
         value,

@@ -107,7 +107,7 @@ def check_level_starts(name: str, starts: Any, shapes: Sequence[tuple[int, int]]
 
 
 def _concrete(name: str, argument: str, x: Any, remedy: str) -> np.ndarray:
-    """`x` as a NumPy array of integers; tracers are refused."""
+    """Returns `x` as a NumPy array of integers; refuses tracers."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
         raise TypeError(checks.message(name, argument, "be concrete", "a traced array", remedy))
     try:

@@ -36,7 +36,7 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> jax.Array:
     points_move = not (tangents.sampling_locations is tangents.attention_weights is None)
 
     def terms(at, weight, *along):
-        """(14): a pixel times what its factor moves by, and its tangent times the factor."""
+        """Returns the terms of (14): a pixel times its factor's tangent, its tangent times the factor."""
         found = []
         if points_move:
             found.append((operands.value, _factors(at, weight, *along)))

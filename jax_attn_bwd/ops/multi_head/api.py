@@ -13,7 +13,6 @@ from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
-from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
@@ -227,6 +226,8 @@ def multi_head_attention(
         return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
         save=save,
     )  # fmt: skip
+
+    # under its rules; what was not asked for is None
     run = _OPERATION.runner(_NAME, forward_mode)
     if forward_mode and options.return_residual:
         expected = "be left out with forward_mode=True: a residual has no tangent"
@@ -390,6 +391,11 @@ def multi_head_attention_jvp(
     return secondary_calls.outputs_and_tangents(name, call, primals, along)
 
 
+# those of dense attention, with the layer around them
+IMPLEMENTATIONS = tuple(
+    replace(attention, forward=layer_forward.forward, backward=layer_backward.backward)
+    for attention in engine.IMPLEMENTATIONS
+)
 _READ_TWICE = (*PARAMS, *INPUTS)  # in the forward and in the backward
 
 

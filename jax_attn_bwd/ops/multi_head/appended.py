@@ -57,10 +57,8 @@ def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> R
     query = engine.split_heads(inner.query, sizes.G).astype(keys.dtype)
 
     # their columns of dropout follow those of the keys
-    offset, column = (
-        operands.dropout_offset,
-        jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(sizes.S, jnp.uint32),
-    )
+    offset = operands.dropout_offset
+    column = jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(sizes.S, jnp.uint32)
     if offset is not None:
         column = offset.column[sizes.S :] if offset.column.ndim else offset.column + column
     return Rows(query, keys, values, engine.dropout_factors(options.attention, inner, column))

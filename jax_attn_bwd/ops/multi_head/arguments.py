@@ -9,7 +9,7 @@ from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
 from jax_attn_bwd.ops.dot_product.arguments import Like, bias_plane, mask_of, plane
 from jax_attn_bwd.ops.dot_product.spec import Sizes
-from jax_attn_bwd.ops.multi_head.spec import PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
+from jax_attn_bwd.ops.multi_head.spec import INPUTS, PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
 
 _SHAPES = {
     "query_kernel": ("Eq", "N", "H"),
@@ -44,6 +44,7 @@ def prepare(
 
     `conditions` are those of `dot_product.arguments.mask_of`, but the mask itself.
     """
+    # parameters and inputs: of one dtype, with a size for every letter
     params = _params(operator, params)
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
@@ -60,6 +61,7 @@ def prepare(
     S = operands.inputs[1].shape[-2]
     N = sizes["N"].value
 
+    # planes, flags, and whether they fit together
     of_plane = Sizes(tuple(batch), T, S, 1, N)  # mask functions are checked as for one key head
     if bias is not None:
         bias = bias_plane(operator, bias, of_plane, None)
@@ -78,6 +80,8 @@ def prepare(
         expected = f"have the width {query.shape[-1]} of query, to which it is added"
         raise ValueError(checks.message(operator, "the output, with add_residual,", expected, Eo))
     _check_explicit_sharding(operator, operands)
+
+    # the attention inside: its scale, its mask and its options
     remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
     scale = checks.head_scale(operator, scale, H, query.dtype, remedy)
     like = Like(query, -2, None)
@@ -86,6 +90,8 @@ def prepare(
         operator, scale, query.dtype, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
         deterministic_sums, deterministic, score_mod,
     )  # fmt: skip
+
+    # the layer's own options, and what dropout draws from
     options = Options(
         dense,
         N,
@@ -99,16 +105,19 @@ def prepare(
         rotary_embedding.checked(operator, rotary, H),
     )
     rates = {"dropout_rate": options.attention.dropout_rate, "out_dropout_rate": options.out_dropout_rate}
-    columns = S + (params.bias_k is not None) + options.add_zero_attn
+    columns = S + options.appended_rows(operands)
     words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, columns)
     seen = seen.replace(elements=mask)
     return options, operands._replace(bias=bias, mask=seen, dropout_words=words, dropout_offset=offset)
 
 
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
+    """Checks the parameters, each by itself and which are given together."""
     if not isinstance(params, MultiHeadAttentionParams):
         got = type(params).__name__
         raise TypeError(checks.message(operator, "params", "be a MultiHeadAttentionParams", got))
+
+    # dtypes and ranks
     checked = {}
     for name, x in params._asdict().items():
         if x is not None:
@@ -119,6 +128,8 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
                 flat = x.ndim == 2 and len(letters) == 3
                 remedy = f"write kernel.reshape({', '.join(letters)})" if flat else ""
                 raise ValueError(checks.message(operator, f"params.{name}", expected, x.shape, remedy))
+
+    # which of them need one another
     for piece in ("query", "key", "value", "out"):
         if f"{piece}_bias" in checked and f"{piece}_kernel" not in checked:
             expected = f"be None where params.{piece}_kernel is None"
@@ -132,7 +143,7 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
 
 
 def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _Size]:
-    """The size of every shape letter; raises where two sources disagree."""
+    """Returns the size of every shape letter; raises where two sources disagree."""
     sizes: dict[str, _Size] = {}
 
     def settle(letter: str, value: Any, source: str) -> None:
@@ -183,8 +194,9 @@ def _rank(operator: str, argument: str, x: jax.Array, letters: str) -> jax.Array
 
 
 def _check_explicit_sharding(operator: str, operands: Operands) -> None:
-    """On an Explicit mesh: batch, sequences, heads and Eo may be sharded; contracted widths may not."""
-    for name, x in zip(("query", "key", "value"), operands.inputs, strict=True):
+    """Refuses contracted widths that are sharded on an Explicit mesh: other axes may be, and Eo."""
+    # inputs: their batch axes alike
+    for name, x in zip(INPUTS, operands.inputs, strict=True):
         spec = sharding.explicit_spec(x)
         if spec[-1] is not None:
             expected = "not be sharded along its width"
@@ -193,6 +205,7 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
         if spec[:-2] != (first := sharding.explicit_spec(operands.query))[:-2]:
             expected = f"be sharded like query, {first}, in its batch axes"
             raise ValueError(checks.message(operator, name, expected, spec, "reshard it"))
+    # parameters
     for name in PARAMS:
         x = getattr(operands, name)
         if x is not None:
@@ -206,7 +219,7 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
 
 
 def _check_mesh_axes(operator: str, operands: Operands) -> None:
-    """A mesh axis shards one of batch, sequences, heads and Eo. Other arrays than these are resharded."""
+    """Refuses a mesh axis that shards two of batch, sequences, heads and Eo; other arrays are resharded."""
     batch = sharding.explicit_spec(operands.query)[:-2]
     taken = {m: "the batch of query" for axis in batch for m in _mesh_axes(axis)}
     sequences = (sharding.explicit_spec(x)[-2] for x in operands.inputs)
@@ -224,5 +237,5 @@ def _check_mesh_axes(operator: str, operands: Operands) -> None:
 
 
 def _mesh_axes(axis: Any) -> tuple:
-    """The mesh axes of an entry of a `PartitionSpec`."""
+    """Returns the mesh axes of an entry of a `PartitionSpec`."""
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
