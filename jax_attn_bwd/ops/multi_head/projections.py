@@ -49,10 +49,11 @@ def project(options: Options, operands: Operands) -> Heads:
     return _placed_alike(Heads(_to_heads(query, options.num_heads), _to_heads(key, K), _to_heads(value, K)))
 
 
-def project_tangents(options: Options, operands: Operands, heads: Heads, along: Operands) -> list[Any]:
-    """Returns the tangents of the `heads` by (14) of `tangent.py`; None is zero."""
+def project_tangents(
+    options: Options, operands: Operands, heads: Heads, moved: tuple[Any, Any, Any], along: Operands
+) -> list[Any]:
+    """Returns the tangents of the `heads` by (14) of `tangent.py`, of inputs that move by `moved`."""
     found: list[Any] = []
-    moved = (getattr(along, source) for source in operands.sources)
     for name, x, dx, y in zip(INPUTS, operands.inputs, moved, heads, strict=True):
         # a product for each factor that moves
         kernel = getattr(operands, f"{name}_kernel")

@@ -25,6 +25,7 @@ What no tangent reaches is not computed.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,8 @@ def tangent(
     clean, _ = without_poison(options, operands)
     heads = project(options, clean) if saved.heads is None else saved.heads
     inner = attention_operands(clean, heads)
-    moved = _attention_tangents(options, clean, heads, along)
+    query, key, value = (getattr(along, source) for source in operands.sources)
+    moved = _attention_tangents(options, clean, heads, (query, key, value), along)
     keys_move = bool(jax.tree.leaves(moved))
 
     # (15): over the S keys, total [..., T, N, Hv] and mu [..., T, N]
@@ -82,14 +84,15 @@ def tangent(
 
 
 def _attention_tangents(
-    options: Options, clean: Operands, heads: Heads, along: Operands
+    options: Options, clean: Operands, heads: Heads, inputs: tuple[Any, Any, Any], along: Operands
 ) -> dot_product.Operands:
     """Returns the tangents of dense attention's operands, sharded as these are."""
     q, bias = heads.query, along.bias
     if bias is not None:
         bias = reshard_like(bias, q, (*range(q.ndim - 3), -2, -3, None))
     sink = None if along.sink is None else reshard_like(along.sink, q, (-2,))
-    return dot_product.Operands(*project_tangents(options, clean, heads, along), bias, sink, along.mask)
+    projected = project_tangents(options, clean, heads, inputs, along)
+    return dot_product.Operands(*projected, bias, sink, along.mask)
 
 
 def _weights(options, inner, moved, rows, result, mu, dx) -> jax.Array:
