@@ -290,7 +290,7 @@ def multi_head_attention_bwd(
 
     # the forward; where its residual is given, only the shapes of its results
     forward = partial(layer_forward.forward, plan)
-    result = forward(operands) if residual is None else jax.eval_shape(forward, operands)
+    result: Any = forward(operands) if residual is None else jax.eval_shape(forward, operands)
     for argument, x, like, letters in (
         ("dout", dout, result.out, "[..., T, Eo]"),
         ("dweights", dweights, result.weights, "of the weights"),

@@ -91,8 +91,8 @@ def _attention_tangents(
     if bias is not None:
         bias = reshard_like(bias, q, (*range(q.ndim - 3), -2, -3, None))
     sink = None if along.sink is None else reshard_like(along.sink, q, (-2,))
-    projected = project_tangents(options, clean, heads, inputs, along)
-    return dot_product.Operands(*projected, bias, sink, along.mask)
+    q_moves, k_moves, v_moves = project_tangents(options, clean, heads, inputs, along)
+    return dot_product.Operands(q_moves, k_moves, v_moves, bias, sink, along.mask)
 
 
 def _weights(options, inner, moved, rows, result, mu, dx) -> jax.Array:
