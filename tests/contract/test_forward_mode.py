@@ -106,31 +106,32 @@ def test_tangents_along_all_inputs(operator, case):
 
 
 SHAPES = {"query": (1, 2, 2, 2), "key": (1, 3, 1, 2), "value": (1, 3, 1, 1)}
-ALONE = {  # operator, shapes of its arrays, options, what has a tangent; T is not S
-    "scale, fixed sink": ("scaled_masked_softmax", {"x": (2, 5), "scale": (2, 1), "sink": ()}, {}, "scale"),
+SOME = {  # operator, shapes of its arrays, options, which of them have a tangent; T is not S
+    "scale, fixed sink": ("scaled_masked_softmax", {"x": (2, 5), "scale": (2, 1), "sink": ()}, {}, ["scale"]),
     "bias, cap": (
-        "dot_product_attention", SHAPES | {"bias": (2, 2, 3)}, {"logits_soft_cap": 1.5, "scale": 2.0}, "bias",
+        "dot_product_attention", SHAPES | {"bias": (2, 2, 3)}, {"logits_soft_cap": 1.5, "scale": 2.0},
+        ["bias"],
     ),
-    "key, cap, sink": ("dot_product_attention", SHAPES | {"sink": (2,)}, {"logits_soft_cap": 1.5}, "key"),
-    "weights": (
+    "key, cap, sink": ("dot_product_attention", SHAPES | {"sink": (2,)}, {"logits_soft_cap": 1.5}, ["key"]),
+    "weights, sink, residual": (
         "multi_head_attention",
-        {"query": (1, 2, 3), "key": (1, 3, 3), "query_kernel": (3, 2, 2), "key_kernel": (3, 1, 2),
+        {"query": (1, 2, 4), "key": (1, 3, 3), "query_kernel": (4, 2, 2), "key_kernel": (3, 1, 2),
          "value_kernel": (3, 1, 2), "bias_k": (1, 2), "bias_v": (1, 2), "sink": (2,)},
-        {"return_weights": True, "logits_soft_cap": 1.5}, "query_kernel",
+        {"return_weights": True, "logits_soft_cap": 1.5, "add_residual": True}, ["query", "sink"],
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_tangent_alone_beside_what_is_fixed(name):
-    called, shapes, options, one = ALONE[name]
+@pytest.mark.parametrize("name", SOME)
+def test_tangents_of_some_beside_what_is_fixed(name):
+    called, shapes, options, some = SOME[name]
     operator, rng = next(o for o in TAKE_IT if o.name == called), np.random.default_rng(3)
     arrays = {n: jnp.asarray(rng.standard_normal(shape)) for n, shape in shapes.items()}
-    along = {one: jnp.asarray(rng.standard_normal(shapes[one]))}
+    along = {n: jnp.asarray(rng.standard_normal(shapes[n])) for n in some}
 
     def tangents(function, **more):
         run = lambda moved: function(**arrays | moved, **options, **more)
-        return quick_jit(lambda moved: jax.jvp(run, (moved,), (along,))[1])({one: arrays[one]})
+        return quick_jit(lambda moved: jax.jvp(run, (moved,), (along,))[1])({n: arrays[n] for n in some})
 
     close(tangents(operator.call, forward_mode=True), tangents(operator.reference))
 

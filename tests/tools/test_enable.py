@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -333,6 +334,13 @@ def test_a_gradient_of_what_nothing_reads_is_found_though_it_is_finite():
     gradient = np.array([[0, 1], [2, 3]], np.float32)[..., None]
     assert found(gradient) == ""
     assert found(gradient + np.float32(1e-9)) == "dx is not 0 there"
+    assert found(gradient * [[[1], [np.nan]]]) == "dx is NaN"  # without poison, too
+
+
+def test_an_error_that_is_not_a_number_is_wrong():
+    aim = SimpleNamespace(expected={"y": np.ones(2)}, limits={"y": 0.1})
+    assert proof.wrong_values(aim, {"y": np.array([1, 1.05])}) == ""
+    assert "1 NaN" in proof.wrong_values(aim, {"y": np.array([1, np.nan])})
 
 
 def test_the_worker_says_what_no_kernel_takes(softmax, monkeypatch):

@@ -22,6 +22,22 @@ def test_a_record_is_of_one_kind_of_device_and_one_folder():
     )
 
 
+def test_kinds_that_share_a_file_share_no_record():
+    keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    assert proven.path("NVIDIA-H200", "softmax") == proven.path(H200, "softmax")
+    assert proven.record("NVIDIA-H200", "softmax") == f"the record is of {H200}"
+
+
+@pytest.mark.parametrize("variable", ["JAX_ATTN_BWD_CACHE", "XDG_CACHE_HOME"])
+def test_another_folder_has_another_record(variable, monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_ATTN_BWD_CACHE")
+    monkeypatch.setenv(variable, str(tmp_path / "one"))
+    keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
+    assert not isinstance(proven.record(H200, "softmax"), str)
+    monkeypatch.setenv(variable, str(tmp_path / "another"))
+    assert proven.record(H200, "softmax") == "there is no record"
+
+
 @pytest.mark.parametrize("name", ["jax", "jaxlib"])
 def test_another_version_makes_it_stale(name):
     """Another patch release, too."""

@@ -154,10 +154,11 @@ def test_a_kernel_that_is_proven_and_faster_is_picked(call):
     ("times", "words"),
     [
         ({"a": 2.0}, "it is proven on .*, but slower than xla: 2 ms to 1 ms of xla at the nearest size, a$"),
+        ({"a": 1.0}, "it is proven on .*, but slower than xla: 1 ms to 1 ms of xla"),
         ("a: 1.0% wrong", r"it failed on .* \(2026-01-01\): a: 1.0% wrong$"),
         ({}, "it is proven on .*, but was not timed beside xla"),
     ],
-    ids=["slower", "failed", "not timed"],
+    ids=["slower", "as slow", "failed", "not timed"],
 )
 def test_a_kernel_that_is_not_is_passed_over_and_explain_says_why(call, times, words):
     keep(call.chip.kind, call.family, **{call.chip.name: times, "xla": {"a": 1.0}})

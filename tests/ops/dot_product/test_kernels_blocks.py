@@ -36,6 +36,11 @@ def of_blocks(rows, columns, heads=1):
     return lambda rng: (mods.blocks(rows, columns), (chosen(rng, rows, columns, (heads,)),))
 
 
+def shifted(batch, head, row, column, table):
+    """Blocks of rows that begin elsewhere: one row has a value, and 16 columns."""
+    return table[0, (row + 5) // 16, column // 16]
+
+
 def counted(batch, head, row, column, table):
     """More than bools: numbers of blocks of 32 columns, which meet the row and the column."""
     return (table[head, row, column // 32] + row + column) % 3 != 0
@@ -53,6 +58,7 @@ MASKS = {
         mods.blocks(16) & mods.blocks(24),
         (chosen(rng, 16, 16, share=0.7), chosen(rng, 24, 24, share=0.7)),
     ),
+    "of shifted rows": lambda rng: (shifted, (chosen(rng, 16, 16, T=T + 5),)),
     "both": lambda rng: (
         mods.blocks(64) & mods.packed(HOLES)[0] | mods.sliding_window(3),
         (chosen(rng, 64, 64, share=0.7), *mods.packed(HOLES)[1]),
@@ -60,7 +66,7 @@ MASKS = {
 }
 
 
-FIRST = ("sizes that do not divide each other", "both")
+FIRST = ("of heads, that divide nothing", "sizes that do not divide each other", "of shifted rows", "both")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[thorough] * (n not in FIRST)) for n in MASKS])
@@ -161,6 +167,21 @@ def case_of_gpus(head, T=200, S=140):
 def test_on_hopper_against_definition(head):
     with pallas.interpreting("mosaic_gpu"), jax.enable_x64(True):
         measured(OPERATOR, "mosaic_gpu", case_of_gpus(head))
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        lambda row, column: 700 - row - column,
+        lambda row, column: -row - column,
+        lambda row, column: (row.astype(jnp.int8) < column.astype(jnp.int8)).astype(jnp.int32),
+    ],
+    ids=["sum", "negative sum", "numbers that wrap"],
+)
+def test_what_only_looks_like_a_distance_is_refused(at):
+    """By row and column together, not by what they differ."""
+    function = hoisting.of(lambda b, h, r, c, table: table[at(r, c)], False, (np.ones(1400, bool),))
+    assert "row and column together" in hoisting.unsupported(function, "mask_mod", distances=True)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ def test_tangent_of_a_sink_tied_with_huge_logits():
     assert_close(dout, -7 / 64 * ones, 1e-6)
 
 
+def test_tangent_of_a_sink_of_minus_infinity_in_rows_that_see_nothing():
+    x = jnp.ones((1, 3, 1, 1), jnp.float32)
+    sink, lengths = jnp.full(1, -jnp.inf, jnp.float32), jnp.asarray([2], jnp.int32)
+    jvp = partial(dot_product_attention_jvp, x, x, x, sink=sink, query_seq_lengths=lengths)
+    assert not jvp(dsink=jnp.ones(1, jnp.float32))[1].any()
+
+
 @pytest.mark.usefixtures("_form")
 def test_a_sink_of_minus_infinity_has_no_gradient_in_rows_that_see_nothing():
     q, k, v, dout = (normal(1, n, 2, 8, seed=n) for n in (5, 7, 7, 5))

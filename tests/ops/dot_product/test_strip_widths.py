@@ -44,8 +44,8 @@ def test_they_are_for_masks_of_run_time_and_for_many_strips():
     assert found((1, 1 << 18, 16, 128)) == (None, 0)  # the widest has no room
 
 
-def extents(ids, blocks, turns, axis):
-    """Those of a call with these segments of queries and of keys."""
+def extents(ids, blocks, turns, axis, vmapped=False):
+    """Those of a call with these segments of queries and of keys, under `vmap` of those of one of B calls."""
     widths = []
 
     def found(*ids):
@@ -58,19 +58,20 @@ def extents(ids, blocks, turns, axis):
         widths.extend(known)
         return met
 
-    first, width = jax.jit(found, compiler_options=QUICK)(*ids)
+    run = jax.vmap(lambda *ids: found(*(x[None] for x in ids))) if vmapped else found
+    first, width = jax.jit(run, compiler_options=QUICK)(*ids)
     return np.asarray(first), np.asarray(widths)[width]
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_a_strip_meets_all_that_it_sees_and_little_more(is_sorted, rng):
-    """By entry, where these are taken in turn, and of all where not; any order of the ids is right."""
-    (B, T, S), blocks = (2, 40, 50), (8, 10)
+    """By entries that are taken in turn, and of all where not; any order of the ids is right."""
+    (B, T, S), blocks = (4, 40, 50), (8, 10)
     ids = [rng.integers(0, 9, size=(B, n)).astype(np.int32) for n in (T, S)]
     ids = [np.sort(x) if is_sorted else x for x in ids]
     seen = ids[0][:, :, None] == ids[1][:, None]
     for turns, axis in ((1, 0), (2, 1)):
-        entries = seen if turns == 2 else seen.any(0, keepdims=True)
+        entries = seen.reshape(turns, -1, T, S).any(1)
         first, width = extents(ids, blocks, turns, axis)
         own, other = blocks[axis], blocks[1 - axis]
         for turn, elements in enumerate(entries if axis == 0 else entries.swapaxes(1, 2)):
@@ -80,7 +81,14 @@ def test_a_strip_meets_all_that_it_sees_and_little_more(is_sorted, rng):
                 assert 0 <= begin < end <= rows.shape[1] // other
                 assert ((met >= begin) & (met < end)).all()
                 if is_sorted and len(met):  # bounds of unsorted ids tell less
-                    assert end - begin <= met[-1] - met[0] + 1 + 2 * (turns == 1)
+                    assert end - begin <= met[-1] - met[0] + 1 + 2
+
+
+def test_under_vmap_a_strip_meets_what_it_sees_in_any_call(rng):
+    ids = [np.sort(rng.integers(0, 9, size=(3, n))).astype(np.int32) for n in (40, 50)]
+    together, each = (extents(ids, (8, 10), 1, 0, vmapped) for vmapped in (False, True))
+    for one, many in zip(together, each, strict=True):
+        np.testing.assert_array_equal(many, np.broadcast_to(one, many.shape))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -130,8 +138,8 @@ def documents(rng, *shape):
 
 CALLS = {  # turns; T, S, query heads, key heads; options; arrays of the mask
     "unsorted, grouped, sink": (
-        2, 14, 21, 2, 1, {"is_causal": True, "sink": True},
-        lambda rng: segments(ids(rng, 2, 14).at[:, 11:].set(7), ids(rng, 2, 21).at[:, 10:].set(8)),
+        2, 21, 14, 2, 1, {"is_causal": True, "sink": True},
+        lambda rng: segments(ids(rng, 2, 21).at[:, 18:].set(7), ids(rng, 2, 14).at[:, 10:].set(8)),
     ),
     "documents of all": (1, 64, 64, 4, 2, {"is_causal": True}, lambda rng: segments(documents(rng, 1, 64))),
     "documents of each, at once": (1, 64, 64, 4, 2, {}, lambda rng: segments(documents(rng, 2, 64))),
@@ -169,7 +177,7 @@ def compared(arrays, options, mask, second=False, poisoned=False):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         expected = run(reference.dot_product_attention, arrays)
     if poisoned:
-        tails = [x.at[:, end:].set(np.nan) for x, end in zip(arrays[:3], (11, 10, 10), strict=True)]
+        tails = [x.at[:, end:].set(np.nan) for x, end in zip(arrays[:3], (18, 10, 10), strict=True)]
         arrays = [*tails, *arrays[3:]]
     found = run(partial(dot_product_attention, return_residual=True), arrays)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

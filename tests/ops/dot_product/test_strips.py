@@ -140,6 +140,18 @@ def test_strips_give_the_definition(call, strips, rng):
         assert_close(x, y, 1e-10)
 
 
+def test_huge_tied_logits_and_a_dominant_sink(strips):
+    """What rounding takes from lse = 1e9 + log 20 is kept; a sink far above the logits overflows nothing."""
+    strips(1)
+    q, k = jnp.ones((1, 6, 1, 1), jnp.float32), jnp.ones((1, 20, 1, 1), jnp.float32)
+    call = partial(dot_product_attention, return_residual=True, scale=1.0)
+    dv = jax.jit(lambda q, k: jax.vjp(lambda v: call(1e9 * q, k, v)[0], k)[1](q)[0], compiler_options=QUICK)
+    assert_close(dv(q, k), k * 6 / 20, 1e-5)
+    out, lse = jax.jit(call)(q, k, k, sink=jnp.full(1, 1e3, jnp.float32))
+    assert not out.any()
+    assert (lse == 1e3).all()
+
+
 @thorough
 @pytest.mark.parametrize("order", [1, 2])
 def test_strips_on_an_explicit_mesh(order, strips, rng):
