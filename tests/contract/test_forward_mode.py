@@ -22,6 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.test_util import check_grads
 
 import jax_attn_bwd
+from jax_attn_bwd import mods
 from jax_attn_bwd._core.cases import is_floating
 
 TAKE_IT = [
@@ -113,11 +114,16 @@ SOME = {  # operator, shapes of its arrays, options, which of them have a tangen
         ["bias"],
     ),
     "key, cap, sink": ("dot_product_attention", SHAPES | {"sink": (2,)}, {"logits_soft_cap": 1.5}, ["key"]),
+    "what a score reads": (
+        "dot_product_attention", SHAPES | {"mod_args_0": (2,)}, {"score_mod": mods.alibi}, ["mod_args_0"],
+    ),
     "weights, sink, residual": (
         "multi_head_attention",
         {"query": (1, 2, 4), "key": (1, 3, 3), "query_kernel": (4, 2, 2), "key_kernel": (3, 1, 2),
-         "value_kernel": (3, 1, 2), "bias_k": (1, 2), "bias_v": (1, 2), "sink": (2,)},
-        {"return_weights": True, "logits_soft_cap": 1.5, "add_residual": True}, ["query", "sink"],
+         "value_kernel": (3, 1, 2), "bias_k": (1, 2), "bias_v": (1, 2), "sink": (2,),
+         "out_kernel": (2, 2, 4)},
+        {"return_weights": True, "logits_soft_cap": 1.5, "add_residual": True},
+        ["query", "sink", "out_kernel"],
     ),
 }  # fmt: skip
 
@@ -134,6 +140,20 @@ def test_tangents_of_some_beside_what_is_fixed(name):
         return quick_jit(lambda moved: jax.jvp(run, (moved,), (along,))[1])({n: arrays[n] for n in some})
 
     close(tangents(operator.call, forward_mode=True), tangents(operator.reference))
+
+
+def test_a_tangent_of_edges_beside_fixed_nodes():
+    operator = next(o for o in TAKE_IT if o.name == "graph_attention_v2")
+    (case,) = (c for c in operator.tagged("second") if c.name == "second_edge")
+    arrays, inputs, along = drawn(operator, case)
+
+    def tangents(call):
+        return quick_jit(lambda x, t: jax.jvp(lambda x: call({**inputs, "edge": x}), (x,), (t,)))
+
+    got, expected = (
+        tangents(call)(inputs["edge"], along["edge"]) for call in both_ways(operator, case, arrays)
+    )
+    close(got, expected)
 
 
 @cases

@@ -56,7 +56,7 @@ def arguments(case: str, rng, kind: str = "ring") -> tuple[dict[str, Told], dict
         "key_value_seq_lengths": Told(jnp.array([5, 20])),
     }
     mask = jnp.asarray(rng.random((T, T)) < 0.6)
-    rows = Told(mask, (-2, -1), P() if kind == "ulysses" else P(AXIS))
+    rows, whole_mask = Told(mask, (-2, -1), P() if kind == "ulysses" else P(AXIS)), Told(mask, (-2, -1))
     key_bias = Told(draw(rng, B, N, 1, T), (-1,), of_keys)
     key_mask = Told(jnp.asarray(rng.random((B, 1, 1, T)) < 0.6), (-1,), of_keys)
     slopes, ids_of_all = Told(jnp.asarray(rng.random(N))), Told(ids.astype(np.int32))
@@ -66,11 +66,11 @@ def arguments(case: str, rng, kind: str = "ring") -> tuple[dict[str, Told], dict
         "plain": ({}, {}),
         "causal-sink-cap": (sink, {"is_causal": True, "logits_soft_cap": 2.0}),
         "window-lengths": (lengths, {"is_causal": True, "local_window_size": (7, 0)}),
-        "window-both-sides-sink": (sink, {"local_window_size": (2, 5)}),
+        "window-both-sides-sink": (sink | {"mask": whole_mask}, {"local_window_size": (2, 5)}),
         "segments-window": (segments, {"local_window_size": (9, 2)}),
         "segments-lengths-causal": (segments | lengths, {"is_causal": True}),
         "bias-rows-mask-keys-sink": ({"bias": by_rows, "mask": key_mask} | sink, {"is_causal": True}),
-        "bias-keys-mask-rows": ({"bias": key_bias, "mask": rows}, {"local_window_size": 6}),
+        "bias-keys-mask-rows": ({"bias": key_bias, "mask": rows} | sink, {"local_window_size": 6}),
         "bias-lengths": ({"bias": by_rows} | lengths, {}),
         "functions": (args, {"mask_mod": mods.causal & mods.document, "score_mod": mods.alibi}),
         "dropout-causal": (key, {"dropout_rate": 0.3, "is_causal": True}),

@@ -46,26 +46,28 @@ def test_output_and_gradients_are_those_of_the_definition(short_blocks, options,
     assert_as_defined(arrays, spatial_shapes=levels, **options)
 
 
+MOVING = ("value", "sampling_locations", "attention_weights")
+
+
 @pytest.mark.parametrize(
-    "moving",
-    [
-        ("value", "attention_weights"),
-        *(pytest.param(x, marks=thorough) for x in (("sampling_locations",), ("value",))),
-    ],
-    ids="-".join,
+    "moving", [MOVING, *(pytest.param((name,), marks=thorough) for name in MOVING)], ids="-".join
 )
 def test_tangents_are_those_of_the_definition(short_blocks, moving):
-    """Of the value and of what scales it at once, and of one alone."""
-    levels, options = ((3, 5), (4, 2)), {"normalize": "softmax"}
+    """Of all at once, and of one alone; those of a hidden weight and of a skipped sample are not read."""
+    levels, rng = ((3, 5), (4, 2)), np.random.default_rng(5)
     arrays = sample(levels, B=1, Q=5, M=2, D=3, P=2)
-    rng = np.random.default_rng(5)
-    along = {name: jnp.asarray(rng.standard_normal(arrays[name].shape)) for name in moving}
+    arrays["attention_weights"] = arrays["attention_weights"].at[:, :2, :, 0, 0].set(-jnp.inf)
+    arrays["sampling_locations"] = arrays["sampling_locations"].at[:, 2:, :, 1, 1].set(9.0)
+    along = {name: rng.standard_normal(arrays[name].shape) for name in moving}
 
-    def tangents(call, **more):
-        run = lambda x: call(**arrays | x, spatial_shapes=levels, **options, **more)
-        return jax.jit(lambda x, t: jax.jvp(run, (x,), (t,))[1][0])({n: arrays[n] for n in moving}, along)
+    def tangents(call, unread, **options):
+        read = {"attention_weights": arrays["attention_weights"] > -np.inf, "value": True}
+        read["sampling_locations"] = arrays["sampling_locations"] < 9
+        moved = {name: jnp.where(read[name], x, unread) for name, x in along.items()}
+        run = lambda x: call(**arrays | x, spatial_shapes=levels, normalize="softmax", **options)
+        return jax.jit(lambda x, t: jax.jvp(run, (x,), (t,))[1][0])({n: arrays[n] for n in moving}, moved)
 
-    assert_close(tangents(operator.call, forward_mode=True), tangents(operator.reference), 1e-12)
+    assert_close(tangents(operator.call, np.nan, forward_mode=True), tangents(operator.reference, 0), 1e-12)
 
 
 @thorough

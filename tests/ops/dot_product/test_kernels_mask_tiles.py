@@ -107,6 +107,16 @@ def test_flags_are_those_of_the_array(array, name, is_causal, rng):
                 ]
 
 
+def test_a_narrow_band_has_no_full_tile():
+    mask, x = Mask(True, (5, 0)), jnp.zeros((1, 3 * TILE, 1, 2), BF16)
+    options = KernelOptions.of(Options(scale=1.0), mask)
+    refs = kernel_inputs.inputs(options, Operands(x, x, x, mask=mask), None, SMALL.padding)
+    found = np.moveaxis(np.asarray(hopper_tiles.bounds(options, refs, TILE, TILE)), -1, 0)
+    first, full_first, full_end, end = found
+    np.testing.assert_array_equal((first, end), [[[0, 0, 1]], [[1, 2, 3]]])
+    assert (np.minimum(full_end, end) <= np.maximum(full_first, first)).all()
+
+
 @thorough
 @pytest.mark.parametrize("array", ARRAYS)
 @pytest.mark.parametrize("implementation", KERNELS)

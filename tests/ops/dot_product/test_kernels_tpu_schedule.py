@@ -14,6 +14,7 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.dot_product.cases import seen
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
+from jax_attn_bwd.ops.dot_product.kernels import tiles as tiles_known
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
@@ -37,6 +38,14 @@ def visited(schedule, b):
     steps = [tpu_tiles.Step.at(words[None], 1, 0, 0, 0, p) for p in range(len(words))]
     live = {(s.row, s.column): s.flag(tpu_tiles._MIXED) for s in steps if s.flag(tpu_tiles._LIVE)}
     return live, steps
+
+
+def test_batch_entries_share_a_schedule_where_each_has_too_many_steps(monkeypatch):
+    """A tile that one of them sees is visited, and compared unless all see all of it."""
+    monkeypatch.setattr(tpu_tiles, "_MOST_STEPS", 1)
+    some, every = (np.array(x, bool)[:, None] for x in ([[1, 0, 1], [1, 1, 1]], [[1, 0, 0], [1, 1, 1]]))
+    schedule = tpu_tiles.schedule(tiles_known.Flags(some, every, some.any(0, keepdims=True)))
+    assert visited(schedule, 0)[0] == {(0, 0): False, (0, 1): True, (0, 2): True}
 
 
 @pytest.mark.parametrize("by_key", [False, True])

@@ -88,9 +88,16 @@ def test_tangent_of_a_sink_tied_with_huge_logits():
     x, bias, sink = jnp.zeros((1, 7, 1, 1), jnp.float32), jnp.float32(-1e9), jnp.full(1, -1e9, jnp.float32)
     ones, bias = jnp.ones_like(x), jnp.broadcast_to(bias, (1, 1, 7, 7))
     jvp = partial(dot_product_attention_jvp, x, x, ones, bias, sink=sink)
-    out, dout = jvp(dsink=jnp.ones(1, jnp.float32))
+    out, dout = jvp(dsink=jnp.ones(1, jnp.float32), dvalue=ones)
     assert_close(out, 7 / 8 * ones, 1e-6)
-    assert_close(dout, -7 / 64 * ones, 1e-6)
+    assert_close(dout, (7 / 8 - 7 / 64) * ones, 1e-6)
+
+
+def test_tangents_of_what_is_hidden_are_not_read():
+    x, hidden = jnp.ones((1, 3, 1, 1), jnp.float32), np.tri(3, k=-1, dtype=bool)[None, None]
+    bias, along = (jnp.where(hidden, at, np.float32(1)) for at in (-np.inf, np.nan))
+    _, dout = dot_product_attention_jvp(x, x, x, bias, dbias=along)
+    assert not dout.any()  # what is seen moves alike
 
 
 def test_tangent_of_a_sink_of_minus_infinity_in_rows_that_see_nothing():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import assert_close, saved_arrays
 
-from jax_attn_bwd import scaled_masked_softmax, scaled_masked_softmax_bwd
+from jax_attn_bwd import scaled_masked_softmax, scaled_masked_softmax_bwd, scaled_masked_softmax_jvp
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -55,3 +55,13 @@ def test_plain_backward_of_nan_rows_at_second_order():
     y = scaled_masked_softmax(jnp.zeros((2, 2)), mask, fully_masked="nan")
     square = lambda dy: (scaled_masked_softmax_bwd(dy, y, mask) ** 2).sum()
     np.testing.assert_array_equal(jax.grad(square)(jnp.ones((2, 2))), np.zeros((2, 2)))
+
+
+def test_tangents_of_what_is_hidden_are_not_read():
+    """Nor those of a row that sees nothing, whatever it is filled with."""
+    x, mask = normal(2, 3), np.array([[1, 1, 0], [0, 0, 0]], bool)
+    along = jnp.where(mask, x, np.nan)
+    y, dy = scaled_masked_softmax_jvp(x, mask, dx=along, bias=x, dbias=along, fully_masked="uniform")
+    moved = 2 * np.where(mask, x, 0)[0]
+    assert_close(dy[0], y[0] * (moved - (y[0] * moved).sum()), 1e-12)
+    assert not dy[1].any()
