@@ -70,7 +70,7 @@ def arguments(case: str, rng, kind: str = "ring") -> tuple[dict[str, Told], dict
         "segments-window": (segments, {"local_window_size": (9, 2)}),
         "segments-lengths-causal": (segments | lengths, {"is_causal": True}),
         "bias-rows-mask-keys-sink": ({"bias": by_rows, "mask": key_mask} | sink, {"is_causal": True}),
-        "bias-keys-mask-rows": ({"bias": key_bias, "mask": rows} | sink, {"local_window_size": 6}),
+        "bias-keys-mask-rows": (lengths | sink | {"bias": key_bias, "mask": rows}, {"local_window_size": 6}),
         "bias-lengths": ({"bias": by_rows} | lengths, {}),
         "functions": (args, {"mask_mod": mods.causal & mods.document, "score_mod": mods.alibi}),
         "dropout-causal": (key, {"dropout_rate": 0.3, "is_causal": True}),
