@@ -206,7 +206,7 @@ def multi_head_attention_backward(
     arguments = locals()
     call = _checked(_BACKWARD, arguments)
     given: dict[str, Any] = {name: arguments[name] for name in MultiHeadAttnGrads._fields}
-    present = [n for n, x in given.items() if x is not None and _is_float(x)]
+    present = [n for n, x in given.items() if checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)]
     wrt = [n for n in present if n not in _MASKS] if wrt is None else wrt
     wanted = checks.wanted(_BACKWARD, wrt, tuple(given), present)
     if grad_weights is not None and not need_weights:
@@ -376,10 +376,6 @@ def _cudnn_style(
     live = row[None] < queries[:, None]  # (N, L)
     seen = column[None] < keys[:, None]  # (N, S)
     return (window[None] & live[:, :, None] & seen[:, None])[:, None]
-
-
-def _is_float(x: Any) -> bool:
-    return checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _of_weights(call: _Call, grad: Any, average: bool) -> jax.Array | None:

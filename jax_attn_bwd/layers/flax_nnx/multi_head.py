@@ -162,7 +162,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             is of the wrong kind, such as an additive mask.
         """
         tokens = tokens_of(locals())
-        tokens["mod_args"] = jax.tree.map(_value, mod_args, is_leaf=_is_variable)
+        tokens["mod_args"] = jax.tree.map(_array_of, mod_args, is_leaf=lambda x: isinstance(x, nnx.Variable))
         mask = flax_mask(_NAME, mask)
         _check_rngs(rngs)
         # What the call leaves out, the layer tells.
@@ -254,15 +254,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return out if index is None else within_room(out, length, index + 1)
 
 
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
-def _value(x: Any) -> Any:
-    return x[...] if _is_variable(x) else x
+def _array_of(x: Any) -> Any:
+    """Returns the array of an `nnx.Variable`; anything else stays."""
+    return x[...] if isinstance(x, nnx.Variable) else x
 
 
 def _check_rngs(rngs: Any) -> None:
+    """Raises for what gives no random keys."""
     if rngs is not None and not callable(rngs):
         expected = "be nnx.Rngs or an nnx.RngStream"
         remedy = "write rngs=nnx.Rngs(dropout=key)"
