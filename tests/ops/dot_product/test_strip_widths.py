@@ -139,7 +139,7 @@ def documents(rng, *shape):
 CALLS = {  # turns; T, S, query heads, key heads; options; arrays of the mask
     "unsorted, grouped, sink": (
         2, 21, 14, 2, 1, {"is_causal": True, "sink": True},
-        lambda rng: segments(ids(rng, 2, 21).at[:, 18:].set(7), ids(rng, 2, 14).at[:, 10:].set(8)),
+        lambda rng: segments(ids(rng, 2, 21).at[:, 18:].set(7), ids(rng, 2, 14).at[:, 6:10].set(8)),
     ),
     "documents of all": (1, 64, 64, 4, 2, {"is_causal": True}, lambda rng: segments(documents(rng, 1, 64))),
     "documents of each, at once": (1, 64, 64, 4, 2, {}, lambda rng: segments(documents(rng, 2, 64))),
@@ -177,8 +177,9 @@ def compared(arrays, options, mask, second=False, poisoned=False):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         expected = run(reference.dot_product_attention, arrays)
     if poisoned:
-        tails = [x.at[:, end:].set(np.nan) for x, end in zip(arrays[:3], (18, 10, 10), strict=True)]
-        arrays = [*tails, *arrays[3:]]
+        hidden = slice(18, 21), slice(6, 10), slice(6, 10)
+        bad = [x.at[:, at].set(np.nan) for x, at in zip(arrays[:3], hidden, strict=True)]
+        arrays = [*bad, *arrays[3:]]
     found = run(partial(dot_product_attention, return_residual=True), arrays)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_close(x, y, 1e-10)
