@@ -74,6 +74,16 @@ def temporary(step, T):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.parametrize("kind", ["ring", "all_gather"])
+def test_sums_that_travel_are_wide(kind):
+    """Gradients of narrow keys and values leave a device in float32; keys and values do not."""
+    x = jax.ShapeDtypeStruct((1, 32, 2, 3), jnp.bfloat16)
+    program = str(jax.make_jaxpr(training_step(kind, 4))(x, x, x))
+    travelling = re.findall(r"^.*= (?:ppermute|reduce_scatter)\b", program, re.MULTILINE)
+    assert any("f32[" in line for line in travelling)
+    assert kind == "all_gather" or any("bf16[" in line for line in travelling)
+
+
 @thorough
 def test_memory_is_that_of_a_part():
     """Twice the devices hold twice the sequence, and each as much as before; far less than one would."""

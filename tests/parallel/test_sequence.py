@@ -67,6 +67,7 @@ def test_outputs_of_many_options_at_once(rng):
     told |= {
         "bias": Told(draw(rng, N, T, T), (-2, -1), P(None, AXIS)),
         "dropout_key": Told(jax.random.key(7)),
+        "mask": Told(jnp.asarray(rng.random((N, T, T)) < 0.8)),  # whole on each device
     }
     options = {"score_mod": mods.alibi, "dropout_rate": 0.4}
     runs = {kind: sharded(kind, 4, "contiguous", told, options) for kind in ("ring", "ulysses")}
