@@ -1,4 +1,9 @@
-"""The only dispatch: which implementation of an operator runs, and why the others do not."""
+"""The only dispatch: which implementation of an operator runs, and why the others do not.
+
+A name is an order. Where there is none, an implementation must take the call (`supports`), and a kernel must
+be picked by `proven.why_not_picked`: by the environment, else by the record of `check --enable` on that chip,
+else by what `targets.GENERATIONS` says to have passed. The portable path is what is left.
+"""
 
 import contextlib
 import contextvars
@@ -177,7 +182,7 @@ def select(
     options: Any,
     operands: Any,
 ) -> Implementation:
-    """Returns the implementation to run: the one asked for, or the first of the list that can.
+    """Returns the implementation to run: the one asked for, else the proven kernel or the portable path.
 
     Raises:
       ValueError: `requested` is not the name of an implementation.

@@ -20,7 +20,8 @@ For frameworks that have no cache of their own (Haiku, Equinox) `decode` does a 
 
 That cache holds keys before the rotation: rows that begin at different places tell positions at each call.
 
-A layer of another framework declares `OPTIONS` and the arguments of `Tokens` in its own manner, makes
+The names of parameters stand in each framework's own `multi_head.py`. A layer of another framework (the
+shortest to follow is Haiku's) declares `OPTIONS` and the arguments of `Tokens` in its own manner, makes
 `MultiHeadAttentionParams`, and hands all that to `attend`.
 
 Shapes: ... batch, T queries, S keys, N heads, K key heads, H and Hv their sizes, Eq Ek Ev Eo widths, L tokens

@@ -8,7 +8,7 @@ A query t sees a key s if every condition that is given holds:
 
 A bias of -inf hides, too. `AXES` is the one table of which array has which axes: slices of a batch, parts of
 the queries, the keys that travel around a ring, shardings and tiles follow from it. `visibility.py`
-reads the conditions: by element, by tile, by row and by column.
+reads the conditions: by element, by tile, by row and by column. It also lists what a further one takes.
 """
 
 import dataclasses

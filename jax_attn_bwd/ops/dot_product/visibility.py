@@ -3,9 +3,16 @@
 NaN in a query that sees nothing, or in a key that nothing sees, must reach nothing, so what is told of these
 is exact; it takes memory linear in T and S. What bounds tell of whole tiles may call one live that is not.
 
-This module alone reads the conditions; kernels visit the tiles that it names. A further condition goes into
-`mask.AXES`, into `_elements`, and into `of_tiles` if ranges of tokens tell something of it; `tells_by_index`
-says whether rows and keys have a closed form under it.
+On the portable path this module alone reads the conditions. Kernels visit the tiles that it names, and
+compare the elements of mixed ones themselves. A further condition of a call takes, in this order:
+
+* `api.py`, `spec.AttentionKeywords` and `arguments.mask_of`: the argument and its checks;
+* `mask.Mask` and `mask.AXES`: the field, and its axes, by which slices, parts, rings and shardings cut it;
+* here `_elements`, `of_tiles` if ranges of tokens tell something of it, and `tells_by_index`, whether rows
+  and keys have a closed form under it;
+* `kernels/inputs.py` and what each chip compares (`_seen` of `hopper_tiles.py` and of `tpu_tiles.py`), or a
+  refusal in their `unsupported`;
+* the layer's `arguments.py`, `parallel/arguments.py`, and `layers/multi_head.Tokens` if it tells of tokens.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""Sums, means and maxima over the edges into each destination: the public functions and the rules."""
+"""`edge_sum`, `edge_mean`, `edge_max`: sums, means and maxima over the edges into each destination.
+
+The public functions and their rules; `forward.py` and `loops.py` have the sums inside graph attention.
+"""
 
 from collections.abc import Callable
 from functools import partial

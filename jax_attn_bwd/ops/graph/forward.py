@@ -99,7 +99,8 @@ def _sums(
     z = [kind.dropout_factors(t, chunk) for chunk in parts]
     w = [p_k if z_k is None else p_k * z_k for p_k, z_k in zip(p, z, strict=True)]
 
-    # w times the messages, a chunk of edges at a time, into runs and from these into nodes
+    # w times the messages, a chunk of edges at a time, into runs and from these into nodes; `loops.add` keeps
+    # the order of every sum, also where a scatter has none (`loops.add_in_fixed_order`)
     add = lambda out, rows, chunk: loops.add(out, chunk, rows)
     runs, count = loops.in_runs(graph)
     sums = full_like_operands(like, (count, H, D), 0, dtype, operands)

@@ -2,10 +2,10 @@
 
 A block computes 2 x block_q query rows of one head with three warpgroups. One loads keys and values into a
 ring of shared-memory stages (TMA). The other two hold block_q rows each, and take turns: while one has the
-tensor cores for its products (wgmma), the other computes exponentials. The softmax is the online one of
-`forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap the maximum is
-subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_low` p is two
-numbers, what rounding takes from it the second, and each is multiplied with v.
+tensor cores for its products (wgmma), the other computes exponentials. The softmax is that of
+`online_softmax.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap the
+maximum is subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_low` p is
+two numbers, what rounding takes from it the second, and each is multiplied with v.
 
 References:
   Shah et al., FlashAttention-3, 2024, arXiv:2407.08608, section 3.1 (ping-pong scheduling).
@@ -189,7 +189,7 @@ def _kernel(
             decay, p, m, l = _softmax(options, refs, keeps_low, s, tile, bounds.mixed(t), *carry[1:])
             acc = carry[0] * lax.broadcast_in_dim(decay, carry[0].shape, [0])
             acc, m, l, p = lax.optimization_barrier((acc, m, l, p))
-            # acc += p v, when the turn has come back
+            # the other's turn; acc += p v when one's own has come back
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_loaded.at[slot])
             plgpu.barrier_wait(turn)
