@@ -13,7 +13,7 @@ FUNCTIONS = {
     f"{module.__name__}.{name}": function
     for module in (jax_attn_bwd, parallel, bnns, cugraph)
     for name, function in vars(module).items()
-    if inspect.isfunction(function)
+    if inspect.isfunction(function) and not name.startswith("_")
 }
 # flags that change what is returned
 FLAGS = {
