@@ -75,11 +75,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Tests marked gradients have a parameter `implementation`; see `pytest_sessionfinish`."""
+    """Tests marked gradients have a parameter `implementation`; see `pytest_sessionfinish`.
+
+    An implementation may refuse every case of a share, so a share of the thorough tests promises none.
+    """
+    in_share = bool(session.config.getoption("thorough_share"))
     compared = {
         (item.callspec.params["operator"].name, item.callspec.params["implementation"])
         for item in session.items
         if item.get_closest_marker("gradients") and _can_run(item)
+        if not (in_share and item.get_closest_marker("thorough"))
     }
     session.config.stash[meant] = compared
 
