@@ -39,7 +39,7 @@ from jax_attn_bwd.bench import peers
 from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
 from jax_attn_bwd.ops.dot_product import engine, tiles, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
-from jax_attn_bwd.ops.dot_product.plan import count
+from jax_attn_bwd.ops.dot_product.plan import Materialized, count
 from jax_attn_bwd.ops.graph import cases as graph_cases
 
 
@@ -117,12 +117,13 @@ def visited(case: Case) -> str:
     flags = {"dropout_rate": 0.0, "broadcast_dropout": False, "deterministic_sums": True, "is_causal": False}
     x = jax.numpy.zeros(case.shapes()["query"].shape, case.dtype)
     options, operands = prepare("bench", x, x, x, None, None, **{**defaults, **flags, **case.options})
-    tiling, T = engine.planned("xla", options, operands).tiling, x.shape[1]
-    if tiling.is_materialized:
-        return f"{tiling.batch_slices} batch slices of whole planes"
-    full, mixed, _ = tiles.static_pairs(visibility.tile_mask(operands.mask, None, operands.sizes), tiling)
-    total = count(T, tiling.block_q) * count(T, tiling.block_k)
-    return f"{len(full) + len(mixed)} of {total} tiles of {tiling.block_q} x {tiling.block_k}"
+    schedule, T = engine.planned("xla", options, operands).schedule, x.shape[1]
+    if isinstance(schedule, Materialized):
+        return f"{schedule.batch_slices} batch slices of whole planes"
+    given = visibility.tile_mask(operands.mask, None, operands.sizes)
+    full, mixed, _ = tiles.static_pairs(given, *schedule.blocks)
+    total = count(T, schedule.block_q) * count(T, schedule.block_k)
+    return f"{len(full) + len(mixed)} of {total} tiles of {schedule.block_q} x {schedule.block_k}"
 
 
 def _our_dense(case: Case, args: tuple) -> list[Contender]:

@@ -17,7 +17,7 @@ from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.bench import report
 from jax_attn_bwd.ops.dot_product import strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import GPU_TILE, plan
+from jax_attn_bwd.ops.dot_product.plan import GPU_TILE, Strips, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.strips import StripSource
 
@@ -152,10 +152,10 @@ def _widths_taken(operand: Any) -> tuple[float, ...]:
     mask = Mask(is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids)
     operands = Operands(operand, operand, operand, mask=mask)
     with targets.aimed_at(CHIPS[0]):
-        tiling = plan("xla", Options(scale=1.0), operands).tiling
-    if not tiling.runtime_extent:
+        schedule = plan("xla", Options(scale=1.0), operands).schedule
+    if not (isinstance(schedule, Strips) and schedule.runtime_extent):
         return ()
-    plane = StripSource.of(tiling, operands)
+    plane = StripSource.of(schedule, operands)
     found = [strips.extents(plane, axis) for axis in (0, 1)]
     taken = [np.bincount(np.ravel(x.width), minlength=len(x.widths)) / x.width.size for x in found]
     return tuple(map(float, np.maximum(*taken)))

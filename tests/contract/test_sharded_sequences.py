@@ -23,9 +23,10 @@ from jax_attn_bwd import (
     multi_scale_deformable_attention,
 )
 from jax_attn_bwd._core.split import Pieces
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Tiles
 
 T, N, H = 64, 4, 8
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -91,11 +92,11 @@ IN_TURN = [(case, "all-BxTxN", (AUTO, EXPLICIT)[number % 2]) for number, case in
 def small_tiles(monkeypatch):
     """4 x 8, so that 64 tokens are many tiles, two also of one part of 8."""
 
-    def small(cls, operands, sizes, parts=1):
-        return cls(min(4, sizes.T), 8, str(operands.query.dtype), parts=parts)
+    def small(operands, sizes, parts=1):
+        return Tiles(min(4, sizes.T), 8, str(operands.query.dtype), parts=parts)
 
     jax.clear_caches()  # what was traced with other tiles
-    monkeypatch.setattr(Tiling, "default_for", classmethod(small))
+    monkeypatch.setattr(planning, "default_schedule", small)
     yield
     jax.clear_caches()
 

@@ -67,6 +67,7 @@ LAYERS = (
     ("ops/*/materialized", "ops/*/strips", "ops/*/strip_products"),
     ("ops/*/forward",),
     ("ops/*/backward", "ops/*/tangent"),
+    ("ops/dot_product/portable",),
     ("ops/*/engine",),
     # the one operator that builds on another, through its block
     ("ops/multi_head/projections", "ops/multi_head/appended", "ops/multi_head/plan"),

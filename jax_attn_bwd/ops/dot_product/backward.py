@@ -42,65 +42,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves, split
+from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
-from jax_attn_bwd._core.sharding import full_like_operands, match_type
-from jax_attn_bwd.ops.dot_product import devices, layout, materialized, mod_functions, row_terms, strips
+from jax_attn_bwd._core.sharding import full_like_operands
+from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
-from jax_attn_bwd.ops.dot_product.plan import Plan
-from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result, Wanted
+from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
+from jax_attn_bwd.ops.dot_product.spec import Operands, Result, Wanted
 from jax_attn_bwd.ops.dot_product.tiles import TileOperands, tile, tile_operands, tile_scan
-
-
-@partial(jax.jit, static_argnums=0)
-def backward(
-    plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
-) -> DotProductAttentionGrads:
-    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
-    given, result, wanted = residuals
-    operands, rows = devices.with_whole_keys(given), (result, dout, dlse)
-    tiling, run = plan.tiling, _tiled
-    if tiling.is_materialized:
-        run = materialized.backward
-    elif tiling.in_strips:
-        run = strips.backward
-    if wanted.names == {"sink"} and not (tiling.is_materialized and wanted.alone):
-        run = _of_sink_alone
-    run = partial(run, plan, wanted)
-
-    # At once, in parts of the queries, or in slices of the batch, which add up what the batch shares.
-    if plan.pieces is not None:
-        grads = devices.gradients(plan, run, operands, wanted.names, rows)
-    elif tiling.batch_slices > 1:
-        step, slices = devices.in_slices(plan, run, operands, *rows)
-        sums, found = lax.scan(
-            step, _zeros_like(operands, wanted.names - operands.arrays_with_batch(), rows), slices
-        )
-        grads = split.joined(found) | sums
-    else:
-        grads = run(operands, *rows)
-
-    # In the types of the operands.
-    like = lambda name: float_leaves.floats(getattr(given, name))
-    return DotProductAttentionGrads(
-        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
-    )
-
-
-def _zeros_like(operands: Operands, names: frozenset[str], rows: Any) -> dict[str, Any]:
-    """Returns zeros of the shapes of these operands, in the accumulator's dtype."""
-    dtype = accumulator_dtype(operands.query.dtype)
-    zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
-    return {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in names}
-
-
-def _of_sink_alone(
-    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
-) -> dict[str, Any]:
-    """Computes the gradient of the sink, which needs the rows alone."""
-    _, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
-    return {"sink": row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))}
 
 
 class _Saved(NamedTuple):
@@ -113,13 +63,13 @@ class _Saved(NamedTuple):
     delta: jax.Array
 
 
-def _tiled(
-    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+def backward(
+    plan: Plan, schedule: Tiles, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
 ) -> dict[str, Any]:
     """Computes the gradients named in `wanted`, in the accumulator's dtype, tile by tile."""
     # What all tiles read, padded to whole ones; rows that see nothing have a cotangent of 0.
     dout, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
-    w, block_q = tile_operands(plan, operands), plan.tiling.block_q
+    w, block_q = tile_operands(plan.options, schedule, operands), schedule.block_q
     lse, low = row_terms.finite_lse(result)
     live_dout, live_delta = row_terms.in_live_rows(w.live, dout, delta)
     rows = (*(layout.split_rows(x, w.q.shape[-3]) for x in (lse, low)), live_delta)
@@ -127,7 +77,7 @@ def _tiled(
 
     # Every tile adds its share to the sums.
     sums = _zeros(wanted.names, saved, accumulator_dtype(operands.query.dtype))
-    step, tiles = tile_scan(partial(_step, plan, saved), w.mask, plan.tiling)
+    step, tiles = tile_scan(partial(_step, plan.options, schedule, saved), w.mask, schedule)
     if tiles is not None:
         sums, _ = lax.scan(step, sums, tiles)
     grads = _in_shapes_of(operands, w, sums)
@@ -188,16 +138,16 @@ def _zeros(wanted: frozenset[str], saved: "_Saved", dtype: Any) -> dict[str, jax
     return zeros
 
 
-def _step(plan, saved, mixed, sums, visit):
+def _step(options, schedule, saved, mixed, sums, visit):
     """Adds the share of tile (i, j) to every sum."""
     # The part of each sum that this tile adds to.
     i, j, live = visit
-    q, k = (i, plan.tiling.block_q), (j, plan.tiling.block_k)
+    q, k = (i, schedule.block_q), (j, schedule.block_k)
     blocks = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
     old = {name: take_at(x, blocks[name]) if name in blocks else x for name, x in sums.items()}
 
     # The share is formed again by a backward of this backward; a dead tile gives zeros.
-    share = jax.checkpoint(partial(_share, plan, saved, mixed=mixed), prevent_cse=False)
+    share = jax.checkpoint(partial(_share, options, schedule, saved, mixed=mixed), prevent_cse=False)
     if live is None:
         added = share(old, i, j)
     else:
@@ -216,14 +166,14 @@ def _swapped(shares):
     return {name: swap(name, x) for name, x in shares.items()}
 
 
-def _share(plan, saved, old, i, j, *, mixed):
+def _share(options, schedule, saved, old, i, j, *, mixed):
     """Computes what tile (i, j) gives to each sum named in `old`; keys and values are `_swapped`."""
     # The tile's operands; its logits lie transposed, [..., K, S, G, T].
-    options, tiling, w = plan.options, plan.tiling, saved.operands
+    w = saved.operands
     matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=saved.lse.dtype)
-    q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
-    dout = take_at(saved.dout, {-2: (i, tiling.block_q)}).astype(tiling.product_dtype)
-    lse, low, delta = (take_at(x, {-1: (i, tiling.block_q)}) for x in saved[2:])
+    q, k, v, bias, seen, places = tile(options, schedule, w, i, j, mixed)
+    dout = take_at(saved.dout, {-2: (i, schedule.block_q)}).astype(schedule.product_dtype)
+    lse, low, delta = (take_at(x, {-1: (i, schedule.block_q)}) for x in saved[2:])
 
     # The probabilities again, from logits formed as in the forward and the row's lse.
     logits = scaled_product(options, q, k, lse.dtype, transposed=True)  # (1)
@@ -241,7 +191,7 @@ def _share(plan, saved, old, i, j, *, mixed):
     # Through the product with the values, and back to the logits.
     z = 1
     if w.counters is not None:
-        z = _transposed(dropout_of_tile(options, tiling, w.counters, i, j, p.dtype))
+        z = _transposed(dropout_of_tile(options, schedule, w.counters, i, j, p.dtype))
     share = {}
     if "value" in old:
         share["value"] = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)

@@ -14,7 +14,7 @@ from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.dot_product import layout
 from jax_attn_bwd.ops.dot_product.layout import take_at
-from jax_attn_bwd.ops.dot_product.plan import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 
@@ -86,11 +86,11 @@ def dropout_counters(options: Options, operands: Operands, block_q: int, block_k
 
 
 def dropout_of_tile(
-    options: Options, tiling: Tiling, counters: DropoutCounters, i: Any, j: Any, dtype: Any
+    options: Options, schedule: Tiles, counters: DropoutCounters, i: Any, j: Any, dtype: Any
 ) -> jax.Array:
     """Returns the factors of tile (i, j), `[..., K, G, block_q, block_k]`."""
-    rows = take_at(counters.rows, {0: (i, tiling.block_q)})
-    columns = take_at(counters.columns, {0: (j, tiling.block_k)})
+    rows = take_at(counters.rows, {0: (i, schedule.block_q)})
+    columns = take_at(counters.columns, {0: (j, schedule.block_k)})
     return _factors(options, counters.keys, rows, columns, dtype, drawn_once=False)
 
 

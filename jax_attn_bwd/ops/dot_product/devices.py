@@ -142,4 +142,4 @@ def in_slices(plan: Plan, run: Callable[..., Any], operands: Operands, *rows: An
         axes["dropout_offset"] = Offset(0, None, None, None)
     of_operands: Any = dict.fromkeys(Operands._fields) | axes
     all_axes = (Operands(**of_operands), *(0 for _ in rows))
-    return split.in_turn(plan.tiling.batch_slices, run, (operands, *rows), all_axes)
+    return split.in_turn(plan.batch_slices, run, (operands, *rows), all_axes)

@@ -38,8 +38,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn_bwd._core import backend
-from jax_attn_bwd.ops.dot_product import backward as portable_backward
-from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product import portable
 from jax_attn_bwd.ops.dot_product.block import dropout_factors
 from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
 from jax_attn_bwd.ops.dot_product.materialized import (
@@ -70,7 +69,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
 from jax_attn_bwd.ops.dot_product.tangent import sums as tangent_sums
 from jax_attn_bwd.ops.dot_product.tangent import through_softmax
 
-_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
+_PORTABLE = backend.Implementation("xla", portable.forward, portable.backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("hopper",)),

@@ -1,6 +1,4 @@
-"""Portable forward of dense attention: one pass over the tiles with the online softmax, `online_softmax.py`.
-
-A plane of one small tile has a shorter way, `materialized.py`; strips are for GPUs, `strips.py`.
+"""Forward of dense attention tile by tile: one pass with the online softmax, `online_softmax.py`.
 
 References:
   Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
@@ -13,52 +11,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import split
 from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
-from jax_attn_bwd._core.pallas import opaque
-from jax_attn_bwd._core.sharding import tie
-from jax_attn_bwd.ops.dot_product import devices, layout, materialized, mod_functions, row_terms, strips
+from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.online_softmax import State
-from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
 from jax_attn_bwd.ops.dot_product.tiles import tile, tile_operands, tile_scan
 
 
-# Opaque as a kernel is: a policy that saves products would save those of every tile, T x S numbers.
-@opaque
-@partial(jax.jit, static_argnums=0)
-def forward(plan: Plan, operands: Operands) -> Result:
-    """Computes the output and its row values."""
-    whole, run = devices.with_whole_keys(operands), _tiled
-    if plan.tiling.is_materialized:
-        run = materialized.forward
-    elif plan.tiling.in_strips:
-        run = strips.forward
-    run = partial(run, plan)
-
-    # At once, in parts of the queries, or in slices of the batch.
-    if plan.pieces is not None:
-        result = devices.forward(plan, run, whole)
-    elif plan.tiling.batch_slices > 1:
-        step, slices = devices.in_slices(plan, run, whole)
-        result = split.joined(lax.scan(step, {}, slices)[1])
-    else:
-        result = run(whole)
-    return tie(result, operands)
-
-
-def _tiled(plan: Plan, operands: Operands) -> Result:
+def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
     """Computes the result tile by tile."""
     # What each row keeps begins with the sink, if there is one, broadcast to [..., K, G, T].
-    w, sink = tile_operands(plan, operands), operands.sink
-    step, tiles = tile_scan(partial(_step, plan, w), w.mask, plan.tiling)
+    w, sink = tile_operands(plan.options, schedule, operands), operands.sink
+    step, tiles = tile_scan(partial(_step, plan.options, schedule, w), w.mask, schedule)
     if sink is not None:
         sink = sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
     state = online.initial(w.q, w.v.shape[-1], sink, operands)
-    rounds = plan.tiling.product_dtype != state.acc.dtype and plan.low_matters
+    rounds = schedule.product_dtype != state.acc.dtype and plan.low_matters
     sums = _Sums(state, jnp.zeros_like(state.acc) if rounds else None)
     if tiles is not None:
         sums, _ = lax.scan(step, sums, tiles)
@@ -66,7 +38,7 @@ def _tiled(plan: Plan, operands: Operands) -> Result:
     # The output and its row values, [..., T, N, Hv] and [..., T, N], without padding.
     state, lost = sums
     T = operands.query.shape[-3]
-    may_be_empty = w.live is not None or not isinstance(T, int) or T % plan.tiling.block_q != 0
+    may_be_empty = w.live is not None or not isinstance(T, int) or T % schedule.block_q != 0
     out, lse, low = online.finished(state, may_be_empty)
     whole_rows = lambda x: layout.merge_heads(x)[..., :T, :, :]
     if lost is not None:
@@ -83,25 +55,25 @@ class _Sums(NamedTuple):
     lost: jax.Array | None  # what rounding p takes from `state.acc`; no one reads it but gradients that ask
 
 
-def _step(plan, w, mixed, sums, visit):
+def _step(options, schedule, w, mixed, sums, visit):
     """Folds key tile j into the rows of query tile i."""
     i, j, live = visit
-    q = (i, plan.tiling.block_q)
+    q = (i, schedule.block_q)
     blocks = _Sums(State(acc={-2: q}, m={-1: q}, l={-1: q}), None if sums.lost is None else {-2: q})
     rows = jax.tree.map(take_at, sums, blocks)
 
     # The tile is formed again by a backward of this forward; a dead one leaves the rows as they are.
-    update = jax.checkpoint(partial(_update, plan, w, mixed=mixed), prevent_cse=False)
+    update = jax.checkpoint(partial(_update, options, schedule, w, mixed=mixed), prevent_cse=False)
     skip = lambda rows, i, j: rows
     rows = update(rows, i, j) if live is None else lax.cond(live, update, skip, rows, i, j)
     return jax.tree.map(put_at, sums, rows, blocks), None
 
 
-def _update(plan, w, sums, i, j, *, mixed):
+def _update(options, schedule, w, sums, i, j, *, mixed):
     """Returns the sums of the rows of query tile i with key tile j."""
     # The logits of the tile, [..., K, G, block_q, block_k], -inf where unseen.
-    options, (rows, lost) = plan.options, sums
-    q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
+    rows, lost = sums
+    q, k, v, bias, seen, places = tile(options, schedule, w, i, j, mixed)
     logits, _ = soft_capped(options, scaled_product(options, q, k, rows.l.dtype))
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
@@ -114,7 +86,7 @@ def _update(plan, w, sums, i, j, *, mixed):
     m, decay, p = online.weights(rows.m, logits)
     l = rows.l * decay + p.sum(-1)
     if w.counters is not None:
-        p = p * dropout_of_tile(options, plan.tiling, w.counters, i, j, p.dtype)
+        p = p * dropout_of_tile(options, schedule, w.counters, i, j, p.dtype)
     product = {"precision": options.precision, "preferred_element_type": p.dtype}
     add = lambda acc, p: acc * decay[..., None] + jnp.einsum("...gts,...sh->...gth", p, v, **product)
     if lost is not None:

@@ -21,7 +21,7 @@ from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visib
 from jax_attn_bwd.ops.dot_product.block import dropout_factors, soft_capped
 from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
 from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
-from jax_attn_bwd.ops.dot_product.plan import Plan, product_dtype
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.tiles import unpoisoned
 
@@ -136,7 +136,7 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
     return _Rows(e, m, jnp.where(l == 0, 1, l), l == 0)
 
 
-def forward(plan: Plan, operands: Operands) -> Result:
+def forward(plan: Plan, _: Materialized, operands: Operands) -> Result:
     """Computes attention over all keys, with its row values."""
     # The softmax, and lse with what rounding takes from it.
     whole = plane(plan.options, operands)
@@ -159,7 +159,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 
 def backward(
-    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+    plan: Plan, _: Materialized, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
 ) -> dict[str, Any]:
     """Computes the gradients named in `wanted`, in the accumulator's dtype.
 

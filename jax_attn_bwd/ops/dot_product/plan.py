@@ -1,7 +1,7 @@
 """`Plan`: how a call is computed, decided once in the public function and used by all rules.
 
-Part of it is the `Tiling`: into which tiles or strips the portable path cuts a call, and how many batch
-entries it takes at a time.
+Part of it is the `Schedule` of the portable path: the plane at once, tiles or strips, and how many batch
+entries are taken at a time.
 """
 
 import math
@@ -20,8 +20,6 @@ from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
-pass
-
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
 MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
 MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
@@ -34,126 +32,147 @@ LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """How the plane is cut and its products taken: changes speed and rounding, never the meaning."""
+class Materialized:
+    """The plane is one tile: no walk, see `materialized.py`."""
+
+    batch_slices: int = 1  # of the first batch axis, one after the other
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A plane that is cut into blocks of rows and columns."""
 
     block_q: int
     block_k: int
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        return self.block_q, self.block_k
+
+
+@dataclass(frozen=True)
+class Tiles(_Blocks):
+    """Tiles one after the other, which add to sums, see `tiles.py`."""
+
     product_dtype: str  # of the factors of matrix products
-    batch_slices: int = 1  # of the first batch axis, one after the other
-    is_materialized: bool = False  # the plane is one tile: no walk, see `materialized.py`
+    batch_slices: int = 1
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
-    in_strips: bool = False  # blocks of rows or keys against all that they meet, see `strips.py`
-    runtime_extent: bool = False  # which of a few widths a strip has is told at run time
+
+
+@dataclass(frozen=True)
+class Strips(_Blocks):
+    """Blocks of rows or keys against all that they meet, see `strips.py`."""
+
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
+    runtime_extent: bool = False  # which of a few widths a strip has is told at run time
 
-    @classmethod
-    def default_for(cls, operands: Operands, sizes: Sizes, parts: int = 1) -> "Tiling":
-        """Picks measured tiles for the target platform (see bench/results), or the whole plane.
 
-        Args:
-          operands: of the call.
-          sizes: of the call, or of one of `parts` of its queries that walk in step.
-        """
-        mask, dtype, on_cpu = operands.mask, operands.query.dtype, targets.platform() == "cpu"
-        batch, T, S, _, _ = sizes
+# How the portable path cuts the plane: this changes speed and rounding, never the meaning.
+Schedule = Materialized | Tiles | Strips
 
-        # Tiles that caches hold; on one CPU so many batch entries at a time that a tile of all fits, too.
-        block_q, block_k = (256, 512) if on_cpu else (GPU_TILE, GPU_TILE)  # not measured but on a CPU
-        slices = 1
-        if on_cpu:
-            heads = math.prod(batch) * sizes.N
-            if not _may_be_sharded(operands.query):
-                plane = _even_block(T, block_q) * _even_block(S, block_k)
-                slices = _batch_slices(batch, sizes.N * plane)
-            if isinstance(heads, int) and heads >= 64 * slices:
-                block_q, block_k = 128, 128
 
-        # Narrow tiles where much of wide ones is hidden.
-        if mask.window is not None:
-            left, right = mask.window
-            if left + (0 if mask.is_causal else right) < block_k:
-                block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
-        elif on_cpu and _visits_less(operands, sizes, block_q, block_q, than=block_k):
-            block_k = block_q
+def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materialized | Tiles:
+    """Picks measured tiles for the target platform (see bench/results), or the whole plane.
 
-        # One tile of it all where the plane is small.
-        all_sizes = (parts, *batch, sizes.N, T, S)
-        known = all(isinstance(n, int) for n in all_sizes)
-        if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
-            return cls(T, S, str(product_dtype(dtype)), slices, is_materialized=True, parts=parts)
+    Args:
+      operands: of the call.
+      sizes: of the call, or of one of `parts` of its queries that walk in step.
+    """
+    mask, dtype, on_cpu = operands.mask, operands.query.dtype, targets.platform() == "cpu"
+    batch, T, S, _, _ = sizes
 
-        blocks = _even_block(T, block_q), _even_block(S, block_k)
-        if on_cpu:
-            blocks = tile_sizes(mask.mask_mod, *blocks)
-        return cls(*blocks, str(product_dtype(dtype)), slices, parts=parts)
+    # Tiles that caches hold; on one CPU so many batch entries at a time that a tile of all fits, too.
+    block_q, block_k = (256, 512) if on_cpu else (GPU_TILE, GPU_TILE)  # not measured but on a CPU
+    slices = 1
+    if on_cpu:
+        heads = math.prod(batch) * sizes.N
+        if not _may_be_sharded(operands.query):
+            plane = _even_block(T, block_q) * _even_block(S, block_k)
+            slices = _batch_slices(batch, sizes.N * plane)
+        if isinstance(heads, int) and heads >= 64 * slices:
+            block_q, block_k = 128, 128
 
-    def on_gpu(self, options: Options, operands: Operands) -> "Tiling":
-        """Replaces these tiles by strips on a GPU, where strips know what the call needs.
+    # Narrow tiles where much of wide ones is hidden.
+    if mask.window is not None:
+        left, right = mask.window
+        if left + (0 if mask.is_causal else right) < block_k:
+            block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
+    elif on_cpu and _visits_less(operands, sizes, block_q, block_q, than=block_k):
+        block_k = block_q
 
-        They have sizes of their own, or, where these would be too many, one of a few widths: XLA compiles a
-        product of each size, and tries variants of it.
-        """
-        # Strips know neither functions nor bias and dropout.
-        mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
-        functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
-        others = operands.bias is not None or options.dropout_rate > 0
-        known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
-        if targets.platform() != "gpu" or self.is_materialized or functions or others or not known:
-            return self
+    # One tile of it all where the plane is small.
+    all_sizes = (parts, *batch, sizes.N, T, S)
+    known = all(isinstance(n, int) for n in all_sizes)
+    if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
+        return Materialized(slices)
 
-        # Where arrays may empty whole tiles, strips whose extent is told at run time.
-        has_plane = mask.has("elements") and not mask.hides_keys_alone
-        of_tiles = self if has_plane else self._with_widths(operands)
-        if mask.has(*AXES) and max(T, S) > GPU_TILE:  # tiles may be empty
-            return of_tiles
+    blocks = _even_block(T, block_q), _even_block(S, block_k)
+    if on_cpu:
+        blocks = tile_sizes(mask.mask_mod, *blocks)
+    return Tiles(*blocks, str(product_dtype(dtype)), slices, parts)
 
-        # Blocks of rows and of keys, and slices of a device's heads, so that a strip has about STRIP_LOGITS
-        # logits of a head and no more than SLICE_LOGITS of all; where a band ends strips, shorter ones.
-        heads = math.prod(_own(operands))
-        is_divided, is_banded = heads == 0, mask.is_banded and not mask.has_positions
-        slices, blocks, logits = 1, [], groups * T * S
-        if not (is_banded or is_divided):
-            slices = slices_of(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
-        for length, other in ((T, S), (S, T)):
-            seen = other  # by a strip
-            if mask.window is not None and is_banded:
-                seen = min(seen, sum(mask.window) + 2 * LEAST_STRIP)
-            block = STRIP_LOGITS * slices // seen // LEAST_TILE * LEAST_TILE
-            most = max(length // 8, LEAST_STRIP) if is_banded else length
-            blocks.append(_even_block(length, max(min(block, most), LEAST_STRIP)))
-            logits = min(logits, groups * blocks[-1] * seen)
 
-        # Each strip of each slice is a product of its own size to compile: not too many of them.
-        strips = max(count(T, blocks[0]), count(S, blocks[1]))
-        if is_banded and not is_divided:
-            slices = slices_of(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
-        if strips > MOST_STRIPS or strips * slices > MOST_PIECES:
-            return of_tiles
-        slices = 0 if is_divided else slices
-        return replace(self, block_q=blocks[0], block_k=blocks[1], in_strips=True, head_slices=slices)
+def on_gpu(schedule: Materialized | Tiles, options: Options, operands: Operands) -> Schedule:
+    """Replaces tiles by strips on a GPU, where strips know what the call needs.
 
-    def _with_widths(self, operands: Operands) -> "Tiling":
-        """Picks strips of a few widths, or these tiles where the widest has no room."""
-        _, T, S, _, groups = operands.sizes
-        (entries, heads), longest = _own(operands), max(T, S)
-        if heads == 0:  # how batch and heads lie is not told: tiles of one entry and head decide
-            turns, block = 0, min(2 * STRIP_LOGITS // longest // LEAST_TILE * LEAST_TILE, GPU_TILE)
-            has_room = block >= LEAST_STRIP
-        else:  # as few entries in turn as fill the device with one block of rows
-            tile = lambda block: heads * groups * min(block, T) * min(block, S)  # logits, of a batch entry
-            least = TURN_LOGITS // tile(GPU_TILE)
-            turns = _turns(entries, least) if _tells_entries_apart(operands.mask) else 1
-            small, own = GPU_TILE // 2, entries // turns
-            block = small if own * tile(small) >= TURN_LOGITS else GPU_TILE
-            has_room = own * tile(block) * count(longest, block) <= MOST_STRIPS * SLICE_LOGITS
-        if not has_room:
-            return self
+    They have sizes of their own, or, where these would be too many, one of a few widths: XLA compiles a
+    product of each size, and tries variants of it.
+    """
+    # Strips know neither functions nor bias and dropout.
+    mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
+    functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
+    others = operands.bias is not None or options.dropout_rate > 0
+    known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
+    is_small = isinstance(schedule, Materialized)
+    if targets.platform() != "gpu" or is_small or functions or others or not known:
+        return schedule
 
-        # Strips of blocks of that size.
-        sides = _even_block(T, block), _even_block(S, block)
-        strips = replace(self, block_q=sides[0], block_k=sides[1], in_strips=True)
-        return replace(strips, runtime_extent=True, head_slices=turns)
+    # Where arrays may empty whole tiles, strips whose extent is told at run time.
+    has_plane = mask.has("elements") and not mask.hides_keys_alone
+    of_tiles = schedule if has_plane else _with_widths(operands) or schedule
+    if mask.has(*AXES) and max(T, S) > GPU_TILE:  # tiles may be empty
+        return of_tiles
+
+    # Blocks of rows and of keys, and slices of a device's heads, so that a strip has about STRIP_LOGITS
+    # logits of a head and no more than SLICE_LOGITS of all; where a band ends strips, shorter ones.
+    heads = math.prod(_own(operands))
+    is_divided, is_banded = heads == 0, mask.is_banded and not mask.has_positions
+    slices, blocks, logits = 1, [], groups * T * S
+    if not (is_banded or is_divided):
+        slices = slices_of(heads, max(count(T * S, STRIP_LOGITS), count(heads * logits, SLICE_LOGITS)))
+    for length, other in ((T, S), (S, T)):
+        seen = other  # by a strip
+        if mask.window is not None and is_banded:
+            seen = min(seen, sum(mask.window) + 2 * LEAST_STRIP)
+        block = STRIP_LOGITS * slices // seen // LEAST_TILE * LEAST_TILE
+        most = max(length // 8, LEAST_STRIP) if is_banded else length
+        blocks.append(_even_block(length, max(min(block, most), LEAST_STRIP)))
+        logits = min(logits, groups * blocks[-1] * seen)
+
+    # Each strip of each slice is a product of its own size to compile: not too many of them.
+    strips = max(count(T, blocks[0]), count(S, blocks[1]))
+    if is_banded and not is_divided:
+        slices = slices_of(heads, min(count(heads * logits, SLICE_LOGITS), max(MOST_PIECES // strips, 1)))
+    if strips > MOST_STRIPS or strips * slices > MOST_PIECES:
+        return of_tiles
+    return Strips(blocks[0], blocks[1], 0 if is_divided else slices)
+
+
+def _with_widths(operands: Operands) -> Strips | None:
+    """Picks strips of a few widths; None where the widest has no room."""
+    _, T, S, _, groups = operands.sizes
+    (entries, heads), longest = _own(operands), max(T, S)
+    if heads == 0:  # how batch and heads lie is not told: tiles of one entry and head decide
+        turns, block = 0, min(2 * STRIP_LOGITS // longest // LEAST_TILE * LEAST_TILE, GPU_TILE)
+        has_room = block >= LEAST_STRIP
+    else:  # as few entries in turn as fill the device with one block of rows
+        tile = lambda block: heads * groups * min(block, T) * min(block, S)  # logits, of a batch entry
+        least = TURN_LOGITS // tile(GPU_TILE)
+        turns = _turns(entries, least) if _tells_entries_apart(operands.mask) else 1
+        small, own = GPU_TILE // 2, entries // turns
+        block = small if own * tile(small) >= TURN_LOGITS else GPU_TILE
+        has_room = own * tile(block) * count(longest, block) <= MOST_STRIPS * SLICE_LOGITS
+    return Strips(_even_block(T, block), _even_block(S, block), turns, True) if has_room else None
 
 
 def _tells_entries_apart(mask: Any) -> bool:
@@ -254,7 +273,7 @@ class Plan:
     Attributes:
       options: what is computed.
       implementation: the name of the one that runs.
-      tiling: the tiles of the portable path, which also gives the derivatives of kernels' results.
+      schedule: of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
       low_matters: whether what rounding takes from `out` would be missed, see `low_matters`.
       keeps_low: whether a kernel's forward keeps it, and what rounding takes from p.
@@ -262,25 +281,44 @@ class Plan:
 
     options: Options
     implementation: str
-    tiling: Tiling
+    schedule: Schedule
     pieces: Pieces | None = None
     low_matters: bool = False
     keeps_low: bool = False
+
+    @property
+    def batch_slices(self) -> int:
+        """The slices of the batch that are taken one after the other."""
+        return 1 if isinstance(self.schedule, Strips) else self.schedule.batch_slices
+
+    def tiles(self, operands: Operands) -> Tiles:
+        """Returns the tiles by which a call, or a part of it, is walked whatever the schedule."""
+        schedule, dtype = self.schedule, str(product_dtype(operands.query.dtype))
+        if isinstance(schedule, Tiles):
+            return schedule
+        if isinstance(schedule, Strips):
+            return Tiles(*schedule.blocks, dtype)
+        return Tiles(operands.sizes.T, operands.sizes.S, dtype, parts=_in_step(self.pieces))
 
 
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     """Plans a call whose implementation is chosen; arrays may be their shapes."""
     query, sizes = operands.query, operands.sizes
-    tiling, pieces = Tiling.default_for(operands, sizes), None
-    if explicit_spec(query)[-3] is not None or (auto_devices(query) > 1 and not tiling.is_materialized):
+    schedule, pieces = default_schedule(operands, sizes), None
+    is_small = isinstance(schedule, Materialized)
+    if explicit_spec(query)[-3] is not None or (auto_devices(query) > 1 and not is_small):
         pieces = split.pieces_for_rows(query, query.ndim - 3, math.prod(sizes.batch))
     if pieces is None:
-        tiling = tiling.on_gpu(options, operands)
+        chosen = on_gpu(schedule, options, operands)
     else:
-        parts = 1 if pieces.mesh_axes else pieces.count  # on Explicit axes a device has one of its own
-        tiling = Tiling.default_for(operands, _of_part(operands, pieces), parts)
-        tiling, pieces = _folded(operands, tiling, pieces)
-    return Plan(options, implementation, tiling, pieces, low_matters(options, operands))
+        of_part = default_schedule(operands, _of_part(operands, pieces), _in_step(pieces))
+        chosen, pieces = _folded(operands, of_part, pieces)
+    return Plan(options, implementation, chosen, pieces, low_matters(options, operands))
+
+
+def _in_step(pieces: Pieces | None) -> int:
+    """Counts the parts that walk in step; on Explicit axes a device has one of its own."""
+    return 1 if pieces is None or pieces.mesh_axes else pieces.count
 
 
 def low_matters(options: Options, operands: Operands) -> bool:
@@ -295,7 +333,9 @@ def low_matters(options: Options, operands: Operands) -> bool:
     return is_narrow and (operands.bias is not None or options.score_mod is not None)
 
 
-def _folded(operands: Operands, tiling: Tiling, pieces: Pieces) -> tuple[Tiling, Pieces]:
+def _folded(
+    operands: Operands, schedule: Materialized | Tiles, pieces: Pieces
+) -> tuple[Materialized | Tiles, Pieces]:
     """Makes parts of an early and a late stretch of the queries, where causality alone tells what they see.
 
     All have the same work then. They exchange half of all rows, which is less than the keys that they gather,
@@ -304,17 +344,17 @@ def _folded(operands: Operands, tiling: Tiling, pieces: Pieces) -> tuple[Tiling,
     mask, rows = operands.mask, operands.query.shape[-3] // pieces.count
     others = mask.window is not None or mask.mask_mod is not None or mask.has_positions
     if others or not mask.is_causal or {"bias", "elements"} & operands.arrays_with("t").keys():
-        return tiling, pieces
-    if tiling.is_materialized or not isinstance(rows, int) or rows == 0:
-        return tiling, pieces
+        return schedule, pieces
+    if isinstance(schedule, Materialized) or not isinstance(rows, int) or rows == 0:
+        return schedule, pieces
 
     # No tile may lie across the border of two stretches: half the block where that divides them.
-    least = min(tiling.block_q, LEAST_TILE if targets.platform() == "cpu" else GPU_TILE // 2)
-    blocks = (block for block in (tiling.block_q, tiling.block_q // 2) if block >= least)
+    least = min(schedule.block_q, LEAST_TILE if targets.platform() == "cpu" else GPU_TILE // 2)
+    blocks = (block for block in (schedule.block_q, schedule.block_q // 2) if block >= least)
     block_q = next((block for block in blocks if rows % (2 * block) == 0), None)
     if block_q is None:
-        return tiling, pieces
-    return replace(tiling, block_q=block_q), replace(pieces, folded=True)
+        return schedule, pieces
+    return replace(schedule, block_q=block_q), replace(pieces, folded=True)
 
 
 def _of_part(operands: Operands, pieces: Pieces) -> Sizes:

@@ -16,7 +16,7 @@ from jax_attn_bwd._core import fusion, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import soft_capped
-from jax_attn_bwd.ops.dot_product.plan import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Strips
 from jax_attn_bwd.ops.dot_product.spec import Options
 
 _ROUNDED = {  # products whose kernels round wide factors as they read them; TF32 has the mantissa of float16
@@ -152,6 +152,6 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def merged(tiling: Tiling, x: jax.Array, batch_rank: int) -> jax.Array:
+def merged(schedule: Strips, x: jax.Array, batch_rank: int) -> jax.Array:
     """Puts batch and heads of `x [*batch, K, ...]` in one axis, where they are those of one device."""
-    return x.reshape(-1, *x.shape[batch_rank + 1 :]) if tiling.head_slices else x
+    return x.reshape(-1, *x.shape[batch_rank + 1 :]) if schedule.head_slices else x

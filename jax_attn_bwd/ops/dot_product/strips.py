@@ -58,8 +58,8 @@ from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match
 from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.layout import Parts, put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
-from jax_attn_bwd.ops.dot_product.plan import SLICE_LOGITS, Plan, Tiling, count, slices_of
-from jax_attn_bwd.ops.dot_product.spec import Operands, Result, Wanted
+from jax_attn_bwd.ops.dot_product.plan import SLICE_LOGITS, Plan, Strips, count, slices_of
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.strip_products import (
     after,
     attended,
@@ -73,24 +73,26 @@ from jax_attn_bwd.ops.dot_product.tiles import static_pairs, unpoisoned
 from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
 
 
-def forward(plan: Plan, operands: Operands) -> Result:
+def forward(plan: Plan, schedule: Strips, operands: Operands) -> Result:
     """Computes the output and its row values, a strip of rows after the other."""
-    run = partial(_forward_by_widths if plan.tiling.runtime_extent else _forward_by_extents, plan)
-    if not plan.tiling.head_slices:
+    by = _forward_by_widths if schedule.runtime_extent else _forward_by_extents
+    run = partial(by, plan.options, schedule)
+    if not schedule.head_slices:
         return run(operands)
     rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
     return on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
 
 
 def backward(
-    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+    plan: Plan, schedule: Strips, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
 ) -> dict[str, Any]:
     """Computes the gradients named in `wanted`, a strip of keys after the other."""
     dout, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
     names = wanted.names - {"sink"}
-    run = partial(_gradients_by_widths if plan.tiling.runtime_extent else _gradients_by_extents, plan, names)
+    by = _gradients_by_widths if schedule.runtime_extent else _gradients_by_extents
+    run = partial(by, plan.options, schedule, names)
     given = operands, result, dout, delta
-    if plan.tiling.head_slices:
+    if schedule.head_slices:
         specs = {name: PartitionSpec(*explicit_spec(operands.array(name))) for name in names}
 
         def on_a_device(operands, *rows):
@@ -121,12 +123,12 @@ class Strip(NamedTuple):
     mixed: bool
 
 
-def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
+def strips(schedule: Strips, operands: Operands, axis: int) -> list[Strip]:
     """Lists the strips of the plane: one for each block of rows (`axis` 0) or columns (1), even if empty."""
     # Which tiles of these blocks bands over indices leave.
-    blocks, ends = (plan.tiling.block_q, plan.tiling.block_k), (operands.sizes.T, operands.sizes.S)
+    blocks, ends = schedule.blocks, (operands.sizes.T, operands.sizes.S)
     rules = Mask() if operands.mask.has_positions else operands.mask.rules
-    full, mixed, _ = static_pairs(visibility.tile_mask(rules, None, operands.sizes), plan.tiling)
+    full, mixed, _ = static_pairs(visibility.tile_mask(rules, None, operands.sizes), *blocks)
 
     # A strip goes from the first to the last of them.
     pairs, found = np.concatenate([full, mixed]), []
@@ -142,34 +144,34 @@ def strips(plan: Plan, operands: Operands, axis: int) -> list[Strip]:
     return found
 
 
-def _forward_by_extents(plan: Plan, operands: Operands) -> Result:
+def _forward_by_extents(options: Options, schedule: Strips, operands: Operands) -> Result:
     """Computes the result of one device, some of its heads after the other."""
     # Operands with batch and heads in one axis, if these are those of one device: [..., K, G, T, H].
     operands = vary_alike(operands)
-    q, k, v, _ = unpoisoned(plan.options, operands)
+    q, k, v, _ = unpoisoned(options, operands)
     *batch, K, G, _, _ = q.shape
     sink = None
     if operands.sink is not None:
         sink = operands.sink.astype(accumulator_dtype(q.dtype)).reshape(K, G, 1, 1)
         sink = jnp.broadcast_to(sink, (*batch, K, G, 1, 1))
-    given = jax.tree.map(lambda x: merged(plan.tiling, x, len(batch)), (q, k, v, sink))
-    given = *given, mask_arrays(plan, operands)
+    given = jax.tree.map(lambda x: merged(schedule, x, len(batch)), (q, k, v, sink))
+    given = *given, mask_arrays(schedule, operands)
 
     # The rows of some heads, and those of all as the caller has them.
-    found_strips = strips(plan, operands, 0)
+    found_strips = strips(schedule, operands, 0)
     found: list[Any] = []
-    for some in head_slices(plan.tiling.head_slices, given, found):
-        found.append(_rows(plan, operands, found_strips, some))
+    for some in head_slices(schedule.head_slices, given, found):
+        found.append(_rows(options, operands, found_strips, some))
     as_given = lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:]))
     out, lse, low = jax.tree.map(as_given, joined(found))
     return Result(out, lse[..., 0], low[..., 0])
 
 
-def _rows(plan: Plan, operands: Operands, found_strips: list[Strip], given: Any) -> list[jax.Array]:
+def _rows(options: Options, operands: Operands, found_strips: list[Strip], given: Any) -> list[jax.Array]:
     """Computes (out `[..., K, G, T, Hv]`, lse, lse_low `[..., K, G, T, 1]`) of some heads."""
     q, k, v, sink, arrays = given
     found: list[Any] = []
-    step = jax.checkpoint(partial(attended, plan.options))
+    step = jax.checkpoint(partial(attended, options))
     for strip in found_strips:
         # Rows and keys of the strip, which wait for the strip before.
         rows, shape = _part(q, -2, strip.rows), (*q.shape[:-2], strip.rows[1] - strip.rows[0])
@@ -183,24 +185,30 @@ def _rows(plan: Plan, operands: Operands, found_strips: list[Strip], given: Any)
 
 
 def _gradients_by_extents(
-    plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
+    options: Options,
+    schedule: Strips,
+    wanted: frozenset[str],
+    operands: Operands,
+    result: Result,
+    dout: jax.Array,
+    delta: jax.Array,
 ) -> dict[str, Any]:
     """Computes the gradients of query, key and value of one device, some heads after the other."""
     # Operands and rows with batch and heads in one axis, if these are those of one device.
     alike = vary_alike(operands)
     dtype, operands = _dtype_of_gradients(operands, alike), alike
-    q, k, v, live = unpoisoned(plan.options, operands)
+    q, k, v, live = unpoisoned(options, operands)
     *batch, K, G, _, _ = q.shape
     dout, delta = row_terms.in_live_rows(live, dout, delta)
     rows = (*(layout.split_rows(x, G) for x in row_terms.finite_lse(result)), delta)
     whole = (q, k, v, dout.astype(v.dtype), *(x[..., None] for x in rows))
-    given = *(merged(plan.tiling, x, len(batch)) for x in whole), mask_arrays(plan, operands)
+    given = *(merged(schedule, x, len(batch)) for x in whole), mask_arrays(schedule, operands)
 
     # The gradients of some heads, and those of all as the caller has them.
-    found_strips = strips(plan, operands, 1)
+    found_strips = strips(schedule, operands, 1)
     parts: list[Any] = []
-    for some in head_slices(plan.tiling.head_slices, given, parts):
-        parts.append(_gradients_of_heads(plan, wanted, dtype, operands, found_strips, some))
+    for some in head_slices(schedule.head_slices, given, parts):
+        parts.append(_gradients_of_heads(options, wanted, dtype, operands, found_strips, some))
     own = {"query": 3, "key": 2, "value": 2}
     found = {name: x.reshape(*batch, K, *x.shape[-own[name] :]) for name, x in joined(parts).items()}
     return {
@@ -210,12 +218,17 @@ def _gradients_by_extents(
 
 
 def _gradients_of_heads(
-    plan: Plan, wanted: frozenset[str], dtype: Any, operands: Operands, found_strips: list[Strip], given: Any
+    options: Options,
+    wanted: frozenset[str],
+    dtype: Any,
+    operands: Operands,
+    found_strips: list[Strip],
+    given: Any,
 ) -> dict[str, Any]:
     """Computes those of query `[..., K, G, T, H]`, of key and value `[..., K, S, H]`, of some heads."""
     q, k, v, dout, lse, low, delta, arrays = given
     columns: dict[str, list[jax.Array]] = {name: [] for name in ("key", "value") if name in wanted}
-    dq, step = None, jax.checkpoint(partial(shares, plan.options, wanted))
+    dq, step = None, jax.checkpoint(partial(shares, options, wanted))
     for strip in found_strips:
         # Keys and rows of the strip, which wait for the strip before.
         keys = [_part(x, -2, strip.columns) for x in (k, v)]
@@ -247,7 +260,7 @@ def _part(x: jax.Array, axis: int, bounds: tuple[int, int]) -> jax.Array:
     return lax.slice_in_dim(x, *bounds, axis=axis)
 
 
-def mask_arrays(plan: Plan, operands: Operands) -> list[jax.Array]:
+def mask_arrays(schedule: Strips, operands: Operands) -> list[jax.Array]:
     """Lists the arrays that tell who sees whom, each `[*batch|1, K|1, G|1, T|1, S|1]`, `merged`."""
     # The array of the call, and what tokens tell; a band over indices is each strip's own.
     sizes, mask, found = operands.sizes, operands.mask, []
@@ -261,11 +274,11 @@ def mask_arrays(plan: Plan, operands: Operands) -> list[jax.Array]:
         found += [] if seen is None else [seen]
 
     # With batch and heads in one axis: whole, or of size 1.
-    if plan.tiling.head_slices:
+    if schedule.head_slices:
         is_shared = lambda x: math.prod(x.shape[:-3]) == 1
         whole = lambda x: jnp.broadcast_to(x, (*sizes.batch, sizes.K, *x.shape[-3:]))
         found = [x if is_shared(x) else whole(x) for x in found]
-    return [merged(plan.tiling, x, len(sizes.batch)) for x in found]
+    return [merged(schedule, x, len(sizes.batch)) for x in found]
 
 
 def _seen(
@@ -308,7 +321,7 @@ class StripSource(NamedTuple):
     heads, or the one of both.
     """
 
-    tiling: Tiling
+    schedule: Strips
     batch: tuple[int, ...]
     heads: tuple[int, int]  # of keys; of queries for each of these
     mask: TileMask
@@ -316,11 +329,11 @@ class StripSource(NamedTuple):
     seen: jax.Array | None  # [..., S], which keys are seen
 
     @classmethod
-    def of(cls, tiling: Tiling, operands: Operands) -> "StripSource":
+    def of(cls, schedule: Strips, operands: Operands) -> "StripSource":
         """Lays out a call without functions, whose mask array, if there is one, hides keys alone."""
-        sizes, blocks = operands.sizes, (tiling.block_q, tiling.block_k)
+        sizes, blocks = operands.sizes, schedule.blocks
         given = visibility.tile_mask(operands.mask.with_segments_of_keys(), None, sizes, *blocks)
-        source = cls(tiling, sizes.batch, (sizes.K, sizes.G), given, None, None)
+        source = cls(schedule, sizes.batch, (sizes.K, sizes.G), given, None, None)
 
         def tokens(x, block):
             length = x.valid_length
@@ -343,7 +356,7 @@ class StripSource(NamedTuple):
     @property
     def merges(self) -> bool:
         """Tells whether the axes of batch and heads are one."""
-        return self.tiling.head_slices > 0
+        return self.schedule.head_slices > 0
 
     def laid(self, x: jax.Array, own: int) -> jax.Array:
         """Puts the axes of the batch in one if they are to be; `x` has `own` axes behind them."""
@@ -359,7 +372,7 @@ class StripSource(NamedTuple):
         With heads and what each has in one axis, if no device has a share of them: else XLA brings heads to
         the front of the whole array, one more pass over it.
         """
-        x = self.laid(layout.pad(x, {-3: (self.tiling.block_q, self.tiling.block_k)[axis]}), 3)
+        x = self.laid(layout.pad(x, {-3: self.schedule.blocks[axis]}), 3)
         return x.reshape(*x.shape[:-2], -1) if self.merges else x
 
     def returned(self, x: jax.Array, length: int, groups: int) -> jax.Array:
@@ -370,7 +383,7 @@ class StripSource(NamedTuple):
 
     def parts(self, x: jax.Array, turn: jax.Array, stretch: Stretch, axis: int | None = None) -> Parts:
         """Tells where in `x`, laid like `given`, that stretch lies of the batch entries whose turn it is."""
-        turns = self.tiling.head_slices
+        turns = self.schedule.head_slices
         entries = {0: (turn * (x.shape[0] // turns), x.shape[0] // turns)} if turns > 1 else {}
         axis = (-2 if self.merges else -3) if axis is None else axis
         return {**entries, x.ndim + axis: stretch}
@@ -447,11 +460,7 @@ class Extents(NamedTuple):
 def extents(source: StripSource, axis: int) -> Extents:
     """Finds those of the strips of rows (`axis` 0) or of keys (1)."""
     # Which tiles any entry of a turn may see something of, [turns, query tiles, key tiles].
-    given, turns, blocks = (
-        source.mask,
-        source.tiling.head_slices,
-        (source.tiling.block_q, source.tiling.block_k),
-    )
+    given, turns, blocks = source.mask, source.schedule.head_slices, source.schedule.blocks
     live, _ = visibility.of_tiles(given.rules, given.rows, given.columns, *blocks)
     if turns > 1:
         live = live.reshape(turns, -1, *live.shape[-2:]).any(1)
@@ -506,7 +515,7 @@ def _walk(source: StripSource, axis: int, run: Callable[..., Any], sums: Any, fo
     """
     # Strip i is one of the blocks of its side, in one of the turns of batch entries.
     first, width, widths = extents(source, axis)
-    (turns, strips), blocks = first.shape, (source.tiling.block_q, source.tiling.block_k)
+    (turns, strips), blocks = first.shape, source.schedule.blocks
     own, other = blocks[axis], blocks[1 - axis]
     at = lambda x, i: take_part(jnp.asarray(x, jnp.int32).reshape(-1), {0: (i, 1)}).reshape(())
 
@@ -533,11 +542,11 @@ def _walk(source: StripSource, axis: int, run: Callable[..., Any], sums: Any, fo
     return lax.scan(step, (sums, found), np.arange(turns * strips, dtype=np.int32))[0]
 
 
-def _forward_by_widths(plan: Plan, operands: Operands) -> Result:
+def _forward_by_widths(options: Options, schedule: Strips, operands: Operands) -> Result:
     """Computes the result of one device."""
     # What strips are cut from.
     operands = vary_alike(operands)
-    source, (_, T, _, _, G) = StripSource.of(plan.tiling, operands), operands.sizes
+    source, (_, T, _, _, G) = StripSource.of(schedule, operands), operands.sizes
     q, k, v = source.given(operands.query, 0), source.given(operands.key, 1), source.given(operands.value, 1)
     wide = accumulator_dtype(q.dtype)
 
@@ -545,7 +554,7 @@ def _forward_by_widths(plan: Plan, operands: Operands) -> Result:
         rows = source.rows(q, turn, own)
         sink = None if operands.sink is None else source.for_rows(operands.sink.astype(wide), rows)
         arrays = rows, source.columns(k, turn, met), source.columns(v, turn, met), sink
-        return None, _of_heads(source, partial(attended, plan.options), arrays, turn, own, met)
+        return None, _of_heads(source, partial(attended, options), arrays, turn, own, met)
 
     # Every strip writes its rows of the results, which begin empty.
     heads = operands.query.shape[-2] if source.merges else 1
@@ -578,13 +587,19 @@ def _of_heads(
 
 
 def _gradients_by_widths(
-    plan: Plan, wanted: frozenset[str], operands: Operands, result: Result, dout: jax.Array, delta: jax.Array
+    options: Options,
+    schedule: Strips,
+    wanted: frozenset[str],
+    operands: Operands,
+    result: Result,
+    dout: jax.Array,
+    delta: jax.Array,
 ) -> dict[str, Any]:
     """Computes the gradients of query, key and value of one device."""
     # What strips are cut from: operands, and values of the rows.
     alike = vary_alike(operands)
     wide, dtype = accumulator_dtype(operands.query.dtype), _dtype_of_gradients(operands, alike)
-    operands, source, (_, T, S, _, G) = alike, StripSource.of(plan.tiling, alike), operands.sizes
+    operands, source, (_, T, S, _, G) = alike, StripSource.of(schedule, alike), operands.sizes
     q, k, v = source.given(operands.query, 0), source.given(operands.key, 1), source.given(operands.value, 1)
     values = (x[..., None] for x in (*row_terms.finite_lse(result), layout.merge_rows(delta)))
     rows = [source.given(x, 0) for x in (layout.merge_heads(dout).astype(v.dtype), *values)]
@@ -592,7 +607,7 @@ def _gradients_by_widths(
     def run(turn, own, met, dq):
         keys = (source.columns(x, turn, own) for x in (k, v))
         arrays = *keys, *(source.rows(x, turn, met) for x in (q, *rows))
-        share = _of_heads(source, partial(shares, plan.options, wanted), arrays, turn, met, own)
+        share = _of_heads(source, partial(shares, options, wanted), arrays, turn, met, own)
         if dq is not None:
             # Behind barriers: else the rows of dq are copied to the product that gives their share.
             share["query"] = source.as_given(fusion.barrier(share["query"]), G)

@@ -32,8 +32,8 @@ from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
-from jax_attn_bwd.ops.dot_product.plan import Plan
-from jax_attn_bwd.ops.dot_product.spec import Operands, Result
+from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 from jax_attn_bwd.ops.dot_product.tiles import TileOperands, tile, tile_operands, tile_scan, unpoisoned
 
 
@@ -61,16 +61,17 @@ def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> 
 def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:
     """Computes `sums` of the queries that one program has, tile by tile."""
     # What all tiles read, padded to whole ones.
-    w, groups, block_q = tile_operands(plan, operands), operands.sizes.G, plan.tiling.block_q
+    options, schedule, groups = plan.options, plan.tiles(operands), operands.sizes.G
+    w, block_q = tile_operands(options, schedule, operands), schedule.block_q
     rows = lambda x: layout.pad(layout.split_rows(x, groups), {-1: block_q})
     lse, low = row_terms.finite_lse(result)
-    saved = _Saved(w, _laid_out(plan, operands, tangents), rows(lse), rows(low))
+    saved = _Saved(w, _laid_out(options, schedule, operands, tangents), rows(lse), rows(low))
 
     # Every tile adds its share to the sums of its rows.
     mu = full_like_operands(saved.lse, saved.lse.shape, 0, lse.dtype, saved)
     shape = (*mu.shape, w.v.shape[-1])
     found = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
-    step, tiles = tile_scan(partial(_step, plan, saved), w.mask, plan.tiling)
+    step, tiles = tile_scan(partial(_step, options, schedule, saved), w.mask, schedule)
     if tiles is not None:
         found, _ = lax.scan(step, found, tiles)
 
@@ -114,48 +115,48 @@ class _Sums(NamedTuple):
     mu: jax.Array  # [..., K, G, T]
 
 
-def _laid_out(plan: Plan, operands: Operands, tangents: Operands) -> _Tangents:
+def _laid_out(options: Options, schedule: Tiles, operands: Operands, tangents: Operands) -> _Tangents:
     """Lays the tangents out in tiles, 0 where the operands are for being poison."""
     # Where a tangent is zero the operand keeps its place: it tells which rows and keys become 0.
-    names, tiling = ("query", "key", "value"), plan.tiling
+    names = ("query", "key", "value")
     given = {name: getattr(tangents, name) for name in names}
     filled: Any = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
     whole = operands._replace(**filled)
-    blocks = (tiling.block_q, tiling.block_k, tiling.block_k)
+    blocks = (schedule.block_q, schedule.block_k, schedule.block_k)
     laid: Any = [
         None if x is None else layout.pad(found, {-2: block})
-        for x, found, block in zip(given.values(), unpoisoned(plan.options, whole), blocks, strict=False)
+        for x, found, block in zip(given.values(), unpoisoned(options, whole), blocks, strict=False)
     ]
 
     # Of the bias, and of what the score reads.
     bias, args = tangents.bias, None
     if bias is not None:
         plane = layout.plane(bias, operands.query.ndim - 3, operands.sizes[-1])
-        bias = layout.pad(plane, {-2: tiling.block_q, -1: tiling.block_k})
-    if plan.options.score_mod is not None:
+        bias = layout.pad(plane, {-2: schedule.block_q, -1: schedule.block_k})
+    if options.score_mod is not None:
         args = mod_functions.tangents_of_args(operands.mod_args, tangents.mod_args)
     return _Tangents._make((*laid, bias, args))
 
 
-def _step(plan, saved, mixed, sums, visit):
+def _step(options, schedule, saved, mixed, sums, visit):
     """Adds the share of tile (i, j) to the sums of its rows."""
     i, j, live = visit
-    q = (i, plan.tiling.block_q)
+    q = (i, schedule.block_q)
     blocks = _Sums({-2: q}, {-1: q})
     old = _Sums(*map(take_at, sums, blocks))
-    share = jax.checkpoint(partial(_share, plan, saved, mixed=mixed), prevent_cse=False)
+    share = jax.checkpoint(partial(_share, options, schedule, saved, mixed=mixed), prevent_cse=False)
     add = lambda old: jax.tree.map(jnp.add, old, share(i, j))
     new = add(old) if live is None else lax.cond(live, add, lambda old: old, old)
     return _Sums(*map(put_at, sums, new, blocks)), None
 
 
-def _share(plan, saved, i, j, *, mixed):
+def _share(options, schedule, saved, i, j, *, mixed):
     """Computes what tile (i, j) gives to the sums of (15) and (17)."""
     # The tile's operands, and their tangents.
-    options, tiling, w, moved = plan.options, plan.tiling, saved.operands, saved.tangents
-    dtype, of_queries, of_keys = saved.lse.dtype, (i, tiling.block_q), (j, tiling.block_k)
-    q, k, v, bias, seen, places = tile(plan, w, i, j, mixed)
-    part = lambda x, rows: None if x is None else take_at(x, {-2: rows}).astype(tiling.product_dtype)
+    w, moved = saved.operands, saved.tangents
+    dtype, of_queries, of_keys = saved.lse.dtype, (i, schedule.block_q), (j, schedule.block_k)
+    q, k, v, bias, seen, places = tile(options, schedule, w, i, j, mixed)
+    part = lambda x, rows: None if x is None else take_at(x, {-2: rows}).astype(schedule.product_dtype)
     dq, dk, dv = part(moved.q, of_queries), part(moved.k, of_keys), part(moved.v, of_keys)
     lse, low = (take_at(x, {-1: of_queries})[..., None] for x in saved[2:])
 
@@ -183,7 +184,7 @@ def _share(plan, saved, i, j, *, mixed):
     pd = p * dlogits
     mu = pd.sum(-1)
     if w.counters is not None:
-        z = dropout_of_tile(options, tiling, w.counters, i, j, p.dtype)
+        z = dropout_of_tile(options, schedule, w.counters, i, j, p.dtype)
         p, pd = p * z, pd * z
     values = partial(
         jnp.einsum, "...gts,...sh->...gth", precision=options.precision, preferred_element_type=dtype

@@ -31,7 +31,7 @@ from jax_attn_bwd.ops.dot_product import layout, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product.block import DropoutCounters, dropout_counters
 from jax_attn_bwd.ops.dot_product.layout import take_at
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Plan, Tiling, count
+from jax_attn_bwd.ops.dot_product.plan import Tiles, count
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
 
@@ -58,29 +58,28 @@ class Tile(NamedTuple):
     places: mod_functions.Tile | None  # where the elements stand, with a `score_mod`
 
 
-def tile_operands(plan: Plan, operands: Operands) -> TileOperands:
+def tile_operands(options: Options, schedule: Tiles, operands: Operands) -> TileOperands:
     """Brings the operands into the layout of tiles.
 
     Inside `jax.shard_map` all vary alike: a derivative by what is the same on all devices is a sum over them,
     and must not stand in a tile that some of them skip, where they would wait for the others for ever.
     """
-    options, tiling, operands = plan.options, plan.tiling, vary_alike(operands)
+    operands = vary_alike(operands)
     if operands.mask.elements is not None:
         # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
         # takes it minutes for a few million elements.
         operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
     q, k, v, live = unpoisoned(options, operands)
-    blocks = tiling.block_q, tiling.block_k
-    mask = visibility.tile_mask(operands.mask, operands.bias, operands.sizes, *blocks)
+    mask = visibility.tile_mask(operands.mask, operands.bias, operands.sizes, *schedule.blocks)
     if mask.elements is not None:  # padded once: XLA would do so for each of its readers
         mask = mask._replace(elements=fusion.barrier(mask.elements))
     return TileOperands(
-        q=layout.pad(q, {-2: tiling.block_q}),
-        k=layout.pad(k, {-2: tiling.block_k}),
-        v=layout.pad(v, {-2: tiling.block_k}),
+        q=layout.pad(q, {-2: schedule.block_q}),
+        k=layout.pad(k, {-2: schedule.block_k}),
+        v=layout.pad(v, {-2: schedule.block_k}),
         live=live,
         mask=mask,
-        counters=dropout_counters(options, operands, *blocks) if options.dropout_rate else None,
+        counters=dropout_counters(options, operands, *schedule.blocks) if options.dropout_rate else None,
     )
 
 
@@ -106,19 +105,18 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
     return q, k, v, live
 
 
-def tile(plan: Plan, w: TileOperands, i: Any, j: Any, mixed: bool) -> Tile:
+def tile(options: Options, schedule: Tiles, w: TileOperands, i: Any, j: Any, mixed: bool) -> Tile:
     """Cuts tile (i, j) out; unless it is `mixed`, masks and biases alone hide elements of it."""
-    tiling, given = plan.tiling, w.mask
-    rows, columns = (i, tiling.block_q), (j, tiling.block_k)
-    q = take_at(w.q, {-2: rows}).astype(tiling.product_dtype)
-    k, v = (take_at(x, {-2: columns}).astype(tiling.product_dtype) for x in (w.k, w.v))
-    seen = visibility.of_tile(given, i, j, mixed, tiling, w.q.ndim)
+    given, dtype, rows, columns = w.mask, schedule.product_dtype, (i, schedule.block_q), (j, schedule.block_k)
+    q = take_at(w.q, {-2: rows}).astype(dtype)
+    k, v = (take_at(x, {-2: columns}).astype(dtype) for x in (w.k, w.v))
+    seen = visibility.of_tile(given, i, j, mixed, schedule.blocks, w.q.ndim)
     bias, places = None, None
     if given.bias is not None:
         bias = take_at(given.bias, {-2: rows, -1: columns})
-    if plan.options.score_mod is not None:
+    if options.score_mod is not None:
         assert given.places is not None  # prepared with the function
-        at = visibility.positions(given, i, j, (tiling.block_q, tiling.block_k), w.q.ndim)
+        at = visibility.positions(given, i, j, schedule.blocks, w.q.ndim)
         places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
     return Tile(q, k, v, bias, seen, places)
 
@@ -140,45 +138,44 @@ class Visits(NamedTuple):
     in_groups: bool = False  # whether few are expected to be live
 
 
-def tile_visits(given: TileMask, tiling: Tiling) -> Visits:
+def tile_visits(given: TileMask, schedule: Tiles) -> Visits:
     """Lists the tiles in which something may be seen."""
     T, S = given.rows.length, given.columns.length
-    if tiling.parts > 1:
-        return _in_step(given, tiling)
+    if schedule.parts > 1:
+        return _in_step(given, schedule)
     if not (isinstance(T, int) and isinstance(S, int)):  # symbolic
-        n_k = count(S, tiling.block_k)
-        pair = jnp.arange(count(T, tiling.block_q) * n_k, dtype=jnp.int32)
+        n_k = count(S, schedule.block_k)
+        pair = jnp.arange(count(T, schedule.block_q) * n_k, dtype=jnp.int32)
         i, j = pair // n_k, pair % n_k
-        return Visits(i, j, _live_tiles(given, tiling)[i, j], True)
+        return Visits(i, j, _live_tiles(given, *schedule.blocks)[i, j], True)
 
     # What shapes tell leaves few pairs; where they do not tell all, each has a flag.
-    full, mixed, final = static_pairs(given, tiling)
+    full, mixed, final = static_pairs(given, *schedule.blocks)
     i, j = np.concatenate([full, mixed]).T
-    live = None if final or not len(i) else _live_tiles(given, tiling)
+    live = None if final or not len(i) else _live_tiles(given, *schedule.blocks)
     is_mixed, chosen = len(mixed) > 0 or live is not None, getattr(given.rules.mask_mod, "tile", None)
     in_groups = live is not None and chosen is not None and len(i) > GROUP
     return Visits(i, j, None if live is None else live[i, j], is_mixed, in_groups)
 
 
-def live_tiles(given: TileMask, tiling: Tiling) -> jax.Array | None:
+def live_tiles(given: TileMask, block_q: int, block_k: int) -> jax.Array | None:
     """Tells whether any batch entry sees anything of each tile, `[n_q, n_k]`; None if all is static."""
     T, S = given.rows.length, given.columns.length
-    if isinstance(T, int) and isinstance(S, int) and static_pairs(given, tiling)[2]:
+    if isinstance(T, int) and isinstance(S, int) and static_pairs(given, block_q, block_k)[2]:
         return None
-    return _live_tiles(given, tiling)
+    return _live_tiles(given, block_q, block_k)
 
 
-def _live_tiles(given: TileMask, tiling: Tiling) -> jax.Array:
+def _live_tiles(given: TileMask, block_q: int, block_k: int) -> jax.Array:
     """Tells what `live_tiles` does, whatever is static."""
-    blocks = tiling.block_q, tiling.block_k
-    some, _ = visibility.of_tiles(given.rules, given.rows, given.columns, *blocks, given.places)
+    some, _ = visibility.of_tiles(given.rules, given.rows, given.columns, block_q, block_k, given.places)
     some = jnp.asarray(some).any(tuple(range(some.ndim - 2)))
     if given.elements is None or not all(isinstance(n, int) for n in given.elements.shape):  # symbolic
         return some
-    return some & visibility.live_elements(given.elements, *blocks)
+    return some & visibility.live_elements(given.elements, block_q, block_k)
 
 
-def static_pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
+def static_pairs(given: TileMask, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray, bool]:
     """Lists (full, mixed) tiles to visit, each `[n, 2]` of (i, j), by shapes alone; do these tell all?
 
     Forward and backward ask the same, so what was found is kept.
@@ -191,19 +188,18 @@ def static_pairs(given: TileMask, tiling: Tiling) -> tuple[np.ndarray, np.ndarra
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given.places)
         read, tree = jax.tree.flatten(types)
         read = tuple(read)
-    full, mixed, final = _pairs_of(given.rules, *sides, read, tree, tiling)
+    full, mixed, final = _pairs_of(given.rules, *sides, read, tree, block_q, block_k)
     return full, mixed, final and given.elements is None
 
 
 @lru_cache(maxsize=256)
 def _pairs_of(
-    rules: Mask, T: int, S: int, rows: Any, columns: Any, read: Any, tree: Any, tiling: Tiling
+    rules: Mask, T: int, S: int, rows: Any, columns: Any, read: Any, tree: Any, block_q: int, block_k: int
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Lists `static_pairs` by what alone they depend on: sizes, rules, and which arrays are given."""
     tokens = lambda length, flags: Tokens(length, *(True if flag else None for flag in flags))
     places = None if read is None else jax.tree.unflatten(tree, read)
     given = TileMask(rules, tokens(T, rows), tokens(S, columns), None, None, places)
-    block_q, block_k = tiling.block_q, tiling.block_k
     some, every, final = visibility.known_tiles(given, block_q, block_k)
 
     # A tile with padding is compared.
@@ -214,14 +210,14 @@ def _pairs_of(
 
 
 def tile_scan(
-    step: Callable[..., Any], given: TileMask, tiling: Tiling
+    step: Callable[..., Any], given: TileMask, schedule: Tiles
 ) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
     """Returns what `lax.scan` takes to visit the tiles: a body, and what it goes over; None = no tile.
 
     The body is `step(mixed, carry, (i, j, live))`. Where chosen blocks leave few tiles live, these come
     first, in order, and dead ones are passed over a group at a time.
     """
-    visits = tile_visits(given, tiling)
+    visits = tile_visits(given, schedule)
     step, tiles = partial(step, visits.mixed), (visits.i, visits.j, visits.live)
     if visits.i.shape[0] == 0:
         return step, None
@@ -238,14 +234,14 @@ def tile_scan(
     return group, tuple(map(in_groups, tiles))
 
 
-def _in_step(given: TileMask, tiling: Tiling) -> Visits:
-    """Lists the tiles of one of the `tiling.parts` of the queries."""
+def _in_step(given: TileMask, schedule: Tiles) -> Visits:
+    """Lists the tiles of one of the `schedule.parts` of the queries."""
     # What shapes tell is a list of pairs for each part: this part's own, where they differ.
     rows, columns = given.rows, given.columns
     has_positions = rows.position is not None or columns.position is not None
     T, S, folded = rows.length, columns.length, rows.origin is not None and rows.origin.shape[0] > 1
     found = tiles_of_folded if folded else partial(tiles_in_step, has_positions=has_positions)
-    i, j, mixed = found(given.rules, T, S, tiling)
+    i, j, mixed = found(given.rules, T, S, schedule)
     if not len(j[0]):
         return Visits(j[0], j[0], None, mixed)
     of_part = lambda x: x[0] if (x == x[0]).all() else jnp.asarray(x)[lax.axis_index(split.AXIS)]
@@ -256,32 +252,30 @@ def _in_step(given: TileMask, tiling: Tiling) -> Visits:
     by_shapes = all(x is None for tokens in (rows._replace(origin=None), columns) for x in tokens[1:])
     if by_shapes and given.rules.mask_mod is None:
         return Visits(query_tiles, own, None, mixed)  # beside the origin nothing is known at run time only
-    live = live_tiles(given, tiling)
+    live = live_tiles(given, *schedule.blocks)
     if live is not None:
         live, mixed = lax.pmax(live[query_tiles, own].astype(jnp.int32), split.AXIS) > 0, True
     return Visits(query_tiles, own, live, mixed)
 
 
-def tiles_of_folded(rules: Mask, T: int, S: int, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, bool]:
+def tiles_of_folded(rules: Mask, T: int, S: int, schedule: Tiles) -> tuple[np.ndarray, np.ndarray, bool]:
     """Lists (i, j, is one mixed), i and j `[parts, n]`, for folded parts of T queries each."""
-    pieces = split.Pieces(tiling.parts, folded=True)
-    tokens = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
-    some = np.stack(
-        [visibility.of_tiles(rules, rows, Tokens(S), tiling.block_q, tiling.block_k)[0] for rows in tokens]
-    )
-    seen = some.reshape(tiling.parts, -1)
+    pieces = split.Pieces(schedule.parts, folded=True)
+    tokens = [Tokens(T, origin=pieces.origins(part, T)) for part in range(schedule.parts)]
+    some = np.stack([visibility.of_tiles(rules, rows, Tokens(S), *schedule.blocks)[0] for rows in tokens])
+    seen = some.reshape(schedule.parts, -1)
     order = np.argsort(~seen, axis=-1, kind="stable")[:, : seen.sum(-1).max()].astype(np.int32)
     return order // some.shape[2], order % some.shape[2], True
 
 
 def tiles_in_step(
-    rules: Mask, T: int, S: int, tiling: Tiling, has_positions: bool
+    rules: Mask, T: int, S: int, schedule: Tiles, has_positions: bool
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Lists (i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes tell."""
     # What of each tile each part sees, [parts, query tiles, key tiles].
-    block_q, block_k = tiling.block_q, tiling.block_k
-    pieces = split.Pieces(tiling.parts)
-    parts_of_rows = [Tokens(T, origin=pieces.origins(part, T)) for part in range(tiling.parts)]
+    (block_q, block_k), parts = schedule.blocks, schedule.parts
+    pieces = split.Pieces(parts)
+    parts_of_rows = [Tokens(T, origin=pieces.origins(part, T)) for part in range(parts)]
     flags = [visibility.of_tiles(rules, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
     some, every = (np.stack(x) for x in zip(*flags, strict=True))
     if has_positions:
@@ -294,7 +288,7 @@ def tiles_in_step(
     for i in range(some.shape[1]):
         seen, longest = some[:, i], some[:, i].sum(-1).max()
         if (all_seen := seen.any(0)).sum() == longest:
-            j = np.broadcast_to(np.flatnonzero(all_seen), (tiling.parts, longest))
+            j = np.broadcast_to(np.flatnonzero(all_seen), (parts, longest))
         else:
             j = np.argsort(~seen, axis=-1, kind="stable")[:, :longest]
         lists.append((np.full(longest, i, np.int32), j.astype(np.int32)))
@@ -303,4 +297,4 @@ def tiles_in_step(
     # A tile with padding is compared.
     every = every & (np.arange(1, some.shape[2] + 1) * block_k <= S)
     every = every & (np.arange(1, some.shape[1] + 1)[:, None] * block_q <= T)
-    return rows, columns, not every[np.arange(tiling.parts)[:, None], rows, columns].all()
+    return rows, columns, not every[np.arange(parts)[:, None], rows, columns].all()

@@ -32,7 +32,7 @@ from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling, count, tile_sizes
+from jax_attn_bwd.ops.dot_product.plan import count, tile_sizes
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 BLOCK_ELEMENTS = 1 << 22  # 4 MiB of booleans at a time
@@ -167,18 +167,20 @@ def _elements(rules: Mask, mask: Any, bias: Any, row: _Laid | None, column: _Lai
     return masks.conjunction(*terms)
 
 
-def of_tile(given: TileMask, i: Any, j: Any, mixed: bool, tiling: Tiling, rank: int) -> jax.Array | None:
+def of_tile(
+    given: TileMask, i: Any, j: Any, mixed: bool, blocks: tuple[int, int], rank: int
+) -> jax.Array | None:
     """Tells which elements of tile (i, j) are seen, `[..., K|1, G|1, rows, columns]`; None if all.
 
     It has `rank` axes. Unless the tile is `mixed`, tokens see one another, and masks and biases alone decide.
     """
-    blocks = {-2: (i, tiling.block_q), -1: (j, tiling.block_k)}
-    mask, bias = (None if x is None else take_at(x, blocks) for x in (given.elements, given.bias))
+    at = {-2: (i, blocks[0]), -1: (j, blocks[1])}
+    mask, bias = (None if x is None else take_at(x, at) for x in (given.elements, given.bias))
     row = column = None
     if mixed:
-        row = _lay(given.rows, i, tiling.block_q, -2, rank)
-        column = _lay(given.columns, j, tiling.block_k, -1, rank)
-        mask = masks.conjunction(mask, _by_function(given, i, j, (tiling.block_q, tiling.block_k), rank))
+        row = _lay(given.rows, i, blocks[0], -2, rank)
+        column = _lay(given.columns, j, blocks[1], -1, rank)
+        mask = masks.conjunction(mask, _by_function(given, i, j, blocks, rank))
     return _elements(given.rules, mask, bias, row, column)
 
 
@@ -408,11 +410,11 @@ def _unless_all(x: Any) -> jax.Array | None:
 def _block_after_block(mask: Mask, bias: Any, sizes: Sizes, block: int) -> tuple[jax.Array, jax.Array]:
     """Tells what `used_queries_and_keys` does, `block` queries at a time."""
     _, T, S, _, _ = sizes
-    tiling, origin = Tiling(block, S, "float32"), np.int32(0)
+    origin = np.int32(0)
     found = tile_mask(mask, bias, sizes, block)
 
     def held(i):  # block i of the queries against all keys
-        return _reduced(of_tile(found, i, origin, True, tiling, len(sizes.batch) + 4), block, S)
+        return _reduced(of_tile(found, i, origin, True, (block, S), len(sizes.batch) + 4), block, S)
 
     def step(seen, i):
         live, more = held(i)
@@ -429,7 +431,7 @@ def _tile_after_tile(mask: Mask, bias: Any, sizes: Sizes) -> tuple[jax.Array, ja
     """Tells what `used_queries_and_keys` does; empty tiles are passed over, full ones not looked into."""
     _, T, S, _, _ = sizes
     block_q, block_k = tile_sizes(mask.mask_mod, min(T, 256), min(S, 512))
-    tiling, rank = Tiling(block_q, block_k, "float32"), len(sizes.batch) + 4
+    rank = len(sizes.batch) + 4
     found = tile_mask(mask, bias, sizes, block_q, block_k)
 
     # What bounds tell of each tile, of all batch entries together: 0 empty, 1 mixed, 2 full.
@@ -445,7 +447,7 @@ def _tile_after_tile(mask: Mask, bias: Any, sizes: Sizes) -> tuple[jax.Array, ja
 
     # Both answers begin with False, padded to whole tiles.
     def held(i, j):
-        return _reduced(of_tile(found, i, j, True, tiling, rank), block_q, block_k)
+        return _reduced(of_tile(found, i, j, True, (block_q, block_k), rank), block_q, block_k)
 
     first = held(np.int32(0), np.int32(0))
     lengths = (count(T, block_q) * block_q, count(S, block_k) * block_k)

@@ -104,7 +104,7 @@ def test_values_without_width_in_parts(in_parts):
 
 def default_parts(batch, heads, T, S):
     x = Operands(*(jnp.zeros((*batch, n, heads, 1), jnp.float32) for n in (T, S, S)))
-    return plan("xla", Options(scale=1.0), x).tiling.batch_slices
+    return plan("xla", Options(scale=1.0), x).batch_slices
 
 
 def test_explicit_mesh_of_one_device(rng, monkeypatch):

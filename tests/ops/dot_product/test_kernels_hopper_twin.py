@@ -13,16 +13,14 @@ from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.cases import cotangents
-from jax_attn_bwd.ops.dot_product import arguments
-from jax_attn_bwd.ops.dot_product import backward as portable_backward
-from jax_attn_bwd.ops.dot_product import forward as portable_forward
+from jax_attn_bwd.ops.dot_product import arguments, portable
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_backward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_forward as mosaic_gpu_forward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_key as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query as by_query
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.plan import Plan
-from jax_attn_bwd.ops.dot_product.plan import Tiling as PortableTiling
+from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Residuals, Wanted
 
 NAME = "mosaic_gpu"
@@ -54,12 +52,12 @@ def prepared(case, dtype=BF16):
     return options, operands, (dout, dlse.astype(np.float32))
 
 
-def portable(tiling):
-    return PortableTiling(tiling.block_q, tiling.block_k, "bfloat16")
+def portable_tiles(tiling):
+    return Tiles(tiling.block_q, tiling.block_k, "bfloat16")
 
 
 def planned(options, tiling):
-    return Plan(options, "xla", portable(tiling))
+    return Plan(options, "xla", portable_tiles(tiling))
 
 
 @pytest.fixture
@@ -95,7 +93,7 @@ def gradients_of_twin(options, residuals, cts):
     for names, file in ((wanted & {"query"}, by_query), (wanted - {"query"}, by_key)):
         part = residuals._replace(wanted=Wanted(names))
         tiling = file.default_tiling(KernelOptions.of(options, mask), saved)
-        grads = portable_backward.backward(planned(options, tiling), part, *cts)._asdict()
+        grads = portable.backward(planned(options, tiling), part, *cts)._asdict()
         made |= {n: grads[n] for n in names}
     return made
 
@@ -112,7 +110,7 @@ def test_kernels_equal_their_twin(name):
     options, operands, cts = prepared(NAMED[name])
     tiling = mosaic_gpu_forward.default_tiling(KernelOptions.of(options, operands.mask), operands)
     plan = planned(options, tiling)
-    result = portable_forward.forward(plan, operands)
+    result = portable.forward(plan, operands)
     kernel = jax.block_until_ready(mosaic_gpu_forward.forward(plan, operands))
     given = (n for n in OPERATOR.differentiable if getattr(operands, n, None) is not None)
     wanted = frozenset(given) - {"sink"}
@@ -132,9 +130,9 @@ def test_kernels_equal_their_twin(name):
 def test_twin_against_definition(name, monkeypatch, products):
     def tiling(operands, sizes, parts=1):
         options = KernelOptions.of(case_options, operands.mask)
-        return portable(mosaic_gpu_forward.default_tiling(options, operands))
+        return portable_tiles(mosaic_gpu_forward.default_tiling(options, operands))
 
     case_options = prepared(NAMED[name])[0]
 
-    monkeypatch.setattr(PortableTiling, "default_for", tiling)
+    monkeypatch.setattr(planning, "default_schedule", tiling)
     measured(OPERATOR, "xla", NAMED[name])

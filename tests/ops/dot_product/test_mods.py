@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
 from jax_attn_bwd.ops.dot_product import mod_functions, reference, tiles, visibility
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling
+from jax_attn_bwd.ops.dot_product.plan import Tiles
 from jax_attn_bwd.ops.dot_product.spec import Sizes
 
 N = 96
@@ -69,7 +70,7 @@ def test_tiles_are_those_of_the_evaluated_mask(name, blocks):
     np.testing.assert_array_equal(got == 2, expected == 2)
 
 
-def walked(mask_mod, args, T, tiling, **given):
+def walked(mask_mod, args, T, blocks, **given):
     """(tiles of the static list, those of them that are live at run time)."""
     x = jnp.zeros((1, T, 1, 2))
     names = ("scale", "query_seq_lengths", "key_value_seq_lengths", "local_window_size", "query_segment_ids",
@@ -80,11 +81,11 @@ def walked(mask_mod, args, T, tiling, **given):
     _, operands = prepare("test", x, x, x, None, None, **options)
 
     def live(operands):
-        found = visibility.tile_mask(operands.mask, None, operands.sizes, tiling.block_q, tiling.block_k)
-        static = np.zeros((-(-T // tiling.block_q), -(-T // tiling.block_k)), bool)
-        for pairs in tiles.static_pairs(found, tiling)[:2]:
+        found = visibility.tile_mask(operands.mask, None, operands.sizes, *blocks)
+        static = np.zeros([-(-T // block) for block in blocks], bool)
+        for pairs in tiles.static_pairs(found, *blocks)[:2]:
             static[tuple(pairs.T)] = True
-        flags = tiles.live_tiles(found, tiling)
+        flags = tiles.live_tiles(found, *blocks)
         return static, None if flags is None else flags & static
 
     known = []
@@ -101,8 +102,7 @@ def walked(mask_mod, args, T, tiling, **given):
 @pytest.mark.parametrize("name", NAMED)
 def test_the_walk_visits_the_tiles_of_the_evaluated_mask(name):
     mask, args = NAMED[name]
-    tiling = Tiling(8, 16, "float32")
-    visited, static, is_static = walked(mask, args, N, tiling)
+    visited, static, is_static = walked(mask, args, N, (8, 16))
     expected = kinds(evaluated(mask, args), 8, 16) > 0
     np.testing.assert_array_equal(visited, expected)
     assert is_static == (not args)  # known at trace time unless arrays decide
@@ -114,7 +114,7 @@ def test_the_walk_by_positions():
     """Bounds of the positions of each tile: exact where these are in order."""
     at = jnp.asarray(np.arange(N) * 2, jnp.int32)
     visited, _, is_static = walked(
-        mods.causal, (), N, Tiling(8, 16, "float32"), query_positions=at, key_value_positions=at + 33
+        mods.causal, (), N, (8, 16), query_positions=at, key_value_positions=at + 33
     )
     plane = np.arange(N)[None] * 2 + 33 <= np.arange(N)[:, None] * 2
     np.testing.assert_array_equal(visited, kinds(plane, 8, 16) > 0)
@@ -288,8 +288,8 @@ def test_hidden_elements_give_no_gradient(rng, monkeypatch, form):
     T = 23
     q, k, v, dout = inputs(rng, T, B=2)
     if form != "whole":
-        tiling = Tiling(8, 16, "float64")
-        monkeypatch.setattr(Tiling, "default_for", lambda *_: tiling)
+        schedule = Tiles(8, 16, "float64")
+        monkeypatch.setattr(planning, "default_schedule", lambda *_: schedule)
     if form == "together":
         monkeypatch.setattr(mod_functions, "may_lie_apart", lambda *_: False)
     live = (jnp.arange(T) >= 3)[:, None]

@@ -12,7 +12,6 @@ from ops.dot_product.test_mods import evaluated, inputs, kinds, walked
 from jax_attn_bwd import BipartiteCSC, dot_product_attention, mods
 from jax_attn_bwd._core.jaxpr.intervals import Interval, bounds, exact
 from jax_attn_bwd._core.jaxpr.walk import equations
-from jax_attn_bwd.ops.dot_product.plan import Tiling
 
 T = 96
 
@@ -82,9 +81,9 @@ def test_tiles_of_blocks_are_exact(rng, size, block):
     mask_mod = mods.blocks(*size)
     np.testing.assert_array_equal(evaluated(mask_mod, (chosen,)), mask)
     np.testing.assert_array_equal(mods.tiles(mask_mod, T, T, (chosen,), block=block), kinds(mask, *block))
-    tiling, positions = Tiling(*block, "float32"), jnp.arange(T, dtype=jnp.int32)
+    positions = jnp.arange(T, dtype=jnp.int32)
     for given in ({}, {"query_positions": positions, "key_value_positions": positions}):
-        visited, _, is_static = walked(mask_mod, (chosen,), T, tiling, **given)
+        visited, _, is_static = walked(mask_mod, (chosen,), T, block, **given)
         np.testing.assert_array_equal(visited, kinds(mask, *block) > 0)
         assert not is_static
 

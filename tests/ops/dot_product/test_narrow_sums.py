@@ -13,9 +13,10 @@ from ops.dot_product.kernel_calls import tpu
 from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_head_attention
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.dot_product import engine, row_terms
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_backward
 from jax_attn_bwd.ops.dot_product.kernels.cudnn import Arrays
-from jax_attn_bwd.ops.dot_product.plan import Tiling, product_dtype
+from jax_attn_bwd.ops.dot_product.plan import Tiles, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 T, N, H = 192, 4, 8
@@ -30,11 +31,11 @@ def score(logits, batch, head, row, column, strengths):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    def small(cls, operands, sizes, parts=1):
-        return cls(64, 64, str(product_dtype(operands.query.dtype)), parts=parts)
+    def small(operands, sizes, parts=1):
+        return Tiles(64, 64, str(product_dtype(operands.query.dtype)), parts=parts)
 
     jax.clear_caches()  # what was traced with other tiles
-    monkeypatch.setattr(Tiling, "default_for", classmethod(small))
+    monkeypatch.setattr(planning, "default_schedule", small)
     yield
     jax.clear_caches()
 

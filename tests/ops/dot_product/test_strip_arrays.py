@@ -1,6 +1,5 @@
 """Strips of GPUs where arrays tell who sees whom: mask arrays, lengths, segments and positions."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,19 +10,20 @@ from helpers import QUICK, assert_close, thorough
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.targets import aimed_at
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product import reference
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling, plan
+from jax_attn_bwd.ops.dot_product.plan import Strips, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 B, T, S, N = 2, 50, 70, 4
 
 
-def tiling(length, **mask):
-    """The tiling of 32 sequences of that length on a GPU."""
+def schedule(length, **mask):
+    """The schedule of 32 sequences of that length on a GPU."""
     x = jax.ShapeDtypeStruct((32, length, 12, 64), jnp.bfloat16)
     with aimed_at("H200"):
-        return plan("xla", Options(scale=1.0), Operands(x, x, x, mask=Mask(**mask))).tiling
+        return plan("xla", Options(scale=1.0), Operands(x, x, x, mask=Mask(**mask))).schedule
 
 
 def test_what_arrays_tell_goes_by_strips():
@@ -31,24 +31,20 @@ def test_what_arrays_tell_goes_by_strips():
     array = lambda *shape, dtype=jnp.bool_: jax.ShapeDtypeStruct(shape, dtype)
     lengths = array(32, dtype=jnp.int32)
     for mask in ({"elements": array(32, 1, 1, 512)}, {"key_value_seq_lengths": lengths}):
-        assert tiling(512, **mask) == tiling(512)
-    assert tiling(512, elements=array(32, 1, 512, 512)) == tiling(512)
-    assert tiling(512).in_strips
-    assert not tiling(512).runtime_extent
-    keys = tiling(2048, elements=array(32, 1, 1, 2048))
-    assert keys == tiling(2048, key_value_seq_lengths=lengths)
+        assert schedule(512, **mask) == schedule(512)
+    assert schedule(512, elements=array(32, 1, 512, 512)) == schedule(512)
+    assert isinstance(schedule(512), Strips)
+    assert not schedule(512).runtime_extent
+    keys = schedule(2048, elements=array(32, 1, 1, 2048))
+    assert keys == schedule(2048, key_value_seq_lengths=lengths)
     assert keys.runtime_extent
-    assert not tiling(2048, elements=array(32, 1, 2048, 2048)).in_strips
+    assert not isinstance(schedule(2048, elements=array(32, 1, 2048, 2048)), Strips)
 
 
 @pytest.fixture
 def strips(monkeypatch):
     def played(head_slices, runtime_extent=False):
-        own = {"block_q": 24, "block_k": 40, "in_strips": True, "head_slices": head_slices}
-        small = lambda self, options, operands: replace(
-            self, is_materialized=False, runtime_extent=runtime_extent, **own
-        )
-        monkeypatch.setattr(Tiling, "on_gpu", small)
+        monkeypatch.setattr(planning, "on_gpu", lambda *_: Strips(24, 40, head_slices, runtime_extent))
 
     jax.clear_caches()  # what was traced with other tiles
     yield played

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.targets import aimed_at
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product import reference, strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling, plan
+from jax_attn_bwd.ops.dot_product.plan import Strips, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.strips import StripSource
 
@@ -30,8 +31,9 @@ def test_they_are_for_masks_of_run_time_and_for_many_strips():
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         mask |= {} if ids is None else segments(jax.ShapeDtypeStruct(ids, jnp.int32))
         with aimed_at("H200"):
-            tiling = plan("xla", PLAIN, Operands(x, x, x, mask=Mask(**mask))).tiling
-        return tiling.block_q if tiling.runtime_extent else None, tiling.head_slices
+            schedule = plan("xla", PLAIN, Operands(x, x, x, mask=Mask(**mask))).schedule
+        is_wide = isinstance(schedule, Strips) and schedule.runtime_extent
+        return schedule.block_q if is_wide else None, getattr(schedule, "head_slices", 0)
 
     shape, lengths = (4, 4096, 16, 128), jax.ShapeDtypeStruct((4,), jnp.int32)
     assert found(shape, (1, 4096), is_causal=True) == (512, 1)
@@ -50,10 +52,8 @@ def extents(ids, blocks, turns, axis, vmapped=False):
 
     def found(*ids):
         q, k = (jax.ShapeDtypeStruct((*x.shape, 1, 4), jnp.float32) for x in ids)
-        tiling = Tiling(
-            blocks[0], blocks[1], "float32", in_strips=True, runtime_extent=True, head_slices=turns
-        )
-        plane = StripSource.of(tiling, Operands(q, k, k, mask=Mask(**segments(*ids))))
+        schedule = Strips(*blocks, turns, runtime_extent=True)
+        plane = StripSource.of(schedule, Operands(q, k, k, mask=Mask(**segments(*ids))))
         *met, known = strips.extents(plane, axis)
         widths.extend(known)
         return met
@@ -97,9 +97,9 @@ def test_strips_of_a_window_of_indices_end_within_the_plane(axis):
     (T, S), blocks = ((46, 94), (94, 46))[axis], ((8, 12), (12, 8))[axis]
     window = ((2, 50), (50, 2))[axis]
     q, k = (jax.ShapeDtypeStruct((1, n, 1, 4), jnp.float32) for n in (T, S))
-    tiling = Tiling(*blocks, "float32", in_strips=True, runtime_extent=True, head_slices=1)
+    schedule = Strips(*blocks, head_slices=1, runtime_extent=True)
     first, width, widths = strips.extents(
-        StripSource.of(tiling, Operands(q, k, k, mask=Mask(window=window))), axis
+        StripSource.of(schedule, Operands(q, k, k, mask=Mask(window=window))), axis
     )
     row, column = np.ogrid[:T, :S]
     seen = (row - column <= window[0]) & (column - row <= window[1])
@@ -120,8 +120,8 @@ def test_widths_are_few_and_near():
 @pytest.fixture
 def played(monkeypatch):
     def play(turns):
-        small = Tiling(8, 12, "float64", in_strips=True, runtime_extent=True, head_slices=turns)
-        monkeypatch.setattr(Tiling, "on_gpu", lambda self, options, operands: small)
+        small = Strips(8, 12, turns, runtime_extent=True)
+        monkeypatch.setattr(planning, "on_gpu", lambda *_: small)
 
     jax.clear_caches()  # what was traced with other tiles
     yield play

@@ -1,6 +1,5 @@
 """The portable path of GPUs: where it is chosen, and that its strips, played small, give the definition."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,61 +13,63 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.targets import aimed_at
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product import reference
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling, plan
+from jax_attn_bwd.ops.dot_product.plan import Strips, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 PLAIN = Options(scale=1.0)
 
 
-def tiling(shape, kind, platform, options=PLAIN, **mask):
-    """The tiling of a call on one such device."""
+def schedule(shape, kind, platform, options=PLAIN, **mask):
+    """The schedule of a call on one such device."""
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
     mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):
-        return plan("xla", options, Operands(x, x, x, mask=Mask(**mask))).tiling
+        return plan("xla", options, Operands(x, x, x, mask=Mask(**mask))).schedule
 
 
 def test_strips_are_for_gpus():
     shape = (4, 4096, 16, 128)
-    causal = tiling(shape, "NVIDIA H200", "gpu", is_causal=True)
-    assert (causal.in_strips, causal.head_slices, causal.block_q, causal.block_k) == (True, 1, 512, 512)
-    full = tiling((1, 4096, 16, 128), "NVIDIA A100-SXM4-80GB", "gpu")
-    assert (full.in_strips, full.head_slices, full.block_q, full.block_k) == (True, 8, 4096, 4096)
+    causal = schedule(shape, "NVIDIA H200", "gpu", is_causal=True)
+    assert causal == Strips(512, 512, head_slices=1)
+    full = schedule((1, 4096, 16, 128), "NVIDIA A100-SXM4-80GB", "gpu")
+    assert full == Strips(4096, 4096, head_slices=8)
     for kind, platform in (("cpu", "cpu"), ("TPU v5e", "tpu")):
-        assert not tiling(shape, kind, platform, is_causal=True).in_strips
-    assert not plan("xla", PLAIN, Operands(*(jnp.zeros((4, 4096, 1, 1)),) * 3)).tiling.in_strips
+        assert not isinstance(schedule(shape, kind, platform, is_causal=True), Strips)
+    here = plan("xla", PLAIN, Operands(*(jnp.zeros((4, 4096, 1, 1)),) * 3))
+    assert not isinstance(here.schedule, Strips)
     dropped = Options(scale=1.0, dropout_rate=0.1)
-    assert not tiling(shape, "NVIDIA H200", "gpu", dropped, is_causal=True).in_strips
+    assert not isinstance(schedule(shape, "NVIDIA H200", "gpu", dropped, is_causal=True), Strips)
 
 
 def test_large_planes_are_cut_by_heads():
-    many = tiling((64, 2048, 16, 64), "NVIDIA H200", "gpu")
+    many = schedule((64, 2048, 16, 64), "NVIDIA H200", "gpu")
     assert (many.head_slices, many.block_q, many.block_k) == (16, 2048, 2048)
-    causal = tiling((64, 4096, 16, 128), "NVIDIA H200", "gpu", is_causal=True)
+    causal = schedule((64, 4096, 16, 128), "NVIDIA H200", "gpu", is_causal=True)
     assert (causal.head_slices, causal.block_q) == (4, 512)
-    few = tiling((1, 4096, 5, 64), "NVIDIA H200", "gpu")
+    few = schedule((1, 4096, 5, 64), "NVIDIA H200", "gpu")
     assert (few.head_slices, few.block_q) == (5, 2048)
     with aimed_at("H200"):
         q, k = (jax.ShapeDtypeStruct((1, 4096, n, 64), jnp.bfloat16) for n in (16, 2))
-        grouped = plan("xla", PLAIN, Operands(q, k, k)).tiling
+        grouped = plan("xla", PLAIN, Operands(q, k, k)).schedule
     assert grouped.head_slices == 2  # those of keys are cut
 
 
 def test_devices_of_a_mesh_have_the_strips_of_one():
     """Where types tell how arrays lie; of Auto axes they do not, and batch and heads are not merged."""
-    alone = tiling((4, 4096, 16, 128), "NVIDIA H200", "gpu", is_causal=True)
+    alone = schedule((4, 4096, 16, 128), "NVIDIA H200", "gpu", is_causal=True)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=1, platform="gpu")
     for kind, merged in ((AxisType.Explicit, True), (AxisType.Auto, False)):
         mesh = AbstractMesh((2, 4), ("b", "n"), (kind, kind), abstract_device=device)
         sharding = NamedSharding(mesh, P("b", None, "n") if merged else P())
         x = jax.ShapeDtypeStruct((8, 4096, 64, 128), jnp.bfloat16, sharding=sharding)
         with jax.sharding.use_abstract_mesh(mesh):
-            found = plan("xla", PLAIN, Operands(x, x, x, mask=Mask(is_causal=True))).tiling
+            found = plan("xla", PLAIN, Operands(x, x, x, mask=Mask(is_causal=True))).schedule
         assert (found == alone) == merged
-        assert found.in_strips
+        assert isinstance(found, Strips)
         assert (found.head_slices > 0) == merged
 
 
@@ -89,9 +90,7 @@ def test_a_gpu_s_product_rounds_the_probabilities_that_it_reads():
 @pytest.fixture
 def strips(monkeypatch):
     def played(head_slices):
-        own = {"block_q": 24, "block_k": 40, "in_strips": True, "head_slices": head_slices}
-        small = lambda self, options, operands: replace(self, is_materialized=False, **own)
-        monkeypatch.setattr(Tiling, "on_gpu", small)
+        monkeypatch.setattr(planning, "on_gpu", lambda *_: Strips(24, 40, head_slices))
 
     jax.clear_caches()  # what was traced with other tiles
     yield played

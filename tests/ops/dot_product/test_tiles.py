@@ -6,10 +6,10 @@ from helpers import thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_attn_bwd.ops.dot_product import plan as tiling_module
+from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product import tiles, visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiling, count, plan
+from jax_attn_bwd.ops.dot_product.plan import Materialized, count, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 lengths = st.integers(1, 70)
@@ -38,8 +38,8 @@ def band(T, S, mask):
 )
 def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
     mask = Mask(is_causal, window)
-    tiling = Tiling(block_q, block_k, "float32")
-    full, mixed, final = tiles.static_pairs(visibility.tile_mask(mask, None, Sizes((1,), T, S, 1, 1)), tiling)
+    found = visibility.tile_mask(mask, None, Sizes((1,), T, S, 1, 1))
+    full, mixed, final = tiles.static_pairs(found, block_q, block_k)
     assert final
     seen = band(T, S, mask)
     kind = np.full((count(T, block_q), count(S, block_k)), "dead", "U5")
@@ -52,12 +52,10 @@ def test_static_pairs_are_exact(T, S, block_q, block_k, is_causal, window):
         assert value == expected, (i, j)
 
 
-def live(T, S, tiling, **conditions):
+def live(T, S, blocks, **conditions):
     """The run-time flags of a call with one head."""
-    given = visibility.tile_mask(
-        Mask(**conditions), None, Sizes((1,), T, S, 1, 1), tiling.block_q, tiling.block_k
-    )
-    return np.asarray(tiles.live_tiles(given, tiling))
+    given = visibility.tile_mask(Mask(**conditions), None, Sizes((1,), T, S, 1, 1), *blocks)
+    return np.asarray(tiles.live_tiles(given, *blocks))
 
 
 @thorough
@@ -65,7 +63,7 @@ def live(T, S, tiling, **conditions):
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 2**32 - 1))
 def test_run_time_flags_miss_nothing(T, S, seed):
     rng = np.random.default_rng(seed)
-    tiling = Tiling(8, 16, "float32")
+    blocks = (8, 16)
     q_at = rng.integers(0, 60, (2, T)).astype(np.int32)
     k_at = rng.integers(0, 60, (2, S)).astype(np.int32)
     q_segment = np.sort(rng.integers(0, 4, (2, T)), -1).astype(np.int32)
@@ -74,7 +72,7 @@ def test_run_time_flags_miss_nothing(T, S, seed):
     flags = live(
         T,
         S,
-        tiling,
+        blocks,
         is_causal=True,
         window=(9, 3),
         query_positions=jnp.asarray(q_at),
@@ -93,29 +91,29 @@ def test_run_time_flags_miss_nothing(T, S, seed):
 
 
 def test_run_time_flags_drop_dead_tiles():
-    tiling = Tiling(16, 16, "float32")
+    blocks = (16, 16)
     packed = jnp.asarray(np.repeat(np.arange(4), 16)[None], jnp.int32)
-    flags = live(64, 64, tiling, query_segment_ids=packed, key_value_segment_ids=packed)
+    flags = live(64, 64, blocks, query_segment_ids=packed, key_value_segment_ids=packed)
     np.testing.assert_array_equal(flags, np.eye(4, dtype=bool))
-    flags = live(64, 64, tiling, key_value_seq_lengths=jnp.asarray([5, 32], jnp.int32))
+    flags = live(64, 64, blocks, key_value_seq_lengths=jnp.asarray([5, 32], jnp.int32))
     np.testing.assert_array_equal(flags, np.tile([True, True, False, False], (4, 1)))
-    flags = live(64, 64, tiling, query_seq_lengths=jnp.asarray([0, 17], jnp.int32))
+    flags = live(64, 64, blocks, query_seq_lengths=jnp.asarray([0, 17], jnp.int32))
     np.testing.assert_array_equal(flags, np.tile([[True], [True], [False], [False]], (1, 4)))
     shifted = {"query_positions": jnp.arange(48, 112, dtype=jnp.int32)[None]}
-    flags = live(64, 64, tiling, window=(15, 0), is_causal=True, **shifted)
+    flags = live(64, 64, blocks, window=(15, 0), is_causal=True, **shifted)
     expected = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
     np.testing.assert_array_equal(flags, np.asarray(expected, bool))
 
 
 def test_tiles_of_a_mask_array(rng):
     """Those in which no head of any batch entry sees anything are dead, whatever the mask broadcasts over."""
-    tiling, T, S = Tiling(8, 16, "float32"), 41, 70
+    blocks, T, S = (8, 16), 41, 70
     for shape in ((2, 1, T, S), (1, 1, T, S), (1, 1, 1, S), (2, 1, T, 1), (1, 1, 1, 1)):
         mask = rng.random(shape) < (0.004 if shape[-2:] == (T, S) else 0.1)
         padded = np.zeros((48, 80), bool)
         padded[:T, :S] = np.broadcast_to(mask.any((0, 1)), (T, S))
         expected = padded.reshape(6, 8, 5, 16).any((1, 3))
-        np.testing.assert_array_equal(live(T, S, tiling, elements=jnp.asarray(mask)), expected)
+        np.testing.assert_array_equal(live(T, S, blocks, elements=jnp.asarray(mask)), expected)
         assert shape[-2:] != (T, S) or 0 < expected.sum() < expected.size
 
 
@@ -135,11 +133,11 @@ def test_tiles_of_segments(rng):
 
 
 def test_default_tiles_cover_any_length(monkeypatch):
-    monkeypatch.setattr(tiling_module, "MATERIALIZED_LOGITS", 0)
+    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
         operands = Operands(*(jnp.zeros((1, T, 1, 1)),) * 3)
-        tiling = plan("xla", Options(scale=1.0), operands).tiling
-        for block, limit in ((tiling.block_q, 256), (tiling.block_k, 512)):
+        schedule = plan("xla", Options(scale=1.0), operands).schedule
+        for block, limit in ((schedule.block_q, 256), (schedule.block_k, 512)):
             assert 1 <= block <= limit
             padding = count(T, block) * block - T
             assert 0 <= padding <= max(8 * count(T, block), 0)
@@ -149,7 +147,7 @@ def test_default_tiles_cover_any_length(monkeypatch):
 def test_planes_are_whole_up_to_a_size():
     def is_materialized(shape):
         operands = Operands(*(jnp.zeros(shape),) * 3)
-        return plan("xla", Options(scale=1.0), operands).tiling.is_materialized
+        return isinstance(plan("xla", Options(scale=1.0), operands).schedule, Materialized)
 
     assert all(map(is_materialized, [(1, 512, 8, 1), (4, 197, 6, 1), (1, 1, 1, 1)]))
     assert not any(map(is_materialized, [(1, 1024, 4, 1), (1, 0, 1, 1), (0, 8, 1, 1)]))

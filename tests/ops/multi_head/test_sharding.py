@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 from ops.multi_head.calls import EK, EO, EQ, EV, HV, H, draw, inputs, layer, leaves_close, vjp
 
 from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention
-from jax_attn_bwd.ops.dot_product.plan import Tiling
+from jax_attn_bwd.ops.dot_product import plan as planning
+from jax_attn_bwd.ops.dot_product.plan import Tiles
 
 
 def params_of_8_heads():
@@ -71,11 +72,11 @@ MIXED = {  # what alone is sharded
 def test_heads_sharded_in_some_kernels_on_an_explicit_mesh(names, save, monkeypatch):
     """In tiles, too, whose products take no heads that lie differently."""
 
-    def small(cls, operands, sizes, parts=1):
-        return cls(4, 4, str(operands.query.dtype), parts=parts)
+    def small(operands, sizes, parts=1):
+        return Tiles(4, 4, str(operands.query.dtype), parts=parts)
 
     jax.clear_caches()
-    monkeypatch.setattr(Tiling, "default_for", classmethod(small))
+    monkeypatch.setattr(planning, "default_schedule", small)
     params = params_of_8_heads()
     attend = partial(multi_head_attention, is_causal=True, save=save)
     expected_out, expected = vjp(attend, params, *inputs())

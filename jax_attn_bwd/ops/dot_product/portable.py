@@ -1,0 +1,99 @@
+"""The portable path of dense attention: what computes each schedule, at once, in parts or in slices.
+
+A small plane is computed at once, `materialized.py`; a larger one tile by tile, `forward.py` and
+`backward.py`, or on a GPU in strips, `strips.py`. `devices.py` cuts the call.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from jax_attn_bwd._core import float_leaves, split
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.pallas import opaque
+from jax_attn_bwd._core.sharding import full_like_operands, match_type, tie
+from jax_attn_bwd.ops.dot_product import backward as over_tiles
+from jax_attn_bwd.ops.dot_product import devices, layout, materialized, row_terms, strips
+from jax_attn_bwd.ops.dot_product import forward as by_tiles
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, Schedule, Strips, Tiles
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result
+
+
+class _Passes(NamedTuple):
+    """What computes a schedule."""
+
+    forward: Callable[..., Result]  # (plan, schedule, operands)
+    backward: Callable[..., dict[str, Any]]  # (plan, schedule, wanted, operands, result, dout, dlse)
+
+
+_PASSES: dict[type[Schedule], _Passes] = {
+    Materialized: _Passes(materialized.forward, materialized.backward),
+    Tiles: _Passes(by_tiles.forward, over_tiles.backward),
+    Strips: _Passes(strips.forward, strips.backward),
+}
+
+
+# Opaque as a kernel is: a policy that saves products would save those of every tile, T x S numbers.
+@opaque
+@partial(jax.jit, static_argnums=0)
+def forward(plan: Plan, operands: Operands) -> Result:
+    """Computes the output and its row values."""
+    whole, schedule = devices.with_whole_keys(operands), plan.schedule
+    run = partial(_PASSES[type(schedule)].forward, plan, schedule)
+
+    # At once, in parts of the queries, or in slices of the batch.
+    if plan.pieces is not None:
+        result = devices.forward(plan, run, whole)
+    elif plan.batch_slices > 1:
+        step, slices = devices.in_slices(plan, run, whole)
+        result = split.joined(lax.scan(step, {}, slices)[1])
+    else:
+        result = run(whole)
+    return tie(result, operands)
+
+
+@partial(jax.jit, static_argnums=0)
+def backward(
+    plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+) -> DotProductAttentionGrads:
+    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    given, result, wanted = residuals
+    operands, rows = devices.with_whole_keys(given), (result, dout, dlse)
+    schedule = plan.schedule
+    run = partial(_PASSES[type(schedule)].backward, plan, schedule, wanted)
+    if wanted.names == {"sink"} and not (isinstance(schedule, Materialized) and wanted.alone):
+        run = partial(_of_sink_alone, plan)
+
+    # At once, in parts of the queries, or in slices of the batch, which add up what the batch shares.
+    if plan.pieces is not None:
+        grads = devices.gradients(plan, run, operands, wanted.names, rows)
+    elif plan.batch_slices > 1:
+        step, slices = devices.in_slices(plan, run, operands, *rows)
+        sums, found = lax.scan(
+            step, _zeros_like(operands, wanted.names - operands.arrays_with_batch(), rows), slices
+        )
+        grads = split.joined(found) | sums
+    else:
+        grads = run(operands, *rows)
+
+    # In the types of the operands.
+    like = lambda name: float_leaves.floats(getattr(given, name))
+    return DotProductAttentionGrads(
+        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
+    )
+
+
+def _zeros_like(operands: Operands, names: frozenset[str], rows: Any) -> dict[str, Any]:
+    """Returns zeros of the shapes of these operands, in the accumulator's dtype."""
+    dtype = accumulator_dtype(operands.query.dtype)
+    zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
+    return {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in names}
+
+
+def _of_sink_alone(plan: Plan, operands: Operands, result: Result, dout: Any, dlse: Any) -> dict[str, Any]:
+    """Computes the gradient of the sink, which needs the rows alone."""
+    _, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
+    return {"sink": row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))}
