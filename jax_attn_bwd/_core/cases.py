@@ -85,7 +85,7 @@ class _Zeros(np.random.Generator):
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """An operator and its plain backward, in one calling convention.
+    """An operator in one calling convention.
 
     Attributes:
       name: of the public function.
@@ -94,12 +94,7 @@ class Operator:
       implementations: in the order in which `implementation=None` tries them.
       call: `(**arrays, **options, implementation=) -> tuple of outputs`.
       reference: `(**arrays, **options) -> tuple of outputs`, the definition.
-      backward: `(cotangents, outputs, arrays, options, wrt) -> {name: gradient}`: the public `_bwd`.
       cases: named inputs.
-      axes: `{argument or output: letters of its axes}`, right-aligned; B and N are batch and heads.
-      whole: arguments that lie whole on each device; inside `jax.shard_map` a caller may cut them by `axes`.
-      backward_wrt: the gradients that `backward` offers.
-      sums_over_heads: outputs that are sums over heads: shards of heads hold shares of them.
       hidden: `(arrays, options) -> {argument or output: where}`: entries of arguments, and of the cotangents
         of outputs, that no one reads: boolean NumPy arrays that broadcast to them from the left. Whatever
         stands there changes no output and no gradient.
@@ -111,12 +106,7 @@ class Operator:
     implementations: tuple[Implementation, ...]
     call: Callable[..., tuple[jax.Array, ...]]
     reference: Callable[..., tuple[jax.Array, ...]]
-    backward: Callable[..., dict[str, jax.Array]]
     cases: tuple[Case, ...]
-    axes: Mapping[str, str]
-    backward_wrt: tuple[str, ...]
-    sums_over_heads: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
     hidden: Callable[[Arrays, Mapping[str, Any]], dict[str, np.ndarray]] = lambda arrays, options: {}
 
     @property
@@ -189,14 +179,6 @@ def bias(*shape: int, spread: float = 1.0) -> Extra:
 def sink(*shape: int, spread: float = 20.0) -> Extra:
     """A sink of that shape and standard deviation, which is large: one near 0 would hide errors."""
     return lambda rng, n: {"sink": spread * rng.standard_normal(shape)}
-
-
-def infinite_bias(rng, n):
-    """Returns a bias `[2, 1, T, S]` that is -inf in places, and in all of one row, which sees nothing."""
-    bias = rng.standard_normal((2, 1, n["T"], n["S"]))
-    bias[rng.random(bias.shape) < 0.3] = -np.inf
-    bias[1, 0, n["T"] // 2] = -np.inf
-    return {"bias": bias}
 
 
 def lengths(queries: Sequence[int | None], keys: Sequence[int | None]) -> Extra:

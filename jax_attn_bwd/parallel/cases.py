@@ -142,14 +142,9 @@ def _queries(*, sampling_locations, attention_weights, **arguments):
     return (out[:, :Q],)
 
 
-def _none(*_: Any) -> dict[str, jax.Array]:
-    """Returns nothing: there is no plain backward of what runs over several devices."""
-    return {}
-
-
 def _of(operator: Operator, name: str, call: Callable[..., Any], cases: tuple[Case, ...]) -> Operator:
     """Gives `operator` another name, call and cases."""
-    return replace(operator, name=name, call=call, cases=cases, backward=_none, backward_wrt=())
+    return replace(operator, name=name, call=call, cases=cases)
 
 
 def _named(operator: Operator, *names: str) -> tuple[Case, ...]:

@@ -1,33 +1,71 @@
 """The operators with every case: those of the package, and those that tests and full compilation alone read.
 
-The modules here, named like the operators' folders, hold the latter: `CASES`, `{operator: cases}`.
+The modules here, named like the operators' folders, hold the latter: `CASES`, `{operator: cases}`; and what
+tests alone ask of an operator: `TRAITS`, `{operator: fields of Tested}`.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
+from typing import Any
+
+import numpy as np
 
 from jax_attn_bwd import ops
 from jax_attn_bwd._core.cases import Case, Operator
 
 
+@dataclass(frozen=True, eq=False)
+class Tested(Operator):
+    """An operator, its plain backward, and how its arrays may be cut.
+
+    Attributes:
+      backward: `(cotangents, outputs, arrays, options, wrt) -> {name: gradient}`: the public `_bwd`.
+      backward_wrt: the gradients that `backward` offers.
+      axes: `{argument or output: letters of its axes}`, right-aligned; B and N are batch and heads.
+      whole: arguments that lie whole on each device; inside `jax.shard_map` a caller may cut them by `axes`.
+      sums_over_heads: outputs that are sums over heads: shards of heads hold shares of them.
+    """
+
+    backward: Callable[..., dict[str, Any]] = lambda *_: {}
+    backward_wrt: tuple[str, ...] = ()
+    axes: Mapping[str, str] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    sums_over_heads: tuple[str, ...] = ()
+
+
 @cache
-def _more() -> dict[str, list[Case]]:
-    found: dict[str, list[Case]] = {}
-    for module in pkgutil.iter_modules(__path__):
-        for name, cases in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
-            found.setdefault(name, []).extend(cases)
-    return found
+def _more() -> tuple[dict[str, list[Case]], dict[str, dict[str, Any]]]:
+    cases: dict[str, list[Case]] = {}
+    traits: dict[str, dict[str, Any]] = {}
+    for found in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{found.name}")
+        for name, more in module.CASES.items():
+            cases.setdefault(name, []).extend(more)
+        traits |= getattr(module, "TRAITS", {})
+    return cases, traits
 
 
-def with_more(operators: Iterable[Operator]) -> tuple[Operator, ...]:
-    """The operators with the cases of the tests behind their own."""
-    return tuple(replace(o, cases=(*o.cases, *_more().get(o.name, ()))) for o in operators)
+def with_more(operators: Iterable[Operator]) -> tuple[Tested, ...]:
+    """The operators with the cases of the tests behind their own, and with what tests alone ask."""
+    cases, traits = _more()
+    own = lambda o: {x.name: getattr(o, x.name) for x in fields(o)}
+    return tuple(
+        Tested(**{**own(o), "cases": (*o.cases, *cases.get(o.name, ()))}, **traits[o.name]) for o in operators
+    )
+
+
+def infinite_bias(rng, n):
+    """A bias `[2, 1, T, S]` that is -inf in places, and in all of one row, which sees nothing."""
+    bias = rng.standard_normal((2, 1, n["T"], n["S"]))
+    bias[rng.random(bias.shape) < 0.3] = -np.inf
+    bias[1, 0, n["T"] // 2] = -np.inf
+    return {"bias": bias}
 
 
 @cache
-def discover() -> tuple[Operator, ...]:
+def discover() -> tuple[Tested, ...]:
     """Every operator of the package, with all cases."""
     return with_more(ops.discover())

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jax_attn_bwd.ops.deformable import api
 from jax_attn_bwd.ops.deformable.cases import around, case
 
 _COMPILED = ("mosaic_gpu", "A100", "B200")
@@ -55,3 +56,19 @@ CASES = {
         ),
     )
 }
+
+
+def _backward(cotangents, outputs, arrays, options, wrt):
+    grads = api.multi_scale_deformable_attention_bwd(*cotangents, **arrays, **options, wrt=wrt)
+    return {name: x for name, x in grads._asdict().items() if x is not None}
+
+
+TRAITS = {
+    "multi_scale_deformable_attention": {
+        "backward": _backward,
+        "backward_wrt": api.DIFFERENTIABLE,
+        "axes": {
+            "value": "BSND", "sampling_locations": "BQNLPX", "attention_weights": "BQNLP", "out": "BQN",
+        },
+    }
+}  # fmt: skip

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_attn_bwd._core.cases import bias, both, infinite_bias, mask, positions, segments, sink
-from jax_attn_bwd.ops.dot_product.cases import KEY, LENGTHS, case
+from cases import infinite_bias
+from jax_attn_bwd import dot_product_attention_bwd
+from jax_attn_bwd._core.cases import bias, both, mask, positions, segments, sink
+from jax_attn_bwd.ops.dot_product.cases import KEY, LENGTHS, MOD_ARGS, OPERATORS, case, with_mod_args
 
 _SECOND: dict[str, Any] = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
 _SHARD: dict[str, Any] = dict(B=(4,), T=6, S=10, N=8, K=4)
@@ -144,3 +146,27 @@ CASES = {
         case("shard_segments", **_SHARD, tags=("shard", "bounds"), extra=segments()),
     )
 }
+
+
+def _backward(cotangents, outputs, arrays, options, wrt):
+    (dout, dlse), (out, lse) = cotangents, outputs
+    wrt = dict.fromkeys("mod_args" if name in MOD_ARGS else name for name in wrt)
+    arguments = with_mod_args({**arrays, **options})
+    grads = dot_product_attention_bwd(dout, **arguments, out=out, lse=lse, dlse=dlse, wrt=tuple(wrt))
+    found = {name: x for name, x in grads._asdict().items() if x is not None}
+    of_args = dict(zip(MOD_ARGS, found.pop("mod_args", ()), strict=False))
+    return found | {name: x for name, x in of_args.items() if x is not None}
+
+
+TRAITS = {
+    "dot_product_attention": {
+        "backward": _backward,
+        "backward_wrt": OPERATORS[0].differentiable,
+        "axes": {
+            "query": "BTNH", "key": "BSNH", "value": "BSNH", "bias": "BNTS", "mask": "BNTS", "sink": "N",
+            "key_value_seq_lengths": "B", "query_segment_ids": "BT", "key_value_segment_ids": "BS",
+            "out": "BTNH", "lse": "BTN", "mod_args_0": "N", "mod_args_1": "B",
+        },
+        "whole": MOD_ARGS,
+    }
+}  # fmt: skip

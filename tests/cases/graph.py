@@ -3,8 +3,28 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from jax_attn_bwd import (
+    edge_max_bwd,
+    edge_mean_bwd,
+    edge_softmax_bwd,
+    edge_sum_bwd,
+    graph_attention_bwd,
+    graph_attention_v2_bwd,
+    graph_transformer_attention_bwd,
+)
 from jax_attn_bwd._core.cases import Case
-from jax_attn_bwd.ops.graph.cases import PADDED, data, gat, gatv2, graph_of, hub, scores, transformer
+from jax_attn_bwd.ops.graph.cases import (
+    OPERATORS,
+    PADDED,
+    data,
+    gat,
+    gatv2,
+    graph_of,
+    hub,
+    scores,
+    transformer,
+    with_heads,
+)
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 EMPTY = {
@@ -106,4 +126,50 @@ CASES = {
         scores("shard", **SHARD),
     ),
     **dict.fromkeys(("edge_sum", "edge_mean", "edge_max"), _REDUCTION),
+}
+
+
+def _of_attention(function):
+    def call(cotangents, outputs, arrays, options, wrt):
+        dout, dweights, dlse = cotangents
+        out, _, lse = outputs
+        out = out if options.get("concat_heads", True) else None
+        saved = {"out": out, "lse": lse, "dweights": dweights, "dlse": dlse}
+        grads = function(dout, **with_heads({**arrays, **options}), **saved, wrt=wrt)
+        return {name: x for name, x in grads._asdict().items() if x is not None}
+
+    return call
+
+
+def _of_softmax(cotangents, outputs, arrays, options, wrt):
+    return {"scores": edge_softmax_bwd(cotangents[0], options["graph"], outputs[0])}
+
+
+def _of_reduction(function):
+    def call(cotangents, outputs, arrays, options, wrt):
+        saved = (arrays["edge"], *outputs) if function is edge_max_bwd else ()
+        return {"edge": function(*cotangents, options["graph"], *saved)}
+
+    return call
+
+
+# columns are heads, one after the other
+_NODES = {"src": "BSN", "dst": "BTN", "edge": "BSN"}
+_QUERIES = {"query": "BTN", "key": "BSN", "value": "BSN", "edge": "BSN", "score_bias": "BSN"}
+_OUTPUTS = {"out": "BTN", "weights": "BSN", "lse": "BTN"}
+_BACKWARD = {
+    "graph_attention": (_of_attention(graph_attention_bwd), _OUTPUTS | _NODES),
+    "graph_attention_v2": (
+        _of_attention(graph_attention_v2_bwd), _OUTPUTS | _NODES | {"attention_weights": "N"},
+    ),
+    "graph_transformer_attention": (_of_attention(graph_transformer_attention_bwd), _OUTPUTS | _QUERIES),
+    "edge_softmax": (_of_softmax, {"scores": "BSN", "weights": "BSN"}),
+    "edge_sum": (_of_reduction(edge_sum_bwd), {"edge": "SN", "out": "TN"}),
+    "edge_mean": (_of_reduction(edge_mean_bwd), {"edge": "SN", "out": "TN"}),
+    "edge_max": (_of_reduction(edge_max_bwd), {"edge": "SN", "out": "TN"}),
+}  # fmt: skip
+TRAITS = {
+    o.name: {"backward": run, "backward_wrt": o.differentiable, "axes": axes}
+    for o in OPERATORS
+    for run, axes in [_BACKWARD[o.name]]
 }

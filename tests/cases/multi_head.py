@@ -2,11 +2,25 @@
 
 from typing import Any
 
-from jax_attn_bwd import mods
-from jax_attn_bwd._core.cases import bias, both, infinite_bias, mask, positions, segments, shared_segments
+from cases import infinite_bias
+from jax_attn_bwd import mods, multi_head_attention_bwd
+from jax_attn_bwd._core.cases import bias, both, mask, positions, segments, shared_segments
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd.ops.dot_product.cases import args, slopes
-from jax_attn_bwd.ops.multi_head.cases import ALL, BIASES, DROPS, INPUTS, KERNELS, KEY, LENGTHS, ROWS, case
+from jax_attn_bwd.ops.dot_product.cases import MOD_ARGS, args, slopes
+from jax_attn_bwd.ops.multi_head.cases import (
+    ALL,
+    BIASES,
+    DROPS,
+    INPUTS,
+    KERNELS,
+    KEY,
+    LENGTHS,
+    OPERATORS,
+    ROWS,
+    case,
+    with_params,
+)
+from jax_attn_bwd.ops.multi_head.spec import ARRAYS
 
 _SELF = ("query", *KERNELS, *BIASES)
 _SELF_SIZES = dict(S=5, Ek=6, Ev=6)
@@ -128,3 +142,34 @@ _LAYER = (
 )  # fmt: skip
 
 CASES = {"multi_head_attention": _LAYER}
+
+
+def _backward(cotangents, outputs, arrays, options, wrt):
+    options = dict(options)
+    dweights = cotangents[1] if options.pop("return_weights", False) else None
+    arguments = with_params({**arrays, **options})
+    wrt = tuple(dict.fromkeys("mod_args" if name in MOD_ARGS else name for name in wrt))
+    grads = multi_head_attention_bwd(cotangents[0], **arguments, dweights=dweights, wrt=wrt)
+    found = {**grads.params._asdict(), **{name: getattr(grads, name) for name in ARRAYS}}
+    found |= dict(zip(MOD_ARGS, found.pop("mod_args") or (), strict=False))
+    return {name: x for name, x in found.items() if x is not None}
+
+
+TRAITS = {
+    "multi_head_attention": {
+        "backward": _backward,
+        "backward_wrt": OPERATORS[0].differentiable,
+        "axes": {
+            **dict.fromkeys(INPUTS, "BTE"),
+            "query_kernel": "ENH", "key_kernel": "ENH", "value_kernel": "ENH", "out_kernel": "NHE",
+            "query_bias": "NH", "key_bias": "NH", "value_bias": "NH", "out_bias": "E",
+            "bias_k": "NH", "bias_v": "NH", "sink": "N",
+            "bias": "BNTS", "mask": "BNTS", "query_seq_lengths": "B", "key_value_seq_lengths": "B",
+            "query_segment_ids": "BT", "key_value_segment_ids": "BS",
+            "query_positions": "BT", "key_value_positions": "BS", "out": "BTE", "weights": "BNTS",
+            "mod_args_0": "N", "mod_args_1": "B",
+        },
+        "whole": MOD_ARGS,
+        "sums_over_heads": ("out",),
+    }
+}  # fmt: skip

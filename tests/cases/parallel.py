@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cases import deformable, graph, multi_head
+from cases import deformable, dot_product, graph, multi_head
 from jax_attn_bwd._core.cases import shared_segments, sink
 from jax_attn_bwd.parallel.cases import sequence_case
 
@@ -28,4 +28,18 @@ CASES = {
     "sharded_multi_scale_deformable_attention": _named(
         deformable.CASES["multi_scale_deformable_attention"], "second_softmax"
     ),
+}
+
+
+_BACKWARD = ("backward", "backward_wrt")  # there is no plain backward of what runs over several devices
+_LIKE = {
+    "ring_attention": dot_product.TRAITS["dot_product_attention"],
+    "all_gather_attention": dot_product.TRAITS["dot_product_attention"],
+    "ulysses_attention": dot_product.TRAITS["dot_product_attention"],
+    "tensor_parallel_multi_head_attention": multi_head.TRAITS["multi_head_attention"],
+    "sharded_graph_attention": graph.TRAITS["graph_attention"],
+    "sharded_multi_scale_deformable_attention": deformable.TRAITS["multi_scale_deformable_attention"],
+}
+TRAITS = {
+    name: {key: x for key, x in traits.items() if key not in _BACKWARD} for name, traits in _LIKE.items()
 }

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jax_attn_bwd import scaled_masked_softmax_bwd
 from jax_attn_bwd._core.cases import both, mask, sink
 from jax_attn_bwd.ops.softmax.cases import case, normal, some_rows_masked
 
@@ -106,4 +107,19 @@ CASES = {
         case("shard_sink", (4, 8, 6, 10), tags=("shard",), extra=sink(8, 1)),
         *_compiled(),
     )
+}
+
+
+def _backward(cotangents, outputs, arrays, options, wrt):
+    scale = arrays.get("scale", options.get("scale", 1.0))
+    mask, axis = arrays.get("mask"), options.get("axis", -1)
+    return {"x": scaled_masked_softmax_bwd(cotangents[0], outputs[0], mask, scale=scale, axis=axis)}
+
+
+TRAITS = {
+    "scaled_masked_softmax": {
+        "backward": _backward,
+        "backward_wrt": ("x",),
+        "axes": {"x": "BNTS", "mask": "BNTS", "bias": "BNTS", "sink": "BNT", "scale": "BNTS", "y": "BNTS"},
+    }
 }

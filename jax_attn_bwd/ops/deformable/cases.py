@@ -176,11 +176,6 @@ def _hidden(arrays, options):
     return found | {"out": np.repeat(~counts.any(-1), D, axis=-1)}
 
 
-def _backward(cotangents, outputs, arrays, options, wrt):
-    grads = api.multi_scale_deformable_attention_bwd(*cotangents, **arrays, **options, wrt=wrt)
-    return {name: x for name, x in grads._asdict().items() if x is not None}
-
-
 OPERATORS = (
     Operator(
         name="multi_scale_deformable_attention",
@@ -189,10 +184,7 @@ OPERATORS = (
         implementations=api.IMPLEMENTATIONS,
         call=_call,
         reference=_reference,
-        backward=_backward,
         cases=CASES,
-        axes={"value": "BSND", "sampling_locations": "BQNLPX", "attention_weights": "BQNLP", "out": "BQN"},
-        backward_wrt=api.DIFFERENTIABLE,
         hidden=_hidden,
     ),
 )

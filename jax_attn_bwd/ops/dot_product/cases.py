@@ -168,9 +168,6 @@ CASES = (
 MOD_ARGS = tuple(f"{PREFIX}{i}" for i in range(3))
 
 
-_DIFFERENTIABLE = (*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *MOD_ARGS)
-
-
 def _call(**arguments):
     return api.dot_product_attention(**with_mod_args(arguments), return_residual=True)
 
@@ -241,43 +238,15 @@ def _hidden(arrays, options):
     return {**bias, **rows, "key": unseen, "value": unseen}
 
 
-def _backward(cotangents, outputs, arrays, options, wrt):
-    (dout, dlse), (out, lse) = cotangents, outputs
-    wrt = dict.fromkeys("mod_args" if name in MOD_ARGS else name for name in wrt)
-    arguments = with_mod_args({**arrays, **options})
-    grads = api.dot_product_attention_bwd(dout, **arguments, out=out, lse=lse, dlse=dlse, wrt=tuple(wrt))
-    found = {name: x for name, x in grads._asdict().items() if x is not None}
-    of_args = dict(zip(MOD_ARGS, found.pop("mod_args", ()), strict=False))
-    return found | {name: x for name, x in of_args.items() if x is not None}
-
-
 OPERATORS = (
     Operator(
         name="dot_product_attention",
         outputs=("out", "lse"),
-        differentiable=_DIFFERENTIABLE,
+        differentiable=(*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *MOD_ARGS),
         implementations=api.IMPLEMENTATIONS,
         call=_call,
         reference=_reference,
-        backward=_backward,
         cases=CASES,
-        axes={
-            "query": "BTNH",
-            "key": "BSNH",
-            "value": "BSNH",
-            "bias": "BNTS",
-            "mask": "BNTS",
-            "sink": "N",
-            "key_value_seq_lengths": "B",
-            "query_segment_ids": "BT",
-            "key_value_segment_ids": "BS",
-            "out": "BTNH",
-            "lse": "BTN",
-            "mod_args_0": "N",
-            "mod_args_1": "B",
-        },
-        backward_wrt=_DIFFERENTIABLE,
         hidden=_hidden,
-        whole=MOD_ARGS,
     ),
 )

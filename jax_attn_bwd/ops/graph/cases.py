@@ -14,8 +14,8 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, derivatives, edge_reductions, reference, rule
-from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS, edge_softmax, edge_softmax_bwd
+from jax_attn_bwd.ops.graph import api, edge_reductions, reference, rule
+from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS, edge_softmax
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 _WHOLE = ("attention_weights", "dropout_key")  # the entries of a batch share these
@@ -306,7 +306,7 @@ REDUCTION_CASES = (data("plain", tags=COMPILED),)
 MAKERS = {"graph_attention": gat, "graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
 
 
-def _with_heads(arguments):
+def with_heads(arguments):
     """Puts the number of heads in place of their size, which shards of the columns share."""
     arguments = dict(arguments)
     D = arguments.pop("head_size")
@@ -320,7 +320,7 @@ def _with_heads(arguments):
 
 def _call(function):
     def call(**arguments):
-        arguments = _with_heads(arguments)
+        arguments = with_heads(arguments)
         return function(return_attention_weights=True, return_residual=True, **arguments)
 
     return call
@@ -343,7 +343,7 @@ def _reference(function):
             return function(factor=factor, **arguments)
 
     def call(**arguments):
-        arguments = _with_heads(arguments)
+        arguments = with_heads(arguments)
         arrays = {name: arguments.pop(name) for name, x in list(arguments.items()) if hasattr(x, "ndim")}
         found = [of_entry(i, **one, **arguments) for i, one in enumerate(entries_of(arrays))]
         if not (batch := batch_of(arrays)):
@@ -353,37 +353,15 @@ def _reference(function):
     return call
 
 
-def _backward(function):
-    def call(cotangents, outputs, arrays, options, wrt):
-        dout, dweights, dlse = cotangents
-        out, _, lse = outputs
-        out = out if options.get("concat_heads", True) else None
-        grads = function(
-            dout,
-            **_with_heads({**arrays, **options}),
-            out=out,
-            lse=lse,
-            dweights=dweights,
-            dlse=dlse,
-            wrt=wrt,
-        )
-        return {name: x for name, x in grads._asdict().items() if x is not None}
-
-    return call
-
-
-def _attention(name, function, backward, definition, differentiable, cases, axes) -> Operator:
+def _attention(function, definition, differentiable, cases) -> Operator:
     return Operator(
-        name=name,
+        name=function.__name__,
         outputs=("out", "weights", "lse"),
         differentiable=differentiable,
         implementations=rule.IMPLEMENTATIONS,
         call=_call(function),
         reference=_reference(definition),
-        backward=_backward(backward),
         cases=cases,
-        axes={"out": "BTN", "weights": "BSN", "lse": "BTN", **axes},
-        backward_wrt=differentiable,
         hidden=hidden,
     )
 
@@ -398,11 +376,7 @@ def _softmax_reference(head_size, graph, scores):
         return (each(scores),)
 
 
-def _softmax_backward(cotangents, outputs, arrays, options, wrt):
-    return {"scores": edge_softmax_bwd(cotangents[0], options["graph"], outputs[0])}
-
-
-def _reduction(name: str, backward) -> Operator:
+def _reduction(name: str) -> Operator:
     def call(head_size, **arguments):
         return (getattr(edge_reductions, name)(**arguments),)
 
@@ -417,52 +391,23 @@ def _reduction(name: str, backward) -> Operator:
         implementations=edge_reductions.IMPLEMENTATIONS[name],
         call=call,
         reference=definition,
-        backward=partial(_reduction_backward, backward),
         cases=REDUCTION_CASES,
-        axes={"edge": "SN", "out": "TN"},
-        backward_wrt=("edge",),
         hidden=hidden_in_entry,  # edges have their further axes behind
     )
 
 
-def _reduction_backward(backward, cotangents, outputs, arrays, options, wrt):
-    saved = (arrays["edge"], *outputs) if backward is edge_reductions.edge_max_bwd else ()
-    return {"edge": backward(*cotangents, options["graph"], *saved)}
-
-
-_NODES = {"src": "BSN", "dst": "BTN", "edge": "BSN"}  # columns are heads, one after the other
+_ADDITIVE = ("src", "dst", "attention_weights", "edge")
 
 OPERATORS = (
+    _attention(api.graph_attention, reference.graph_attention, _ADDITIVE, GAT_CASES),
+    _attention(api.graph_attention_v2, reference.graph_attention_v2, _ADDITIVE, GATV2_CASES),
     _attention(
-        "graph_attention",
-        api.graph_attention,
-        derivatives.graph_attention_bwd,
-        reference.graph_attention,
-        ("src", "dst", "attention_weights", "edge"),
-        GAT_CASES,
-        _NODES,
-    ),
-    _attention(
-        "graph_attention_v2",
-        api.graph_attention_v2,
-        derivatives.graph_attention_v2_bwd,
-        reference.graph_attention_v2,
-        ("src", "dst", "attention_weights", "edge"),
-        GATV2_CASES,
-        {**_NODES, "attention_weights": "N"},
-    ),
-    _attention(
-        "graph_transformer_attention",
         api.graph_transformer_attention,
-        derivatives.graph_transformer_attention_bwd,
         reference.graph_transformer_attention,
         ("query", "key", "value", "edge", "score_bias"),
         TRANSFORMER_CASES,
-        {"query": "BTN", "key": "BSN", "value": "BSN", "edge": "BSN", "score_bias": "BSN"},
     ),
-    _reduction("edge_sum", edge_reductions.edge_sum_bwd),
-    _reduction("edge_mean", edge_reductions.edge_mean_bwd),
-    _reduction("edge_max", edge_reductions.edge_max_bwd),
+    *map(_reduction, ("edge_sum", "edge_mean", "edge_max")),
     Operator(
         name="edge_softmax",
         outputs=("weights",),
@@ -470,10 +415,7 @@ OPERATORS = (
         implementations=IMPLEMENTATIONS,
         call=_softmax_call,
         reference=_softmax_reference,
-        backward=_softmax_backward,
         cases=SOFTMAX_CASES,
-        axes={"scores": "BSN", "weights": "BSN"},
-        backward_wrt=("scores",),
         hidden=hidden,
     ),
 )

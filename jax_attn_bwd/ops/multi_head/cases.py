@@ -23,7 +23,7 @@ from jax_attn_bwd._core.cases import (
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, projections, reference
-from jax_attn_bwd.ops.multi_head.spec import ARRAYS, PARAMS, MultiHeadAttentionParams
+from jax_attn_bwd.ops.multi_head.spec import PARAMS, MultiHeadAttentionParams
 
 _SIZES = dict(B=(2,), T=5, S=7, N=4, K=2, H=3, Hv=5, Eq=6, Ek=7, Ev=8, Eo=9)
 _SHAPES = {
@@ -118,16 +118,13 @@ CASES = (
 )  # fmt: skip
 
 
-_DIFFERENTIABLE = (*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *dense.MOD_ARGS)
-
-
-def _with_params(arguments: dict) -> dict:
+def with_params(arguments: dict) -> dict:
     params = {n: arguments.pop(n) for n in PARAMS if n in arguments}
     return {"params": MultiHeadAttentionParams(**params), **dense.with_mod_args(arguments)}
 
 
 def _call(**arguments):
-    outputs = api.multi_head_attention(**_with_params(arguments))
+    outputs = api.multi_head_attention(**with_params(arguments))
     return outputs if isinstance(outputs, tuple) else (outputs, jnp.zeros(0, outputs.dtype))
 
 
@@ -136,7 +133,7 @@ def _reference(**arguments):
         return_weights = arguments.pop("return_weights", False)
         for name in ("save", "precision", "deterministic_sums"):
             arguments.pop(name, None)
-        out, weights = reference.multi_head_attention(**_with_params(_with_factors(**arguments)))
+        out, weights = reference.multi_head_attention(**with_params(_with_factors(**arguments)))
         return (out, weights) if return_weights else (out, jnp.zeros(0, out.dtype))
 
 
@@ -151,7 +148,7 @@ def _with_factors(
     """The arguments of the definition, which is handed the dropout factors of the whole planes."""
     if dropout_key is None:
         return arguments
-    sizes = jax.eval_shape(lambda: reference.multi_head_attention(**_with_params(dict(arguments))))
+    sizes = jax.eval_shape(lambda: reference.multi_head_attention(**with_params(dict(arguments))))
     out, weights = (x.shape for x in sizes)
     N = arguments.get("num_heads") or arguments["query_kernel"].shape[1]
     batch, (T, S) = out[:-2], weights[-2:]
@@ -187,40 +184,15 @@ def _hidden(arrays, options):
     return found | {"query": blind & unseen}
 
 
-def _backward(cotangents, outputs, arrays, options, wrt):
-    options = dict(options)
-    dweights = cotangents[1] if options.pop("return_weights", False) else None
-    arguments = _with_params({**arrays, **options})
-    wrt = tuple(dict.fromkeys("mod_args" if name in dense.MOD_ARGS else name for name in wrt))
-    grads = api.multi_head_attention_bwd(cotangents[0], **arguments, dweights=dweights, wrt=wrt)
-    found = {**grads.params._asdict(), **{name: getattr(grads, name) for name in ARRAYS}}
-    found |= dict(zip(dense.MOD_ARGS, found.pop("mod_args") or (), strict=False))
-    return {name: x for name, x in found.items() if x is not None}
-
-
 OPERATORS = (
     Operator(
         name="multi_head_attention",
         outputs=("out", "weights"),
-        differentiable=_DIFFERENTIABLE,
+        differentiable=(*(name for name in api.DIFFERENTIABLE if name != "mod_args"), *dense.MOD_ARGS),
         implementations=api.IMPLEMENTATIONS,
         call=_call,
         reference=_reference,
-        backward=_backward,
         cases=CASES,
-        axes={
-            **dict.fromkeys(INPUTS, "BTE"),
-            "query_kernel": "ENH", "key_kernel": "ENH", "value_kernel": "ENH", "out_kernel": "NHE",
-            "query_bias": "NH", "key_bias": "NH", "value_bias": "NH", "out_bias": "E",
-            "bias_k": "NH", "bias_v": "NH", "sink": "N",
-            "bias": "BNTS", "mask": "BNTS", "query_seq_lengths": "B", "key_value_seq_lengths": "B",
-            "query_segment_ids": "BT", "key_value_segment_ids": "BS",
-            "query_positions": "BT", "key_value_positions": "BS", "out": "BTE", "weights": "BNTS",
-            "mod_args_0": "N", "mod_args_1": "B",
-        },
-        backward_wrt=_DIFFERENTIABLE,
-        sums_over_heads=("out",),
         hidden=_hidden,
-        whole=dense.MOD_ARGS,
     ),
-)  # fmt: skip
+)

@@ -95,13 +95,6 @@ def _hidden(arrays, options):
     return {**found, "x": ~seen, "y": ~seen}
 
 
-def _backward(cotangents, outputs, arrays, options, wrt):
-    scale = arrays.get("scale", options.get("scale", 1.0))
-    mask, axis = arrays.get("mask"), options.get("axis", -1)
-    dx = api.scaled_masked_softmax_bwd(cotangents[0], outputs[0], mask, scale=scale, axis=axis)
-    return {"x": dx}
-
-
 OPERATORS = (
     Operator(
         name="scaled_masked_softmax",
@@ -110,10 +103,7 @@ OPERATORS = (
         implementations=api.IMPLEMENTATIONS,
         call=_call,
         reference=_reference,
-        backward=_backward,
         cases=CASES,
-        axes={"x": "BNTS", "mask": "BNTS", "bias": "BNTS", "sink": "BNT", "scale": "BNTS", "y": "BNTS"},
-        backward_wrt=("x",),
         hidden=_hidden,
     ),
 )
