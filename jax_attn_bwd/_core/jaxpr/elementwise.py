@@ -58,10 +58,12 @@ def violation(closed: Any, tile_inputs: int) -> str | None:
       closed: its jaxpr, of which the first `tile_inputs` arguments broadcast to the tile.
       tile_inputs: their number.
     """
-    inputs = [
-        _of_tile(v.aval.shape) if i < tile_inputs else _own(v.aval.shape)
-        for i, v in enumerate(closed.jaxpr.invars)
+    shapes = [v.aval.shape for v in closed.jaxpr.invars]
+    inputs: list[Axes] = [
+        tuple(None if n == 1 else i - len(shape) for i, n in enumerate(shape))
+        for shape in shapes[:tile_inputs]
     ]
+    inputs += map(_own, shapes[tile_inputs:])
     try:
         (result,) = _followed(closed, inputs)
     except _Mixes as found:
@@ -71,10 +73,6 @@ def violation(closed: Any, tile_inputs: int) -> str | None:
         if axis not in (None, place):
             return f"what it returns has {_name(axis)} where the tile has its {NAMES.get(place, 'batch')}"
     return None
-
-
-def _of_tile(shape: Sequence[Any]) -> Axes:
-    return tuple(None if n == 1 else i - len(shape) for i, n in enumerate(shape))
 
 
 def _own(shape: Sequence[Any]) -> Axes:
@@ -178,14 +176,6 @@ def _reshape(equation: Any, given: list[Axes]) -> list[Axes]:
     return [tuple(found)]
 
 
-def _squeeze(equation: Any, given: list[Axes]) -> list[Axes]:
-    return [tuple(axis for i, axis in enumerate(given[0]) if i not in equation.params["dimensions"])]
-
-
-def _transpose(equation: Any, given: list[Axes]) -> list[Axes]:
-    return [tuple(given[0][i] for i in equation.params["permutation"])]
-
-
 def _cut(equation: Any, given: list[Axes]) -> list[Axes]:
     """Follows an axis of which some of the numbers are taken."""
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -270,8 +260,10 @@ def _scan(equation: Any, given: list[Axes]) -> list[Axes]:
 _RULES: dict[str, Callable[[Any, list[Axes]], list[Axes]]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
+    "squeeze": lambda equation, given: [
+        tuple(axis for i, axis in enumerate(given[0]) if i not in equation.params["dimensions"])
+    ],
+    "transpose": lambda equation, given: [tuple(given[0][i] for i in equation.params["permutation"])],
     "slice": _cut,
     "dynamic_slice": _cut,
     "pad": _cut,

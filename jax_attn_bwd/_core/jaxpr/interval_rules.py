@@ -4,6 +4,8 @@ An operand has `least` and `greatest`. Integers that may leave the range of thei
 around, are bounded by that range alone; floats are widened by what rounding, fused or not, may change.
 """
 
+import operator
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +27,10 @@ def dtype_range(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def _is_integer(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.integer))
+
+
+def _is_unsigned(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger))
 
 
 def unless(xp: Any, lost: Any, least: Any, greatest: Any) -> tuple[Any, Any]:
@@ -55,32 +61,27 @@ def _outward(xp: Any, least: Any, greatest: Any, x: Any, y: Any) -> tuple[Any, A
     return unless(xp, lost, least, greatest)
 
 
-def _add(xp, _, x, y):
-    least, greatest = x.least + y.least, x.greatest + y.greatest
+def _of_ends(operation, wraps, xp, x, low, high, y):
+    """Bounds by `operation` of the ends of x with `low` and `high` of y; lost where it wraps."""
+    least, greatest = operation(x.least, low), operation(x.greatest, high)
     if not _is_integer(least):
         return _outward(xp, least, greatest, x, y)
-    lost = _sum_wraps(x.least, y.least, least) | _sum_wraps(x.greatest, y.greatest, greatest)
+    lost = wraps(x.least, low, least) | wraps(x.greatest, high, greatest)
     return unless(xp, lost, least, greatest)
 
 
-def _sum_wraps(x, y, total):
-    if jnp.issubdtype(total.dtype, jnp.unsignedinteger):
-        return total < x
-    return ((x ^ total) & (y ^ total)) < 0
+def _add(xp, _, x, y):
+    def wraps(x, y, total):
+        return total < x if _is_unsigned(total) else ((x ^ total) & (y ^ total)) < 0
+
+    return _of_ends(operator.add, wraps, xp, x, y.least, y.greatest, y)
 
 
 def _sub(xp, _, x, y):
-    least, greatest = x.least - y.greatest, x.greatest - y.least
-    if not _is_integer(least):
-        return _outward(xp, least, greatest, x, y)
-    lost = _difference_wraps(x.least, y.greatest, least) | _difference_wraps(x.greatest, y.least, greatest)
-    return unless(xp, lost, least, greatest)
+    def wraps(x, y, difference):
+        return x < y if _is_unsigned(difference) else ((x ^ y) & (x ^ difference)) < 0
 
-
-def _difference_wraps(x, y, difference):
-    if jnp.issubdtype(difference.dtype, jnp.unsignedinteger):
-        return x < y
-    return ((x ^ y) & (x ^ difference)) < 0
+    return _of_ends(operator.sub, wraps, xp, x, y.greatest, y.least, y)
 
 
 def _mul(xp, parameters, x, y):
@@ -96,7 +97,7 @@ def _mul(xp, parameters, x, y):
     size = [xp.maximum(xp.abs(a.least.astype(wide)), xp.abs(a.greatest.astype(wide))) for a in (x, y)]
     limit = wide(float(jnp.iinfo(least.dtype).max) * _MARGIN)
     lost = ~(size[0] * size[1] < limit)
-    if jnp.issubdtype(least.dtype, jnp.unsignedinteger):
+    if _is_unsigned(least):
         return unless(xp, lost, x.least * y.least, x.greatest * y.greatest)
     return unless(xp, lost, least, greatest)
 
@@ -111,13 +112,8 @@ def _neg(xp, _, x):
     least, greatest = -x.greatest, -x.least
     if not _is_integer(least):
         return least, greatest
-    return unless(xp, _wraps_negated(x), least, greatest)
-
-
-def _wraps_negated(x):
-    if jnp.issubdtype(x.least.dtype, jnp.unsignedinteger):
-        return x.greatest > 0
-    return x.least == dtype_range(x.least.dtype)[0]
+    lost = x.greatest > 0 if _is_unsigned(least) else _wraps_absolute(x)
+    return unless(xp, lost, least, greatest)
 
 
 def _abs(xp, _, x):
@@ -127,22 +123,9 @@ def _abs(xp, _, x):
     return unless(xp, _wraps_absolute(x), least, high) if _is_integer(low) else (least, high)
 
 
-def _monotone(function):
-    return lambda xp, parameters, x: (function(xp, x.least), function(xp, x.greatest))
-
-
-def _max(xp, _, x, y):
-    return xp.maximum(x.least, y.least), xp.maximum(x.greatest, y.greatest)
-
-
-def _min(xp, _, x, y):
-    return xp.minimum(x.least, y.least), xp.minimum(x.greatest, y.greatest)
-
-
-def _clamp(xp, _, low, x, high):
-    return tuple(
-        xp.minimum(xp.maximum(getattr(x, end), getattr(low, end)), getattr(high, end))
-        for end in ("least", "greatest")
+def _end_by_end(function):
+    return lambda xp, _, *x: tuple(
+        function(xp, *(getattr(i, end) for i in x)) for end in ("least", "greatest")
     )
 
 
@@ -165,10 +148,6 @@ def _truncated_quotient(xp, n, d):
     return quotient + ((quotient * d != n) & ((n < 0) != (d < 0))).astype(quotient.dtype)
 
 
-def _div(xp, _, x, y):
-    return _quotient(xp, lambda n, d: _truncated_quotient(xp, n, d), x, y)
-
-
 def _rem(xp, parameters, x, y):
     """Bounds the remainder of the sign of the dividend that integers leave, as in C."""
     dtype = parameters["dtype"]
@@ -188,13 +167,9 @@ def _rem(xp, parameters, x, y):
 
 
 def _wraps_absolute(x):
-    if jnp.issubdtype(x.least.dtype, jnp.unsignedinteger):
+    if _is_unsigned(x.least):
         return x.least != x.least
     return x.least == dtype_range(x.least.dtype)[0]
-
-
-def _floor_divide(xp, _, x, y):
-    return _quotient(xp, lambda n, d: n // d, x, y)
 
 
 def _remainder(xp, parameters, x, y):
@@ -229,35 +204,22 @@ def _of_bools(rule):
     return bound
 
 
-def _and(xp, _, x, y):
-    return x.least & y.least, x.greatest & y.greatest
-
-
-def _or(xp, _, x, y):
-    return x.least | y.least, x.greatest | y.greatest
-
-
-def _not(xp, _, x):
-    return ~x.greatest, ~x.least
-
-
-def _definite(true, false):
-    return true, ~false
+# of a comparison: whether it is certainly true, whether it may be
 
 
 def _lt(xp, _, x, y):
-    return _definite(x.greatest < y.least, x.least >= y.greatest)
+    return x.greatest < y.least, ~(x.least >= y.greatest)
 
 
 def _le(xp, _, x, y):
-    return _definite(x.greatest <= y.least, x.least > y.greatest)
+    return x.greatest <= y.least, ~(x.least > y.greatest)
 
 
 def _eq(xp, parameters, x, y):
     same = (x.least == x.greatest) & (y.least == y.greatest) & (x.least == y.least)
     if parameters["square"] and _is_integer(x.least):
         same = xp.ones_like(same)
-    return _definite(same, (x.greatest < y.least) | (y.greatest < x.least))
+    return same, ~((x.greatest < y.least) | (y.greatest < x.least))
 
 
 def _ne(xp, parameters, x, y):
@@ -274,26 +236,17 @@ def _select(xp, _, which, *cases):
         starts = [which.least <= k for k in range(last)] + [xp.ones_like(which.least, bool)]
         ends = [xp.ones_like(which.least, bool)] + [which.greatest >= k for k in range(1, last + 1)]
         possible = [start & end for start, end in zip(starts, ends, strict=True)]
-    lowest, highest = _extremes(cases[0].least.dtype)
-    least, greatest = highest, lowest  # the bounds where no case is taken
-    for taken, case in zip(possible, cases, strict=True):
-        least = _least(xp, least, xp.where(taken, case.least, highest))
-        greatest = _greatest(xp, greatest, xp.where(taken, case.greatest, lowest))
-    return least, greatest
-
-
-def _extremes(dtype):
+    # the bounds where no case is taken, and with each that may be
+    dtype = cases[0].least.dtype
+    lowest, highest = dtype_range(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
-        return np.asarray(-np.inf, dtype), np.asarray(np.inf, dtype)
-    return dtype_range(dtype)
-
-
-def _least(xp, x, y):
-    return x & y if y.dtype == np.bool_ else xp.minimum(x, y)
-
-
-def _greatest(xp, x, y):
-    return x | y if y.dtype == np.bool_ else xp.maximum(x, y)
+        lowest, highest = np.asarray(-np.inf, dtype), np.asarray(np.inf, dtype)
+    lesser, greater = (xp.logical_and, xp.logical_or) if dtype == np.bool_ else (xp.minimum, xp.maximum)
+    least, greatest = highest, lowest
+    for taken, case in zip(possible, cases, strict=True):
+        least = lesser(least, xp.where(taken, case.least, highest))
+        greatest = greater(greatest, xp.where(taken, case.greatest, lowest))
+    return least, greatest
 
 
 def _convert(xp, parameters, x):
@@ -330,20 +283,20 @@ RULES: dict[str, Any] = {
     "integer_pow": _power,
     "neg": _neg,
     "abs": _abs,
-    "sign": _monotone(lambda xp, x: xp.sign(x)),
-    "floor": _monotone(lambda xp, x: xp.floor(x)),
-    "ceil": _monotone(lambda xp, x: xp.ceil(x)),
-    "max": _max,
-    "min": _min,
-    "clamp": _clamp,
-    "div": _div,
+    "sign": _end_by_end(lambda xp, x: xp.sign(x)),
+    "floor": _end_by_end(lambda xp, x: xp.floor(x)),
+    "ceil": _end_by_end(lambda xp, x: xp.ceil(x)),
+    "max": _end_by_end(lambda xp, x, y: xp.maximum(x, y)),
+    "min": _end_by_end(lambda xp, x, y: xp.minimum(x, y)),
+    "clamp": _end_by_end(lambda xp, low, x, high: xp.minimum(xp.maximum(x, low), high)),
+    "div": lambda xp, _, x, y: _quotient(xp, partial(_truncated_quotient, xp), x, y),
     "rem": _rem,
     "shift_right_arithmetic": _shift_right,
     "shift_right_logical": _shift_right,
-    "and": _of_bools(_and),
-    "or": _of_bools(_or),
+    "and": _of_bools(_end_by_end(lambda xp, x, y: x & y)),
+    "or": _of_bools(_end_by_end(lambda xp, x, y: x | y)),
     "xor": _of_bools(_ne),
-    "not": _of_bools(_not),
+    "not": _of_bools(lambda xp, _, x: (~x.greatest, ~x.least)),
     "lt": _lt,
     "le": _le,
     "gt": _swapped(_lt),
@@ -353,7 +306,10 @@ RULES: dict[str, Any] = {
     "select_n": _select,
     "convert_element_type": _convert,
 }
-floored = {"floor_divide": _floor_divide, "remainder": _remainder}
+floored = {
+    "floor_divide": lambda xp, _, x, y: _quotient(xp, operator.floordiv, x, y),
+    "remainder": _remainder,
+}
 
 
 def _broadcast(equation, x):

@@ -181,18 +181,14 @@ def _by_rule(rule: Any, equation: Any, inputs: Sequence[Interval]) -> Interval:
     """Bounds by an elementwise rule: `(np or jnp, parameters, inputs...) -> (least, greatest)`."""
     xp: Any = np if all(x.is_known for x in inputs) else jnp
     (aval,) = (x.aval for x in equation.outvars)
-    parameters = {**equation.params, "dtype": aval.dtype, "square": _is_square(equation)}
+    square = len(equation.invars) == 2 and equation.invars[0] is equation.invars[1]
+    parameters = {**equation.params, "dtype": aval.dtype, "square": square}
     with np.errstate(all="ignore"):
         least, greatest = rule(xp, parameters, *inputs)
     least, greatest = (xp.broadcast_to(xp.asarray(x), aval.shape) for x in (least, greatest))
     if all(x.is_exact for x in inputs) and np.array_equal(least, greatest):
         return Interval(least, least)
     return Interval(least, greatest, any(x.vague for x in inputs))
-
-
-def _is_square(equation: Any) -> bool:
-    """Tells whether both inputs are the same variable."""
-    return len(equation.invars) == 2 and equation.invars[0] is equation.invars[1]
 
 
 def _rearranged(equation: Any, inputs: Sequence[Interval]) -> Interval:
@@ -233,16 +229,11 @@ def _gather(equation: Any, operand: Interval, indices: Interval) -> Interval:
     if vague or symbolic or not elements or not operand.is_exact or 0 in operand.least.shape:
         return unknown(aval.shape, aval.dtype, vague)
     # bounds of the index of each axis: of what the indices were joined from, where that is known
-    parts = indices.parts
-    if any(x.least.shape[-1] != 1 for x in parts) or len(parts) != rank:
-        parts = tuple(_component(indices, k) for k in range(rank))
+    found = [(part, 0) for part in indices.parts]
+    if any(x.least.shape[-1] != 1 for x in indices.parts) or len(found) != rank:
+        found = [(indices, k) for k in range(rank)]
     places: list[Any] = [None] * rank
-    for axis, part in zip(numbers.start_index_map, parts, strict=True):
-        least = part.least[..., 0]
-        places[axis] = (least, least if part.is_exact else part.greatest[..., 0])
+    for axis, (part, k) in zip(numbers.start_index_map, found, strict=True):
+        least = part.least[..., k]
+        places[axis] = (least, least if part.is_exact else part.greatest[..., k])
     return Interval(*gathered(operand.least, places, str(equation.params["mode"])))
-
-
-def _component(indices: Interval, k: int) -> Interval:
-    least = indices.least[..., k : k + 1]
-    return Interval(least, least if indices.is_exact else indices.greatest[..., k : k + 1])
