@@ -88,12 +88,6 @@ def _by_name(operator: Operator, outputs: tuple, gradients: dict) -> dict[str, n
     return {name: np.asarray(x).astype(accumulator_dtype(x.dtype)) for name, x in named.items()}
 
 
-def _finite_cotangents(operator: Operator, outputs: tuple) -> tuple:
-    """Draws random cotangents, 0 where the output is not finite (the lse of a row that sees nothing)."""
-    cts = cotangents(operator, outputs)
-    return tuple(np.where(np.isfinite(x), ct, 0) for x, ct in zip(outputs, cts, strict=True))
-
-
 def quick_jit(function: Any) -> Any:
     """Jits a definition: soon compiled, and no rounding left out."""
     return jax.jit(function, compiler_options={"xla_allow_excess_precision": False, **QUICK})
@@ -137,26 +131,22 @@ class Target(NamedTuple):
 def target(operator: Operator, case: Case, dtype: str) -> Target:
     """Runs the definition in float64, and in `dtype` for the limits, both on the CPU."""
     with _on_cpu():
-        return _target(operator, case, dtype)
-
-
-def _target(operator: Operator, case: Case, dtype: str) -> Target:
-    arrays, options = case.arrays(dtype), dict(case.options)
-    with jax.enable_x64(True):
-        exact = {name: cast(x, "float64") for name, x in arrays.items()}
-        define = _definition(operator, case)
-        zeros = jax.eval_shape(lambda: operator.reference(**exact, **options))
-        outputs, _ = define(exact, tuple(np.zeros(x.shape) for x in zeros))
-        cts = _finite_cotangents(operator, outputs)
-        cts = tuple(cast(cast(ct, dtype), "float64") for ct in cts)  # representable in dtype
-        expected = _by_name(operator, *define(exact, cts))
-    cts = tuple(cast(ct, dtype) for ct in cts)
-    limits = dict.fromkeys(expected, FLOAT64_LIMIT)
-    if dtype != "float64":
-        plain = _by_name(operator, *_definition(operator, case)(arrays, cts))
-        rounding = float(jnp.finfo(dtype).eps)
-        limits = {n: 2 * relative_error(plain[n], x) + 2 * rounding for n, x in expected.items()}
-    return Target(operator, case, dtype, arrays, cts, expected, limits)
+        arrays, define = case.arrays(dtype), _definition(operator, case)
+        with jax.enable_x64(True):
+            exact = {name: cast(x, "float64") for name, x in arrays.items()}
+            zeros = jax.eval_shape(lambda: operator.reference(**exact, **case.options))
+            outputs, _ = define(exact, tuple(np.zeros(x.shape) for x in zeros))
+            # random, 0 where the output is not finite (the lse of a row that sees nothing)
+            drawn = zip(outputs, cotangents(operator, outputs), strict=True)
+            finite = (np.where(np.isfinite(x), ct, 0) for x, ct in drawn)
+            cts = tuple(cast(cast(ct, dtype), "float64") for ct in finite)  # representable in dtype
+            expected = _by_name(operator, *define(exact, cts))
+        cts = tuple(cast(ct, dtype) for ct in cts)
+        limits = dict.fromkeys(expected, FLOAT64_LIMIT)
+        if dtype != "float64":
+            plain, rounding = _by_name(operator, *define(arrays, cts)), float(jnp.finfo(dtype).eps)
+            limits = {n: 2 * relative_error(plain[n], x) + 2 * rounding for n, x in expected.items()}
+        return Target(operator, case, dtype, arrays, cts, expected, limits)
 
 
 def measure(operator: Operator, implementation: str, case: Case, dtype: str) -> list[Measurement]:

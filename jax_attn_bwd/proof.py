@@ -169,16 +169,13 @@ def chip(tell: Tell) -> dict[str, Any]:
             if i.platform == platform:
                 kernels.setdefault(i.family, {})[i.name] = None
     driver = Path("/proc/driver/nvidia/version")
+    runtime = str(getattr(jax.devices()[0].client, "platform_version", ""))
     return {
         "device": targets.device_kind(),
         "platform": platform,
         "kernels": {family: list(names) for family, names in kernels.items()},
-        "driver": driver.read_text().splitlines()[0] if driver.exists() else _runtime(),
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else runtime.replace("\n", " "),
     }
-
-
-def _runtime() -> str:
-    return str(getattr(jax.devices()[0].client, "platform_version", "")).replace("\n", " ")
 
 
 def to_prove(family: str, implementation: str) -> Iterator[Call]:

@@ -14,9 +14,13 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_ATTN_BWD_KERNELS"] = os.environ["JAX_ATTN_BWD_GPU_KERNELS"] = ""
 os.environ["JAX_ATTN_BWD_CACHE"] = os.devnull
 
+import cudnn_twin
 import jax
 import pytest
 
+from jax_attn_bwd.ops.dot_product.kernels import cudnn
+
+cudnn.TWIN = cudnn_twin
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

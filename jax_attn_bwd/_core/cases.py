@@ -54,34 +54,6 @@ class Case:
         arrays = self.build(np.random.default_rng(seed))
         return {name: cast(x, self.dtypes.get(name, dtype)) for name, x in arrays.items()}
 
-    def shapes(self, dtype: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns types of the arrays, which are not made; floating ones are of `dtype`, else the case's."""
-        found = {}
-        for name, x in self.build(_Zeros()).items():
-            own = self.dtypes.get(name, dtype or self.dtype) if is_floating(x) else np.asarray(x).dtype
-            found[name] = jax.ShapeDtypeStruct(np.shape(x), own)
-        return found
-
-
-class _Zeros(np.random.Generator):
-    """Gives zeros to a case whose shapes are asked for; they take memory only where they are few."""
-
-    def __init__(self) -> None:
-        super().__init__(np.random.PCG64(0))
-
-    def standard_normal(self, size=None, *args, **kwargs):
-        """Zeros of that shape."""
-        shape = () if size is None else tuple(np.atleast_1d(size))
-        return np.zeros(shape) if math.prod(shape) < 2**16 else np.broadcast_to(0.0, shape)
-
-    def normal(self, loc=0.0, scale=1.0, size=None):
-        """Zeros of that shape."""
-        return self.standard_normal(size)
-
-    def random(self, size=None, *args, **kwargs):
-        """Zeros of that shape."""
-        return self.standard_normal(size)
-
 
 @dataclass(frozen=True, eq=False)
 class Operator:

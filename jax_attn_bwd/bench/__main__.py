@@ -17,7 +17,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares 
 from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
 from jax_attn_bwd.bench import mods, operators, plots, programs, report
-from jax_attn_bwd.bench.environment import environment
 from jax_attn_bwd.bench.measure import Workload, measure
 
 # what is measured under names of its own, not by an operator's cases
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
     make = NAMED.get(args.operator) or partial(operators.workloads, args.operator)
     # the file is written after each workload: an interrupted run keeps what it has
-    context = environment()
+    context = report.environment()
     stem = f"{args.operator}{'_scaling' * args.scaling}_{context['platform']}_jax{context['jax']}"
     path, rows = args.out / f"{stem}.json", list[report.Row]()
     report.write(path, context, rows, finished=False)

@@ -173,62 +173,52 @@ def _tree(T: int) -> tuple[np.ndarray, ...]:
     return mods.tree_intervals(parents)
 
 
-def _masked(
-    mask: mods.Mask, *mod_args: Any, option: Callable | None = None, flex: Callable | None = None
-) -> Modified:
-    return Modified({"mask_mod": mask}, mod_args, option, flex=flex)
-
-
-def _scored(
-    score: mods.Score, *mod_args: Any, learned: bool = False, flex: Callable | None = None
-) -> Modified:
-    return Modified({"score_mod": score}, mod_args, learned=learned, flex=flex)
-
-
-def _flex_alibi(slopes: Any) -> tuple[Callable | None, Callable | None]:
-    return None, lambda logits, b, h, row, column: logits - slopes[h] * (row - column).abs()
-
-
 _WINDOW = 256
 
 NAMED: dict[str, Callable[[int], Modified]] = {
-    "causal": lambda T: _masked(
-        mods.causal,
+    "causal": lambda T: Modified(
+        {"mask_mod": mods.causal},
         option=lambda: {"is_causal": True},
         flex=lambda: (lambda b, h, row, column: column <= row, None),
     ),
-    "window": lambda T: _masked(
-        mods.sliding_window(_WINDOW),
+    "window": lambda T: Modified(
+        {"mask_mod": mods.sliding_window(_WINDOW)},
         option=lambda: {"local_window_size": (_WINDOW, 0)},
         flex=lambda: (lambda b, h, row, column: (column <= row) & (row - column <= _WINDOW), None),
     ),
-    "prefix": lambda T: _masked(
-        mods.prefix_lm,
-        np.int32(T // 4),
+    "prefix": lambda T: Modified(
+        {"mask_mod": mods.prefix_lm},
+        (np.int32(T // 4),),
         flex=lambda length: (lambda b, h, row, column: (column < length) | (column <= row), None),
     ),
-    "documents": lambda T: _masked(
-        mods.document,
-        _documents(T),
+    "documents": lambda T: Modified(
+        {"mask_mod": mods.document},
+        (_documents(T),),
         option=_segments,
         flex=lambda ids: (lambda b, h, row, column: ids[row] == ids[column], None),
     ),
-    "causal documents": lambda T: _masked(
-        mods.causal & mods.document,
-        _documents(T),
+    "causal documents": lambda T: Modified(
+        {"mask_mod": mods.causal & mods.document},
+        (_documents(T),),
         option=lambda ids: {"is_causal": True, **_segments(ids)},
     ),
-    "dilated window": lambda T: _masked(mods.dilated(4) & mods.sliding_window(4 * _WINDOW)),
-    "global tokens": lambda T: _masked(mods.global_tokens(64)),
-    "window and global tokens": lambda T: _masked(
-        mods.sliding_window(_WINDOW, _WINDOW) | mods.global_tokens(64)
+    "dilated window": lambda T: Modified({"mask_mod": mods.dilated(4) & mods.sliding_window(4 * _WINDOW)}),
+    "global tokens": lambda T: Modified({"mask_mod": mods.global_tokens(64)}),
+    "window and global tokens": lambda T: Modified(
+        {"mask_mod": mods.sliding_window(_WINDOW, _WINDOW) | mods.global_tokens(64)}
     ),
-    "tree": lambda T: _masked(mods.tree, *_tree(T)),
-    "not causal": lambda T: _masked(~mods.causal),
-    "ALiBi": lambda T: _scored(mods.alibi, mods.alibi_slopes(HEADS), flex=_flex_alibi),
-    "learned relative bias": lambda T: _scored(
-        mods.relative_bias(128),
-        jnp.asarray(np.random.default_rng(3).standard_normal((HEADS, 257)), jnp.float32),
+    "tree": lambda T: Modified({"mask_mod": mods.tree}, _tree(T)),
+    "not causal": lambda T: Modified({"mask_mod": ~mods.causal}),
+    "ALiBi": lambda T: Modified(
+        {"score_mod": mods.alibi},
+        (mods.alibi_slopes(HEADS),),
+        flex=lambda slopes: (
+            None, lambda logits, b, h, row, column: logits - slopes[h] * (row - column).abs()
+        ),
+    ),
+    "learned relative bias": lambda T: Modified(
+        {"score_mod": mods.relative_bias(128)},
+        (jnp.asarray(np.random.default_rng(3).standard_normal((HEADS, 257)), jnp.float32),),
         learned=True,
     ),
     "soft cap": lambda T: Modified(

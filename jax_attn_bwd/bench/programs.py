@@ -68,18 +68,12 @@ def _gradients(function: Callable, args: tuple) -> Callable:
     return jax.value_and_grad(loss, tuple(range(len(args))))
 
 
-def _softmax(*shape: int, masked: bool = False) -> Program:
+def _softmax(*shape: int, masked: bool = False, wrap: Callable = lambda function: function) -> Program:
     (x,) = _draw(shape)
     mask = jnp.asarray(np.random.default_rng(1).random((1, *shape[1:])) < 0.8) if masked else None
-    return _both(
-        lambda x: scaled_masked_softmax(x, mask),
-        lambda x: jax.nn.softmax(x, where=None if mask is None else jnp.broadcast_to(mask, x.shape)),
-        (x,),
-    )
-
-
-def _softmax_between_sines(*shape: int) -> Program:
-    return _both(_between_sines(scaled_masked_softmax), _between_sines(jax.nn.softmax), _draw(shape))
+    where = None if mask is None else jnp.broadcast_to(mask, shape)
+    ours, plain = (lambda x: scaled_masked_softmax(x, mask), lambda x: jax.nn.softmax(x, where=where))
+    return _both(wrap(ours), wrap(plain), (x,))
 
 
 def _between_products(*shape: int) -> Program:
@@ -250,7 +244,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     },
     "deformable decoder, 300 queries": partial(_deformable, 300),
     # no row of README's table counts these: their names begin otherwise than those of the operators alone
-    "between sines: softmax [512,257]": partial(_softmax_between_sines, 512, 257),
+    "between sines: softmax [512,257]": partial(_softmax, 512, 257, wrap=_between_sines),
     "between sines: dense B8 T128 N8 H64, bias": partial(_biased, 8, 128, 8, 64),
     "between sines: multi-head B4 T128 E256 N8": partial(_layer, 4, 128, 256, 8, wrap=_between_sines),
     "between sines: edge softmax 10k/100k 8": partial(_edge_softmax, 10_000, 100_000, 8),

@@ -1,15 +1,23 @@
-"""What benchmarks leave: a row for each contender; a table, a JSON file and a plot of them; Markdown."""
+"""What benchmarks leave: a row for each contender; a table, a JSON file, where and when it was."""
 
 import argparse
+import datetime
 import json
 import os
+import platform
+import re
 import statistics
+import subprocess
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
+
+import jax_attn_bwd
 from jax_attn_bwd._core import console
 
 OUT = Path("out")  # in the current folder
@@ -35,6 +43,53 @@ def sentence(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {error}"[:LIMIT]
+
+
+def environment() -> dict[str, str]:
+    """Returns {what: its version}, of what the measurements depend on."""
+    device = jax.devices()[0]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpu = f"{_processor()}, {cores} cores"
+    versions = {}
+    for name in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "tokamax"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "platform": device.platform,
+        "device": cpu if device.platform == "cpu" else device.device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "jax_attn_bwd": jax_attn_bwd.__version__,
+        "commit": commit(Path(jax_attn_bwd.__file__)),
+        **versions,
+    }
+
+
+def commit(package: Path) -> str:
+    """Finds the commit of the file `package`, "-dirty" if its folder differs; "unknown" without one."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(
+            ["git", *command], cwd=package.parent, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", package.name)  # not merely a folder inside a repository
+        changed = git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # git is not installed, or does not know it
+        return "unknown"
+
+
+def _processor() -> str:
+    """Finds the CPU's name, where the system tells: libraries that are beside one another differ by it."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return f"{platform.machine()} CPU ({names[0]})" if names else f"{platform.machine()} CPU"
 
 
 def prepare(parser: argparse.ArgumentParser, out: Path) -> None:
@@ -143,15 +198,3 @@ def shown(row: Row) -> str:
     if ms < 1:
         return f"{1e3 * ms:.3g} us"
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Makes a table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    shown = (["" if x is None else str(x).replace("|", "\\|") for x in line] for line in lines)
-    return "\n".join("| " + " | ".join(line) + " |" for line in shown)
-
-
-def page(*pieces: str) -> str:
-    """Joins paragraphs, headings and tables to one page."""
-    return "\n\n".join(pieces) + "\n"

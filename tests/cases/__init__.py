@@ -5,16 +5,18 @@ tests alone ask of an operator: `TRAITS`, `{operator: fields of Tested}`.
 """
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_attn_bwd import ops
-from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd._core.cases import Case, Operator, is_floating
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +53,38 @@ def _more() -> tuple[dict[str, list[Case]], dict[str, dict[str, Any]]]:
 def with_more(operators: Iterable[Operator]) -> tuple[Tested, ...]:
     """The operators with the cases of the tests behind their own, and with what tests alone ask."""
     cases, traits = _more()
-    own = lambda o: {x.name: getattr(o, x.name) for x in fields(o)}
-    return tuple(
-        Tested(**{**own(o), "cases": (*o.cases, *cases.get(o.name, ()))}, **traits[o.name]) for o in operators
-    )
+
+    def more(o: Operator) -> Tested:
+        own = {x.name: getattr(o, x.name) for x in fields(o)}
+        return Tested(**own | traits[o.name] | {"cases": (*o.cases, *cases.get(o.name, ()))})
+
+    return tuple(map(more, operators))
+
+
+def shapes(case: Case, dtype: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Types of the arrays of a case, which are not made; floating ones are of `dtype`, else the case's."""
+    found = {}
+    for name, x in case.build(_Zeros()).items():
+        own = case.dtypes.get(name, dtype or case.dtype) if is_floating(x) else np.asarray(x).dtype
+        found[name] = jax.ShapeDtypeStruct(np.shape(x), own)
+    return found
+
+
+class _Zeros(np.random.Generator):
+    """Gives zeros to a case whose shapes are asked for; they take memory only where they are few."""
+
+    def __init__(self) -> None:
+        super().__init__(np.random.PCG64(0))
+
+    def standard_normal(self, size=None, *args, **kwargs):
+        shape = () if size is None else tuple(np.atleast_1d(size))
+        return np.zeros(shape) if math.prod(shape) < 2**16 else np.broadcast_to(0.0, shape)
+
+    def normal(self, loc=0.0, scale=1.0, size=None):
+        return self.standard_normal(size)
+
+    def random(self, size=None, *args, **kwargs):
+        return self.standard_normal(size)
 
 
 def infinite_bias(rng, n):

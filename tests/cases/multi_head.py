@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
+
 from cases import infinite_bias
 from jax_attn_bwd import mods, multi_head_attention_bwd
-from jax_attn_bwd._core.cases import bias, both, mask, positions, segments, shared_segments
+from jax_attn_bwd._core.cases import bias, both, mask, positions, seen_with_bias, segments, shared_segments
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd.ops.dot_product.cases import MOD_ARGS, args, slopes
+from jax_attn_bwd.ops.dot_product.cases import MOD_ARGS, args, seen, slopes
 from jax_attn_bwd.ops.multi_head.cases import (
     ALL,
     BIASES,
@@ -144,6 +146,21 @@ _LAYER = (
 CASES = {"multi_head_attention": _LAYER}
 
 
+def _hidden(arrays, options):
+    """Tokens that no head reads; rows appended to the keys are read by every query."""
+    sizes = jax.eval_shape(
+        lambda: OPERATORS[0].call(**arrays, **{**options, "return_weights": True, "average_weights": False})
+    )
+    weights = sizes[1].shape
+    S = arrays.get("key", arrays["query"]).shape[-2]
+    whole, found = seen_with_bias(seen(arrays, options, (*weights[:-1], S)), arrays)
+    unseen = ~whole.any((-3, -2))  # [..., S]
+    blind = ~whole.any((-3, -1)) & (weights[-1] == S) & (not options.get("add_residual"))  # [..., T]
+    if "key" in arrays:
+        return found | {"query": blind, "key": unseen} | ({"value": unseen} if "value" in arrays else {})
+    return found | {"query": blind & unseen}
+
+
 def _backward(cotangents, outputs, arrays, options, wrt):
     options = dict(options)
     dweights = cotangents[1] if options.pop("return_weights", False) else None
@@ -170,6 +187,7 @@ TRAITS = {
             "mod_args_0": "N", "mod_args_1": "B",
         },
         "whole": MOD_ARGS,
+        "hidden": _hidden,
         "sums_over_heads": ("out",),
     }
 }  # fmt: skip

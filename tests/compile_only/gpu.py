@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compile_only import pages
 from compile_only.devices import tool
 from compile_only.programs import Program, did_not_compile
-from jax_attn_bwd.bench import report
 
 COUNTED = (
     "HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "MUFU.EX2", "MUFU.TANH", "LDG.E.128", "STG.E.128",
@@ -213,7 +213,7 @@ def markdown(rows: Sequence[Program], versions: dict[str, str]) -> str:
         "## Portable path: temporary memory, MiB",
         _portable(portable) if portable else "Not compiled.",
     ]
-    return report.page(*pieces, *did_not_compile(rows))
+    return pages.page(*pieces, *did_not_compile(rows))
 
 
 def _kernels(rows: Sequence[Program], shown: Sequence[str], *, occupancy: bool = False) -> str:
@@ -230,7 +230,7 @@ def _kernels(rows: Sequence[Program], shown: Sequence[str], *, occupancy: bool =
     if not lines:
         return "No kernel is registered."
     body = [(*key[:3], ", ".join(chips), *key[3:]) for key, chips in lines.items()]
-    return report.markdown_table(columns, body)
+    return pages.table(columns, body)
 
 
 def _cells(kernel: Kernel, shown: Sequence[str], occupancy: bool) -> dict[str, Any]:
@@ -255,4 +255,4 @@ def _portable(rows: Sequence[Program]) -> str:
         if row.temporary_bytes is not None:
             cells[row.target] = f"{row.temporary_bytes / 2**20:.1f}"
     body = [(*key, *(cells.get(t, "failed") for t in targets)) for key, cells in lines.items()]
-    return report.markdown_table(("operator", "case", "direction", *targets), body)
+    return pages.table(("operator", "case", "direction", *targets), body)

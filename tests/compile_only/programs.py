@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from cases import discover
+from cases import discover, shapes
 
 from compile_only import devices
 from jax_attn_bwd._core import mosaic_gpu
@@ -87,8 +87,8 @@ def function(
 
     "gradients" returns outputs and gradients for given cotangents, as a training step does.
     """
-    shapes, options = case.shapes(), {**case.options, "implementation": implementation}
-    names, types = tuple(shapes), tuple(shapes.values())
+    given, options = shapes(case), {**case.options, "implementation": implementation}
+    names, types = tuple(given), tuple(given.values())
 
     def forward(*arrays):
         return operator.call(**dict(zip(names, arrays, strict=True)), **options)
@@ -96,7 +96,7 @@ def function(
     if direction == "forward":
         return forward, types
     portable = {**options, "implementation": "xla"}  # it has the same outputs, and runs anywhere
-    cotangents = jax.eval_shape(lambda arrays: operator.call(**arrays, **portable), shapes)
+    cotangents = jax.eval_shape(lambda arrays: operator.call(**arrays, **portable), given)
 
     def gradients(*arrays_and_cotangents):
         arrays = dict(zip(names, arrays_and_cotangents[: len(names)], strict=True))

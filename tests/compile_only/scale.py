@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compile_only import devices, schedule
+from compile_only import devices, pages, schedule
 from jax_attn_bwd import parallel
 from jax_attn_bwd._core import console
 from jax_attn_bwd.bench import report
@@ -308,6 +308,6 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     columns = ("pod", "attention", "memory", "kept", "sent", "predicted", "hidden %", "sent by")
     failed = [f"* {row.pod}, {row.kind}: {row.error}" for row in rows if row.error]
-    pieces = ["# Pods on paper", _ABOUT, report.markdown_table(columns, cells)]
+    pieces = ["# Pods on paper", _ABOUT, pages.table(columns, cells)]
     pieces += [_DIFFERENCES, _WHICH]
-    return report.page(*pieces, *(["## Did not compile", "\n".join(failed)] if failed else []))
+    return pages.page(*pieces, *(["## Did not compile", "\n".join(failed)] if failed else []))

@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from compile_only import pages
 from compile_only.programs import Program, did_not_compile
 from compile_only.tpu_peers import NAMES
 from jax_attn_bwd._core import mosaic_tpu
-from jax_attn_bwd.bench import report
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?:\s*>)*)\s*\{", re.M)
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(?=[\w.-]+ = )", re.M)  # its text may run over lines
@@ -204,7 +204,7 @@ def markdown(rows: Sequence[Program], versions: dict[str, str]) -> str:
         f"JAX {versions['jax']}, libtpu {versions['libtpu']}. {_ABOUT}",
         "## Dense attention beside JAX's kernels",
         _ABOUT_PEERS,
-        report.markdown_table(
+        pages.table(
             ("kernels of", "case", "kernel", "chip", "tile", *_FIGURES, "temp MiB"),
             [
                 (row.implementation, row.case, k.name, row.target, _tile(k), *_figures(k), _temporary(row))
@@ -214,12 +214,12 @@ def markdown(rows: Sequence[Program], versions: dict[str, str]) -> str:
             ],
         ),
         "## Every case",
-        report.markdown_table(
+        pages.table(
             ("operator", "case", "kernel", "chip", *_FIGURES),
             [(row.operator, row.case, k.name, row.target, *_figures(k)) for row in own for k in row.kernels],
         ),
     ]
-    return report.page(*pieces, *did_not_compile(rows))
+    return pages.page(*pieces, *did_not_compile(rows))
 
 
 def _tile(kernel: Kernel) -> str:

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import discover
+from cases import discover, shapes
 
-from compile_only import compiling, devices, gpu, traffic
+from compile_only import compiling, devices, gpu, pages, traffic
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import console, targets
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.bench import report
 from jax_attn_bwd.ops.dot_product import strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import GPU_TILE, Strips, plan
@@ -85,7 +84,7 @@ def pairs(shape: tuple[int, int, int, int] = (4, 4096, 16, 128)) -> Iterator[Pai
 
 def _beside(operator: Operator, case: Case) -> Pair:
     with targets.aimed_at(CHIPS[0]):  # a graph is built for the chip that it is used on
-        types = case.shapes()
+        types = shapes(case)
 
     def first_output(call, options, *arrays):
         return call(**dict(zip(types, arrays, strict=True)), **options)[0]
@@ -100,7 +99,7 @@ def _beside(operator: Operator, case: Case) -> Pair:
 def _segments(operator: Operator, case: Case) -> Callable[..., Any]:
     from jax_attn_bwd.bench import peers  # what it imports computes, before a platform is chosen
 
-    types, options = tuple(case.shapes().values()), case.options
+    types, options = tuple(shapes(case).values()), case.options
     edges = peers.edges_of(options["graph"], types[0].shape[1], options["head_size"])
     return peers.segments(edges, operator.name)
 
@@ -252,12 +251,12 @@ def section(lines: Sequence[tuple[Any, ...]]) -> str:
         "ratio of GB",
         "goals missed",
     )
-    return "\n\n".join((HEADING, _ABOUT, report.markdown_table((*columns, "most GB by"), lines)))
+    return "\n\n".join((HEADING, _ABOUT, pages.table((*columns, "most GB by"), lines)))
 
 
 def with_section(page: str, text: str) -> str:
     """`page` with `text` at its end, in the place of an older one."""
-    return report.page(*filter(None, (page.partition(HEADING)[0].rstrip(), text)))
+    return pages.page(*filter(None, (page.partition(HEADING)[0].rstrip(), text)))
 
 
 def section_of(page: str) -> str:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import shapes
 from contract.programs import is_kernel
 from helpers import assert_close, assert_trees_close, case_params, differentiated, firsts, quick_jit
 from jax.sharding import AxisType, NamedSharding
@@ -18,7 +19,7 @@ def letters(operator, name, x):
 
 
 def has_batch(operator, case):
-    return any("B" in letters(operator, name, x) for name, x in case.shapes().items())
+    return any("B" in letters(operator, name, x) for name, x in shapes(case).items())
 
 
 CASES = [

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import shapes
 from helpers import thorough
 
 from jax_attn_bwd import MultiHeadAttentionParams
 from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import environment, measure, operators, peers, plots
+from jax_attn_bwd.bench import measure, operators, peers, plots
 from jax_attn_bwd.bench import report as report_module
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import cases as named
@@ -299,18 +300,18 @@ def test_bench_tells_the_commit_of_this_package_alone(tmp_path):
     init = package / "__init__.py"
     init.write_text("")
     (tmp_path / "other.py").write_text("")
-    assert environment.commit(init) == "unknown"  # no repository
+    assert report_module.commit(init) == "unknown"  # no repository
     git("init")
     git("add", "other.py")
     git("commit", "-m", "another project, in which this package is installed")
-    assert environment.commit(init) == "unknown"
+    assert report_module.commit(init) == "unknown"
     git("add", "site")
     git("commit", "-m", "this package")
     commit = git("rev-parse", "--short", "HEAD")
     (results / "softmax.json").write_text("{}")  # what an earlier benchmark wrote
-    assert environment.commit(init) == commit
+    assert report_module.commit(init) == commit
     init.write_text("changed = True")
-    assert environment.commit(init) == f"{commit}-dirty"
+    assert report_module.commit(init) == f"{commit}-dirty"
 
 
 @pytest.mark.parametrize(("save", "mebibytes"), [("inputs", "0.5"), ("qkv", "2.0")])
@@ -347,7 +348,8 @@ def test_operations_of_attention_are_counted_as_usual():
     (operator,) = dense.OPERATORS
     cases = {case.name: case for case in operator.tagged("bench_gpu")}
     full = 4 * 2 * 8192**2 * 2048
-    assert operators.operations(cases["H=128 B=2 T=8192 N=16 full"]) == full
-    assert operators.operations(cases["H=128 B=2 T=8192 N=16 causal"]) == full / 2
-    window = operators.operations(cases["H=64 B=1 T=16384 N=32 causal window 1024"])
+    counted = lambda name: operators.operations(cases[name], shapes(cases[name])["query"])
+    assert counted("H=128 B=2 T=8192 N=16 full") == full
+    assert counted("H=128 B=2 T=8192 N=16 causal") == full / 2
+    window = counted("H=64 B=1 T=16384 N=32 causal window 1024")
     assert window == 4 * 2048 * (1024 * 1025 // 2 + (16384 - 1024) * 1025)

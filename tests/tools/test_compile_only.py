@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases import shapes
 from compile_only import devices, programs
 from helpers import OPERATORS, thorough
 
@@ -232,16 +233,16 @@ def test_every_compiled_case_is_a_call_that_the_operator_accepts(operator, direc
 def test_a_case_tells_the_types_of_its_arrays_without_making_them(operator):
     small = [*operator.tagged("ci", "edge", "second", "quick")]
     for case in small:
-        arrays, shapes = case.arrays("bfloat16"), case.shapes("bfloat16")
+        arrays, types = case.arrays("bfloat16"), shapes(case, "bfloat16")
         assert {n: (x.shape, x.dtype) for n, x in arrays.items()} == {
-            n: (x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for n, x in shapes.items()
+            n: (x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for n, x in types.items()
         }, case.name
 
 
 def test_a_case_far_beyond_any_memory_has_shapes():
     shape = (1 << 12, 1 << 20, 1 << 10)
     case = Case("huge", lambda rng: {"x": rng.normal(0, 3, shape), "keep": rng.random(3) < 0.5})
-    x, keep = case.shapes().values()
+    x, keep = shapes(case).values()
     assert (x.shape, x.dtype, keep.shape, keep.dtype) == (shape, "bfloat16", (3,), bool)
 
 

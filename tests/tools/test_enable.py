@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import cudnn_twin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,6 @@ from helpers import OPERATORS, thorough
 
 from jax_attn_bwd import check, enable, explain, proof, scaled_masked_softmax
 from jax_attn_bwd._core import pallas, proven, targets
-from jax_attn_bwd.ops.dot_product.kernels import cudnn
 
 H200 = "NVIDIA H200"
 slow_interpreter = thorough if jax.__version_info__ < (0, 12) else lambda test: test
@@ -300,14 +300,14 @@ def test_the_worker_finds_what_differs_from_run_to_run(softmax):
 @thorough
 def test_the_worker_does_not_ask_cudnn_for_equal_bits(monkeypatch):
     """A twin plays it, and adds in any order; its values and NaN where nothing looks count as before."""
-    runs, twin = itertools.cycle((0, 0, 1 / 256, 1 / 256)), cudnn.twin_backward  # a run calls it twice
+    runs, twin = itertools.cycle((0, 0, 1 / 256, 1 / 256)), cudnn_twin.backward  # a run calls it twice
 
     def backward(*args):
         dq, *rest = twin(*args)
         now = jax.pure_callback(lambda: np.float32(next(runs)), jax.ShapeDtypeStruct((), "float32"))
         return (dq.astype(now.dtype) * (1 + now)).astype(dq.dtype), *rest
 
-    monkeypatch.setattr(cudnn, "twin_backward", backward)
+    monkeypatch.setattr(cudnn_twin, "backward", backward)
     options = {"is_causal": True, "scale": 0.3}  # of no other test, which would have the twin traced
     operator = dense("lengths", tags=frozenset({"poison"}), options=options)
     call = proof.Call(operator, "cudnn", operator.cases[0], "bfloat16")

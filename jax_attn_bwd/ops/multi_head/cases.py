@@ -17,7 +17,6 @@ from jax_attn_bwd._core.cases import (
     lengths,
     mask,
     positions,
-    seen_with_bias,
     segments,
 )
 from jax_attn_bwd._core.rotary import Rotary
@@ -169,21 +168,6 @@ def _with_factors(
     return arguments | found
 
 
-def _hidden(arrays, options):
-    """Tokens that no head reads; rows appended to the keys are read by every query."""
-    sizes = jax.eval_shape(
-        lambda: _call(**arrays, **{**options, "return_weights": True, "average_weights": False})
-    )
-    weights = sizes[1].shape
-    S = arrays.get("key", arrays["query"]).shape[-2]
-    whole, found = seen_with_bias(dense.seen(arrays, options, (*weights[:-1], S)), arrays)
-    unseen = ~whole.any((-3, -2))  # [..., S]
-    blind = ~whole.any((-3, -1)) & (weights[-1] == S) & (not options.get("add_residual"))  # [..., T]
-    if "key" in arrays:
-        return found | {"query": blind, "key": unseen} | ({"value": unseen} if "value" in arrays else {})
-    return found | {"query": blind & unseen}
-
-
 OPERATORS = (
     Operator(
         name="multi_head_attention",
@@ -193,6 +177,5 @@ OPERATORS = (
         call=_call,
         reference=_reference,
         cases=CASES,
-        hidden=_hidden,
     ),
 )

@@ -17,8 +17,8 @@ from ops.graph.calls import FUNCTIONS, each_kind, every_kind, random_edges
 from jax_attn_bwd import BipartiteCSC, check, explain, graph_attention, graph_transformer_attention
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.graph import groups
-from jax_attn_bwd.ops.graph.kernels import gpu_segments
-from jax_attn_bwd.ops.graph.kernels.gpu_segments import LENGTH, segments, settled
+from jax_attn_bwd.ops.graph.kernels import gpu_body
+from jax_attn_bwd.ops.graph.kernels.gpu_body import LENGTH, segments, settled
 
 NAME = "mosaic_gpu"
 WIDTH, NARROW = 128, 64  # the channels of four heads
@@ -121,7 +121,7 @@ def test_places_are_summed_in_order():
 def short_segments(monkeypatch):
     """Segments of three edges at most: most nodes have several."""
     jax.clear_caches()
-    monkeypatch.setattr(gpu_segments, "LENGTH", 3)
+    monkeypatch.setattr(gpu_body, "LENGTH", 3)
     yield
     jax.clear_caches()
 

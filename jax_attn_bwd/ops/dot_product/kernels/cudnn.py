@@ -16,8 +16,7 @@ so P comes from the `stat` and delta from the `out` that the backward is handed:
 than these. The functions are private to JAX: `KNOWN` has the arguments of those that are known, and
 `unknown()` says why others are not called.
 
-For tests there is a twin of both in jnp, the same algebra rounded where cuDNN rounds. Where cuDNN promises
-nothing, and where it is wrong, the twin answers NaN.
+Tests have a twin of both in jnp, the same algebra rounded where cuDNN rounds.
 """
 
 import importlib
@@ -34,12 +33,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import pallas, sharding, targets
-from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 NAME = "cudnn"
+TWIN: Any = None  # has `forward` and `backward`, where tests ask for calls to be interpreted
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _ARRAYS = (
@@ -75,7 +74,7 @@ class Call(NamedTuple):
       scale: multiplies the products; positive.
       is_causal: a row sees the columns up to its own index.
       window: with `is_causal`, how many columns a row sees, its own included; None = all.
-      interpret: compute it in jnp, by the twin.
+      interpret: compute it in jnp, by `TWIN`.
     """
 
     scale: float
@@ -150,7 +149,8 @@ def _of_operands(options: KernelOptions, operands: Operands) -> str | None:
         return f"its bias has the dtype of query, {q.dtype}, not {bias.dtype}; cast it if that will do"
     if 0 in (*q.shape, *v.shape):
         return "there is nothing to compute"
-    largest = 256 if pallas.is_interpreted(NAME) or _is_hopper() else 128
+    is_hopper = isinstance(targets.generation("mosaic_gpu", ("hopper",)), targets.Generation)
+    largest = 256 if pallas.is_interpreted(NAME) or is_hopper else 128
     if max(q.shape[-1], v.shape[-1]) > largest:
         return f"head sizes go up to 128, on Hopper to 256, got H = {q.shape[-1]} and Hv = {v.shape[-1]}"
     # where it is known to be wrong, or to fail
@@ -167,10 +167,6 @@ def _of_operands(options: KernelOptions, operands: Operands) -> str | None:
     if math.prod(q.shape[:-3]) * T * N * _head(operands) // shards >= ELEMENTS:
         return f"its dq and dk are wrong for {ELEMENTS} elements of query on a device and more"
     return None
-
-
-def _is_hopper() -> bool:
-    return isinstance(targets.generation("mosaic_gpu", ("hopper",)), targets.Generation)
 
 
 def _head(operands: Operands) -> int:
@@ -240,7 +236,7 @@ def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     if operands.bias is None:
         bias = jnp.where(sees, 0, hidden)
     else:
-        bias = _in_batch(operands.bias.astype(jnp.float32), operands)
+        bias = kernel_inputs.merge_batch(operands, operands.bias.astype(jnp.float32), 3)
         top = jnp.where(sees, bias, -jnp.inf).max(-1, keepdims=True)
         is_huge = (jnp.abs(top) > HUGE) & jnp.isfinite(top)
         top = jnp.where(is_huge, top, 0)
@@ -256,16 +252,7 @@ def _by_head(x: Any, operands: Operands) -> jax.Array:
     *batch, k, g, _, _ = x.shape
     heads = (1, 1) if k == g == 1 else (K, N // K)
     x = jnp.broadcast_to(x, (*batch, *heads, T, S))
-    return _in_batch(x.reshape(*batch, math.prod(heads), T, S), operands)
-
-
-def _in_batch(x: jax.Array, operands: Operands) -> jax.Array:
-    """Merges the batch axes of `[..., N|1, T|1, S|1]` into one, of size 1 if it broadcasts over all."""
-    batch = operands.query.shape[:-3]
-    x = to_rank(x, len(batch) + 3)
-    if any(n != 1 for n in x.shape[: len(batch)]):
-        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
-    return kernel_inputs.merged(x, 3)
+    return kernel_inputs.merge_batch(operands, x.reshape(*batch, math.prod(heads), T, S), 3)
 
 
 def forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -371,7 +358,7 @@ def _bound(arrays: Arrays) -> list[jax.Array]:
 
 def _forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     if call.interpret:
-        return twin_forward(call, arrays)
+        return TWIN.forward(call, arrays)
     options = _options(call, arrays, with_bias=arrays.bias is not None)
     out, stat = _expected().forward.bind(*_bound(arrays), **options, is_training=True)
     return out, stat
@@ -381,7 +368,7 @@ def _backward(
     call: Call, with_bias: bool, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     if call.interpret:
-        dq, dk, dv, dbias = twin_backward(call, arrays, stat, out, dout)
+        dq, dk, dv, dbias = TWIN.backward(call, arrays, stat, out, dout)
         return dq, dk, dv, dbias if with_bias else None
     given = (*_bound(arrays), stat, out, dout)
     dq, dk, dv, *dbias = _expected().backward.bind(*given, **_options(call, arrays, with_bias))
@@ -422,88 +409,3 @@ def _over_batch(f: Callable[..., Any], sums_bias: bool = False) -> Callable[...,
         return parted, jax.tree.map(lambda _: True, parted)
 
     return call
-
-
-def twin_forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Computes (out `[B, T, N, H]`, stat float32 `[B, N, T]`), as `forward`."""
-    logits, seen = _twin_logits(call, arrays)
-    top = logits.max(-1, keepdims=True)
-    p = jnp.exp(logits - top)
-    total = p.sum(-1, keepdims=True)
-    out = _einsum("bnts,bsnh->btnh", _narrow(p, arrays), _repeat_heads(arrays.v, arrays))
-    stat = jnp.where(seen.any(-1), (top + jnp.log(total))[..., 0], jnp.nan)
-    out = out / jnp.swapaxes(total, 1, 2)
-    return _narrow(jnp.where(jnp.swapaxes(jnp.isnan(stat), 1, 2)[..., None], jnp.nan, out), arrays), stat
-
-
-def twin_backward(
-    call: Call, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Computes (dq, dk, dv, dbias) as `backward`, dbias of the shape of the bias."""
-    # P from the stat, delta from the output
-    logits, seen = _twin_logits(call, arrays)
-    p = jnp.where(seen, jnp.exp(logits - stat[..., None]), 0)
-    delta = jnp.swapaxes((_wide(dout) * _wide(out)).sum(-1), 1, 2)[..., None]
-    dp = _einsum("btnh,bsnh->bnts", dout, _repeat_heads(arrays.v, arrays))
-    dlogits = p * (dp - delta)
-    # products of what is rounded to the dtype of the operands
-    narrow = _narrow(dlogits, arrays)
-    dq = call.scale * _einsum("bnts,bsnh->btnh", narrow, _repeat_heads(arrays.k, arrays))
-    dk = call.scale * _einsum("bnts,btnh->bsnh", narrow, arrays.q)
-    dv = _einsum("bnts,btnh->bsnh", _narrow(p, arrays), dout)
-    # nothing is promised beyond the ends
-    if arrays.rows_end is not None and arrays.columns_end is not None:
-        dq = jnp.where(_beyond(arrays.rows_end, dq), jnp.nan, dq)
-        dk, dv = (jnp.where(_beyond(arrays.columns_end, x), jnp.nan, x) for x in (dk, dv))
-    dk, dv = (_to_key_heads(x, arrays) for x in (dk, dv))
-    dbias = None
-    if arrays.bias is not None:
-        shared = tuple(i for i, n in enumerate(arrays.bias.shape) if n == 1 != dlogits.shape[i])
-        dbias = dlogits.sum(shared, keepdims=True).astype(arrays.bias.dtype)
-    return _narrow(dq, arrays), _narrow(dk, arrays), _narrow(dv, arrays), dbias
-
-
-def _twin_logits(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Returns (float32 logits, which of them are seen), `[B, N, T, S]`."""
-    logits = call.scale * _einsum("btnh,bsnh->bnts", arrays.q, _repeat_heads(arrays.k, arrays))
-    if arrays.bias is not None:
-        logits = logits + _wide(arrays.bias)
-    row, column = (jnp.arange(n, dtype=jnp.int32) for n in logits.shape[-2:])
-    row, column = row[None, None, :, None], column[None, None, None]
-    seen = jnp.ones((1, 1, *logits.shape[-2:]), bool)
-    if call.is_causal:
-        seen = seen & (column <= row)
-        if call.window is not None:
-            seen = seen & (column > row - call.window)
-    if arrays.rows_end is not None and arrays.columns_end is not None:
-        rows, columns = (x[:, None, None, None] for x in (arrays.rows_end, arrays.columns_end))
-        seen = seen & (row < rows) & (column < columns)
-    seen = jnp.broadcast_to(seen, logits.shape)
-    return jnp.where(seen, logits, -jnp.finfo(jnp.float32).max), seen
-
-
-def _beyond(end: jax.Array, x: jax.Array) -> jax.Array:
-    return (jnp.arange(x.shape[1], dtype=jnp.int32)[None] >= end[:, None])[..., None, None]
-
-
-def _repeat_heads(x: jax.Array, arrays: Arrays) -> jax.Array:
-    """Repeats keys or values for the query heads of each."""
-    return jnp.repeat(x, arrays.q.shape[2] // x.shape[2], axis=2)
-
-
-def _to_key_heads(x: jax.Array, arrays: Arrays) -> jax.Array:
-    """Sums over each group of query heads."""
-    B, S, _, H = x.shape
-    return x.reshape(B, S, arrays.k.shape[2], -1, H).sum(3)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
-
-
-def _narrow(x: jax.Array, arrays: Arrays) -> jax.Array:
-    return x.astype(arrays.q.dtype)
-
-
-def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, _wide(x), _wide(y), precision="highest")

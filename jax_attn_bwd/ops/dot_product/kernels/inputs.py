@@ -167,12 +167,12 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
     # for functions: the numbers of batch entries, and what XLA reads of arrays for them
     numbers, values, mod_args = None, ((), ()), ()
     if functions.any_given(options):
-        numbers = _merge_batch(operands, mask.batch_number, 0)
+        numbers = merge_batch(operands, mask.batch_number, 0)
         values = functions.values(options, operands, places(operands, padding))
         mod_args = functions.args_for_bounds(options, operands)
     # [B, T, N, H], [B, S, K, H] and [B, S, K, Hv], whole
     q, k, v = (
-        pad(_merge_batch(operands, x, 3), {-3: multiple, -1: padding.head})
+        pad(merge_batch(operands, x, 3), {-3: multiple, -1: padding.head})
         for x, multiple in zip(
             (operands.query, key, value), (padding.queries, padding.keys, padding.keys), strict=True
         )
@@ -190,7 +190,7 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None, p
         bias,
         None if elements is None else elements.astype(jnp.int8),
         None if operands.sink is None else operands.sink.astype(jnp.float32),
-        None if keys is None else _merge_batch(operands, keys, 2),
+        None if keys is None else merge_batch(operands, keys, 2),
         row_counter,
         column_counter,
         numbers,
@@ -222,7 +222,7 @@ def places(operands: Operands, padding: Padding) -> tuple[jax.Array, ...]:
         )
         last = None if end is None else jnp.maximum(jnp.asarray(end)[:, None] - 1, 0)
         tokens.append(index if last is None else jnp.minimum(index, last))
-    return _merge_batch(operands, mask.batch_number, 0), mask.head_number, *tokens
+    return merge_batch(operands, mask.batch_number, 0), mask.head_number, *tokens
 
 
 def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Padding, dvalues: Any) -> Any:
@@ -256,11 +256,11 @@ def _ends(operands: Operands, lengths: jax.Array | None, n: int, multiple: int) 
     A NumPy array where no lengths are given, so that the tiles are known at trace time.
     """
     if lengths is not None:
-        return jnp.minimum(_merge_batch(operands, lengths, 0), n)
+        return jnp.minimum(merge_batch(operands, lengths, 0), n)
     return np.full((1,), n, np.int32) if n % multiple else None
 
 
-def _merge_batch(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
+def merge_batch(operands: Operands, x: jax.Array, tail: int) -> jax.Array:
     """Merges the batch axes of `x` into one, of size 1 if it broadcasts over all of them."""
     batch = operands.query.shape[:-3]
     x = to_rank(x, len(batch) + tail)
@@ -279,14 +279,14 @@ def pad(x: jax.Array, multiples: dict[int, int], **how: Any) -> jax.Array:
 
 def _pad_plane(operands: Operands, x: jax.Array, padding: Padding, fill: Any) -> jax.Array:
     """Pads a mask or bias `[B|1, N|1, T|1, S|1]`, with what hides in the places of padding."""
-    x = _merge_batch(operands, x, 3)
+    x = merge_batch(operands, x, 3)
     multiples = {-2: padding.queries, -1: padding.keys}
     return pad(x, {axis: n for axis, n in multiples.items() if x.shape[axis] != 1}, constant_values=fill)
 
 
 def _pad_tokens(operands: Operands, x: jax.Array, n: int, multiple: int) -> jax.Array:
     """Lays a number a token as `[B|1, n]`, padded with that of the last one."""
-    x = _merge_batch(operands, x, 1)
+    x = merge_batch(operands, x, 1)
     return pad(jnp.broadcast_to(x, (x.shape[0], n)), {-1: multiple}, mode="edge")
 
 

@@ -24,8 +24,7 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.graph import kinds
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
-from jax_attn_bwd.ops.graph.kernels.gpu_body import Body, Walked, inputs_of, spread
-from jax_attn_bwd.ops.graph.kernels.gpu_segments import segments, settled
+from jax_attn_bwd.ops.graph.kernels.gpu_body import Body, Walked, inputs_of, segments, settled, spread
 from jax_attn_bwd.ops.graph.kinds.kind import Sums, Tables
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows, sum_by_destination

@@ -31,8 +31,15 @@ from jax_attn_bwd._core.numerics import split_rounding
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, tie
 from jax_attn_bwd.ops.graph import kinds, loops
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
-from jax_attn_bwd.ops.graph.kernels.gpu_body import WIDTHS, Body, inputs_of, spread
-from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments, segments, settled
+from jax_attn_bwd.ops.graph.kernels.gpu_body import (
+    WIDTHS,
+    Body,
+    Segments,
+    inputs_of,
+    segments,
+    settled,
+    spread,
+)
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
 from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, take
 from jax_attn_bwd.ops.graph.placement import pieces_of_edges

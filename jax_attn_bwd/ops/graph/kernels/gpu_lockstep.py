@@ -32,11 +32,11 @@ from jax_attn_bwd.ops.graph.kernels.gpu_body import (
     THREADS,
     Body,
     Inputs,
+    Segments,
     Walked,
     heads_of_block,
     registers,
 )
-from jax_attn_bwd.ops.graph.kernels.gpu_segments import Segments
 
 _HELD = 8  # neighbouring numbers of a row, by a thread
 _GLOBAL = 1  # the address space
