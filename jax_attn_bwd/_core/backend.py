@@ -8,7 +8,7 @@ else by what `targets.GENERATIONS` says to have passed. The portable path is wha
 import contextlib
 import contextvars
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,21 +103,14 @@ def kernel(
     )
 
 
-def _meshes(operands: Any) -> Iterator[jax.sharding.AbstractMesh]:
-    yield jax.sharding.get_abstract_mesh()
-    for operand in jax.tree.leaves(operands):
-        yield jax.typeof(operand).sharding.mesh
-
-
 def _refusal(implementation: Implementation, options: Any, operands: Any) -> str | None:
     """Tells why `implementation` cannot run this call here; None if it can."""
-    if implementation.platform is None:
-        return implementation.supports(options, operands)
-    if pallas.is_interpreted(implementation.name):
+    if implementation.platform is None or pallas.is_interpreted(implementation.name):
         return implementation.supports(options, operands)
     if implementation.platform != (target := targets.platform()):
         return f"it is a {implementation.platform} kernel and the target platform is {target}"
-    if any(AxisType.Auto in mesh.axis_types for mesh in _meshes(operands)):
+    meshes = [jax.typeof(operand).sharding.mesh for operand in jax.tree.leaves(operands)]
+    if any(AxisType.Auto in mesh.axis_types for mesh in (jax.sharding.get_abstract_mesh(), *meshes)):
         return (
             "a kernel cannot be partitioned over mesh axes of type Auto; wrap the call in "
             "jax.shard_map, or use a mesh with Explicit axes"
@@ -158,12 +151,11 @@ class Reasons(dict[str, str]):
 
     def __repr__(self) -> str:
         picked = next(name for name, reason in self.items() if reason == "ok")
-        rows = []
-        for name, reason in self.items():
-            if reason == "ok":
-                rows.append((name, "picked" if name == picked else "can run", ""))
-            else:
-                rows.append((name, "cannot run" if name in self.refused else "by name", reason))
+        word = lambda name: "picked" if name == picked else "can run" if self[name] == "ok" else "by name"
+        rows = [
+            (name, "cannot run" if name in self.refused else word(name), "" if reason == "ok" else reason)
+            for name, reason in self.items()
+        ]
         return console.columns(self._title, rows)
 
 
@@ -218,15 +210,6 @@ def select(
 def named(implementations: tuple[Implementation, ...], name: str) -> Implementation:
     """Returns the implementation of that name."""
     return next(i for i in implementations if i.name == name)
-
-
-@contextlib.contextmanager
-def _explain_mode() -> Iterator[None]:
-    token = _explaining.set(True)
-    try:
-        yield
-    finally:
-        _explaining.reset(token)
 
 
 def _is_data(x: Any) -> bool:
@@ -292,11 +275,14 @@ def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
             raise
 
     # the first `select` that is come by ends the trace
-    with _explain_mode(), jax.disable_jit():  # a cached trace would not come by `select` again
-        try:
+    token = _explaining.set(True)
+    try:
+        with jax.disable_jit():  # a cached trace would not come by `select` again
             jax.eval_shape(call, *(_on_ambient_mesh(leaves[i]) for i in traced))
-        except _Explained as explained:
-            return explained.reasons
+    except _Explained as explained:
+        return explained.reasons
+    finally:
+        _explaining.reset(token)
     raise ValueError(f"explain: {f!r} calls no operator of jax_attn_bwd")
 
 

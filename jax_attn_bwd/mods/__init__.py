@@ -38,13 +38,14 @@ from jax_attn_bwd.mods.masks import (
     dilated,
     document,
     global_tokens,
+    picture,
     prefix_lm,
     sliding_window,
     static_prefix_lm,
+    tiles,
     tree,
     tree_intervals,
 )
-from jax_attn_bwd.mods.pictures import picture, tiles
 from jax_attn_bwd.mods.scores import Score, alibi, alibi_slopes, relative_bias, soft_cap, static_alibi
 
 __all__ = [

@@ -79,7 +79,10 @@ def prepare(
     if len(given) == 2 and not all(map(numerics.fits_int32, given)):
         query_segment_ids, key_value_segment_ids = _narrow(operator, ids, (query, key), axis_name)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
-        _unreserved(operator, query_segment_ids, key_value_segment_ids)
+        for argument, x in (("query", query_segment_ids), ("key_value", key_value_segment_ids)):
+            if x is not None:  # lengths take the outermost two segment ids
+                name = f"{argument}_segment_ids with lengths"
+                checks.integers(operator, name, x, HIDDEN_KEY + 1, HIDDEN_QUERY - 1)
     # the rest is checked as that of one device; planes are cut to its rows, or are of its keys
     T, S = (jnp.shape(x)[-3] if jnp.ndim(x) > 2 else 1 for x in (query, key))
     options, operands = dot_product.prepare(
@@ -108,7 +111,10 @@ def prepare(
     # The dropout mask is that of one device: its rows and columns are the tokens' indices.
     offset = None
     if operands.dropout_words is not None:
-        offset = _dropout_offset(operator, operands.dropout_offset, rows, columns)
+        zero = jnp.uint32(0)
+        offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
+        row, column = places(operator, offset.row, rows), places(operator, offset.column, columns)
+        offset = offset._replace(row=row, column=column)
     # Positions travel only where causality, a window or a function reads them.
     reads_rows = given_mask.is_banded or given_mask.batch_number is not None
     contiguous = query_positions is None and T == S
@@ -204,24 +210,9 @@ def _lengths(operator: str, x: Any, size: int, argument: str, batch: tuple[int, 
     return numerics.to_rank(numerics.saturated(x, 0, size), len(batch))
 
 
-def _unreserved(operator: str, query_ids: Any, key_ids: Any) -> None:
-    """Lengths take the outermost two segment ids."""
-    for argument, x in (("query_segment_ids", query_ids), ("key_value_segment_ids", key_ids)):
-        if x is not None:
-            checks.integers(operator, f"{argument} with lengths", x, HIDDEN_KEY + 1, HIDDEN_QUERY - 1)
-
-
 def _segments(ids: jax.Array | None, index: jax.Array, length: jax.Array | None, hidden: int) -> jax.Array:
     ids = jnp.zeros_like(index) if ids is None else jnp.broadcast_to(ids, (*ids.shape[:-1], index.shape[-1]))
     return ids if length is None else jnp.where(index < length[..., None], ids, hidden)
-
-
-def _dropout_offset(operator: str, offset: Any, rows: jax.Array, columns: jax.Array) -> dropout.Offset:
-    """Gives `offset` its rows and columns as index arrays of the tokens."""
-    zero = jnp.uint32(0)
-    offset = offset or dropout.Offset(zero, zero, zero, zero)
-    row, column = places(operator, offset.row, rows), places(operator, offset.column, columns)
-    return offset._replace(row=row, column=column)
 
 
 def places(operator: str, start: jax.Array, index: jax.Array) -> jax.Array:

@@ -89,7 +89,11 @@ def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result
 
     def fold(state, moving, offset):
         given = _block_of(exchange, operands, moving, offset)
-        compute = lambda state: _merged(state, engine.forward(plan, given))
+
+        def compute(state):  # (1) to (3)
+            result = engine.forward(plan, given)
+            return online.merged(state, result.wide_out(), result.lse, result.lse_low)
+
         return _if_seen(given, compute, lambda state: state, state)
 
     state = online.initial(operands.query, operands.value.shape[-1], operands.sink, operands)
@@ -234,8 +238,3 @@ def _if_seen(given: Operands, compute: Any, skip: Any, carry: Any) -> Any:
     places = mod_functions.places(mask, len(batch), G)
     some, _ = visibility.of_tiles(mask.rules, rows, columns, T, S, places)
     return lax.cond(some.any(), compute, skip, carry)
-
-
-def _merged(state: online.State, result: Result) -> online.State:
-    """Computes (1) to (3)."""
-    return online.merged(state, result.wide_out(), result.lse, result.lse_low)

@@ -154,7 +154,8 @@ def tensor_parallel_multi_head_attention(
     inputs: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_sharding(params, inputs, axis_name, n, reduce)
     if reduce == "psum_scatter":
-        inputs = {name: _gathered(x, axis_name) for name, x in inputs.items()}
+        gathered = lambda x: lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
+        inputs = {name: None if x is None else gathered(x) for name, x in inputs.items()}
     # What follows the sum over the devices' heads is done once, after it.
     own = params._replace(out_bias=None)
     rate = checks.rate(_NAME, "out_dropout_rate", given.pop("out_dropout_rate"))
@@ -281,7 +282,3 @@ def _rows(start: jax.Array, T: int, positions: Any, sequence_axis_name: str | No
     device = jnp.int32(0) if sequence_axis_name is None else lax.axis_index(sequence_axis_name)
     positions = None if positions is None or sequence_axis_name is None else jnp.asarray(positions)
     return places(_NAME, start, token_index(positions, T, 0, device))
-
-
-def _gathered(x: jax.Array | None, axis_name: str) -> jax.Array | None:
-    return None if x is None else lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)

@@ -60,8 +60,7 @@ def attend(
         offset = (offset.batch, offset.head + first, row, column)
     functions = operands.mask.mask_mod, options.score_mod, operands.mod_args
     # Tokens are exchanged for heads, and each device attends to whole sequences.
-    heads = [_to_heads(exchange, x) for x in (operands.query, operands.key, operands.value)]
-    q, k, v = heads
+    q, k, v = (_exchanged(exchange, x, -2, -3) for x in (operands.query, operands.key, operands.value))
     out, lse = dot_product_attention(
         q,
         k,
@@ -99,10 +98,6 @@ def _exchanged(exchange: Exchange, x: jax.Array, split: int, joined: int) -> jax
     """Shares the axis `split` of `x` among the devices, and puts the parts of its axis `joined` together."""
     axes = x.ndim + split, x.ndim + joined
     return lax.all_to_all(_varying(exchange, x), exchange.axis_name, *axes, tiled=True)
-
-
-def _to_heads(exchange: Exchange, x: jax.Array) -> jax.Array:
-    return _exchanged(exchange, x, -2, -3)
 
 
 def _varying(exchange: Exchange, x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ alive is told by interval arithmetic on its jaxpr, without evaluating it on the 
 caller's function is JAX's, tile by tile; nothing else is differentiated here.
 """
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -268,7 +269,7 @@ def prepared(
         _elementwise(operator, "score_mod", closed, 1 + len(at))
         turned = (index(*batch, 1, 1, 1, 1), index(K, 1, G, 1), index(2), index(3, 1, 1))
         logits = jax.ShapeDtypeStruct((*batch, K, 3, G, 2), dtype)
-        _any_order(operator, "score_mod", score_mod, (logits, *turned, *given))
+        _any_order(operator, score_mod, (logits, *turned, *given))
     for argument, function in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         _warn_of_functions_made_anew(operator, argument, function)
     return args
@@ -299,7 +300,10 @@ def _check_mask(operator: str, mask_mod: Any, at: Any, given: Any, plane: tuple[
     result = closed.out_avals[0]
     if result.dtype != np.bool_:
         raise TypeError(checks.message(operator, "mask_mod", "return bool", f"dtype {result.dtype}"))
-    _broadcast(operator, "mask_mod", result.shape, plane)
+    shape, sizes = result.shape, zip(reversed(result.shape), reversed(plane), strict=False)
+    if len(shape) > len(plane) or any(a != b and a != 1 for a, b in sizes):
+        expected = f"return what broadcasts to the tile that it is handed, here {plane}"
+        raise ValueError(checks.message(operator, "mask_mod", expected, shape))
     _elementwise(operator, "mask_mod", closed, len(at))
 
 
@@ -326,31 +330,22 @@ def _argument(operator: str, x: Any, dtype: Any) -> jax.Array:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _broadcast(operator: str, argument: str, shape: Any, plane: tuple[Any, ...]) -> None:
-    sizes = zip(reversed(shape), reversed(plane), strict=False)
-    if len(shape) > len(plane) or any(a != b and a != 1 for a, b in sizes):
-        expected = f"return what broadcasts to the tile that it is handed, here {plane}"
-        raise ValueError(checks.message(operator, argument, expected, shape))
-
-
 def _elementwise(operator: str, argument: str, closed: Any, tile_inputs: int) -> None:
     if (got := elementwise.violation(closed, tile_inputs)) is not None:
         remedy = "it is evaluated on tiles of any size: hand over what it computes of all in mod_args"
         raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
 
 
-def _any_order(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> None:
+def _any_order(operator: str, score_mod: Any, shapes: tuple[Any, ...]) -> None:
     """Raises unless it takes the axes of its tile, here columns before heads, in any order."""
-    try:
-        closed = jax.make_jaxpr(lambda *given: function(*given))(*shapes)
+    with contextlib.suppress(Exception):  # whatever its operations say of a shape
+        closed = jax.make_jaxpr(lambda *given: score_mod(*given))(*shapes)
         (result,) = closed.out_avals
         if result.shape == shapes[0].shape and elementwise.violation(closed, 5) is None:
             return
-    except Exception:  # whatever its operations say of a shape
-        pass
     got = "one that takes or drops an axis of its tile by its place"
     remedy = "a tile may have its axes in another order: let arrays broadcast with all of theirs"
-    raise ValueError(checks.message(operator, argument, _ELEMENTWISE, got, remedy))
+    raise ValueError(checks.message(operator, "score_mod", _ELEMENTWISE, got, remedy))
 
 
 def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]) -> Any:
@@ -362,10 +357,8 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
     try:
         hash(function)
     except TypeError:
-        remedy = (
-            "it is a static argument: make it a function, or a frozen dataclass with __call__; its arrays "
-        )
-        remedy += "go in mod_args"
+        remedy = "it is a static argument: make it a function, or a frozen dataclass with __call__;"
+        remedy += " its arrays go in mod_args"
         got = f"an unhashable {type(function).__name__}"
         raise TypeError(checks.message(operator, argument, "be hashable", got, remedy)) from None
     module = getattr(function, "__module__", None) or ""  # None for what `exec` defines

@@ -366,10 +366,6 @@ def _attention(function, definition, differentiable, cases) -> Operator:
     )
 
 
-def _softmax_call(head_size, **arguments):
-    return (edge_softmax(**arguments),)
-
-
 def _softmax_reference(head_size, graph, scores):
     each = jnp.vectorize(lambda x: reference.edge_softmax(graph, x)[0], signature="(e,h)->(e,h)")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -413,7 +409,7 @@ OPERATORS = (
         outputs=("weights",),
         differentiable=("scores",),
         implementations=IMPLEMENTATIONS,
-        call=_softmax_call,
+        call=lambda head_size, **arguments: (edge_softmax(**arguments),),
         reference=_softmax_reference,
         cases=SOFTMAX_CASES,
         hidden=hidden,

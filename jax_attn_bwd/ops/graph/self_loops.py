@@ -55,18 +55,13 @@ def with_loops(graph: Any, edge: Any, fill_value: Any, capacity: int | None) -> 
             expected = f"have shape [nnz, ...], nnz = {graph.capacity}"
             raise ValueError(checks.message(_OPERATOR, "edge", expected, edge.shape))
         if not isinstance(fill_value, str):
-            fill_value = _loops(graph, edge, fill_value)
+            shape = (min(graph.num_src, graph.num_dst), *edge.shape[1:])
+            fill_value = jnp.asarray(fill_value, edge.dtype)
+            checks.broadcasts(_OPERATOR, "fill_value", fill_value, "[nodes, ...] as edge", shape)
+            fill_value = jnp.broadcast_to(fill_value, shape)
 
     run = _on_device if is_traced(graph) else _on_host
     return run(graph, edge, fill_value, capacity)
-
-
-def _loops(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
-    """Spreads the data given for the loops over one row for each node."""
-    shape = (min(graph.num_src, graph.num_dst), *edge.shape[1:])
-    fill_value = jnp.asarray(fill_value, edge.dtype)
-    checks.broadcasts(_OPERATOR, "fill_value", fill_value, "[nodes, ...] as edge", shape)
-    return jnp.broadcast_to(fill_value, shape)
 
 
 def _on_host(graph, edge, fill_value, capacity):

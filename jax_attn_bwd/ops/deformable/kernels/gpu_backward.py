@@ -85,13 +85,12 @@ def supports(options: Options, operands: Operands) -> str | None:
 def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """Returns the gradients in `residuals.wanted`."""
     run = partial(_local_gradients, plan.options, pallas.is_interpreted(mosaic_gpu.NAME))
-    return pallas.on_local_shards(run, _out_specs, (residuals, dout))
 
+    def out_specs(residuals, _):
+        specs = residuals.operands._asdict()
+        return MultiScaleDeformableAttentionGrads(**{n: specs[n] for n in residuals.wanted.in_order})
 
-def _out_specs(residuals: Residuals, _) -> MultiScaleDeformableAttentionGrads:
-    """Returns the specs of the gradients: those of their operands."""
-    specs = residuals.operands._asdict()
-    return MultiScaleDeformableAttentionGrads(**{name: specs[name] for name in residuals.wanted.in_order})
+    return pallas.on_local_shards(run, out_specs, (residuals, dout))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

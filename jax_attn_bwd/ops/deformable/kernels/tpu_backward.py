@@ -116,12 +116,23 @@ def _of_level(
     scratch: dict[str, Any] = {}
     if "value" in wanted:
         out_shapes["dvalue"] = (B, M, on.cut.strips, on.cut.pixels, channels)
-        scratch |= _scratch_of_value(on.cut, P, channels, parts, hat.parts_of_hat(value.dtype))
+        hat_parts = hat.parts_of_hat(value.dtype)
+        scratch |= {
+            "matrix": pltpu.VMEM((hat_parts, on.cut.pixels, hat.TILE), jnp.bfloat16),
+            "across": pltpu.VMEM((P, on.cut.width, hat.TILE), jnp.float32),
+            "down": pltpu.VMEM((P, on.cut.rows, hat.TILE), jnp.float32),
+            "sums": pltpu.VMEM((on.cut.pixels, parts * channels), jnp.float32),
+        }
     if wanted & _POINTS:
         upright = [x.swapaxes(3, 4) for x in hat.split(plane, parts)]
         of_heads["value"] = jnp.concatenate(upright, axis=4)
         out_shapes["d"] = (B, M, 4 * P, Q)
-        scratch |= _scratch_of_points(on.cut, P, channels, parts)
+        scratch |= {
+            "stacked": pltpu.VMEM((parts, parts * channels, hat.TILE), jnp.bfloat16),
+            "g": pltpu.VMEM((on.cut.pixels, hat.TILE), jnp.float32),
+            "upper": pltpu.VMEM((P, on.cut.width, hat.TILE), jnp.float32),
+            "lower": pltpu.VMEM((P, on.cut.width, hat.TILE), jnp.float32),
+        }
     of_queries = {
         "dout": jnp.concatenate(hat.split(dout, parts), axis=2),
         "unfit": 1 - fit.astype(jnp.float32),
@@ -154,26 +165,6 @@ def _of_level(
         d = jnp.where(finite, found["d"], jnp.nan)[..., : rows.shape[3]]
         found["d"] = jnp.split(d, 4, axis=2)
     return found
-
-
-def _scratch_of_value(cut: Cut, P: int, channels: int, parts: int, hat_parts: int) -> dict[str, Any]:
-    """Returns the scratch of the gradient of the value."""
-    return {
-        "matrix": pltpu.VMEM((hat_parts, cut.pixels, hat.TILE), jnp.bfloat16),
-        "across": pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
-        "down": pltpu.VMEM((P, cut.rows, hat.TILE), jnp.float32),
-        "sums": pltpu.VMEM((cut.pixels, parts * channels), jnp.float32),
-    }
-
-
-def _scratch_of_points(cut: Cut, P: int, channels: int, parts: int) -> dict[str, Any]:
-    """Returns the scratch of the products."""
-    return {
-        "stacked": pltpu.VMEM((parts, parts * channels, hat.TILE), jnp.bfloat16),
-        "g": pltpu.VMEM((cut.pixels, hat.TILE), jnp.float32),
-        "upper": pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
-        "lower": pltpu.VMEM((P, cut.width, hat.TILE), jnp.float32),
-    }
 
 
 def _kernel(cut: Cut, channels: int, names: tuple[str, ...], *all_refs: Any) -> None:

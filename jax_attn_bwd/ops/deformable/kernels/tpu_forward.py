@@ -33,12 +33,9 @@ def forward(plan: Plan, operands: Operands) -> jax.Array:
 def _on_shards(options, interpret, operands):
     """Runs the kernel where the operands lie, on all pixels of each head."""
     run = partial(_sampled, options, interpret)
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, _out_spec, given))
+    out_spec = lambda value, locations, weights: PartitionSpec(*weights[:3])
+    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_spec, given))
     return tie(call(*operands._replace(value=unsharded(operands.value, 1))), operands)
-
-
-def _out_spec(value: PartitionSpec, _, weights: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*weights[:3])
 
 
 def _sampled(options: Options, interpret: bool, *operands: jax.Array) -> jax.Array:

@@ -254,18 +254,16 @@ def _unsupported_arrays(options: KernelOptions, operands: Operands, distances: b
         if reason is not None:
             return reason
         # one value a distance or a block is taken of indices, which positions would replace
-        if found.cut.of_distance and operands.mask.has_positions:
-            return (
-                f"{name} reads an array at row - column, and it is handed one value for each difference of "
-                f"indices, not of query_positions and key_value_positions: leave these out, or hand over a "
-                f"bias array"
-            )
-        if found.cut.of_blocks and operands.mask.has_positions:
-            return (
-                f"{name} reads an array at blocks of rows and columns, and it is handed one value for each "
-                f"block of indices, not of query_positions and key_value_positions: leave these out, or hand "
-                f"over a mask array"
-            )
+        for handed, at, one, other in (
+            (found.cut.of_distance, "row - column", "difference", "bias"),
+            (found.cut.of_blocks, "blocks of rows and columns", "block", "mask"),
+        ):
+            if handed and operands.mask.has_positions:
+                return (
+                    f"{name} reads an array at {at}, and it is handed one value for each {one} of indices, "
+                    f"not of query_positions and key_value_positions: leave these out, or hand over a "
+                    f"{other} array"
+                )
     return None
 
 

@@ -108,21 +108,14 @@ def _out_types(options: KernelOptions, keeps_low: bool, refs: Inputs) -> list[An
 def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
     """Returns the types of shared memory and barriers, by the names of arguments of `_kernel`."""
     dtype, H, Hv = refs.q.dtype, refs.q.shape[-1], refs.v.shape[-1]
-    wgs, (bq, bk, stages) = (tiles.COMPUTE_WARPGROUPS, (tiling.block_q, tiling.block_k, tiling.stages))
-    # q of each computing warpgroup, a ring of `stages` places for k and v, lse and low of each row; a barrier
-    # `loaded` and one `free` for each place, and one at which the two take turns
-    ring = partial(plgpu.Barrier, num_barriers=stages)
+    wgs, bq, bk = tiles.COMPUTE_WARPGROUPS, tiling.block_q, tiling.block_k
+    # rings for k and v, q of each computing warpgroup, lse and low of each row; a barrier at which the two
+    # take turns
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
-    scratch = dict(
+    scratch = tiles.key_rings(refs, tiling) | dict(
         q_tile=tile((wgs, bq, H), dtype),
-        k_tiles=tile((stages, bk, H), dtype),
-        v_tiles=tile((stages, bk, Hv), dtype),
         row_values=plgpu.SMEM((wgs, 2 if kernel_inputs.has_low(options, refs) else 1, bq), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=wgs),
-        k_loaded=ring(),
-        v_loaded=ring(),
-        k_free=ring(num_arrivals=wgs),
-        v_free=ring(num_arrivals=wgs),
         turn=plgpu.Barrier(num_arrivals=wgs),
     )
     if Hv != H:  # else out takes the place of q

@@ -59,26 +59,17 @@ def query_gradients(
     """
     # tiles, and which tiles of keys each tile of 2 x block_q queries visits
     tiling = default_tiling(options, saved, "rows" in wanted)
-    bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
-    wgs = tiles.COMPUTE_WARPGROUPS
+    wgs, bq, bk = tiles.COMPUTE_WARPGROUPS, tiling.block_q, tiling.block_k
     saved = saved.with_bounds(options, wgs * bq, bk)
     (B, T, N, H), Hv, dtype = saved.refs.q.shape, saved.refs.v.shape[-1], saved.refs.q.dtype
     sums = gradients.value_sides(saved.refs).count(0) if "rows" in wanted else 1
-    # shared memory: q and dout of each computing warpgroup, rings of `stages` places for k and v, what is
-    # summed; barriers `loaded` and `free` for each place
-    ring = partial(plgpu.Barrier, num_barriers=stages)
+    # shared memory: rings for k and v, q and dout of each computing warpgroup, what is summed
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
-    scratch = dict(
+    scratch = tiles.key_rings(saved.refs, tiling) | dict(
         q_tile=tile((wgs, bq, H), dtype),
         dout_tile=tile((wgs, bq, Hv), dtype),
-        k_tiles=tile((stages, bk, H), dtype),
-        v_tiles=tile((stages, bk, Hv), dtype),
         sums=plgpu.SMEM((wgs, sums, bq), jnp.float32),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
-        k_loaded=ring(),
-        v_loaded=ring(),
-        k_free=ring(num_arrivals=wgs),
-        v_free=ring(num_arrivals=wgs),
     )
     if interpret:
         scratch["spare"] = tile((wgs, bq, bk), dtype)
@@ -242,18 +233,9 @@ def bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.
 
 
 def _bias_kernel(
-    options: KernelOptions,
-    tiling: Tiling,
-    saved: Saved,
-    result,
-    q_tiles,
-    dout_tiles,
-    k_tiles,
-    v_tiles,
-    total_tile,
-    loaded,
-    free,
-):
+    options: KernelOptions, tiling: Tiling, saved: Saved, result,
+    q_tiles, dout_tiles, k_tiles, v_tiles, total_tile, loaded, free,
+):  # fmt: skip
     """Runs one block: one tile of the gradient of the bias."""
     # where the block is: a tile of 2 x block_q queries and block_k keys, of one entry of the bias
     j, i, entry, wg = (lax.axis_index(name) for name in ("k_tile", "q_tile", "entry", "wg"))
@@ -269,9 +251,9 @@ def _bias_kernel(
         turn = lax.div(step, jnp.int32(repeats[1])), lax.rem(step, jnp.int32(repeats[1]))
         return [t if r > 1 else o for o, t, r in zip(own, turn, repeats, strict=True)]
 
-    # none, where no batch entry sees anything of the tile
+    # none, where the entries visit the same tiles and see nothing of this one
     count = jnp.int32(repeats[0] * repeats[1])
-    if refs.bounds is not None and tiles.are_of_all(refs):
+    if refs.bounds is not None and all(x.shape[0] == 1 for x in jax.tree.leaves(refs.bounds)):
         bounds = tiles.load_bounds(refs, jnp.int32(0), i, refs.k.shape[1] // bk)
         count = jnp.where(bounds.visits(j), count, 0)
 

@@ -325,7 +325,9 @@ def bounds(
     # where it may have holes, tiles one by one
     may_have_holes = any(x is not None for x in (options.mask_mod, refs.mask, refs.bias))
     if may_have_holes and (xp is jnp or (end - first > some.sum(-1)).any()):
-        return _each(some, every) if each else _listed(xp, some, every)
+        if each:
+            return Each(jnp.asarray(some, jnp.int32) * (2 - jnp.asarray(every, jnp.int32)))
+        return _listed(xp, some, every)
     # else the full ones within it: from the first full tile to the next that is not
     full_first = every.argmax(-1)
     after = ~every & (xp.arange(n)[None, None] >= full_first[..., None])
@@ -339,11 +341,6 @@ def _listed(xp: Any, some: Any, every: Any) -> Listed:
     compared = ~xp.take_along_axis(every, order, axis=-1)
     counts, order, compared = (x.astype(np.int32) for x in (counts, order, compared))
     return Listed(jnp.asarray(xp.concatenate([counts, 2 * order + compared], -1)))
-
-
-def _each(some: Any, every: Any) -> Each:
-    """Marks each tile: 0 unseen, 1 full, 2 to be compared."""
-    return Each(jnp.asarray(some, jnp.int32) * (2 - jnp.asarray(every, jnp.int32)))
 
 
 class Run(NamedTuple):
@@ -417,11 +414,6 @@ class Kinds(NamedTuple):
         return self.ref[tile] == 2
 
 
-def are_of_all(refs: Inputs) -> bool:
-    """Tells whether all batch entries visit the same tiles."""
-    return all(x.shape[0] == 1 for x in jax.tree.leaves(refs.bounds))
-
-
 def load_bounds(refs: Inputs, b: Any, tile: Any, count: int) -> Any:
     """Loads what `tile` visits: `Run`, `Steps` or `Kinds`; `count` tiles if it visits all."""
     if refs.bounds is None:
@@ -433,6 +425,20 @@ def load_bounds(refs: Inputs, b: Any, tile: Any, count: int) -> Any:
     if isinstance(refs.bounds, Each):
         return Kinds(ref)
     return Run(ref, ref[0], ref[3])
+
+
+def key_rings(refs: Inputs, tiling: Tiling) -> dict[str, Any]:
+    """Returns the types of two rings of `stages` places, for k and for v, and of their barriers.
+
+    A barrier `loaded` and one `free` for each place.
+    """
+    stages, ring = tiling.stages, partial(plgpu.Barrier, num_barriers=tiling.stages)
+    places = lambda x: hopper.tile((stages, tiling.block_k, x.shape[-1]), refs.q.dtype, tiling.swizzle)
+    free = partial(ring, num_arrivals=COMPUTE_WARPGROUPS)
+    return dict(
+        k_tiles=places(refs.k), v_tiles=places(refs.v), k_loaded=ring(), v_loaded=ring(), k_free=free(),
+        v_free=free(),
+    )  # fmt: skip
 
 
 def stream_keys(refs: Inputs, b: Any, head: Any, bounds: Any, tiling: Tiling, rings: Sequence[Any]) -> None:

@@ -72,7 +72,9 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     values = kernel_inputs.row_values(options, residuals, dout, dlse)
     operands = operands._replace(query=values.query)
     # a bias that lacks an axis is summed beside dq, dk and dv, a full one by itself
-    side = None if operands.bias is None else _bias_side(operands)
+    side = None
+    if operands.bias is not None:
+        side = tiles.plane_side(jax.ShapeDtypeStruct((1, 1, *operands.bias.shape)[-2:], jnp.float32))
     made = wanted & {"query", "key", "value", "mod_args"}
     if "bias" in wanted and side is not None:
         made |= {"bias"}
@@ -86,12 +88,6 @@ def _backward(options, interpret, residuals, dout, dlse, keys):
     if "sink" in wanted:
         grads["sink"] = values.dsink
     return kernel_inputs.matched(residuals.operands, grads)
-
-
-def _bias_side(operands: Operands) -> int | None:
-    """Returns the `plane_side` of the bias of a call."""
-    shape = (1, 1, *operands.bias.shape)[-2:]  # type: ignore[union-attr]
-    return tiles.plane_side(jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 class Saved(NamedTuple):
@@ -276,37 +272,23 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
         return Step.at(steps, groups, b, k, g, p)
 
     spec = tiles.block_specs(locate)
+
     # results, name: (shape, dtype, spec, accumulator); dq is there whole, for all heads of the group, dk and
     # dv of the tile of keys that is visited
-    made = {
-        "query": (
-            (B, N, n_q, bq, H),
-            refs.q.dtype,
-            spec((None, groups, n_q, bq, H), lambda s: (s.b, s.k, ZERO, ZERO, ZERO)),
-            pltpu.VMEM((groups, n_q, bq, H), jnp.float32),
-        ),
-        "key": (
-            (B, K, S, H),
-            key_type,
-            spec((None, None, bk, H), lambda s: (s.b, s.k, s.column, ZERO)),
-            pltpu.VMEM((bk, H), jnp.float32),
-        ),
-        "value": (
-            (B, K, S, Hv),
-            key_type,
-            spec((None, None, bk, Hv), lambda s: (s.b, s.k, s.column, ZERO)),
-            pltpu.VMEM((bk, Hv), jnp.float32),
-        ),
-    }
+    def whole(dtype, *shape):
+        index = lambda s: (s.b, s.k, ZERO, ZERO, ZERO)
+        held = pltpu.VMEM((groups, *shape), jnp.float32)
+        return (B, N, *shape), dtype, spec((None, groups, *shape), index), held
+
+    def of_keys(h):
+        of_tile = spec((None, None, bk, h), lambda s: (s.b, s.k, s.column, ZERO))
+        return (B, K, S, h), key_type, of_tile, pltpu.VMEM((bk, h), jnp.float32)
+
+    made = {"query": whole(refs.q.dtype, n_q, bq, H), "key": of_keys(H), "value": of_keys(Hv)}
     # sums by side: of a query whole, of a key for a tile of keys (128 lanes are added up at its end), of a
     # distance whole, as windows
     of_line = {
-        0: (
-            (B, N, n_q, 1, bq),
-            jnp.float32,
-            spec((None, groups, n_q, 1, bq), lambda s: (s.b, s.k, ZERO, ZERO, ZERO)),
-            pltpu.VMEM((groups, n_q, 1, bq), jnp.float32),
-        ),
+        0: whole(jnp.float32, n_q, 1, bq),
         1: (
             (B, N, 1, S),
             jnp.float32,
@@ -316,12 +298,7 @@ def _chunk(call: _Call, interpret: bool, saved: Saved) -> dict[str, jax.Array]:
     }
     if distances.SIDE in call.lines.values():
         shape = (distances.count(tiling, T, S), 1, distances.width(tiling))
-        of_line[distances.SIDE] = (
-            (B, N, *shape),
-            jnp.float32,
-            spec((None, groups, *shape), lambda s: (s.b, s.k, ZERO, ZERO, ZERO)),
-            pltpu.VMEM((groups, *shape), jnp.float32),
-        )
+        of_line[distances.SIDE] = whole(jnp.float32, *shape)
     made |= {name: of_line[side] for name, side in call.lines.items()}
     # a grid over batch entries, key heads, steps of the schedule, and query heads of the group
     order = [name for name in made if name in wanted]

@@ -499,7 +499,8 @@ class Part(NamedTuple):
             return functions.on_tile(mod_functions.scored, self.options, x, self.place(), values)
 
         # scale, soft cap, bias and score; what a bias of -inf hides is hidden in every tile
-        found, terms = unmasked(self.options, self.refs, products, _tanh, plane, scored)
+        tanh = lambda x, cap: jnp.tanh(x * (1.0 / cap))
+        found, terms = unmasked(self.options, self.refs, products, tanh, plane, scored)
         visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
         return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
 
@@ -582,10 +583,6 @@ class Part(NamedTuple):
             jnp.broadcast_to(self.tokens(name), self.shape) for name in ("row_counter", "column_counter")
         )
         return dropout.keep(words, row, column, self.options.dropout_rate)
-
-
-def _tanh(x: jax.Array, cap: float) -> jax.Array:
-    return jnp.tanh(x * (1.0 / cap))
 
 
 def _wide(dtype: Any) -> Any:

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.graph import placement
-from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
-from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, total
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, activate, heads_of, merge_heads, slope, total
 from jax_attn_bwd.ops.graph.loops import sum_of_group
 from jax_attn_bwd.ops.graph.spec import Operands
 

@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.ops.graph.kinds.activations import activate, slope
 from jax_attn_bwd.ops.graph.kinds.kind import (
     Edges,
     Kind,
     Rows,
     Sums,
     Tables,
+    activate,
     heads_of,
     merge_heads,
     products,
+    slope,
     total,
 )
 from jax_attn_bwd.ops.graph.loops import sum_of_group

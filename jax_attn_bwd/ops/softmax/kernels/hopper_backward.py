@@ -25,11 +25,7 @@ def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str,
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dy):
-    def dx(*given):
-        kernel = partial(_dx, options.scale, interpret)
-        return pallas.on_local_shards(kernel, lambda y, dy: y, given)
-
-    return kernel_rules.gradients(dx, residuals, dy)
+    return kernel_rules.gradients(partial(_dx, options.scale, interpret), residuals, dy)
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:

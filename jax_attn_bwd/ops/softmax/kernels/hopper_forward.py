@@ -44,7 +44,6 @@ from jax_attn_bwd._core.hopper import SHARED_MEMORY
 from jax_attn_bwd._core.mosaic_gpu import launch
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.pallas import out_type, vary_alike
-from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
@@ -410,9 +409,7 @@ def run(
     return call(*arrays)
 
 
-def supports(options: Options, operands: Operands) -> str | None:
-    """Returns why the kernel cannot run this call; None if it can."""
-    return kernel_rules.unsupported(options, operands, _DTYPES)
+supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
 
 
 def forward(options: Options, operands: Operands) -> Result:
@@ -422,13 +419,7 @@ def forward(options: Options, operands: Operands) -> Result:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, interpret, operands):
-    x, planes = operands.x, kernel_rules.planes_of(operands)
-
-    def kernel(x, planes):
-        return _softmax(options, interpret, x, planes)
-
-    y = pallas.on_local_shards(kernel, lambda x, planes: x, (x, planes))
-    return tie(Result(y, None, None), operands)
+    return kernel_rules.result(partial(_softmax, options, interpret), operands)
 
 
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.numerics import reduce_to
-from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals
+from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like, tie
+from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
 
+Kernel = Callable[..., jax.Array]
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 MAX_WIDTH = 131072
 _TINY = 1e-36  # times the largest float32: 340, and exp(-340) is 0
 
@@ -59,15 +62,26 @@ def read_arrays(x: jax.Array, planes: dict[str, jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-def gradients(dx: Callable[..., jax.Array], residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Computes the gradients in `residuals.wanted`, that of x by the kernel `dx(y, dy)`."""
+def result(kernel: Kernel, operands: Operands, wrapped: Wrapper = lambda call: call) -> Result:
+    """Computes y of each device by `kernel(x, planes)`; `wrapped` says how the call is batched."""
+    call = wrapped(lambda *given: pallas.on_local_shards(kernel, lambda x, _: x, given))
+    return tie(Result(call(operands.x, planes_of(operands)), None, None), operands)
+
+
+def gradients(
+    kernel: Kernel, residuals: Residuals, dy: jax.Array, wrapped: Wrapper = lambda call: call
+) -> dict[str, jax.Array]:
+    """Computes the gradients in `residuals.wanted`, that of x on each device by `kernel(y, dy)`."""
     y, types = residuals.y, dict(residuals.wanted.types)
     dy = reshard_like(dy, y, tuple(range(y.ndim)))
     grads = {}
     if "x" in types:
-        grads["x"] = dx(y, dy)
-    if "bias" in types:
-        grads["bias"] = _bias_gradient(y, dy, types["bias"].shape)
+        call = wrapped(lambda *given: pallas.on_local_shards(kernel, lambda y, _: y, given))
+        grads["x"] = call(y, dy)
+    if "bias" in types:  # (4), (5) and (8): a reduction that XLA fuses over y and dy
+        seen, prob = jnp.where(y == 0, 0, dy.astype(jnp.float32)), y.astype(jnp.float32)
+        dot = (prob * seen).sum(-1, keepdims=True)
+        grads["bias"] = reduce_to(prob * (seen - dot), types["bias"].shape)
     return {name: match_type(grad, types[name]) for name, grad in grads.items()}
 
 
@@ -93,11 +107,3 @@ def exponent(options: Options, has_bias: bool) -> Exponent:
     if _TINY <= abs(scale) <= 1 / _TINY:
         return Exponent(math.copysign(1.0, scale), slope * abs(scale), 1.0)
     return Exponent(scale, slope, 1.0)
-
-
-def _bias_gradient(y: jax.Array, dy: jax.Array, shape: tuple[int, ...]) -> Any:
-    """Computes (4), (5) and (8): a reduction that XLA fuses over y and dy."""
-    seen = jnp.where(y == 0, 0, dy.astype(jnp.float32))
-    prob = y.astype(jnp.float32)
-    dot = (prob * seen).sum(-1, keepdims=True)
-    return reduce_to(prob * (seen - dot), shape)

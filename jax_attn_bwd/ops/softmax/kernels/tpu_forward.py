@@ -18,7 +18,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_attn_bwd._core import masks, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd._core.numerics import finite
-from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
@@ -115,9 +114,7 @@ def over_columns(shape: tuple[int, int], step: Callable[[Any, Any], Any], carry:
     return carry
 
 
-def supports(options: Options, operands: Operands) -> str | None:
-    """Returns why the kernel cannot run this call; None if it can."""
-    return kernel_rules.unsupported(options, operands, _DTYPES)
+supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
 
 
 def forward(options: Options, operands: Operands) -> Result:
@@ -127,14 +124,7 @@ def forward(options: Options, operands: Operands) -> Result:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, interpret, operands):
-    x, planes = operands.x, kernel_rules.planes_of(operands)
-
-    def kernel(x, planes):
-        return _softmax(options, interpret, x, planes)
-
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(kernel, lambda x, _: x, given))
-    y = call(x, planes)
-    return tie(Result(y, None, None), operands)
+    return kernel_rules.result(partial(_softmax, options, interpret), operands, mosaic_tpu.in_turn)
 
 
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
