@@ -116,19 +116,16 @@ def _ours(modified: Modified, args: tuple, T: int, backward: bool) -> Contender:
 def _array(modified: Modified, args: tuple, T: int, backward: bool) -> Contender:
     """Makes a contender of our own call with the mask, or what the score adds, as an array, made outside."""
     at = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in (1, HEADS, T, T)))  # batch, head, row, column
-    name = "our call with an array"
+    added = lambda *read: modified.options["score_mod"](jnp.zeros((1, HEADS, T, T)), *at, *read)
+    call: Callable[..., jax.Array] = dot_product_attention
     if mask_mod := modified.options.get("mask_mod"):
-        plane = jax.jit(lambda *read: mask_mod(*at, *read))(*modified.mod_args)
-        function = _measured(dot_product_attention, backward)
-        return compiled_contender(name, function, *args, {"mask": plane})
-    score_mod = modified.options["score_mod"]
-    added = lambda *read: score_mod(jnp.zeros((1, HEADS, T, T)), *at, *read)
-    if modified.learned:  # its gradient goes through the array
+        named = {"mask": jax.jit(lambda *read: mask_mod(*at, *read))(*modified.mod_args)}
+    elif modified.learned:  # its gradient goes through the array
         call = lambda q, k, v, learned: dot_product_attention(q, k, v, added(learned))
-        function = _measured(call, backward)
-        return compiled_contender(name, function, *args, {"learned": modified.mod_args[-1]})
-    function = _measured(dot_product_attention, backward)
-    return compiled_contender(name, function, *args, {"bias": jax.jit(added)(*modified.mod_args)})
+        named = {"learned": modified.mod_args[-1]}
+    else:
+        named = {"bias": jax.jit(added)(*modified.mod_args)}
+    return compiled_contender("our call with an array", _measured(call, backward), *args, named)
 
 
 def _flex(modified: Modified, args: tuple, backward: bool) -> Contender:

@@ -291,11 +291,13 @@ def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
     over = partial(jax.ops.segment_sum, segment_ids=dst, num_segments=edges.nodes, indices_are_sorted=True)
 
     # a softmax over the edges of each destination, then the sum of its messages
-    def attend(scores, message):
+    def softmax(scores):
         top = jax.ops.segment_max(scores, dst, edges.nodes, indices_are_sorted=True)
         p = jnp.exp(scores - top[dst])
-        p = p / over(p)[dst]
-        out = over(p[..., None] * message)
+        return p / over(p)[dst]
+
+    def attend(scores, message):
+        out = over(softmax(scores)[..., None] * message)
         return out.reshape(edges.nodes, edges.heads * edges.width)
 
     def gat(x, y, a):
@@ -311,8 +313,8 @@ def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
         scores = (heads(q)[dst] * heads(k)[src]).sum(-1) * edges.width**-0.5
         return attend(scores, heads(v)[src])
 
-    known = {"graph_attention": gat, "graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
-    return known[operator]
+    known = {"graph_attention": gat, "graph_attention_v2": gatv2, "edge_softmax": softmax}
+    return {**known, "graph_transformer_attention": transformer}[operator]
 
 
 def geometric(edges: Edges, args: tuple) -> Contender:

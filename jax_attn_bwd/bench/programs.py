@@ -184,12 +184,7 @@ def _edge_softmax(nodes: int, edges: int, heads: int) -> Program:
     rng = np.random.default_rng(0)
     dst = np.sort(np.concatenate([np.arange(nodes), rng.integers(0, nodes, edges - nodes)]))
     graph = BipartiteCSC.from_coo(rng.integers(0, nodes, edges), dst, nodes, nodes)
-    of_nodes = {"num_segments": nodes, "indices_are_sorted": True}
-
-    def plain(scores):
-        terms = jnp.exp(scores - jax.ops.segment_max(scores, dst, **of_nodes)[dst])
-        return terms / jax.ops.segment_sum(terms, dst, **of_nodes)[dst]
-
+    plain = segments(Edges(np.asarray(graph.indices), dst, nodes, heads, 1), "edge_softmax")
     ours = partial(edge_softmax, graph)
     return _both(_between_sines(ours), _between_sines(plain), _draw((edges, heads)))
 

@@ -121,20 +121,16 @@ def show(title: str, rows: Sequence[Row]) -> None:
     def number(x, digits=1):
         return None if x is None else f"{x:.{digits}f}"
 
-    columns = ["case", "contender", "time", "time / ours", "temp (MiB)", "temp / ours", "notes"]
-    cells = [
-        [
-            row.case,
-            row.contender,
-            None if row.milliseconds is None else shown(row),
-            number(row.ratio, 2),
-            number(row.temporary_mib),
-            number(row.memory_ratio, 2),
-            ", ".join(f"{name}: {value}" for name, value in row.notes.items()),
-        ]
-        for row in rows
-    ]
-    console.table(title, columns, cells)
+    columns = {
+        "case": lambda row: row.case,
+        "contender": lambda row: row.contender,
+        "time": lambda row: None if row.milliseconds is None else shown(row),
+        "time / ours": lambda row: number(row.ratio, 2),
+        "temp (MiB)": lambda row: number(row.temporary_mib),
+        "temp / ours": lambda row: number(row.memory_ratio, 2),
+        "notes": lambda row: ", ".join(f"{name}: {value}" for name, value in row.notes.items()),
+    }
+    console.table(title, [*columns], [[cell(row) for cell in columns.values()] for row in rows])
 
 
 SLOWER, LARGER = 1.15, 1.05  # beyond this a time of unknown spread, or a memory, changed

@@ -1,7 +1,13 @@
 """Cases of the graph operators that tests and full compilation alone read."""
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd import (
     edge_max_bwd,
@@ -13,20 +19,32 @@ from jax_attn_bwd import (
     graph_transformer_attention_bwd,
 )
 from jax_attn_bwd._core.cases import Case
-from jax_attn_bwd.ops.graph.cases import (
-    OPERATORS,
-    PADDED,
-    data,
-    gat,
-    gatv2,
-    graph_of,
-    hub,
-    scores,
-    transformer,
-    with_heads,
-)
+from jax_attn_bwd.ops.graph import cases
+from jax_attn_bwd.ops.graph.cases import OPERATORS, PADDED, data, graph_of, hub, with_heads
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
+WHOLE = ("attention_weights", "dropout_key")  # the entries of a batch share these
+
+
+def in_batches(make: Callable[..., Case]) -> Callable[..., Case]:
+    """Makes cases whose arrays have the axes `batch` in front, but for those that entries share."""
+
+    def case(name, *, batch=(), shared=(), **arguments):
+        made = make(name, **arguments)
+
+        def build(rng):
+            found = made.build(rng)
+            entries = [made.build(rng) for _ in np.ndindex(batch)]
+            for name in set(found) - {*WHOLE, *shared}:
+                found[name] = np.stack([e[name] for e in entries]).reshape(*batch, *found[name].shape)
+            return found
+
+        return replace(made, build=build) if batch else made
+
+    return case
+
+
+gat, gatv2, transformer, scores = map(in_batches, (cases.gat, cases.gatv2, cases.transformer, cases.scores))
 EMPTY = {
     "no_edges": partial(graph_of, nnz=0),
     "only_padding": partial(graph_of, nnz=0, capacity=4),
@@ -153,6 +171,46 @@ def _of_reduction(function):
     return call
 
 
+def batch_of(arrays) -> tuple[int, ...]:
+    """Returns the batch axes of a call, by its arrays."""
+    given = (x.shape[:-2] for name, x in arrays.items() if name not in ("graph", *WHOLE))
+    return max(given, key=len, default=())
+
+
+def entries_of(arrays) -> list[dict[str, Any]]:
+    """Returns the arrays of each entry of the batch."""
+    batch = batch_of(arrays)
+
+    def at(index, name, x):
+        return x[index] if name not in WHOLE and x.ndim == len(batch) + 2 else x
+
+    return [{name: at(index, name, x) for name, x in arrays.items()} for index in np.ndindex(batch)]
+
+
+def _definition(reference):
+    """Takes a definition, which knows no batch, over the entries of one."""
+
+    @functools.wraps(reference)
+    def call(**arguments):
+        arrays = {name: arguments.pop(name) for name, x in list(arguments.items()) if hasattr(x, "ndim")}
+        if not (batch := batch_of(arrays)):
+            return reference(**arrays, **arguments)
+        found = [reference(entry=i, **one, **arguments) for i, one in enumerate(entries_of(arrays))]
+        return tuple(jnp.stack(x).reshape(*batch, *x[0].shape) for x in zip(*found, strict=True))
+
+    return call
+
+
+def _hidden(arrays, options):
+    """What is hidden in every entry of those that share it."""
+    if not (batch := batch_of(arrays)):
+        return cases.hidden(arrays, options)
+    found = [cases.hidden(one, options) for one in entries_of(arrays)]
+    stacked = {name: np.stack([one[name] for one in found]) for name in found[0]}
+    own = {name for name, x in arrays.items() if x.ndim < len(batch) + 2}
+    return {name: x.all(0) if name in own else x.reshape(*batch, *x.shape[1:]) for name, x in stacked.items()}
+
+
 # columns are heads, one after the other
 _NODES = {"src": "BSN", "dst": "BTN", "edge": "BSN"}
 _QUERIES = {"query": "BTN", "key": "BSN", "value": "BSN", "edge": "BSN", "score_bias": "BSN"}
@@ -168,8 +226,13 @@ _BACKWARD = {
     "edge_mean": (_of_reduction(edge_mean_bwd), {"edge": "SN", "out": "TN"}),
     "edge_max": (_of_reduction(edge_max_bwd), {"edge": "SN", "out": "TN"}),
 }  # fmt: skip
-TRAITS = {
+TRAITS: dict[str, dict[str, Any]] = {
     o.name: {"backward": run, "backward_wrt": o.differentiable, "axes": axes}
     for o in OPERATORS
     for run, axes in [_BACKWARD[o.name]]
 }
+for operator in OPERATORS:
+    if "lse" in operator.outputs:
+        TRAITS[operator.name]["reference"] = _definition(operator.reference)
+    if "weights" in operator.outputs:  # the others have further axes behind, and none in front
+        TRAITS[operator.name]["hidden"] = _hidden

@@ -144,6 +144,7 @@ def _reference(deterministic_sums=True, **arguments):
 
 def _hidden(arrays, options):
     """Pixels that no sample reads, samples outside or behind a logit of -inf, rows without samples."""
+    # each sample's place and weight, [B, Q, M, K], and whether it counts
     value, levels = arrays["value"], options["spatial_shapes"]
     (B, _, M, D), (Q, P) = value.shape, (arrays["sampling_locations"].shape[1], options.get("num_points"))
     P = P or (arrays["sampling_locations"].shape[-2],) * len(levels)
@@ -162,6 +163,7 @@ def _hidden(arrays, options):
     else:
         counts &= ((place > -1) & (place < size)).all(-1)
     place = np.where(counts[..., None], place, 0)
+    # the pixels that some sample reads
     b, m = np.arange(B)[:, None, None, None], np.arange(M)[:, None]
     for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
         pixel = np.floor(place).astype(int) + step

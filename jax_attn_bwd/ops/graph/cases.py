@@ -18,8 +18,6 @@ from jax_attn_bwd.ops.graph import api, edge_reductions, reference, rule
 from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS, edge_softmax
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
-_WHOLE = ("attention_weights", "dropout_key")  # the entries of a batch share these
-
 
 def graph_of(num_src=7, num_dst=5, nnz=23, capacity=None, seed=0) -> BipartiteCSC:
     """Draws a multigraph in a random edge order; the last node of each side has no edge."""
@@ -54,40 +52,19 @@ class _Options(Mapping):
 
 
 def case(
-    build,
-    name,
-    *,
-    H=2,
-    D=3,
-    tags=("ci",),
-    dtype="bfloat16",
-    graph=graph_of,
-    extra=(),
-    batch=(),
-    shared=(),
-    **options,
+    build, name, *, H=2, D=3, tags=("ci",), dtype="bfloat16", graph=graph_of, extra=(), **options
 ) -> Case:
     """Makes a case whose graph `graph` builds, and whose arrays `build` draws.
 
-    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key". Arrays that are not
-    `shared` have the axes `batch` in front.
+    `extra` names further arrays: "edge", "score_bias", "dropout_mask", "dropout_key".
     """
-    # the graph, built once, when it is first asked for
-    shared = {*_WHOLE, *shared}
 
-    @cache
+    @cache  # built once, when it is first asked for
     def built() -> BipartiteCSC:
         with jax.ensure_compile_time_eval():  # whoever asks first may be tracing
             return graph()
 
-    # the arrays of each entry of a batch; what entries share is drawn once
-    def arrays(rng):
-        found = build(rng, built(), H, D, extra)
-        entries = [build(rng, built(), H, D, extra) for _ in np.ndindex(batch)] if batch else []
-        for name in set(found) - shared if batch else ():
-            found[name] = np.stack([e[name] for e in entries]).reshape(*batch, *found[name].shape)
-        return found
-
+    arrays = lambda rng: build(rng, built(), H, D, extra)
     with_graph = _Options(built, {"head_size": D, **options})
     return Case(name, arrays, with_graph, frozenset(tags), dtype)
 
@@ -97,34 +74,8 @@ MORE_NODES = partial(graph_of, 45, 40, 90)
 COMPILED = ("ci", "check", "xla")
 
 
-def batch_of(arrays) -> tuple[int, ...]:
-    """Returns the batch axes of a call, by its arrays."""
-    given = (x.shape[:-2] for name, x in arrays.items() if name not in ("graph", *_WHOLE))
-    return max(given, key=len, default=())
-
-
-def entries_of(arrays) -> list[dict[str, Any]]:
-    """Returns the arrays of each entry of the batch."""
-    batch = batch_of(arrays)
-
-    def at(index, name, x):
-        return x[index] if name not in _WHOLE and x.ndim == len(batch) + 2 else x
-
-    return [{name: at(index, name, x) for name, x in arrays.items()} for index in np.ndindex(batch)]
-
-
 def hidden(arrays, options):
     """Marks nodes that no live edge touches, and edges in the padding or behind a bias of -inf."""
-    if not (batch := batch_of(arrays)):
-        return hidden_in_entry(arrays, options)
-    found = [hidden_in_entry(one, options) for one in entries_of(arrays)]
-    stacked = {name: np.stack([one[name] for one in found]) for name in found[0]}
-    own = {name for name, x in arrays.items() if x.ndim < len(batch) + 2}
-    return {name: x.all(0) if name in own else x.reshape(*batch, *x.shape[1:]) for name, x in stacked.items()}
-
-
-def hidden_in_entry(arrays, options):
-    """Does what `hidden` does for a call without batch axes."""
     graph = options["graph"]
     source, destination = (np.asarray(x) for x in reference.ends(graph))
     real = (destination < graph.num_dst)[:, None]  # [E, 1], or [E, H] with a bias
@@ -327,13 +278,14 @@ def _call(function):
 
 
 def _reference(function):
-    # the definition knows no batch and no key of dropout: it is given one entry and its factors [E, H]
-    def of_entry(number, dropout_rate=0.0, dropout_key=None, dropout_mask=None, **arguments):
+    # the definition knows no key of dropout: it is given the factors [E, H]
+    def call(entry=0, dropout_rate=0.0, dropout_key=None, dropout_mask=None, **arguments):
+        arguments = with_heads(arguments)
         factor = None if dropout_mask is None else dropout_mask.T
         if dropout_key is not None:
             E, H = arguments["graph"].capacity, arguments["num_heads"]
             words, u32 = dropout.key_words(dropout_key), jnp.uint32
-            keys = dropout.head_keys(words, u32(number), jnp.arange(H, dtype=u32)[None])
+            keys = dropout.head_keys(words, u32(entry), jnp.arange(H, dtype=u32)[None])
             rows = jnp.arange(E, dtype=u32)[:, None]
             keep = dropout.keep(keys, rows, u32(0), dropout_rate)
             factor = jnp.where(keep, dropout.survivor_factor(dropout_rate), 0.0)
@@ -341,14 +293,6 @@ def _reference(function):
             dtype = arguments["query" if "query" in arguments else "src"].dtype
             factor = None if factor is None else factor.astype(dtype)
             return function(factor=factor, **arguments)
-
-    def call(**arguments):
-        arguments = with_heads(arguments)
-        arrays = {name: arguments.pop(name) for name, x in list(arguments.items()) if hasattr(x, "ndim")}
-        found = [of_entry(i, **one, **arguments) for i, one in enumerate(entries_of(arrays))]
-        if not (batch := batch_of(arrays)):
-            return found[0]
-        return tuple(jnp.stack(x).reshape(*batch, *x[0].shape) for x in zip(*found, strict=True))
 
     return call
 
@@ -388,7 +332,7 @@ def _reduction(name: str) -> Operator:
         call=call,
         reference=definition,
         cases=REDUCTION_CASES,
-        hidden=hidden_in_entry,  # edges have their further axes behind
+        hidden=hidden,
     )
 
 

@@ -89,7 +89,7 @@ def backward(plan: Plan, residuals: Residuals, dout: Any, dweights: Any) -> dict
     if rest and not _on_planes(options, dweights):
         alone = options.appended_rows(operands) == 0
         attended = engine.backward(plan.attention, inner, saved.attention(), rest, da, alone=alone)
-        shares = _sum(shares, attended)
+        shares = Shares(*map(_add, shares, attended))
     return _undo_projections(options, residuals, clean, grads, shares)
 
 
@@ -110,11 +110,6 @@ def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[s
 def _add(x: Any, y: Any) -> Any:
     """Adds them in the dtype of `x`; None is 0."""
     return y if x is None else x if y is None else x + y.astype(x.dtype)
-
-
-def _sum(shares: Shares, more: Shares) -> Shares:
-    """Adds shares of the same gradients."""
-    return Shares(*map(_add, shares, more))
 
 
 @partial(jax.jit, static_argnums=(0,))
@@ -159,7 +154,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         shares = Shares(query=found.query)
     if plane is not None:
         found = Shares(**engine.gradients(plane, through.names, p.keys, dz, dp.keys, delta))
-        shares = _sum(shares, found)
+        shares = Shares(*map(_add, shares, found))
     if "sink" in through.names:
         dsink = engine.gradient_of_sink(inner.sink, result, engine.merge_rows(delta[..., 0]))
         shares = shares._replace(sink=dsink)
@@ -257,22 +252,16 @@ def _undo_projections(options, residuals, clean, grads, shares):
 
     # in the types of the arguments
     grads |= {"bias": shares.bias, "sink": shares.sink}
-    found = {
-        name: match_type(_like(grads.get(name), getattr(operands, name)), getattr(operands, name))
-        for name in wanted - {"mod_args"}
-    }
+    found = {}
+    for name in wanted - {"mod_args"}:
+        grad, primal = grads.get(name), getattr(operands, name)
+        if grad is None:  # no cotangent leads there
+            grad = jnp.zeros_like(primal)
+        elif grad.shape != primal.shape:  # rows that were handed to several heads get the sum of theirs
+            grad = reduce_to(grad, primal.shape)
+        found[name] = match_type(grad, primal)
     if "mod_args" in wanted:
         numbers = float_leaves.floats(operands.mod_args)  # those that have a gradient
         args = jax.tree.map(jnp.zeros_like, numbers) if shares.mod_args is None else shares.mod_args
         found["mod_args"] = jax.tree.map(match_type, args, numbers)
     return found
-
-
-def _like(grad: jax.Array | None, primal: jax.Array) -> jax.Array:
-    """Brings a gradient to the shape of its primal.
-
-    It is 0 where no cotangent leads to; rows that were handed to several heads get the sum of theirs.
-    """
-    if grad is None:
-        return jnp.zeros_like(primal)
-    return grad if grad.shape == primal.shape else reduce_to(grad, primal.shape)

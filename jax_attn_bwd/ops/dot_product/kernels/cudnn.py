@@ -104,23 +104,14 @@ class Prepared(NamedTuple):
 def unsupported(call: Options, operands: Operands) -> str | None:
     """Returns why cuDNN cannot run this call; None if it can."""
     options = KernelOptions.of(call, operands.mask)
-    for reason in (_of_installation, _of_options, _of_operands):
-        if (found := reason(options, operands)) is not None:
-            return found
-    return kernel_inputs.sharded_sequence(operands)
+    reason = unknown() or _of_options(options) or _of_operands(options, operands)
+    return reason or kernel_inputs.sharded_sequence(operands)
 
 
-def _of_installation(options: KernelOptions, operands: Operands) -> str | None:
-    """Returns the reason that lies in the versions and flags of what is installed."""
-    if (reason := unknown()) is not None:
-        return reason
+def _of_options(options: KernelOptions) -> str | None:
+    """Returns the reason that lies in flags, and in what is asked for."""
     if found := _DETERMINISTIC.search(os.environ.get("XLA_FLAGS", "")):
         return f"XLA crashes where two calls of cuDNN's backward are alike, under {found[0]}"
-    return None
-
-
-def _of_options(options: KernelOptions, operands: Operands) -> str | None:
-    """Returns the reason that lies in what is asked for."""
     if options.mask_mod is not None or options.score_mod is not None:
         return "it takes no functions; give what mask_mod hides as a mask, and what score_mod adds as a bias"
     if options.logits_soft_cap is not None:

@@ -216,7 +216,7 @@ def unsupported(
     if not any_given(options):
         return None
     # what they read of arrays must be values that XLA can make
-    if (reason := _unsupported_arrays(options, operands, distances)) is not None:
+    if reason := _unsupported_arrays(options, operands, distances):
         return reason
     # what is left must be made of what the compiler has vector instructions for, in 32 bits
     with hoisting.unsharded():
