@@ -9,6 +9,9 @@ import numpy as np
 Array: TypeAlias = jax.Array | np.ndarray
 Integers: TypeAlias = Array | int | Sequence[int] | Sequence[Sequence[int]]  # what `checks.integers` takes
 
+Pair: TypeAlias = tuple[jax.Array, jax.Array]  # what calls return whose flags ask for more
+Triple: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+
 # what options that are words may be
 Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu", "cudnn"]
 FullyMasked = Literal["zero", "uniform", "nan"]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks, dropout
-from jax_attn_bwd._core.types import Array, GraphKind, GraphMode
+from jax_attn_bwd._core.types import Array, GraphKind, GraphMode, Pair, Triple
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
@@ -30,6 +30,7 @@ class ShardedGraphAttentionKeywords(GraphAttentionKeywords, GraphTransformerAtte
     kind: GraphKind
     mode: GraphMode
     value: Array | None
+    forward_mode: bool
 
 
 # fmt: off
@@ -37,33 +38,29 @@ class ShardedGraphAttentionKeywords(GraphAttentionKeywords, GraphTransformerAtte
 def sharded_graph_attention(
     partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
     attention_weights: Array | None = None, *, return_attention_weights: Literal[False] = False,
-    return_residual: Literal[False] = False, **options: Unpack[ShardedGraphAttentionKeywords]
-) -> jax.Array: ...
+    return_residual: Literal[False] = False,
+    **options: Unpack[ShardedGraphAttentionKeywords]) -> jax.Array: ...
 @overload
 def sharded_graph_attention(
     partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
     attention_weights: Array | None = None, *, return_attention_weights: Literal[True],
-    return_residual: Literal[False] = False, **options: Unpack[ShardedGraphAttentionKeywords]
-) -> tuple[jax.Array, jax.Array]: ...
+    return_residual: Literal[False] = False, **options: Unpack[ShardedGraphAttentionKeywords]) -> Pair: ...
 @overload
 def sharded_graph_attention(
     partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
     attention_weights: Array | None = None, *, return_attention_weights: Literal[False] = False,
-    return_residual: Literal[True], **options: Unpack[ShardedGraphAttentionKeywords]
-) -> tuple[jax.Array, jax.Array]: ...
+    return_residual: Literal[True], **options: Unpack[ShardedGraphAttentionKeywords]) -> Pair: ...
 @overload
 def sharded_graph_attention(
     partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
     attention_weights: Array | None = None, *, return_attention_weights: Literal[True],
-    return_residual: Literal[True], **options: Unpack[ShardedGraphAttentionKeywords]
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+    return_residual: Literal[True], **options: Unpack[ShardedGraphAttentionKeywords]) -> Triple: ...
 @overload
 def sharded_graph_attention(
     partitioned: PartitionedGraph, src: Array, dst: Array | None = None,
-    attention_weights: Array | None = None, *,
-    return_attention_weights: bool = False, return_residual: bool = False,
-    **options: Unpack[ShardedGraphAttentionKeywords]
-) -> jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
+    attention_weights: Array | None = None, *, return_attention_weights: bool = False,
+    return_residual: bool = False,
+    **options: Unpack[ShardedGraphAttentionKeywords]) -> jax.Array | Pair | Triple: ...
 # fmt: on
 def sharded_graph_attention(
     partitioned: PartitionedGraph,

@@ -35,20 +35,20 @@ def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
     sequence_axis_name: str | None = None, return_weights: Literal[False] = False,
-    forward_mode: bool = False,
-    **options: Unpack[LayerKeywords]) -> jax.Array: ...
+    forward_mode: bool = False, **options: Unpack[LayerKeywords]) -> jax.Array: ...
 @overload
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
-    sequence_axis_name: str | None = None, return_weights: Literal[True], forward_mode: bool = False,
-    **options: Unpack[LayerKeywords]) -> tuple[jax.Array, jax.Array]: ...
+    sequence_axis_name: str | None = None, return_weights: Literal[True],
+    forward_mode: bool = False, **options: Unpack[LayerKeywords]) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, axis_name: str, reduce: Reduce = "psum_scatter",
-    sequence_axis_name: str | None = None, return_weights: bool, forward_mode: bool = False,
-    **options: Unpack[LayerKeywords]) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    sequence_axis_name: str | None = None, return_weights: bool,
+    forward_mode: bool = False, **options: Unpack[LayerKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array],

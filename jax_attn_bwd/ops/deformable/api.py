@@ -1,7 +1,6 @@
 """Multi-scale deformable attention: the public functions and the rules."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Unpack
 
 import jax
@@ -113,20 +112,8 @@ def multi_scale_deformable_attention(
       Zhu et al., Deformable DETR, arXiv:2010.04159, 2021. Lv et al., RT-DETRv2, arXiv:2407.17140, 2024.
     """
     # the arguments in one form, and how they are computed
-    options, operands = prepare(
-        _NAME,
-        value,
-        spatial_shapes,
-        sampling_locations,
-        attention_weights,
-        level_start_index=level_start_index,
-        num_points=num_points,
-        padding_mode=padding_mode,
-        method=method,
-        normalize=normalize,
-        deterministic_sums=deterministic_sums,
-        deterministic=deterministic,
-    )
+    arguments = secondary_calls.without(locals(), "forward_mode", "implementation")
+    options, operands = prepare(_NAME, **arguments)
     plan = _planned(_NAME, implementation, options, operands)
     return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 
@@ -141,37 +128,30 @@ def multi_scale_deformable_attention_bwd(
     wrt: Sequence[str] = DIFFERENTIABLE,
     **options: Unpack[MultiScaleDeformableAttentionKeywords],
 ) -> MultiScaleDeformableAttentionGrads:
-    """The backward of `multi_scale_deformable_attention` as a plain function.
+    """Computes the gradients of `multi_scale_deformable_attention`, by the same arguments.
+
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
 
     Args:
       dout: `[B, Q, M * D]`, cotangent of the output, dtype of `value`.
       wrt: which of "value", "sampling_locations", "attention_weights" to compute.
-      value, spatial_shapes, sampling_locations, attention_weights and options: as in the forward call,
-        `MultiScaleDeformableAttentionKeywords`.
 
     Returns:
       MultiScaleDeformableAttentionGrads(value, sampling_locations, attention_weights), each with its
       argument's shape and dtype (a tuple of feature maps for a sequence of them); None where not asked.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      The same as `multi_scale_deformable_attention`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_attn_bwd import multi_scale_deformable_attention_bwd
       >>> value = jnp.arange(6.0).reshape(1, 6, 1, 1)
       >>> centre, weights = jnp.full((1, 1, 1, 1, 1, 2), 0.5), jnp.ones((1, 1, 1, 1, 1))
-      >>> grads = multi_scale_deformable_attention_bwd(
-      ...     jnp.ones((1, 1, 1)), value, ((2, 3),), centre, weights, wrt=("sampling_locations",))
-      >>> grads.sampling_locations.ravel().tolist(), grads.value is None
-      ([3.0, 6.0], True)
+      >>> grads = multi_scale_deformable_attention_bwd(weights[0, 0], value, ((2, 3),), centre, weights)
+      >>> grads.sampling_locations.ravel().tolist()
+      [3.0, 6.0]
     """
-    name, like = f"{_NAME}_bwd", multi_scale_deformable_attention
     # the call, checked as the forward is
-    given = secondary_calls.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
+    name, keywords = f"{_NAME}_bwd", MultiScaleDeformableAttentionKeywords
+    given = secondary_calls.complete(name, multi_scale_deformable_attention, keywords, options)
     implementation = given.pop("implementation")
     queries = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
     static, operands = prepare(name, value, spatial_shapes, *queries.values(), **given)
@@ -206,42 +186,30 @@ def multi_scale_deformable_attention_jvp(
     dattention_weights: Array | None = None,
     **options: Unpack[MultiScaleDeformableAttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`multi_scale_deformable_attention` and its tangent, as a plain function.
+    """Returns the output of `multi_scale_deformable_attention` and its tangent.
+
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
 
     Args:
       dvalue, dsampling_locations, dattention_weights: tangents, each of the shape and dtype of its argument
         (a sequence of feature maps has one of tangents); None = 0.
-      value, spatial_shapes, sampling_locations, attention_weights and options: as in the forward call,
-        `MultiScaleDeformableAttentionKeywords`.
 
     Returns:
       (out, dout): `[B, Q, M * D]`, dtype of `value`. A point that is skipped has tangent 0; at an integer x
       or y the derivative is the right-hand one.
 
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `multi_scale_deformable_attention`, and NotImplementedError where this JAX has no
-      `jax.experimental.hijax`.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_attn_bwd import multi_scale_deformable_attention_jvp
-      >>> value = jnp.arange(6.0).reshape(1, 6, 1, 1)
-      >>> centre, weights = jnp.full((1, 1, 1, 1, 1, 2), 0.5), jnp.ones((1, 1, 1, 1, 1))
+      >>> value, weights = jnp.arange(6.0).reshape(1, 6, 1, 1), jnp.ones((1, 1, 1, 1, 1))
+      >>> centre = jnp.full((1, 1, 1, 1, 1, 2), 0.5)
       >>> out, dout = multi_scale_deformable_attention_jvp(
       ...     value, ((2, 3),), centre, weights, dsampling_locations=jnp.ones_like(centre))
       >>> out.item(), dout.item()
       (2.5, 9.0)
     """
-    name, like = f"{_NAME}_jvp", multi_scale_deformable_attention
-    given = secondary_calls.complete(name, like, MultiScaleDeformableAttentionKeywords, options)
-    return secondary_calls.outputs_and_tangents(
-        name,
-        partial(like, spatial_shapes=spatial_shapes, forward_mode=True, **given),
-        dict(zip(DIFFERENTIABLE, (value, sampling_locations, attention_weights), strict=True)),
-        dict(zip(DIFFERENTIABLE, (dvalue, dsampling_locations, dattention_weights), strict=True)),
+    return secondary_calls.with_tangent(
+        multi_scale_deformable_attention, MultiScaleDeformableAttentionKeywords, **locals()
     )
 
 

@@ -1,7 +1,6 @@
 """Dense attention: the public functions, their checks, and the rules."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -183,17 +182,8 @@ def dot_product_attention(
       Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.1.
       Dao, FlashAttention-2, 2023, arXiv:2307.08691.
     """
-    options, operands = prepare(
-        _NAME, query, key, value, bias, mask, scale=scale, is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size, query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
-        dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout,
-        dropout_offset=dropout_offset, precision=precision,
-        deterministic_sums=deterministic_sums, deterministic=deterministic,
-        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
-    )  # fmt: skip
+    arguments = secondary_calls.without(locals(), "return_residual", "forward_mode", "implementation")
+    options, operands = prepare(_NAME, **arguments)
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
     run = _OPERATION.runner(_NAME, forward_mode)
     out, lse = run(engine.plan(_NAME, implementation, options, operands), operands)
@@ -214,7 +204,9 @@ def dot_product_attention_bwd(
     wrt: Sequence[str] = ("query", "key", "value"),
     **options: Unpack[DotProductAttentionKeywords],
 ) -> DotProductAttentionGrads:
-    """The backward of `dot_product_attention` as a plain function.
+    """Computes the gradients of `dot_product_attention`, by its results and the same arguments.
+
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
 
     Args:
       dout: `[..., T, N, Hv]`, cotangent of `out`, dtype of `query`.
@@ -224,17 +216,10 @@ def dot_product_attention_bwd(
         `dot_product_attention` itself keeps the remainder.
       dlse: `[..., T, N]`, cotangent of `lse`; None = 0.
       wrt: which of "query", "key", "value", "bias", "sink", "mod_args" to compute.
-      query, key, value, bias, mask, **options: as in the forward call.
 
     Returns:
       DotProductAttentionGrads(query, key, value, bias, sink, mod_args), each with its argument's shape and
       dtype, mod_args with None in the place of what is not floating; None where not asked.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      As `dot_product_attention`.
 
     Example:
       >>> import jax
@@ -293,38 +278,25 @@ def dot_product_attention_jvp(
     dsink: Array | None = None,
     **options: Unpack[DotProductAttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`dot_product_attention` and its tangent, as a plain function.
+    """Returns the output of `dot_product_attention` and its tangent, in one pass over the tiles.
+
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
 
     Args:
       dquery, dkey, dvalue, dbias, dsink: tangents, each of the shape and dtype of its argument; None = 0.
         Those of mod_args and of lse are for `jax.jvp` of the call with `forward_mode=True`.
-      query, key, value, bias, mask and options: as in the forward call.
 
     Returns:
-      (out, dout): `[..., T, N, Hv]`, dtype of `query`. One pass over the tiles, in memory that is linear in T
-      and S. A query that sees nothing has tangent 0.
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `dot_product_attention`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+      (out, dout): `[..., T, N, Hv]`, dtype of `query`. A query that sees nothing has tangent 0.
 
     Example:
       >>> import jax
       >>> import jax_attn_bwd as jab
       >>> q, k, v, dq = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8))
-      >>> out, dout = jab.dot_product_attention_jvp(q, k, v, dquery=dq, is_causal=True)
-      >>> dout.shape
+      >>> jab.dot_product_attention_jvp(q, k, v, dquery=dq, is_causal=True)[1].shape
       (2, 16, 4, 8)
     """
-    name, like = f"{_NAME}_jvp", dot_product_attention
-    given = secondary_calls.complete(name, like, DotProductAttentionKeywords, options)
-    primals = {"query": query, "key": key, "value": value, "bias": bias, "sink": given.pop("sink")}
-    moving = {"query": dquery, "key": dkey, "value": dvalue, "bias": dbias, "sink": dsink}
-    return secondary_calls.outputs_and_tangents(
-        name, partial(like, mask=mask, forward_mode=True, **given), primals, moving
-    )
+    return secondary_calls.with_tangent(dot_product_attention, DotProductAttentionKeywords, **locals())
 
 
 _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward

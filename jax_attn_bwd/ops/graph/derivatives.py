@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, secondary_calls
-from jax_attn_bwd._core.types import Activation, Array, Implementation
+from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
@@ -18,9 +17,9 @@ from jax_attn_bwd.ops.graph.rule import backward_of, decide, forward_of
 from jax_attn_bwd.ops.graph.spec import (
     Cotangents,
     GraphAttentionGrads,
-    GraphAttentionJvpKeywords,
+    GraphAttentionKeywords,
     GraphTransformerAttentionGrads,
-    GraphTransformerAttentionJvpKeywords,
+    GraphTransformerAttentionKeywords,
     Operands,
     Options,
     Residuals,
@@ -45,18 +44,11 @@ def graph_attention_bwd(
     dweights: Array | None = None,
     dlse: Array | None = None,
     wrt: Sequence[str] | None = None,
-    num_heads: int,
-    edge: Array | None = None,
-    concat_heads: bool = True,
-    activation: Activation = "leaky_relu",
-    alpha: float = 0.2,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    dropout_mask: Array | None = None,
-    dropout_offset: Sequence[Any] | None = None,
-    implementation: Implementation | None = None,
+    **options: Unpack[GraphAttentionKeywords],
 ) -> GraphAttentionGrads:
-    """The backward of `graph_attention` as a plain function.
+    """Computes the gradients of `graph_attention`, by the same arguments, batch axes too.
+
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
 
     Args:
       dout: cotangent of `out`, its shape and dtype; None = 0.
@@ -66,18 +58,11 @@ def graph_attention_bwd(
       dweights, dlse: cotangents of the weights and of `lse`; None = 0.
       wrt: which of "src", "dst", "attention_weights", "edge" to compute;
         default: all that are given but "edge".
-      graph, src, dst, attention_weights, edge and options: as in the forward call, batch axes too.
 
     Returns:
       GraphAttentionGrads(src, dst, attention_weights, edge), each with its argument's
       shape and dtype; None where not asked. With `dst=None` the
       gradient of `src` holds both its shares, and "dst" has none.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      The same as `graph_attention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,15 +73,7 @@ def graph_attention_bwd(
       >>> grads.src.shape, grads.attention_weights.shape, grads.dst is None
       ((3, 8), (16,), True)
     """
-    name = "graph_attention_bwd"
-    options, operands = prepare_additive(
-        name, GAT, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
-        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
-        return_attention_weights=False,
-    )  # fmt: skip
-    given = _Given(dout, out, lse, dweights, dlse)
-    return _additive_gradients(name, options, operands, given, wrt, implementation, dst is None)
+    return _additive_gradients(graph_attention, GAT, **locals())
 
 
 def graph_attention_v2_bwd(
@@ -111,50 +88,19 @@ def graph_attention_v2_bwd(
     dweights: Array | None = None,
     dlse: Array | None = None,
     wrt: Sequence[str] | None = None,
-    num_heads: int,
-    edge: Array | None = None,
-    concat_heads: bool = True,
-    activation: Activation = "leaky_relu",
-    alpha: float = 0.2,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    dropout_mask: Array | None = None,
-    dropout_offset: Sequence[Any] | None = None,
-    implementation: Implementation | None = None,
+    **options: Unpack[GraphAttentionKeywords],
 ) -> GraphAttentionGrads:
-    """The backward of `graph_attention_v2` as a plain function.
-
-    Args:
-      dout, out, lse, dweights, dlse, wrt: as `graph_attention_bwd` takes them.
-      graph, src, dst, attention_weights, edge and options: as in the forward call, batch axes too.
-
-    Returns:
-      GraphAttentionGrads(src, dst, attention_weights, edge), as `graph_attention_bwd` returns them.
-
-    Gradients:
-      The same as `graph_attention_bwd`.
-
-    Raises:
-      The same as `graph_attention_v2`.
+    """Computes the gradients of `graph_attention_v2`, otherwise as `graph_attention_bwd` does.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_attn_bwd as jab
       >>> graph = jab.BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
       >>> x, a, dout = jnp.ones((3, 8)), jnp.ones(8), jnp.ones((2, 8))
-      >>> grads = jab.graph_attention_v2_bwd(dout, graph, x, None, a, num_heads=2)
-      >>> grads.src.shape, grads.attention_weights.shape, grads.dst is None
-      ((3, 8), (8,), True)
+      >>> jab.graph_attention_v2_bwd(dout, graph, x, None, a, num_heads=2).attention_weights.shape
+      (8,)
     """
-    name = "graph_attention_v2_bwd"
-    options, operands = prepare_additive(
-        name, GATv2, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
-        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
-        return_attention_weights=False,
-    )  # fmt: skip
-    given = _Given(dout, out, lse, dweights, dlse)
-    return _additive_gradients(name, options, operands, given, wrt, implementation, dst is None)
+    return _additive_gradients(graph_attention_v2, GATv2, **locals())
 
 
 def graph_transformer_attention_bwd(
@@ -169,34 +115,17 @@ def graph_transformer_attention_bwd(
     dweights: Array | None = None,
     dlse: Array | None = None,
     wrt: Sequence[str] = ("query", "key", "value"),
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    edge: Array | None = None,
-    score_bias: Array | None = None,
-    scale: float | None = None,
-    concat_heads: bool = True,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    dropout_mask: Array | None = None,
-    dropout_offset: Sequence[Any] | None = None,
-    implementation: Implementation | None = None,
+    **options: Unpack[GraphTransformerAttentionKeywords],
 ) -> GraphTransformerAttentionGrads:
-    """The backward of `graph_transformer_attention` as a plain function.
+    """Computes the gradients of `graph_transformer_attention`, otherwise as `graph_attention_bwd` does.
 
     Args:
       dout, out, lse, dweights, dlse: as `graph_attention_bwd` takes them, `out` `[..., num_dst, H * Dv]`.
       wrt: which of "query", "key", "value", "edge", "score_bias" to compute.
-      graph, query, key, value, edge, score_bias and options: as in the forward call, batch axes too.
 
     Returns:
       GraphTransformerAttentionGrads(query, key, value, edge, score_bias), each with its argument's
       shape and dtype; None where not asked.
-
-    Gradients:
-      The same as `graph_attention_bwd`.
-
-    Raises:
-      The same as `graph_transformer_attention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -207,46 +136,38 @@ def graph_transformer_attention_bwd(
       >>> grads.key.shape, grads.query is None
       ((3, 8), True)
     """
-    name = "graph_transformer_attention_bwd"
-    options, operands = prepare_transformer(
-        name, graph, query, key, value, num_heads=num_heads, num_kv_heads=num_kv_heads, edge=edge,
-        score_bias=score_bias, scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
-        return_attention_weights=False,
-    )  # fmt: skip
+    # the operands by the names of the arguments, and which of them are asked for
+    name, keywords = "graph_transformer_attention_bwd", GraphTransformerAttentionKeywords
+    given = secondary_calls.complete(name, graph_transformer_attention, keywords, options)
+    implementation = given.pop("implementation")
+    static, operands = prepare_transformer(
+        name, graph, query, key, value, return_attention_weights=False, **given
+    )
     present = [n for n, operand in _TRANSFORMER.items() if getattr(operands, operand) is not None]
     wanted = {_TRANSFORMER[n] for n in checks.wanted(name, wrt, tuple(_TRANSFORMER), present)}
-    given = _Given(dout, out, lse, dweights, dlse)
-    grads = _gradients(name, options, operands, given, wanted, implementation)
+
+    grads = _gradients(name, static, operands, (dout, out, lse, dweights, dlse), wanted, implementation)
     return GraphTransformerAttentionGrads(**{n: grads.get(x) for n, x in _TRANSFORMER.items()})
 
 
-class _Given(NamedTuple):
-    """The arguments of a backward beside those of the forward; None where they are not given."""
-
-    dout: Any
-    out: Any
-    lse: Any
-    dweights: Any
-    dlse: Any
-
-
 def _additive_gradients(
-    operator: str,
-    options: Options,
-    operands: Operands,
-    given: _Given,
-    wrt: Any,
-    implementation: Any,
-    dst_is_src: bool,
-) -> GraphAttentionGrads:
+    forward: Callable[..., Any], kind: type[GAT] | type[GATv2], dout, graph, src, dst, attention_weights, *,
+    out, lse, dweights, dlse, wrt, options,
+) -> GraphAttentionGrads:  # fmt: skip
     """Computes the gradients of gat and gatv2; src gets that of destinations which are sources, too."""
-    present = [n for n in _ADDITIVE if getattr(operands, n) is not None and not (dst_is_src and n == "dst")]
+    # the operands, and which of them are asked for
+    name = f"{forward.__name__}_bwd"
+    given = secondary_calls.complete(name, forward, GraphAttentionKeywords, options)
+    implementation, nodes = given.pop("implementation"), (src, dst, attention_weights)
+    static, operands = prepare_additive(name, kind, graph, *nodes, return_attention_weights=False, **given)
+    present = [n for n in _ADDITIVE if getattr(operands, n) is not None and not (dst is None and n == "dst")]
     wrt = [n for n in present if n != "edge"] if wrt is None else wrt
-    wanted = set(checks.wanted(operator, wrt, _ADDITIVE, present))
-    shared = dst_is_src and "src" in wanted
+    wanted = set(checks.wanted(name, wrt, _ADDITIVE, present))
+    shared = dst is None and "src" in wanted
     wanted |= {"dst"} if shared else set()
-    grads = _gradients(operator, options, operands, given, wanted, implementation)
+
+    # their gradients; that of shared nodes is the sum of both
+    grads = _gradients(name, static, operands, (dout, out, lse, dweights, dlse), wanted, implementation)
     if shared:
         ddst = grads.pop("dst")
         others = grads["src"].shape[-2] - ddst.shape[-2]
@@ -255,9 +176,12 @@ def _additive_gradients(
 
 
 def _gradients(
-    operator: str, options: Options, operands: Operands, given: _Given, wanted: set[str], implementation: Any
+    operator: str, options: Options, operands: Operands, given: Any, wanted: set[str], implementation: Any
 ) -> dict[str, jax.Array]:
-    """Computes the gradients of the operands in `wanted`, by name."""
+    """Computes the gradients of the operands in `wanted`, by name.
+
+    `given` are dout, out, lse, dweights and dlse, in this order; None where they are not given.
+    """
     check_cotangents(operator, options, operands, *given)
     plan = decide(operator, options, operands, False, implementation)
 
@@ -288,25 +212,20 @@ def graph_attention_jvp(
     ddst: Array | None = None,
     dattention_weights: Array | None = None,
     dedge: Array | None = None,
-    **options: Unpack[GraphAttentionJvpKeywords],
+    **options: Unpack[GraphAttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`graph_attention` and its tangent, as a plain function.
+    """Returns the output of `graph_attention` and its tangent, by one pass over the edges.
+
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
 
     Args:
       dsrc, ddst, dattention_weights, dedge: tangents, each of the shape and dtype of its argument; None = 0.
-        With `dst=None` that of `src` moves the destinations too.
-      graph, src, dst, attention_weights and options: as in the forward call. Tangents of the weights
+        With `dst=None` that of `src` moves the destinations too. Tangents of the weights
         and of lse are for `jax.jvp` of the call with `forward_mode=True`.
 
     Returns:
-      (out, dout): shape and dtype of what the forward call returns, by one pass over the edges. A destination
-      without edges has tangent 0.
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `graph_attention`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+      (out, dout): shape and dtype of what the forward call returns. A destination without edges has tangent
+      0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -317,9 +236,7 @@ def graph_attention_jvp(
       >>> out.item(), dout.item()
       (2.0, 1.0)
     """
-    primals = {"src": src, "dst": dst, "attention_weights": attention_weights}
-    moving = {"src": dsrc, "dst": ddst, "attention_weights": dattention_weights, "edge": dedge}
-    return _with_tangent(graph_attention, GraphAttentionJvpKeywords, graph, primals, moving, options)
+    return secondary_calls.with_tangent(graph_attention, GraphAttentionKeywords, **locals())
 
 
 def graph_attention_v2_jvp(
@@ -332,35 +249,19 @@ def graph_attention_v2_jvp(
     ddst: Array | None = None,
     dattention_weights: Array | None = None,
     dedge: Array | None = None,
-    **options: Unpack[GraphAttentionJvpKeywords],
+    **options: Unpack[GraphAttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`graph_attention_v2` and its tangent, as a plain function.
-
-    Args:
-      dsrc, ddst, dattention_weights, dedge: tangents, as `graph_attention_jvp` takes them.
-      graph, src, dst, attention_weights and options: as in the forward call.
-
-    Returns:
-      (out, dout): as `graph_attention_jvp` returns them.
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `graph_attention_v2`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+    """Returns the output of `graph_attention_v2` and its tangent, otherwise as `graph_attention_jvp` does.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_attn_bwd as jab
       >>> graph = jab.BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
       >>> x, a, da = jnp.array([[1.0], [3.0]]), jnp.zeros(1), jnp.ones(1)
-      >>> out, dout = jab.graph_attention_v2_jvp(graph, x, None, a, num_heads=1, dattention_weights=da)
-      >>> out.item(), dout.item()
-      (2.0, 1.0)
+      >>> jab.graph_attention_v2_jvp(graph, x, None, a, num_heads=1, dattention_weights=da)[1].item()
+      1.0
     """
-    primals = {"src": src, "dst": dst, "attention_weights": attention_weights}
-    moving = {"src": dsrc, "dst": ddst, "attention_weights": dattention_weights, "edge": dedge}
-    return _with_tangent(graph_attention_v2, GraphAttentionJvpKeywords, graph, primals, moving, options)
+    return secondary_calls.with_tangent(graph_attention_v2, GraphAttentionKeywords, **locals())
 
 
 def graph_transformer_attention_jvp(
@@ -374,49 +275,20 @@ def graph_transformer_attention_jvp(
     dvalue: Array | None = None,
     dedge: Array | None = None,
     dscore_bias: Array | None = None,
-    **options: Unpack[GraphTransformerAttentionJvpKeywords],
+    **options: Unpack[GraphTransformerAttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`graph_transformer_attention` and its tangent, as a plain function.
+    """Returns the output of `graph_transformer_attention` and its tangent, as `graph_attention_jvp` does.
 
-    Args:
-      dquery, dkey, dvalue, dedge, dscore_bias: tangents, each of the shape and dtype of its argument;
-        None = 0. What hides an edge (a bias of -inf) has none.
-      graph, query, key, value and options: as in the forward call.
-
-    Returns:
-      (out, dout): as `graph_attention_jvp` returns them.
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `graph_transformer_attention`, and NotImplementedError where this JAX has no
-      `jax.experimental.hijax`.
+    What hides an edge (a bias of -inf) has no tangent.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_attn_bwd as jab
       >>> graph = jab.BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
       >>> q, k, v = jnp.ones((1, 1)), jnp.zeros((2, 1)), jnp.array([[1.0], [3.0]])
-      >>> out, dout = jab.graph_transformer_attention_jvp(graph, q, k, v, num_heads=1, dkey=v)
-      >>> out.item(), dout.item()
-      (2.0, 1.0)
+      >>> jab.graph_transformer_attention_jvp(graph, q, k, v, num_heads=1, dkey=v)[1].item()
+      1.0
     """
-    primals = {"query": query, "key": key, "value": value}
-    moving = {"query": dquery, "key": dkey, "value": dvalue, "edge": dedge, "score_bias": dscore_bias}
-    kind = GraphTransformerAttentionJvpKeywords
-    return _with_tangent(graph_transformer_attention, kind, graph, primals, moving, options)
-
-
-def _with_tangent(
-    operator: Callable[..., Any], keywords_of: Any, graph: Any, primals: Any, moving: Any, options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Calls `operator` and returns its output and tangent; `moving` holds the tangents of its arguments.
-
-    Those that `primals` does not hold are among the `options`, whose names and defaults `keywords_of` tells.
-    """
-    name = f"{operator.__name__}_jvp"
-    given = secondary_calls.complete(name, operator, keywords_of, options)
-    primals |= {argument: given.pop(argument) for argument in moving if argument not in primals}
-    call = partial(operator, graph, forward_mode=True, **given)
-    return secondary_calls.outputs_and_tangents(name, call, primals, moving)
+    return secondary_calls.with_tangent(
+        graph_transformer_attention, GraphTransformerAttentionKeywords, **locals()
+    )

@@ -3,9 +3,8 @@
 The public functions and their rules; `forward.py` and `loops.py` have the sums inside graph attention.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax_attn_bwd._core.types import Array, Implementation
 from jax_attn_bwd.ops.graph import reductions
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.placement import run_on_every_device
+from jax_attn_bwd.ops.graph.spec import EdgeKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
@@ -27,15 +27,14 @@ def edge_sum(
     forward_mode: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Sum over the edges into each destination.
+    """Sums over the edges into each destination.
 
         out[i] = sum of edge[e] over the edges e into destination i
 
     Args:
       graph: the edges; see `BipartiteCSC`.
       edge: `[nnz, ...]`, floating, in the caller's edge order; any further axes.
-      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
-      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+      forward_mode, implementation: as in `edge_softmax`.
 
     Returns:
       out: `[num_dst, ...]`, dtype of `edge`, accumulated in float32 or wider; 0 for a destination without
@@ -46,9 +45,7 @@ def edge_sum(
       there is not read. Saves the graph alone. The same bits in every run.
 
     Raises:
-      ValueError: shapes disagree.
-      TypeError: an argument is of the wrong kind.
-      NotImplementedError: the named implementation cannot run this call.
+      The same as `edge_softmax`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,7 +54,7 @@ def edge_sum(
       >>> edge_sum(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
       [5.0, 4.0, 0.0]
     """
-    return _reduced("edge_sum", graph, edge, forward_mode, implementation)
+    return _reduced("edge_sum", **locals())
 
 
 def edge_mean(
@@ -67,21 +64,11 @@ def edge_mean(
     forward_mode: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Mean over the edges into each destination: `edge_sum` divided by their number.
+    """Takes the mean over the edges into each destination: `edge_sum` divided by their number.
 
         out[i] = sum of edge[e] / number of edges, over the edges e into destination i
 
-    Args:
-      graph, edge, forward_mode, implementation: as in `edge_sum`.
-
-    Returns:
-      out: shape and dtype as `edge_sum` returns them; 0 for a destination without edges.
-
-    Gradients:
-      The same as `edge_sum`.
-
-    Raises:
-      The same as `edge_sum`.
+    Arguments, results, gradients and errors are those of `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -90,7 +77,7 @@ def edge_mean(
       >>> edge_mean(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
       [5.0, 2.0, 0.0]
     """
-    return _reduced("edge_mean", graph, edge, forward_mode, implementation)
+    return _reduced("edge_mean", **locals())
 
 
 def edge_max(
@@ -100,12 +87,11 @@ def edge_max(
     forward_mode: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Maximum over the edges into each destination; the minimum is `-edge_max(graph, -edge)`.
+    """Takes the maximum over the edges into each destination; the minimum is `-edge_max(graph, -edge)`.
 
         out[i] = max of edge[e] over the edges e into destination i
 
-    Args:
-      graph, edge, forward_mode, implementation: as in `edge_sum`.
+    Arguments and errors are those of `edge_sum`.
 
     Returns:
       out: `[num_dst, ...]`, dtype of `edge`, exact; 0 for a destination without edges.
@@ -113,9 +99,6 @@ def edge_max(
     Gradients:
       edge: edges that tie for the maximum share its cotangent in equal parts, as in `jnp.max`; the same in
       any order of the edges. To second order and beyond; 0 in the padding. Saves `edge` and `out`.
-
-    Raises:
-      The same as `edge_sum`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -126,28 +109,21 @@ def edge_max(
       >>> jax.grad(lambda edge: edge_max(graph, edge).sum())(jnp.ones(3)).tolist()
       [0.5, 1.0, 0.5]
     """
-    return _reduced("edge_max", graph, edge, forward_mode, implementation)
+    return _reduced("edge_max", **locals())
 
 
-def edge_sum_bwd(
-    dout: jax.Array, graph: BipartiteCSC, *, implementation: Implementation | None = None
-) -> jax.Array:
-    """The gradient of `edge_sum` with respect to `edge`, as a plain function.
+def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKeywords]) -> jax.Array:
+    """Computes the gradient of `edge_sum` with respect to `edge`.
 
         dedge[e] = dout[i] for edge e into destination i
 
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
+
     Args:
       dout: `[num_dst, ...]`, floating, cotangent of `out`.
-      graph, implementation: as in the forward.
 
     Returns:
       dedge: `[nnz, ...]`, dtype of `dout`; 0 in the padding.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      The same as `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -156,27 +132,13 @@ def edge_sum_bwd(
       >>> edge_sum_bwd(jnp.array([5.0, 2.0]), graph).tolist()
       [2.0, 5.0, 2.0]
     """
-    return _gradient("edge_sum", dout, graph, None, None, implementation)
+    return _gradient("edge_sum", **locals())
 
 
-def edge_mean_bwd(
-    dout: jax.Array, graph: BipartiteCSC, *, implementation: Implementation | None = None
-) -> jax.Array:
-    """The gradient of `edge_mean` with respect to `edge`, as a plain function.
+def edge_mean_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKeywords]) -> jax.Array:
+    """Computes the gradient of `edge_mean` with respect to `edge`, as `edge_sum_bwd` does that of the sum.
 
         dedge[e] = dout[i] / number of edges into i, for edge e into destination i
-
-    Args:
-      dout, graph, implementation: as in `edge_sum_bwd`.
-
-    Returns:
-      dedge: shape and dtype as `edge_sum_bwd` returns them.
-
-    Gradients:
-      The same as `edge_sum_bwd`.
-
-    Raises:
-      The same as `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -185,34 +147,23 @@ def edge_mean_bwd(
       >>> edge_mean_bwd(jnp.array([5.0, 2.0]), graph).tolist()
       [1.0, 5.0, 1.0]
     """
-    return _gradient("edge_mean", dout, graph, None, None, implementation)
+    return _gradient("edge_mean", **locals())
 
 
 def edge_max_bwd(
-    dout: jax.Array,
-    graph: BipartiteCSC,
-    edge: jax.Array,
-    out: jax.Array,
-    *,
-    implementation: Implementation | None = None,
+    dout: jax.Array, graph: BipartiteCSC, edge: jax.Array, out: jax.Array, **options: Unpack[EdgeKeywords]
 ) -> jax.Array:
-    """The gradient of `edge_max` with respect to `edge`, as a plain function.
+    """Computes the gradient of `edge_max` with respect to `edge`, by the `edge` and the `out` of the forward.
 
         dedge[e] = dout[i] / number of ties, for an edge e into i with edge[e] = out[i], else 0
 
-    Args:
-      dout: cotangent of `out`, its shape and dtype.
-      graph, edge, implementation: as in the forward.
-      out: what `edge_max` returned.
+    Errors are those of the forward call.
 
     Returns:
       dedge: shape and dtype of `edge`; 0 in the padding.
 
     Gradients:
       dout: a composition of differentiable operations, in either mode; 0 for edge and out.
-
-    Raises:
-      The same as `edge_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -222,30 +173,21 @@ def edge_max_bwd(
       >>> edge_max_bwd(jnp.array([5.0, 2.0]), graph, edge, edge_max(graph, edge)).tolist()
       [0.0, 5.0, 2.0]
     """
-    return _gradient("edge_max", dout, graph, edge, out, implementation)
+    return _gradient("edge_max", **locals())
 
 
 def edge_sum_jvp(
-    graph: BipartiteCSC,
-    edge: Array,
-    *,
-    dedge: Array | None = None,
-    implementation: Implementation | None = None,
+    graph: BipartiteCSC, edge: Array, *, dedge: Array | None = None, **options: Unpack[EdgeKeywords]
 ) -> tuple[jax.Array, jax.Array]:
-    """`edge_sum` and its tangent, the sum of the tangents, as a plain function.
+    """Returns `edge_sum` and its tangent, the sum of the tangents.
+
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
 
     Args:
       dedge: tangent of `edge`, its shape and dtype; None = 0.
-      graph, edge, implementation: as in the forward.
 
     Returns:
       (out, dout): as the forward returns out; 0 for a destination without edges.
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `edge_sum`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -254,29 +196,13 @@ def edge_sum_jvp(
       >>> edge_sum_jvp(graph, jnp.ones(3), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
       [2.0, 4.0]
     """
-    return _with_tangent(edge_sum, graph, edge, dedge, implementation)
+    return secondary_calls.with_tangent(edge_sum, EdgeKeywords, **locals())
 
 
 def edge_mean_jvp(
-    graph: BipartiteCSC,
-    edge: Array,
-    *,
-    dedge: Array | None = None,
-    implementation: Implementation | None = None,
+    graph: BipartiteCSC, edge: Array, *, dedge: Array | None = None, **options: Unpack[EdgeKeywords]
 ) -> tuple[jax.Array, jax.Array]:
-    """`edge_mean` and its tangent, the mean of the tangents, as a plain function.
-
-    Args:
-      dedge, graph, edge, implementation: as in `edge_sum_jvp`.
-
-    Returns:
-      (out, dout): as `edge_sum_jvp` returns them.
-
-    Gradients:
-      The same as `edge_sum_jvp`.
-
-    Raises:
-      The same as `edge_sum_jvp`.
+    """Returns `edge_mean` and its tangent, the mean of the tangents, as `edge_sum_jvp` does those of the sum.
 
     Example:
       >>> import jax.numpy as jnp
@@ -285,29 +211,13 @@ def edge_mean_jvp(
       >>> edge_mean_jvp(graph, jnp.ones(3), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
       [2.0, 2.0]
     """
-    return _with_tangent(edge_mean, graph, edge, dedge, implementation)
+    return secondary_calls.with_tangent(edge_mean, EdgeKeywords, **locals())
 
 
 def edge_max_jvp(
-    graph: BipartiteCSC,
-    edge: Array,
-    *,
-    dedge: Array | None = None,
-    implementation: Implementation | None = None,
+    graph: BipartiteCSC, edge: Array, *, dedge: Array | None = None, **options: Unpack[EdgeKeywords]
 ) -> tuple[jax.Array, jax.Array]:
-    """`edge_max` and its tangent, as a plain function: the mean over the edges that hold the maximum.
-
-    Args:
-      dedge, graph, edge, implementation: as in `edge_sum_jvp`.
-
-    Returns:
-      (out, dout): as `edge_sum_jvp` returns them.
-
-    Gradients:
-      The same as `edge_sum_jvp`.
-
-    Raises:
-      The same as `edge_sum_jvp`.
+    """Returns `edge_max` and its tangent, the mean over the edges that hold it, as `edge_sum_jvp` does.
 
     Example:
       >>> import jax.numpy as jnp
@@ -316,15 +226,7 @@ def edge_max_jvp(
       >>> edge_max_jvp(graph, jnp.array([1.0, 5.0, 3.0]), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
       [2.0, 3.0]
     """
-    return _with_tangent(edge_max, graph, edge, dedge, implementation)
-
-
-def _with_tangent(
-    operator: Callable[..., jax.Array], graph: Any, edge: Any, dedge: Any, implementation: Any
-) -> tuple[jax.Array, jax.Array]:
-    call = partial(operator, graph, forward_mode=True, implementation=implementation)
-    name = f"{operator.__name__}_jvp"
-    return secondary_calls.outputs_and_tangents(name, call, {"edge": edge}, {"edge": dedge})
+    return secondary_calls.with_tangent(edge_max, EdgeKeywords, **locals())
 
 
 def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation: Any) -> jax.Array:
@@ -334,8 +236,11 @@ def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation
     return _OPERATION.runner(name, forward_mode)((name, chosen.name), Operands(graph, edge))
 
 
-def _gradient(forward: str, dout: Any, graph: Any, edge: Any, out: Any, implementation: Any) -> jax.Array:
+def _gradient(
+    forward: str, dout: Any, graph: Any, options: EdgeKeywords, edge: Any = None, out: Any = None
+) -> jax.Array:
     name, chosen = f"{forward}_bwd", IMPLEMENTATIONS[forward]
+    implementation = secondary_calls.complete(name, edge_sum, EdgeKeywords, options)["implementation"]
     graph = check_graph(name, graph)
     dout = _rows(name, "dout", dout, "num_dst", graph.num_dst)
     given: tuple = ()

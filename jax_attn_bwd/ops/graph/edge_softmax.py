@@ -11,7 +11,7 @@ way round, and the backward is the tangent rule too.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.placement import run_on_every_device
 from jax_attn_bwd.ops.graph.softmax import present, softmax
+from jax_attn_bwd.ops.graph.spec import EdgeKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 _NAME = "edge_softmax"
@@ -82,38 +83,33 @@ def edge_softmax(
 
 
 def edge_softmax_bwd(
-    dweights: Array, graph: BipartiteCSC, weights: Array, *, implementation: Implementation | None = None
+    dweights: Array, graph: BipartiteCSC, weights: Array, **options: Unpack[EdgeKeywords]
 ) -> jax.Array:
-    """The gradient of `edge_softmax` with respect to `scores`, as a plain function.
+    """Computes the gradient of `edge_softmax` with respect to `scores`.
 
         dscores[e] = w[e] (dw[e] - sum of w[f] dw[f] over the edges f into the same destination)
 
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
+
     Args:
       dweights: cotangent of `weights`, its shape and dtype.
-      graph: as in the forward.
       weights: what `edge_softmax` returned.
-      implementation: as in the forward.
 
     Returns:
       dscores: shape and dtype of `weights`.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      The same as `edge_softmax`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_attn_bwd import BipartiteCSC, edge_softmax_bwd
       >>> graph = BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
-      >>> edge_softmax_bwd(jnp.array([[1.0], [0.0]]), graph, jnp.array([[0.25], [0.75]])).ravel().tolist()
+      >>> edge_softmax_bwd(jnp.array([1.0, 0.0]), graph, jnp.array([0.25, 0.75])).tolist()
       [0.1875, -0.1875]
     """
     name = f"{_NAME}_bwd"
+    implementation = secondary_calls.complete(name, edge_softmax, EdgeKeywords, options)["implementation"]
     if np.ndim(weights) == np.ndim(dweights) == 1:
         columns = (jnp.asarray(x)[:, None] for x in (dweights, weights))
-        return edge_softmax_bwd(next(columns), graph, next(columns), implementation=implementation)[:, 0]
+        return edge_softmax_bwd(next(columns), graph, next(columns), **options)[:, 0]
     graph = check_graph(name, graph)
     weights = _by_edge(name, "weights", graph, weights)
     dweights = _by_edge(name, "dweights", graph, dweights)
@@ -125,41 +121,29 @@ def edge_softmax_bwd(
 
 
 def edge_softmax_jvp(
-    graph: BipartiteCSC,
-    scores: Array,
-    *,
-    dscores: Array | None = None,
-    implementation: Implementation | None = None,
+    graph: BipartiteCSC, scores: Array, *, dscores: Array | None = None, **options: Unpack[EdgeKeywords]
 ) -> tuple[jax.Array, jax.Array]:
-    """`edge_softmax` and its tangent, as a plain function.
+    """Returns the output of `edge_softmax` and its tangent.
 
         dw[e] = w[e] (ds[e] - sum of w[f] ds[f] over the edges f into the same destination)
 
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
+
     Args:
       dscores: tangent of `scores`, its shape and dtype; None = 0.
-      graph, scores, implementation: as in the forward.
 
     Returns:
       (weights, dweights): shape and dtype of `scores`.
-
-    Gradients:
-      Differentiable in both modes, as `edge_softmax(..., forward_mode=True)` is.
-
-    Raises:
-      As `edge_softmax`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_attn_bwd import BipartiteCSC, edge_softmax_jvp
       >>> graph = BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
-      >>> scores = jnp.log(jnp.array([[1.0], [3.0]]))
-      >>> _, dweights = edge_softmax_jvp(graph, scores, dscores=jnp.array([[1.0], [0.0]]))
-      >>> dweights.round(4).ravel().tolist()
+      >>> scores, moving = jnp.log(jnp.array([1.0, 3.0])), jnp.array([1.0, 0.0])
+      >>> edge_softmax_jvp(graph, scores, dscores=moving)[1].round(4).tolist()
       [0.1875, -0.1875]
     """
-    call = partial(edge_softmax, graph, forward_mode=True, implementation=implementation)
-    moving = {"scores": dscores}
-    return secondary_calls.outputs_and_tangents(f"{_NAME}_jvp", call, {"scores": scores}, moving)
+    return secondary_calls.with_tangent(edge_softmax, EdgeKeywords, **locals())
 
 
 def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) -> jax.Array:

@@ -136,7 +136,13 @@ class GraphTransformerAttentionGrads(NamedTuple):
     score_bias: jax.Array | None = None
 
 
-class _Keywords(TypedDict, total=False):
+class EdgeKeywords(TypedDict, total=False):
+    """Keywords of the softmax, sum, mean and maximum over edges, and of their derivatives."""
+
+    implementation: Implementation | None
+
+
+class _Keywords(EdgeKeywords, total=False):
     num_heads: Required[int]
     edge: Array | None
     concat_heads: bool
@@ -144,31 +150,18 @@ class _Keywords(TypedDict, total=False):
     dropout_key: jax.Array | None
     dropout_mask: Array | None
     dropout_offset: Sequence[Any] | None
-    implementation: Implementation | None
 
 
-class GraphAttentionJvpKeywords(_Keywords, total=False):
-    """Keywords of `graph_attention_jvp` and `graph_attention_v2_jvp` beside the tangents."""
+class GraphAttentionKeywords(_Keywords, total=False):
+    """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
 
     activation: Activation
     alpha: float
 
 
-class GraphAttentionKeywords(GraphAttentionJvpKeywords, total=False):
-    """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
-
-    forward_mode: bool
-
-
-class GraphTransformerAttentionJvpKeywords(_Keywords, total=False):
-    """Keywords of `graph_transformer_attention_jvp` beside the tangents."""
+class GraphTransformerAttentionKeywords(_Keywords, total=False):
+    """Keywords of `graph_transformer_attention` beside those that change what it returns."""
 
     num_kv_heads: int | None
     score_bias: Array | None
     scale: float | None
-
-
-class GraphTransformerAttentionKeywords(GraphTransformerAttentionJvpKeywords, total=False):
-    """Keywords of `graph_transformer_attention` beside those that change what it returns."""
-
-    forward_mode: bool

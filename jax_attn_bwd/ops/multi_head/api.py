@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import jax
 
 from jax_attn_bwd._core import checks, float_leaves, fusion, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.types import Array, Implementation, Integers, Save
+from jax_attn_bwd._core.types import Array, Implementation, Integers, Pair, Save
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
 from jax_attn_bwd.ops.dot_product.spec import as_cotangents
@@ -36,6 +36,9 @@ from jax_attn_bwd.ops.multi_head.spec import (
 )
 
 _NAME = "multi_head_attention"
+_Residual: TypeAlias = tuple[jax.Array, MultiHeadAttentionResidual]
+_Both: TypeAlias = tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]
+_Any: TypeAlias = jax.Array | Pair | _Residual | _Both
 
 
 # fmt: off
@@ -49,30 +52,22 @@ def multi_head_attention(
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[True], return_residual: Literal[False] = False,
-    forward_mode: bool = False,
-    **options: Unpack[MultiHeadAttentionKeywords]) -> tuple[jax.Array, jax.Array]: ...
+    forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]) -> Pair: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[False] = False, return_residual: Literal[True],
-    forward_mode: bool = False,
-    **options: Unpack[MultiHeadAttentionKeywords]) -> tuple[jax.Array, MultiHeadAttentionResidual]: ...
+    forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]) -> _Residual: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: Literal[True], return_residual: Literal[True],
-    forward_mode: bool = False,
-    **options: Unpack[MultiHeadAttentionKeywords]
-) -> tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]: ...
+    forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]) -> _Both: ...
 @overload
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array], query: Array, key: Array | None = None,
     value: Array | None = None, *, return_weights: bool = False, return_residual: bool = False,
-    forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]
-) -> (
-    jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, MultiHeadAttentionResidual]
-    | tuple[jax.Array, jax.Array, MultiHeadAttentionResidual]
-): ...
+    forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]) -> _Any: ...
 # fmt: on
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array],
@@ -213,19 +208,8 @@ def multi_head_attention(
     References:
       Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.2.
     """
-    options, operands = prepare(
-        _NAME, params, query, key, value, num_heads=num_heads, bias=bias, mask=mask, scale=scale,
-        is_causal=is_causal, local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
-        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, rotary=rotary,
-        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, precision=precision,
-        deterministic_sums=deterministic_sums, deterministic=deterministic, add_zero_attn=add_zero_attn,
-        dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
-        dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
-        return_weights=return_weights, average_weights=average_weights, return_residual=return_residual,
-        save=save,
-    )  # fmt: skip
+    arguments = secondary_calls.without(locals(), "forward_mode", "implementation")
+    options, operands = prepare(_NAME, **arguments)
 
     # under its rules; what was not asked for is None
     run = _OPERATION.runner(_NAME, forward_mode)
@@ -249,7 +233,9 @@ def multi_head_attention_bwd(
     wrt: Sequence[str] | None = None,
     **options: Unpack[MultiHeadAttentionKeywords],
 ) -> MultiHeadAttentionGrads:
-    """The backward of `multi_head_attention` as a plain function.
+    """Computes the gradients of `multi_head_attention`, by the same arguments.
+
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
 
     Args:
       dout: `[..., T, Eo]`, cotangent of `out`, dtype of `query`; None = 0.
@@ -259,27 +245,19 @@ def multi_head_attention_bwd(
         None runs the forward again.
       wrt: fields of `MultiHeadAttentionParams`, or "params" for all that are given, and of "query", "key",
         "value", "bias", "mod_args"; default: all that are given but `bias` and `mod_args`.
-      params, query, key, value and options: as in the forward call, `MultiHeadAttentionKeywords`.
 
     Returns:
       MultiHeadAttentionGrads(params, query, key, value, bias, mod_args), each with its argument's shape and
       dtype; None where not asked. Where key (or value) is None, its share is in `query` (or `key`).
 
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      As `multi_head_attention`.
-
     Example:
       >>> import jax
       >>> import jax_attn_bwd as jab
       >>> x, dout, w = jax.random.normal(jax.random.key(0), (3, 16, 16))
-      >>> w = w.reshape(16, 4, 4)
-      >>> params = jab.MultiHeadAttentionParams(query_kernel=w, key_kernel=w, value_kernel=w)
-      >>> grads = jab.multi_head_attention_bwd(dout, params, x, wrt=("query", "key_kernel"))
-      >>> grads.query.shape, grads.params.key_kernel.shape, grads.params.query_kernel
-      ((16, 16), (16, 4, 4), None)
+      >>> params = jab.MultiHeadAttentionParams(query_kernel=w[:, None])
+      >>> grads = jab.multi_head_attention_bwd(dout, params, x, wrt=("query", "query_kernel"))
+      >>> grads.query.shape, grads.params.query_kernel.shape, grads.params.out_kernel
+      ((16, 16), (16, 1, 16), None)
     """
     name = f"{_NAME}_bwd"
     given = secondary_calls.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
@@ -339,7 +317,9 @@ def multi_head_attention_jvp(
     dbias: Array | None = None,
     **options: Unpack[MultiHeadAttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`multi_head_attention` and its tangent, as a plain function.
+    """Returns the output of `multi_head_attention` and its tangent, in one pass over the tiles.
+
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
 
     Args:
       dparams: a MultiHeadAttentionParams of tangents, each of the shape and dtype of its parameter; None, and
@@ -347,26 +327,17 @@ def multi_head_attention_jvp(
       dquery, dkey, dvalue, dbias: tangents, each of the shape and dtype of its argument; None = 0. Where key
         (or value) is None, the tangent of `query` (or `key`) moves it, too. Those of mod_args and of the
         weights are for `jax.jvp` of the call with `forward_mode=True`.
-      params, query, key, value and options: as in the forward call, `MultiHeadAttentionKeywords`.
 
     Returns:
-      (out, dout): `[..., T, Eo]`, dtype of `query`. One pass over the tiles, in memory that is linear in T
-      and S. A query that sees nothing moves by the tangent of the output bias alone.
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `multi_head_attention`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+      (out, dout): `[..., T, Eo]`, dtype of `query`. A query that sees nothing moves by the tangent of the
+      output bias alone.
 
     Example:
       >>> import jax
       >>> import jax_attn_bwd as jab
       >>> x, dx, w = jax.random.normal(jax.random.key(0), (3, 16, 16))
-      >>> params = jab.MultiHeadAttentionParams(query_kernel=w.reshape(16, 4, 4))
-      >>> params = params._replace(key_kernel=params.query_kernel, value_kernel=params.query_kernel)
-      >>> out, dout = jab.multi_head_attention_jvp(params, x, dparams=params, dquery=dx, is_causal=True)
-      >>> dout.shape
+      >>> params = jab.MultiHeadAttentionParams(query_kernel=w[:, None])
+      >>> jab.multi_head_attention_jvp(params, x, dparams=params, dquery=dx)[1].shape
       (16, 16)
     """
     name = f"{_NAME}_jvp"

@@ -1,8 +1,7 @@
 """Scaled masked softmax: the public functions, their checks, and the rules."""
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,15 @@ from jax_attn_bwd._core.types import Array, FullyMasked, Implementation
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax import tangent as written_tangent
-from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Plan, Residuals, Wanted
+from jax_attn_bwd.ops.softmax.spec import (
+    DIFFERENTIABLE,
+    Operands,
+    Options,
+    Plan,
+    Residuals,
+    ScaledMaskedSoftmaxKeywords,
+    Wanted,
+)
 
 _NAME = "scaled_masked_softmax"
 
@@ -115,26 +122,20 @@ def scaled_masked_softmax(
 def scaled_masked_softmax_bwd(
     dy: Array, y: Array, mask: Array | None = None, *, scale: float | Array = 1.0, axis: int = -1
 ) -> jax.Array:
-    """The gradient of `scaled_masked_softmax` with respect to `x`, as a plain function.
+    """Computes the gradient of `scaled_masked_softmax` with respect to `x`, by its result.
 
         dx = scale * y * (dy - sum over axis of dy * y) where mask, 0 elsewhere
+
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
 
     Args:
       dy: cotangent of `y`, its shape and dtype.
       y: what `scaled_masked_softmax` returned.
       mask: as in the forward; needed only for rows that saw nothing and were filled with "uniform" or
         "nan", since elsewhere y = 0 tells what was masked.
-      scale, axis: as in the forward.
 
     Returns:
       dx: shape and dtype of `y`.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      ValueError: shapes disagree.
-      TypeError: an argument is of the wrong kind.
 
     Example:
       >>> import jax.numpy as jnp
@@ -170,55 +171,31 @@ def scaled_masked_softmax_jvp(
     mask: Array | None = None,
     *,
     dx: Array | None = None,
-    scale: float | Array = 1.0,
     dscale: Array | None = None,
-    bias: Array | None = None,
     dbias: Array | None = None,
-    sink: Array | None = None,
     dsink: Array | None = None,
-    axis: int = -1,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    fully_masked: FullyMasked = "zero",
-    implementation: Implementation | None = None,
+    **options: Unpack[ScaledMaskedSoftmaxKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`scaled_masked_softmax` and its tangent, as a plain function.
+    """Returns the output of `scaled_masked_softmax` and its tangent.
 
         dy = y * (dz - sum over axis of y * dz),   dz = scale * dx + dscale * x + dbias
 
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
+
     Args:
       dx, dscale, dbias, dsink: tangents, each of the shape and dtype of its argument; None = 0.
-      x, mask and options: as `scaled_masked_softmax` takes them.
 
     Returns:
       (y, dy): shape and dtype of `x`. A row that sees nothing has tangent 0.
 
-    Gradients:
-      Differentiable in both modes, as `scaled_masked_softmax(..., forward_mode=True)` is.
-
-    Raises:
-      ValueError: shapes disagree, or a tangent is given of an argument that is not.
-      TypeError: an argument is of the wrong kind, or a tangent of another dtype.
-      NotImplementedError: this JAX has no `jax.experimental.hijax`.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_attn_bwd import scaled_masked_softmax_jvp
-      >>> x = jnp.log(jnp.array([1.0, 3.0]))
-      >>> y, dy = scaled_masked_softmax_jvp(x, dx=jnp.array([1.0, 0.0]))
+      >>> y, dy = scaled_masked_softmax_jvp(jnp.log(jnp.array([1.0, 3.0])), dx=jnp.array([1.0, 0.0]))
       >>> y.round(4).tolist(), dy.round(4).tolist()
       ([0.25, 0.75], [0.1875, -0.1875])
     """
-    options: dict[str, Any] = {
-        "axis": axis, "is_causal": is_causal, "local_window_size": local_window_size,
-        "fully_masked": fully_masked, "implementation": implementation,
-    }  # fmt: skip
-    return secondary_calls.outputs_and_tangents(
-        f"{_NAME}_jvp",
-        partial(scaled_masked_softmax, mask=mask, forward_mode=True, **options),
-        {"x": x, "scale": scale, "bias": bias, "sink": sink},
-        {"x": dx, "scale": dscale, "bias": dbias, "sink": dsink},
-    )
+    return secondary_calls.with_tangent(scaled_masked_softmax, ScaledMaskedSoftmaxKeywords, **locals())
 
 
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:
