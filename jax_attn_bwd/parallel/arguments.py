@@ -63,7 +63,7 @@ def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int
 def prepare(
     operator: str, query, key, value, bias, mask, *, axis_name, query_seq_lengths, key_value_seq_lengths,
     query_segment_ids, key_value_segment_ids, query_positions, key_value_positions,
-    layout="contiguous", **others,
+    layout, **others,
 ) -> tuple[Exchange, Options, Operands]:  # fmt: skip
     """Checks every argument of `ring_attention`; raises as its docstring says."""
     # positions: given, or told by the layout

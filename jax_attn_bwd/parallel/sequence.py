@@ -4,7 +4,6 @@ Ring and all-gather attention compute blocks on each device and have the derivat
 `forward_mode=True` the same forward and backward, and a tangent rule beside them. `ulysses.py` has its own.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
@@ -15,8 +14,8 @@ from jax import lax
 from jax_attn_bwd._core import checks, float_leaves, pallas, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type, tie
-from jax_attn_bwd._core.types import Array, Implementation, Integers, SequenceLayout
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd._core.types import Array, SequenceLayout
+from jax_attn_bwd.ops.dot_product import dot_product_attention, engine
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionKeywords,
@@ -60,31 +59,8 @@ def ring_attention(
     mask: Array | None = None,
     *,
     axis_name: str,
-    layout: SequenceLayout = "contiguous",
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Integers | None = None,
-    key_value_seq_lengths: Integers | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: Integers | None = None,
-    key_value_segment_ids: Integers | None = None,
-    query_positions: Integers | None = None,
-    key_value_positions: Integers | None = None,
-    logits_soft_cap: float | None = None,
-    sink: Array | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mod_args: tuple[Any, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    dropout_offset: Sequence[Any] | None = None,
-    precision: Any = None,
-    deterministic_sums: bool = True,
     return_residual: bool = False,
-    forward_mode: bool = False,
-    implementation: Implementation | None = None,
-    deterministic: bool | None = None,
+    **options: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`dot_product_attention` over a sharded sequence: keys and values travel around a ring of devices.
 
@@ -127,12 +103,11 @@ def ring_attention(
       dropout_key: the same on all devices. The mask is that of one device, in every layout.
       dropout_offset: (batch, head, row, column) of the sequence in a larger array: row and column are added
         to the index of each token, or are index arrays `[T]`, `[S]` of this device's tokens.
-      scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic_sums,
+      scale, logits_soft_cap, dropout_rate, broadcast_dropout, precision, deterministic_sums, deterministic,
         return_residual: as in `dot_product_attention`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule:
         the tangents of keys and values are exchanged as keys and values are, in a second round.
       implementation: what computes each block, as in `dot_product_attention`.
-      deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`; with `return_residual` also lse `[..., T, N]`. Both vary over
@@ -167,7 +142,7 @@ def ring_attention(
     References:
       Liu et al., Ring attention with blockwise transformers, 2023, arXiv:2310.01889.
     """
-    return exchanged("ring_attention", **locals())
+    return exchanged(**_arguments("ring_attention", **locals()))
 
 
 # fmt: off
@@ -218,10 +193,7 @@ def all_gather_attention(
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
-    name = "all_gather_attention"
-    given = secondary_calls.complete(name, ring_attention, SequenceKeywords, options)
-    given |= {"axis_name": axis_name, "return_residual": return_residual}
-    return exchanged(name, query=query, key=key, value=value, bias=bias, mask=mask, **given)
+    return exchanged(**_arguments("all_gather_attention", **locals()))
 
 
 # fmt: off
@@ -280,10 +252,13 @@ def ulysses_attention(
     References:
       Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509.
     """
-    name = "ulysses_attention"
-    given = secondary_calls.complete(name, ring_attention, SequenceKeywords, options)
-    given |= {"axis_name": axis_name, "return_residual": return_residual}
-    return ulysses.attend(name, query, key, value, bias, mask, **given)
+    return ulysses.attend(**_arguments("ulysses_attention", **locals()))
+
+
+def _arguments(operator: str, options: SequenceKeywords, **given: Any) -> dict[str, Any]:
+    """Returns all arguments of a call; options have the defaults of `dot_product_attention`."""
+    given |= {"operator": operator, "layout": "contiguous"}
+    return given | secondary_calls.complete(operator, dot_product_attention, SequenceKeywords, options)
 
 
 # ---- the rule
