@@ -3,6 +3,7 @@
 import inspect
 import re
 import textwrap
+import typing
 from typing import Any
 
 SECTIONS = ("Args", "Attributes", "Returns", "Gradients", "Raises", "Example", "References")
@@ -93,7 +94,7 @@ def results(text: str) -> str:
 
 
 def signature(thing: Any, name: str, drop: tuple[str, ...] = ("self", "parent", "name")) -> str:
-    """The call with its defaults, without types: the text says shapes and kinds."""
+    """The call with its defaults, without types: the text says shapes and kinds. Options are listed."""
     parameters = [p for p in inspect.signature(thing).parameters.values() if p.name not in drop]
     words, starred = [], False
     for p in parameters:
@@ -108,7 +109,14 @@ def signature(thing: Any, name: str, drop: tuple[str, ...] = ("self", "parent", 
     if len(line) > 84:
         body = textwrap.fill(", ".join(words), 80, break_long_words=False, break_on_hyphens=False)
         line = f"{name}(\n{textwrap.indent(body, '    ')}\n)"
-    return f"```python\n{line}\n```"
+    listed = [n for p in parameters if p.kind is p.VAR_KEYWORD for n in _listed(p.annotation)]
+    options = f"\n\nThe options are {', '.join(f'`{n}`' for n in listed)}." if listed else ""
+    return f"```python\n{line}\n```{options}"
+
+
+def _listed(annotation: Any) -> list[str]:
+    """The names that `Unpack[...]` of a TypedDict lists."""
+    return [n for x in typing.get_args(annotation) for n in typing.get_type_hints(x)]
 
 
 def _default(value: Any) -> str:

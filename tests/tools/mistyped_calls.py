@@ -47,6 +47,12 @@ def graphs(graph: jab.BipartiteCSC, x: jax.Array, conv: GATConv) -> None:
     jab.graph_attention(graph, x, None, x, num_heads=2, scale=1.0)  # type: ignore[call-overload]
     jab.graph_transformer_attention(graph, x, x, x, num_heads=2, alpha=0.1)  # type: ignore[call-overload]
     jab.graph_attention_v2(graph, x, x, x, num_heads=2, return_residual=True).sum()  # type: ignore[attr-defined]
+    jab.graph_attention_bwd(x, graph, x, None, x)  # type: ignore[call-arg]
+    jab.graph_attention_v2_bwd(x, graph, x, None, x, num_heads=2, alhpa=0.1)  # type: ignore[call-arg]
+    jab.graph_transformer_attention_bwd(x, graph, x, x, x, num_heads="2")  # type: ignore[arg-type]
+    jab.graph_attention_jvp(graph, x, None, x, num_heads=2, forward_mode=True)  # type: ignore[call-arg]
+    jab.edge_sum_jvp(graph, x, dedge=x, implementation="cuda")  # type: ignore[arg-type]
+    jab.edge_max_bwd(x, graph, x, x, axis=0)  # type: ignore[call-arg]
     conv(x, graph, return_attention_weights=True).sum()  # type: ignore[attr-defined]
 
 
@@ -56,6 +62,8 @@ def others(x: jax.Array) -> None:
     jab.multi_scale_deformable_attention(x, 4, x, x)  # type: ignore[arg-type]
     jab.multi_scale_deformable_attention(x, [(2, 2)], x, x, normalize="sigmoid")  # type: ignore[arg-type]
     jab.multi_scale_deformable_attention(x, [(2, 2)], x, x, padding_mode="reflect")  # type: ignore[arg-type]
+    jab.scaled_masked_softmax_jvp(x, dx=x, axis="last")  # type: ignore[arg-type]
     jab.parallel.ring_attention(x, x, x)  # type: ignore[call-overload]
+    jab.parallel.ring_attention(x, x, x, axis_name="s", is_casual=True)  # type: ignore[call-overload]
     jab.configured_attention_fn(is_casual=True)  # type: ignore[call-arg]
     np.asarray(jab.edge_softmax(x, x))  # type: ignore[arg-type]

@@ -51,10 +51,33 @@ SECONDARY = [
 ]
 
 
+def needed(function) -> dict:
+    """Its parameters without a default, each None."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: None for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+
+
+def needed_options(function) -> frozenset:
+    """Those of its `**options` without a default."""
+    return typing.get_args(inspect.signature(function).parameters["options"].annotation)[0].__required_keys__
+
+
 @pytest.mark.parametrize("name", SECONDARY)
 def test_a_keyword_that_a_secondary_call_does_not_list(name):
-    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
-    needed = {p.name: None for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     expected = rf"{name.rpartition('.')[2]}\(\) got an unexpected keyword argument 'causal'"
     with pytest.raises(TypeError, match=expected):
-        FUNCTIONS[name](**needed, causal=True)
+        FUNCTIONS[name](**needed(FUNCTIONS[name]), causal=True)
+
+
+NEEDING = [name for name in SECONDARY if "num_heads" in needed_options(FUNCTIONS[name])]
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_a_keyword_that_a_secondary_call_needs(name):
+    expected = rf"{name.rpartition('.')[2]}\(\) missing 1 required keyword-only argument: 'num_heads'"
+    with pytest.raises(TypeError, match=expected):
+        FUNCTIONS[name](**needed(FUNCTIONS[name]))
+
+
+def test_what_graph_attention_needs_is_known_to_its_secondary_calls():
+    assert len(NEEDING) == 6

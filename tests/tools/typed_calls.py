@@ -74,7 +74,11 @@ def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
     assert some
     grads = jab.graph_attention_bwd(out, graph, x, None, a, num_heads=2, out=out, lse=lse, dweights=probs)
     assert_type(grads.src, jax.Array | None)
+    jab.graph_attention_v2_bwd(out, graph, x, None, a, num_heads=2, alpha=0.1, activation="elu", wrt="src")
+    jab.graph_transformer_attention_bwd(out, graph, x, x, x, num_heads=2, scale=1.0, score_bias=edge)
     assert_type(jab.edge_softmax(graph, edge), jax.Array)
+    assert_type(jab.edge_max_bwd(x, graph, x, x, implementation="xla"), jax.Array)
+    assert_type(jab.edge_mean_jvp(graph, x, dedge=x), Pair)
     conv = GATConv(8, 4, heads=2, rngs=nnx.Rngs(0))
     assert_type(conv(x, graph), jax.Array)
     assert_type(conv(x, graph, return_attention_weights=True), Pair)
@@ -90,6 +94,7 @@ def frameworks(x: jax.Array, mesh: jax.sharding.Mesh) -> None:
 
 def others(x: jax.Array, value: np.ndarray, locations: jax.Array) -> None:
     assert_type(jab.scaled_masked_softmax(value, value > 0, scale=x), jax.Array)
+    assert_type(jab.scaled_masked_softmax_jvp(value, dx=value, sink=x, dsink=x, is_causal=True), Pair)
     sample = jab.multi_scale_deformable_attention
     assert_type(sample(value, [(4, 4)], locations, x, normalize="softmax"), jax.Array)
     assert_type(sample([x, x], np.array([[4, 4], [2, 2]]), locations, x), jax.Array)
