@@ -214,17 +214,32 @@ class _Linear:
         n, m = len(self.moves), self.tree.num_leaves
         return given[:n], given[n : n + m], _filled(self.given, given[n + m :])
 
+    def out(self, args):
+        args, leaves, numbers = self._split(args)
+        return self.product(args, self.tree.unflatten(leaves), numbers)
+
     def forward(self, moves, args):
         return run(self, args), (tuple(args), encode_flags(moves))
+
+    def tangent(self, residuals, tangents):
+        args, _, numbers = self._split(residuals[0])
+        args_move, _, numbers_move = self._split(tangents)
+        at = lambda numbers: lambda args: self.product(args, self.of.forward(self.moves, args)[1], numbers)
+        # the product is linear in the numbers, and differentiated by JAX along args
+        found = []
+        if any(x is not None for x in numbers_move):
+            found.append(at(numbers_move)(args))
+        if any(x is not None for x in args_move):
+            found.append(_value_and_tangent(at(numbers), args, args_move)[1])
+        return [sum(terms[1:], start=terms[0]) for terms in zip(*found, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Tangent(_Linear):
     """`(args, leaves of the residuals, tangents that are not zero) -> tangents of the outputs`: J(x) t."""
 
-    def out(self, args):
-        _, leaves, tangents = self._split(args)
-        return self.of.tangent(self.tree.unflatten(leaves), tangents)
+    def product(self, args, residuals, tangents):
+        return self.of.tangent(residuals, tangents)
 
     def backward(self, residuals, cotangents):
         given, flags = residuals
@@ -242,12 +257,6 @@ class _Tangent(_Linear):
             value = run(_Transposed(self.of, self.moves, self.tree, seen), [*args, *leaves, *there])
         return [*derivative, *(None for _ in by_leaves), *value]
 
-    def tangent(self, residuals, tangents):
-        args, _, first = self._split(residuals[0])
-        args_move, _, first_move = self._split(tangents)
-        product = lambda t: lambda args: self.of.tangent(self.of.forward(self.moves, args)[1], t)
-        return _sum_of_derivatives(product, args, args_move, first, first_move)
-
 
 @dataclass(frozen=True)
 class _Transposed(_Linear):
@@ -259,13 +268,9 @@ class _Transposed(_Linear):
     def given(self):
         return self.seen
 
-    def _moving(self, args, found):
-        filled = [_zero(jax.typeof(arg)) if x is None else x for x, arg in zip(found, args, strict=True)]
-        return [x for x, moving in zip(filled, self.moves, strict=True) if moving]
-
-    def out(self, args):
-        args, leaves, cotangents = self._split(args)
-        return self._moving(args, self.of.backward(self.tree.unflatten(leaves), cotangents))
+    def product(self, args, residuals, cotangents):
+        found = zip(self.of.backward(residuals, cotangents), args, self.moves, strict=True)
+        return [_zero(jax.typeof(arg)) if x is None else x for x, arg, moving in found if moving]
 
     def backward(self, residuals, cotangents):
         given, flags = residuals
@@ -285,19 +290,10 @@ class _Transposed(_Linear):
             of_args = _value_and_tangent(transposed, args, directions)[1]
         return [*of_args, *(None for _ in by_leaves), *of_seen]
 
-    def tangent(self, residuals, tangents):
-        args, _, seen = self._split(residuals[0])
-        args_move, _, seen_move = self._split(tangents)
-        back = lambda seen: (
-            lambda args: self._moving(args, self.of.backward(self.of.forward(self.moves, args)[1], seen))
-        )
-        return _sum_of_derivatives(back, args, args_move, seen, seen_move)
-
 
 def _filled(which: Flags, given: Arrays) -> list[Any]:
     """Returns the next of `given` in each place that is set, None elsewhere."""
-    rest = iter(given)
-    return [next(rest) if here else None for here in which]
+    return _merged(which, given, [None] * len(which))
 
 
 def _value_and_tangent(
@@ -312,16 +308,6 @@ def _value_and_tangent(
         return f([x if t is None else t for x, t in zip(args, filled, strict=True)])
 
     return jax.jvp(run, pick(args), pick(tangents))
-
-
-def _sum_of_derivatives(f: Any, args: Arrays, args_move: Arrays, rest: Arrays, rest_move: Arrays) -> list:
-    """Returns the derivative of `f(rest)(args)`, linear in `rest`, along tangents of both."""
-    found = []
-    if any(x is not None for x in rest_move):
-        found.append(f(rest_move)(args))
-    if any(x is not None for x in args_move):
-        found.append(_value_and_tangent(f(rest), args, args_move)[1])
-    return [sum(terms[1:], start=terms[0]) for terms in zip(*found, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -365,15 +351,15 @@ class _Mapped:
         options = {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
         return jax.vmap(f, in_axes=in_axes, **options)
 
-    def _own(self, args):
-        return [x for x, dim in zip(args, self.dims, strict=True) if dim is not None]
-
     def _over_args(self, f, args):
         """Returns `f(args)` of each entry; what they share is the same object in each."""
-        shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
         which = [dim is not None for dim in self.dims]
-        one = lambda own: f(_merged(which, own, shared))
-        return self._map(one, (self._own(self.dims),))(self._own(args))
+        own = lambda xs: [x for x, here in zip(xs, which, strict=True) if here]
+        one = lambda given: f(_merged(which, given, self._shared(args)))
+        return self._map(one, (own(self.dims),))(own(args))
+
+    def _shared(self, args):
+        return [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
 
     @property
     def num_outputs(self):
@@ -385,27 +371,26 @@ class _Mapped:
         found: list[Any] = []
 
         def one(args):
-            found[:] = self._apart(self.of.out(args), args)[0]
+            found[:] = self._apart(self.of.out(args), args, self.num_outputs)[0]
             return []
 
         jax.eval_shape(lambda *args: self._over_args(one, args), *args)
         return tuple(0 if own else None for own in found)
 
-    def _apart(self, outputs, args):
-        """Returns (whether each of the outputs is an entry's own, those that are, the others)."""
-        n = self.num_outputs
-        own, rest = [True] * len(outputs[:n]), [] if n is None else outputs[n:]
-        shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
+    def _apart(self, found, args, n):
+        """Returns (which of `found` are an entry's own, as the first n are, those, the others)."""
+        own, rest = [True] * len(found[:n]), [] if n is None else found[n:]
+        shared = self._shared(args)
         own += [not (_is_empty(x) or any(x is y for y in shared)) for x in rest]
-        others = [jnp.zeros(x.shape, x.dtype) if _is_empty(x) else x for x in outputs]
+        others = [jnp.zeros(x.shape, x.dtype) if _is_empty(x) else x for x in found]
         pick = lambda xs, mine: [x for x, is_own in zip(xs, own, strict=True) if is_own == mine]
-        return own, pick(outputs, True), pick(others, False)
+        return own, pick(found, True), pick(others, False)
 
     def out(self, args):
         found: list[Any] = []
 
         def one(args):
-            own, mine, others = self._apart(self.of.out(args), args)
+            own, mine, others = self._apart(self.of.out(args), args, self.num_outputs)
             found[:] = own, others
             return mine
 
@@ -414,23 +399,19 @@ class _Mapped:
         return _merged(own, mine, others)
 
     def forward(self, moves, args):
-        shared = [x for x, dim in zip(args, self.dims, strict=True) if dim is None]
-        found: dict[str, Any] = {}
+        found: list[Any] = []
 
         def one(args):
             outputs, residuals = self.of.forward(moves, args)
-            own, mine, found["outputs"] = self._apart(outputs, args)
+            own, mine, others = self._apart(outputs, args, self.num_outputs)
             leaves, tree = jax.tree.flatten(residuals)
-            leaves = [jnp.zeros(x.shape, x.dtype) if _is_empty(x) else x for x in leaves]
-            mapped = tuple(not _is_empty(x) and not any(x is y for y in shared) for x in leaves)
-            found["static"] = own, _Static((tree, mapped))
-            found["shared"] = [x for x, here in zip(leaves, mapped, strict=True) if not here]
-            return mine, [x for x, here in zip(leaves, mapped, strict=True) if here]
+            mapped, own_leaves, shared = self._apart(leaves, args, 0)
+            found[:] = own, others, shared, _Static((tree, tuple(mapped)))
+            return mine, own_leaves
 
         mine, own_leaves = self._over_args(one, args)
-        own, static = found["static"]
-        outputs = _merged(own, mine, found["outputs"])
-        return outputs, (own_leaves, found["shared"], static, encode_flags(moves))
+        own, others, shared, static = found
+        return _merged(own, mine, others), (own_leaves, shared, static, encode_flags(moves))
 
     def _with_residuals(self, f, residuals, numbers, axes):
         """Returns `f(residuals, numbers)` of each entry."""
