@@ -76,14 +76,6 @@ def most_groups(operator: str, room: int, nodes: int, width: int) -> int:
     return bound
 
 
-def _may_have_runs(room: int) -> bool:
-    """Tells whether edges of a graph of that capacity are summed in runs."""
-    return room > 16 * RUN
-
-
-# Built with NumPy, from known edges.
-
-
 def arrays_of_known(
     operator: str, offsets: Any, indices: Any, number: Any, num_src: int, num_dst: int, room: int, exact: bool
 ) -> dict[str, Any]:
@@ -97,86 +89,22 @@ def arrays_of_known(
       room: edges that there is room for.
       exact: whether there are as many.
     """
-    # the edges by destination, and the runs in which hubs are summed
-    destination = np.repeat(np.arange(num_dst), np.diff(offsets))
-    owners = _run_owners(destination, num_dst, room, exact)
-    incoming = _grouped(operator, destination, indices, number, num_dst, num_src, room, exact)
+    for nodes in (num_dst, num_src):  # before anything of that size is made
+        most_groups(operator, room, nodes, group_width(room, nodes))
 
-    # the same edges by source
-    by_source = stable_order(indices)
-    source, destination, number_out = indices[by_source], destination[by_source], number[by_source]
-    outgoing = _grouped(operator, source, destination, number_out, num_src, num_dst, room, exact)
-
+    # sorted by destination, then those by source; in the padding there is no edge
     nnz = len(indices)
-    return dict(
-        offsets=_int32(offsets),
-        indices=_int32(np.pad(indices, (0, room - nnz), constant_values=num_src)),
-        map_csc_to_coo=_int32(np.concatenate([number, np.arange(nnz, room)])),
-        by_destination=incoming,
-        by_source=outgoing,
-        run_owners=owners,
-        exact=exact and incoming.number.shape[1] == 1,
-    )
-
-
-def stable_order(x: np.ndarray) -> np.ndarray:
-    """Does `argsort(x, stable)` of numbers below 2**31 in a tenth of the time: sorts (number, position)."""
-    keys = (x.astype(np.int64) << 32) | np.arange(len(x))
-    keys.sort()
-    return keys & (2**32 - 1)
-
-
-def _grouped(operator, node, other, number, nodes, others, room, exact) -> Groups:
-    """Groups edges sorted by `node`: as few groups as needed if `exact`, else as many as `room` may need."""
-    # how many groups each node has, and how many there are
-    width = group_width(room, nodes)
-    degree = np.bincount(node, minlength=nodes)
-    count = np.maximum(ceil_div(degree, width), 1 if width > 1 else 0)
-    needed, bound = int(count.sum()), most_groups(operator, room, nodes, width)
-    total = needed if exact else bound
-
-    # the slot of each edge: its node's first group, and its place among the node's edges
-    first, start = np.cumsum(count) - count, np.cumsum(degree) - degree
-    rank = np.arange(len(node)) - start[node]
-    slot = (first[node] + rank // width) * width + rank % width
-
-    def fill(values, none):
-        slots = np.full(total * width, none, np.int32)
-        slots[slot] = values
-        return jnp.asarray(slots.reshape(total, width))
-
-    owner = np.full(total, nodes, np.int32)
-    owner[:needed] = np.repeat(np.arange(nodes), count)
-    return Groups(jnp.asarray(owner), fill(other, others), fill(number, room))
-
-
-def _run_owners(node, nodes, room, exact) -> jax.Array | None:
-    """Finds the node of each run of single edges sorted by `node`: edge k is in run node + k // RUN.
-
-    None if the groups are wider, or if no node has several runs (with a capacity: if it is small).
-    """
-    short = exact and bool((np.bincount(node) <= RUN).all())
-    if short or group_width(room, nodes) > 1 or not (exact or _may_have_runs(room)):
-        return None
-    owner = np.zeros(nodes + room // RUN + 1, np.int32)
-    run = node + np.arange(len(node)) // RUN
-    owner[run] = node
-    owner = np.maximum.accumulate(owner)
-    owner[run[-1] + 1 if len(run) else 0 :] = nodes
-    return jnp.asarray(owner)
-
-
-def _int32(x: np.ndarray) -> jax.Array:
-    return jnp.asarray(x.astype(np.int32))
-
-
-# Built with JAX, from edges that may be traced.
+    pad = lambda x, none: np.pad(x, (0, room - nnz), constant_values=none)
+    node, indices = pad(np.repeat(np.arange(num_dst), np.diff(offsets)), num_dst), pad(indices, num_src)
+    number, order = np.concatenate([number, np.arange(nnz, room)]), stable_order(indices)
+    by_source = indices[order], order
+    return _arrays(np, operator, offsets, node, indices, number, by_source, num_src, num_dst, exact)
 
 
 def arrays_of_traced(
     operator: str, src: jax.Array, dst: jax.Array, num_src: int, num_dst: int
 ) -> dict[str, Any]:
-    """Builds the fields of a `BipartiteCSC` by name; an edge with an end out of range does not exist."""
+    """Builds the same from edges that may be traced; an edge with an end out of range does not exist."""
     exists = (src >= 0) & (src < num_src) & (dst >= 0) & (dst < num_dst)
     src, dst = jnp.where(exists, src, num_src), jnp.where(exists, dst, num_dst)
 
@@ -184,15 +112,15 @@ def arrays_of_traced(
     position = jnp.arange(src.shape[0], dtype=jnp.int32)
     node, number = lax.sort_key_val(dst.astype(jnp.int32), position)
     indices = src.astype(jnp.int32)[number]
-    source, order = lax.sort_key_val(indices, position)
-    return {
-        "offsets": _starts(node, num_dst),
-        "indices": indices,
-        "map_csc_to_coo": number,
-        "by_destination": _grouped_traced(operator, node, indices, number, num_dst, num_src),
-        "by_source": _grouped_traced(operator, source, node[order], number[order], num_src, num_dst),
-        "run_owners": _run_owners_traced(node, num_dst),
-    }
+    by_source, offsets = lax.sort_key_val(indices, position), _starts(jnp, node, num_dst)
+    return _arrays(jnp, operator, offsets, node, indices, number, by_source, num_src, num_dst, False)
+
+
+def stable_order(x: np.ndarray) -> np.ndarray:
+    """Does `argsort(x, stable)` of numbers below 2**31 in a tenth of the time: sorts (number, position)."""
+    keys = (x.astype(np.int64) << 32) | np.arange(len(x))
+    keys.sort()
+    return keys & (2**32 - 1)
 
 
 def ends_of_edges(graph: Any) -> tuple[jax.Array, jax.Array]:
@@ -204,46 +132,89 @@ def ends_of_edges(graph: Any) -> tuple[jax.Array, jax.Array]:
     return by_number(graph.indices), by_number(node)
 
 
-def _starts(node: jax.Array, nodes: int) -> jax.Array:
+# The same with NumPy and with JAX, `xp`, of edges sorted by node; those that do not exist are past the ends.
+
+
+def _arrays(
+    xp: Any,
+    operator: str,
+    offsets: Any,
+    node: Any,
+    indices: Any,
+    number: Any,
+    by_source: tuple[Any, Any],
+    num_src: int,
+    num_dst: int,
+    exact: bool,
+) -> dict[str, Any]:
+    """Builds the fields from the edges by destination, and from (their sources sorted, the order of that)."""
+    source, order = by_source
+    incoming = _grouped(xp, operator, node, indices, number, num_dst, num_src, exact)
+    outgoing = _grouped(xp, operator, source, node[order], number[order], num_src, num_dst, exact)
+    found = {
+        "offsets": offsets,
+        "indices": indices,
+        "map_csc_to_coo": number,
+        "by_destination": incoming,
+        "by_source": outgoing,
+        "run_owners": _run_owners(xp, node, num_dst, exact),
+    }
+    int32 = lambda x: jnp.asarray(x, jnp.int32)
+    return jax.tree.map(int32, found) | {"exact": exact and incoming.number.shape[1] == 1}
+
+
+def _starts(xp: Any, node: Any, nodes: int) -> Any:
     """Finds where the edges of each node start, and behind them where the last node's end."""
-    return jnp.searchsorted(node, jnp.arange(nodes + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return xp.searchsorted(node, xp.arange(nodes + 1, dtype=np.int32)).astype(np.int32)
 
 
-def _grouped_traced(operator, node, other, number, nodes, others) -> Groups:
-    """Does what `_grouped` does, with as many groups as the shapes allow."""
+def _grouped(
+    xp: Any, operator: str, node: Any, other: Any, number: Any, nodes: int, others: int, exact: bool
+) -> Groups:
+    """Groups edges sorted by `node`: as few groups as needed if `exact`, else as many as that may need."""
     room = node.shape[0]
     width = group_width(room, nodes)
-    number = jnp.where(node < nodes, number, room)
+    number = xp.where(node < nodes, number, room)
     if width == 1:
         return Groups(node, other[:, None], number[:, None])
 
-    # where the groups of each node begin
-    start = _starts(node, nodes)
-    count = jnp.maximum((start[1:] - start[:-1] + width - 1) // width, 1)
-    ends = jnp.cumsum(count, dtype=jnp.int32)
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    # where the groups of each node begin, and how many there are
     total = most_groups(operator, room, nodes, width)
+    start = _starts(xp, node, nodes)
+    count = xp.maximum((start[1:] - start[:-1] + width - 1) // width, 1)
+    ends = xp.cumsum(count, dtype=np.int32)
+    first = xp.concatenate([xp.zeros(1, np.int32), ends])
+    total = int(first[-1]) if exact else total
 
     # the slot of each edge; that of an edge that does not exist is past the end
-    rank = jnp.arange(room, dtype=jnp.int32) - start[node]
+    rank = xp.arange(room, dtype=np.int32) - start[node]
     slot = (first[node] + rank // width) * width + rank % width
-    slot = jnp.where(node < nodes, slot, total * width)
-
-    def fill(values, none):
-        slots = jnp.full(total * width, none, jnp.int32)
-        return slots.at[slot].set(values, mode="drop").reshape(total, width)
-
-    owner = jnp.searchsorted(ends, jnp.arange(total, dtype=jnp.int32), side="right").astype(jnp.int32)
-    return Groups(owner, fill(other, others), fill(number, room))
+    slot = xp.where(node < nodes, slot, total * width)
+    fill = lambda values, none: _put(xp.full(total * width, none, np.int32), slot, values)
+    owner = xp.searchsorted(ends, xp.arange(total, dtype=np.int32), side="right").astype(np.int32)
+    return Groups(owner, *(fill(*x).reshape(total, width) for x in ((other, others), (number, room))))
 
 
-def _run_owners_traced(node: jax.Array, nodes: int) -> jax.Array | None:
-    """Finds what `_run_owners` finds."""
+def _run_owners(xp: Any, node: Any, nodes: int, exact: bool) -> Any:
+    """Finds the node of each run of single edges sorted by `node`: edge k is in run node + k // RUN.
+
+    None if the groups are wider, or if no node has several runs (with a capacity: if it is small).
+    """
     room = node.shape[0]
-    if group_width(room, nodes) > 1 or not _may_have_runs(room):
+    may_have_runs = bool((np.bincount(node) > RUN).any()) if exact else room > 16 * RUN
+    if group_width(room, nodes) > 1 or not may_have_runs:
         return None
-    run = jnp.where(node < nodes, node + jnp.arange(room, dtype=jnp.int32) // RUN, -1)
+    run = xp.where(node < nodes, node + xp.arange(room, dtype=np.int32) // RUN, -1)
     count = nodes + room // RUN + 1
-    owner = jnp.zeros(count, jnp.int32).at[jnp.where(run < 0, count, run)].set(node, mode="drop")
-    past = jnp.arange(count, dtype=jnp.int32) > run.max()
-    return jnp.where(past, nodes, lax.cummax(owner))
+    owner = _put(xp.zeros(count, np.int32), xp.where(run < 0, count, run), node)
+    past = xp.arange(count, dtype=np.int32) > run.max()
+    return xp.where(past, nodes, np.maximum.accumulate(owner) if xp is np else lax.cummax(owner))
+
+
+def _put(x: Any, index: Any, values: Any) -> Any:
+    """Puts `values` at `index` of `x`; those past the end are dropped."""
+    if isinstance(x, jax.Array):
+        return x.at[index].set(values, mode="drop")
+    is_kept = index < len(x)
+    x[index[is_kept]] = values[is_kept]
+    return x

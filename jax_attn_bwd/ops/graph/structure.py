@@ -279,7 +279,7 @@ class BipartiteCSC:
         checks.shape(operator, "dst", dst, "as src", src.shape)
         _count(operator, "the number of edges", src.shape[0])
         found = groups.arrays_of_traced(operator, src, dst, num_src, num_dst)
-        return cls(**found, num_src=num_src, num_dst=num_dst, exact=False)
+        return cls(**found, num_src=num_src, num_dst=num_dst)
 
     @classmethod
     def from_edge_index(
