@@ -43,6 +43,8 @@ def launch(
     The first `parallel` axes of `grid` may be split over the cores of a chip, the others run in order; the
     first `prefetched` operands are in scalar memory before a step begins, and index maps read them.
     """
+    # interpreted, by two virtual cores with race detection, and in memory that holds NaN until it is written
+    options: Any = {"detect_races": True, "num_cores_or_threads": 2, "uninitialized_memory": "nan"}
     semantics: list[Any] = ["parallel"] * parallel + ["arbitrary"] * (len(grid) - parallel)
     return pl.pallas_call(
         body,
@@ -55,7 +57,7 @@ def launch(
             scratch_shapes=list(scratch),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=VMEM),
-        interpret=_interpreter() if interpret else False,
+        interpret=pltpu.InterpretParams(**options) if interpret else False,
         name=name,
     )
 
@@ -63,11 +65,6 @@ def launch(
 def in_turn(f: Callable[..., Any]) -> Callable[..., Any]:
     """Runs kernels of `f` under `jax.vmap` one batch entry after the other, each with its own scalars."""
     return jax.custom_batching.sequential_vmap(f)
-
-
-def _interpreter() -> Any:
-    """Returns two virtual cores, race detection, and memory that holds NaN until it is written."""
-    return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
 
 
 def scalars() -> Any:

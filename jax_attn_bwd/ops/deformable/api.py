@@ -242,8 +242,4 @@ def _backward(plan, operands, wanted, dout):
     return Operands(*grads)
 
 
-def _tangent(plan, operands, tangents):
-    return written_tangent.tangent(plan, operands, tangents)
-
-
-_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, written_tangent.tangent)

@@ -32,7 +32,8 @@ def gradients(wanted: Collection[str], at: Place, weight: jax.Array, d: Sequence
     da = dx = dy = None
     weight = jnp.where(at.counts, weight, 0)
     if "attention_weights" in wanted:
-        da = jnp.where(at.counts, sampling.weighted_sum(d, sampling.shares(at)), 0)  # (5)
+        terms = [share * product for share, product in zip(sampling.shares(at), d, strict=True)]
+        da = jnp.where(at.counts, sum(terms[1:], terms[0]), 0)  # (5)
     if "sampling_locations" in wanted:
         dx = dy = jnp.zeros_like(weight)
         if len(d) == 4:
@@ -83,9 +84,8 @@ def point_by_point(
             zeros = full_like_operands(weight, weight.shape, 0, dout.dtype, (value, rows, weight))
             d = _products_by_channel(value, rows, at.pixels, zeros)  # (4)
         else:
-            read = lambda pixel: sampling.read(value, pixel).astype(dout.dtype)  # [B, Q, M, D]
             dot = partial(jnp.einsum, "bqmd,bqmd->bqm", precision=lax.Precision.HIGHEST)
-            d = [dot(dout, read(pixel)) for pixel in at.pixels]  # (4)
+            d = [dot(dout, sampling.read(value, pixel).astype(dout.dtype)) for pixel in at.pixels]  # (4)
         return None, gradients(wanted, at, weight, d)  # (5) to (7)
 
     # the points come in front: [K, B, M, Q] or [K, B, Q, M]

@@ -4,7 +4,6 @@ Arrays are [B, Q, M] for one sampling point of all queries and heads, [B, M, Q] 
 or [B, Q, M, K] for all points.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -207,8 +206,3 @@ def read_at_all_points(value: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Ar
     """
     rows = read(value, pixel, mode="clip").astype(dtype)
     return jnp.where((pixel < value.shape[1])[..., None], rows, 0)
-
-
-def weighted_sum(terms: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
-    """Returns the sum of weight * term over the corners."""
-    return sum((w * t for w, t in zip(weights[1:], terms[1:], strict=True)), weights[0] * terms[0])

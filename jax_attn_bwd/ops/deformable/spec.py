@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 
 DIFFERENTIABLE = ("value", "sampling_locations", "attention_weights")
@@ -64,13 +65,6 @@ class Wanted:
         return [name for name in DIFFERENTIABLE if name in self.names]
 
 
-class Residuals(NamedTuple):
-    """The arrays that the forward leaves for the backward: its inputs alone."""
-
-    operands: Operands
-    wanted: Wanted
-
-
 @exportable_tuple
 class MultiScaleDeformableAttentionGrads(NamedTuple):
     """Gradients, each with its argument's shape and dtype; None = not asked."""
@@ -78,6 +72,20 @@ class MultiScaleDeformableAttentionGrads(NamedTuple):
     value: jax.Array | tuple[jax.Array, ...] | None = None
     sampling_locations: jax.Array | None = None
     attention_weights: jax.Array | None = None
+
+
+class Residuals(NamedTuple):
+    """The arrays that the forward leaves for the backward: its inputs alone."""
+
+    operands: Operands
+    wanted: Wanted
+
+    def gradients(self, found: dict[str, jax.Array]) -> MultiScaleDeformableAttentionGrads:
+        """Returns gradients by name in the types of their operands."""
+        like = self.operands._asdict()
+        return MultiScaleDeformableAttentionGrads(
+            **{name: match_type(found[name], like[name]) for name in self.wanted.in_order}
+        )
 
 
 class MultiScaleDeformableAttentionKeywords(TypedDict, total=False):

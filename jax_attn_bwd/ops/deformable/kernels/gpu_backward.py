@@ -40,7 +40,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.numerics import ceil_div
-from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.deformable import point_gradients, sampling
 from jax_attn_bwd.ops.deformable.plan import Plan
 from jax_attn_bwd.ops.deformable.sampling import Location, Place
@@ -112,9 +111,7 @@ def _local_gradients(options, interpret, residuals, dout):
         d = _products(options, interpret, level, at, place, operands.value, rows)
         points = point_gradients.gradients(wanted, place, weight, d)
         grads |= point_gradients.by_name(options, operands, *points)
-    return MultiScaleDeformableAttentionGrads(
-        **{name: match_type(grads[name], getattr(operands, name)) for name in residuals.wanted.in_order}
-    )
+    return residuals.gradients(grads)
 
 
 # Rows in registers -----------------------------------------------------------------------------------------

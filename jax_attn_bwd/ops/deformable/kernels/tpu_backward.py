@@ -50,9 +50,7 @@ def _on_shards(options, interpret, residuals, dout):
 
     call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_specs, given))
     grads = call(*operands._replace(value=unsharded(operands.value, 1)), dout)
-    return MultiScaleDeformableAttentionGrads(
-        **{name: match_type(grads[name], getattr(operands, name)) for name in wanted.in_order}
-    )
+    return residuals.gradients(grads)
 
 
 def _gradients(options: Options, interpret: bool, asked: Wanted, *arrays: jax.Array) -> dict:
