@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core.sharding import explicit_mesh, explicit_spec, vary_over, varying
+from jax_attn_bwd._core.sharding import explicit_mesh, explicit_spec, on_shards, vary_over, varying
 
 _interpreted: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "interpreted", default=frozenset()
@@ -84,8 +84,7 @@ def on_local_shards(f: Callable[..., Any], out_specs: Callable[..., Any], operan
     if mesh is None or math.prod(mesh.shape.values()) == 1:
         return f(*operands)
     specs = jax.tree.map(lambda x: PartitionSpec(*explicit_spec(x)), operands)
-    run = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs(*specs))
-    return run(*operands)
+    return on_shards(f, mesh, specs, out_specs(*specs), mesh.axis_names)(*operands)
 
 
 def out_type(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,8 @@ all operands (`tie`), and a cotangent has the type of its primal (`match_type`).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,18 +76,21 @@ def explicit_spec(x: jax.Array) -> tuple:
     return spec + (None,) * (x.ndim - len(spec))
 
 
+def names_of(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that an entry of a spec names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def mesh_axes_of(*entries: Any) -> frozenset[str]:
     """Returns the mesh axes that entries of a spec name."""
-    return frozenset(n for entry in entries if entry for n in ((entry,) if isinstance(entry, str) else entry))
+    return frozenset(name for entry in entries for name in names_of(entry))
 
 
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
     """Brings all of `axis` of `x` to every device of an Explicit mesh; its other axes stay where they are."""
     spec = list(explicit_spec(x))
-    if spec[axis] is None:
-        return x
     spec[axis] = None
-    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
+    return resharded(x, x, spec)
 
 
 def mesh_of(*arrays: jax.Array) -> AbstractMesh:
@@ -104,6 +108,37 @@ def explicit_mesh(arrays: Any) -> AbstractMesh | None:
     """Returns the first mesh with Explicit axes that one of the arrays lies on; None if none does."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
     return next((m for m in meshes if not m.empty and AxisType.Explicit in m.axis_types), None)
+
+
+def explicit_axes(mesh: AbstractMesh) -> frozenset[str]:
+    """Returns the Explicit axes of a mesh."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def on_shards(
+    function: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any, axes: Collection[str]
+) -> Callable[..., Any]:
+    """Returns `function(*arrays)` as every device runs it, on its own shards: [t, n] of [T, N].
+
+    Args:
+      mesh: on which the arrays lie.
+      in_specs, out_specs: the mesh axes over which each axis of the arrays and of the results lies; a spec
+        may stand for a branch. A result is summed over what it varies over and its spec does not name.
+      axes: the mesh axes that shards are along; over others the partitioner goes on to cut.
+    """
+
+    def summed(spec, x):
+        surplus = varying(x) & frozenset(axes) - mesh_axes_of(*spec)
+        return lax.psum(x, tuple(sorted(surplus))) if surplus else x
+
+    def of_device(*arrays):
+        found = function(*arrays)
+        return jax.tree.map(lambda spec, x: jax.tree.map(partial(summed, spec), x), out_specs, found)
+
+    return jax.shard_map(
+        of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(axes)
+    )
 
 
 def types_of(function: Callable[..., Any], *operands: Any) -> Any:
@@ -203,4 +238,4 @@ def _axes(term: str, rank: int) -> list[str]:
 def axis_size(x: jax.Array, names: str | tuple[str, ...]) -> int:
     """Counts the shards along the mesh axes `names` of the mesh that `x` lives on."""
     shape = jax.typeof(x).sharding.mesh.shape
-    return math.prod(shape[n] for n in ((names,) if isinstance(names, str) else names))
+    return math.prod(shape[n] for n in names_of(names))

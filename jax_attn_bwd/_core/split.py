@@ -2,7 +2,7 @@
 
     results = [f(piece 0), f(piece 1), ...] joined,   sums = share of piece 0 + share of piece 1 + ...
 
-An operator says by name which axis of each array is cut; every piece reads the other arrays whole. One
+An operator says which axis of each array is cut; every piece reads the other arrays whole. One
 mechanism serves three reasons to cut, which differ only in who runs the pieces:
 
 * In turn (`in_turn`): what one slice of a batch computes stays in the cache. `lax.scan` carries the sums.
@@ -16,7 +16,7 @@ mechanism serves three reasons to cut, which differ only in who runs the pieces:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,22 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, reshard
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.sharding import (
     auto_devices,
-    explicit_mesh,
+    explicit_axes,
     explicit_spec,
-    mesh_axes_of,
+    names_of,
+    on_shards,
     reshard_like,
-    varying,
 )
 
 AXIS = "jax_attn_bwd_pieces"  # names the batch axis of pieces side by side
-
-Arrays = dict[str, Any]  # name -> an array, a tree of arrays, or None
-Axes = Mapping[str, Any]  # name -> the axis that is cut, or a tree of them; None, or no entry: it is shared
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,19 @@ class Pieces:
     Attributes:
       count: number of pieces; divides the axes that are cut.
       mesh_axes: the Explicit mesh axes over which devices hold a piece each; without, they run side by side.
+      mesh: that of these axes.
       folded: whether a piece, of those on devices, is two stretches of the axis: of 2n, piece i has 2i and
         2n - 1 - 2i, of which it gives one away for the other.
     """
 
     count: int
     mesh_axes: tuple[str, ...] = ()
+    mesh: AbstractMesh | None = None
     folded: bool = False
+
+    def index(self) -> jax.Array:
+        """Returns the index of the piece that runs, int32."""
+        return lax.axis_index(self.mesh_axes or AXIS)
 
     def origins(self, index: Any, length: int) -> Any:
         """Returns where the stretches of piece `index` begin: int32 `[1]`, or `[2]` if folded."""
@@ -73,10 +76,9 @@ def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
     Args:
       batch: product of the batch axes. A batch that fills an Auto mesh leaves no device to the rows.
     """
-    if (names := explicit_spec(x)[axis]) is not None:
-        names = (names,) if isinstance(names, str) else tuple(names)
-        shape = jax.typeof(x).sharding.mesh.shape
-        return Pieces(math.prod(shape[name] for name in names), names)
+    if names := names_of(explicit_spec(x)[axis]):
+        mesh = jax.typeof(x).sharding.mesh
+        return Pieces(math.prod(mesh.shape[name] for name in names), names, mesh)
     devices, rows = auto_devices(x), x.shape[axis]
     if not isinstance(rows, int) or rows == 0 or not isinstance(batch, int) or batch % devices == 0:
         return None
@@ -106,25 +108,47 @@ SUM = Place(None)  # every device holds the whole sum
 
 def over(
     pieces: Pieces,
-    function: Callable[[jax.Array, Arrays], Arrays],
-    arrays: Arrays,
-    axes: Axes,
+    function: Callable[..., dict[str, Any]],
+    arrays: tuple[Any, ...],
+    axes: tuple[Any, ...],
     results: dict[str, Place],
-) -> Arrays:
-    """Returns the results, by name, of `function(index of the piece, its arrays)` over all pieces.
+) -> Callable[[], dict[str, Any]]:
+    """Returns the call that computes the results, by name, of `function(*arrays of a piece)` over all pieces.
 
     Args:
       pieces: how many there are, and who runs them.
       function: computes the results of one piece; on devices it sees the shards of all axes.
-      arrays: what the function reads.
-      axes: which axis of each array is cut.
+      arrays: what the function reads, a tree for each argument.
+      axes: which axis of each array is cut; None: it is shared.
       results: where each result goes.
     """
-    axes = {name: axes.get(name) for name in arrays}
-    if pieces.mesh_axes:
-        return _on_devices(pieces, function, arrays, axes, results)
-    index = jnp.arange(pieces.count, dtype=jnp.int32)
-    return _side_by_side(pieces.folded, index, function, arrays, axes, results)
+    if pieces.mesh is None:
+        return partial(_side_by_side, pieces, function, arrays, axes, results)
+
+    # arrays are cut along the axes of the pieces, and lie along their other axes as before
+    mesh, mesh_axes = pieces.mesh, pieces.mesh_axes
+
+    def spec_of(axis, spec):
+        return PartitionSpec(*(mesh_axes if i == axis else entry for i, entry in enumerate(spec)))
+
+    def laid(axis, x):
+        return x if axis is None else reshard(x, NamedSharding(mesh, spec_of(axis, explicit_spec(x))))
+
+    # folded, devices exchange their late halves before, and those of the results after
+    def fold(axis, x):
+        pairs = [(device, pieces.count - 1 - device) for device in range(pieces.count)]
+        exchanged = lambda late: lax.ppermute(late, mesh_axes, pairs)
+        return x if axis is None else _folded(x, axis, exchanged)
+
+    def of_stretches(*arrays):
+        found = function(*_map(fold, axes, arrays))
+        return _map(fold, {name: results[name].axis for name in found}, found)
+
+    in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
+    out_specs = {name: spec_of(place.axis, place.spec) for name, place in results.items()}
+    of_piece = of_stretches if pieces.folded else function
+    run = on_shards(of_piece, mesh, in_specs, out_specs, explicit_axes(mesh))
+    return partial(run, *_map(laid, axes, arrays))
 
 
 def in_turn(count: int, function: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, Any]:
@@ -153,61 +177,18 @@ def in_turn(count: int, function: Callable[..., Any], arrays: Any, axes: Any) ->
 
 def joined(found: Any) -> Any:
     """Puts the results of pieces in turn together, along the first axis of each piece."""
-    return jax.tree.map(lambda x: _join(x, 0), found)
+    return jax.tree.map(lambda x: join(x, 0), found)
 
 
-def _side_by_side(folded, index, function, arrays, axes, results):
-    fold = lambda x, axis: _folded(x, axis + 1, partial(jnp.flip, axis=axis)) if folded else x
-    in_pieces = lambda x, axis: fold(_cut(x, axis, index.shape[0]), axis)
-    cut = _map(lambda axis, x: x if axis is None else in_pieces(x, axis), axes, arrays)
+def _side_by_side(pieces, function, arrays, axes, results):
+    """Does what `over` does, of pieces along a new batch axis: [.., n, ..] is [.., count, n / count, ..]."""
+    fold = lambda axis, x: _folded(x, axis + 1, partial(jnp.flip, axis=axis)) if pieces.folded else x
+    cut = lambda axis, x: x if axis is None else fold(axis, _cut(x, axis, pieces.count))
     out_axes = {name: place.axis or 0 for name, place in results.items()}
-    found = jax.vmap(function, in_axes=(0, axes), out_axes=out_axes, axis_name=AXIS)(index, cut)
-    whole = lambda axis, x: x.sum(0) if axis is None else _join(fold(x, axis), axis)
+    run = jax.vmap(function, in_axes=axes, out_axes=out_axes, axis_size=pieces.count, axis_name=AXIS)
+    found = run(*_map(cut, axes, arrays))
+    whole = lambda axis, x: x.sum(0) if axis is None else join(fold(axis, x), axis)
     return _map(whole, {name: results[name].axis for name in found}, found)
-
-
-def _on_devices(pieces, function, arrays, axes, results):
-    # arrays are cut along the axes of the pieces, and lie along their other axes as before
-    mesh_axes, last = pieces.mesh_axes, pieces.count - 1
-    mesh = explicit_mesh(arrays)
-    assert mesh is not None  # it has the axes of the pieces
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
-
-    def spec_of(axis, spec):
-        return PartitionSpec(*(mesh_axes if i == axis else entry for i, entry in enumerate(spec)))
-
-    def laid(axis, x):
-        return (
-            x
-            if axis is None
-            else jax.sharding.reshard(x, NamedSharding(mesh, spec_of(axis, explicit_spec(x))))
-        )
-
-    in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
-    out_specs = {name: spec_of(place.axis, place.spec) for name, place in results.items()}
-
-    # folded, devices exchange their late halves before, and those of the results after
-    def fold(axis, x):
-        if axis is None or not pieces.folded:
-            return x
-        pairs = [(device, last - device) for device in range(pieces.count)]
-        return _folded(x, axis, lambda late: lax.ppermute(late, mesh_axes, pairs))
-
-    # each device runs its piece; what varies where a result is not sharded is summed
-    def of_device(arrays):
-        found = function(lax.axis_index(mesh_axes), _map(fold, axes, arrays))
-        found = _map(fold, {name: results[name].axis for name in found}, dict(found))
-        return {name: jax.tree.map(partial(_summed, out_specs[name]), x) for name, x in found.items()}
-
-    run = jax.shard_map(of_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=explicit)
-    return run(_map(laid, axes, arrays))
-
-
-def _summed(spec: PartitionSpec, x: jax.Array) -> jax.Array:
-    """Sums `x` over the mesh axes along which it varies and `spec` does not shard it."""
-    surplus = varying(x) - mesh_axes_of(*spec)
-    return lax.psum(x, tuple(sorted(surplus))) if surplus else x
 
 
 def _map(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:
@@ -231,33 +212,33 @@ def _cut(x: jax.Array, axis: int, count: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
 
 
-def _join(x: jax.Array, axis: int) -> jax.Array:
+def join(x: jax.Array, axis: int) -> jax.Array:
     """Joins `[..., count, n / count, ...]` to `[..., n, ...]`."""
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def over_entries(
-    function: Callable[[Arrays], Any], batch_rank: int, arrays: Arrays, axes: Axes, in_turn: bool
-) -> Any:
-    """Maps `function(arrays of one entry)` over a batch; the results have the batch axes in front.
+    function: Callable[..., Any], batch_rank: int, arrays: Any, axes: Any, in_turn: bool
+) -> Callable[[], Any]:
+    """Returns the call that maps `function(*arrays of one entry)` over a batch, whose axes come in front.
 
     The batch axes are mapped one inside the other, never merged: each may be sharded.
 
     Args:
       function: knows no batch.
       batch_rank: the number of batch axes.
-      arrays: what the function reads.
-      axes: 0 for each array that has all batch axes, in front; entries share the others.
+      arrays: what the function reads, a tree for each argument.
+      axes: 0 for each array that has all batch axes, in front; entries share those of None.
       in_turn: whether one entry follows the other.
     """
-    if batch_rank == 0:
-        return function(arrays)
-    axes = {name: axes.get(name) for name in arrays}
-    inner = lambda arrays: over_entries(function, batch_rank - 1, arrays, axes, in_turn)
-    if not in_turn:
-        return jax.vmap(inner, in_axes=(axes,))(arrays)
-    own = _map(lambda axis, x: None if axis is None else x, axes, arrays)
-    return lax.map(lambda own: inner(_map(_own_or_shared, axes, arrays, own)), own)
+    if not (in_turn and batch_rank):
+        for _ in range(batch_rank):
+            function = jax.vmap(function, in_axes=axes)
+        return partial(function, *arrays)
+    of_entry = lambda own: function(*_map(_own_or_shared, axes, arrays, own))
+    for _ in range(batch_rank):
+        of_entry = partial(lax.map, of_entry)
+    return partial(of_entry, _map(lambda axis, x: None if axis is None else x, axes, arrays))
 
 
 def dropout_indices(

@@ -27,12 +27,10 @@ References:
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 
 from jax_attn_bwd._core import fusion, split
-from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.deformable import point_gradients, sampling, value_gradient
 from jax_attn_bwd.ops.deformable.plan import QUERY_AXES, Plan, with_all_pixels
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads, Operands, Residuals
@@ -41,28 +39,24 @@ from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads,
 @partial(jax.jit, static_argnums=0)
 def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """Returns the gradients in `residuals.wanted`, wherever queries and pixels lie."""
-    given, names = residuals.operands, residuals.wanted.in_order
-    operands = with_all_pixels(plan, given)
-    arrays = operands._asdict() | {"dout": dout}
+    operands = with_all_pixels(plan, residuals.operands)
     of_queries = partial(_of_queries, plan, residuals.wanted.names)
 
     # pieces of the queries have rows of their own, and each a share of the value's gradient
     if plan.pieces is None:
-        grads = of_queries(None, arrays)
+        grads = of_queries(operands, dout)
     else:
-        results = {name: split.place(getattr(operands, name), QUERY_AXES.get(name)) for name in names}
-        grads = split.over(plan.pieces, of_queries, arrays, QUERY_AXES, results)
-    return MultiScaleDeformableAttentionGrads(
-        **{name: match_type(grads[name], getattr(given, name)) for name in names}
-    )
+        place = lambda name: split.place(getattr(operands, name), QUERY_AXES[name])
+        places, axes = {name: place(name) for name in residuals.wanted.in_order}, (Operands(**QUERY_AXES), 1)
+        grads = split.over(plan.pieces, of_queries, (operands, dout), axes, places)()
+    return residuals.gradients(grads)
 
 
 def _of_queries(
-    plan: Plan, wanted: frozenset[str], _: Any, arrays: dict[str, jax.Array]
+    plan: Plan, wanted: frozenset[str], operands: Operands, dout: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns the gradients that some queries give, by name, accumulated in float32 or wider."""
     options, loops = plan.options, plan.loops
-    operands, dout = Operands(*(arrays[name] for name in Operands._fields)), arrays["dout"]
     B, Q, M, _ = operands.attention_weights.shape
     dout = dout.reshape(B, Q, M, operands.value.shape[3]).astype(sampling.compute_dtype(operands))
 

@@ -25,18 +25,17 @@ Terms = Sequence[tuple[jax.Array, Sequence[jax.Array]]]  # tables [B, S, M, D], 
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> jax.Array:
     """Returns `out [B, Q, M * D]`, in the dtype of the value, wherever queries and pixels lie."""
-    arrays = with_all_pixels(plan, operands)._asdict()
+    operands = with_all_pixels(plan, operands)
     # what one query reads is not summed over them: XLA may cut them as it likes
     if plan.pieces is None or not plan.pieces.mesh_axes:
-        return _of_queries(plan, None, arrays)["out"]
+        return _of_queries(plan, operands)["out"]
     place = split.place(operands.attention_weights, 1)
-    results = {"out": place._replace(spec=place.spec[:3])}
-    return split.over(plan.pieces, partial(_of_queries, plan), arrays, QUERY_AXES, results)["out"]
+    results, axes = {"out": place._replace(spec=place.spec[:3])}, Operands(**QUERY_AXES)
+    return split.over(plan.pieces, partial(_of_queries, plan), (operands,), (axes,), results)()["out"]
 
 
-def _of_queries(plan: Plan, _: Any, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _of_queries(plan: Plan, operands: Operands) -> dict[str, jax.Array]:
     """Returns the output of some queries, by its name."""
-    operands = Operands(**arrays)
     terms = lambda at, weight: [(operands.value, sampling.scales(at, weight))]
     out = sum_over_points(plan, operands, terms, operands)
     return {"out": tie(out, operands)}

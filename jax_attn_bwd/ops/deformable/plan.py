@@ -11,7 +11,7 @@ sum over the pieces: it is taken once, after the loop over the points. `_core/sp
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,7 +21,8 @@ from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
-QUERY_AXES = {"sampling_locations": 1, "attention_weights": 1, "dout": 1}  # the axis Q that pieces cut
+# the axis Q that pieces cut
+QUERY_AXES: dict[str, Any] = {"value": None, "sampling_locations": 1, "attention_weights": 1}
 
 _MANY_ROWS = 1 << 13  # rows of one query and head; from here on a second core helps
 _MANY_QUERIES = 256  # from here on pairs of pixels are faster

@@ -29,17 +29,17 @@ def with_whole_keys(operands: Operands) -> Operands:
 def forward(plan: Plan, run: Callable[[Operands], Result], operands: Operands) -> Result:
     """Computes the result of `run` over all parts."""
     assert plan.pieces is not None  # else there are no parts
-    arrays, axes = _divided(plan, operands)
-    place = split.place(operands.query, axes["query"])
+    operands, axes = _divided(plan, operands)
+    place = split.place(operands.query, axes.query)
     by_row = place._replace(spec=place.spec[:-1])
 
-    def of_part(index, arrays):
-        found = run(_part(plan, index, arrays))
+    def of_part(operands):
+        found = run(_part(plan, operands))
         return {name: x for name, x in found._asdict().items() if x is not None}
 
     results = {"out": place, "lse": by_row, "lse_low": by_row}
     results |= {"out_low": place} if plan.low_matters else {}
-    return Result(**split.over(plan.pieces, of_part, arrays, axes, results))
+    return Result(**split.over(plan.pieces, of_part, (operands,), (axes,), results)())
 
 
 def gradients(
@@ -50,18 +50,13 @@ def gradients(
     `rows` are the result, dout and dlse, which `run` takes after the operands.
     """
     assert plan.pieces is not None  # else there are no parts
-    arrays, axes = _divided(plan, operands)
     by_row = operands.arrays_with("t")
     places = {name: split.place(operands.array(name), by_row.get(name)) for name in names - {"mod_args"}}
     if "mod_args" in names:
         places["mod_args"] = split.SUM
-
-    def of_part(index, arrays):
-        rows = arrays.pop("rows")
-        return run(_part(plan, index, arrays), *rows)
-
-    axes["rows"] = axes["query"]
-    return split.over(plan.pieces, of_part, arrays | {"rows": rows}, axes, places)
+    operands, axes = _divided(plan, operands)
+    of_part = lambda operands, rows: run(_part(plan, operands), *rows)
+    return split.over(plan.pieces, of_part, (operands, rows), (axes, axes.query), places)()
 
 
 def tangent(
@@ -69,21 +64,19 @@ def tangent(
 ) -> tuple[Any, Any]:
     """Computes the two sums that `run` gives, over all parts; `tangents` are divided as the operands are."""
     assert plan.pieces is not None  # else there are no parts
-    arrays, axes = _divided(plan, operands)
+    operands, axes = _divided(plan, operands)
     tangents = _with_gathered_keys(plan, tangents)
-    place = split.place(operands.query, axes["query"])
+    place = split.place(operands.query, axes.query)
     places = {"total": place, "mu": place._replace(spec=place.spec[:-1])}
 
-    def of_part(index, arrays):
-        result, tangents = arrays.pop("result"), Operands(**arrays.pop("tangents"))
-        found = run(plan, _part(plan, index, arrays), result, tangents)
+    def of_part(operands, result, tangents):
+        found = run(plan, _part(plan, operands), result, tangents)
         return dict(zip(places, found, strict=True))
 
     # Every tangent is cut as its operand is; those that are zero have no axes.
-    arrays |= {"result": result, "tangents": tangents._asdict()}
-    nothing = dict.fromkeys(tangents._fields)
-    axes |= {"result": axes["query"], "tangents": nothing | tangents.axes(tangents.arrays_with("t"))}
-    found = split.over(plan.pieces, of_part, arrays, axes, places)
+    of_tangents = tangents.axes(tangents.arrays_with("t"))
+    arrays, all_axes = (operands, result, tangents), (axes, axes.query, of_tangents)
+    found = split.over(plan.pieces, of_part, arrays, all_axes, places)()
     return found["total"], found["mu"]
 
 
@@ -96,11 +89,11 @@ def _with_gathered_keys(plan: Plan, operands: Operands) -> Operands:
     return operands.with_arrays(whole)
 
 
-def _divided(plan: Plan, operands: Operands) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the operands by name, and which of their axes is that of the queries."""
+def _divided(plan: Plan, operands: Operands) -> tuple[Operands, Any]:
+    """Returns the operands, and which of their axes is that of the queries."""
     query, batch_rank = operands.query, operands.query.ndim - 3
     operands = _with_gathered_keys(plan, operands)
-    axes = operands.axes(operands.arrays_with("t"))
+    axes: Any = operands.axes(operands.arrays_with("t"))
 
     # Numbers that functions and dropout read of batch entries and heads are each device's own.
     if operands.mask.batch_number is not None:
@@ -110,19 +103,18 @@ def _divided(plan: Plan, operands: Operands) -> tuple[dict[str, Any], dict[str, 
     if operands.dropout_words is not None:
         offset = split.dropout_indices(operands.dropout_offset, query, batch_rank, head=-2, row=-3)
         operands = operands._replace(dropout_offset=offset)
-        axes["dropout_offset"] = Offset(None, None, 0, None)
-    return operands._asdict(), axes
+        axes = axes._replace(dropout_offset=Offset(None, None, 0, None))
+    return operands, axes
 
 
-def _part(plan: Plan, index: Any, arrays: dict[str, Any]) -> Operands:
-    """Returns the operands of part `index`, which know where its queries lie if that matters."""
-    part = Operands(**arrays)
+def _part(plan: Plan, part: Operands) -> Operands:
+    """Returns the operands of a part, which know where its queries lie if that matters."""
     mask = part.mask
     reads_rows = mask.is_banded or mask.mask_mod is not None or plan.options.score_mod is not None
     if mask.query_seq_lengths is None and not (reads_rows and mask.query_positions is None):
         return part
     assert plan.pieces is not None  # else there are no parts
-    origins = plan.pieces.origins(index, part.query.shape[-3])
+    origins = plan.pieces.origins(plan.pieces.index(), part.query.shape[-3])
     return part._replace(mask=mask.replace(query_origin=origins))
 
 
@@ -135,11 +127,9 @@ def in_slices(plan: Plan, run: Callable[..., Any], operands: Operands, *rows: An
       operands: those of the call.
       rows: further arrays with all batch axes.
     """
-    axes = operands.axes(dict.fromkeys(operands.arrays_with_batch(), 0))
+    axes: Any = operands.axes(dict.fromkeys(operands.arrays_with_batch(), 0))
     if operands.dropout_words is not None:
         offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
         operands = operands._replace(dropout_offset=offset)
-        axes["dropout_offset"] = Offset(0, None, None, None)
-    of_operands: Any = dict.fromkeys(Operands._fields) | axes
-    all_axes = (Operands(**of_operands), *(0 for _ in rows))
-    return split.in_turn(plan.batch_slices, run, (operands, *rows), all_axes)
+        axes = axes._replace(dropout_offset=Offset(0, None, None, None))
+    return split.in_turn(plan.batch_slices, run, (operands, *rows), (axes, *(0 for _ in rows)))

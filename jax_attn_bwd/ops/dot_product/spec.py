@@ -119,11 +119,10 @@ class Operands(NamedTuple):
         rest = {name: x for name, x in arrays.items() if name not in own}
         return self._replace(**own, mask=self.mask.replace(**rest))
 
-    def axes(self, by_name: dict[str, int]) -> dict[str, Any]:
-        """Arranges axes of arrays by name in the fields of the operands, as `_core.split` reads them."""
-        of_mask = {name: axis for name, axis in by_name.items() if name not in self._fields}
-        own = {name: axis for name, axis in by_name.items() if name in self._fields}
-        return own | {"mask": self.mask.rules.replace(**of_mask)}
+    def axes(self, by_name: dict[str, int]) -> "Operands":
+        """Puts axes of arrays by name in the places of the operands, None elsewhere, for `_core.split`."""
+        nothing: Any = dict.fromkeys(self._fields) | {"mask": self.mask.rules}
+        return Operands(**nothing).with_arrays(by_name)
 
 
 def as_cotangents(operands: Any, gradients: dict[str, Any]) -> Any:

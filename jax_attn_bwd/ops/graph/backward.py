@@ -38,13 +38,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import fusion
+from jax_attn_bwd._core import fusion, split
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_type
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
 from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, rows, sum_of_group, take
-from jax_attn_bwd.ops.graph.placement import Home
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows
 from jax_attn_bwd.ops.graph.spec import Cotangents, Residuals
@@ -161,12 +160,12 @@ def _sums_over_pieces(
     value = operands.src if operands.value is None else operands.value
     like = {"message": value, "src": operands.src, "dst": operands.dst}
     needed = [name for name, is_needed in passes.by_source._asdict().items() if is_needed]
-    homes = {name: Home(like.get(name)) for name in needed}
-    found = placement.by_source(pieces, graph, source_pass, (t, saved), homes)
+    places = {name: split.place(like[name], None) if name in like else split.SUM for name in needed}
+    found = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), places)
     if passes.second:
-        home = {"dst": Home(operands.dst)}
+        places = {"dst": split.place(operands.dst, None)}
         shared = t, found["handed"], saved.m
-        found |= placement.by_destination(pieces, graph, destination_pass, shared, home)
+        found |= placement.over_pieces(pieces, graph, "by_destination", destination_pass, shared, places)
     return Sums(**dict.fromkeys(Sums._fields) | found)
 
 

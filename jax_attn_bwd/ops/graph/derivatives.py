@@ -13,7 +13,7 @@ from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, grap
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.placement import laid_like_destinations, laid_like_nodes
-from jax_attn_bwd.ops.graph.rule import backward_of, decide, forward_of
+from jax_attn_bwd.ops.graph.rule import backward_of, decide, forward_of, summed
 from jax_attn_bwd.ops.graph.spec import (
     Cotangents,
     GraphAttentionGrads,
@@ -189,7 +189,7 @@ def _gradients(
     dout, out, lse, dweights, dlse = given
     if out is None or lse is None or dweights is not None:
         needed = dataclasses.replace(options, return_weights=dweights is not None)
-        result = forward_of(plan)(dataclasses.replace(plan, options=needed), operands)
+        result = forward_of(dataclasses.replace(plan, options=needed), operands)()
     else:
         out, lse = (laid_like_destinations(x, operands, True) for x in (out, lse))
         result = Result(out, None, None, lse, None, None)
@@ -199,7 +199,7 @@ def _gradients(
     dweights = None if dweights is None else laid_like_nodes(dweights, operands, (None, -1))
     dlse = None if dlse is None else laid_like_destinations(dlse, operands, True)
     residuals = Residuals(operands, result, Wanted(frozenset(wanted)))
-    return backward_of(plan)(plan, residuals, Cotangents(dout, dweights, dlse))
+    return summed(backward_of(plan, residuals, Cotangents(dout, dweights, dlse))(), operands)
 
 
 def graph_attention_jvp(

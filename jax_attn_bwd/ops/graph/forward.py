@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import split
 from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
 from jax_attn_bwd.ops.graph import loops, placement
@@ -91,8 +92,11 @@ def _sums(
 
     # scores and their softmax, whole: [(W,) R, H] of each part of the groups
     t, groups = plan.loops.with_end_rows(t), graph.by_destination
-    s = loops.each(partial(scores, kind, t), groups, graph.capacity, plan.loops.scores)
-    parts = loops.parts(groups, graph.capacity)
+    grid, parts = plan.loops.scores, loops.parts(groups, graph.capacity)
+    if grid.count == 1:
+        s = [scores(kind, t, chunk) for chunk in parts]
+    else:
+        s = [loops.each(partial(scores, kind, t), groups, graph.capacity, grid)]
     p, m, l = softmax(s, parts, graph, l, mesh_axes)
 
     # w, with dropout
@@ -130,9 +134,9 @@ def _sums_over_pieces(plan: Plan, t: Tables, graph: BipartiteCSC, like: jax.Arra
     def sums(graph, shared):
         return _sums(part, shared[0], graph, shared[1], (graph, shared), pieces.mesh_axes)._asdict()
 
-    home = placement.Home(like)
-    homes = {"out": home, "m": placement.EVERYWHERE, "l": home}
-    found = placement.by_destination(pieces, graph, sums, (t, heads), homes)
+    by_node = split.place(like, None)
+    places = {"out": by_node, "m": split.SUM, "l": by_node}
+    found = placement.over_pieces(pieces, graph, "by_destination", sums, (t, heads), places)
     m, l = found["m"], found["l"]
     positive = jnp.where(l == 0, 1, l)
     out, like_rows = found["out"] / positive[..., None], reshard_like(m, l, (0, 1))
@@ -141,21 +145,21 @@ def _sums_over_pieces(plan: Plan, t: Tables, graph: BipartiteCSC, like: jax.Arra
 
     # the weights, of each piece's edges, are put together on every device
     shared = t, m, placement.unsharded_rows(positive)
-    homes = dict.fromkeys(("w", "number"), placement.EACH)
-    found = placement.by_destination(pieces, graph, partial(_weights, plan), shared, homes)
+    places = dict.fromkeys(("w", "number"), split.Place(0))
+    found = placement.over_pieces(pieces, graph, "by_destination", partial(_weights, plan), shared, places)
     zeros = full_like_operands(heads.sum(-1), (graph.capacity, plan.options.num_heads), 0, l.dtype, ())
     weights = loops.put(zeros, *(placement.unsharded_rows(found[n]) for n in ("number", "w")))
     return _Sums(out, like_rows, l, weights)
 
 
 def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> dict[str, jax.Array]:
-    """Computes the weights `[(W,) R, H]`, with their numbers, of edges by destination: of tables, m and l."""
-    (t, m, l), kind, walk = saved, plan.kind, (graph.by_destination, graph.capacity)
-    (s,) = loops.each(partial(scores, kind, plan.loops.with_end_rows(t)), *walk, plan.loops.scores)
-    edges = loops.one_chunk(*walk)
+    """Computes the weights `[1, (W,) R, H]`, and their numbers, by destination: of tables, m and l."""
+    (t, m, l), kind, grid, walk = saved, plan.kind, plan.loops.scores, (graph.by_destination, graph.capacity)
+    edges, run = loops.one_chunk(*walk), partial(scores, kind, plan.loops.with_end_rows(t))
+    s = run(edges) if grid.count == 1 else loops.each(run, *walk, grid)
     m, l = (own_rows(x, edges, fill) for x, fill in ((m, 0), (l, 1)))
     p, z = jnp.exp(s - m) / l, kind.dropout_factors(t, edges)
-    return {"w": p if z is None else p * z, "number": edges.number}
+    return {"w": (p if z is None else p * z)[None], "number": edges.number[None]}
 
 
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
@@ -167,14 +171,11 @@ def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
 
 def ends(kind: Kind, t: Tables, chunk: Chunk, seen: jax.Array | None, dtype: Any) -> Rows:
     """Reads the rows that the scores of a chunk by destination are made of; None where `t` has none."""
-
-    def read(table, find, at):
-        return None if table is None else find(table, at).astype(dtype)
-
-    dst = read(t.dst, own_rows, chunk)
-    others = read(t.src, rows, chunk.other), read(t.edge, take, chunk.number)
-    src, edge = (None if x is None else shown(kind.to_heads(x), seen) for x in others)
-    return Rows(src, dst, edge)
+    dst = None if t.dst is None else own_rows(t.dst, chunk).astype(dtype)
+    src = None if t.src is None else rows(t.src, chunk.other).astype(dtype)
+    edge = None if t.edge is None else take(t.edge, chunk.number).astype(dtype)
+    to_heads: Any = lambda x: None if x is None else shown(kind.to_heads(x), seen)
+    return Rows(to_heads(src), dst, to_heads(edge))
 
 
 def visible(t: Tables, chunk: Chunk) -> jax.Array | None:

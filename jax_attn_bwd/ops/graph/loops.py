@@ -1,6 +1,6 @@
 """Walks over the groups of a graph, all of them at once or a chunk at a time, and adds rows to nodes.
 
-A pass that reads a few numbers of each edge takes all edges at once (`each`, `one_chunk`). A pass that reads
+A pass that reads a few numbers of each edge takes all edges at once (`parts`, `one_chunk`). A pass that reads
 all features does so too where they are few: without a loop XLA compiles it sooner, runs it on all cores
 and fuses it with its neighbours. Above `whole_elements` the same functions run in a loop, over
 `chunk_elements` at a time. On a GPU a kernel reads rows where it multiplies and sums them, so that what
@@ -19,6 +19,7 @@ Each level is a B-th of the one before. The kernel that adds reads them all, and
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from jax import lax
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import ceil_div
+from jax_attn_bwd._core.split import join
 from jax_attn_bwd.ops.graph.groups import RUN, FirstGroupPerNode, Groups
 
 _SYMBOLIC_ELEMENTS = 64  # assumed of an edge where the size is symbolic
@@ -62,26 +64,22 @@ def grid(groups: Groups, elements: Any) -> Grid:
     return Grid(count, ceil_div(total, count))
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def rows(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
     """Reads the rows of `x` at `index`, of nodes; `fill` for an index past the end.
 
-    On a CPU it finds the last row, see `Loops.for_rows`. To compare each index with the end, as `take` does,
-    is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products in one
-    more pass.
+    On a CPU it finds the last row, see `Loops.with_end_row`. To compare each index with the end, as `take`
+    does, is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products
+    in one more pass.
     """
-    return _clipped(x, index) if adds_in_order() else take(x, index, fill)
+    return x.at[index].get(mode="clip") if adds_in_order() else take(x, index, fill)
 
 
-@jax.custom_jvp
-def _clipped(x: jax.Array, index: jax.Array) -> jax.Array:
-    return x.at[index].get(mode="clip")
-
-
-@_clipped.defjvp
-def _clipped_jvp(primals, tangents):
+@rows.defjvp
+def _rows_jvp(fill, primals, tangents):
     """Gives the last row a derivative only from indices that asked for it, not from those past the end."""
     x, index = primals
-    return _clipped(x, index), take(tangents[0], index)
+    return rows(x, index, fill), take(tangents[0], index)
 
 
 def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
@@ -245,9 +243,13 @@ def by_number(
     return find
 
 
-def one_chunk(groups: Groups, capacity: int) -> Chunk:
-    """Returns all groups of a graph, of that capacity, as one chunk."""
-    return _chunk(groups.node, groups.other, groups.number, capacity)
+def one_chunk(groups: Sequence[Any], capacity: int) -> Chunk:
+    """Makes one chunk of all `Groups` of a graph, or of some rows of them; it has that capacity."""
+    node, other, number = groups
+    if other.shape[1] == 1:
+        return Chunk(node, other[:, 0], number[:, 0], None)
+    number = number.T
+    return Chunk(node, other.T, number, number < capacity)
 
 
 def parts(groups: Groups, capacity: int) -> list[Chunk]:
@@ -255,20 +257,17 @@ def parts(groups: Groups, capacity: int) -> list[Chunk]:
     if not isinstance(groups, FirstGroupPerNode):
         return [one_chunk(groups, capacity)]
     n = groups.other.shape[0] - groups.node.shape[0]
-    cut = lambda node, rows: _chunk(node, groups.other[rows], groups.number[rows], capacity)
+    cut = lambda node, rows: one_chunk((node, groups.other[rows], groups.number[rows]), capacity)
     lead, others = cut(None, slice(0, n)), cut(groups.node, slice(n, None))
     return [lead, others] if groups.node.shape[0] else [lead]
 
 
-def each(
-    function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid
-) -> list[jax.Array]:
-    """Calls `function(chunk)`, `[(W,) R, ...]`, for each of `parts`; `scan` explains the arguments."""
-    if grid.count == 1:
-        return [function(chunk) for chunk in parts(groups, capacity)]
+def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid) -> jax.Array:
+    """Calls `function(chunk)` in a loop: `[(W,) R, ...]`, of all groups; `scan` explains the arguments."""
     axis = int(groups.other.shape[1] > 1)  # of the groups
-    found = lax.map(lambda x: function(_chunk(x[0], x[1], x[2], capacity)), _chunks(groups, grid))
-    return [_joined(found, axis)[(slice(None),) * axis + (slice(groups.node.shape[0]),)]]
+    found = lax.map(lambda xs: function(one_chunk(xs, capacity)), in_chunks(tuple(groups), grid, _NONE))
+    found = join(jnp.moveaxis(found, 0, axis), axis)
+    return found[(slice(None),) * axis + (slice(groups.node.shape[0]),)]
 
 
 def scan(
@@ -305,39 +304,23 @@ def scan(
     axis = int(groups.other.shape[1] > 1)  # of the groups
 
     def step(carry, xs):
-        (node, other, number), rest = xs
-        chunk = _chunk(node, other, number, capacity)
+        own, rest = xs
+        chunk = one_chunk(own, capacity)
         return fold(carry, share(chunk, *(jnp.moveaxis(x, 0, axis) for x in rest)), chunk), None
 
-    cut = [_in_chunks(jnp.moveaxis(x, axis, 0), grid, 0) for (x,) in by_edge]
-    return lax.scan(step, carry, (_chunks(groups, grid), cut))[0]
+    cut = in_chunks([jnp.moveaxis(x, axis, 0) for (x,) in by_edge], grid, 0)
+    return lax.scan(step, carry, (in_chunks(tuple(groups), grid, _NONE), cut))[0]
 
 
-def _chunk(node: jax.Array | None, other: jax.Array, number: jax.Array, capacity: int) -> Chunk:
-    """Makes a chunk of rows of `Groups`."""
-    if other.shape[1] == 1:
-        return Chunk(node, other[:, 0], number[:, 0], None)
-    number = number.T
-    return Chunk(node, other.T, number, number < capacity)
-
-
-def _chunks(groups: Groups, grid: Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts `Groups` into those of each chunk, `[count, size, ...]`."""
-    node, other, number = (_in_chunks(x, grid, _NONE) for x in groups)
-    return node, other, number
-
-
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """Joins `[count, ..., size, ...]` to `[..., count * size, ...]`, size at `axis` of a chunk."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-
-
-def _in_chunks(x: jax.Array, grid: Grid, none: Any) -> jax.Array:
-    """Cuts `[total, ...]` into `[count, size, ...]`, `none` in the padding."""
+def in_chunks(tree: Any, grid: Grid, none: Any) -> Any:
+    """Cuts each array of `tree`, `[total, ...]`, into `[count, size, ...]`, `none` in the padding."""
     count, size = grid
-    pad = ((0, count * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
-    return jnp.pad(x, pad, constant_values=none).reshape(count, size, *x.shape[1:])
+
+    def cut(x):
+        pad = ((0, count * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
+        return jnp.pad(x, pad, constant_values=none).reshape(count, size, *x.shape[1:])
+
+    return jax.tree.map(cut, tree)
 
 
 def whole_elements() -> int:

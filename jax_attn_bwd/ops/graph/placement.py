@@ -23,30 +23,31 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import sharding, split
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.sharding import (
     all_gathered,
     auto_devices,
-    explicit_mesh,
+    explicit_axes,
     explicit_spec,
     full_like_operands,
+    mesh_axes_of,
+    on_shards,
     reshard_like,
     resharded,
     unsharded,
-    varying,
 )
-from jax_attn_bwd._core.split import Pieces
+from jax_attn_bwd._core.split import Pieces, Place
 from jax_attn_bwd.ops.graph.groups import RUN, Groups
-from jax_attn_bwd.ops.graph.loops import has_edges
+from jax_attn_bwd.ops.graph.loops import Grid, has_edges, in_chunks
 from jax_attn_bwd.ops.graph.spec import Operands
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -104,65 +105,69 @@ def unsharded_rows(tree: Any) -> Any:
     return jax.tree.map(lambda x: distinct[id(x)], tree)
 
 
-class Home(NamedTuple):
-    """Where a result of the pieces goes.
-
-    Attributes:
-      like: its rows, sums over the pieces, lie like those of this array; None: they are on every device.
-      is_sum: whether it is summed, if pieces differ; else the results lie one after the other, on a new axis.
-    """
-
-    like: jax.Array | None = None
-    is_sum: bool = True
-
-
-EVERYWHERE, EACH = Home(), Home(is_sum=False)
-
-
-def by_destination(
+def over_pieces(
     pieces: Pieces,
     graph: BipartiteCSC,
+    side: str,
     function: Callable[[BipartiteCSC, Any], dict[str, Any]],
     shared: Any,
-    homes: dict[str, Home],
+    places: dict[str, Place],
 ) -> dict[str, Any]:
     """Runs `function(graph, shared)` over all pieces, graphs of a part of the edges; returns results by name.
 
-    They have their groups by destination, no other.
+    Args:
+      pieces: of the edges.
+      graph: that of all edges.
+      side: "by_destination" or "by_source", the groups that a piece has a part of; of the others it has none.
+      function: computes the results of one piece.
+      shared: what it reads, whole on every device.
+      places: where each result goes. A sum goes to the devices that share its rows by the spec, or to all;
+        results that are joined lie one after the other along their first axis.
     """
-    # the runs of a piece are numbered from those of its first group on
-    ends, owners, n = (graph.num_dst, graph.num_src), graph.run_owners, pieces.count
-    runs = groups_of_piece(graph, graph.by_destination, pieces).node.shape[0] // RUN
-    if owners is not None:  # those of the runs of the next piece begin `runs` further
-        more = graph.num_dst + n * runs + 1 - owners.shape[0]
+    # the runs of a piece are numbered from those of its first group on; the next begin `runs` further
+    groups, owners, names = getattr(graph, side), graph.run_owners, pieces.mesh_axes
+    assert pieces.mesh is not None  # devices cut the edges
+    runs = groups_of_piece(graph, groups, pieces).node.shape[0] // RUN
+    if side == "by_destination" and owners is not None:
+        more = graph.num_dst + pieces.count * runs + 1 - owners.shape[0]
         owners = jnp.pad(owners, (0, max(more, 0)), constant_values=graph.num_dst)
 
-    def of_piece(index, shared):
-        graph, owners, rest = shared
-        if owners is not None:
+    # an array that is given twice is one inside, too
+    leaves, structure = jax.tree.flatten((unsharded_rows(graph), owners, shared))
+    distinct = {id(x): x for x in leaves}
+
+    # a reduce-scatter has no lowering where other mesh axes are Explicit: there shares are summed outside
+    is_row_sum = lambda place: place.axis is None and mesh_axes_of(*place.spec[:1]) == set(names)
+    scattered = {name for name, place in places.items() if is_row_sum(place)}
+    apart = scattered if explicit_axes(pieces.mesh) > set(names) else set()
+
+    def of_piece(*given):
+        own = dict(zip(distinct, given, strict=True))
+        graph, owners, shared = structure.unflatten([own[id(x)] for x in leaves])
+        index = pieces.index()
+        if side == "by_destination" and owners is not None:
             owners = lax.dynamic_slice(owners, (index * runs,), (graph.num_dst + runs + 1,))
-        groups = _part(graph, graph.by_destination, ends, pieces, index)
-        return function(replace(graph, by_destination=groups, run_owners=owners, exact=False), rest)
+        part = {side: _part(graph, side, pieces, index)}
+        found = function(replace(graph, **part, run_owners=owners, exact=False), shared)
+        return {name: gone_home(name, found[name]) for name in places}
 
-    return _over(pieces, of_piece, (unsharded_rows(graph), owners, shared), homes)
+    def gone_home(name, x):
+        if name in apart:
+            return x[None]
+        return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True) if name in scattered else x
+
+    # over the mesh axes of the pieces alone: heads stay with the partitioner
+    cut, whole = PartitionSpec(names), PartitionSpec()
+    out_specs = {n: cut if n in scattered or place.axis == 0 else whole for n, place in places.items()}
+    run = on_shards(of_piece, pieces.mesh, whole, out_specs, names)
+    found = run(*distinct.values())
+    return found | {name: _sum_of_shares(found[name], names) for name in apart}
 
 
-def by_source(
-    pieces: Pieces,
-    graph: BipartiteCSC,
-    function: Callable[[BipartiteCSC, Any], dict[str, Any]],
-    shared: Any,
-    homes: dict[str, Home],
-) -> dict[str, Any]:
-    """Does what `by_destination` does, over graphs that have their groups by source."""
-    ends = graph.num_src, graph.num_dst
-
-    def of_piece(index, shared):
-        graph, rest = shared
-        groups = _part(graph, graph.by_source, ends, pieces, index)
-        return function(replace(graph, by_source=groups, exact=False), rest)
-
-    return _over(pieces, of_piece, (unsharded_rows(graph), shared), homes)
+def _sum_of_shares(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Sums `x` `[n, nodes, ...]` over its first axis, and shards the sum along its nodes as that axis was."""
+    spec = PartitionSpec(None, names, *explicit_spec(x)[2:])
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec)).sum(0)
 
 
 def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
@@ -177,7 +182,7 @@ def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
         zeros = full_like_operands(graph.offsets[:1], (graph.num_src,), 0, jnp.int32, graph)
         return {"marks": zeros.at[_with_edges(graph)].set(1, mode="drop")}
 
-    return by_source(pieces, graph, marks, (), {"marks": Home(src)})["marks"] > 0
+    return over_pieces(pieces, graph, "by_source", marks, (), {"marks": split.place(src, None)})["marks"] > 0
 
 
 def _with_edges(graph: BipartiteCSC) -> jax.Array:
@@ -186,10 +191,9 @@ def _with_edges(graph: BipartiteCSC) -> jax.Array:
     return jnp.where(number[:, 0] < graph.capacity, node, graph.num_src)
 
 
-def _part(
-    graph: BipartiteCSC, groups: Groups, ends: tuple[int, int], pieces: Pieces, index: jax.Array
-) -> Groups:
-    """Takes the groups of piece `index`; behind the last, no edge: one past the `ends` of node and other."""
+def _part(graph: BipartiteCSC, side: str, pieces: Pieces, index: jax.Array) -> Groups:
+    """Takes the groups of piece `index`; behind the last, no edge: one past the ends of node and other."""
+    ends = (graph.num_dst, graph.num_src) if side == "by_destination" else (graph.num_src, graph.num_dst)
 
     def part(x, of_piece, none):
         size, total = of_piece.shape[0], x.shape[0]
@@ -201,67 +205,8 @@ def _part(
         own = lax.dynamic_slice_in_dim(fill(x, max(size - total, 0)), start, size)
         return lax.dynamic_slice_in_dim(fill(own, size), first - start, size)
 
+    groups = getattr(graph, side)
     return Groups(*map(part, groups, groups_of_piece(graph, groups, pieces), (*ends, graph.capacity)))
-
-
-def _over(
-    pieces: Pieces, function: Callable[[jax.Array, Any], dict[str, Any]], shared: Any, homes: dict[str, Home]
-) -> dict[str, Any]:
-    """Runs `function(index of the piece, shared)` over all pieces; returns its results by name."""
-    # the mesh, and the index of the piece that each device has
-    given = (shared, [home.like for home in homes.values()])
-    mesh = explicit_mesh(given)
-    assert mesh is not None  # it has the axes of the pieces
-    names, by_piece = pieces.mesh_axes, PartitionSpec(pieces.mesh_axes)
-    index = jnp.arange(pieces.count, dtype=jnp.int32)
-    index = jax.sharding.reshard(index, NamedSharding(mesh, by_piece))
-
-    # an array that is given twice is one inside, too
-    leaves, structure = jax.tree.flatten(shared)
-    distinct = {id(x): x for x in leaves}
-    place = dict(zip(distinct, range(len(distinct)), strict=True))
-
-    # where the results go; a reduce-scatter has no lowering where other mesh axes are Explicit
-    lies = {name: home.like is not None and _rows_lie_over(home.like, names) for name, home in homes.items()}
-    scatters = not _others_are_explicit(mesh, names)
-    stacked = [n for n, home in homes.items() if not home.is_sum or (lies[n] and not scatters)]
-
-    def of_device(index, distinct):
-        found = function(index[0], structure.unflatten([distinct[place[id(x)]] for x in leaves]))
-        return {name: gone_home(name, found[name]) for name in homes}
-
-    def gone_home(name, x):
-        if name in stacked:
-            return x[None]
-        if lies[name]:
-            return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
-        return lax.psum(x, names) if varying(x) & set(names) else x
-
-    # over the mesh axes of the pieces alone: heads stay with the partitioner
-    out_specs = {name: by_piece if lies[name] or name in stacked else PartitionSpec() for name in homes}
-    run = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(by_piece, PartitionSpec()), out_specs=out_specs, axis_names=set(names)
-    )
-    found = run(index, list(distinct.values()))
-    return {name: _summed(x, names) if lies[name] and not scatters else x for name, x in found.items()}
-
-
-def _summed(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Sums `x` `[n, nodes, ...]` over its first axis, and shards the sum along its nodes as that axis was."""
-    _, _, *rest = explicit_spec(x)
-    spec = PartitionSpec(None, names, *rest)
-    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec)).sum(0)
-
-
-def _rows_lie_over(x: jax.Array, names: tuple[str, ...]) -> bool:
-    """Tells whether the rows of `x` are sharded over just these mesh axes."""
-    axis = explicit_spec(x)[0]
-    return axis is not None and ((axis,) if isinstance(axis, str) else tuple(axis)) == names
-
-
-def _others_are_explicit(mesh: Any, names: tuple[str, ...]) -> bool:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(kind == AxisType.Explicit for name, kind in kinds if name not in names)
 
 
 # On an Auto mesh: all nodes and edges on every device, or edges tied to the nodes.
@@ -299,8 +244,9 @@ def edges_sharded_like_nodes(operands: Operands, devices: int) -> BipartiteCSC:
     rows = [lax.stop_gradient(x).reshape(parts, -1).sum(1) for x in nodes if x.shape[0] % parts == 0]
 
     def tied(groups, node, other):
-        ends = (node, other, graph.capacity)
-        found = (_tied(_in_parts(x, parts, none), rows) for x, none in zip(groups, ends, strict=True))
+        # [V, ...] -> [parts, V / parts, ...], no edge in the padding
+        grid, ends = Grid(parts, ceil_div(groups.node.shape[0], parts)), (node, other, graph.capacity)
+        found = (_tied(in_chunks(x, grid, none), rows) for x, none in zip(groups, ends, strict=True))
         return Groups(*(x.reshape(-1, *x.shape[2:]) for x in found))
 
     by_destination = tied(graph.by_destination, graph.num_dst, graph.num_src)
@@ -314,13 +260,6 @@ def rows_sharded_like(x: Any, nodes: jax.Array) -> Any:
         return None
     rows = nodes.sum(tuple(range(1, nodes.ndim))).astype(x.dtype)
     return jnp.where(jnp.zeros((), bool), rows.reshape(-1, *(1,) * (x.ndim - 1)), x)
-
-
-def _in_parts(x: jax.Array, parts: int, none: int) -> jax.Array:
-    """Cuts `[V, ...]` into `[parts, V / parts, ...]`, no edge in the padding."""
-    size = ceil_div(x.shape[0], parts)
-    pad = ((0, parts * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
-    return jnp.pad(x, pad, constant_values=none).reshape(parts, size, *x.shape[1:])
 
 
 @custom_vmap

@@ -44,57 +44,43 @@ def decide(
     return Plan.of(options, operands, chosen.name, return_residual)
 
 
-def forward_of(plan: Plan) -> Callable[[Plan, Operands], Result]:
-    """Returns the forward `(plan, operands) -> Result` of all entries."""
-    run = backend.named(IMPLEMENTATIONS, plan.implementation).forward
-    return partial(_forward_over_entries, run) if plan.batch_rank else run
+def forward_of(plan: Plan, operands: Operands) -> Callable[[], Result]:
+    """Returns the call that computes the result of every entry."""
+    run = partial(backend.named(IMPLEMENTATIONS, plan.implementation).forward, plan)
+    return split.over_entries(run, plan.batch_rank, (operands,), (_axes(plan, operands),), plan.in_turn)
 
 
-def backward_of(plan: Plan) -> Callable[[Plan, Residuals, Cotangents], dict[str, jax.Array]]:
-    """Returns the backward `(plan, residuals, cotangents) -> gradients by name` of all entries."""
-    run = backend.named(IMPLEMENTATIONS, plan.implementation).backward
-    return partial(_backward_over_entries, run) if plan.batch_rank else run
+def backward_of(
+    plan: Plan, residuals: Residuals, cotangents: Cotangents
+) -> Callable[[], dict[str, jax.Array]]:
+    """Returns the call that computes the gradients of every entry, by name; `summed` adds up those of all."""
+    run, operands = backend.named(IMPLEMENTATIONS, plan.implementation).backward, residuals.operands
+    of_residuals: Any = _axes(plan, operands), 0, None
+    if plan.batch_rank:  # what varies is summed over devices by no entry
+        residuals = residuals._replace(operands=pallas.vary_alike(operands))
+    arrays, axes = (residuals, cotangents), (Residuals(*of_residuals), 0)
+    return split.over_entries(partial(run, plan), plan.batch_rank, arrays, axes, plan.in_turn)
 
 
-def _forward_over_entries(run: Callable[..., Result], plan: Plan, operands: Operands) -> Result:
-    """Computes what `run` returns for every entry."""
-    of_entry = lambda own: run(plan, Operands(**own))
-    arrays, axes = operands._asdict(), _axes(plan, operands)
-    return split.over_entries(of_entry, plan.batch_rank, arrays, axes, plan.in_turn)
-
-
-def _backward_over_entries(
-    run: Callable[..., dict[str, jax.Array]], plan: Plan, residuals: Residuals, cotangents: Cotangents
-) -> dict[str, jax.Array]:
-    """Computes the gradients that `run` gives for every entry; what entries share gets their sum."""
-    operands, result, wanted = residuals
-
-    def of_entry(own):
-        result, cotangents = own.pop("result"), own.pop("cotangents")
-        return run(plan, Residuals(Operands(**own), result, wanted), cotangents)
-
-    # what varies is summed over devices by no entry
-    arrays = pallas.vary_alike(operands)._asdict() | {"result": result, "cotangents": cotangents}
-    axes = _axes(plan, operands) | {"result": 0, "cotangents": 0}
-    grads = split.over_entries(of_entry, plan.batch_rank, arrays, axes, plan.in_turn)
-    return {name: _summed(x, getattr(operands, name)) for name, x in grads.items()}
-
-
-def _axes(plan: Plan, operands: Operands) -> dict[str, Any]:
-    """Returns 0 for each of the operands that has the axes of the batch; entries share the others."""
+def _axes(plan: Plan, operands: Operands) -> Operands:
+    """Returns 0 for each of the operands that has the axes of the batch, None for what entries share."""
     has_batch = lambda x, own_rank: x is not None and x.ndim - own_rank == plan.batch_rank
-    axes: dict[str, Any] = {n: 0 for n, rank in RANKS.items() if has_batch(getattr(operands, n), rank)}
+    axes: Any = {n: 0 for n, rank in RANKS.items() if has_batch(getattr(operands, n), rank)}
     if operands.dropout_words is not None:
         axes["dropout_offset"] = dropout.Offset(0, None, None, None)
-    return axes
+    return Operands(**dict.fromkeys(Operands._fields) | axes)
 
 
-def _summed(grad: jax.Array, primal: jax.Array) -> jax.Array:
-    """Sums the gradient of `primal`, where `grad` has one for each entry."""
-    surplus = grad.ndim - primal.ndim
-    if surplus:
-        grad = grad.astype(accumulator_dtype(grad.dtype)).sum(tuple(range(surplus)))
-    return match_type(grad, primal)
+def summed(grads: dict[str, jax.Array], operands: Operands) -> dict[str, jax.Array]:
+    """Sums the gradients of operands that entries share, of which there is one for each entry."""
+
+    def of_all(grad, primal):
+        surplus = grad.ndim - primal.ndim
+        if surplus:
+            grad = grad.astype(accumulator_dtype(grad.dtype)).sum(tuple(range(surplus)))
+        return match_type(grad, primal)
+
+    return {name: of_all(grad, getattr(operands, name)) for name, grad in grads.items()}
 
 
 def _returned(plan: Plan) -> list[str]:
@@ -114,11 +100,11 @@ def _outputs(plan: Plan, operands: Operands, result: Result) -> Any:
 
 def _primal(plan: Plan, operands: Operands) -> Any:
     operands = fusion.computed_once(operands, DIFFERENTIABLE)
-    return _outputs(plan, operands, forward_of(plan)(plan, operands))
+    return _outputs(plan, operands, forward_of(plan, operands)())
 
 
 def _forward(plan, operands, wanted):
-    result = forward_of(plan)(plan, fusion.computed_once(operands, DIFFERENTIABLE))
+    result = forward_of(plan, fusion.computed_once(operands, DIFFERENTIABLE))()
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
         out_low=None if result.out_low is None else checkpoint_name(result.out_low, "attention_out"),
@@ -134,24 +120,19 @@ def _backward(plan, saved, wanted, cotangents):
     residuals = Residuals(operands, result, Wanted(wanted))
     names = _returned(plan)
     given = dict(zip(names, cotangents if len(names) > 1 else (cotangents,), strict=True))
-    grads = backward_of(plan)(plan, residuals, Cotangents(**given))
+    grads = summed(backward_of(plan, residuals, Cotangents(**given))(), operands)
     return Operands(None, None, None)._replace(**grads)
 
 
 def _tangent(plan, saved, tangents):
     operands, result = saved
 
-    def of_entry(own):
-        result, tangents = own.pop("result"), own.pop("tangents")
-        return written_tangent.tangent(plan, Operands(**own), result, tangents)
-
     # tangents have the axes of their operands
-    axes = _axes(plan, operands)
-    of_tangents: dict[str, Any] = {n: axes.get(n) if n in RANKS else None for n in Operands._fields}
-    arrays = operands._asdict() | {"result": result, "tangents": tangents._replace(graph=None)}
-    axes |= {"result": 0, "tangents": Operands(**of_tangents)}
-    found = split.over_entries(of_entry, plan.batch_rank, arrays, axes, plan.in_turn)
-    return _outputs(plan, operands, found)
+    axes, run = _axes(plan, operands), partial(written_tangent.tangent, plan)
+    arrays = operands, result, tangents._replace(graph=None)
+    of_tangents = axes._replace(dropout_offset=None)
+    run = split.over_entries(run, plan.batch_rank, arrays, (axes, 0, of_tangents), plan.in_turn)
+    return _outputs(plan, operands, run())
 
 
 OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

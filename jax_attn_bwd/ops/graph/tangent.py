@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import split
 from jax_attn_bwd._core.numerics import join_rounding
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, unsharded
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Tables, merge_heads, split_heads
 from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, sum_of_group, take
-from jax_attn_bwd.ops.graph.placement import Home
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.spec import Operands, Result
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
@@ -102,9 +102,10 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax
     assert pieces is not None  # else there are no pieces
     shared = saved.unsharded(), out.sum(0, keepdims=True)
     sums = lambda graph, shared: _sums(plan, graph, shared[0], shared[1], (graph, shared))._asdict()
-    homes = dict.fromkeys(("dout", "mu"), Home(out))
-    homes |= {"ds": placement.EVERYWHERE} if plan.options.return_weights else {}
-    return _Sums(**{"ds": None} | placement.by_destination(pieces, graph, sums, shared, homes))
+    places = dict.fromkeys(("dout", "mu"), split.place(out, None))
+    places |= {"ds": split.SUM} if plan.options.return_weights else {}
+    found = placement.over_pieces(pieces, graph, "by_destination", sums, shared, places)
+    return _Sums(**{"ds": None} | found)
 
 
 class _Sums(NamedTuple):
