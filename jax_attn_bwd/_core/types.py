@@ -1,7 +1,7 @@
 """Names for annotations of public arguments."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import jax
 import numpy as np
@@ -26,3 +26,11 @@ GraphMode = Literal["halo", "all_gather"]
 ExchangeKind = Literal["ring", "all_gather", "ulysses"]
 SequenceLayout = Literal["contiguous", "zigzag", "striped"]
 Reduce = Literal["psum_scatter", "psum"]
+
+
+class DropoutKeywords(TypedDict, total=False):
+    """Keywords of attentions that drop some of their weights."""
+
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    dropout_offset: Sequence[Any] | None

@@ -16,7 +16,7 @@ from jax import lax
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.dot_product import engine
-from jax_attn_bwd.ops.dot_product.spec import Operands, Result
+from jax_attn_bwd.ops.dot_product.spec import Operands, Residuals, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 from jax_attn_bwd.parallel.ring import of_keys, sequence_axis, with_keys
 
@@ -44,19 +44,14 @@ def tangent(
 
 
 def backward(
-    exchange: Exchange,
-    plan: engine.Plan,
-    operands: Operands,
-    result: Result,
-    wanted: frozenset[str],
-    dout: jax.Array,
-    dlse: Any,
+    exchange: Exchange, plan: engine.Plan, residuals: Residuals, dout: jax.Array, dlse: Any
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of those of query, key, value and bias that are `wanted`."""
+    """Returns the gradients of those of query, key, value and bias that are wanted."""
     # keys and values are gathered again, and one block gives all gradients
+    operands, result, wanted = residuals
     mine = of_keys(exchange, operands)
     whole = example(exchange, fusion.barrier(operands))  # else XLA keeps what the forward gathered
-    parts = engine.backward(plan, whole, result, wanted, dout, dlse, alone=True)
+    parts = engine.backward(plan, whole, result, wanted.names, dout, dlse, alone=True)
     dtype = accumulator_dtype(operands.query.dtype)
 
     # what belongs to the keys is summed over the devices, each of which keeps its own part
@@ -66,4 +61,4 @@ def backward(
         axis = x.ndim + sequence_axis(name)
         return lax.psum_scatter(x.astype(dtype), exchange.axis_name, scatter_dimension=axis, tiled=True)
 
-    return {name: scattered(name, getattr(parts, name)) for name in wanted}
+    return {name: scattered(name, getattr(parts, name)) for name in wanted.names}

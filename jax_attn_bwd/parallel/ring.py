@@ -51,7 +51,7 @@ from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import engine, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
-from jax_attn_bwd.ops.dot_product.spec import AXES, Operands, Result
+from jax_attn_bwd.ops.dot_product.spec import AXES, Operands, Residuals, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 
 Moving = dict[str, jax.Array]  # what belongs to the keys, by operand
@@ -138,20 +138,15 @@ def _around(exchange: Exchange, fold: Any, state: Any, mine: Any) -> Any:
 
 
 def backward(
-    exchange: Exchange,
-    plan: engine.Plan,
-    operands: Operands,
-    result: Result,
-    wanted: frozenset[str],
-    dout: jax.Array,
-    dlse: Any,
+    exchange: Exchange, plan: engine.Plan, residuals: Residuals, dout: jax.Array, dlse: Any
 ) -> dict[str, jax.Array]:
-    """Computes (5) and (6): the gradients `wanted` of query, key, value and bias, in a wide type."""
+    """Computes (5) and (6): the gradients wanted of query, key, value and bias, in a wide type."""
     # sums in a wide type: those of the queries stay, those of the keys go around with them
+    operands, result, wanted = residuals
     mine = of_keys(exchange, operands)
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, dout))
-    zeros = {name: jax.tree.map(zero, float_leaves.floats(getattr(operands, name))) for name in wanted}
+    zeros = {name: jax.tree.map(zero, float_leaves.floats(getattr(operands, name))) for name in wanted.names}
     stay = {name: x for name, x in zeros.items() if name not in mine}
     go = {name: x for name, x in zeros.items() if name in mine}
 
@@ -160,7 +155,7 @@ def backward(
         given = _block_of(exchange, operands, moving, offset)
 
         def compute(stay):
-            parts = engine.backward(plan, given, result, wanted, dout, dlse)
+            parts = engine.backward(plan, given, result, wanted.names, dout, dlse)
             stay = {name: _added(exchange, name, x, getattr(parts, name), offset) for name, x in stay.items()}
             return stay, {name: getattr(parts, name) for name in go}
 

@@ -20,7 +20,9 @@ from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionKeywords,
     Operands,
+    Residuals,
     Result,
+    Wanted,
     as_cotangents,
 )
 from jax_attn_bwd.parallel import all_gather, ring, ulysses
@@ -320,7 +322,7 @@ def _backward(static, saved, wanted, cotangents):
     # gradients of the exchange; the sink's is that of whole rows
     run, grads = _EXCHANGES[operator].backward, {}
     if names:
-        grads = run(exchange, plan, alike, result, names, dout, dlse)
+        grads = run(exchange, plan, Residuals(alike, result, Wanted(names)), dout, dlse)
     if "sink" in wanted:
         delta = engine.delta(plan.options, alike, result, dout, dlse)
         grads["sink"] = engine.gradient_of_sink(alike.sink, result, delta)  # (7) of `ring.py`

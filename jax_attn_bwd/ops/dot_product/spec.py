@@ -6,7 +6,7 @@ Hv value head size. Public layout `[..., T, N, H]`; working layout `[..., K, G, 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -14,7 +14,7 @@ import jax
 
 from jax_attn_bwd._core import dropout, masks
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Array, Implementation, Integers
+from jax_attn_bwd._core.types import Array, DropoutKeywords, Implementation, Integers
 from jax_attn_bwd.ops.dot_product import mask as mask_fields
 from jax_attn_bwd.ops.dot_product.mask import Mask
 
@@ -180,7 +180,7 @@ class DotProductAttentionGrads(NamedTuple):
     mod_args: tuple[Any, ...] | None = None  # None also in the place of what is not floating
 
 
-class AttentionKeywords(TypedDict, total=False):
+class AttentionKeywords(DropoutKeywords, total=False):
     """Keywords of dense attention and of the layer around it that do not change what they return."""
 
     scale: float | None
@@ -193,10 +193,7 @@ class AttentionKeywords(TypedDict, total=False):
     query_positions: Integers | None
     key_value_positions: Integers | None
     logits_soft_cap: float | None
-    dropout_rate: float
-    dropout_key: jax.Array | None
     broadcast_dropout: bool
-    dropout_offset: Sequence[Any] | None
     precision: Any
     deterministic_sums: bool
     implementation: Implementation | None

@@ -6,7 +6,6 @@ and values have K heads, each for H / K of the query's, and values the width Dv.
 of W edges each: arrays are `[W, R, ...]` by edge and `[R, ...]` by the node that owns the group.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Required, TypedDict, get_args
 
@@ -15,7 +14,7 @@ import jax
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Activation, Array, Implementation
+from jax_attn_bwd._core.types import Activation, Array, DropoutKeywords, Implementation
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 ACTIVATIONS = get_args(Activation)
@@ -142,14 +141,11 @@ class EdgeKeywords(TypedDict, total=False):
     implementation: Implementation | None
 
 
-class _Keywords(EdgeKeywords, total=False):
+class _Keywords(EdgeKeywords, DropoutKeywords, total=False):
     num_heads: Required[int]
     edge: Array | None
     concat_heads: bool
-    dropout_rate: float
-    dropout_key: jax.Array | None
     dropout_mask: Array | None
-    dropout_offset: Sequence[Any] | None
 
 
 class GraphAttentionKeywords(_Keywords, total=False):
