@@ -22,6 +22,26 @@ MultiScaleDeformableAttention of mmcv and Hugging Face), and the same order of h
     Haiku             ~/name/w     [in, out]      ~/name/b
     Equinox           name.weight  [out, in]      name.bias
 
+Constructors take, beside what their framework's layers take:
+  * `num_heads` (8): M, the number of heads;
+  * the width C (256) of queries, values and output, a multiple of M, under the framework's name for it;
+  * `num_levels` (4): L;
+  * `num_points` (4): sampling points of a head on each level, P, or (P_1, ..., P_L);
+  * `padding_mode`, `method`, `deterministic_sums`, `implementation`, `forward_mode`: options of
+    `jax_attn_bwd.multi_scale_deformable_attention`, with its defaults;
+  * `use_4D_normalizer` (False): offsets from boxes are in pixels of their level times the box, as in DINO, in
+    place of boxes over the number of points;
+  * `offset_scale` (0.5): what offsets from boxes are multiplied by, the 1/2 of the sources;
+  * `projections` (True): False leaves out `value_proj` and `output_proj`, as D-FINE does: `value` is taken as
+    it is, and the output is that of the heads, side by side;
+  * `attention_fn`: what is called in the place of that operator, with its arguments: over a mesh, a `partial`
+    of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`;
+  * `deterministic` (None): the former name of `deterministic_sums`, deprecated.
+
+Layers start as in the source: offsets that point away from the reference point, one direction for each head
+and one pixel more for each point; equal weights; `value_proj` and `output_proj` Xavier-uniform. Offsets,
+locations and weights are computed in float32 or wider in any case.
+
 Shapes: ... batch, Q queries, S pixels of all levels, C width, M heads, L levels, P_l points of a head on
 level l, K = sum of P_l.
 
@@ -30,43 +50,60 @@ References:
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, secondary_calls
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
-from jax_attn_bwd.layers.weights import as_array
+from jax_attn_bwd.layers.torch_weights import as_array
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
 
 
+class Keywords(TypedDict, total=False):
+    """What a layer may be given by name, in every framework."""
+
+    num_levels: int
+    num_points: int | Sequence[int]
+    padding_mode: PaddingMode
+    method: SamplingMethod
+    deterministic_sums: bool
+    implementation: Implementation | None
+    forward_mode: bool
+    use_4D_normalizer: bool
+    offset_scale: float
+    projections: bool
+    attention_fn: Callable[..., jax.Array]
+    deterministic: bool | None
+
+
 @dataclass(frozen=True)
 class Options:
     """Holds the options of the operator."""
 
-    padding_mode: PaddingMode = "zeros"
-    method: SamplingMethod = "bilinear"
-    deterministic_sums: bool = True
-    implementation: Implementation | None = None
-    forward_mode: bool = False
-    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
+    padding_mode: PaddingMode
+    method: SamplingMethod
+    deterministic_sums: bool
+    implementation: Implementation | None
+    forward_mode: bool
+    attention_fn: Callable[..., jax.Array]  # called in its place
 
 
 @dataclass(frozen=True)
 class Form:
     """Tells in what the published modules differ."""
 
-    use_4D_normalizer: bool = False
-    offset_scale: float = 0.5
-    projections: bool = True
+    use_4D_normalizer: bool
+    offset_scale: float
+    projections: bool
 
 
 @dataclass(frozen=True)
@@ -94,39 +131,60 @@ class Linears(NamedTuple):
     output_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
 
 
-def configure(arguments: Mapping[str, Any], width: str) -> Config:
-    """Returns the checked configuration of a layer.
+def configure(width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any]) -> Config:
+    """Returns the configuration of a layer from its arguments, checked; `width` is the name that C has."""
+    given = secondary_calls.complete(f"{_NAME}.__init__", _configured, Keywords, keywords)
+    return _configured(width, C, num_heads, **given)
 
-    Args:
-      arguments: what the framework's constructor was given, by name.
-      width: the name that the width C has there.
-    """
+
+def _configured(
+    width: str,
+    C: int,
+    num_heads: int,
+    num_levels: int = 4,
+    num_points: Any = 4,
+    padding_mode: PaddingMode = "zeros",
+    method: SamplingMethod = "bilinear",
+    deterministic_sums: bool = True,
+    implementation: Implementation | None = None,
+    forward_mode: bool = False,
+    use_4D_normalizer: bool = False,
+    offset_scale: float = 0.5,
+    projections: bool = True,
+    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
+    deterministic: bool | None = None,
+) -> Config:
     # Heads and their width, and how many points a head has on each level.
-    num_heads = checks.integer(_NAME, "num_heads", arguments["num_heads"], least=1)
-    num_levels = checks.integer(_NAME, "num_levels", arguments["num_levels"], least=1)
-    C = checks.integer(_NAME, width, arguments[width], least=1)
+    num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
+    num_levels = checks.integer(_NAME, "num_levels", num_levels, least=1)
+    C = checks.integer(_NAME, width, C, least=1)
     if C % num_heads:
         expected = f"be a multiple of the {num_heads} heads"
         raise ValueError(checks.message(_NAME, width, expected, C))
-    points: Any = arguments["num_points"]
-    given = points if np.ndim(points) else (points,) * num_levels
-    if len(given) != num_levels:
+    each = num_points if np.ndim(num_points) else (num_points,) * num_levels
+    if len(each) != num_levels:
         expected = f"be a positive int, or one for each of the {num_levels} levels"
-        raise ValueError(checks.message(_NAME, "num_points", expected, repr(points)))
-    counts = tuple(checks.integer(_NAME, "num_points", P, least=1) for P in given)
+        raise ValueError(checks.message(_NAME, "num_points", expected, repr(num_points)))
+    counts = tuple(checks.integer(_NAME, "num_points", P, least=1) for P in each)
     # Options of the operator, and the form of the module.
-    sums = checks.repeatable_sums(_NAME, arguments["deterministic_sums"], arguments["deterministic"])
-    options = Options(**{x.name: arguments[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
-    checks.flag(_NAME, "forward_mode", options.forward_mode)
-    if not callable(options.attention_fn):
+    sums = checks.repeatable_sums(_NAME, deterministic_sums, deterministic)
+    checks.flag(_NAME, "forward_mode", forward_mode)
+    if not callable(attention_fn):
         expected = "be a function like multi_scale_deformable_attention"
-        raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
+        raise TypeError(checks.message(_NAME, "attention_fn", expected, type(attention_fn).__name__))
     form = Form(
-        checks.flag(_NAME, "use_4D_normalizer", arguments["use_4D_normalizer"]),
-        checks.python_float(_NAME, "offset_scale", arguments["offset_scale"]),
-        checks.flag(_NAME, "projections", arguments["projections"]),
+        checks.flag(_NAME, "use_4D_normalizer", use_4D_normalizer),
+        checks.python_float(_NAME, "offset_scale", offset_scale),
+        checks.flag(_NAME, "projections", projections),
     )
+    options = Options(padding_mode, method, sums, implementation, forward_mode, attention_fn)
     return Config(C, num_heads, counts, options, form)
+
+
+def offsets_init(config: Config) -> Callable[..., jax.Array]:
+    """Returns the initializer of the bias of `sampling_offsets`; its last argument is a dtype."""
+    bias = offsets_bias(config)
+    return lambda *like: jnp.asarray(bias, like[-1])
 
 
 def offsets_bias(config: Config) -> np.ndarray:

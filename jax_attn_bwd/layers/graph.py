@@ -15,8 +15,40 @@ Arguments and parameters have the names of PyTorch Geometric, whose kernels are 
     att_src, att_dst, att_edge, att    the same names, [H, C] where it has [1, H, C]
     bias                               the same name
 
-with <linear> one of lin, lin_src, lin_dst (GATConv); lin_l, lin_r (GATv2Conv); lin_key, lin_query, lin_value,
-lin_skip, lin_beta (TransformerConv); lin_edge, res. H heads, C channels of a head.
+with <linear> one of lin, for a pair lin_src and lin_dst (GATConv); lin_l, lin_r but with `share_weights`
+(GATv2Conv); lin_key, lin_query, lin_value, lin_skip with `root_weight`, lin_beta with `beta`
+(TransformerConv); lin_edge, att_edge with `edge_dim`; res with `residual`. H heads, C channels of a head.
+
+Constructors take, beside what their framework's layers take:
+  * `in_channels` (NNX and Equinox): the width of the nodes, or those (of sources, of destinations);
+  * `out_channels`: the width of a head, C;
+  * `heads` (1): the number of heads, H;
+  * `concat` (True): False takes the mean over heads;
+  * `dropout` (0.0): the probability of dropping an edge's weight;
+  * `edge_dim` (None): the width of edge features; None = no edge features;
+  * `bias` (True): whether to learn an additive bias; of TransformerConv, whether the linear layers of nodes
+    have one;
+  * `implementation` (None), `forward_mode` (False): options of `jax_attn_bwd.graph_attention`;
+  * GATConv and GATv2Conv: `negative_slope` (0.2), the slope of the leaky ReLU below 0; `residual` (False),
+    whether to add a linear layer of the destinations; `add_self_loops` (True), whether to attend along
+    `graph.with_self_loops()` instead, built at each call: set it False for nodes of two kinds, where source i
+    is not destination i; `fill_value` ("mean"), `edge_attr` of these loops: a number, or "mean", "add", "min"
+    or "max" of those into the node;
+  * GATv2Conv: `share_weights` (False), whether destinations use the linear layer of sources, `lin_l`;
+  * TransformerConv: `beta` (False), whether a learned gate mixes attention and skip connection, in place of
+    their sum; `root_weight` (True), whether to add a linear layer of the destinations; without it `beta` is
+    ignored.
+
+Calls take, beside how their framework tells of dropout:
+  * `x`: `[..., num_src, channels]`, any batch axes for one graph. The destinations are its first `num_dst`
+    rows, as in a sampled neighbourhood. Where they are other nodes (items that users rate), hand over a pair
+    (x_src, x_dst), which in linen and Haiku gets a linear layer for each side;
+  * `graph`: a `jax_attn_bwd.BipartiteCSC`, the edges from sources to destinations;
+  * `edge_attr`: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`;
+  * `return_attention_weights`: also return the weights.
+They return out `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`;
+with `return_attention_weights` also weights `[..., nnz, heads]`, in the caller's edge order, then those of
+the loops of `add_self_loops`. Shapes that disagree are a ValueError, arguments of the wrong kind a TypeError.
 
 GATConv and GATv2Conv attend along `graph.with_self_loops()`, as PyTorch Geometric's do by default: a
 checkpoint does not tell. That graph is built anew at each call, or trace, and of a traced graph at each run,
@@ -41,15 +73,15 @@ References:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, secondary_calls
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers.weights import from_torch as from_torch
+from jax_attn_bwd.layers.torch_weights import from_torch as from_torch
 from jax_attn_bwd.ops.graph import (
     BipartiteCSC,
     graph_attention,
@@ -61,6 +93,47 @@ from jax_attn_bwd.ops.graph.self_loops import FILLS, is_traced
 
 Linears = Mapping[str, Callable[[jax.Array], jax.Array]]
 Arrays = Mapping[str, jax.Array]
+Nodes = jax.Array | tuple[jax.Array, jax.Array]
+Result = jax.Array | tuple[jax.Array, jax.Array]
+
+
+class Keywords(TypedDict, total=False):
+    """What every layer may be given by name, in every framework."""
+
+    dropout: float
+    edge_dim: int | None
+    bias: bool
+    implementation: Implementation | None
+    forward_mode: bool
+
+
+class GATConvKeywords(Keywords, total=False):
+    """What `GATConv` may be given by name."""
+
+    negative_slope: float
+    residual: bool
+    add_self_loops: bool
+    fill_value: float | Fill
+
+
+class GATv2ConvKeywords(GATConvKeywords, total=False):
+    """What `GATv2Conv` may be given by name."""
+
+    share_weights: bool
+
+
+class TransformerConvKeywords(Keywords, total=False):
+    """What `TransformerConv` may be given by name."""
+
+    beta: bool
+    root_weight: bool
+
+
+_KEYWORDS: dict[str, Any] = {
+    "GATConv": GATConvKeywords,
+    "GATv2Conv": GATv2ConvKeywords,
+    "TransformerConv": TransformerConvKeywords,
+}
 
 
 @dataclass(frozen=True)
@@ -71,13 +144,13 @@ class Config:
     out_channels: int  # C
     heads: int  # H
     concat: bool
-    dropout: float
-    edge_dim: int | None
-    bias: bool
-    implementation: Implementation | None
+    dropout: float = 0.0
+    edge_dim: int | None = None
+    bias: bool = True
+    implementation: Implementation | None = None
     negative_slope: float = 0.2  # GATConv, GATv2Conv
     residual: bool = False  # GATConv, GATv2Conv
-    add_self_loops: bool = False  # GATConv, GATv2Conv, whose default is True
+    add_self_loops: bool = True  # GATConv, GATv2Conv
     fill_value: float | Fill = "mean"  # GATConv, GATv2Conv
     share_weights: bool = False  # GATv2Conv
     root_weight: bool = True  # TransformerConv
@@ -100,12 +173,17 @@ class Config:
 
     @classmethod
     def of(cls, kind: str, arguments: Mapping[str, Any]) -> "Config":
-        """Takes the arguments of a constructor by name, among them those of the framework alone."""
+        """Takes the arguments of a constructor by name, among them those of the framework alone.
+
+        Where a layer is built before it sees nodes, the keywords of every framework are its `options`.
+        """
         names = {field.name for field in fields(cls)} - {"kind"}
-        given = {name: x for name, x in arguments.items() if name in names}
+        given = dict(arguments)
         if "in_channels" in given:
+            allowed = _KEYWORDS[kind]
+            given |= secondary_calls.complete(f"{kind}.__init__", cls, allowed, given["options"])
             given["in_channels"] = channels(kind, given["in_channels"])
-        return cls(kind, **given)
+        return cls(kind, **{name: x for name, x in given.items() if name in names})
 
     @property
     def width(self) -> int:
@@ -193,7 +271,7 @@ def attend(
     graph = check_graph(config.kind, graph)
     x_src, x_dst = _nodes(config, x, graph)
     edge_attr = _edges(config, edge_attr, graph)
-    if config.add_self_loops:
+    if config.kind != "TransformerConv" and config.add_self_loops:
         graph, edge_attr = _with_self_loops(config, graph, edge_attr)
     # The operator is called with projected nodes, and what skips it is added.
     options: dict[str, Any] = dict(

@@ -4,7 +4,7 @@ from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.equinox.deformable import MultiScaleDeformableAttention
 from jax_attn_bwd.layers.equinox.graph import GATConv, GATv2Conv, TransformerConv
 from jax_attn_bwd.layers.equinox.multi_head import MultiHeadAttention, MultiheadAttention
-from jax_attn_bwd.layers.equinox.weights import load_torch
+from jax_attn_bwd.layers.equinox.torch_weights import load_torch
 from jax_attn_bwd.layers.multi_head import KeyValueCache
 
 __all__ = [

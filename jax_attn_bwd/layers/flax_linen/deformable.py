@@ -17,32 +17,16 @@ from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 class MultiScaleDeformableAttention(nn.Module):
     """Deformable-DETR's attention: each query looks at a few points of each feature map.
 
-    Starts as in the source: offsets that point away from the reference point, one direction for each
-    head and one pixel more for each point; equal weights; `value_proj` and `output_proj` Xavier-uniform.
-
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each with `kernel` and
-    `bias`. `load_torch` takes those of a published checkpoint, see `jax_attn_bwd.layers.deformable`.
+    `bias`.
 
     Attributes:
-      num_heads: M.
-      features: C, width of queries, values and output; a multiple of M.
-      num_levels: L.
-      num_points: sampling points of a head on each level, P, or a tuple (P_1, ..., P_L).
-      dtype: dtype of the computation; None infers it from inputs and parameters. Offsets, locations and
-        weights are computed in float32 or wider in any case.
+      num_heads, features: M and C; these and those that follow `kernel_init`, with `num_levels` and
+        `num_points`, see in `jax_attn_bwd.layers.deformable`.
+      dtype: dtype of the computation; None infers it from inputs and parameters.
       param_dtype: dtype of the parameters.
       precision: precision of the four matrix products.
       kernel_init: initializer of `value_proj` and `output_proj`.
-      padding_mode, method, deterministic_sums, implementation, forward_mode: options of
-        `jax_attn_bwd.multi_scale_deformable_attention`.
-      use_4D_normalizer: offsets from boxes are in pixels of their level times the box, as in DINO, in place
-        of boxes over the number of points.
-      offset_scale: what offsets from boxes are multiplied by, the 1/2 of the sources.
-      projections: False leaves out `value_proj` and `output_proj`, as D-FINE does: `value` is taken as it
-        is, and the output is that of the heads, side by side.
-      attention_fn: what is called in the place of that operator, with its arguments: over a mesh, a
-        `partial` of `jax_attn_bwd.parallel.sharded_multi_scale_deformable_attention`.
-      deterministic: the former name of `deterministic_sums`, deprecated.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -76,16 +60,13 @@ class MultiScaleDeformableAttention(nn.Module):
 
     def setup(self) -> None:
         """Makes the four linear layers."""
-        config = deformable.configure(vars(self), width="features")
-        bias = deformable.offsets_bias(config)
+        given = {name: getattr(self, name) for name in deformable.Keywords.__annotations__}
+        self.config = config = deformable.configure("features", self.features, self.num_heads, given)
         dense = partial(nn.Dense, param_dtype=self.param_dtype, precision=self.precision)
         zeros = partial(dense, dtype=deformable.offsets_dtype(self.dtype), kernel_init=nn.initializers.zeros)
-        self.config = config
-        self.sampling_offsets = zeros(
-            2 * config.samples, bias_init=lambda key, shape, dtype: jnp.asarray(bias, dtype)
-        )
+        self.sampling_offsets = zeros(2 * config.samples, bias_init=deformable.offsets_init(config))
         self.attention_weights = zeros(config.samples)
-        if self.projections:
+        if config.form.projections:
             self.value_proj, self.output_proj = (
                 dense(self.features, dtype=self.dtype, kernel_init=self.kernel_init) for _ in range(2)
             )

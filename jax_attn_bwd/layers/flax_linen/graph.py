@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers.graph import Config, array_shapes, attend, linear_layers
+from jax_attn_bwd.layers.graph import Config, Nodes, Result, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
@@ -32,52 +32,36 @@ class _Conv(nn.Module):
     # fmt: off
     @overload
     def __call__(
-        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[False] = False,
-        deterministic: bool | None = None,
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        deterministic: bool | None = None, return_attention_weights: Literal[False] = False
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None, *, return_attention_weights: Literal[True],
-        deterministic: bool | None = None,
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        deterministic: bool | None = None, return_attention_weights: Literal[True]
     ) -> tuple[jax.Array, jax.Array]: ...
     @overload
     def __call__(
-        self, x: jax.Array | tuple[jax.Array, jax.Array], graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None, *, return_attention_weights: bool,
-        deterministic: bool | None = None,
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        deterministic: bool | None = None, return_attention_weights: bool
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
     @nn.compact
     def __call__(
         self,
-        x: jax.Array | tuple[jax.Array, jax.Array],
+        x: Nodes,
         graph: BipartiteCSC,
         edge_attr: jax.Array | None = None,
         *,
         deterministic: bool | None = None,
         return_attention_weights: bool = False,
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """Attends.
+    ) -> Result:
+        """Attends; see `jax_attn_bwd.layers.graph` for arguments and results.
 
         Args:
-          x: `[..., num_src, channels]`, any batch axes for one graph. The destinations are its first
-            `num_dst` rows, as in a sampled neighbourhood. Where they are other nodes (items that users
-            rate), hand over a pair (x_src, x_dst), which gets a linear layer for each side.
-          graph: the edges, from sources to destinations.
-          edge_attr: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`.
+          x, graph, edge_attr, return_attention_weights: as there.
           deterministic: True = no dropout; None takes the attribute. With dropout one of the two must be
             given, and an rng "dropout" where it is False.
-          return_attention_weights: also return the weights.
-
-        Returns:
-          out: `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`.
-          weights: `[..., nnz, heads]`, with `return_attention_weights`, in the caller's edge order, then
-            those of the loops of `add_self_loops`.
-
-        Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
         # The parameters, made where there are none yet.
         config = Config.of(self.kind, vars(self))
@@ -110,29 +94,15 @@ class _Conv(nn.Module):
 class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
-    Parameters: `lin` (or for a pair `lin_src` and `lin_dst`), `att_src`, `att_dst`, `bias`; `lin_edge` and
-    `att_edge` with `edge_dim`; `res` with `residual`. `load_torch` takes those of PyTorch Geometric; for
-    differences see `jax_attn_bwd.layers.graph`.
-
     Attributes:
-      out_channels: width of a head.
-      heads: number of heads.
-      concat: False takes the mean over heads.
-      dropout: probability of dropping an edge's weight.
-      edge_dim: width of edge features; None = no edge features.
-      bias: whether to learn an additive bias.
+      out_channels, heads, concat, dropout, edge_dim, bias, implementation, forward_mode, negative_slope,
+        residual, add_self_loops, fill_value: see `jax_attn_bwd.layers.graph`, which also tells the
+        parameters, what a call takes, and the differences from PyTorch Geometric.
       deterministic: True = no dropout; may be given at the call instead. (Sums repeat bit for bit anyway.)
       dtype: dtype of the computation; None infers it from inputs and parameters.
       param_dtype: dtype of the parameters.
       precision: precision of the linear layers.
       kernel_init: initializer of the linear layers and the attention vectors.
-      implementation, forward_mode: options of `jax_attn_bwd.graph_attention`.
-      negative_slope: slope of the leaky ReLU below 0.
-      residual: whether to add a linear layer of the destinations.
-      add_self_loops: whether to attend along `graph.with_self_loops()` instead, built at each call; see
-        `jax_attn_bwd.layers.graph`. Set it False for nodes of two kinds: source i is not destination i.
-      fill_value: `edge_attr` of these loops: a number, or "mean", "add", "min" or "max" of those into
-        the node.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -156,14 +126,7 @@ class GATConv(_Conv):
 class GATv2Conv(_Conv):
     """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
 
-    Parameters: `lin_l`, `lin_r` (none with `share_weights`), `att`, `bias`; `lin_edge` with `edge_dim`;
-    `res` with `residual`. `load_torch` takes those of PyTorch Geometric.
-
-    Attributes:
-      out_channels, heads, concat, dropout, edge_dim, bias, deterministic, dtype, param_dtype, precision,
-        kernel_init, implementation, forward_mode, negative_slope, residual, add_self_loops, fill_value: as in
-        `GATConv`.
-      share_weights: whether destinations use the linear layer of sources, `lin_l`.
+    All as in `GATConv`, with the attribute `share_weights`.
     """
 
     negative_slope: float = 0.2
@@ -178,15 +141,7 @@ class GATv2Conv(_Conv):
 class TransformerConv(_Conv):
     """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
 
-    Parameters: `lin_key`, `lin_query`, `lin_value`, `lin_skip` (with `root_weight`), `lin_beta` (with
-    `beta`), `lin_edge` (with `edge_dim`). `load_torch` takes those of PyTorch Geometric.
-
-    Attributes:
-      out_channels, heads, concat, dropout, edge_dim, deterministic, dtype, param_dtype, precision,
-        kernel_init, implementation, forward_mode: as in `GATConv`.
-      bias: whether the linear layers of nodes have one.
-      beta: whether a learned gate mixes attention and skip connection, in place of their sum.
-      root_weight: whether to add a linear layer of the destinations; without it `beta` is ignored.
+    All as in `GATConv`, but that it has `beta` and `root_weight` in the place of what follows `forward_mode`.
     """
 
     beta: bool = False

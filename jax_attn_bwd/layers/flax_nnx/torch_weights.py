@@ -5,20 +5,15 @@ from typing import Any
 
 from flax import nnx
 
-from jax_attn_bwd.layers.weights import loaded
+from jax_attn_bwd.layers.torch_weights import loaded
 
 
 def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") -> None:
     """Sets the parameters of `layer` to the values of a PyTorch module, in their dtypes.
 
-    Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. A checkpoint does not tell whether a
-    GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
-
     Args:
       layer: built with the options of the PyTorch module.
-      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
-      prefix: what stands before these names, with the dot: "convs.0.".
+      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
 
     Raises:
       ValueError: names or shapes in `state` are not those of the layer, or `prefix` does not end with a dot.

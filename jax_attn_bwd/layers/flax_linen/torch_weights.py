@@ -3,21 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jax_attn_bwd.layers.weights import loaded
+from jax_attn_bwd.layers.torch_weights import loaded
 
 
 def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`params` of one layer with the values of a PyTorch module.
 
-    Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. A checkpoint does not tell whether a
-    GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
-
     Args:
       params: parameters of the layer, `variables["params"]` of its `init` or the part of a model's that has
         its name; `jax.eval_shape` of them will do.
-      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
-      prefix: what stands before these names, with the dot: "convs.0.".
+      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
 
     Returns:
       A tree like `params`, in its dtypes.

@@ -1,45 +1,21 @@
-"""Weights of the layers of Equinox: initial ones, and those of PyTorch modules."""
+"""Weights of PyTorch modules for the layers of Equinox."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 
-from jax_attn_bwd.layers.weights import loaded
+from jax_attn_bwd.layers.torch_weights import loaded
 
 Layer = TypeVar("Layer", bound=eqx.Module)
-XAVIER = jax.nn.initializers.xavier_uniform()
-
-
-def linear(
-    width: int,
-    out: int,
-    *,
-    key: jax.Array,
-    dtype: Any,
-    init: Callable[..., jax.Array] = XAVIER,
-    bias: Any = 0.0,
-) -> eqx.nn.Linear:
-    """Returns a linear layer with weights from `init` and a constant `bias`, None = none."""
-    layer = eqx.nn.Linear(width, out, use_bias=bias is not None, dtype=dtype, key=key)
-    dtype = layer.weight.dtype
-    layer = eqx.tree_at(lambda layer: layer.weight, layer, init(key, (out, width), dtype))
-    return layer if bias is None else eqx.tree_at(lambda layer: layer.bias, layer, jnp.full(out, bias, dtype))
 
 
 def load_torch(layer: Layer, state: Mapping[str, Any], prefix: str = "") -> Layer:
     """`layer` with the values of a PyTorch module.
 
-    Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. A checkpoint does not tell whether a
-    GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
-
     Args:
       layer: built with the options of the PyTorch module.
-      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
-      prefix: what stands before these names, with the dot: "convs.0.".
+      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
 
     Returns:
       A layer like `layer`, in its dtypes. For a layer inside a model `equinox.tree_at` puts it there.

@@ -1,4 +1,16 @@
-"""Weights of PyTorch modules for the layers of this package, by the names and shapes in their state dicts."""
+"""Weights of PyTorch modules for the layers of this package, by the names and shapes in their state dicts.
+
+`load_torch` of a framework puts them into a layer that is built with the options of the PyTorch module: a
+`GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or a deformable attention of
+Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. It takes
+
+  * `state`: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
+  * `prefix`: what stands before these names, with the dot: "convs.0."
+
+and keeps the dtypes of the layer. Names or shapes that are not those of the layer, or a prefix that does not
+end with a dot, are a ValueError. A checkpoint does not tell whether a GAT layer adds self-loops: it does,
+here as there, unless it is built with `add_self_loops=False`.
+"""
 
 from collections.abc import Mapping
 from typing import Any

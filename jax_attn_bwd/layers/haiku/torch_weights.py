@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd.layers.weights import loaded
+from jax_attn_bwd.layers.torch_weights import loaded
 
 _NAMES = {"w": "kernel", "b": "bias"}
 
@@ -14,15 +14,10 @@ def load_torch(
 ) -> dict[str, Any]:
     """`params` of a model with the values of a PyTorch module in one of its layers.
 
-    Of a `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or of a deformable attention of
-    Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. A checkpoint does not tell whether a
-    GAT layer adds self-loops: it does, here as there, unless it is built with `add_self_loops=False`.
-
     Args:
       params: parameters of the whole model, as its `init` gives them; `jax.eval_shape` of them will do.
       module: the name of the layer in them, such as "gat_conv" or "encoder/~/gat_conv_1".
-      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
-      prefix: what stands before these names, with the dot: "convs.0.".
+      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
 
     Returns:
       A dict like `params`, in its dtypes, whose other layers are as they were.
