@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jax_attn_bwd._core import checks, dropout, masks
 from jax_attn_bwd._core.rotary import Rotary, checked
 from jax_attn_bwd._core.types import Implementation
-from jax_attn_bwd.layers.multi_head import flax_mask, is_unset, promote, rotated
+from jax_attn_bwd.layers.multi_head import AttentionKeywords, Tokens, flax_mask, is_unset, promote, rotated
 from jax_attn_bwd.ops.dot_product import arguments, dot_product_attention, engine
 
 _NAME, _CONFIGURED = "attention_fn", "configured_attention_fn"
@@ -286,28 +286,20 @@ def _sow(module: Any, weights: jax.Array) -> None:
         raise TypeError(checks.message(_NAME, "module", expected, type(module).__name__))
 
 
+class ConfiguredKeywords(AttentionKeywords, Tokens, total=False):
+    """Lists what `configured_attention_fn` may be given; None leaves it to the layer."""
+
+    bias: jax.Array | None
+    is_causal: bool | None
+    input_positions: jax.Array | None
+    rope: Callable[[jax.Array, jax.Array | None], jax.Array] | None
+    deterministic_sums: bool | None
+    forward_mode: bool | None
+    implementation: Implementation | None
+
+
 def configured_attention_fn(
-    attention_fn: Callable[..., jax.Array] = attention_fn,
-    *,
-    bias: jax.Array | None = None,
-    is_causal: bool | None = None,
-    input_positions: jax.Array | None = None,
-    rope: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
-    rotary: Rotary | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
-    logits_soft_cap: float | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mod_args: tuple[Any, ...] = (),
-    deterministic_sums: bool | None = None,
-    forward_mode: bool | None = None,
-    implementation: Implementation | None = None,
+    attention_fn: Callable[..., jax.Array] = attention_fn, **options: Unpack[ConfiguredKeywords]
 ) -> Callable[..., jax.Array]:
     """`attention_fn` for Flax's layers with options that hold, whatever the layer passes.
 
@@ -361,17 +353,19 @@ def configured_attention_fn(
       >>> bool((layer(x)[:, :3] == layer(x.at[:, 3:].set(0.0))[:, :3]).all())
       True
     """
-    options = {name: x for name, x in locals().items() if name != "attention_fn" and not is_unset(x)}
+    for name in options.keys() - ConfiguredKeywords.__optional_keys__:
+        raise TypeError(f"{_CONFIGURED}() got an unexpected keyword argument {name!r}")
+    given: dict[str, Any] = {name: x for name, x in options.items() if not is_unset(x)}
     if not callable(attention_fn):
         expected = "be a function like jax_attn_bwd.attention_fn"
         raise TypeError(checks.message(_CONFIGURED, "attention_fn", expected, type(attention_fn).__name__))
-    for name in {"is_causal", "deterministic_sums", "forward_mode"} & options.keys():
-        options[name] = checks.flag(_CONFIGURED, name, options[name])
-    masks.window(_CONFIGURED, local_window_size)
-    for name in options.keys() - inspect.signature(attention_fn).parameters.keys():
+    for name in {"is_causal", "deterministic_sums", "forward_mode"} & given.keys():
+        given[name] = checks.flag(_CONFIGURED, name, given[name])
+    masks.window(_CONFIGURED, given.get("local_window_size"))
+    for name in given.keys() - inspect.signature(attention_fn).parameters.keys():
         expected, remedy = "be left out: attention_fn does not take it", "configure jax_attn_bwd.attention_fn"
-        raise TypeError(checks.message(_CONFIGURED, name, expected, repr(options[name]), remedy))
-    return _Configured(attention_fn, options)
+        raise TypeError(checks.message(_CONFIGURED, name, expected, repr(given[name]), remedy))
+    return _Configured(attention_fn, given)
 
 
 @dataclass(frozen=True, eq=False)

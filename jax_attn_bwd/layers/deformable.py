@@ -69,7 +69,7 @@ _NAME = "MultiScaleDeformableAttention"
 
 
 class Keywords(TypedDict, total=False):
-    """What a layer may be given by name, in every framework."""
+    """Lists what a layer may be given by name, in every framework."""
 
     num_levels: int
     num_points: int | Sequence[int]

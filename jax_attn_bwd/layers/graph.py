@@ -98,7 +98,7 @@ Result = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class Keywords(TypedDict, total=False):
-    """What every layer may be given by name, in every framework."""
+    """Lists what every layer may be given by name, in every framework."""
 
     dropout: float
     edge_dim: int | None
@@ -108,7 +108,7 @@ class Keywords(TypedDict, total=False):
 
 
 class GATConvKeywords(Keywords, total=False):
-    """What `GATConv` may be given by name."""
+    """Lists what `GATConv` may be given by name."""
 
     negative_slope: float
     residual: bool
@@ -117,13 +117,13 @@ class GATConvKeywords(Keywords, total=False):
 
 
 class GATv2ConvKeywords(GATConvKeywords, total=False):
-    """What `GATv2Conv` may be given by name."""
+    """Lists what `GATv2Conv` may be given by name."""
 
     share_weights: bool
 
 
 class TransformerConvKeywords(Keywords, total=False):
-    """What `TransformerConv` may be given by name."""
+    """Lists what `TransformerConv` may be given by name."""
 
     beta: bool
     root_weight: bool

@@ -20,9 +20,37 @@ For frameworks that have no cache of their own (Haiku, Equinox) `decode` does a 
 
 That cache holds keys before the rotation: rows that begin at different places tell positions at each call.
 
+Layers are built from the arguments of their framework's, and `Keywords`:
+  * `local_window_size`: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
+    t is the index in the cache;
+  * `logits_soft_cap`: c > 0; the scaled logits become `c * tanh(logits / c)`;
+  * `mask_mod`, `score_mod`: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
+    (`jax_attn_bwd.mods` has named ones); what they read is told at the call; in decoding a row is an index in
+    the cache;
+  * `rotary`: a `jax_attn_bwd.Rotary`, which turns projected queries and keys by their positions,
+    `query_positions` and `key_value_positions` of the call or the indices; in decoding the index in the
+    cache;
+  * `deterministic_sums` (True): False lets a kernel add in any order where that is faster;
+  * `implementation`: that of `jax_attn_bwd.dot_product_attention`;
+  * `forward_mode` (False): also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written
+    rule; an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`;
+  * `is_causal` (False; in NNX told at the call): a query sees keys up to its own index; no mask is formed;
+  * `save` ("inputs"): what the backward keeps beside the inputs, "inputs" (nothing), "qkv" or "probs", as in
+    `jax_attn_bwd.multi_head_attention`, where that runs.
+
+Calls take the arguments of their framework's, and `Tokens`, as in `jax_attn_bwd.dot_product_attention`:
+  * `query_seq_lengths`, `key_value_seq_lengths`: `[...]`;
+  * `query_segment_ids`, `key_value_segment_ids`, `query_positions`, `key_value_positions`: `[..., T]`,
+    `[..., S]`. In decoding the keys are those of the cache, and a query's position is its index there, unless
+    it is given. An `attention_fn` of the caller's is handed those that are given;
+  * `mod_args`: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
+Of a mask True attends; where it may be of numbers, what is not 0 attends, and floating values other than 0
+and 1 are an error where they are known, not where they are traced. Shapes that disagree are a ValueError, as
+a full cache is (NaN where that is traced); arguments of the wrong kind, as an additive mask, a TypeError.
+
 The names of parameters stand in each framework's own `multi_head.py`. A layer of another framework (the
-shortest to follow is Haiku's) declares `OPTIONS` and the arguments of `Tokens` in its own manner, makes
-`MultiHeadAttentionParams`, and hands all that to `attend`.
+shortest to follow is Haiku's) makes `MultiHeadAttentionParams`, and hands them to `attend` with `Keywords`
+and `Tokens`.
 
 Shapes: ... batch, T queries, S keys, N heads, K key heads, H and Hv their sizes, Eq Ek Ev Eo widths, L tokens
 that a cache has room for.
@@ -37,64 +65,91 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, secondary_calls
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.rotary import Rotary, checked, rotate
+from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, multi_head_attention
 
-# What every layer has beside the options of its framework, and its default; `attention_fn` takes all these.
-OPTIONS = {
-    "local_window_size": None,
-    "logits_soft_cap": None,
-    "mask_mod": None,
-    "score_mod": None,
-    "rotary": None,
-    "deterministic_sums": True,
-    "implementation": None,
-    "forward_mode": False,
-}
+
+class AttentionKeywords(TypedDict, total=False):
+    """What a layer, or the attention function of one, may be given; None leaves it out."""
+
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    mask_mod: Callable[..., Any] | None
+    score_mod: Callable[..., Any] | None
+    rotary: Rotary | None
 
 
-class Tokens(TypedDict):
-    """Holds what a call tells of its tokens, in every framework by these names; None and () = nothing."""
+class Keywords(AttentionKeywords, total=False):
+    """Lists what every layer may be given beside what its framework has; `attention_fn` takes all these."""
 
-    query_seq_lengths: Any
-    key_value_seq_lengths: Any
-    query_segment_ids: Any
-    key_value_segment_ids: Any
-    query_positions: Any
-    key_value_positions: Any
+    deterministic_sums: bool
+    implementation: Implementation | None
+    forward_mode: bool
+
+
+class CacheTokens(TypedDict, total=False):
+    """Lists what a step of decoding may tell of the new tokens, and of those in the cache."""
+
+    key_value_seq_lengths: jax.Array | None
+    query_segment_ids: jax.Array | None
+    key_value_segment_ids: jax.Array | None
+    query_positions: jax.Array | None
+    key_value_positions: jax.Array | None
     mod_args: tuple[Any, ...]
 
 
-def tokens_of(arguments: Mapping[str, Any]) -> Tokens:
-    """Returns what the `arguments` of a call, by name, tell of its tokens."""
-    found: Any = {name: arguments[name] for name in Tokens.__annotations__}
-    return found
+class Tokens(CacheTokens, total=False):
+    """Lists what a call may tell of its tokens, in every framework by these names; None and () = nothing."""
+
+    query_seq_lengths: jax.Array | None
 
 
-def options_of(layer: Any) -> dict[str, Any]:
-    """Returns the `OPTIONS` that a layer holds as attributes."""
-    return {name: getattr(layer, name) for name in OPTIONS}
+def complete(call: str, allowed: Any, given: Any) -> Any:
+    """Returns the keywords that a `call` was given, and the defaults of the others that are `allowed`."""
+    return secondary_calls.complete(call, multi_head_attention, allowed, given)
+
+
+_DEFAULTS = complete("", Keywords, {})
+OPTIONS: dict[str, Any] = {name: _DEFAULTS[name] for name in Keywords.__annotations__}
+
+
+def options_of(layer: Any, *more: str) -> dict[str, Any]:
+    """Returns the `OPTIONS` that a layer holds as attributes, and `more` of these."""
+    return {name: getattr(layer, name) for name in (*OPTIONS, *more)}
 
 
 def attend(
     params: MultiHeadAttentionParams,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    inputs: tuple[jax.Array, jax.Array, jax.Array],
     *,
     dtype: Any = None,
+    dropout_rate: float,
+    dropout_key: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Calls `multi_head_attention` in one dtype: `dtype`, or what inputs and parameters promote to."""
-    arrays = promote(dtype, query, key, value, *params)
-    params = MultiHeadAttentionParams(*arrays[3:])
+    """Calls `multi_head_attention` in one dtype: `dtype`, or what inputs and parameters promote to.
+
+    `inputs` are query, key and value; `dropout_key` None means no dropout.
+    """
+    (query, key, value), arrays = inputs, promote(dtype, *inputs, *params)
     # An array given twice is kept once.
     k = None if key is query else arrays[1]
     v = None if value is key else arrays[2]
+    params = MultiHeadAttentionParams(*arrays[3:])
+    options |= dict(dropout_rate=0.0 if dropout_key is None else dropout_rate, dropout_key=dropout_key)
     return multi_head_attention(params, arrays[0], k, v, **options)
+
+
+def inputs_of(
+    query: jax.Array, key: jax.Array | None, value: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns query, key and value; None stands for the one before."""
+    key = query if key is None else key
+    return query, key, key if value is None else value
 
 
 def promote(dtype: Any, *arrays: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """`configured_attention_fn`: what is bound holds, whatever a framework passes."""
 
 import copy
-import inspect
 import math
 import pickle
 from functools import partial
@@ -19,6 +18,7 @@ nnx = pytest.importorskip("flax.nnx")
 nn = pytest.importorskip("flax.linen")
 
 from jax_attn_bwd.layers import flax_linen, flax_nnx  # noqa: E402
+from jax_attn_bwd.layers.attention_fn import ConfiguredKeywords  # noqa: E402
 
 N, T, E = 2, 6, 8
 CAUSAL = configured_attention_fn(is_causal=True)
@@ -67,11 +67,7 @@ def test_every_option_holds_and_has_its_gradient():
         logits_soft_cap=3.0, mask_mod=mods.document, mod_args=(ids,), deterministic_sums=False,
         implementation="xla", forward_mode=True,
     )  # fmt: skip
-    taken = {
-        n
-        for n, p in inspect.signature(configured_attention_fn).parameters.items()
-        if p.kind is p.KEYWORD_ONLY
-    }
+    taken = ConfiguredKeywords.__optional_keys__
     assert taken - options.keys() == {"input_positions", "rope", "score_mod"}
     nothing = {n: () if n == "mod_args" else None for n in options} | {"is_causal": False}
     expected = attention_fn(q, k, v, **options)

@@ -201,12 +201,7 @@ def mha_gat_n2n_efeat_bwd(
 
     Returns:
       MhaGatEfeatGrads, whose gradients have the shapes and dtypes that `mha_gat_n2n_bwd` gives them; or None.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated.
-
-    Raises:
-      ValueError, TypeError: under the conditions of the forward.
+      They may be differentiated in turn; errors are those of the forward.
 
     Example:
       >>> import jax.numpy as jnp

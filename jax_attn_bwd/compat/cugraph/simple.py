@@ -104,13 +104,8 @@ def mha_simple_n2n_bwd(
         the forward.
 
     Returns:
-      MhaSimpleGrads, each with its argument's shape and dtype; None = refused, or no such argument.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated.
-
-    Raises:
-      ValueError, TypeError: under the conditions of the forward.
+      MhaSimpleGrads, each with its argument's shape and dtype; None = refused, or no such argument. They may
+      be differentiated in turn; errors are those of the forward.
 
     Example:
       >>> import jax.numpy as jnp

@@ -78,10 +78,9 @@ class _Conv(eqx.Module):
         inference: bool | None = None,
         return_attention_weights: bool = False,
     ) -> Result:
-        """Attends; see `jax_attn_bwd.layers.graph` for arguments and results.
+        """Attends; arguments and results, but `key` and `inference`, see in `jax_attn_bwd.layers.graph`.
 
         Args:
-          x, graph, edge_attr, return_attention_weights: as there.
           key: a PRNG key for dropout; not needed without it.
           inference: True = no dropout; None takes the attribute, which `equinox.nn.inference_mode` sets.
         """

@@ -1,7 +1,7 @@
 """Multi-head attention as an Equinox module."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -10,17 +10,8 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
-from jax_attn_bwd.layers.multi_head import (
-    OPTIONS,
-    KeyValueCache,
-    attend,
-    boolean_mask,
-    decode,
-    options_of,
-    promote,
-    rotated,
-    tokens_of,
-)
+from jax_attn_bwd.layers import multi_head
+from jax_attn_bwd.layers.multi_head import KeyValueCache
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
@@ -80,25 +71,15 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
         Args:
           num_heads, query_size, ...: all of `equinox.nn.MultiheadAttention`, by position or by name.
-          is_causal: a query sees keys up to its own index; no mask is formed.
-          local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
-          logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
-          mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
-            (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
-          rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, those of the
-            call or the indices; in place of `process_heads` with `equinox.nn.RotaryPositionalEmbedding`.
+          is_causal, save, and what stands between them: see `jax_attn_bwd.layers.multi_head`, which also
+            tells what a call takes. `rotary` stands in the place of `process_heads` with
+            `equinox.nn.RotaryPositionalEmbedding`; `deterministic` is Equinox's older name for `inference`.
           precision: precision of all matrix products; None follows `jax_default_matmul_precision`.
             Projections other than `equinox.nn.Linear`, or around `process_heads`, have their own.
-          deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
-            Equinox's older name for `inference`: no dropout.)
-          save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
-            `jax_attn_bwd.multi_head_attention`, where that runs.
-          implementation: option of `jax_attn_bwd.dot_product_attention`.
-          forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
         """
         arguments = locals()
         super().__init__(checks.integer(_NAME, "num_heads", num_heads, least=1), *args, **kwargs)
-        for name in (*OPTIONS, "is_causal", "save"):
+        for name in (*multi_head.OPTIONS, "is_causal", "save"):
             setattr(self, name, arguments[name])
         # A pair of Python ints: `filter_jit` compares it with the windows of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
@@ -116,13 +97,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic: bool | None = None,
         process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
         bias: jax.Array | None = None,
-        query_seq_lengths: jax.Array | None = None,
-        key_value_seq_lengths: jax.Array | None = None,
-        query_segment_ids: jax.Array | None = None,
-        key_value_segment_ids: jax.Array | None = None,
-        query_positions: jax.Array | None = None,
-        key_value_positions: jax.Array | None = None,
-        mod_args: tuple[Any, ...] = (),
+        **tokens: Unpack[multi_head.Tokens],
     ) -> jax.Array:
         """Attends like Equinox's layer, with a bias and what tells sequences apart.
 
@@ -136,18 +111,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           deterministic: Equinox's older name for `inference`.
           process_heads: from query, key and value heads, `[T or S, N, size]`, to others of the same shapes.
           bias: broadcasts to `[N, T, S]`, floating; added to the logits.
-          query_seq_lengths, key_value_seq_lengths: ints; query_segment_ids, key_value_segment_ids,
-            query_positions, key_value_positions: `[T]`, `[S]`: as in `jax_attn_bwd.dot_product_attention`.
-          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
-            Under `jax.vmap` each entry of the batch is its number 0: map over what differs between them.
+          tokens: see `jax_attn_bwd.layers.multi_head`, here without batch axes. Under `jax.vmap` functions
+            see each entry of the batch as its number 0: map over what differs between them.
 
         Returns:
           `[T, output_size]`.
-
-        Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as a float mask.
         """
-        tokens = tokens_of(locals())
+        tokens = multi_head.complete("MultiheadAttention.__call__", multi_head.Tokens, tokens)
         if query.ndim != 2:
             expected, remedy = "have shape [T, query_size]", "for a batch use jax.vmap"
             raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
@@ -161,19 +131,14 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             raise ValueError(checks.message(_NAME, "key", expected, None, remedy))
         mask = None if mask is None else self._mask(mask, query.shape[0], key_.shape[0])
         # One rule for the whole layer.
-        options: dict[str, Any] = {**tokens, **options_of(self)}
+        options: dict[str, Any] = {**tokens, **multi_head.options_of(self, "is_causal", "precision")}
         rotary = options.pop("rotary")
-        options |= dict(
-            mask=mask,
-            bias=bias,
-            is_causal=self.is_causal,
-            precision=self.precision,
-            dropout_rate=self.dropout.p if drops else 0.0,
-            dropout_key=key if drops else None,
-        )
+        key = key if drops else None
+        options |= dict(mask=mask, bias=bias, dropout_rate=self.dropout.p if drops else 0.0, dropout_key=key)
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if process_heads is None and all(type(x) is eqx.nn.Linear for x in linears):
-            return attend(self._params(), query, key_, value, save=self.save, rotary=rotary, **options)
+            options |= {"save": self.save, "rotary": rotary}
+            return multi_head.attend(self._params(), (query, key_, value), **options)
         # With other projections, or a function between, the pieces run one after the other.
         inputs = zip(linears, (query, key_, value), strict=False)
         heads = tuple(self._project(linear, x) for linear, x in inputs)
@@ -183,8 +148,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             if [x.shape for x in heads] != shapes:
                 got = [x.shape for x in heads]
                 raise ValueError(checks.message(_NAME, "process_heads", f"keep the shapes {shapes}", got))
-        q, k, v = promote(None, *heads)
-        q, k = rotated(_NAME, rotary, q, k, query_positions, key_value_positions)
+        q, k, v = multi_head.promote(None, *heads)
+        positions = tokens["query_positions"], tokens["key_value_positions"]
+        q, k = multi_head.rotated(_NAME, rotary, q, k, *positions)
         out = dot_product_attention(q, k, v, **options)
         return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
 
@@ -219,12 +185,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         mask: jax.Array | None = None,
         *,
         bias: jax.Array | None = None,
-        key_value_seq_lengths: jax.Array | None = None,
-        query_segment_ids: jax.Array | None = None,
-        key_value_segment_ids: jax.Array | None = None,
-        query_positions: jax.Array | None = None,
-        key_value_positions: jax.Array | None = None,
-        mod_args: tuple[Any, ...] = (),
+        **tokens: Unpack[multi_head.CacheTokens],
     ) -> tuple[jax.Array, KeyValueCache]:
         """The next T tokens of a sequence, of which `cache` has those before: causal, without dropout.
 
@@ -236,9 +197,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           cache: what `init_cache` or the call before returned, with room for L tokens.
           mask: `[T, L]` or `[N, T, L]`, **bool**, True = attend.
           bias: broadcasts to `[N, T, L]`, floating; added to the logits.
-          key_value_seq_lengths, key_value_segment_ids, key_value_positions: `[]`, `[L]`, `[L]`, of the cache.
-          query_segment_ids, query_positions: `[T]`; None takes as position the index in the cache.
-          mod_args: as in the call.
+          tokens: as in the call; those of keys are of the cache, `[L]`.
 
         Returns:
           out: `[T, output_size]`; NaN where a traced cache has no room for T tokens more.
@@ -258,6 +217,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           >>> bool(jnp.allclose(jnp.concatenate([prompt, last]), layer(x, x, x), atol=1e-5))
           True
         """
+        tokens = multi_head.complete("MultiheadAttention.decode", multi_head.CacheTokens, tokens)
         if query.ndim != 2:
             expected, remedy = "have shape [T, query_size]", "for a batch use jax.vmap, of the cache too"
             raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
@@ -270,24 +230,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         # The new tokens attend to the cache, which then holds them.
         params = self._plain("decode")
         mask = None if mask is None else self._mask(mask, query.shape[0], cache.key.shape[0], "L")
-        return decode(
-            _NAME,
-            params,
-            cache,
-            query,
-            key_,
-            value,
-            mask=mask,
-            bias=bias,
-            precision=self.precision,
-            **options_of(self),
-            key_value_seq_lengths=key_value_seq_lengths,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_value_segment_ids,
-            query_positions=query_positions,
-            key_value_positions=key_value_positions,
-            mod_args=mod_args,
-        )
+        given: dict[str, Any] = {**tokens, **multi_head.options_of(self, "precision")}
+        return multi_head.decode(_NAME, params, cache, query, key_, value, mask=mask, bias=bias, **given)
 
     def _plain(self, call: str) -> MultiHeadAttentionParams:
         """Returns the parameters of plain projections."""
@@ -300,7 +244,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
     def _mask(self, mask: Any, T: int, S: int, of: str = "S") -> Any:
         """Returns `mask`, checked."""
-        mask = boolean_mask(_NAME, mask)
+        mask = multi_head.boolean_mask(_NAME, mask)
         if mask.shape not in ((T, S), (self.num_heads, T, S)):
             expected = f"have shape [T, {of}] = {(T, S)} or [N, T, {of}] = {(self.num_heads, T, S)}"
             raise ValueError(checks.message(_NAME, "mask", expected, mask.shape))

@@ -56,10 +56,9 @@ class _Conv(nn.Module):
         deterministic: bool | None = None,
         return_attention_weights: bool = False,
     ) -> Result:
-        """Attends; see `jax_attn_bwd.layers.graph` for arguments and results.
+        """Attends; arguments and results, but `deterministic`, see in `jax_attn_bwd.layers.graph`.
 
         Args:
-          x, graph, edge_attr, return_attention_weights: as there.
           deterministic: True = no dropout; None takes the attribute. With dropout one of the two must be
             given, and an rng "dropout" where it is False.
         """

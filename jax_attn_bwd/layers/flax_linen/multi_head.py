@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +14,12 @@ from flax.core import meta
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
+from jax_attn_bwd.layers import multi_head
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import (
-    OPTIONS,
-    Tokens,
-    attend,
-    check_room,
-    flax_mask,
-    options_of,
-    tokens_of,
-    with_index,
-    with_token_arguments,
-    within_room,
-)
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _own_attention = attention_fn
+_HANDED_ON = ("dtype", "is_causal", "precision", "dropout_rate", "broadcast_dropout", "save")
 # Flax wraps methods: called inside another, the wrapped one would be intercepted and captured once more.
 _flax_call = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 
@@ -48,21 +38,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     `nn.DenseGeneral`: `nn.intercept_methods` and `capture_intermediates` do not see what they return.
 
     Attributes:
-      is_causal: a query sees keys up to its own index; no mask is formed.
-      local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
-        t is the index in the cache.
-      logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
-      mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
-        (`jax_attn_bwd.mods` has named ones); in decoding a row is an index in the cache.
-      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
-        and `key_value_positions` of the call or the indices; in decoding the index in the cache.
-      deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
-        Flax's: no dropout.)
-      save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
-        `jax_attn_bwd.multi_head_attention`, where that runs.
-      implementation: option of `jax_attn_bwd.dot_product_attention`.
-      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
-        an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`.
+      is_causal, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
+        implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
+        takes. (`deterministic` is Flax's: no dropout.)
 
     Example:
       >>> import jax
@@ -97,82 +75,42 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
-        query_seq_lengths: jax.Array | None = None,
-        key_value_seq_lengths: jax.Array | None = None,
-        query_segment_ids: jax.Array | None = None,
-        key_value_segment_ids: jax.Array | None = None,
-        query_positions: jax.Array | None = None,
-        key_value_positions: jax.Array | None = None,
-        mod_args: tuple[Any, ...] = (),
+        **tokens: Unpack[multi_head.Tokens],
     ) -> jax.Array:
         """Attends like Flax's layer.
 
         Args:
-          inputs_q: `[..., T, Eq]`.
-          inputs_k: `[..., S, Ek]`; None = `inputs_q`.
-          inputs_v: `[..., S, Ev]`; None = `inputs_k`.
-          inputs_kv: Flax's older name for both.
-          mask: broadcasts to `[..., N, T, S]`, True = attend; of numbers, what is not 0 attends. Floating
-            values other than 0 and 1 are an error where they are known, not where they are traced.
+          inputs_q, inputs_k, inputs_v: `[..., T, Eq]`, `[..., S, Ek]`, `[..., S, Ev]`; None = the one before.
+          inputs_kv: Flax's older name for keys and values.
+          mask: broadcasts to `[..., N, T, S]`; True, or a number that is not 0, attends.
           deterministic: True = no dropout; None takes the attribute.
           dropout_rng: random key for dropout; None takes the rng "dropout".
           sow_weights: store the weights `[..., N, T, S]` before dropout in "intermediates".
-          query_seq_lengths, key_value_seq_lengths: `[...]`; query_segment_ids, key_value_segment_ids,
-            query_positions, key_value_positions: `[..., T]`, `[..., S]`: as in
-            `jax_attn_bwd.dot_product_attention`. In decoding the keys are those of the cache, and a query's
-            position is its index there, unless it is given. An `attention_fn` of the caller's is handed
-            those that are given.
-          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
+          tokens: see `jax_attn_bwd.layers.multi_head`.
 
         Returns:
           `[..., T, out_features]`.
-
-        Raises:
-          ValueError: shapes disagree, or the cache is full (NaN where that is traced). TypeError: an argument
-            is of the wrong kind, such as an additive mask.
         """
-        tokens = tokens_of(locals())
+        tokens = multi_head.complete("MultiHeadDotProductAttention.__call__", multi_head.Tokens, tokens)
         checks.integer(type(self).__name__, "num_heads", self.num_heads, least=1)
-        mask = flax_mask(type(self).__name__, mask)
+        mask = multi_head.flax_mask(type(self).__name__, mask)
         # Projections that were replaced, and names that Flax is leaving behind, go through its own code.
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
-            return self._projected(
-                inputs_q,
-                inputs_k,
-                inputs_v,
-                inputs_kv=inputs_kv,
-                mask=mask,
-                deterministic=deterministic,
-                dropout_rng=dropout_rng,
-                sow_weights=sow_weights,
-                tokens=tokens,
-            )
+            mode = dict(deterministic=deterministic, dropout_rng=dropout_rng, sow_weights=sow_weights)
+            inputs = dict(inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv, mask=mask)
+            return self._projected(inputs_q, tokens, **inputs, **mode)
         # Otherwise the whole layer runs under one rule.
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
-        params = self._params(inputs_q, inputs_k, inputs_v)
+        given = multi_head.inputs_of(inputs_q, inputs_k, inputs_v)
+        params = self._params(*given)
         drops = self.dropout_rate > 0 and not nn.merge_param(
             "deterministic", self.deterministic, deterministic
         )
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        return attend(
-            params,
-            inputs_q,
-            inputs_k,
-            inputs_v,
-            dtype=self.dtype,
-            mask=mask,
-            is_causal=self.is_causal,
-            precision=self.precision,
-            dropout_rate=self.dropout_rate if drops else 0.0,
-            dropout_key=dropout_rng if drops else None,
-            broadcast_dropout=self.broadcast_dropout,
-            save=self.save,
-            **tokens,
-            **options_of(self),
-        )
+        options: dict[str, Any] = {**tokens, **multi_head.options_of(self, *_HANDED_ON)}
+        options["dropout_key"] = dropout_rng if drops else None
+        return multi_head.attend(params, given, mask=mask, **options)
 
     @nn.nowrap
     def _is_whole(self) -> bool:
@@ -222,17 +160,21 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         return MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
 
     @nn.nowrap
-    def _projected(self, *inputs: Any, tokens: Tokens, **arguments: Any) -> Any:
+    def _projected(self, query: jax.Array, tokens: multi_head.Tokens, **arguments: Any) -> Any:
         """Calls Flax's own layer, around the attention that the attributes ask for."""
         name = type(self).__name__
         options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
-        options |= {n: x for n, x in options_of(self).items() if x is not None and x is not OPTIONS[n]}
+        options |= {
+            n: x
+            for n, x in multi_head.options_of(self).items()
+            if x is not None and x is not multi_head.OPTIONS[n]
+        }
         # A step of decoding must find room in the cache.
         steps, length, index = self.decode and self.has_variable("cache", "cached_key"), 0, jnp.zeros(())
         if steps:
             held: Any = self.get_variable("cache", "cached_key")
             length, index = held.shape[-3], self.get_variable("cache", "cache_index")
-            check_room(name, length, index)
+            multi_head.check_room(name, length, index)
         # The caller's attention takes no options; ours takes those of the layer, and the index in the cache.
         if self.attention_fn is not _own_attention or self._einsums():
             if options:
@@ -242,14 +184,14 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         else:
             if steps:
                 options.pop("is_causal", None)  # Flax hides the keys that are still to come
-                tokens = with_index(tokens, options, index)
+                tokens = multi_head.with_index(tokens, options, index)
             attention = partial(_own_attention, **options)
         # Modules are frozen: another one, in the same scope and state, has the other attention.
         module = object.__new__(type(self))
-        attention = with_token_arguments(name, attention, tokens)
+        attention = multi_head.with_token_arguments(name, attention, tokens)
         vars(module).update(vars(self), attention_fn=attention)
-        out = _flax_call(module, *inputs, **arguments)
-        return within_room(out, length, index + 1) if steps else out
+        out = _flax_call(module, query, **arguments)
+        return multi_head.within_room(out, length, index + 1) if steps else out
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

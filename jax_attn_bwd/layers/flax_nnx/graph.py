@@ -71,11 +71,9 @@ class _Conv(nnx.Module):
         rngs: nnx.Rngs | None = None,
         return_attention_weights: bool = False,
     ) -> Result:
-        """Attends: (out, with `return_attention_weights` also weights), as `jax_attn_bwd.layers.graph` tells.
+        """Attends; arguments and results, but `deterministic` and `rngs`, see in `jax_attn_bwd.layers.graph`.
 
         Args:
-          x, graph, edge_attr, return_attention_weights: nodes `[..., num_src, channels]` or a pair of them,
-            the edges, their features and whether to return the weights, see there.
           deterministic: True = no dropout; None takes what `train()`, `eval()` or the constructor set.
           rngs: whose "dropout" is drawn from in place of the layer's own.
         """

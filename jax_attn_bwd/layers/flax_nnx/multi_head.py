@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
@@ -11,23 +11,23 @@ from flax.nnx.nn import dtypes
 from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Save
+from jax_attn_bwd.layers import multi_head
 from jax_attn_bwd.layers.attention_fn import attention_fn
-from jax_attn_bwd.layers.multi_head import (
-    Tokens,
-    attend,
-    check_room,
-    flax_mask,
-    options_of,
-    tokens_of,
-    with_index,
-    with_token_arguments,
-    within_room,
-)
+from jax_attn_bwd.layers.multi_head import Tokens
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
 _own_attention = attention_fn
 _linear_call = nnx.LinearGeneral.__call__
+_HANDED_ON = ("dtype", "precision", "dropout_rate", "broadcast_dropout", "save")
+
+
+class _CallKeywords(Tokens, total=False):
+    """Lists what a call may tell of its tokens, and what newer versions of Flax take."""
+
+    input_positions: Any
+    out_sharding: Any
+    qkv_sharding: Any
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -46,20 +46,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       num_heads, in_features, ...: all of `flax.nnx.MultiHeadAttention`, by position or by name.
       attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
         `jax_attn_bwd.configured_attention_fn(rope=nnx.RoPE())`, of which `rotary` is the faster form.
-      local_window_size: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
-        t is the index in the cache.
-      logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
-      mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
-        (`jax_attn_bwd.mods` has named ones); in decoding a row is an index in the cache.
-      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
-        and `key_value_positions` of the call or the indices; in decoding the index in the cache.
-      deterministic_sums: False lets a kernel add in any order where that is faster. (`deterministic` is
-        Flax's: no dropout.)
-      save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
-        `jax_attn_bwd.multi_head_attention`, where that runs.
-      implementation: option of `jax_attn_bwd.dot_product_attention`.
-      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule;
-        an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`.
+      local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
+        implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
+        takes. (`deterministic` is Flax's: no dropout.)
 
     Example:
       >>> import jax
@@ -102,14 +91,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         super().__init__(num_heads, *args, attention_fn=attention_fn, **kwargs)
         # A pair of Python ints: `nnx.jit` compares it with the windows of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
-        self.logits_soft_cap = logits_soft_cap
-        self.mask_mod = mask_mod
-        self.score_mod = score_mod
-        self.rotary = rotary
-        self.deterministic_sums = deterministic_sums
-        self.save = save
-        self.implementation = implementation
-        self.forward_mode = forward_mode
+        for name in (*(name for name in multi_head.OPTIONS if name != "local_window_size"), "save"):
+            setattr(self, name, arguments[name])
 
     def __call__(
         self,
@@ -123,50 +106,34 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
-        query_seq_lengths: jax.Array | None = None,
-        key_value_seq_lengths: jax.Array | None = None,
-        query_segment_ids: jax.Array | None = None,
-        key_value_segment_ids: jax.Array | None = None,
-        query_positions: jax.Array | None = None,
-        key_value_positions: jax.Array | None = None,
-        mod_args: tuple[Any, ...] = (),
-        **options: Any,
+        **options: Unpack[_CallKeywords],
     ) -> jax.Array:
         """Attends like Flax's layer.
 
         Args:
-          inputs_q: `[..., T, Eq]`.
-          inputs_k: `[..., S, Ek]`; None = `inputs_q`.
-          inputs_v: `[..., S, Ev]`; None = `inputs_k`.
-          mask: broadcasts to `[..., N, T, S]`, True = attend; of numbers, what is not 0 attends. Floating
-            values other than 0 and 1 are an error where they are known, not where they are traced.
+          inputs_q, inputs_k, inputs_v: `[..., T, Eq]`, `[..., S, Ek]`, `[..., S, Ev]`; None = the one before.
+          mask: broadcasts to `[..., N, T, S]`; True, or a number that is not 0, attends.
           deterministic: True = no dropout; None takes the attribute.
           rngs: rngs for dropout; None takes the layer's own.
           sow_weights: store the weights `[..., N, T, S]` before dropout as `nnx.Intermediate`.
           decode: take one query and the cache of `init_cache`; None takes the attribute.
           is_causal: a query sees keys up to its own index. Decoding is causal anyway.
-          query_seq_lengths, key_value_seq_lengths: `[...]`; query_segment_ids, key_value_segment_ids,
-            query_positions, key_value_positions: `[..., T]`, `[..., S]`: as in
-            `jax_attn_bwd.dot_product_attention`. In decoding the keys are those of the cache, and a query's
-            position is its index there, unless it is given. An `attention_fn` of the caller's is handed
-            those that are given.
-          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads;
-            an `nnx.Param` may stand for its array.
-          options: `input_positions`, `out_sharding`, `qkv_sharding`, where this Flax has them.
+          options: what is told of tokens, see `jax_attn_bwd.layers.multi_head`, in whose `mod_args` an
+            `nnx.Param` may stand for its array; `input_positions`, `out_sharding`, `qkv_sharding`, where this
+            Flax has them.
 
         Returns:
           `[..., T, out_features]`.
-
-        Raises:
-          ValueError: shapes disagree, or the cache is full (NaN where that is traced). TypeError: an argument
-            is of the wrong kind, such as an additive mask.
         """
-        tokens = tokens_of(locals())
-        tokens["mod_args"] = jax.tree.map(_array_of, mod_args, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        mask = flax_mask(_NAME, mask)
+        told = {name: x for name, x in options.items() if name in Tokens.__optional_keys__}
+        tokens: Tokens = multi_head.complete("MultiHeadAttention.__call__", Tokens, told)
+        tokens["mod_args"] = jax.tree.map(_array_of, tokens["mod_args"], is_leaf=_is_variable)
+        mask = multi_head.flax_mask(_NAME, mask)
         _check_rngs(rngs)
         # What the call leaves out, the layer tells.
-        options = {name: x for name, x in options.items() if x is not None}
+        others: dict[str, Any] = {
+            name: x for name, x in options.items() if name not in tokens and x is not None
+        }
         decode = self.decode if decode is None else decode
         deterministic = self.deterministic if deterministic is None else deterministic
         drops = self.dropout_rate > 0 and not deterministic
@@ -177,41 +144,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             or (inputs_k is None and inputs_v is not None)
             or (drops and (deterministic is None or stream is None))
         )
-        if unclear or options or sow_weights or decode or not self._is_whole():
-            return self._projected(
-                inputs_q,
-                inputs_k,
-                inputs_v,
-                tokens=tokens,
-                mask=mask,
-                deterministic=deterministic,
-                rngs=rngs,
-                sow_weights=sow_weights,
-                decode=decode,
-                is_causal=is_causal and not decode,
-                **options,
-            )
+        if unclear or others or sow_weights or decode or not self._is_whole():
+            others |= dict(deterministic=deterministic, rngs=rngs, sow_weights=sow_weights)
+            others |= dict(mask=mask, is_causal=is_causal and not decode)
+            return self._projected(inputs_q, inputs_k, inputs_v, tokens=tokens, decode=decode, **others)
         # Otherwise the whole layer runs under one rule.
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
         linears = (self.query, self.key, self.value, self.out)
         pairs = ((x.kernel[...], None if x.bias is None else x.bias[...]) for x in linears)
-        return attend(
-            MultiHeadAttentionParams(*(x for pair in pairs for x in pair)),
-            inputs_q,
-            inputs_k,
-            inputs_v,
-            dtype=self.dtype,
-            mask=mask,
-            is_causal=is_causal,
-            precision=self.precision,
-            dropout_rate=self.dropout_rate if drops else 0.0,
-            dropout_key=stream() if drops and stream else None,
-            broadcast_dropout=self.broadcast_dropout,
-            save=self.save,
-            **tokens,
-            **options_of(self),
-        )
+        params = MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
+        given = dict(mask=mask, is_causal=is_causal, dropout_key=stream() if drops and stream else None)
+        given |= {**tokens, **multi_head.options_of(self, *_HANDED_ON)}
+        return multi_head.attend(params, multi_head.inputs_of(inputs_q, inputs_k, inputs_v), **given)
 
     def _is_whole(self) -> bool:
         """Tells whether nothing stands between plain projections and the attention, or watches them."""
@@ -235,13 +178,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         index = self.cache_index[...] if decode and self.cache_index is not None else None
         length = 0 if self.cached_key is None else self.cached_key.shape[-3]
         if index is not None:
-            check_room(_NAME, length, index)
+            multi_head.check_room(_NAME, length, index)
         # Our attention takes the options of the layer, and the index in the cache; any takes the tokens.
         if attention is _own_attention:
-            options = options_of(self)
+            options = multi_head.options_of(self)
             attention = partial(attention, **options)
-            tokens = tokens if index is None else with_index(tokens, options, index)
-        attention = with_token_arguments(_NAME, attention, tokens)
+            tokens = tokens if index is None else multi_head.with_index(tokens, options, index)
+        attention = multi_head.with_token_arguments(_NAME, attention, tokens)
 
         def sowing_here(*heads: Any, module: Any = None, **options: Any) -> jax.Array:
             return attention(*heads, module=None if module is None else self, **options)
@@ -251,12 +194,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         other = object.__new__(type(self))
         vars(other).update(vars(self), attention_fn=sowing_here)
         out = nnx.MultiHeadAttention.__call__(other, *inputs, decode=decode, **arguments)
-        return out if index is None else within_room(out, length, index + 1)
+        return out if index is None else multi_head.within_room(out, length, index + 1)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
 
 
 def _array_of(x: Any) -> Any:
     """Returns the array of an `nnx.Variable`; anything else stays."""
-    return x[...] if isinstance(x, nnx.Variable) else x
+    return x[...] if _is_variable(x) else x
 
 
 def _check_rngs(rngs: Any) -> None:

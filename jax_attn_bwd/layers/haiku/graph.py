@@ -63,10 +63,9 @@ class _Conv(hk.Module):
         is_training: bool | None = None,
         return_attention_weights: bool = False,
     ) -> Result:
-        """Attends; see `jax_attn_bwd.layers.graph` for arguments and results.
+        """Attends; arguments and results, but `is_training`, see in `jax_attn_bwd.layers.graph`.
 
         Args:
-          x, graph, edge_attr, return_attention_weights: as there.
           is_training: whether to drop out, with `hk.next_rng_key()`; must be given to a layer with dropout.
         """
         # The parameters, made where there are none yet.

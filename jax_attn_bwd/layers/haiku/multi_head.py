@@ -1,24 +1,14 @@
 """Multi-head attention as a Haiku module."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.types import Implementation, Save
-from jax_attn_bwd.layers.multi_head import (
-    OPTIONS,
-    KeyValueCache,
-    Tokens,
-    attend,
-    decode,
-    flax_mask,
-    tokens_of,
-)
+from jax_attn_bwd._core.types import Save
+from jax_attn_bwd.layers import multi_head
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
@@ -37,23 +27,12 @@ class MultiHeadAttention(hk.MultiHeadAttention):
 
     Args:
       num_heads, key_size, w_init_scale, w_init, with_bias, b_init, value_size, model_size, name: as Haiku's.
-      is_causal: a query sees keys up to its own index; no mask is formed.
-      local_window_size: int or (left, right): a query at t sees keys from t - left to t + right.
-      logits_soft_cap: c > 0; the scaled logits become `c * tanh(logits / c)`.
-      mask_mod, score_mod: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
-        (`jax_attn_bwd.mods` has named ones); what they read is told at the call.
-      rotary: `jax_attn_bwd.Rotary`: turns projected queries and keys by their positions, `query_positions`
-        and `key_value_positions` of the call or the indices.
+      is_causal, save, options: see `jax_attn_bwd.layers.multi_head`, which also tells what a call takes.
       precision: precision of all matrix products; None follows `jax_default_matmul_precision`.
-      deterministic_sums: False lets a kernel add in any order where that is faster.
-      save: what the backward keeps beside the inputs: "inputs" (nothing), "qkv" or "probs", as in
-        `jax_attn_bwd.multi_head_attention`.
       cache_length: L: decode with a cache. A call then takes the next T tokens (a prompt, or one), attends to
         those before too, causally, and keeps keys and values in Haiku's state ("cached_key",
         "cached_value", "cache_index"): use `hk.transform_with_state`. The parameters are those of the layer
         without it. Masks, and what is told of keys, are of the cache; dropout is left out.
-      implementation: option of `jax_attn_bwd.dot_product_attention`.
-      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
 
     Example:
       >>> import haiku as hk
@@ -80,36 +59,22 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         value_size: int | None = None,
         model_size: int | None = None,
         is_causal: bool = False,
-        local_window_size: int | tuple[int, int] | None = None,
-        logits_soft_cap: float | None = None,
-        mask_mod: Callable[..., Any] | None = None,
-        score_mod: Callable[..., Any] | None = None,
-        rotary: Rotary | None = None,
         precision: Any = None,
-        deterministic_sums: bool = True,
         save: Save = "inputs",
         cache_length: int | None = None,
-        implementation: Implementation | None = None,
-        forward_mode: bool = False,
         name: str | None = None,
+        **options: Unpack[multi_head.Keywords],
     ):
-        arguments = locals()
-        super().__init__(
-            checks.integer(_NAME, "num_heads", num_heads, least=1),
-            key_size,
-            w_init_scale,
-            w_init=w_init,
-            with_bias=with_bias,
-            b_init=b_init,
-            value_size=value_size,
-            model_size=model_size,
-            name=name,
-        )
+        options = multi_head.complete("MultiHeadAttention.__init__", multi_head.Keywords, options)
+        num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
+        sizes = dict(value_size=value_size, model_size=model_size)
+        inits: Any = dict(w_init=w_init, with_bias=with_bias, b_init=b_init)
+        super().__init__(num_heads, key_size, w_init_scale, **inits, **sizes, name=name)
         # What a call hands on; a cache leaves out what its steps do not take.
         self._cache_length = None
         if cache_length is not None:
             self._cache_length = checks.integer(_NAME, "cache_length", cache_length, least=1)
-        self._options: dict[str, Any] = {name: arguments[name] for name in (*OPTIONS, "precision")}
+        self._options: dict[str, Any] = {**options, "precision": precision}
         self._without_cache: dict[str, Any] = dict(is_causal=is_causal, save=save)
 
     def __call__(
@@ -122,13 +87,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         bias: jax.Array | None = None,
         dropout_rate: float = 0.0,
         broadcast_dropout: bool = False,
-        query_seq_lengths: jax.Array | None = None,
-        key_value_seq_lengths: jax.Array | None = None,
-        query_segment_ids: jax.Array | None = None,
-        key_value_segment_ids: jax.Array | None = None,
-        query_positions: jax.Array | None = None,
-        key_value_positions: jax.Array | None = None,
-        mod_args: tuple[Any, ...] = (),
+        **tokens: Unpack[multi_head.Tokens],
     ) -> jax.Array:
         """Attends like Haiku's layer, with a bias, dropout and what tells sequences apart.
 
@@ -136,35 +95,28 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           query: `[..., T, Eq]`.
           key: `[..., S, Ek]`.
           value: `[..., S, Ev]`.
-          mask: broadcasts to `[..., N, T, S]`, True = attend; of numbers, what is not 0 attends. Floating
-            values other than 0 and 1 are an error where they are known, not where they are traced.
+          mask: broadcasts to `[..., N, T, S]`; True, or a number that is not 0, attends.
           bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
           dropout_rate: probability of dropping an attention probability, with `hk.next_rng_key()`.
           broadcast_dropout: one dropout mask for batch and heads.
-          query_seq_lengths, key_value_seq_lengths: `[...]`; query_segment_ids, key_value_segment_ids,
-            query_positions, key_value_positions: `[..., T]`, `[..., S]`: as in
-            `jax_attn_bwd.dot_product_attention`.
-          mod_args: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
+          tokens: see `jax_attn_bwd.layers.multi_head`.
 
         Returns:
           `[..., T, model_size]`.
-
-        Raises:
-          ValueError: shapes disagree. TypeError: an argument is of the wrong kind, such as an additive mask.
         """
-        tokens = tokens_of(locals())
-        mask = flax_mask(_NAME, mask, "pass them as bias=")
+        tokens = multi_head.complete("MultiHeadAttention.__call__", multi_head.Tokens, tokens)
+        mask = multi_head.flax_mask(_NAME, mask, "pass them as bias=")
         dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
         # Haiku's linear layers hold all heads side by side: their parameters are reshaped.
         N, H, Hv = self.num_heads, self.key_size, self.value_size
         sizes = {"query": (query, H), "key": (key, H), "value": (value, Hv)}
-        params: list[Any] = []
+        arrays: list[Any] = []
         for name, (x, size) in sizes.items():
             w, b = self._projection(name)(x.shape[-1], N * size, x.dtype)
-            params += [w.reshape(x.shape[-1], N, size), None if b is None else b.reshape(N, size)]
+            arrays += [w.reshape(x.shape[-1], N, size), None if b is None else b.reshape(N, size)]
         dtype = jnp.result_type(query, key, value)
         w, b = self._projection("linear")(N * Hv, self.model_size, dtype)
-        params += [w.reshape(N, Hv, self.model_size), b]
+        params = MultiHeadAttentionParams(*arrays, w.reshape(N, Hv, self.model_size), b)
         # With a cache the call is the next step of a sequence.
         if self._cache_length is not None:
             if dropout_rate:
@@ -172,33 +124,23 @@ class MultiHeadAttention(hk.MultiHeadAttention):
                 raise ValueError(
                     checks.message(_NAME, "dropout_rate", "be 0 with cache_length", dropout_rate, remedy)
                 )
-            return self._decoded(MultiHeadAttentionParams(*params), query, key, value, mask, bias, tokens)
-        return attend(
-            MultiHeadAttentionParams(*params),
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            dropout_rate=dropout_rate,
-            dropout_key=hk.next_rng_key() if dropout_rate else None,
-            broadcast_dropout=broadcast_dropout,
-            **tokens,
-            **self._options,
-            **self._without_cache,
-        )
+            return self._decoded(params, query, key, value, mask, bias, tokens)
+        given: dict[str, Any] = {**tokens, **self._options, **self._without_cache}
+        given |= dict(mask=mask, bias=bias, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout)
+        dropout_key = hk.next_rng_key() if dropout_rate else None
+        return multi_head.attend(params, (query, key, value), dropout_key=dropout_key, **given)
 
     @hk.transparent
-    def _decoded(self, params, query, key, value, mask, bias, tokens: Tokens) -> jax.Array:
+    def _decoded(self, params, query, key, value, mask, bias, tokens: multi_head.Tokens) -> jax.Array:
         """Attends from the next tokens, to those before in the state too."""
         size = (*key.shape[:-2], self._cache_length, self.num_heads)
         dtype = jnp.result_type(key, value, params.key_kernel, params.value_kernel)
-        cache = KeyValueCache(
+        cache = multi_head.KeyValueCache(
             hk.get_state("cached_key", (*size, self.key_size), dtype, jnp.zeros),
             hk.get_state("cached_value", (*size, self.value_size), dtype, jnp.zeros),
             hk.get_state("cache_index", (), jnp.int32, jnp.zeros),
         )
-        out, cache = decode(
+        out, cache = multi_head.decode(
             _NAME, params, cache, query, key, value, mask=mask, bias=bias, **tokens, **self._options
         )
         for name, x in zip(("cached_key", "cached_value", "cache_index"), cache, strict=True):
