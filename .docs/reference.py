@@ -2,7 +2,8 @@
 
 Directives, one a line: `call` (signature, what it does, positional arguments, results, example), `gradients`,
 `options` (keyword arguments), `sharding`, `errors`, `references` and `whole` (all of these) of one name,
-`module` (all names of a module), `kernels` (an operator's row on the page of what runs where).
+`module` (all names of a module), `about` (a module's own text), `kernels` (an operator's row on the page of
+what runs where).
 """
 
 import importlib
@@ -142,7 +143,12 @@ def _methods(cls: type) -> dict[str, Any]:
 
 def module(name: str) -> str:
     """The module's own text, then each of its names."""
-    return _joined(_text(doc(name)), *(whole(x) for x in public(name)))
+    return _joined(about(name), *(whole(x) for x in public(name)))
+
+
+def about(name: str) -> str:
+    """The module's own text."""
+    return _text(doc(name))
 
 
 def _text(found: Sections) -> str:
@@ -182,7 +188,7 @@ def kernels(name: str, pages: Path) -> str:
 DIRECTIVE = re.compile(r"^::: (\w+) ([\w.]+)$", re.MULTILINE)
 ONE = dict(
     call=call, gradients=gradients, options=options, sharding=sharding, errors=errors, references=references,
-    whole=whole, module=module,
+    whole=whole, module=module, about=about,
 )  # fmt: skip
 
 

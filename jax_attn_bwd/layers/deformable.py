@@ -51,7 +51,7 @@ References:
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -89,21 +89,30 @@ class Keywords(TypedDict, total=False):
 class Options:
     """Holds the options of the operator."""
 
-    padding_mode: PaddingMode
-    method: SamplingMethod
-    deterministic_sums: bool
-    implementation: Implementation | None
-    forward_mode: bool
-    attention_fn: Callable[..., jax.Array]  # called in its place
+    padding_mode: PaddingMode = "zeros"
+    method: SamplingMethod = "bilinear"
+    deterministic_sums: bool = True
+    implementation: Implementation | None = None
+    forward_mode: bool = False
+    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
 
 
 @dataclass(frozen=True)
 class Form:
     """Tells in what the published modules differ."""
 
-    use_4D_normalizer: bool
-    offset_scale: float
-    projections: bool
+    use_4D_normalizer: bool = False
+    offset_scale: float = 0.5
+    projections: bool = True
+
+
+@dataclass(frozen=True)
+class _Given(Options, Form):
+    """Holds the defaults of `Keywords`."""
+
+    num_levels: int = 4
+    num_points: int | Sequence[int] = 4
+    deterministic: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -133,51 +142,32 @@ class Linears(NamedTuple):
 
 def configure(width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any]) -> Config:
     """Returns the configuration of a layer from its arguments, checked; `width` is the name that C has."""
-    given = secondary_calls.complete(f"{_NAME}.__init__", _configured, Keywords, keywords)
-    return _configured(width, C, num_heads, **given)
-
-
-def _configured(
-    width: str,
-    C: int,
-    num_heads: int,
-    num_levels: int = 4,
-    num_points: Any = 4,
-    padding_mode: PaddingMode = "zeros",
-    method: SamplingMethod = "bilinear",
-    deterministic_sums: bool = True,
-    implementation: Implementation | None = None,
-    forward_mode: bool = False,
-    use_4D_normalizer: bool = False,
-    offset_scale: float = 0.5,
-    projections: bool = True,
-    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention,
-    deterministic: bool | None = None,
-) -> Config:
+    given = secondary_calls.complete(f"{_NAME}.__init__", _Given, Keywords, keywords)
     # Heads and their width, and how many points a head has on each level.
     num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
-    num_levels = checks.integer(_NAME, "num_levels", num_levels, least=1)
+    num_levels = checks.integer(_NAME, "num_levels", given["num_levels"], least=1)
     C = checks.integer(_NAME, width, C, least=1)
     if C % num_heads:
         expected = f"be a multiple of the {num_heads} heads"
         raise ValueError(checks.message(_NAME, width, expected, C))
-    each = num_points if np.ndim(num_points) else (num_points,) * num_levels
+    points: Any = given["num_points"]
+    each = points if np.ndim(points) else (points,) * num_levels
     if len(each) != num_levels:
         expected = f"be a positive int, or one for each of the {num_levels} levels"
-        raise ValueError(checks.message(_NAME, "num_points", expected, repr(num_points)))
+        raise ValueError(checks.message(_NAME, "num_points", expected, repr(points)))
     counts = tuple(checks.integer(_NAME, "num_points", P, least=1) for P in each)
     # Options of the operator, and the form of the module.
-    sums = checks.repeatable_sums(_NAME, deterministic_sums, deterministic)
-    checks.flag(_NAME, "forward_mode", forward_mode)
-    if not callable(attention_fn):
+    sums = checks.repeatable_sums(_NAME, given["deterministic_sums"], given["deterministic"])
+    options = Options(**{x.name: given[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
+    checks.flag(_NAME, "forward_mode", options.forward_mode)
+    if not callable(options.attention_fn):
         expected = "be a function like multi_scale_deformable_attention"
-        raise TypeError(checks.message(_NAME, "attention_fn", expected, type(attention_fn).__name__))
+        raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
     form = Form(
-        checks.flag(_NAME, "use_4D_normalizer", use_4D_normalizer),
-        checks.python_float(_NAME, "offset_scale", offset_scale),
-        checks.flag(_NAME, "projections", projections),
+        checks.flag(_NAME, "use_4D_normalizer", given["use_4D_normalizer"]),
+        checks.python_float(_NAME, "offset_scale", given["offset_scale"]),
+        checks.flag(_NAME, "projections", given["projections"]),
     )
-    options = Options(padding_mode, method, sums, implementation, forward_mode, attention_fn)
     return Config(C, num_heads, counts, options, form)
 
 

@@ -30,9 +30,9 @@ Constructors take, beside what their framework's layers take:
     have one;
   * `implementation` (None), `forward_mode` (False): options of `jax_attn_bwd.graph_attention`;
   * GATConv and GATv2Conv: `negative_slope` (0.2), the slope of the leaky ReLU below 0; `residual` (False),
-    whether to add a linear layer of the destinations; `add_self_loops` (True), whether to attend along
-    `graph.with_self_loops()` instead, built at each call: set it False for nodes of two kinds, where source i
-    is not destination i; `fill_value` ("mean"), `edge_attr` of these loops: a number, or "mean", "add", "min"
+    whether to add a linear layer of the destinations; `add_self_loops` (True, as there), whether to attend
+    along `graph.with_self_loops()` instead: set it False for nodes of two kinds, where source i is not
+    destination i; `fill_value` ("mean"), `edge_attr` of these loops: a number, or "mean", "add", "min"
     or "max" of those into the node;
   * GATv2Conv: `share_weights` (False), whether destinations use the linear layer of sources, `lin_l`;
   * TransformerConv: `beta` (False), whether a learned gate mixes attention and skip connection, in place of
@@ -46,20 +46,19 @@ Calls take, beside how their framework tells of dropout:
   * `graph`: a `jax_attn_bwd.BipartiteCSC`, the edges from sources to destinations;
   * `edge_attr`: `[..., nnz, edge_dim]` (or `[nnz]` for one), in the caller's edge order; with `edge_dim`;
   * `return_attention_weights`: also return the weights.
+
 They return out `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`;
 with `return_attention_weights` also weights `[..., nnz, heads]`, in the caller's edge order, then those of
 the loops of `add_self_loops`. Shapes that disagree are a ValueError, arguments of the wrong kind a TypeError.
 
-GATConv and GATv2Conv attend along `graph.with_self_loops()`, as PyTorch Geometric's do by default: a
-checkpoint does not tell. That graph is built anew at each call, or trace, and of a traced graph at each run,
-by two sorts of its edges. Faster is to build it once, to hand that in, and to set `add_self_loops=False`.
+With `add_self_loops`, which a checkpoint does not tell of, the graph is built anew at each call, or trace,
+and of a traced graph at each run, by two sorts of its edges. Faster is to build `graph.with_self_loops()`
+once, to hand that in, and to set `add_self_loops=False`.
 
 Where the layers differ from PyTorch Geometric's:
   * they take a `BipartiteCSC` for an `edge_index`, and return attention weights `[nnz, H]` in the caller's
     edge order, added self-loops last, after dropout (its TransformerConv: before);
-  * an array x means that the destinations are its first `num_dst` rows, as those of a sampled neighbourhood
-    are, also where there are more sources; destinations that are other nodes take a pair (x_src, x_dst);
-    there is no (x_src, None);
+  * an array x holds the destinations also where there are more sources; there is no (x_src, None);
   * a layer with `edge_dim` must be given `edge_attr`, and one without must not;
   * nodes and edges may have batch axes in front, `[..., num_src, channels]`, for one graph (its "static
     graphs"); with dropout every entry has its own; an array of a pair that has none is shared;

@@ -44,6 +44,7 @@ Calls take the arguments of their framework's, and `Tokens`, as in `jax_attn_bwd
     `[..., S]`. In decoding the keys are those of the cache, and a query's position is its index there, unless
     it is given. An `attention_fn` of the caller's is handed those that are given;
   * `mod_args`: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
+
 Of a mask True attends; where it may be of numbers, what is not 0 attends, and floating values other than 0
 and 1 are an error where they are known, not where they are traced. Shapes that disagree are a ValueError, as
 a full cache is (NaN where that is traced); arguments of the wrong kind, as an additive mask, a TypeError.

@@ -6,6 +6,7 @@ It is never run. One mistake they cannot see: arrays can be iterated over, so `o
 
 import jax
 import numpy as np
+from flax import nnx
 
 import jax_attn_bwd as jab
 from jax_attn_bwd.layers.flax_nnx import GATConv
@@ -54,6 +55,8 @@ def graphs(graph: jab.BipartiteCSC, x: jax.Array, conv: GATConv) -> None:
     jab.edge_sum_jvp(graph, x, dedge=x, implementation="cuda")  # type: ignore[arg-type]
     jab.edge_max_bwd(x, graph, x, x, axis=0)  # type: ignore[call-arg]
     conv(x, graph, return_attention_weights=True).sum()  # type: ignore[attr-defined]
+    GATConv(8, 4, dropout="half", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    GATConv(8, 4, share_weights=True, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
 
 
 def others(x: jax.Array) -> None:

@@ -54,7 +54,7 @@ def layer(x: jax.Array, w: jax.Array, numbers: np.ndarray, weights: bool) -> Non
     from_numpy = jab.MultiHeadAttentionParams(query_kernel=numbers)
     assert_type(jab.multi_head_attention(from_numpy, numbers, key_value_seq_lengths=[3]), jax.Array)
     ours = MultiHeadAttention(4, 8, decode=False, forward_mode=True, rngs=nnx.Rngs(0))
-    assert_type(ours(x, is_causal=True), jax.Array)
+    assert_type(ours(x, is_causal=True, query_positions=x, mod_args=(x,)), jax.Array)
 
 
 def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
@@ -79,7 +79,7 @@ def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
     assert_type(jab.edge_softmax(graph, edge), jax.Array)
     assert_type(jab.edge_max_bwd(x, graph, x, x, implementation="xla"), jax.Array)
     assert_type(jab.edge_mean_jvp(graph, x, dedge=x), Pair)
-    conv = GATConv(8, 4, heads=2, rngs=nnx.Rngs(0))
+    conv = GATConv(8, 4, heads=2, dropout=0.1, fill_value="max", dtype="float32", rngs=nnx.Rngs(0))
     assert_type(conv(x, graph), jax.Array)
     assert_type(conv(x, graph, return_attention_weights=True), Pair)
 

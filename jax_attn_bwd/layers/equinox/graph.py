@@ -145,9 +145,7 @@ class GATConv(_Conv):
         """Makes the layer.
 
         Args:
-          in_channels, out_channels, heads, concat, options: see `jax_attn_bwd.layers.graph`; options are
-            `dropout`, `edge_dim`, `bias`, `implementation`, `forward_mode`, `negative_slope`, `residual`,
-            `add_self_loops` and `fill_value`.
+          in_channels, out_channels, heads, concat, options: see `jax_attn_bwd.layers.graph`.
           inference: True = no dropout.
           dtype: dtype of the parameters.
           key: a PRNG key for the parameters.
@@ -213,8 +211,5 @@ class TransformerConv(_Conv):
         key: jax.Array,
         **options: Unpack[TransformerConvKeywords],
     ):
-        """Makes the layer, of the arguments of `GATConv`.
-
-        Options are `dropout`, `edge_dim`, `bias`, `beta`, `root_weight`, `implementation`, `forward_mode`.
-        """
+        """Makes the layer, of the arguments of `GATConv`, but the options."""
         self._build(locals())

@@ -93,10 +93,9 @@ class _Conv(nn.Module):
 class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
+    For other attributes, parameters, calls and differences from there see `jax_attn_bwd.layers.graph`.
+
     Attributes:
-      out_channels, heads, concat, dropout, edge_dim, bias, implementation, forward_mode, negative_slope,
-        residual, add_self_loops, fill_value: see `jax_attn_bwd.layers.graph`, which also tells the
-        parameters, what a call takes, and the differences from PyTorch Geometric.
       deterministic: True = no dropout; may be given at the call instead. (Sums repeat bit for bit anyway.)
       dtype: dtype of the computation; None infers it from inputs and parameters.
       param_dtype: dtype of the parameters.

@@ -91,9 +91,7 @@ class GATConv(_Conv):
 
     Args:
       in_channels, out_channels, heads, concat, options: see `jax_attn_bwd.layers.graph`, which also tells the
-        parameters, what a call takes, and the differences from PyTorch Geometric; options are `dropout`,
-        `edge_dim`, `bias`, `implementation`, `forward_mode`, `negative_slope`, `residual`,
-        `add_self_loops` and `fill_value`.
+        parameters, what a call takes, and the differences from PyTorch Geometric.
       deterministic: True = no dropout; `train()` and `eval()` set it. (Sums repeat bit for bit anyway.)
       dtype: dtype of the computation; None infers it from inputs and parameters.
       param_dtype: dtype of the parameters.
@@ -139,7 +137,7 @@ class GATConv(_Conv):
 class GATv2Conv(_Conv):
     """Dynamic graph attention (GATv2), with the arguments of PyTorch Geometric's `GATv2Conv`.
 
-    All as in `GATConv`, with the option `share_weights`.
+    All as in `GATConv`, with `share_weights` among the options.
     """
 
     kind: ClassVar[str] = "GATv2Conv"
@@ -165,8 +163,7 @@ class GATv2Conv(_Conv):
 class TransformerConv(_Conv):
     """Graph transformer attention, with the arguments of PyTorch Geometric's `TransformerConv`.
 
-    All as in `GATConv`, but that the options are `dropout`, `edge_dim`, `bias`, `beta`, `root_weight`,
-    `implementation` and `forward_mode`.
+    All as in `GATConv`, but the options, see `jax_attn_bwd.layers.graph`.
     """
 
     kind: ClassVar[str] = "TransformerConv"

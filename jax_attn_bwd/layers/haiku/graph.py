@@ -94,10 +94,9 @@ class _Conv(hk.Module):
 class GATConv(_Conv):
     """Graph attention (GAT), with the arguments of PyTorch Geometric's `GATConv`.
 
+    For other arguments, parameters, calls and differences from there see `jax_attn_bwd.layers.graph`.
+
     Args:
-      out_channels, heads, concat, dropout, edge_dim, bias, implementation, forward_mode, negative_slope,
-        residual, add_self_loops, fill_value: see `jax_attn_bwd.layers.graph`, which also tells the
-        parameters, what a call takes, and the differences from PyTorch Geometric.
       w_init: initializer of the linear layers and the attention vectors; Xavier-uniform if None.
       name: name of the module.
 
