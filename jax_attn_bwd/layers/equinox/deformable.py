@@ -71,15 +71,9 @@ class MultiScaleDeformableAttention(eqx.Module):
         spatial_shapes: Any,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends; arguments, result and errors as in the other frameworks, without batch axes.
+        """Attends; arguments, result and errors as in the other frameworks, but without batch axes.
 
-        Args:
-          query: `[Q, C]`, with its position embedding.
-          reference_points: points `[Q, L, 2]` or boxes `[Q, L, 4]`, `[Q, 1, 2 or 4]` or `[Q, 2 or 4]` where
-            all levels share them.
-          value: `[S, C]`, the levels one after the other, each row by row.
-          spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), known at trace time.
-          mask: `[S]`, bool, **True = keep**, False = padding, whose values are zeroed.
+        `jax_attn_bwd.layers.deformable.Calls` tells of them.
         """
         _check_unbatched(query)
         return deformable.attend(

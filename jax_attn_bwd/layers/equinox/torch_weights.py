@@ -15,13 +15,10 @@ def load_torch(layer: Layer, state: Mapping[str, Any], prefix: str = "") -> Laye
 
     Args:
       layer: built with the options of the PyTorch module.
-      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
+      state, prefix: see `jax_attn_bwd.layers.torch_weights`, which also tells what is loaded, and errors.
 
     Returns:
       A layer like `layer`, in its dtypes. For a layer inside a model `equinox.tree_at` puts it there.
-
-    Raises:
-      ValueError: names or shapes in `state` are not those of the layer, or `prefix` does not end with a dot.
 
     Example:
       >>> import jax, numpy as np

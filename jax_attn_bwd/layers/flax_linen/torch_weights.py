@@ -12,13 +12,10 @@ def load_torch(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str 
     Args:
       params: parameters of the layer, `variables["params"]` of its `init` or the part of a model's that has
         its name; `jax.eval_shape` of them will do.
-      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
+      state, prefix: see `jax_attn_bwd.layers.torch_weights`, which also tells what is loaded, and errors.
 
     Returns:
       A tree like `params`, in its dtypes.
-
-    Raises:
-      ValueError: names or shapes in `state` are not those of the layer, or `prefix` does not end with a dot.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np

@@ -13,10 +13,7 @@ def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") ->
 
     Args:
       layer: built with the options of the PyTorch module.
-      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
-
-    Raises:
-      ValueError: names or shapes in `state` are not those of the layer, or `prefix` does not end with a dot.
+      state, prefix: see `jax_attn_bwd.layers.torch_weights`, which also tells what is loaded, and errors.
 
     Example:
       >>> import numpy as np

@@ -17,14 +17,13 @@ def load_torch(
     Args:
       params: parameters of the whole model, as its `init` gives them; `jax.eval_shape` of them will do.
       module: the name of the layer in them, such as "gat_conv" or "encoder/~/gat_conv_1".
-      state, prefix: as `jax_attn_bwd.layers.torch_weights` tells, with what is loaded.
+      state, prefix: see `jax_attn_bwd.layers.torch_weights`, which also tells what is loaded, and errors.
 
     Returns:
       A dict like `params`, in its dtypes, whose other layers are as they were.
 
     Raises:
-      ValueError: no such module, names or shapes in `state` are not those of the layer, or `prefix` does not
-        end with a dot.
+      ValueError: no such module; and as told there.
 
     Example:
       >>> import haiku as hk
