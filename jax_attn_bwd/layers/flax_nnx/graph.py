@@ -31,7 +31,7 @@ class _Conv(nnx.Module):
         config = Config.of(self.kind, arguments)
         rngs, kernel_init, param_dtype = (arguments[name] for name in ("rngs", "kernel_init", "param_dtype"))
         shared = ("dtype", "param_dtype", "precision", "kernel_init", "rngs")
-        linear = partial(nnx.Linear, **{name: arguments[name] for name in shared})
+        linear: Any = partial(nnx.Linear, **{name: arguments[name] for name in shared})
         specs = linear_layers(config, config.in_channels)
         for name, (width, out, bias) in specs.items():
             setattr(self, name, linear(width, out, use_bias=bias))

@@ -152,8 +152,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         linears = (self.query, self.key, self.value, self.out)
         pairs = ((x.kernel[...], None if x.bias is None else x.bias[...]) for x in linears)
         params = MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
-        given = dict(mask=mask, is_causal=is_causal, dropout_key=stream() if drops and stream else None)
-        given |= {**tokens, **multi_head.options_of(self, *_HANDED_ON)}
+        given: dict[str, Any] = {**tokens, **multi_head.options_of(self, *_HANDED_ON)}
+        given |= dict(mask=mask, is_causal=is_causal, dropout_key=stream() if drops and stream else None)
         return multi_head.attend(params, multi_head.inputs_of(inputs_q, inputs_k, inputs_v), **given)
 
     def _is_whole(self) -> bool:

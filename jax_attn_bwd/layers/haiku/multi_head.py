@@ -67,7 +67,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
     ):
         options = multi_head.complete("MultiHeadAttention.__init__", multi_head.Keywords, options)
         num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
-        sizes = dict(value_size=value_size, model_size=model_size)
+        sizes: Any = dict(value_size=value_size, model_size=model_size)
         inits: Any = dict(w_init=w_init, with_bias=with_bias, b_init=b_init)
         super().__init__(num_heads, key_size, w_init_scale, **inits, **sizes, name=name)
         # What a call hands on; a cache leaves out what its steps do not take.
@@ -116,7 +116,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             arrays += [w.reshape(x.shape[-1], N, size), None if b is None else b.reshape(N, size)]
         dtype = jnp.result_type(query, key, value)
         w, b = self._projection("linear")(N * Hv, self.model_size, dtype)
-        params = MultiHeadAttentionParams(*arrays, w.reshape(N, Hv, self.model_size), b)
+        arrays += [w.reshape(N, Hv, self.model_size), b]
+        params = MultiHeadAttentionParams(*arrays)
         # With a cache the call is the next step of a sequence.
         if self._cache_length is not None:
             if dropout_rate:
