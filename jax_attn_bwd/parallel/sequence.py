@@ -118,7 +118,7 @@ def ring_attention(
     Gradients:
       query, key, value, bias, sink, mod_args, through `out` and `lse`, to second order and beyond, as in
       `dot_product_attention`; those of arguments that devices share are summed over them. Sums over blocks
-      are accumulated, and travel, in float32 or wider. Saves its inputs, `out`, and `lse` with its rounding.
+      are accumulated, and travel, in float32 or wider. Saves what `dot_product_attention` does.
 
     Raises:
       ValueError: `axis_name` is no axis of a `jax.shard_map` around the call, or that one has

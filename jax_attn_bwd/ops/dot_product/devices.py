@@ -38,7 +38,7 @@ def forward(plan: Plan, run: Callable[[Operands], Result], operands: Operands) -
         return {name: x for name, x in found._asdict().items() if x is not None}
 
     results = {"out": place, "lse": by_row, "lse_low": by_row}
-    results |= {"out_low": place} if plan.low_matters else {}
+    results |= {"out_low": place} if plan.splits_out else {}
     return Result(**split.over(plan.pieces, of_part, (operands,), (axes,), results)())
 
 

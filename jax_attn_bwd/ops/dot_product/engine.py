@@ -51,13 +51,7 @@ from jax_attn_bwd.ops.dot_product.materialized import (
 )
 from jax_attn_bwd.ops.dot_product.plan import Plan, low_matters
 from jax_attn_bwd.ops.dot_product.plan import plan as planned
-from jax_attn_bwd.ops.dot_product.row_terms import (
-    delta,
-    gradient_of_sink,
-    sees_nothing,
-    split_rounding,
-    tangent_of_sink,
-)
+from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, sees_nothing, tangent_of_sink
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -115,10 +109,12 @@ def _sum_rows(wanted: Iterable[str]) -> bool:
 def pack_residuals(plan: Plan, result: Result, wanted: Iterable[str]) -> Result:
     """Returns what a rule keeps of a forward, under the names by which checkpoint policies know it.
 
-    `out_low` is kept for the gradients that need it. Without them it has no elements, rather than not to be:
-    JAX keeps one structure of residuals for all derivatives of a jitted function.
+    `out_low` is kept by a plan that says so, else for the gradients that need it. Without them it has no
+    elements, rather than not to be: JAX keeps one structure of residuals for all derivatives of a jitted
+    function.
     """
-    if plan.low_matters and (result.out_low is None or not _sum_rows(wanted)):
+    is_kept = plan.out_in_two or (result.out_low is not None and _sum_rows(wanted))
+    if plan.splits_out and not is_kept:
         result = result._replace(out_low=jnp.zeros((0,), result.out.dtype))
     name = lambda field: "attention_out" if field.startswith("out") else "attention_lse"
     return Result(**{field: checkpoint_name(x, name(field)) for field, x in result._asdict().items()})
@@ -172,7 +168,6 @@ __all__ = [
     "probabilities",
     "sees_nothing",
     "split_heads",
-    "split_rounding",
     "split_rows",
     "tangent_of_logits",
     "tangent_of_sink",

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
-from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms
+from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to, split_rounding
+from jax_attn_bwd.ops.dot_product import layout, mod_functions
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
 from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
@@ -43,7 +43,7 @@ def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
     whole_rows = lambda x: layout.merge_heads(x)[..., :T, :, :]
     if lost is not None:
         lost = whole_rows(online.finished(state._replace(acc=lost), may_be_empty)[0])
-    out, out_low = row_terms.split_rounding(whole_rows(out), operands.query.dtype, plan.low_matters, lost)
+    out, out_low = split_rounding(whole_rows(out), operands.query.dtype, lost=lost, kept=plan.splits_out)
     lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
     return Result(out, lse, low, out_low)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, lost_to, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite, lost_to, reduce_to, split_rounding, to_rank
 from jax_attn_bwd._core.sharding import einsum
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import dropout_factors, soft_capped
@@ -154,7 +154,7 @@ def forward(plan: Plan, _: Materialized, operands: Operands) -> Result:
 
     lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))  # [..., T, N]
     out = layout.merge_heads(out)  # [..., T, N, Hv]
-    out, out_low = row_terms.split_rounding(out, operands.query.dtype, plan.low_matters, lost)
+    out, out_low = split_rounding(out, operands.query.dtype, lost=lost, kept=plan.splits_out)
     return Result(out, lse, low, out_low)
 
 

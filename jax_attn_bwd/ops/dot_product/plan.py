@@ -275,16 +275,23 @@ class Plan:
       implementation: the name of the one that runs.
       schedule: of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
-      low_matters: whether what rounding takes from `out` would be missed, see `low_matters`.
-      keeps_low: whether a kernel's forward keeps it, and what rounding takes from p.
+      out_in_two: whether what rounding takes from `out` is kept, whatever is differentiated.
+      low_matters: whether it would be missed by some gradients, with what rounding takes from p.
+      keeps_low: whether a kernel's forward keeps both.
     """
 
     options: Options
     implementation: str
     schedule: Schedule
     pieces: Pieces | None = None
+    out_in_two: bool = False
     low_matters: bool = False
     keeps_low: bool = False
+
+    @property
+    def splits_out(self) -> bool:
+        """Tells whether the portable path returns `out` in two numbers: rounded, and what that took."""
+        return self.out_in_two or self.low_matters
 
     @property
     def batch_slices(self) -> int:
@@ -313,7 +320,12 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     else:
         of_part = default_schedule(operands, _of_part(operands, pieces), _in_step(pieces))
         chosen, pieces = _folded(operands, of_part, pieces)
-    return Plan(options, implementation, chosen, pieces, low_matters(options, operands))
+    # An error of delta is one of the whole row of (8): where values have a mean, what rounding takes from
+    # `out` is alike for all keys, and dq and dk feel it. On a CPU it is kept, and there are no strips; what
+    # it costs elsewhere is not measured.
+    portable_on_cpu = implementation == "xla" and targets.platform() == "cpu"
+    in_two = portable_on_cpu and _is_narrow(operands)
+    return Plan(options, implementation, chosen, pieces, in_two, low_matters(options, operands))
 
 
 def _in_step(pieces: Pieces | None) -> int:
@@ -321,16 +333,19 @@ def _in_step(pieces: Pieces | None) -> int:
     return 1 if pieces is None or pieces.mesh_axes else pieces.count
 
 
-def low_matters(options: Options, operands: Operands) -> bool:
-    """Tells whether what rounding takes from `out` counts.
-
-    An error of delta is one of the whole row of (8). The gradients of bias and of what a score reads sum it
-    over the row, and would be wrong by several times what the plain formula is. So does what rounding takes
-    from p, where it is a factor in a narrow dtype: the backward's p are not rounded alike.
-    """
+def _is_narrow(operands: Operands) -> bool:
     dtype = operands.query.dtype
-    is_narrow = accumulator_dtype(dtype) != dtype
-    return is_narrow and (operands.bias is not None or options.score_mod is not None)
+    return accumulator_dtype(dtype) != dtype
+
+
+def low_matters(options: Options, operands: Operands) -> bool:
+    """Tells whether there are gradients that must not miss what rounding takes from `out` and from p.
+
+    Those of bias and of what a score reads sum (8) over the row, and with an error of delta would be wrong by
+    several times what the plain formula is. So they would be by what rounding takes from p, where it is a
+    factor in a narrow dtype: the backward's p are not rounded alike.
+    """
+    return _is_narrow(operands) and (operands.bias is not None or options.score_mod is not None)
 
 
 def _folded(

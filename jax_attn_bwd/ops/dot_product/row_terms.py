@@ -1,4 +1,4 @@
-"""Terms of each row beside its softmax: delta (7), what the sink gives (9), (15), and what rounding takes.
+"""Terms of each row beside its softmax: delta (7), and what the sink gives (9), (15).
 
 The numbers are those of `backward.py` and `tangent.py`; every implementation takes them from here.
 """
@@ -8,21 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import finite, reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import layout, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
-
-
-def split_rounding(
-    out: jax.Array, dtype: Any, low_matters: bool, lost: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Splits `out` into itself in `dtype` and what rounding took from it, with `lost`, if that matters."""
-    if not low_matters:
-        return out.astype(dtype), None
-    narrow = fusion.rounded(out, dtype)
-    low = out - narrow.astype(out.dtype)
-    return narrow, (low if lost is None else low + lost).astype(dtype)
 
 
 def of_backward(

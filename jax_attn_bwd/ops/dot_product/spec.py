@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 
 from jax_attn_bwd._core import dropout, masks
+from jax_attn_bwd._core.numerics import join_rounding
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Array, DropoutKeywords, Implementation, Integers
 from jax_attn_bwd.ops.dot_product import mask as mask_fields
@@ -156,8 +157,7 @@ class Result(NamedTuple):
 
     def wide_out(self) -> jax.Array:
         """Returns `out` before rounding, in the dtype of lse."""
-        out = self.out.astype(self.lse.dtype)
-        return out if self.out_low is None else out + self.out_low.astype(out.dtype)
+        return join_rounding(self.out, self.out_low, self.lse.dtype)
 
 
 class Residuals(NamedTuple):

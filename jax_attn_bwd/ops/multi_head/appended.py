@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
 from jax_attn_bwd._core.sharding import einsum, reshard_like
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import spec as dot_product
@@ -113,8 +113,8 @@ def attend(
     share = jnp.exp(((lse - total) - total_low) + low)[..., None]
     out = share * engine.split_heads(result.wide_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
     out = out + _over_rows(options, rows.dropped(p), rows.values)
-    low_matters = engine.low_matters(options.attention, inner)
-    out, out_low = engine.split_rounding(engine.merge_heads(out), inner.query.dtype, low_matters)
+    kept = result.out_low is not None or engine.low_matters(options.attention, inner)
+    out, out_low = split_rounding(engine.merge_heads(out), inner.query.dtype, kept=kept)
     return dot_product.Result(out, engine.merge_rows(total), engine.merge_rows(total_low), out_low)
 
 

@@ -12,11 +12,10 @@ from ops.dot_product.kernel_calls import tpu
 
 from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_head_attention
 from jax_attn_bwd._core import pallas, targets
-from jax_attn_bwd.ops.dot_product import engine, row_terms
-from jax_attn_bwd.ops.dot_product import plan as planning
+from jax_attn_bwd._core.numerics import join_rounding, split_rounding
+from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_backward
 from jax_attn_bwd.ops.dot_product.kernels.cudnn import Arrays
-from jax_attn_bwd.ops.dot_product.plan import Tiles, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 T, N, H = 192, 4, 8
@@ -27,17 +26,6 @@ def score(logits, batch, head, row, column, strengths):
     """Its gradient gets an error that a row of dlogits shares as often as the distances add up to."""
     s, distance = strengths[head], jnp.abs(row - column).astype(logits.dtype)
     return logits * jnp.cos(s) - s * distance / 10
-
-
-@pytest.fixture
-def tiles(monkeypatch):
-    def small(operands, sizes, parts=1):
-        return Tiles(64, 64, str(product_dtype(operands.query.dtype)), parts=parts)
-
-    jax.clear_caches()  # what was traced with other tiles
-    monkeypatch.setattr(planning, "default_schedule", small)
-    yield
-    jax.clear_caches()
 
 
 def plain(q, k, v, strengths):
@@ -67,13 +55,40 @@ def layer(q, k, v, strengths):
 def test_what_rounding_takes_is_told_on_a_gpu(monkeypatch):
     """Behind a barrier: its compiler takes a conversion there and back for nothing."""
     q, rest = jnp.zeros((1, 8, 2, 8), jnp.bfloat16), jnp.zeros((1, 8, 2), jnp.float32)
-    of_out = lambda out: row_terms.split_rounding(out, q.dtype, True)
     of_delta = lambda rest: cudnn_backward._rest_of_delta(Arrays(q, q, q), rest)
-    for platform, barriers in (("gpu", 1), ("cpu", 0)):
+    for platform, barriers in (("gpu", 3), ("cpu", 0)):
         monkeypatch.setattr(targets, "platform", lambda platform=platform: platform)
-        for function, array, times in ((of_out, q.astype(jnp.float32), 1), (of_delta, rest, 3)):
-            text = str(jax.make_jaxpr(lambda x, function=function: function(x))(array))
-            assert len(re.findall(r"= optimization_barrier\b", text)) == times * barriers
+        text = str(jax.make_jaxpr(lambda x: of_delta(x))(rest))
+        assert len(re.findall(r"= optimization_barrier\b", text)) == barriers
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_two_numbers_make_the_first_up_again(dtype):
+    """Whatever the compiler fuses them with, in one program or two, and the first is what a conversion gives.
+
+    Also below the least normal number, of which nothing is told to be lost.
+    """
+    rng, tiny = np.random.default_rng(0), float(jnp.finfo(dtype).smallest_normal)
+    x = jnp.asarray(rng.standard_normal(1000), jnp.float32)
+    join = lambda narrow, low: join_rounding(narrow, low, jnp.float32)
+    split = lambda x: split_rounding(x * 3, dtype)  # a product, for the compiler to fuse with it
+    narrow, low = jax.jit(split)(x)
+    most = np.abs(low.astype(jnp.float32)).max()
+    limit = float(jnp.finfo(dtype).eps) * most + 1e-6
+    assert (narrow == (x * 3).astype(dtype)).all()
+    assert most > 1e-4
+    for whole in (join(narrow, low), jax.jit(lambda x: join(*split(x)))(x)):
+        assert np.abs(whole - 3 * x).max() <= limit
+
+    # What was lost before is told as well.
+    _, more = jax.jit(lambda x: split_rounding(x * 3, dtype, lost=x))(x)
+    np.testing.assert_allclose(more.astype(jnp.float32), low.astype(jnp.float32) + x, rtol=1e-2)
+
+    # Around the least normal number float32 has numbers between those of float16.
+    small = jnp.asarray(np.linspace(-1.01, 1.01, 999) * tiny, jnp.float32)
+    narrow, low = jax.jit(lambda x: split_rounding(x, dtype))(small)
+    np.testing.assert_array_equal(np.asarray(narrow), np.asarray(small).astype(dtype))
+    assert np.abs(join(narrow, low) - small).max() <= 2**-25
 
 
 @pytest.mark.parametrize(
