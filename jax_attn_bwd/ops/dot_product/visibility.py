@@ -10,8 +10,8 @@ compare the elements of mixed ones themselves. A further condition of a call tak
 * `mask.Mask` and `mask.AXES`: the field, and its axes, by which slices, parts, rings and shardings cut it;
 * here `_elements`, `of_tiles` if ranges of tokens tell something of it, and `tells_by_index`, whether rows
   and keys have a closed form under it;
-* `kernels/inputs.py` and what each chip compares (`_seen` of `hopper_tiles.py` and of `tpu_tiles.py`), or a
-  refusal in their `unsupported`;
+* `kernels/inputs.py` and what kernels compare, `seen` of `kernels/tiles.py`, or a refusal in their
+  `unsupported`;
 * the layer's `arguments.py`, `parallel/arguments.py`, and `layers/multi_head.Tokens` if it tells of tokens.
 """
 

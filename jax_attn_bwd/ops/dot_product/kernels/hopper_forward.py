@@ -178,8 +178,8 @@ def _kernel(
             s = pl.run_scoped(product, plgpu.ACC((bq, bk), jnp.float32))
             plgpu.barrier_arrive(k_free.at[slot])
             # p (2), and m and l of the rows, while the tensor cores are the other's
-            tile = Tile(b, n, row, bounds.tile(t) * bk, (bq, bk))
-            decay, p, m, l = _softmax(options, refs, keeps_low, s, tile, bounds.mixed(t), *carry[1:])
+            tile = Tile(options, refs, b, n, row, bounds.tile(t) * bk, (bq, bk))
+            decay, p, m, l = _softmax(tile, keeps_low, s, bounds.mixed(t), *carry[1:])
             acc = carry[0] * lax.broadcast_in_dim(decay, carry[0].shape, [0])
             acc, m, l, p = lax.optimization_barrier((acc, m, l, p))
             # the other's turn; acc += p v when one's own has come back
@@ -239,10 +239,10 @@ def _initial(options, refs: Inputs, rows: int, n):
     return acc, filled(sink, (rows,), ROWS), filled(l, (rows,), ROWS)
 
 
-def _softmax(options, refs: Inputs, keeps_low: bool, s, tile: Tile, mixed, m_old, l_old):
+def _softmax(tile: Tile, keeps_low: bool, s, mixed, m_old, l_old):
     """Returns (decay of what was accumulated, numbers that add up to p, m, l) after a tile of products s."""
     # the maxima m of the rows, of all tiles up to this one
-    logits = tiles.logits(options, refs, s, tile, mixed)
+    logits = tile.logits(s, mixed)
     m = jnp.maximum(m_old, logits.shift(logits.x.max(axis=1)))
     shift = finite(m)
     # p = exp(logits - m); what was added up before is relative to the old maximum, and decays
@@ -250,11 +250,11 @@ def _softmax(options, refs: Inputs, keeps_low: bool, s, tile: Tile, mixed, m_old
     decay = logits.decay(m_old, shift)
     l = l_old * decay + p.sum(axis=1)
     # dropout comes after l: the row sum is of all keys
-    kept = tiles.keep(options, refs, tile)
+    kept = tile.keep()
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
     # as the product takes it: rounded, and with `keeps_low` what that took as well
-    narrow = p.astype(refs.q.dtype)
+    narrow = p.astype(tile.refs.q.dtype)
     return decay, [narrow, _lost(p, narrow)] if keeps_low else [narrow], m, l
 
 

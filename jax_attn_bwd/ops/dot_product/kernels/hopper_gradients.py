@@ -80,16 +80,14 @@ class Weights(NamedTuple):
         return self._replace(p=None, slope=None)
 
 
-def weights(
-    options, refs: Inputs, products, tile: Tile, mixed, rows, of_bias=False, to_values=False
-) -> Weights:
+def weights(tile: Tile, products, mixed, rows, of_bias=False, to_values=False) -> Weights:
     """Computes `Weights` from products q k^T; `rows` load lse, delta and low.
 
     What is for a bias has no slope of the soft cap. For the values of the score its derivative is taken of
     dlogits. With dropout the sign of p says what is dropped: a slope that may be negative comes later.
     """
     # p = exp(logits - lse) (2); low is what rounding took from lse
-    logits = tiles.logits(options, refs, products, tile, mixed)
+    logits = tile.logits(products, mixed)
     lse, *_ = rows
     low = (lambda: tile.spread(rows[2](), 0)) if len(rows) > 2 else None
     p, slope = logits.exp(tile.spread(lse(), 0), low), None if of_bias else logits.slope
@@ -100,15 +98,15 @@ def weights(
     if to_values:
         return Weights(p, later=slope, before=logits.before)
     # (8a) is a product with the derivative of the score: a factor of p, or of dlogits later
-    by_score = tiles.score_slope(options, refs, logits.before, tile)
+    by_score = tile.score_slope(logits.before)
     by_score = jnp.where(p == 0.0, 0.0, by_score)  # what is hidden may have no derivative
     by_score = by_score if slope is None else by_score * slope
-    return Weights(p, later=by_score) if options.dropout_rate else Weights(p, by_score)
+    return Weights(p, later=by_score) if tile.options.dropout_rate else Weights(p, by_score)
 
 
-def signed(options, refs: Inputs, p, tile: Tile):
+def signed(tile: Tile, p):
     """Makes p negative where dropout drops it: that takes no registers for a mask."""
-    kept = tiles.keep(options, refs, tile)
+    kept = tile.keep()
     return p if kept is None else jnp.where(kept, p, -p)
 
 
@@ -119,23 +117,23 @@ def survivors(options, p, x):
     return jnp.where(p > 0.0, x * dropout.survivor_factor(options.dropout_rate), 0.0)
 
 
-def dlogits(options, p, dp, tile: Tile, rows):
+def dlogits(tile: Tile, p, dp, rows):
     """Computes (8) from signed p; times the slope of the soft cap if that is in p already."""
-    dp = survivors(options, p, dp) - tile.spread(rows[1](), 0)
-    return (jnp.abs(p) if options.dropout_rate else p) * dp
+    dp = survivors(tile.options, p, dp) - tile.spread(rows[1](), 0)
+    return (jnp.abs(p) if tile.options.dropout_rate else p) * dp
 
 
-def through_score(options, refs: Inputs, found: Weights, tile: Tile, dlogits, side=None):
+def through_score(tile: Tile, found: Weights, dlogits, side=None):
     """Returns (dx, what elements add to the gradient of each float on that side) from dlogits.
 
     `side` is one of `value_sides`.
     """
     dx, dvalues = dlogits, []
     if found.before is not None:
-        through = tiles.pulled_back(options, refs, found.before, tile, dlogits)
+        through = tile.pulled_back(found.before, dlogits)
         # what is hidden may have no derivative
         dx, dvalues = jax.tree.map(lambda x: jnp.where(dlogits == 0.0, 0.0, x), through)
-        dvalues = [x for x, of in zip(dvalues, value_sides(refs), strict=True) if of == side]
+        dvalues = [x for x, of in zip(dvalues, value_sides(tile.refs), strict=True) if of == side]
     return dx if found.later is None else dx * found.later, dvalues
 
 

@@ -293,7 +293,8 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
     staged = {
         name: partial(mosaic_gpu.load, x.at[slot], layout=COLUMNS) for name, x in shared.token_tiles.items()
     }
-    tile = Tile(block.b, n, row, column, (bk, bq), transposed=True, staged=staged)
+    call = (block.options, block.refs)
+    tile = Tile(*call, block.b, n, row, column, (bk, bq), transposed=True, staged=staged)
     # q with its row values and tokens, and dout, are there
     plgpu.barrier_wait(shared.q_loaded.at[slot])
     plgpu.barrier_wait(shared.dout_loaded.at[slot])
@@ -349,7 +350,7 @@ def _dx(
     Hands p to `add_dv`, if that is given, as soon as p is known; no dx if dv alone is asked for.
     """
     # s^T = k q^T, [block_k, block_q]; dp^T = v dout^T beside it where registers hold both
-    shared, names, saved, options = block.shared, block.names, block.saved, block.options
+    shared, names, saved = block.shared, block.names, block.saved
     bounds, t, tile, mine, slot = place
     keys, values = shared.k_tile.at[mine], shared.v_tile.at[mine]
     queries, dout = shared.q_tiles.at[slot].T, shared.dout_tiles.at[slot].T
@@ -365,8 +366,8 @@ def _dx(
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(early))
     side = 1 if "columns" in names else None
     how = {"of_bias": "bias" in names, "to_values": side is not None}
-    found = gradients.weights(options, block.refs, s, tile, bounds.mixed(t), rows, **how)
-    p = gradients.signed(options, block.refs, found.p, tile)
+    found = gradients.weights(tile, s, bounds.mixed(t), rows, **how)
+    p = gradients.signed(tile, found.p)
     if add_dv is not None:
         add_dv(p)
     if names == ["value"]:
@@ -378,8 +379,8 @@ def _dx(
     in_flight = int(early and add_dv is not None)  # the product for dv started after that for dp
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=in_flight)
     # dlogits (8), and back through the score (8a) and the soft cap (10)
-    dlogits = gradients.dlogits(options, p, dp, tile, rows)
-    dx, dvalues = gradients.through_score(options, block.refs, found, tile, dlogits, side)
+    dlogits = gradients.dlogits(tile, p, dp, rows)
+    dx, dvalues = gradients.through_score(tile, found, dlogits, side)
     return dx, [dx] if "bias" in names else dvalues
 
 

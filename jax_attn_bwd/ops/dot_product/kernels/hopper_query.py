@@ -125,7 +125,7 @@ def _kernel(
         here = (b, pl.ds(row, bq), n)
         plgpu.copy_gmem_to_smem(refs.q.at[here], q_tile.at[wg], loaded.at[wg])
         plgpu.copy_gmem_to_smem(saved.dout.at[here], dout_tile.at[wg], loaded.at[wg])
-        place = Tile(b, n, row, jnp.int32(0), (bq, bk))
+        place = Tile(options, refs, b, n, row, jnp.int32(0), (bq, bk))
         rows = [gradients.loader_of(load()) for load in saved.row_loaders(place)]
         plgpu.barrier_wait(loaded.at[wg])
         side = 0 if "rows" in names else None
@@ -147,8 +147,8 @@ def _kernel(
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=int(tiling.overlap))
                 # p (2), negative where dropout drops it, times the slope that may be in it
-                found = gradients.weights(options, refs, s, tile, bounds.mixed(t), rows, **how)
-                p = gradients.signed(options, refs, found.with_slope(), tile)
+                found = gradients.weights(tile, s, bounds.mixed(t), rows, **how)
+                p = gradients.signed(tile, found.with_slope())
                 # where they do not, dp only now
                 if not tiling.overlap:
                     plgpu.wgmma(dp_acc, dout_tile.at[mine], v_tiles.at[slot].T)
@@ -158,8 +158,8 @@ def _kernel(
             found, p, dp = pl.run_scoped(products, acc, acc)
             plgpu.barrier_arrive(v_free.at[slot])
             # dlogits (8) and dx (10), and the sums over keys of what was asked for
-            dlogits = gradients.dlogits(options, p, dp, tile, rows)
-            dx, dvalues = gradients.through_score(options, refs, found, tile, dlogits, side)
+            dlogits = gradients.dlogits(tile, p, dp, rows)
+            dx, dvalues = gradients.through_score(tile, found, dlogits, side)
             added = [dx] if "bias" in names else dvalues
             totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
             # dq += dx k (11); the place of k is free when that has read it
@@ -286,7 +286,7 @@ def _bias_kernel(
             # its row values are loaded while its tiles are still on their way
             slot = lax.rem(t, jnp.int32(stages))
             b, n = pair(t)
-            tile = Tile(b, n, row, j * bk, (bq, bk))
+            tile = Tile(options, refs, b, n, row, j * bk, (bq, bk))
             rows = saved.row_loaders(tile)
             plgpu.barrier_wait(loaded.at[slot])
             mine = pl.ds(wg * bq, bq)
@@ -302,10 +302,10 @@ def _bias_kernel(
             plgpu.barrier_arrive(free.at[slot])
             # dlogits (8), back through the score if there is one (8a), not through the soft cap
             mixed = tiles.load_bounds(refs, b, i, refs.k.shape[1] // bk).compares(j)
-            found = gradients.weights(options, refs, s, tile, mixed, rows, of_bias=True)
-            p = gradients.signed(options, refs, found.with_slope(), tile)
-            dlogits = gradients.dlogits(options, p, dp, tile, rows)
-            return total + gradients.through_score(options, refs, found, tile, dlogits)[0]
+            found = gradients.weights(tile, s, mixed, rows, of_bias=True)
+            p = gradients.signed(tile, found.with_slope())
+            dlogits = gradients.dlogits(tile, p, dp, rows)
+            return total + gradients.through_score(tile, found, dlogits)[0]
 
         # over all pairs, [block_q, block_k] in registers; written by way of shared memory
         total = lax.fori_loop(jnp.int32(0), count, step, gradients.zeros((bq, bk), WGMMA))

@@ -12,7 +12,7 @@ Kernels read them from memory step by step: registers are scarcer than loads tha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at
-from jax_attn_bwd.ops.dot_product.kernels.tiles import Logits, live_first, tile_flags, unmasked
+from jax_attn_bwd.ops.dot_product.kernels.tiles import Logits, live_first, seen, tile_flags, unmasked
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 COMPUTE_WARPGROUPS = 2
@@ -92,8 +92,10 @@ def inputs(options: KernelOptions, operands: Operands, keys: jax.Array | None) -
 
 
 class Tile(NamedTuple):
-    """Where a tile lies: batch entry, query head, first row and column, and how it is held."""
+    """A tile of a call: batch entry, query head, first row and column, and how it is held."""
 
+    options: KernelOptions
+    refs: Inputs
     b: Any
     n: Any
     row: Any
@@ -124,9 +126,9 @@ class Tile(NamedTuple):
         rows = ref.at[pl.ds(self.start(side), self.shape[axis])]
         return mosaic_gpu.load(rows, layout=COLUMNS if axis else ROWS, optimized=False)
 
-    def tokens(self, refs: Inputs, name: str) -> jax.Array:
+    def tokens(self, name: str) -> jax.Array:
         """Loads a field of `Inputs` that is `[B|1, n]`, over the tile."""
-        side, ref = int(name.startswith("column")), getattr(refs, name)
+        side, ref = int(name.startswith("column")), getattr(self.refs, name)
         if self.staged and name in self.staged:
             return self.spread(self.staged[name](), side)
         return self.spread(self.vector(ref.at[at(ref, 0, self.b)], side), side)
@@ -172,122 +174,105 @@ class Tile(NamedTuple):
         x = mosaic_gpu.load(block.T, layout=layout, optimized=False).astype(jnp.float32)
         return plgpu.layout_cast(x, WGMMA)
 
+    def elements(self) -> jax.Array:
+        """Loads the tile of the mask array."""
+        return self.plane(self.refs.mask)
 
-def logits(options: KernelOptions, refs: Inputs, products: jax.Array, tile: Tile, mixed: Any) -> Logits:
-    """Computes the logits of a tile of products q k^T, -inf where nothing is seen."""
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        """Returns (rows, columns) of the elements, over the tile."""
+        row, column = (
+            self.offset(side) + self.start(side) if getattr(self.refs, name) is None else self.tokens(name)
+            for side, name in enumerate(("row_position", "column_position"))
+        )
+        return row, column
 
-    def plane():
-        return tile.plane(refs.bias).astype(jnp.float32)
+    def in_band(self) -> jax.Array:
+        """Does what `masks.in_band` does with few registers: one comparison, of offsets if they will do."""
+        options, refs = self.options, self.refs
+        if refs.row_position is None and refs.column_position is None:
+            row, column = self.offset(0) + (self.row - self.column), self.offset(1)
+        else:
+            row, column = self.positions()
+        if options.window is None:
+            return column <= row
+        left, right = options.window
+        width = left + (0 if options.is_causal else right)
+        distance = column - (row - jnp.int32(left))  # negative to the left of the band, so huge below
+        return lax.convert_element_type(distance, jnp.uint32) <= jnp.uint32(width)
 
-    def scored(x):
-        return _on_tile(partial(mod_functions.scored, options), refs, tile, x)
+    def by_function(self, mask_mod: Callable[..., Any]) -> jax.Array:
+        """Tells what `mask_mod` lets be seen, of the tile's place and of what XLA read of arrays."""
+        numbers = self.refs.batch_number[self.b], self.refs.head_number[self.n]
+        values = (self.value(ref) for ref in self.refs.mask_values)
+        return functions.on_tile(functions.for_gpus(mask_mod), *numbers, *self.positions(), *values)
 
-    # scale, soft cap, bias and score; what a bias of -inf hides is hidden in every tile
-    found, terms = unmasked(options, refs, products, functions.tanh, plane, scored)
-    x = found.x
-    if terms:
-        x = jnp.where(masks.conjunction(*terms), x, -jnp.inf)
-    # all else that hides, in tiles that must be compared
-    given = options.window, options.mask_mod, refs.columns_end, refs.row_segment, refs.mask
-    if options.is_causal or any(x is not None for x in given):
-        masked = lambda: jnp.where(_seen(options, refs, tile), x, -jnp.inf)
-        x = lax.cond(mixed, masked, lambda: x) if refs.bounds is not None else x
-    return found._replace(x=x)
+    def logits(self, products: jax.Array, mixed: Any) -> Logits:
+        """Computes the logits of a tile of products q k^T, -inf where nothing is seen."""
+        options, refs = self.options, self.refs
 
+        def plane():
+            return self.plane(refs.bias).astype(jnp.float32)
 
-def _seen(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
-    """Tells what is seen by index, position, segment, mask array and function, over the tile."""
-    terms = []
-    if options.is_causal or options.window is not None:
-        terms.append(_in_band(options, refs, tile))
-    # lengths, or the end of the keys where their number is not whole
-    if refs.columns_end is not None:
-        end = refs.columns_end[at(refs.columns_end, 0, tile.b)]
-        terms.append(tile.offset(1) < end - tile.column)
-    if refs.row_segment is not None:
-        terms.append(tile.tokens(refs, "row_segment") == tile.tokens(refs, "column_segment"))
-    if refs.mask is not None:
-        terms.append(tile.plane(refs.mask) != 0)
-    if options.mask_mod is not None:
-        # the function itself, of the tile's place and of what XLA read of arrays
-        numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
-        mask_mod = functions.for_gpus(options.mask_mod)
-        values = (tile.value(ref) for ref in refs.mask_values)
-        terms.append(functions.on_tile(mask_mod, *numbers, *_positions(refs, tile), *values))
-    return masks.conjunction(*terms)
+        def scored(x):
+            return self._on_tile(partial(mod_functions.scored, options), x)
 
+        # scale, soft cap, bias and score; what a bias of -inf hides is hidden in every tile
+        found, terms = unmasked(options, refs, products, functions.tanh, plane, scored)
+        x = found.x
+        if terms:
+            x = jnp.where(masks.conjunction(*terms), x, -jnp.inf)
+        # all else that hides, in tiles that must be compared
+        given = options.window, options.mask_mod, refs.columns_end, refs.row_segment, refs.mask
+        if options.is_causal or any(x is not None for x in given):
+            masked = lambda: jnp.where(masks.conjunction(*seen(self, self.b)), x, -jnp.inf)
+            x = lax.cond(mixed, masked, lambda: x) if refs.bounds is not None else x
+        return found._replace(x=x)
 
-def score_slope(options: KernelOptions, refs: Inputs, before: jax.Array, tile: Tile) -> jax.Array:
-    """Computes the derivative of `score_mod` by the logits that it is handed (8a)."""
+    def score_slope(self, before: jax.Array) -> jax.Array:
+        """Computes the derivative of `score_mod` by the logits that it is handed (8a)."""
 
-    def slope(x, at, values):
-        return mod_functions.pulled_back(options, x, at, values, jnp.ones_like(x), to_args=False)[0]
+        def slope(x, at, values):
+            one = jnp.ones_like(x)
+            return mod_functions.pulled_back(self.options, x, at, values, one, to_args=False)[0]
 
-    return _on_tile(slope, refs, tile, before)
+        return self._on_tile(slope, before)
 
+    def pulled_back(self, before: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns (cotangent of what `score_mod` was handed, of each float in its values) (8a).
 
-def pulled_back(
-    options: KernelOptions, refs: Inputs, before: jax.Array, tile: Tile, dlogits: jax.Array
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns (cotangent of what `score_mod` was handed, of each float in its values) (8a).
+        Each is of the size of the tile: what belongs to a row or a column is the sum of its elements.
+        """
 
-    Each is of the size of the tile: what belongs to a row or a column is the sum of its elements.
-    """
+        def of(x, at, values, dlogits):
+            values = tuple(jnp.broadcast_to(value, x.shape) for value in values)
+            dx, dvalues = mod_functions.pulled_back(self.options, x, at, values, dlogits, to_args=True)
+            return dx, jax.tree.leaves(dvalues)
 
-    def of(x, at, values, dlogits):
-        values = tuple(jnp.broadcast_to(value, x.shape) for value in values)
-        dx, dvalues = mod_functions.pulled_back(options, x, at, values, dlogits, to_args=True)
-        return dx, jax.tree.leaves(dvalues)
+        return self._on_tile(of, before, dlogits)
 
-    return _on_tile(of, refs, tile, before, dlogits)
+    def _on_tile(self, function: Any, logits: jax.Array, *more: jax.Array) -> Any:
+        """Calls `function(logits, where they stand, what the score is handed, *more)`."""
+        row, column = self.positions()
+        numbers = self.refs.batch_number[self.b], self.refs.head_number[self.n]
+        values = [self.value(ref) for ref in self.refs.score_values]
 
+        def call(logits, batch, head, row, column, *others):
+            place, count = mod_functions.Tile(batch, head, row, column, None), len(values)
+            return function(logits, place, others[:count], *others[count:])
 
-def _on_tile(function: Any, refs: Inputs, tile: Tile, logits: jax.Array, *more: jax.Array) -> Any:
-    """Calls `function(logits, where they stand, what the score is handed, *more)`."""
-    row, column = _positions(refs, tile)
-    numbers = refs.batch_number[tile.b], refs.head_number[tile.n]
-    values = [tile.value(ref) for ref in refs.score_values]
+        return functions.on_tile(functions.for_gpus(call), logits, *numbers, row, column, *values, *more)
 
-    def call(logits, batch, head, row, column, *others):
-        place, count = mod_functions.Tile(batch, head, row, column, None), len(values)
-        return function(logits, place, others[:count], *others[count:])
-
-    return functions.on_tile(functions.for_gpus(call), logits, *numbers, row, column, *values, *more)
-
-
-def _positions(refs: Inputs, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """Returns (rows, columns) of the elements, over the tile."""
-    row, column = (
-        tile.offset(side) + tile.start(side) if getattr(refs, name) is None else tile.tokens(refs, name)
-        for side, name in enumerate(("row_position", "column_position"))
-    )
-    return row, column
-
-
-def _in_band(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array:
-    """Does what `masks.in_band` does with few registers: one comparison, of offsets where they suffice."""
-    if refs.row_position is None and refs.column_position is None:
-        row, column = tile.offset(0) + (tile.row - tile.column), tile.offset(1)
-    else:
-        row, column = _positions(refs, tile)
-    if options.window is None:
-        return column <= row
-    left, right = options.window
-    width = left + (0 if options.is_causal else right)
-    distance = column - (row - jnp.int32(left))  # negative to the left of the band, so huge below
-    return lax.convert_element_type(distance, jnp.uint32) <= jnp.uint32(width)
-
-
-def keep(options: KernelOptions, refs: Inputs, tile: Tile) -> jax.Array | None:
-    """Returns which probabilities dropout lets pass; None without dropout."""
-    if refs.dropout_keys is None:
-        return None
-    keys = refs.dropout_keys.at[at(refs.dropout_keys, 0, tile.b), at(refs.dropout_keys, 1, tile.n)]
-    row, column = (
-        tile.spread(tile.vector(ref, side), side)
-        for side, ref in enumerate((refs.row_counter, refs.column_counter))
-    )
-    return dropout.keep((keys[0], keys[1]), row, column, options.dropout_rate)
+    def keep(self) -> jax.Array | None:
+        """Returns which probabilities dropout lets pass; None without dropout."""
+        refs = self.refs
+        if refs.dropout_keys is None:
+            return None
+        keys = refs.dropout_keys.at[at(refs.dropout_keys, 0, self.b), at(refs.dropout_keys, 1, self.n)]
+        row, column = (
+            self.spread(self.vector(ref, side), side)
+            for side, ref in enumerate((refs.row_counter, refs.column_counter))
+        )
+        return dropout.keep((keys[0], keys[1]), row, column, self.options.dropout_rate)
 
 
 class Listed(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import functions
-from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, is_plain
+from jax_attn_bwd.ops.dot_product.kernels.inputs import LOG2_E, Inputs, at, is_plain
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 from jax_attn_bwd.ops.dot_product.visibility import Tokens
@@ -72,6 +72,27 @@ def live_first(live: Any) -> tuple[Any, Any]:
     """Returns (live places in order, then the others; how many are live `[..., 1]`) along the last axis."""
     xp: Any = np if isinstance(live, np.ndarray) else jnp
     return xp.argsort(~live, axis=-1, stable=True), live.sum(-1, keepdims=True)
+
+
+def seen(part: Any, b: Any) -> list[Any]:
+    """Lists what is seen by index, position, segment, mask array and function, in a kernel.
+
+    `part` is what a chip has of a tile, of batch entry `b`: `hopper_tiles.Tile`, `tpu_tiles.Part`.
+    """
+    options, refs, terms = part.options, part.refs, []
+    if options.is_causal or options.window is not None:
+        terms.append(part.in_band())
+    # lengths, or the end of the keys where their number is not whole
+    if refs.columns_end is not None:
+        end = refs.columns_end[at(refs.columns_end, 0, b)]
+        terms.append(part.offset(1) < end - part.start(1))
+    if refs.row_segment is not None:
+        terms.append(part.tokens("row_segment") == part.tokens("column_segment"))
+    if refs.mask is not None:
+        terms.append(part.elements() != 0)
+    if options.mask_mod is not None:
+        terms.append(part.by_function(options.mask_mod))
+    return terms
 
 
 class Logits(NamedTuple):

@@ -22,7 +22,7 @@ from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, whole
-from jax_attn_bwd.ops.dot_product.kernels.tiles import Flags, Logits, live_first, unmasked
+from jax_attn_bwd.ops.dot_product.kernels.tiles import Flags, Logits, live_first, seen, unmasked
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 HEAD = 64  # head sizes are padded to a multiple
@@ -501,25 +501,17 @@ class Part(NamedTuple):
         # scale, soft cap, bias and score; what a bias of -inf hides is hidden in every tile
         tanh = lambda x, cap: jnp.tanh(x * (1.0 / cap))
         found, terms = unmasked(self.options, self.refs, products, tanh, plane, scored)
-        visible = masks.conjunction(*terms, *(self._seen() if mixed else ()))
+        visible = masks.conjunction(*terms, *(seen(self, self.step.b) if mixed else ()))
         return found if visible is None else found._replace(x=jnp.where(visible, found.x, -jnp.inf))
 
-    def _seen(self) -> list[Any]:
-        """Lists what is seen by index, position, segment, mask array and function, over the part."""
-        options, refs, terms = self.options, self.refs, []
-        if options.is_causal or options.window is not None:
-            terms.append(self._in_band())
-        if refs.columns_end is not None:
-            end = refs.columns_end[at(refs.columns_end, 0, self.step.b)]
-            terms.append(self.offset(1) < end - self.start(1))
-        if refs.row_segment is not None:
-            terms.append(self.tokens("row_segment") == self.tokens("column_segment"))
-        if refs.mask is not None:
-            terms.append(self.plane(refs.mask, self.sides.mask) != 0)
-        if options.mask_mod is not None:
-            values = self.values("mask_values")
-            terms.append(functions.on_tile(options.mask_mod, *self.place()[:4], *values))
-        return terms
+    def elements(self) -> jax.Array:
+        """Reads the mask array over the part."""
+        return self.plane(self.refs.mask, self.sides.mask)
+
+    def by_function(self, mask_mod: Callable[..., Any]) -> jax.Array:
+        """Tells what `mask_mod` lets be seen of the part."""
+        values = self.values("mask_values")
+        return functions.on_tile(mask_mod, *self.place()[:4], *values)
 
     def values(self, name: str) -> tuple[jax.Array, ...]:
         """Reads what a function is handed, to broadcast over the part."""
@@ -555,7 +547,7 @@ class Part(NamedTuple):
         shape[axis] = self.shape[axis]
         return lax.broadcasted_iota(jnp.int32, shape, axis) + self.start(side)
 
-    def _in_band(self) -> Any:
+    def in_band(self) -> Any:
         """Compares rows and columns as causality and the window ask for."""
         options, refs = self.options, self.refs
         if refs.row_position is not None or refs.column_position is not None:

@@ -169,6 +169,14 @@ class Walked(NamedTuple):
     segments: dict[str, jax.Array]
 
 
+class Call(NamedTuple):
+    """The part of a call that programs know at trace time."""
+
+    nodes: int
+    heads: tuple[int, int]  # H and D of the rows
+    interpret: bool
+
+
 def heads_of_block(H: int, D: int) -> int:
     """Returns the heads that one program handles: a power of two."""
     found = H & -H

@@ -31,6 +31,7 @@ from jax_attn_bwd.ops.graph.kernels.gpu_body import (
     EDGES,
     THREADS,
     Body,
+    Call,
     Inputs,
     Segments,
     Walked,
@@ -112,17 +113,9 @@ class _Lanes:
         _scatter(ref, row, column, x, self.layouts[rank - 1], where, self.interpret)
 
 
-def program(
-    body: Body,
-    refs: Inputs,
-    by_turns: Turns,
-    outputs: Walked,
-    nodes: int,
-    heads: tuple[int, int],
-    interpret: bool,
-) -> None:
+def program(body: Body, refs: Inputs, by_turns: Turns, outputs: Walked, call: Call) -> None:
     """Carries out `body` for the segments of one turn and one block of heads."""
-    H, D = heads
+    nodes, (H, D), interpret = call
     height, R = heads_of_block(H, D), _together(H, D)
     number, blocks = lax.axis_index("program"), jnp.int32(H // height)
     turn, at = lax.div(number, blocks), refs.segments

@@ -26,6 +26,7 @@ from jax_attn_bwd.ops.graph.kernels import gpu_lockstep
 from jax_attn_bwd.ops.graph.kernels.gpu_body import (
     EDGES,
     Body,
+    Call,
     Inputs,
     Walked,
     heads_of_block,
@@ -80,9 +81,10 @@ def walk(
         programs = turns.longest.shape[0]
 
     def kernel(refs, turns, *out_refs):
-        program(body, refs, turns, jax.tree.unflatten(structure, out_refs), nodes, heads, interpret)
+        outputs = jax.tree.unflatten(structure, out_refs)
+        program(body, refs, turns, outputs, Call(nodes, heads, interpret))
 
-    call = mosaic_gpu.launch(
+    run = mosaic_gpu.launch(
         kernel,
         body.name,
         interpret=interpret,
@@ -90,20 +92,12 @@ def walk(
         scratch=(),
         grid={"program": programs * blocks},
     )
-    return jax.tree.unflatten(structure, call(inputs, turns))
+    return jax.tree.unflatten(structure, run(inputs, turns))
 
 
-def _program(
-    body: Body,
-    refs: Inputs,
-    turns: None,
-    outputs: Walked,
-    nodes: int,
-    heads: tuple[int, int],
-    interpret: bool,
-) -> None:
+def _program(body: Body, refs: Inputs, turns: None, outputs: Walked, call: Call) -> None:
     # the segment and the heads of this program
-    H, D = heads
+    nodes, (H, D), _ = call
     height = heads_of_block(H, D)
     program, blocks = lax.axis_index("program"), jnp.int32(H // height)
     segment, block = lax.div(program, blocks), pl.ds(lax.rem(program, blocks) * height, height)
