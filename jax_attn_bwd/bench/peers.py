@@ -313,8 +313,9 @@ def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
         scores = (heads(q)[dst] * heads(k)[src]).sum(-1) * edges.width**-0.5
         return attend(scores, heads(v)[src])
 
-    known = {"graph_attention": gat, "graph_attention_v2": gatv2, "edge_softmax": softmax}
-    return {**known, "graph_transformer_attention": transformer}[operator]
+    known: dict[str, Callable[..., jax.Array]] = {"edge_softmax": softmax, "graph_attention": gat}
+    known |= {"graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
+    return known[operator]
 
 
 def geometric(edges: Edges, args: tuple) -> Contender:

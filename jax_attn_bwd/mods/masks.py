@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
-from jax_attn_bwd.mods.mod import Mod, Read, check
+from jax_attn_bwd.mods.mod import Mod, Read
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
@@ -43,7 +43,7 @@ class Mask(Mod):
 
     def check(self, operator: str, args: Sequence[Any], sizes: ReadSizes) -> None:
         """Raises unless `mod_args` begin with what it reads, for a call of those sizes."""
-        check(operator, "mask_mod", self.num_args, self.reads, args[: self.num_args], sizes)
+        self._check(operator, "mask_mod", args[: self.num_args], sizes)
 
     def __and__(self, other: "Mask") -> "Mask":
         """Returns a mask that is True where both are; the first arguments are those of the left one."""

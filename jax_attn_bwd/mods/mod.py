@@ -62,23 +62,6 @@ class Read:
         return f"have shape {names}" + (f" with {', '.join(sides)}" if sides else "")
 
 
-def check(
-    operator: str,
-    argument: str,
-    num_args: int,
-    reads: Sequence[Read | None],
-    args: Sequence[Any],
-    sizes: ReadSizes,
-) -> None:
-    """Raises unless `args` hold what the function given as `argument` reads; None is not known."""
-    if len(args) != num_args:
-        expected = f"hold the {num_args} that {argument} reads"
-        raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
-    for read, x in zip(reads, args, strict=False):
-        if read is not None:
-            read.check(operator, x, sizes)
-
-
 @dataclass(frozen=True)
 class Mod:
     """A function with what it reads: equal ones are one static argument, and so are their copies."""
@@ -97,6 +80,15 @@ class Mod:
         for name in ("__doc__", "__module__"):
             if hasattr(self.function, "__qualname__") and getattr(self.function, name):
                 object.__setattr__(self, name, getattr(self.function, name))
+
+    def _check(self, operator: str, argument: str, args: Sequence[Any], sizes: ReadSizes) -> None:
+        """Raises unless `args` hold what the function, given as `argument`, reads."""
+        if len(args) != self.num_args:
+            expected = f"hold the {self.num_args} that {argument} reads"
+            raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
+        for read, x in zip(self.reads, args, strict=False):
+            if read is not None:  # else it is not known
+                read.check(operator, x, sizes)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickles and copies one that is a module's own by its name, as functions are; others by value."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, numerics
-from jax_attn_bwd.mods.mod import Mod, Read, check
+from jax_attn_bwd.mods.mod import Mod, Read
 from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 
@@ -32,8 +32,7 @@ class Score(Mod):
 
     def check(self, operator: str, args: Sequence[Any], sizes: ReadSizes) -> None:
         """Raises unless `mod_args` end with what it reads, for a call of those sizes."""
-        read = args[max(len(args) - self.num_args, 0) :]
-        check(operator, "score_mod", self.num_args, self.reads, read, sizes)
+        self._check(operator, "score_mod", args[max(len(args) - self.num_args, 0) :], sizes)
 
 
 @partial(Score, num_args=1, reads=(Read("the slopes of alibi", jnp.floating, ("N",)),))

@@ -23,19 +23,9 @@ def locations(rng, shape, levels, points, spread=1.5, method="bilinear"):
 
 
 def case(
-    name,
-    *,
-    B=2,
-    Q=7,
-    M=3,
-    D=5,
-    levels=LEVELS,
-    points=2,
-    tags=("ci",),
-    dtype="bfloat16",
-    extra=None,
-    **options,
-) -> Case:
+    name, *, B=2, Q=7, M=3, D=5, levels=LEVELS, points=2,
+    tags=("ci",), dtype="bfloat16", extra=None, **options,
+) -> Case:  # fmt: skip
     """Returns a case; `points` is P, or (P_1, ..., P_L); `extra(rng, arrays)` replaces some arrays."""
     counts = (points,) * len(levels) if isinstance(points, int) else points
     options = {"spatial_shapes": levels, **options}

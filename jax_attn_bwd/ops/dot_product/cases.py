@@ -10,20 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd import mods
+from jax_attn_bwd._core import cases as draw
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.cases import (
-    Case,
-    Operator,
-    bias,
-    both,
-    dropout_key,
-    keep_mask,
-    lengths,
-    mask,
-    seen_with_bias,
-    segments,
-    sink,
-)
+from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.ops.dot_product import api, reference
 
 PREFIX = "mod_args_"
@@ -64,14 +53,14 @@ def with_mod_args(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**others, "mod_args": tuple(arguments[name] for name in names)} if names else others
 
 
-KEY = dropout_key(7, 11)
-LENGTHS = lengths((2, 0), (None, 4))  # an entry without keys
+KEY = draw.dropout_key(7, 11)
+LENGTHS = draw.lengths((2, 0), (None, 4))  # an entry without keys
 
 
 def large(name, tags, *, B=2, T=4096, S=None, N=16, K=None, H=128, Hv=None, extra=(), **options) -> Case:
     """Returns a case in the sizes of training; `extra`: functions as that of `case`."""
     sizes = {"B": (B,), "T": T, "S": S or T, "N": N, "K": K or N, "H": H, "Hv": Hv or H}
-    return case(name, **sizes, tags=tags, extra=both(*extra), **options)
+    return case(name, **sizes, tags=tags, extra=draw.both(*extra), **options)
 
 
 def partial_lengths(rng, n):
@@ -96,19 +85,19 @@ def _large() -> Iterator[Case]:
     yield again("large H=256 causal", H=256, **causal)
     yield again("large window", H=64, **causal, local_window_size=(200, 0))
     yield poison("large lengths", H=64, extra=(partial_lengths,), **causal)
-    yield poison("large segments", H=64, extra=(segments(4),), **causal)
+    yield poison("large segments", H=64, extra=(draw.segments(4),), **causal)
     yield tiled("large Hv", H=128, Hv=64, **causal)
     yield tiled("large H=80", H=80, Hv=40, **causal)
-    yield tiled("large sink and cap", extra=(sink(4, spread=5.0),), logits_soft_cap=5.0)
-    yield poison("large mask", H=64, extra=(mask(2, 1, 1, 1543, keep=0.7),))
-    yield tiled("large bias", H=64, extra=(bias(1, 4, 1031, 1543),), **causal)
+    yield tiled("large sink and cap", extra=(draw.sink(4, spread=5.0),), logits_soft_cap=5.0)
+    yield poison("large mask", H=64, extra=(draw.mask(2, 1, 1, 1543, keep=0.7),))
+    yield tiled("large bias", H=64, extra=(draw.bias(1, 4, 1031, 1543),), **causal)
     yield tiled("large dropout", H=64, extra=(KEY,), dropout_rate=0.2)
     yield tiled("large T=40", T=40, S=2083, N=16)
     yield large("many blocks", ("repeat",), B=8, T=2051, K=4, **causal)
     fused = partial(tiled, tags=("any_order",), deterministic_sums=False)
     yield fused("any order H=64", H=64, **causal)
     yield fused("any order H=128", N=8, **causal)
-    yield fused("any order segments", H=64, extra=(segments(4),), **causal)
+    yield fused("any order segments", H=64, extra=(draw.segments(4),), **causal)
     yield fused("any order lengths", extra=(partial_lengths,), **causal)
     yield fused("any order grouped heads", H=64, N=16)
     yield fused("any order odd T", T=797, S=1021, K=4, local_window_size=(150, 90))
@@ -152,14 +141,14 @@ CASES = (
         scale=1.0,
         tags=("ci", "check"),
     ),
-    case("bias_key", extra=bias(1, 4, 1, 13), is_causal=True, tags=("ci", "check")),
-    case("mask_heads", extra=mask(1, 4, 9, 13), tags=("ci", "check")),
+    case("bias_key", extra=draw.bias(1, 4, 1, 13), is_causal=True, tags=("ci", "check")),
+    case("mask_heads", extra=draw.mask(1, 4, 9, 13), tags=("ci", "check")),
     case("lengths", extra=LENGTHS, tags=("ci", "check")),
-    case("segments_causal", extra=segments(), is_causal=True, tags=("ci", "check", "cudnn")),
-    case("sink", extra=both(sink(4), mask(2, 1, 9, 13, keep=0.1)), tags=("ci", "check")),
+    case("segments_causal", extra=draw.segments(), is_causal=True, tags=("ci", "check", "cudnn")),
+    case("sink", extra=draw.both(draw.sink(4), draw.mask(2, 1, 9, 13, keep=0.1)), tags=("ci", "check")),
     case("dropout", extra=KEY, dropout_rate=0.4, tags=("ci", "check")),
     case("large_logits", scale=1e4, tags=("ci", "check")),
-    case("tiles", B=(1,), T=531, S=1049, N=2, K=1, is_causal=True, extra=sink(2), tags=("ci", "check")),
+    case("tiles", B=(1,), T=531, S=1049, N=2, K=1, is_causal=True, extra=draw.sink(2), tags=("ci", "check")),
     case("mod_causal", mask_mod=mods.causal & mods.sliding_window(3), tags=("hidden", "check")),
     case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=args(slopes), tags=("hidden", "check")),
     *_large(),
@@ -186,7 +175,7 @@ def _with_keep_mask(
     q, k = arguments["query"], arguments["key"]
     (*batch, T, N, _), S = q.shape, k.shape[-3]
     words, sizes = dropout.key_words(dropout_key), (N, T, S)
-    keep = keep_mask(words, dropout_rate, tuple(batch), sizes, dropout_offset, broadcast_dropout)
+    keep = draw.keep_mask(words, dropout_rate, tuple(batch), sizes, dropout_offset, broadcast_dropout)
     return arguments | {"keep": keep, "keep_factor": dropout.survivor_factor(dropout_rate)}
 
 
@@ -231,7 +220,7 @@ def seen(arrays, options, shape) -> np.ndarray:
 
 def _hidden(arrays, options):
     (*batch, T, N, _), (S, K) = arrays["query"].shape, arrays["key"].shape[-3:-1]
-    whole, bias = seen_with_bias(seen(arrays, options, (*batch, N, T, S)), arrays)
+    whole, bias = draw.seen_with_bias(seen(arrays, options, (*batch, N, T, S)), arrays)
     blind = ~whole.any(-1).swapaxes(-1, -2)  # [..., T, N]
     unseen = ~whole.reshape(*batch, K, N // K * T, S).any(-2).swapaxes(-1, -2)  # [..., S, K]
     rows = {"query": blind, "out": blind} | ({} if "sink" in arrays else {"lse": blind})

@@ -6,19 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import cases as draw
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.cases import (
-    Case,
-    Operator,
-    bias,
-    both,
-    dropout_key,
-    keep_mask,
-    lengths,
-    mask,
-    positions,
-    segments,
-)
+from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, projections, reference
@@ -66,8 +56,9 @@ def case(
     return Case(name, build, options, frozenset(tags), dtype)
 
 
-KEY = dropout_key(3, 5)
-LENGTHS = lengths((0, 2), (3, None))  # an entry without keys
+KEY = draw.dropout_key(3, 5)
+LENGTHS = draw.lengths((0, 2), (3, None))  # an entry without keys
+_PLANES = draw.both(draw.mask(2, 1, 5, 7), draw.bias(4, 5, 7, spread=3.0), KEY)
 ALL = (*INPUTS, *KERNELS, *BIASES, *ROWS, "sink")
 _SELF = ("query", *KERNELS, *BIASES)
 DROPS: dict[str, Any] = dict(dropout_rate=0.4, out_dropout_rate=0.3)
@@ -97,20 +88,20 @@ CASES = (
         is_causal=True, tags=("ci", "check", "compile"),
     ),
     case(
-        "everything_but_weights", ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), KEY),
+        "everything_but_weights", ALL, extra=_PLANES,
         add_zero_attn=True, tags=("edge", "check", "compile"), **DROPS,
     ),
     case(
-        "everything", ALL, extra=both(mask(2, 1, 5, 7), bias(4, 5, 7, spread=3.0), KEY), is_causal=True,
+        "everything", ALL, extra=_PLANES, is_causal=True,
         add_zero_attn=True, add_residual=True, return_weights=True, sizes=dict(Eo=6),
         tags=("ci", "check"), **DROPS,
     ),
     case(
-        "packed", ALL, extra=both(segments(), LENGTHS, bias(4, 5, 7, spread=3.0), KEY), add_zero_attn=True,
-        logits_soft_cap=5.0, tags=("edge", "check"), **DROPS,
+        "packed", ALL, extra=draw.both(draw.segments(), LENGTHS, draw.bias(4, 5, 7, spread=3.0), KEY),
+        add_zero_attn=True, logits_soft_cap=5.0, tags=("edge", "check"), **DROPS,
     ),
     case(
-        "rotary", ALL, extra=positions, sizes=dict(H=6), rotary=Rotary(base=100.0, size=4),
+        "rotary", ALL, extra=draw.positions, sizes=dict(H=6), rotary=Rotary(base=100.0, size=4),
         is_causal=True, tags=("edge", "check"),
     ),
     *_measured(),
@@ -155,7 +146,7 @@ def _with_factors(
     words = dropout.key_words(dropout_key)
 
     def factors(words, rate, sizes, offset):
-        keep = keep_mask(words, rate, batch, sizes, offset, broadcast_dropout)
+        keep = draw.keep_mask(words, rate, batch, sizes, offset, broadcast_dropout)
         return jnp.where(keep, dropout.survivor_factor(rate), 0.0).astype(arguments["query"].dtype)
 
     # of the probabilities [*batch, N, T, S]; of the output [*batch, T, Eo], from a key of its own

@@ -1,7 +1,6 @@
 """Mosaic GPU kernel of the softmax's backward: one read of y and dy, one write of dx.
 
-The equations are those of `backward.py`. The kernel computes dx, (4), (5) and (7); the gradient of a bias is
-a reduction of dz over what the bias broadcasts, which XLA fuses with (4) and (5) from y and dy.
+It computes (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.gradients`.
 """
 
 import functools
