@@ -122,7 +122,7 @@ jax.tree_util.register_pytree_with_keys(BNNSLayerParametersMultiheadAttention, _
 
 
 class BNNSMultiheadAttentionDeltas(NamedTuple):
-    """What the backward returns, each with its argument's shape and dtype; None = not asked for."""
+    """Holds what the backward returns, each with its argument's shape and dtype; None = not asked for."""
 
     query_param_delta: BNNSMHAProjectionParameters
     key_param_delta: BNNSMHAProjectionParameters

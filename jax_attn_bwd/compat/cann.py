@@ -185,7 +185,7 @@ def multi_scale_deformable_attention(
 
 @exportable_tuple
 class MultiScaleDeformableAttentionGrad(NamedTuple):
-    """What `multi_scale_deformable_attention_grad` returns, each with the shape and dtype of its argument."""
+    """Holds the gradients of `multi_scale_deformable_attention`, each with its argument's shape and dtype."""
 
     grad_value: jax.Array
     grad_location: jax.Array

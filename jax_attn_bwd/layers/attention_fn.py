@@ -396,23 +396,18 @@ class _Configured:
 
     def _value(self) -> Any:
         """Returns what equal functions share; one that holds arrays equals itself alone."""
-        value = (self.attention_fn, frozenset(self.options.items()))
-        hash(value)
+        try:
+            value = (self.attention_fn, frozenset(self.options.items()))
+            hash(value)
+        except TypeError:
+            return id(self)
         return value
 
     def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, _Configured):
-            return NotImplemented
-        try:
-            return self is other or self._value() == other._value()
-        except TypeError:
-            return False
+        return self._value() == other._value() if isinstance(other, _Configured) else NotImplemented
 
     def __hash__(self) -> int:
-        try:
-            return hash(self._value())
-        except TypeError:
-            return id(self)
+        return hash(self._value())
 
 
 def _is_same(passed: Any, configured: Any) -> bool:

@@ -124,6 +124,7 @@ class Config:
     num_points: tuple[int, ...]  # P_l
     options: Options
     form: Form
+    unbatched: bool = False  # whether calls take one picture, as in Equinox
 
     @property
     def samples(self) -> int:
@@ -140,7 +141,9 @@ class Linears(NamedTuple):
     output_proj: Callable[[jax.Array], jax.Array]  # [..., C] -> [..., C]
 
 
-def configure(width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any]) -> Config:
+def configure(
+    width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any], unbatched: bool = False
+) -> Config:
     """Returns the configuration of a layer from its arguments, checked; `width` is the name that C has."""
     given = secondary_calls.complete(f"{_NAME}.__init__", _Given, Keywords, keywords)
     # Heads and their width, and how many points a head has on each level.
@@ -168,7 +171,7 @@ def configure(width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any]) -
         checks.python_float(_NAME, "offset_scale", given["offset_scale"]),
         checks.flag(_NAME, "projections", given["projections"]),
     )
-    return Config(C, num_heads, counts, options, form)
+    return Config(C, num_heads, counts, options, form, unbatched)
 
 
 def offsets_init(config: Config) -> Callable[..., jax.Array]:
@@ -231,6 +234,9 @@ def sampling_locations(
     config: Config, linears: Linears, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
 ) -> jax.Array:
     """Computes `[..., Q, M, K, 2]`, (x, y), float32 or wider: where each head looks for each query."""
+    if config.unbatched and jnp.ndim(query) != 2:
+        remedy = "for a batch use jax.vmap"
+        raise ValueError(checks.message(_NAME, "query", "have shape [Q, C]", jnp.shape(query), remedy))
     levels, form = _levels(config, spatial_shapes), config.form
     # Points [..., Q, K or 1, 2 or 4] and offsets [..., Q, M, K, 2] in the wider dtype of both.
     query = checks.floating(_NAME, "query", query)
@@ -259,7 +265,7 @@ def sampling_locations(
 
 
 class Calls:
-    """Gives its calls to a layer for whole batches that holds its `config` and the linear layers by name."""
+    """Gives its calls to a layer that holds its `config` and the linear layers by name."""
 
     def __call__(
         self: Any,
@@ -269,7 +275,7 @@ class Calls:
         spatial_shapes: Any,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends.
+        """Attends; in Equinox without the batch axes `...`.
 
         Args:
           query: `[..., Q, C]`, with its position embedding.
@@ -298,6 +304,9 @@ class Calls:
 
 
 def _linears(layer: Any) -> Linears:
+    """Returns the linear layers of `layer`, where it does not tell itself how they are applied."""
+    if hasattr(layer, "_linears"):
+        return layer._linears()
     own = layer.config.form.projections
     return Linears(
         layer.sampling_offsets,

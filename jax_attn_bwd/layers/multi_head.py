@@ -75,7 +75,7 @@ from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, multi_head_att
 
 
 class AttentionKeywords(TypedDict, total=False):
-    """What a layer, or the attention function of one, may be given; None leaves it out."""
+    """Lists what a layer, or the attention function of one, may be given; None leaves it out."""
 
     local_window_size: int | tuple[int, int] | None
     logits_soft_cap: float | None

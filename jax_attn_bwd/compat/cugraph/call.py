@@ -45,7 +45,7 @@ class mha_params(NamedTuple):
 
 
 class MhaGatGrads(NamedTuple):
-    """What a backward without edge embeddings returns; None = refused."""
+    """Holds what a backward without edge embeddings returns; None = refused."""
 
     grad_src_node_embedding: jax.Array | None
     grad_dst_node_embedding: jax.Array | None
@@ -53,7 +53,7 @@ class MhaGatGrads(NamedTuple):
 
 
 class MhaGatEfeatGrads(NamedTuple):
-    """What a backward with edge embeddings returns; None = refused."""
+    """Holds what a backward with edge embeddings returns; None = refused."""
 
     grad_src_node_embedding: jax.Array | None
     grad_dst_node_embedding: jax.Array | None

@@ -22,7 +22,7 @@ _ARRAYS = {
 
 
 class MhaSimpleGrads(NamedTuple):
-    """What `mha_simple_n2n_bwd` returns; None = refused, or no such argument."""
+    """Holds what `mha_simple_n2n_bwd` returns; None = refused, or no such argument."""
 
     grad_key_emb: jax.Array | None
     grad_query_emb: jax.Array | None

@@ -15,7 +15,7 @@ BIASES = ("qbias", "kbias", "vbias", "obias")
 
 
 class IOWeightBias(NamedTuple):
-    """What `io_weight_bias` holds, in its order; None = takes no room."""
+    """Tells what `io_weight_bias` holds, in its order; None = takes no room."""
 
     query_weight: Any = None  # (embed_dim, qproj_size)
     key_weight: Any = None  # (k_size, kproj_size)

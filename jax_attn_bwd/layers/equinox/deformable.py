@@ -5,9 +5,7 @@ from typing import Any, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.layers import deformable
 from jax_attn_bwd.layers.equinox.linear import linear
@@ -54,7 +52,9 @@ class MultiScaleDeformableAttention(eqx.Module):
           dtype: dtype of the parameters.
           key: a PRNG key for `value_proj` and `output_proj`.
         """
-        self.config = config = deformable.configure("query_size", query_size, num_heads, options)
+        self.config = config = deformable.configure(
+            "query_size", query_size, num_heads, options, unbatched=True
+        )
         keys = jax.random.split(key)
         xavier = partial(linear, query_size, dtype=dtype)
         zeros = partial(xavier, init=jax.nn.initializers.zeros, key=key)
@@ -63,31 +63,8 @@ class MultiScaleDeformableAttention(eqx.Module):
         own = config.form.projections
         self.value_proj, self.output_proj = (xavier(query_size, key=k) if own else None for k in keys)
 
-    def __call__(
-        self,
-        query: jax.Array,
-        reference_points: jax.Array,
-        value: jax.Array,
-        spatial_shapes: Any,
-        mask: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attends; arguments, result and errors as in the other frameworks, but without batch axes.
-
-        `jax_attn_bwd.layers.deformable.Calls` tells of them.
-        """
-        _check_unbatched(query)
-        return deformable.attend(
-            self.config, self._linears(), query, reference_points, value, spatial_shapes, mask
-        )
-
-    def sampling_locations(
-        self, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
-    ) -> jax.Array:
-        """`[Q, M, sum P, 2]`, (x, y) from 0 to 1: where each head looks for each query."""
-        _check_unbatched(query)
-        return deformable.sampling_locations(
-            self.config, self._linears(), query, reference_points, spatial_shapes
-        )
+    __call__ = deformable.Calls.__call__
+    sampling_locations = deformable.Calls.sampling_locations
 
     def _linears(self) -> deformable.Linears:
         precise = (_widen(self.sampling_offsets), _widen(self.attention_weights))
@@ -98,10 +75,3 @@ class MultiScaleDeformableAttention(eqx.Module):
 def _widen(layer: eqx.nn.Linear) -> eqx.nn.Linear:
     """Returns `layer` with parameters in float32 or wider: it computes offsets or logits."""
     return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), layer)
-
-
-def _check_unbatched(query: jax.Array) -> None:
-    """Raises for more than one picture."""
-    if jnp.ndim(query) != 2:
-        name, remedy = "MultiScaleDeformableAttention", "for a batch use jax.vmap"
-        raise ValueError(checks.message(name, "query", "have shape [Q, C]", jnp.shape(query), remedy))
