@@ -36,7 +36,7 @@ References:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,21 +46,10 @@ from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms
-from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
-from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
+from jax_attn_bwd.ops.dot_product.block import scaled_product
 from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result, Wanted
-from jax_attn_bwd.ops.dot_product.tiles import TileOperands, tile, tile_operands, tile_scan
-
-
-class _Saved(NamedTuple):
-    """Arrays that the step of every tile reads."""
-
-    operands: TileOperands
-    dout: jax.Array  # [..., K, G, T, Hv]
-    lse: jax.Array  # [..., K, G, T]
-    lse_low: jax.Array
-    delta: jax.Array
+from jax_attn_bwd.ops.dot_product.tiles import TileSource
 
 
 def backward(
@@ -69,15 +58,19 @@ def backward(
     """Computes the gradients named in `wanted`, in the accumulator's dtype, tile by tile."""
     # What all tiles read, padded to whole ones; rows that see nothing have a cotangent of 0.
     dout, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
-    w, block_q = tile_operands(plan.options, schedule, operands), schedule.block_q
-    lse, low = row_terms.finite_lse(result)
-    live_dout, live_delta = row_terms.in_live_rows(w.live, dout, delta)
-    rows = (*(layout.split_rows(x, w.q.shape[-3]) for x in (lse, low)), live_delta)
-    saved = _Saved(w, layout.pad(live_dout, {-2: block_q}), *(layout.pad(x, {-1: block_q}) for x in rows))
+    w = TileSource.of(plan.options, schedule, operands)
+    rows = row_terms.in_rows(result, w.live, dout, delta)
+    rows = rows.map(lambda x, axis: layout.pad(x, {axis: schedule.block_q}))
 
-    # Every tile adds its share to the sums.
-    sums = _zeros(wanted.names, saved, accumulator_dtype(operands.query.dtype))
-    step, tiles = tile_scan(partial(_step, plan.options, schedule, saved), w.mask, schedule)
+    # Every tile adds its share to the sums; a dead one gives zeros. A branch that added, or transposed, would
+    # make copies of what it is handed: it costs 5% of the time.
+    sums = _zeros(wanted.names, w, (operands, rows), accumulator_dtype(operands.query.dtype))
+    step, tiles = w.scan(
+        partial(_share, w, rows),
+        partial(_blocks, sums),
+        lambda old, i, j: jax.tree.map(jnp.zeros_like, _swapped(old)),
+        lambda old, added: jax.tree.map(jnp.add, old, _swapped(added)),
+    )
     if tiles is not None:
         sums, _ = lax.scan(step, sums, tiles)
     grads = _in_shapes_of(operands, w, sums)
@@ -86,7 +79,14 @@ def backward(
     return grads
 
 
-def _in_shapes_of(operands: Operands, w: TileOperands, sums: dict[str, Any]) -> dict[str, Any]:
+def _blocks(sums: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
+    """Tells which part of each sum a tile adds to, by its rows and columns: of what a score reads all."""
+    parts = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
+    whole = lambda x: jax.tree.map(lambda _: {}, x)
+    return {name: parts[name] if name in parts else whole(x) for name, x in sums.items()}
+
+
+def _in_shapes_of(operands: Operands, w: TileSource, sums: dict[str, Any]) -> dict[str, Any]:
     """Cuts the padding off the sums over the tiles, and reduces those of what broadcasts to its shape."""
     _, T, S, _, groups = operands.sizes
     lengths = {"query": T, "key": S, "value": S}
@@ -104,23 +104,22 @@ def _in_shapes_of(operands: Operands, w: TileOperands, sums: dict[str, Any]) -> 
     return grads
 
 
-def _zeros(wanted: frozenset[str], saved: "_Saved", dtype: Any) -> dict[str, jax.Array]:
+def _zeros(wanted: frozenset[str], w: TileSource, operands: Any, dtype: Any) -> dict[str, jax.Array]:
     """Returns zeros that the tiles are summed into, by operand.
 
     Those of query, key and value have the caller's layout: they are the gradients then, and no copy is made.
     """
     # Of which array each sum has the sharding, and its shape.
-    w = saved.operands
     *batch, K, G, _, _ = w.q.shape
-    operands = layout.merge_heads(w.q), jnp.swapaxes(w.k, -2, -3), jnp.swapaxes(w.v, -2, -3)
-    like = {name: (x, x.shape) for name, x in zip(("query", "key", "value"), operands, strict=True)}
+    arrays = layout.merge_heads(w.q), jnp.swapaxes(w.k, -2, -3), jnp.swapaxes(w.v, -2, -3)
+    like = {name: (x, x.shape) for name, x in zip(("query", "key", "value"), arrays, strict=True)}
     if w.mask.bias is not None:
         shape = w.mask.bias.shape
         if 1 in shape[-2:]:  # small: leave the sum over the batch, maybe a collective, to the end
             shape = (*batch, *shape[-4:])
         like["bias"] = (w.q, shape)
     zeros: dict[str, Any] = {
-        name: full_like_operands(x, shape, 0, dtype, saved)
+        name: full_like_operands(x, shape, 0, dtype, operands)
         for name, (x, shape) in like.items()
         if name in wanted
     }
@@ -132,32 +131,10 @@ def _zeros(wanted: frozenset[str], saved: "_Saved", dtype: Any) -> dict[str, jax
 
         def zero(x):  # apart: the sum over batch and heads, maybe a collective, is left to the end
             like = w.q[..., :1, :1].sum((-2, -1)).reshape(*lead, *(1 for _ in x.shape)) if lead else x
-            return full_like_operands(like, (*lead, *x.shape), 0, dtype, saved)
+            return full_like_operands(like, (*lead, *x.shape), 0, dtype, operands)
 
         zeros["mod_args"] = jax.tree.map(zero, float_leaves.floats(w.mask.places.args))
     return zeros
-
-
-def _step(options, schedule, saved, mixed, sums, visit):
-    """Adds the share of tile (i, j) to every sum."""
-    # The part of each sum that this tile adds to.
-    i, j, live = visit
-    q, k = (i, schedule.block_q), (j, schedule.block_k)
-    blocks = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
-    old = {name: take_at(x, blocks[name]) if name in blocks else x for name, x in sums.items()}
-
-    # The share is formed again by a backward of this backward; a dead tile gives zeros.
-    share = jax.checkpoint(partial(_share, options, schedule, saved, mixed=mixed), prevent_cse=False)
-    if live is None:
-        added = share(old, i, j)
-    else:
-        # A branch that added, or transposed, would make copies of what it is handed: it costs 5% of the time.
-        nothing = lambda old, i, j: jax.tree.map(jnp.zeros_like, _swapped(old))
-        added = lax.cond(live, share, nothing, old, i, j)
-    new = jax.tree.map(jnp.add, old, _swapped(added))
-    return {
-        name: put_at(x, new[name], blocks[name]) if name in blocks else new[name] for name, x in sums.items()
-    }, None
 
 
 def _swapped(shares):
@@ -166,69 +143,25 @@ def _swapped(shares):
     return {name: swap(name, x) for name, x in shares.items()}
 
 
-def _share(options, schedule, saved, old, i, j, *, mixed):
+def _share(w, rows, old, i, j, *, mixed):
     """Computes what tile (i, j) gives to each sum named in `old`; keys and values are `_swapped`."""
-    # The tile's operands; its logits lie transposed, [..., K, S, G, T].
-    w = saved.operands
-    matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=saved.lse.dtype)
-    q, k, v, bias, seen, places = tile(options, schedule, w, i, j, mixed)
-    dout = take_at(saved.dout, {-2: (i, schedule.block_q)}).astype(schedule.product_dtype)
-    lse, low, delta = (take_at(x, {-1: (i, schedule.block_q)}) for x in saved[2:])
+    # The tile's operands; its elements lie transposed, [..., K, S, G, T].
+    block = w.tile(i, j, mixed).transposed()
+    dout, lse, low, delta = rows.map(lambda x, axis: w.rows(x, i, axis))
+    dout, (lse, low, delta) = dout.astype(block.v.dtype), (x[..., None, :, :] for x in (lse, low, delta))
 
     # The probabilities again, from logits formed as in the forward and the row's lse.
-    logits = scaled_product(options, q, k, lse.dtype, transposed=True)  # (1)
-    logits, tanh = soft_capped(options, logits)
-    if bias is not None:
-        logits = logits + _transposed(bias).astype(logits.dtype)
-    before = logits
-    if places is not None:
-        places = jax.tree.map(_transposed, places)
-        logits = mod_functions.scored(options, logits, places, w.mask.places.args)
-    if seen is not None:
-        logits = jnp.where(_transposed(seen), logits, -jnp.inf)
-    p = jnp.exp((logits - lse[..., None, :, :]) - low[..., None, :, :])  # (2)
+    logits, of = block.logits(scaled_product(block, block.q, block.k))  # (1)
+    p = jnp.exp((logits - lse) - low)  # (2)
 
-    # Through the product with the values, and back to the logits.
-    z = 1
-    if w.counters is not None:
-        z = _transposed(dropout_of_tile(options, schedule, w.counters, i, j, p.dtype))
-    share = {}
-    if "value" in old:
-        share["value"] = matmul("...sgt,...gth->...sh", (p * z).astype(v.dtype), dout)  # (5)
-    if old.keys() == {"value"}:
-        return share
-    dp = z * matmul("...sh,...gth->...sgt", v, dout)  # (6)
-    dlogits = p * (dp - delta[..., None, :, :])  # (8)
-
-    # Through the score, the bias and the soft cap, in the reverse order of the forward.
-    if places is not None:
-        dlogits, dargs = _through_score(options, w, before, places, dlogits, "mod_args" in old)  # (8a)
-        share |= {} if dargs is None else {"mod_args": dargs}
-    elif "mod_args" in old:
+    # What they give to the gradients, in the layout of the sums; arrays that no score reads get nothing.
+    dp = block.through_values(dout) if old.keys() != {"value"} else None
+    apart = w.mask.places is not None and mod_functions.may_lie_apart(w.mask.places, w.q)
+    share = block.gradients(old, p, dout, dp, delta, of, apart)
+    if "mod_args" in old and "mod_args" not in share:
         share["mod_args"] = jax.tree.map(jnp.zeros_like, old["mod_args"])
     if "bias" in old:
-        share["bias"] = reduce_to(jnp.moveaxis(dlogits, -3, -1), old["bias"].shape)
-    if tanh is not None:
-        dlogits = dlogits * (1 - tanh * tanh)  # (10)
-
-    # Back to queries and keys.
-    dx = dlogits.astype(q.dtype)
+        share["bias"] = reduce_to(share["bias"], old["bias"].shape)
     if "query" in old:
-        dq = options.scale * matmul("...sh,...sgt->...hgt", k, dx)  # (11)
-        share["query"] = layout.merge_heads(jnp.moveaxis(dq, -3, -1))
-    if "key" in old:
-        share["key"] = options.scale * matmul("...sgt,...gth->...sh", dx, q)  # (11)
+        share["query"] = layout.merge_heads(share["query"])
     return share
-
-
-def _through_score(options, w, logits, places, dlogits, to_args):
-    """Computes (8a): the cotangents of what the score was handed, and of what it reads."""
-    args = w.mask.places.args
-    if to_args and mod_functions.may_lie_apart(w.mask.places, w.q):
-        return mod_functions.pulled_back_apart(options, logits, places, args, dlogits, groups=-2)
-    return mod_functions.pulled_back(options, logits, places, args, dlogits, to_args)
-
-
-def _transposed(tile: jax.Array) -> jax.Array:
-    """Turns `[..., K, G, T, S]` into `[..., K, S, G, T]`."""
-    return jnp.moveaxis(tile, -1, -3)

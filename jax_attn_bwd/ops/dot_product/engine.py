@@ -21,8 +21,8 @@ What follows holds for every implementation, and for each pair of a forward with
 * `tangent_sums` takes the same row values and gives what this block adds to the two sums of forward mode;
   `through_softmax` makes the output's tangent of whole sums; the whole mu is the tangent of lse. This is the
   portable pass, whatever ran the forward. The tangent of a sink goes with the block that has the sink.
-* Memory is linear in T and S but for `probabilities`, `through_values`, `where_seen` and `gradients`, which
-  are the same equations on a `plane`, for those who ask for the probabilities themselves.
+* Memory is linear in T and S but for what a `plane` gives, `probabilities` and `gradients`: the same
+  equations, for those who ask for the probabilities themselves.
 * All are differentiable, to any order and in either mode: a kernel's derivatives are the portable path's.
 * The operands are checked, int32 where they are integers, and sharded alike: `arguments.prepare` does it.
 
@@ -39,19 +39,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn_bwd._core import backend
 from jax_attn_bwd.ops.dot_product import portable
-from jax_attn_bwd.ops.dot_product.block import dropout_factors
-from jax_attn_bwd.ops.dot_product.layout import merge_heads, merge_rows, split_heads, split_rows
-from jax_attn_bwd.ops.dot_product.materialized import (
-    gradients,
-    plane,
-    probabilities,
-    tangent_of_logits,
-    through_values,
-    where_seen,
-)
-from jax_attn_bwd.ops.dot_product.plan import Plan, low_matters
+from jax_attn_bwd.ops.dot_product.block import dropout_factors as dropout_factors
+from jax_attn_bwd.ops.dot_product.layout import merge_heads as merge_heads
+from jax_attn_bwd.ops.dot_product.layout import merge_rows as merge_rows
+from jax_attn_bwd.ops.dot_product.layout import split_heads as split_heads
+from jax_attn_bwd.ops.dot_product.layout import split_rows as split_rows
+from jax_attn_bwd.ops.dot_product.materialized import gradients as gradients
+from jax_attn_bwd.ops.dot_product.materialized import plane as plane
+from jax_attn_bwd.ops.dot_product.materialized import probabilities as probabilities
+from jax_attn_bwd.ops.dot_product.materialized import tangent_of_logits as tangent_of_logits
+from jax_attn_bwd.ops.dot_product.plan import Plan as Plan
+from jax_attn_bwd.ops.dot_product.plan import low_matters as low_matters
 from jax_attn_bwd.ops.dot_product.plan import plan as planned
-from jax_attn_bwd.ops.dot_product.row_terms import delta, gradient_of_sink, sees_nothing, tangent_of_sink
+from jax_attn_bwd.ops.dot_product.row_terms import delta as delta
+from jax_attn_bwd.ops.dot_product.row_terms import gradient_of_sink as gradient_of_sink
+from jax_attn_bwd.ops.dot_product.row_terms import sees_nothing as sees_nothing
+from jax_attn_bwd.ops.dot_product.row_terms import tangent_of_sink as tangent_of_sink
 from jax_attn_bwd.ops.dot_product.spec import (
     DotProductAttentionGrads,
     Operands,
@@ -60,8 +63,8 @@ from jax_attn_bwd.ops.dot_product.spec import (
     Result,
     Wanted,
 )
-from jax_attn_bwd.ops.dot_product.tangent import sums as tangent_sums
-from jax_attn_bwd.ops.dot_product.tangent import through_softmax
+from jax_attn_bwd.ops.dot_product.tangent import tangent_sums as tangent_sums
+from jax_attn_bwd.ops.dot_product.tangent import through_softmax as through_softmax
 
 _PORTABLE = backend.Implementation("xla", portable.forward, portable.backward)
 IMPLEMENTATIONS = (
@@ -145,35 +148,3 @@ def backward(
     """
     residuals = Residuals(operands, result, Wanted(frozenset(wanted), alone))
     return implementation(plan).backward(plan, residuals, dout, dlse)
-
-
-__all__ = [
-    "IMPLEMENTATIONS",
-    "Plan",
-    "backward",
-    "delta",
-    "differentiated",
-    "dropout_factors",
-    "forward",
-    "gradient_of_sink",
-    "gradients",
-    "implementation",
-    "low_matters",
-    "merge_heads",
-    "merge_rows",
-    "pack_residuals",
-    "plan",
-    "plane",
-    "planned",
-    "probabilities",
-    "sees_nothing",
-    "split_heads",
-    "split_rows",
-    "tangent_of_logits",
-    "tangent_of_sink",
-    "tangent_sums",
-    "through_softmax",
-    "through_values",
-    "unpack_residuals",
-    "where_seen",
-]

@@ -49,6 +49,12 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, -2, -4).reshape(*batch, T, K * G, H)
 
 
+def as_given(grads: dict[str, Any]) -> dict[str, Any]:
+    """Turns gradients of query, key and value from the layout of tiles into the caller's."""
+    turn = {"query": merge_heads} | dict.fromkeys(("key", "value"), lambda x: jnp.swapaxes(x, -2, -3))
+    return {name: turn[name](x) if name in turn else x for name, x in grads.items()}
+
+
 def split_rows(x: jax.Array, groups: int) -> jax.Array:
     """Turns `[..., T, N]` into `[..., K, G, T]`."""
     return split_heads(x[..., None], groups)[..., 0]
@@ -79,6 +85,8 @@ def _parts(blocks: Blocks) -> Parts:
 
 def take_part(x: jax.Array, parts: Parts) -> jax.Array:
     """Takes the given part of each given axis; an axis that broadcasts is taken whole."""
+    if not parts:
+        return x
     sizes = list(x.shape)
     for axis, (_, size) in parts.items():
         sizes[axis] = 1 if x.shape[axis] == 1 else size
@@ -87,6 +95,8 @@ def take_part(x: jax.Array, parts: Parts) -> jax.Array:
 
 def put_part(x: jax.Array, update: jax.Array, parts: Parts) -> jax.Array:
     """Returns `x` with `update` where `take_part` reads."""
+    if not parts:
+        return update
     return lax.dynamic_update_slice(x, update, _starts(x, parts), allow_negative_indices=False)
 
 

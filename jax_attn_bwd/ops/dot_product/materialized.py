@@ -7,7 +7,7 @@ logits once for both. Equation numbers are those of `backward.py`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,35 +15,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, lost_to, reduce_to, split_rounding, to_rank
+from jax_attn_bwd._core.numerics import finite, lost_to, reduce_to, split_rounding, to_rank
 from jax_attn_bwd._core.sharding import einsum
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
-from jax_attn_bwd.ops.dot_product.block import dropout_factors, soft_capped
+from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
 from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
 from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
 from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
-from jax_attn_bwd.ops.dot_product.tiles import unpoisoned
+from jax_attn_bwd.ops.dot_product.tiles import places, unpoisoned
 
 
-@dataclass(eq=False)
-class Plane:
-    """The factors of the products; queries that see nothing, and keys that nothing sees, are 0."""
+@dataclass(eq=False, kw_only=True)
+class Plane(Block):
+    """The whole plane, `[..., K, G, T, S]`; queries that see nothing, and keys that nothing sees, are 0."""
 
-    options: Options
     operands: Operands
-    q: jax.Array  # [..., K, G, T, H]
-    k: jax.Array  # [..., K, S, H]
-    v: jax.Array  # [..., K, S, Hv]
-    seen: jax.Array | None  # [..., K|1, G|1, T|1, S|1]; None = all
     live: jax.Array | None  # [..., K|1, G|1, T], queries that see something; None = all
-    bias: jax.Array | None  # [..., K|1, G|1, T|1, S|1]
-    places: mod_functions.Tile | None  # where the elements stand, with a `score_mod`
-
-    @cached_property
-    def z(self) -> jax.Array | None:
-        """The dropout factors `[..., K, G, T, S]`, drawn when first asked for; None = no dropout."""
-        return dropout_factors(self.options, self.operands)
 
     @cached_property
     def scaled_q(self) -> jax.Array:
@@ -56,19 +44,12 @@ class Plane:
         q = layout.split_heads(query, self.q.shape[-3])
         return q if self.live is None else jnp.where(self.live[..., None], q, 0)
 
-    @property
-    def dtype(self) -> Any:
-        """The accumulator's dtype."""
-        return accumulator_dtype(self.operands.query.dtype)
-
-    @property
-    def product(self) -> dict[str, Any]:
-        """Keywords by which products are taken."""
-        return {"precision": self.options.precision, "preferred_element_type": self.dtype}
-
-    def dropped(self, x: jax.Array) -> jax.Array:
-        """Multiplies `x` with the dropout factors."""
-        return x if self.z is None else self.z * x
+    def scaled_product(self) -> jax.Array:
+        """Computes scale * q k^T; see `block.scaled_product` for where the scale goes."""
+        in_q = self.q.dtype == self.dtype
+        q = self.scaled_q if in_q else self.q
+        logits = einsum("...gth,...sh->...gts", q, self.k, **self.product)
+        return logits if in_q else self.options.scale * logits
 
 
 def plane(options: Options, operands: Operands) -> Plane:
@@ -79,31 +60,11 @@ def plane(options: Options, operands: Operands) -> Plane:
     q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))
 
     # What is seen, and where the elements stand if a score reads it.
-    sizes, places = operands.sizes, None
+    sizes, draw = operands.sizes, partial(dropout_factors, options, operands)
     given = visibility.tile_mask(operands.mask, operands.bias, sizes)
     seen = visibility.of_whole(given, len(sizes.batch))
-    if options.score_mod is not None:
-        assert given.places is not None  # prepared with the function
-        at = visibility.positions(given, None, None, (sizes.T, sizes.S), q.ndim)
-        places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
-    return Plane(options, operands, q, k, v, seen, live, given.bias, places)
-
-
-def _logits(plane: Plane) -> jax.Array:
-    """Computes (1), `[..., K, G, T, S]`, -inf where unseen."""
-    logits, _ = _before_score(plane)
-    if plane.places is not None:
-        logits = mod_functions.scored(plane.options, logits, plane.places, plane.operands.mod_args or ())
-    return logits if plane.seen is None else jnp.where(plane.seen, logits, -jnp.inf)
-
-
-def _before_score(plane: Plane) -> tuple[jax.Array, jax.Array | None]:
-    """Computes (c of (1), `[..., K, G, T, S]`; tanh of the soft cap)."""
-    options, in_q = plane.options, plane.q.dtype == plane.dtype  # see `block.scaled_product`
-    q = plane.scaled_q if in_q else plane.q
-    logits = einsum("...kgth,...ksh->...kgts", q, plane.k, **plane.product)
-    logits, tanh = soft_capped(options, logits if in_q else options.scale * logits)
-    return logits if plane.bias is None else logits + plane.bias.astype(plane.dtype), tanh
+    read = places(options, given, None, None, (sizes.T, sizes.S), seen)
+    return Plane(options, q, k, v, given.bias, seen, *read, draw, einsum=einsum, operands=operands, live=live)
 
 
 class _Rows(NamedTuple):
@@ -140,7 +101,7 @@ def forward(plan: Plan, _: Materialized, operands: Operands) -> Result:
     """Computes attention over all keys, with its row values."""
     # The softmax, and lse with what rounding takes from it.
     whole = plane(plan.options, operands)
-    e, m, l, empty = _softmax(whole, _logits(whole))
+    e, m, l, empty = _softmax(whole, whole.logits(whole.scaled_product())[0])
     lse, low = log_sum(m, l)
     if empty is not None:
         lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
@@ -180,7 +141,7 @@ def backward(
         p = probabilities(whole, None)
         if names <= {"value"}:
             return gradients(whole, names, p, dout, None, None)
-        dp: Any = through_values(whole, dout)
+        dp: Any = whole.through_values(dout)
         delta = (p * dp).sum(-1)  # (7)
         delta = delta if dlse is None else delta - dlse
         grads = gradients(whole, names, p, dout, dp, delta[..., None])
@@ -190,7 +151,7 @@ def backward(
         whole = plane(options, operands)
         live_dout, live_delta = row_terms.in_live_rows(whole.live, dout, delta)
         names = names - {"sink"}
-        dp = through_values(whole, live_dout) if names - {"value"} else None
+        dp = whole.through_values(live_dout) if names - {"value"} else None
         p = probabilities(whole, result)
         grads = gradients(whole, names, p, live_dout, dp, live_delta[..., None])
 
@@ -210,44 +171,19 @@ def gradients(
       dp: `[..., K, G, T, S]`, cotangent of the probabilities; for no more than "value" it may be None.
       delta: `[..., K, G, T, 1]`, what the rows' products p dp sum to, over all keys of the row; likewise.
     """
-    options, operands, product, p = plane.options, plane.operands, plane.product, p.astype(plane.dtype)
+    # What the score was handed, and the tanh of the soft cap.
+    of: Any = (None, None)
+    if plane.options.logits_soft_cap is not None or plane.places is not None:
+        of = plane.before_score(plane.scaled_product())
+    p, dout = p.astype(plane.dtype), dout.astype(plane.v.dtype)
 
-    def over_queries(x, y):  # [..., S, K, H]; in that order at once XLA:CPU would write column by column
-        return jnp.swapaxes(einsum("...kgts,...kgth->...ksh", x, y, **product), -2, -3)
-
-    # Through the product with the values.
-    grads: dict[str, Any] = {}
-    if "value" in wanted:
-        zp = plane.dropped(p).astype(plane.v.dtype)
-        grads["value"] = over_queries(zp, dout.astype(zp.dtype))  # (5)
-    if not set(wanted) - {"value"}:
-        return grads
-    dlogits = p * (dp - delta)  # (8)
-
-    # Through the score, the bias and the soft cap, in the reverse order of the forward.
-    before, tanh = None, None
-    if options.logits_soft_cap is not None or plane.places is not None:
-        before, tanh = _before_score(plane)
-    if plane.places is not None and before is not None:  # (8a)
-        args, to_args = operands.mod_args or (), "mod_args" in wanted
-        dlogits, dargs = mod_functions.pulled_back(options, before, plane.places, args, dlogits, to_args)
-        if to_args:
-            grads["mod_args"] = dargs
-    elif "mod_args" in wanted:
-        grads["mod_args"] = jax.tree.map(jnp.zeros_like, float_leaves.floats(operands.mod_args))
-    if plane.bias is not None and "bias" in wanted:
-        assert operands.bias is not None  # the plane's
-        grads["bias"] = reduce_to(dlogits, plane.bias.shape).reshape(operands.bias.shape)
-    if tanh is not None:
-        dlogits = dlogits * (1 - tanh * tanh)  # (10)
-
-    # Back to queries and keys.
-    dx = dlogits.astype(plane.q.dtype)
-    if "query" in wanted:
-        dq = options.scale * einsum("...kgts,...ksh->...kgth", dx, plane.k, **product)
-        grads["query"] = layout.merge_heads(dq)  # (11)
-    if "key" in wanted:
-        grads["key"] = options.scale * over_queries(dx, plane.q)  # (11)
+    # In the shapes of the operands; arrays that no score reads get nothing.
+    grads = layout.as_given(plane.gradients(wanted, p, dout, dp, delta, of))
+    if "mod_args" in wanted and "mod_args" not in grads:
+        grads["mod_args"] = jax.tree.map(jnp.zeros_like, float_leaves.floats(plane.operands.mod_args))
+    bias = plane.operands.bias
+    if plane.bias is not None and bias is not None and "bias" in wanted:
+        grads["bias"] = reduce_to(grads["bias"], plane.bias.shape).reshape(bias.shape)
     return grads
 
 
@@ -257,11 +193,11 @@ def probabilities(plane: Plane, result: Result | None) -> jax.Array:
     None = the keys of the plane are all.
     """
     if result is None:
-        rows = _softmax(plane, _logits(plane))
+        rows = _softmax(plane, plane.logits(plane.scaled_product())[0])
         return rows.e / rows.l
     groups = plane.q.shape[-3]
     lse = layout.split_rows(result.lse, groups)[..., None]
-    p = _logits(plane) - (lse if plane.live is None else finite(lse))
+    p = plane.logits(plane.scaled_product())[0] - (lse if plane.live is None else finite(lse))
     if result.lse_low is not None:
         p = p - layout.split_rows(result.lse_low, groups)[..., None]
     return jnp.exp(p)
@@ -273,34 +209,17 @@ def tangent_of_logits(whole: Plane, tangents: Operands) -> jax.Array:
     options, given = whole.options, whole.operands
     filled = {name: getattr(tangents, name) for name in ("query", "key")}
     moved = plane(options, given._replace(**{name: x for name, x in filled.items() if x is not None}))
-    logits, tanh = _before_score(whole)
-    product = lambda q, k: einsum("...kgth,...ksh->...kgts", q, k, **whole.product)
-    dlogits = jnp.zeros_like(logits)
+    logits = whole.scaled_product()
+    dlogits, product = (
+        jnp.zeros_like(logits),
+        lambda q, k: einsum("...gth,...sh->...gts", q, k, **whole.product),
+    )
     if tangents.query is not None:
         dlogits += options.scale * product(moved.q, whole.k)
     if tangents.key is not None:
         dlogits += options.scale * product(whole.q, moved.k)
 
     # (13), (14): through the soft cap, the bias and the score.
-    if tanh is not None:
-        dlogits = dlogits * (1 - tanh * tanh)
-    if tangents.bias is not None:
-        bias = layout.plane(tangents.bias, given.query.ndim - 3, given.sizes.G)
-        dlogits = dlogits + bias.astype(whole.dtype)
-    if whole.places is not None:
-        args = mod_functions.tangents_of_args(given.mod_args, tangents.mod_args)
-        _, dlogits = mod_functions.pushed_forward(
-            options, logits, whole.places, given.mod_args or (), dlogits, args
-        )
-    return where_seen(whole, dlogits)
-
-
-def where_seen(plane: Plane, x: jax.Array) -> jax.Array:
-    """Returns `x [..., K, G, T, S]`, 0 where a query does not see a key."""
-    return x if plane.seen is None else jnp.where(plane.seen, x, 0)
-
-
-def through_values(plane: Plane, dout: jax.Array) -> jax.Array:
-    """Computes (6): what the output's cotangent `[..., K, G, T, Hv]` gives to that of the probabilities."""
-    v = plane.v
-    return plane.dropped(einsum("...kgth,...ksh->...kgts", dout.astype(v.dtype), v, **plane.product))
+    bias, args = tangents.bias, mod_functions.tangents_of_args(given.mod_args, tangents.mod_args)
+    dbias = None if bias is None else layout.plane(bias, given.query.ndim - 3, given.sizes.G)
+    return whole.where_seen(whole.pushed_forward(logits, dlogits, dbias, args)[1])

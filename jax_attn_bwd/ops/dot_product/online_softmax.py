@@ -65,14 +65,18 @@ def merged(state: State, out: jax.Array, lse: jax.Array, lse_low: Any) -> State:
 
 def finished(state: State, may_be_empty: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (out, lse, lse_low); a row without a key, where there may be one, gives 0, -inf, 0."""
-    m, l, empty = state.m, state.l, None
-    if may_be_empty:
-        empty = l == 0
-        m, l = finite(m), jnp.where(empty, 1, l)
-    lse, low = log_sum(m, l)
-    if empty is not None:
-        lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
+    if not may_be_empty:
+        return state.acc / state.l[..., None], *log_sum(state.m, state.l)
+    _, l, lse, low = of_rows(state.m, state.l)
     return state.acc / l[..., None], lse, low
+
+
+def of_rows(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (m, l, lse, lse_low); of a row without a key 0, 1, -inf, 0."""
+    empty = l == 0
+    m, l = finite(m), jnp.where(empty, 1, l)
+    lse, low = log_sum(m, l)
+    return m, l, jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
 
 
 def log_sum(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,8 @@
 The numbers are those of `backward.py` and `tangent.py`; every implementation takes them from here.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,26 @@ def of_backward(
     dout = jnp.zeros_like(result.out) if dout is None else dout
     heads = layout.split_heads(dout, groups)
     return heads, layout.split_rows(delta(options, operands, result, dout, dlse), groups)
+
+
+class Rows(NamedTuple):
+    """Values of the rows that the gradients of every element of a row read."""
+
+    dout: jax.Array  # [..., K, G, T, Hv]
+    lse: jax.Array  # [..., K, G, T]
+    lse_low: jax.Array
+    delta: jax.Array
+
+    def map(self, f: Callable[[jax.Array, int], jax.Array]) -> "Rows":
+        """Returns `f(x, the axis of the rows)` of each."""
+        return Rows(f(self.dout, -2), *(f(x, -1) for x in self[1:]))
+
+
+def in_rows(result: Result, live: Any, dout: jax.Array, delta: jax.Array) -> Rows:
+    """Lays the rows out; dout and delta, which may be anything in rows that are not `live`, are 0 there."""
+    lse, low = (layout.split_rows(x, dout.shape[-3]) for x in finite_lse(result))
+    dout, delta = in_live_rows(live, dout, delta)
+    return Rows(dout, lse, low, delta)
 
 
 def in_live_rows(live: Any, dout: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:

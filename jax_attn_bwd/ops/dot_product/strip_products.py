@@ -4,8 +4,7 @@ How strips are cut, and why this form has few bytes on a GPU: `strips.py`. Equat
 `backward.py`. Rows of all groups of heads are one axis, and so are batch and heads of one device.
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import fusion, targets
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
+from jax_attn_bwd._core.numerics import finite, to_rank
 from jax_attn_bwd.ops.dot_product import online_softmax as online
-from jax_attn_bwd.ops.dot_product.block import soft_capped
+from jax_attn_bwd.ops.dot_product.block import Block, scaled_product
 from jax_attn_bwd.ops.dot_product.plan import Strips
 from jax_attn_bwd.ops.dot_product.spec import Options
 
@@ -30,26 +29,23 @@ def attended(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes (out, lse, lse_low) of rows that see these keys, and a sink, alone."""
     # The greatest logit of each row and its sum, with the sink; lse is their log.
-    logits = fusion.barrier(_hidden(_capped(options, q, k)[0], seen))
+    block = _block(options, q, k, v, seen)
+    logits = fusion.barrier(block.logits(scaled_product(block, q, k))[0])
     m, l = _greatest_and_sum(logits)
     if sink is not None:
         greatest = lax.stop_gradient(jnp.maximum(m, sink))
         shift = finite(greatest)
         m, l = greatest, l * jnp.exp(m - shift) + jnp.exp(sink - shift)
-    empty = l == 0
-    m, l = finite(m), jnp.where(empty, 1, l)
-    lse, low = online.log_sum(m, l)
-    lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
+    m, l, lse, low = online.of_rows(m, l)
 
     # The output of the probabilities, whose logits are formed again where factors are narrow.
     m, l = map(fusion.barrier, (m, l))
     if q.dtype != l.dtype:
         # Other barriers than of the first product: else XLA takes both at once. Two kernels need not round
         # alike, which counts where one logit of 1e5 takes all, and factors are wide.
-        logits = _hidden(_capped(options, fusion.barrier(q), fusion.barrier(k))[0], seen)
+        logits = block.logits(scaled_product(block, fusion.barrier(q), fusion.barrier(k)))[0]
     p = fusion.barrier(jnp.exp(logits - m).astype(v.dtype))
-    product = {"precision": options.precision, "preferred_element_type": l.dtype}
-    out = jnp.einsum("...ts,...sh->...th", p, v, **product) / l
+    out = jnp.einsum("...ts,...sh->...th", p, v, **block.product) / l
     return out.astype(q.dtype), lse, low
 
 
@@ -75,9 +71,9 @@ def shares(
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Computes what a strip gives to each gradient that is wanted."""
     # The probabilities again, and what (8) and (10) multiply with.
-    matmul = partial(jnp.einsum, precision=options.precision, preferred_element_type=lse.dtype)
-    logits, tanh = _capped(options, q, k)  # (1)
-    p, share = jnp.exp(_hidden((logits - lse) - low, seen)), {}  # (2)
+    block = _block(options, q, k, v, seen)
+    logits, (_, tanh) = block.logits(scaled_product(block, q, k))  # (1)
+    p, share = jnp.exp((logits - lse) - low), {}  # (2)
     factor = p if tanh is None else p * (1 - tanh * tanh)  # of (10)
     p, factor = map(fusion.barrier, (p, factor))
 
@@ -86,13 +82,8 @@ def shares(
         share["value"] = _rounded_product(options, "...ts,...th->...sh", p, dout)  # (5)
     if wanted == {"value"}:
         return share
-    dx = factor * (matmul("...th,...sh->...ts", dout, v) - delta)  # (6), (8), (10)
-    dx = dx.astype(q.dtype)
-    if "query" in wanted:
-        share["query"] = options.scale * matmul("...ts,...sh->...th", dx, k)  # (11)
-    if "key" in wanted:
-        share["key"] = options.scale * matmul("...ts,...th->...sh", dx, q)  # (11)
-    return share
+    dp = block.through_values(dout)
+    return share | block.gradients(wanted - {"value"}, factor, dout, dp, delta)
 
 
 def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.Array) -> jax.Array:
@@ -105,41 +96,24 @@ def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.A
     return jnp.einsum(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
 
 
-def _hidden(x: jax.Array, seen: Any) -> jax.Array:
-    """Returns `x`, -inf where one of the arrays `seen` is False: one by one, their conjunction is larger."""
-    for one in jax.tree.leaves(seen):
-        x = jnp.where(one, x, -jnp.inf)
-    return x
+def _block(options: Options, q: Any, k: Any, v: Any, seen: Any) -> Block:
+    """Makes a block of rows in one axis."""
+    return Block(options, q, k, v, seen=seen, rows="t", elements="ts")
 
 
-def _capped(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Computes `block.scaled_product` of rows in one axis, soft-capped; a reshape would part the two."""
-    dtype = accumulator_dtype(q.dtype)
-    in_q = q.dtype == dtype
-    q = q * options.scale if in_q else q
-    product = {"precision": options.precision, "preferred_element_type": dtype}
-    logits = jnp.einsum("...th,...sh->...ts", q, k, **product)
-    return soft_capped(options, logits if in_q else options.scale * logits)
+def over_heads(slices: int, run: Callable[..., Any], *arrays: Any) -> Any:
+    """Computes `run(*arrays)` in so many slices of the first axis, each after the one before.
 
-
-def head_slices(slices: int, arrays: Any, found: list[Any]) -> Iterator[Any]:
-    """Yields `arrays` in so many slices of their first axis, one after the other.
-
-    Each waits for the last of `found`, where its reader puts what it computes. An array that has one entry
-    there is for all of them.
+    An array that has one entry there is for all of them.
     """
     if slices <= 1:
-        yield arrays
-        return
+        return run(*arrays)
+    found: list[Any] = []
     size = jax.tree.leaves(arrays)[0].shape[0] // slices
     for number in range(slices):
         part = lambda x, at=number * size: x if x.shape[0] == 1 else lax.slice_in_dim(x, at, at + size)
-        yield after(jax.tree.map(part, arrays), found[-1:])
-
-
-def joined(found: list[Any]) -> Any:
-    """Puts what was found of each slice together."""
-    return found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+        found.append(run(*after(jax.tree.map(part, arrays), found[-1:])))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
 def after(arrays: Any, last: Any) -> Any:

@@ -60,15 +60,7 @@ from jax_attn_bwd.ops.dot_product.layout import Parts, put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
 from jax_attn_bwd.ops.dot_product.plan import SLICE_LOGITS, Plan, Strips, count, slices_of
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
-from jax_attn_bwd.ops.dot_product.strip_products import (
-    after,
-    attended,
-    flat,
-    head_slices,
-    joined,
-    merged,
-    shares,
-)
+from jax_attn_bwd.ops.dot_product.strip_products import after, attended, flat, merged, over_heads, shares
 from jax_attn_bwd.ops.dot_product.tiles import static_pairs, unpoisoned
 from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
 
@@ -91,12 +83,12 @@ def backward(
     names = wanted.names - {"sink"}
     by = _gradients_by_widths if schedule.runtime_extent else _gradients_by_extents
     run = partial(by, plan.options, schedule, names)
-    given = operands, result, dout, delta
+    given = operands, (result, dout, delta)
     if schedule.head_slices:
         specs = {name: PartitionSpec(*explicit_spec(operands.array(name))) for name in names}
 
-        def on_a_device(operands, *rows):
-            return {name: match_type(x, operands.array(name)) for name, x in run(operands, *rows).items()}
+        def on_a_device(operands, rows):
+            return {name: match_type(x, operands.array(name)) for name, x in run(operands, rows).items()}
 
         grads = on_local_shards(on_a_device, lambda *_: specs, given)
     else:
@@ -155,28 +147,27 @@ def _forward_by_extents(options: Options, schedule: Strips, operands: Operands) 
         sink = operands.sink.astype(accumulator_dtype(q.dtype)).reshape(K, G, 1, 1)
         sink = jnp.broadcast_to(sink, (*batch, K, G, 1, 1))
     given = jax.tree.map(lambda x: merged(schedule, x, len(batch)), (q, k, v, sink))
-    given = *given, mask_arrays(schedule, operands)
 
     # The rows of some heads, and those of all as the caller has them.
-    found_strips = strips(schedule, operands, 0)
-    found: list[Any] = []
-    for some in head_slices(schedule.head_slices, given, found):
-        found.append(_rows(options, operands, found_strips, some))
+    run = partial(_rows, options, operands, strips(schedule, operands, 0))
+    found = over_heads(schedule.head_slices, run, *given, mask_arrays(schedule, operands))
     as_given = lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:]))
-    out, lse, low = jax.tree.map(as_given, joined(found))
+    out, lse, low = map(as_given, found)
     return Result(out, lse[..., 0], low[..., 0])
 
 
-def _rows(options: Options, operands: Operands, found_strips: list[Strip], given: Any) -> list[jax.Array]:
+def _rows(
+    options: Options, operands: Operands, cut: list[Strip], q: Any, k: Any, v: Any, sink: Any, arrays: Any
+) -> list[jax.Array]:
     """Computes (out `[..., K, G, T, Hv]`, lse, lse_low `[..., K, G, T, 1]`) of some heads."""
-    q, k, v, sink, arrays = given
     found: list[Any] = []
     step = jax.checkpoint(partial(attended, options))
-    for strip in found_strips:
+    for strip in cut:
         # Rows and keys of the strip, which wait for the strip before.
-        rows, shape = _part(q, -2, strip.rows), (*q.shape[:-2], strip.rows[1] - strip.rows[0])
+        shape = (*q.shape[:-2], strip.rows[1] - strip.rows[0])
+        rows = lax.slice_in_dim(q, *strip.rows, axis=-2)
         rows, *keys = after((rows, k, v), found[-1:])
-        rows, keys = flat(rows), [_part(x, -2, strip.columns) for x in keys]
+        rows, keys = flat(rows), [lax.slice_in_dim(x, *strip.columns, axis=-2) for x in keys]
 
         extra = None if sink is None else flat(jnp.broadcast_to(sink, (*shape, 1)))
         parts = step(rows, *keys, extra, _seen(operands, strip, arrays, q.shape[-3], q.ndim - 1))
@@ -185,54 +176,36 @@ def _rows(options: Options, operands: Operands, found_strips: list[Strip], given
 
 
 def _gradients_by_extents(
-    options: Options,
-    schedule: Strips,
-    wanted: frozenset[str],
-    operands: Operands,
-    result: Result,
-    dout: jax.Array,
-    delta: jax.Array,
+    options: Options, schedule: Strips, wanted: frozenset[str], operands: Operands, rows: Any
 ) -> dict[str, Any]:
     """Computes the gradients of query, key and value of one device, some heads after the other."""
     # Operands and rows with batch and heads in one axis, if these are those of one device.
-    alike = vary_alike(operands)
+    (result, dout, delta), alike = rows, vary_alike(operands)
     dtype, operands = _dtype_of_gradients(operands, alike), alike
     q, k, v, live = unpoisoned(options, operands)
     *batch, K, G, _, _ = q.shape
-    dout, delta = row_terms.in_live_rows(live, dout, delta)
-    rows = (*(layout.split_rows(x, G) for x in row_terms.finite_lse(result)), delta)
+    dout, *rows = row_terms.in_rows(result, live, dout, delta)
     whole = (q, k, v, dout.astype(v.dtype), *(x[..., None] for x in rows))
     given = *(merged(schedule, x, len(batch)) for x in whole), mask_arrays(schedule, operands)
 
     # The gradients of some heads, and those of all as the caller has them.
-    found_strips = strips(schedule, operands, 1)
-    parts: list[Any] = []
-    for some in head_slices(schedule.head_slices, given, parts):
-        parts.append(_gradients_of_heads(options, wanted, dtype, operands, found_strips, some))
+    run = partial(_gradients_of_heads, options, wanted, dtype, operands, strips(schedule, operands, 1))
+    found = over_heads(schedule.head_slices, run, *given)
     own = {"query": 3, "key": 2, "value": 2}
-    found = {name: x.reshape(*batch, K, *x.shape[-own[name] :]) for name, x in joined(parts).items()}
-    return {
-        name: layout.merge_heads(x) if name == "query" else jnp.swapaxes(x, -2, -3)
-        for name, x in found.items()
-    }
+    return layout.as_given({n: x.reshape(*batch, K, *x.shape[-own[n] :]) for n, x in found.items()})
 
 
 def _gradients_of_heads(
-    options: Options,
-    wanted: frozenset[str],
-    dtype: Any,
-    operands: Operands,
-    found_strips: list[Strip],
-    given: Any,
+    options: Options, wanted: frozenset[str], dtype: Any, operands: Operands, cut: list[Strip], *given: Any
 ) -> dict[str, Any]:
     """Computes those of query `[..., K, G, T, H]`, of key and value `[..., K, S, H]`, of some heads."""
     q, k, v, dout, lse, low, delta, arrays = given
     columns: dict[str, list[jax.Array]] = {name: [] for name in ("key", "value") if name in wanted}
     dq, step = None, jax.checkpoint(partial(shares, options, wanted))
-    for strip in found_strips:
+    for strip in cut:
         # Keys and rows of the strip, which wait for the strip before.
-        keys = [_part(x, -2, strip.columns) for x in (k, v)]
-        rows = [flat(_part(x, -2, strip.rows)) for x in (q, dout, lse, low, delta)]
+        keys = [lax.slice_in_dim(x, *strip.columns, axis=-2) for x in (k, v)]
+        rows = [flat(lax.slice_in_dim(x, *strip.rows, axis=-2)) for x in (q, dout, lse, low, delta)]
         keys, rows, dq = after((keys, rows, dq), (dq, [parts[-1:] for parts in columns.values()]))
 
         # dk and dv of its keys are whole, dq of its rows is a share.
@@ -253,11 +226,7 @@ def _added(dq: jax.Array | None, share: jax.Array, strip: Strip, q: jax.Array, o
         return share
     if dq is None:
         dq = full_like_operands(q, q.shape, 0, share.dtype, operands)
-    return lax.dynamic_update_slice_in_dim(dq, _part(dq, -2, strip.rows) + share, first, -2)
-
-
-def _part(x: jax.Array, axis: int, bounds: tuple[int, int]) -> jax.Array:
-    return lax.slice_in_dim(x, *bounds, axis=axis)
+    return lax.dynamic_update_slice_in_dim(dq, lax.slice_in_dim(dq, *strip.rows, axis=-2) + share, first, -2)
 
 
 def mask_arrays(schedule: Strips, operands: Operands) -> list[jax.Array]:
@@ -297,7 +266,7 @@ def _seen(
     # What the arrays hide of it, rows of all groups in one axis.
     for x in arrays:
         for axis, bounds in ((-2, strip.rows), (-1, strip.columns)):
-            x = x if x.shape[axis] == 1 else _part(x, axis, bounds)
+            x = x if x.shape[axis] == 1 else lax.slice_in_dim(x, *bounds, axis=axis)
         if x.shape[-3:-1] != (1, 1):
             x = jnp.broadcast_to(x, (*x.shape[:-3], groups, strip.rows[1] - strip.rows[0], x.shape[-1]))
         seen.append(flat(x))
@@ -448,6 +417,18 @@ class StripSource(NamedTuple):
             seen = seen[:, 0] if len(seen) == 1 else jnp.repeat(seen[:, 0], self.heads[0], 0)
         return fusion.barrier(seen)
 
+    def of_heads(
+        self, run: Callable[..., Any], arrays: Any, turn: Any, rows: Stretch, columns: Stretch
+    ) -> Any:
+        """Computes `run(*arrays, seen)`, of so many heads at a time as have room."""
+        arrays, seen = fusion.barrier(arrays), self.where_seen(turn, rows, columns)
+        heads = jax.tree.leaves(arrays)[0].shape[0]
+        logits = heads * self.heads[1] * rows.size * columns.size
+        slices = slices_of(heads, count(logits, SLICE_LOGITS)) if self.merges else 1
+        if seen is None or len(seen) == 1:
+            return over_heads(slices, lambda *some: run(*some, seen), *arrays)
+        return over_heads(slices, run, *arrays, seen)
+
 
 class Extents(NamedTuple):
     """The blocks that strips meet: `[turns, strips]` int32, NumPy arrays where shapes alone tell."""
@@ -554,7 +535,7 @@ def _forward_by_widths(options: Options, schedule: Strips, operands: Operands) -
         rows = source.rows(q, turn, own)
         sink = None if operands.sink is None else source.for_rows(operands.sink.astype(wide), rows)
         arrays = rows, source.columns(k, turn, met), source.columns(v, turn, met), sink
-        return None, _of_heads(source, partial(attended, options), arrays, turn, own, met)
+        return None, source.of_heads(partial(attended, options), arrays, turn, own, met)
 
     # Every strip writes its rows of the results, which begin empty.
     heads = operands.query.shape[-2] if source.merges else 1
@@ -565,49 +546,22 @@ def _forward_by_widths(options: Options, schedule: Strips, operands: Operands) -
     return Result(out, lse[..., 0], low[..., 0])
 
 
-def _of_heads(
-    source: StripSource,
-    run: Callable[..., Any],
-    arrays: Any,
-    turn: jax.Array,
-    rows: Stretch,
-    columns: Stretch,
-) -> Any:
-    """Computes `run(*arrays, seen)`, of so many heads at a time as have room."""
-    arrays, seen = fusion.barrier(arrays), source.where_seen(turn, rows, columns)
-    if not source.merges:
-        return run(*arrays, seen)
-    heads = jax.tree.leaves(arrays)[0].shape[0]
-    slices = slices_of(heads, count(heads * source.heads[1] * rows.size * columns.size, SLICE_LOGITS))
-    is_shared = seen is None or len(seen) == 1
-    found: list[Any] = []
-    for some in head_slices(slices, arrays if is_shared else (*arrays, seen), found):
-        found.append(run(*some, seen) if is_shared else run(*some))
-    return joined(found)
-
-
 def _gradients_by_widths(
-    options: Options,
-    schedule: Strips,
-    wanted: frozenset[str],
-    operands: Operands,
-    result: Result,
-    dout: jax.Array,
-    delta: jax.Array,
+    options: Options, schedule: Strips, wanted: frozenset[str], operands: Operands, rows: Any
 ) -> dict[str, Any]:
     """Computes the gradients of query, key and value of one device."""
     # What strips are cut from: operands, and values of the rows.
-    alike = vary_alike(operands)
+    (result, dout, delta), alike = rows, vary_alike(operands)
     wide, dtype = accumulator_dtype(operands.query.dtype), _dtype_of_gradients(operands, alike)
     operands, source, (_, T, S, _, G) = alike, StripSource.of(schedule, alike), operands.sizes
     q, k, v = source.given(operands.query, 0), source.given(operands.key, 1), source.given(operands.value, 1)
     values = (x[..., None] for x in (*row_terms.finite_lse(result), layout.merge_rows(delta)))
-    rows = [source.given(x, 0) for x in (layout.merge_heads(dout).astype(v.dtype), *values)]
+    of_rows = [source.given(x, 0) for x in (layout.merge_heads(dout).astype(v.dtype), *values)]
 
     def run(turn, own, met, dq):
         keys = (source.columns(x, turn, own) for x in (k, v))
-        arrays = *keys, *(source.rows(x, turn, met) for x in (q, *rows))
-        share = _of_heads(source, partial(shares, options, wanted), arrays, turn, met, own)
+        arrays = *keys, *(source.rows(x, turn, met) for x in (q, *of_rows))
+        share = source.of_heads(partial(shares, options, wanted), arrays, turn, met, own)
         if dq is not None:
             # Behind barriers: else the rows of dq are copied to the product that gives their share.
             share["query"] = source.as_given(fusion.barrier(share["query"]), G)

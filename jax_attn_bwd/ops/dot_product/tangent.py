@@ -30,11 +30,11 @@ from jax import lax
 
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions, row_terms
-from jax_attn_bwd.ops.dot_product.block import dropout_of_tile, scaled_product, soft_capped
-from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
-from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
-from jax_attn_bwd.ops.dot_product.tiles import TileOperands, tile, tile_operands, tile_scan, unpoisoned
+from jax_attn_bwd.ops.dot_product.block import scaled_product
+from jax_attn_bwd.ops.dot_product.layout import take_at
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import Operands, Result
+from jax_attn_bwd.ops.dot_product.tiles import TileSource, unpoisoned
 
 
 @partial(jax.jit, static_argnums=0)
@@ -42,11 +42,13 @@ def tangent(
     plan: Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
     """Computes (dout, dlse), of the types of out and lse; None in `tangents` is zero."""
-    total, mu = sums(plan, operands, result, tangents)
+    total, mu = tangent_sums(plan, operands, result, tangents)
     return through_softmax(result, total, mu).astype(result.out.dtype), mu.astype(result.lse.dtype)
 
 
-def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:
+def tangent_sums(
+    plan: Plan, operands: Operands, result: Result, tangents: Operands
+) -> tuple[jax.Array, jax.Array]:
     """Computes what keys give to the sum over s of (17), `[..., T, N, Hv]`, and to mu, `[..., T, N]`.
 
     `result` has the row values of all keys that the queries attend to: what disjoint blocks give adds up, in
@@ -59,19 +61,18 @@ def sums(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> 
 
 
 def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:
-    """Computes `sums` of the queries that one program has, tile by tile."""
+    """Computes `tangent_sums` of the queries that one program has, tile by tile."""
     # What all tiles read, padded to whole ones.
-    options, schedule, groups = plan.options, plan.tiles(operands), operands.sizes.G
-    w, block_q = tile_operands(options, schedule, operands), schedule.block_q
-    rows = lambda x: layout.pad(layout.split_rows(x, groups), {-1: block_q})
+    w, groups = TileSource.of(plan.options, plan.tiles(operands), operands), operands.sizes.G
     lse, low = row_terms.finite_lse(result)
-    saved = _Saved(w, _laid_out(options, schedule, operands, tangents), rows(lse), rows(low))
+    rows = [layout.pad(layout.split_rows(x, groups), {-1: w.schedule.block_q}) for x in (lse, low)]
+    moved = _laid_out(w, operands, tangents)
 
     # Every tile adds its share to the sums of its rows.
-    mu = full_like_operands(saved.lse, saved.lse.shape, 0, lse.dtype, saved)
+    mu = full_like_operands(rows[0], rows[0].shape, 0, lse.dtype, (operands, moved, rows))
     shape = (*mu.shape, w.v.shape[-1])
     found = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
-    step, tiles = tile_scan(partial(_step, options, schedule, saved), w.mask, schedule)
+    step, tiles = w.scan(partial(_added, w, moved, rows), lambda q, _: _Sums._make(({-2: q}, {-1: q})))
     if tiles is not None:
         found, _ = lax.scan(step, found, tiles)
 
@@ -99,15 +100,6 @@ class _Tangents(NamedTuple):
     args: Any  # of the floats that the score reads
 
 
-class _Saved(NamedTuple):
-    """Arrays that the step of every tile reads."""
-
-    operands: TileOperands
-    tangents: _Tangents
-    lse: jax.Array  # [..., K, G, T]
-    lse_low: jax.Array
-
-
 class _Sums(NamedTuple):
     """Sums that every tile adds to."""
 
@@ -115,81 +107,49 @@ class _Sums(NamedTuple):
     mu: jax.Array  # [..., K, G, T]
 
 
-def _laid_out(options: Options, schedule: Tiles, operands: Operands, tangents: Operands) -> _Tangents:
+def _laid_out(w: TileSource, operands: Operands, tangents: Operands) -> _Tangents:
     """Lays the tangents out in tiles, 0 where the operands are for being poison."""
     # Where a tangent is zero the operand keeps its place: it tells which rows and keys become 0.
-    names = ("query", "key", "value")
-    given = {name: getattr(tangents, name) for name in names}
+    given = {name: getattr(tangents, name) for name in ("query", "key", "value")}
     filled: Any = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
-    whole = operands._replace(**filled)
-    blocks = (schedule.block_q, schedule.block_k, schedule.block_k)
+    clean = unpoisoned(w.options, operands._replace(**filled))[:3]
     laid: Any = [
         None if x is None else layout.pad(found, {-2: block})
-        for x, found, block in zip(given.values(), unpoisoned(options, whole), blocks, strict=False)
+        for x, found, block in zip(given.values(), clean, w.schedule.of_operands, strict=True)
     ]
 
     # Of the bias, and of what the score reads.
     bias, args = tangents.bias, None
     if bias is not None:
         plane = layout.plane(bias, operands.query.ndim - 3, operands.sizes[-1])
-        bias = layout.pad(plane, {-2: schedule.block_q, -1: schedule.block_k})
-    if options.score_mod is not None:
+        bias = layout.pad(plane, {-2: w.schedule.block_q, -1: w.schedule.block_k})
+    if w.options.score_mod is not None:
         args = mod_functions.tangents_of_args(operands.mod_args, tangents.mod_args)
     return _Tangents._make((*laid, bias, args))
 
 
-def _step(options, schedule, saved, mixed, sums, visit):
-    """Adds the share of tile (i, j) to the sums of its rows."""
-    i, j, live = visit
-    q = (i, schedule.block_q)
-    blocks = _Sums({-2: q}, {-1: q})
-    old = _Sums(*map(take_at, sums, blocks))
-    share = jax.checkpoint(partial(_share, options, schedule, saved, mixed=mixed), prevent_cse=False)
-    add = lambda old: jax.tree.map(jnp.add, old, share(i, j))
-    new = add(old) if live is None else lax.cond(live, add, lambda old: old, old)
-    return _Sums(*map(put_at, sums, new, blocks)), None
-
-
-def _share(options, schedule, saved, i, j, *, mixed):
-    """Computes what tile (i, j) gives to the sums of (15) and (17)."""
+def _added(w, moved, rows, sums, i, j, *, mixed):
+    """Adds what tile (i, j) gives to the sums of (15) and (17)."""
     # The tile's operands, and their tangents.
-    w, moved = saved.operands, saved.tangents
-    dtype, of_queries, of_keys = saved.lse.dtype, (i, schedule.block_q), (j, schedule.block_k)
-    q, k, v, bias, seen, places = tile(options, schedule, w, i, j, mixed)
-    part = lambda x, rows: None if x is None else take_at(x, {-2: rows}).astype(schedule.product_dtype)
+    block, of_queries, of_keys = w.tile(i, j, mixed), (i, w.schedule.block_q), (j, w.schedule.block_k)
+    part = lambda x, rows: None if x is None else take_at(x, {-2: rows}).astype(block.q.dtype)
     dq, dk, dv = part(moved.q, of_queries), part(moved.k, of_keys), part(moved.v, of_keys)
-    lse, low = (take_at(x, {-1: of_queries})[..., None] for x in saved[2:])
+    dbias = None if moved.bias is None else take_at(moved.bias, {-2: of_queries, -1: of_keys})
+    lse, low = (w.rows(x, i)[..., None] for x in rows)
 
     # The logits again, as in the forward, and their tangent, [..., K, G, block_q, block_k].
-    logits, tanh = soft_capped(options, scaled_product(options, q, k, dtype))
-    if bias is not None:
-        logits = logits + bias.astype(dtype)
+    logits = scaled_product(block, block.q, block.k)
     dlogits = jnp.zeros_like(logits)
-    for left, right in ((dq, k), (q, dk)):
+    for left, right in ((dq, block.k), (block.q, dk)):
         if left is not None and right is not None:
-            dlogits += scaled_product(options, left, right, dtype)  # (12)
-    if tanh is not None:
-        dlogits = dlogits * (1 - tanh * tanh)
-    if moved.bias is not None:
-        dlogits += take_at(moved.bias, {-2: of_queries, -1: of_keys}).astype(dtype)  # (13)
-    if places is not None:
-        logits, dlogits = mod_functions.pushed_forward(
-            options, logits, places, w.mask.places.args, dlogits, moved.args
-        )  # (14)
-    if seen is not None:
-        logits, dlogits = jnp.where(seen, logits, -jnp.inf), jnp.where(seen, dlogits, 0)
+            dlogits += scaled_product(block, left, right)  # (12)
+    logits, dlogits = block.pushed_forward(logits, dlogits, dbias, moved.args)  # (14)
 
     # The probabilities, and what they give to both sums.
-    p = jnp.exp((logits - lse) - low)  # (2)
-    pd = p * dlogits
-    mu = pd.sum(-1)
-    if w.counters is not None:
-        z = dropout_of_tile(options, schedule, w.counters, i, j, p.dtype)
-        p, pd = p * z, pd * z
-    values = partial(
-        jnp.einsum, "...gts,...sh->...gth", precision=options.precision, preferred_element_type=dtype
-    )
-    dout = values(pd.astype(v.dtype), v)
+    p = jnp.exp((block.where_seen(logits, -jnp.inf) - lse) - low)  # (2)
+    pd = p * block.where_seen(dlogits)
+    mu, values = pd.sum(-1), partial(jnp.einsum, "...gts,...sh->...gth", **block.product)
+    dout = values(block.dropped(pd).astype(block.v.dtype), block.v)
     if dv is not None:
-        dout += values(p.astype(v.dtype), dv)
-    return _Sums(dout, mu)
+        dout += values(block.dropped(p).astype(dv.dtype), dv)
+    return _Sums(sums.dout + dout, sums.mu + mu)

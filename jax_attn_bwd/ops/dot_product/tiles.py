@@ -16,6 +16,7 @@ parts that are folded (`_core.split`) each has its own list of pairs (i, j): all
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -25,20 +26,25 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import fusion, split
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, visibility
-from jax_attn_bwd.ops.dot_product.block import DropoutCounters, dropout_counters
-from jax_attn_bwd.ops.dot_product.layout import take_at
+from jax_attn_bwd.ops.dot_product.block import Block, DropoutCounters, dropout_counters
+from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Tiles, count
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
 
+GROUP = 64  # tiles
 
-class TileOperands(NamedTuple):
-    """The operands of all tiles; queries that see nothing, and keys that nothing sees, are 0."""
 
+@dataclass(eq=False)
+class TileSource:
+    """What tiles are cut from; queries that see nothing, and keys that nothing sees, are 0."""
+
+    options: Options
+    schedule: Tiles
     q: jax.Array  # [..., K, G, T, H]
     k: jax.Array  # [..., K, S, H]
     v: jax.Array  # [..., K, S, Hv]
@@ -46,48 +52,104 @@ class TileOperands(NamedTuple):
     mask: TileMask  # the bias is part of it
     counters: DropoutCounters | None  # with dropout
 
+    @classmethod
+    def of(cls, options: Options, schedule: Tiles, operands: Operands) -> "TileSource":
+        """Brings the operands into the layout of tiles.
 
-class Tile(NamedTuple):
-    """Arrays that the step of one tile reads."""
+        Inside `jax.shard_map` all vary alike: a derivative by what is the same on all devices is a sum over
+        them, and must not stand in a tile that some of them skip, where they would wait for the others for
+        ever.
+        """
+        operands = vary_alike(operands)
+        if operands.mask.elements is not None:
+            # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
+            # takes it minutes for a few million elements.
+            operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
+        q, k, v, live = unpoisoned(options, operands)
+        q, k, v = (layout.pad(x, {-2: n}) for x, n in zip((q, k, v), schedule.of_operands, strict=True))
+        mask = visibility.tile_mask(operands.mask, operands.bias, operands.sizes, *schedule.blocks)
+        if mask.elements is not None:  # padded once: XLA would do so for each of its readers
+            mask = mask._replace(elements=fusion.barrier(mask.elements))
+        counters = dropout_counters(options, operands, *schedule.blocks) if options.dropout_rate else None
+        return cls(options, schedule, q, k, v, live, mask, counters)
 
-    q: jax.Array  # [..., K, G, block_q, H]
-    k: jax.Array  # [..., K, block_k, H]
-    v: jax.Array  # [..., K, block_k, Hv]
-    bias: jax.Array | None  # [..., K|1, G|1, block_q|1, block_k|1]
-    seen: jax.Array | None  # likewise; None = all
-    places: mod_functions.Tile | None  # where the elements stand, with a `score_mod`
+    def rows(self, x: jax.Array, i: Any, axis: int = -1) -> jax.Array:
+        """Takes the rows of query tile i; `axis` is theirs."""
+        return take_at(x, {axis: (i, self.schedule.block_q)})
 
+    def tile(self, i: Any, j: Any, mixed: bool) -> Block:
+        """Cuts tile (i, j) out; unless it is `mixed`, masks and biases alone hide elements of it."""
+        options, schedule, given, dtype = self.options, self.schedule, self.mask, self.schedule.product_dtype
+        columns = (j, schedule.block_k)
+        q = self.rows(self.q, i, -2).astype(dtype)
+        k, v = (take_at(x, {-2: columns}).astype(dtype) for x in (self.k, self.v))
+        seen = visibility.of_tile(given, i, j, mixed, schedule.blocks, self.q.ndim)
+        bias = None if given.bias is None else take_at(given.bias, {-2: (i, schedule.block_q), -1: columns})
+        draw = partial(self._factors, i, j)
+        return Block(options, q, k, v, bias, seen, *places(options, given, i, j, schedule.blocks, seen), draw)
 
-def tile_operands(options: Options, schedule: Tiles, operands: Operands) -> TileOperands:
-    """Brings the operands into the layout of tiles.
+    def _factors(self, i: Any, j: Any) -> jax.Array | None:
+        """Draws the dropout factors of tile (i, j); None = no dropout."""
+        if self.counters is None:
+            return None
+        _, rows, columns = self.counters
+        rows, columns = self.rows(rows, i), take_at(columns, {0: (j, self.schedule.block_k)})
+        of_tile = self.counters._replace(rows=rows, columns=columns)
+        dtype = accumulator_dtype(self.schedule.product_dtype)
+        return of_tile.factors(self.options, dtype, drawn_once=False)
 
-    Inside `jax.shard_map` all vary alike: a derivative by what is the same on all devices is a sum over them,
-    and must not stand in a tile that some of them skip, where they would wait for the others for ever.
-    """
-    operands = vary_alike(operands)
-    if operands.mask.elements is not None:
-        # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
-        # takes it minutes for a few million elements.
-        operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
-    q, k, v, live = unpoisoned(options, operands)
-    mask = visibility.tile_mask(operands.mask, operands.bias, operands.sizes, *schedule.blocks)
-    if mask.elements is not None:  # padded once: XLA would do so for each of its readers
-        mask = mask._replace(elements=fusion.barrier(mask.elements))
-    return TileOperands(
-        q=layout.pad(q, {-2: schedule.block_q}),
-        k=layout.pad(k, {-2: schedule.block_k}),
-        v=layout.pad(v, {-2: schedule.block_k}),
-        live=live,
-        mask=mask,
-        counters=dropout_counters(options, operands, *schedule.blocks) if options.dropout_rate else None,
-    )
+    def scan(
+        self,
+        run: Callable[..., Any],
+        blocks: Callable[..., Any],
+        skip: Callable[..., Any] = lambda old, i, j: old,
+        join: Callable[..., Any] = lambda old, found: found,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
+        """Returns what `lax.scan` takes to visit the tiles: a body, and what it goes over; None = no tile.
+
+        Where chosen blocks leave few tiles live, these come first, in order, and dead ones are passed over a
+        group at a time.
+
+        Args:
+          run: `(old, i, j, mixed=)` computes tile (i, j), with those parts of the sums that it adds to. It is
+            computed again by a derivative of the scan.
+          blocks: `((i, block_q), (j, block_k))` tells which parts these are, a tree of `layout.Blocks`.
+          skip: does `(old, i, j)` where the tile is dead.
+          join: `(old, found)` gives the new parts.
+        """
+        # One tile: the parts of the sums that it adds to, and what it makes of them.
+        visits = tile_visits(self.mask, self.schedule)
+        part = jax.checkpoint(partial(run, mixed=visits.mixed), prevent_cse=False)
+
+        def step(sums, visit):
+            i, j, live = visit
+            at = blocks((i, self.schedule.block_q), (j, self.schedule.block_k))
+            old = jax.tree.map(take_at, sums, at)
+            found = part(old, i, j) if live is None else lax.cond(live, part, skip, old, i, j)
+            return jax.tree.map(put_at, sums, join(old, found), at), None
+
+        # All in order, or live ones first, in groups of which dead ones are passed over.
+        tiles = visits.i, visits.j, visits.live
+        if visits.i.shape[0] == 0:
+            return step, None
+        if not visits.in_groups:
+            return step, tiles
+        order = jnp.argsort(~visits.live, stable=True).astype(jnp.int32)
+        padding = -len(visits.i) % GROUP
+        in_groups = lambda x: jnp.pad(jnp.asarray(x)[order], (0, padding)).reshape(-1, GROUP)
+
+        def group(carry, tiles):
+            visit = lambda carry: lax.scan(step, carry, tiles)[0]
+            return lax.cond(tiles[2][0], visit, lambda carry: carry, carry), None
+
+        return group, tuple(map(in_groups, tiles))
 
 
 def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """Returns (q, k, v, live) before padding, in the layout of tiles, without poison.
 
     NaN where nobody looks would pass through p = 0, so it becomes 0. Which queries are `live` is told as
-    `TileOperands` has it.
+    `TileSource` has it.
     """
     sizes = operands.sizes
     q = layout.split_heads(operands.query, sizes.G)  # [..., K, G, T, H]
@@ -105,23 +167,15 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
     return q, k, v, live
 
 
-def tile(options: Options, schedule: Tiles, w: TileOperands, i: Any, j: Any, mixed: bool) -> Tile:
-    """Cuts tile (i, j) out; unless it is `mixed`, masks and biases alone hide elements of it."""
-    given, dtype, rows, columns = w.mask, schedule.product_dtype, (i, schedule.block_q), (j, schedule.block_k)
-    q = take_at(w.q, {-2: rows}).astype(dtype)
-    k, v = (take_at(x, {-2: columns}).astype(dtype) for x in (w.k, w.v))
-    seen = visibility.of_tile(given, i, j, mixed, schedule.blocks, w.q.ndim)
-    bias, places = None, None
-    if given.bias is not None:
-        bias = take_at(given.bias, {-2: rows, -1: columns})
-    if options.score_mod is not None:
-        assert given.places is not None  # prepared with the function
-        at = visibility.positions(given, i, j, schedule.blocks, w.q.ndim)
-        places = mod_functions.Tile(given.places.batch, given.places.head, *at, seen)
-    return Tile(q, k, v, bias, seen, places)
-
-
-GROUP = 64  # tiles
+def places(
+    options: Options, given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], seen: Any
+) -> tuple[mod_functions.Tile | None, tuple[Any, ...]]:
+    """Returns where the elements of tile (i, j) stand, if a score reads it, and the arrays that it reads."""
+    if options.score_mod is None:
+        return None, ()
+    assert given.places is not None  # prepared with the function
+    batch, head, args = given.places
+    return mod_functions.Tile(batch, head, *visibility.positions(given, i, j, blocks, batch.ndim), seen), args
 
 
 class Visits(NamedTuple):
@@ -147,12 +201,14 @@ def tile_visits(given: TileMask, schedule: Tiles) -> Visits:
         n_k = count(S, schedule.block_k)
         pair = jnp.arange(count(T, schedule.block_q) * n_k, dtype=jnp.int32)
         i, j = pair // n_k, pair % n_k
-        return Visits(i, j, _live_tiles(given, *schedule.blocks)[i, j], True)
+        live = live_tiles(given, *schedule.blocks)
+        assert live is not None  # shapes tell nothing
+        return Visits(i, j, live[i, j], True)
 
     # What shapes tell leaves few pairs; where they do not tell all, each has a flag.
-    full, mixed, final = static_pairs(given, *schedule.blocks)
+    full, mixed, _ = static_pairs(given, *schedule.blocks)
     i, j = np.concatenate([full, mixed]).T
-    live = None if final or not len(i) else _live_tiles(given, *schedule.blocks)
+    live = live_tiles(given, *schedule.blocks) if len(i) else None
     is_mixed, chosen = len(mixed) > 0 or live is not None, getattr(given.rules.mask_mod, "tile", None)
     in_groups = live is not None and chosen is not None and len(i) > GROUP
     return Visits(i, j, None if live is None else live[i, j], is_mixed, in_groups)
@@ -163,11 +219,6 @@ def live_tiles(given: TileMask, block_q: int, block_k: int) -> jax.Array | None:
     T, S = given.rows.length, given.columns.length
     if isinstance(T, int) and isinstance(S, int) and static_pairs(given, block_q, block_k)[2]:
         return None
-    return _live_tiles(given, block_q, block_k)
-
-
-def _live_tiles(given: TileMask, block_q: int, block_k: int) -> jax.Array:
-    """Tells what `live_tiles` does, whatever is static."""
     some, _ = visibility.of_tiles(given.rules, given.rows, given.columns, block_q, block_k, given.places)
     some = jnp.asarray(some).any(tuple(range(some.ndim - 2)))
     if given.elements is None or not all(isinstance(n, int) for n in given.elements.shape):  # symbolic
@@ -209,42 +260,27 @@ def _pairs_of(
     return pairs[some & every], pairs[some & ~every], final
 
 
-def tile_scan(
-    step: Callable[..., Any], given: TileMask, schedule: Tiles
-) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
-    """Returns what `lax.scan` takes to visit the tiles: a body, and what it goes over; None = no tile.
-
-    The body is `step(mixed, carry, (i, j, live))`. Where chosen blocks leave few tiles live, these come
-    first, in order, and dead ones are passed over a group at a time.
-    """
-    visits = tile_visits(given, schedule)
-    step, tiles = partial(step, visits.mixed), (visits.i, visits.j, visits.live)
-    if visits.i.shape[0] == 0:
-        return step, None
-    if not visits.in_groups:
-        return step, tiles
-    order = jnp.argsort(~visits.live, stable=True).astype(jnp.int32)
-    padding = -len(visits.i) % GROUP
-    in_groups = lambda x: jnp.pad(jnp.asarray(x)[order], (0, padding)).reshape(-1, GROUP)
-
-    def group(carry, tiles):
-        visit = lambda carry: lax.scan(step, carry, tiles)[0]
-        return lax.cond(tiles[2][0], visit, lambda carry: carry, carry), None
-
-    return group, tuple(map(in_groups, tiles))
-
-
 def _in_step(given: TileMask, schedule: Tiles) -> Visits:
     """Lists the tiles of one of the `schedule.parts` of the queries."""
-    # What shapes tell is a list of pairs for each part: this part's own, where they differ.
-    rows, columns = given.rows, given.columns
-    has_positions = rows.position is not None or columns.position is not None
-    T, S, folded = rows.length, columns.length, rows.origin is not None and rows.origin.shape[0] > 1
-    found = tiles_of_folded if folded else partial(tiles_in_step, has_positions=has_positions)
-    i, j, mixed = found(given.rules, T, S, schedule)
+    # What of each tile each part sees, as far as shapes tell, [parts, query tiles, key tiles].
+    rows, columns, parts = given.rows, given.columns, schedule.parts
+    T, folded = rows.length, rows.origin is not None and rows.origin.shape[0] > 1
+    pieces = split.Pieces(parts, folded=folded)
+    of_parts = [Tokens(T, origin=pieces.origins(part, T)) for part in range(parts)]
+    keys = Tokens(columns.length)
+    flags = [visibility.of_tiles(given.rules, tokens, keys, *schedule.blocks) for tokens in of_parts]
+    some, every = (np.stack(x) for x in zip(*flags, strict=True))
+
+    # That is a list of pairs for each part: this part's own, where they differ.
+    of_part = lambda x: x[0] if (x == x[0]).all() else jnp.asarray(x)[lax.axis_index(split.AXIS)]
+    if folded:
+        seen = some.reshape(parts, -1)
+        order = np.argsort(~seen, axis=-1, kind="stable")[:, : seen.sum(-1).max()].astype(np.int32)
+        i, j, mixed = order // some.shape[2], order % some.shape[2], True
+    else:
+        i, j, mixed = _same_rows(given, some, every, schedule.blocks)
     if not len(j[0]):
         return Visits(j[0], j[0], None, mixed)
-    of_part = lambda x: x[0] if (x == x[0]).all() else jnp.asarray(x)[lax.axis_index(split.AXIS)]
     query_tiles, own = of_part(i) if folded else i, of_part(j)
 
     # What is known at run time only leaves a tile dead where it is dead in all parts.
@@ -258,30 +294,16 @@ def _in_step(given: TileMask, schedule: Tiles) -> Visits:
     return Visits(query_tiles, own, live, mixed)
 
 
-def tiles_of_folded(rules: Mask, T: int, S: int, schedule: Tiles) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Lists (i, j, is one mixed), i and j `[parts, n]`, for folded parts of T queries each."""
-    pieces = split.Pieces(schedule.parts, folded=True)
-    tokens = [Tokens(T, origin=pieces.origins(part, T)) for part in range(schedule.parts)]
-    some = np.stack([visibility.of_tiles(rules, rows, Tokens(S), *schedule.blocks)[0] for rows in tokens])
-    seen = some.reshape(schedule.parts, -1)
-    order = np.argsort(~seen, axis=-1, kind="stable")[:, : seen.sum(-1).max()].astype(np.int32)
-    return order // some.shape[2], order % some.shape[2], True
-
-
-def tiles_in_step(
-    rules: Mask, T: int, S: int, schedule: Tiles, has_positions: bool
+def _same_rows(
+    given: TileMask, some: np.ndarray, every: np.ndarray, blocks: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Lists (i `[n]`, j `[parts, n]`, is one mixed) for parts of T queries each, as far as shapes tell."""
-    # What of each tile each part sees, [parts, query tiles, key tiles].
-    (block_q, block_k), parts = schedule.blocks, schedule.parts
-    pieces = split.Pieces(parts)
-    parts_of_rows = [Tokens(T, origin=pieces.origins(part, T)) for part in range(parts)]
-    flags = [visibility.of_tiles(rules, rows, Tokens(S), block_q, block_k) for rows in parts_of_rows]
-    some, every = (np.stack(x) for x in zip(*flags, strict=True))
-    if has_positions:
+    """Lists (i `[n]`, j `[parts, n]`, is one mixed) of tiles `[parts, query tiles, key tiles]`."""
+    # What positions and a `mask_mod` leave is told at run time.
+    rules, parts = given.rules, len(some)
+    if given.rows.position is not None or given.columns.position is not None:
         some = np.ones_like(some)
         every = np.full_like(every, not rules.is_banded)
-    every = every & (rules.mask_mod is None)  # what bounds tell of one is left to run time
+    every = every & (rules.mask_mod is None)
 
     # For each query tile as many key tiles as the part needs that sees most of them.
     lists = []
@@ -295,6 +317,6 @@ def tiles_in_step(
     rows, columns = (np.concatenate(x, -1) for x in zip(*lists, strict=True))
 
     # A tile with padding is compared.
-    every = every & (np.arange(1, some.shape[2] + 1) * block_k <= S)
-    every = every & (np.arange(1, some.shape[1] + 1)[:, None] * block_q <= T)
+    every = every & (np.arange(1, some.shape[2] + 1) * blocks[1] <= given.columns.length)
+    every = every & (np.arange(1, some.shape[1] + 1)[:, None] * blocks[0] <= given.rows.length)
     return rows, columns, not every[np.arange(parts)[:, None], rows, columns].all()

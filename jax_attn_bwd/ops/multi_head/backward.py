@@ -137,7 +137,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     dz, a = (engine.split_heads(x, inner.sizes.G).astype(dtype) for x in (da, result.wide_out()))
     p = _probabilities(options, residuals, inner, rows, plane)
     dp = _Columns(  # without the cotangent of the weights
-        None if plane is None else engine.through_values(plane, dz),
+        None if plane is None else plane.through_values(dz),
         None if rows is None else appended.through_values(options, rows, dz),
     )
     if dweights is not None:
@@ -187,7 +187,7 @@ def _cotangents_of_weights(options, inner, plane, rows, dweights) -> _Columns:
         dweights = jnp.broadcast_to(dweights, (*batch, K, G, *dweights.shape[-2:]))
     else:
         dweights = dweights.reshape(*batch, K, G, *dweights.shape[-2:])
-    keys = engine.where_seen(plane, dweights[..., :S])
+    keys = plane.where_seen(dweights[..., :S])
     return _Columns(keys, None if rows is None else dweights[..., S:])
 
 

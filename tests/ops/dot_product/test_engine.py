@@ -134,7 +134,7 @@ def test_whole_planes_agree_with_tiles(rng):
         v = jnp.swapaxes(given.value, 1, 2)
         out = engine.merge_heads(jnp.einsum("bkgts,bksh->bkgth", z * p, v))
         split = engine.split_heads(dout, N // K)
-        dp = engine.through_values(plane, split)
+        dp = plane.through_values(split)
         delta = (p * dp).sum(-1, keepdims=True)
         planes = engine.gradients(plane, wanted, p, split, dp, delta)
         return {"out": out, **planes}, {"out": result.out, **tiles._asdict()}
