@@ -18,7 +18,7 @@ from jax_attn_bwd._core import checks, dropout, numerics, pallas
 from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
-from jax_attn_bwd.ops.dot_product.arguments import Like, plane
+from jax_attn_bwd.ops.dot_product.arguments import Like, both_or_neither, plane
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.parallel import layouts
@@ -68,10 +68,10 @@ def prepare(
     """Checks every argument of `ring_attention`; raises as its docstring says."""
     # positions: given, or told by the layout
     n = axis_size(operator, axis_name)
-    both_positions(operator, query_positions, key_value_positions)
+    positions = {"query_positions": query_positions, "key_value_positions": key_value_positions}
+    both_or_neither(operator, positions, "both are laid out and sharded like their tokens")
     device = lax.axis_index(axis_name)
     if checks.choice(operator, "layout", layout, get_args(SequenceLayout)) != "contiguous":
-        positions = query_positions, key_value_positions
         query_positions, key_value_positions = _of_layout(operator, layout, n, device, positions, query, key)
     # segment ids that fit int32 alike on all devices; lengths need two that no token has
     ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
@@ -149,7 +149,7 @@ def _planes(
 
 def _of_layout(operator: str, layout: str, n: int, device, given, *tokens: Any) -> list[jax.Array]:
     """Returns the positions of this device's queries and keys in a sequence that lies as `layout` says."""
-    if any(x is not None for x in given):
+    if any(x is not None for x in given.values()):
         expected = f"be left out with layout={layout!r}, which tells them"
         raise ValueError(checks.message(operator, "positions", expected, "both"))
     lengths = [jnp.shape(x)[-3] if jnp.ndim(x) > 2 else 0 for x in tokens]
@@ -167,16 +167,6 @@ def _narrow(operator: str, ids: dict[str, Any], tokens: tuple[Any, Any], axis_na
         lengths.append(length)
     found = zip(numerics.ranks(*rows), lengths, strict=True)
     return [lax.dynamic_slice_in_dim(x, device * length, length, x.ndim - 1) for x, length in found]
-
-
-def both_positions(operator: str, query_positions: Any, key_value_positions: Any) -> None:
-    """Checks that both are given, which tell one layout, or none."""
-    if (query_positions is None) != (key_value_positions is None):
-        given, missing = "query_positions", "key_value_positions"
-        if query_positions is None:
-            given, missing = missing, given
-        remedy = "both are laid out and sharded like their tokens"
-        raise ValueError(checks.message(operator, missing, f"be given together with {given}", None, remedy))
 
 
 def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> tuple[jax.Array, bool]:

@@ -171,13 +171,8 @@ def mask_of(
         return sharding.reshard_like(x, like.array, (*range(len(batch)), *(axes or (None,) * len(tail))))
 
     # Segment ids, together; wide ones become int32 that are equal where they are.
-    if (query_segment_ids is None) != (key_value_segment_ids is None):
-        given, missing = "query_segment_ids", "key_value_segment_ids"
-        if query_segment_ids is None:
-            given, missing = missing, given
-        expected = f"be given together with {given}"
-        raise ValueError(checks.message(operator, missing, expected, None))
     ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    both_or_neither(operator, ids)
     if not all(map(numerics.fits_int32, ids.values())):
         query_segment_ids, key_value_segment_ids = _narrow(operator, ids, like, sizes)
 
@@ -225,6 +220,14 @@ def mask_of(
         mod_args=args,
     )
     return found, score_mod
+
+
+def both_or_neither(operator: str, pair: dict[str, Any], remedy: str = "") -> None:
+    """Checks that both of a pair of arguments are given, by name, or neither."""
+    missing = {name for name, x in pair.items() if x is None}
+    if len(missing) == 1:
+        (one,), (other,) = missing, pair.keys() - missing
+        raise ValueError(checks.message(operator, one, f"be given together with {other}", None, remedy))
 
 
 def plane(operator: str, argument: str, x: jax.Array, sizes: Sizes, like: Like | None) -> jax.Array:

@@ -111,15 +111,19 @@ def prepare(
     return options, operands._replace(bias=bias, mask=seen, dropout_words=words, dropout_offset=offset)
 
 
-def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
-    """Checks the parameters, each by itself and which are given together."""
+def check_params(operator: str, argument: str, params: Any) -> MultiHeadAttentionParams:
+    """Checks that `params` is a `MultiHeadAttentionParams`."""
     if not isinstance(params, MultiHeadAttentionParams):
         got = type(params).__name__
-        raise TypeError(checks.message(operator, "params", "be a MultiHeadAttentionParams", got))
+        raise TypeError(checks.message(operator, argument, "be a MultiHeadAttentionParams", got))
+    return params
 
+
+def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
+    """Checks the parameters, each by itself and which are given together."""
     # dtypes and ranks
     checked = {}
-    for name, x in params._asdict().items():
+    for name, x in check_params(operator, "params", params)._asdict().items():
         if x is not None:
             checked[name] = x = checks.floating(operator, f"params.{name}", x)
             letters = _SHAPES[name]
@@ -221,21 +225,16 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
 def _check_mesh_axes(operator: str, operands: Operands) -> None:
     """Refuses a mesh axis that shards two of batch, sequences, heads and Eo; other arrays are resharded."""
     batch = sharding.explicit_spec(operands.query)[:-2]
-    taken = {m: "the batch of query" for axis in batch for m in _mesh_axes(axis)}
+    taken = {m: "the batch of query" for axis in batch for m in sharding.names_of(axis)}
     sequences = (sharding.explicit_spec(x)[-2] for x in operands.inputs)
-    taken |= {m: "a sequence" for axis in sequences for m in _mesh_axes(axis)}
+    taken |= {m: "a sequence" for axis in sequences for m in sharding.names_of(axis)}
     projections = [n for n in PARAMS if n.endswith(("_kernel", "_bias"))]
     for name, x in ((n, getattr(operands, n)) for n in projections):
         spec = () if x is None else sharding.explicit_spec(x)
         for letter, axis in zip(_SHAPES[name], spec, strict=x is not None):
             role = "heads" if letter in ("N", "K") else letter
-            for m in _mesh_axes(axis):
+            for m in sharding.names_of(axis):
                 if (other := taken.setdefault(m, role)) != role:
                     expected = f"not be sharded along {letter} over {m!r}, which shards {other}"
                     remedy = "reshard it (jax.sharding.reshard), or use two axes of the mesh"
                     raise ValueError(checks.message(operator, f"params.{name}", expected, spec, remedy))
-
-
-def _mesh_axes(axis: Any) -> tuple:
-    """Returns the mesh axes of an entry of a `PartitionSpec`."""
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
