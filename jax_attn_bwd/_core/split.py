@@ -106,24 +106,26 @@ def place(x: jax.Array, axis: int | None) -> Place:
 SUM = Place(None)  # every device holds the whole sum
 
 
+def in_places(f: Callable[..., Any], places: Any, *results: Any) -> Any:
+    """Maps `f(place, result, ...)` over a tree of places; one place may stand for a branch of results."""
+    return jax.tree.map(f, places, *results, is_leaf=lambda x: isinstance(x, Place))
+
+
 def over(
-    pieces: Pieces,
-    function: Callable[..., dict[str, Any]],
-    arrays: tuple[Any, ...],
-    axes: tuple[Any, ...],
-    results: dict[str, Place],
-) -> Callable[[], dict[str, Any]]:
-    """Returns the call that computes the results, by name, of `function(*arrays of a piece)` over all pieces.
+    pieces: Pieces, function: Callable[..., Any], arrays: tuple[Any, ...], axes: tuple[Any, ...], results: Any
+) -> Callable[[], Any]:
+    """Returns the call that computes the results of `function(*arrays of a piece)` over all pieces.
 
     Args:
       pieces: how many there are, and who runs them.
       function: computes the results of one piece; on devices it sees the shards of all axes.
       arrays: what the function reads, a tree for each argument.
       axes: which axis of each array is cut; None: it is shared.
-      results: where each result goes.
+      results: where each result goes, a tree of `Place`.
     """
+    joined = in_places(lambda place: place.axis, results)
     if pieces.mesh is None:
-        return partial(_side_by_side, pieces, function, arrays, axes, results)
+        return partial(_side_by_side, pieces, function, arrays, axes, joined)
 
     # arrays are cut along the axes of the pieces, and lie along their other axes as before
     mesh, mesh_axes = pieces.mesh, pieces.mesh_axes
@@ -141,11 +143,10 @@ def over(
         return x if axis is None else _folded(x, axis, exchanged)
 
     def of_stretches(*arrays):
-        found = function(*_map(fold, axes, arrays))
-        return _map(fold, {name: results[name].axis for name in found}, found)
+        return _map(fold, joined, function(*_map(fold, axes, arrays)))
 
     in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
-    out_specs = {name: spec_of(place.axis, place.spec) for name, place in results.items()}
+    out_specs = in_places(lambda place: spec_of(place.axis, place.spec), results)
     of_piece = of_stretches if pieces.folded else function
     run = on_shards(of_piece, mesh, in_specs, out_specs, explicit_axes(mesh))
     return partial(run, *_map(laid, axes, arrays))
@@ -180,15 +181,15 @@ def joined(found: Any) -> Any:
     return jax.tree.map(lambda x: join(x, 0), found)
 
 
-def _side_by_side(pieces, function, arrays, axes, results):
+def _side_by_side(pieces, function, arrays, axes, joined):
     """Does what `over` does, of pieces along a new batch axis: [.., n, ..] is [.., count, n / count, ..]."""
     fold = lambda axis, x: _folded(x, axis + 1, partial(jnp.flip, axis=axis)) if pieces.folded else x
     cut = lambda axis, x: x if axis is None else fold(axis, _cut(x, axis, pieces.count))
-    out_axes = {name: place.axis or 0 for name, place in results.items()}
+    out_axes = jax.tree.map(lambda axis: axis or 0, joined, is_leaf=lambda axis: axis is None)
     run = jax.vmap(function, in_axes=axes, out_axes=out_axes, axis_size=pieces.count, axis_name=AXIS)
     found = run(*_map(cut, axes, arrays))
     whole = lambda axis, x: x.sum(0) if axis is None else join(fold(axis, x), axis)
-    return _map(whole, {name: results[name].axis for name in found}, found)
+    return _map(whole, joined, found)
 
 
 def _map(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:

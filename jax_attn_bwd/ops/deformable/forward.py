@@ -28,17 +28,17 @@ def forward(plan: Plan, operands: Operands) -> jax.Array:
     operands = with_all_pixels(plan, operands)
     # what one query reads is not summed over them: XLA may cut them as it likes
     if plan.pieces is None or not plan.pieces.mesh_axes:
-        return _of_queries(plan, operands)["out"]
+        return _of_queries(plan, operands)
     place = split.place(operands.attention_weights, 1)
-    results, axes = {"out": place._replace(spec=place.spec[:3])}, Operands(**QUERY_AXES)
-    return split.over(plan.pieces, partial(_of_queries, plan), (operands,), (axes,), results)()["out"]
+    out, axes = place._replace(spec=place.spec[:3]), Operands(**QUERY_AXES)
+    return split.over(plan.pieces, partial(_of_queries, plan), (operands,), (axes,), out)()
 
 
-def _of_queries(plan: Plan, operands: Operands) -> dict[str, jax.Array]:
-    """Returns the output of some queries, by its name."""
+def _of_queries(plan: Plan, operands: Operands) -> jax.Array:
+    """Returns the output of some queries."""
     terms = lambda at, weight: [(operands.value, sampling.scales(at, weight))]
     out = sum_over_points(plan, operands, terms, operands)
-    return {"out": tie(out, operands)}
+    return tie(out, operands)
 
 
 def sum_over_points(

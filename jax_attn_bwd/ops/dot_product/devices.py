@@ -11,6 +11,7 @@ ways: slices are for one device.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jax_attn_bwd._core import split
@@ -26,58 +27,52 @@ def with_whole_keys(operands: Operands) -> Operands:
     return operands._replace(key=whole(operands.key), value=whole(operands.value))
 
 
-def forward(plan: Plan, run: Callable[[Operands], Result], operands: Operands) -> Result:
-    """Computes the result of `run` over all parts."""
-    assert plan.pieces is not None  # else there are no parts
+def forward(plan: Plan, run: Callable[[Operands], Result], operands: Operands) -> Callable[[], Result]:
+    """Returns the call that computes the result of `run` over all parts."""
     operands, axes = _divided(plan, operands)
     place = split.place(operands.query, axes.query)
-    by_row = place._replace(spec=place.spec[:-1])
-
-    def of_part(operands):
-        found = run(_part(plan, operands))
-        return {name: x for name, x in found._asdict().items() if x is not None}
-
-    results = {"out": place, "lse": by_row, "lse_low": by_row}
-    results |= {"out_low": place} if plan.splits_out else {}
-    return Result(**split.over(plan.pieces, of_part, (operands,), (axes,), results)())
+    by_row: Any = place._replace(spec=place.spec[:-1])
+    places: Any = place, by_row, by_row, place if plan.splits_out else None
+    return _over_parts(plan, run, (operands,), (axes,), Result(*places))
 
 
 def gradients(
     plan: Plan, run: Callable[..., dict[str, Any]], operands: Operands, names: frozenset[str], rows: Any
-) -> dict[str, Any]:
-    """Computes the gradients of these names that `run` gives over all parts, in the accumulator's dtype.
+) -> Callable[[], dict[str, Any]]:
+    """Returns the call that computes these gradients, of `run`, over all parts, in the accumulator's dtype.
 
     `rows` are the result, dout and dlse, which `run` takes after the operands.
     """
-    assert plan.pieces is not None  # else there are no parts
     by_row = operands.arrays_with("t")
     places = {name: split.place(operands.array(name), by_row.get(name)) for name in names - {"mod_args"}}
     if "mod_args" in names:
         places["mod_args"] = split.SUM
     operands, axes = _divided(plan, operands)
-    of_part = lambda operands, rows: run(_part(plan, operands), *rows)
-    return split.over(plan.pieces, of_part, (operands, rows), (axes, axes.query), places)()
+    return _over_parts(plan, run, (operands, *rows), (axes, *(axes.query for _ in rows)), places)
 
 
 def tangent(
     plan: Plan, run: Callable[..., Any], operands: Operands, result: Result, tangents: Operands
-) -> tuple[Any, Any]:
-    """Computes the two sums that `run` gives, over all parts; `tangents` are divided as the operands are."""
-    assert plan.pieces is not None  # else there are no parts
+) -> Callable[[], tuple[Any, Any]]:
+    """Returns the call that computes the two sums of `run` over all parts.
+
+    `tangents` are divided as the operands are; those that are zero have no axes.
+    """
     operands, axes = _divided(plan, operands)
     tangents = _with_gathered_keys(plan, tangents)
     place = split.place(operands.query, axes.query)
-    places = {"total": place, "mu": place._replace(spec=place.spec[:-1])}
+    places = place, place._replace(spec=place.spec[:-1])
+    all_axes = axes, axes.query, tangents.axes(tangents.arrays_with("t"))
+    return _over_parts(plan, partial(run, plan), (operands, result, tangents), all_axes, places)
 
-    def of_part(operands, result, tangents):
-        found = run(plan, _part(plan, operands), result, tangents)
-        return dict(zip(places, found, strict=True))
 
-    # Every tangent is cut as its operand is; those that are zero have no axes.
-    of_tangents = tangents.axes(tangents.arrays_with("t"))
-    arrays, all_axes = (operands, result, tangents), (axes, axes.query, of_tangents)
-    found = split.over(plan.pieces, of_part, arrays, all_axes, places)()
-    return found["total"], found["mu"]
+def _over_parts(
+    plan: Plan, run: Callable[..., Any], arrays: Any, axes: Any, places: Any
+) -> Callable[[], Any]:
+    """Returns the call that computes `run(operands, ...)` over all parts."""
+    assert plan.pieces is not None  # else there are no parts
+    of_part = lambda operands, *others: run(_part(plan, operands), *others)
+    return split.over(plan.pieces, of_part, arrays, axes, places)
 
 
 def _with_gathered_keys(plan: Plan, operands: Operands) -> Operands:

@@ -46,7 +46,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
     # At once, in parts of the queries, or in slices of the batch.
     if plan.pieces is not None:
-        result = devices.forward(plan, run, whole)
+        result = devices.forward(plan, run, whole)()
     elif plan.batch_slices > 1:
         step, slices = devices.in_slices(plan, run, whole)
         result = split.joined(lax.scan(step, {}, slices)[1])
@@ -69,7 +69,7 @@ def backward(
 
     # At once, in parts of the queries, or in slices of the batch, which add up what the batch shares.
     if plan.pieces is not None:
-        grads = devices.gradients(plan, run, operands, wanted.names, rows)
+        grads = devices.gradients(plan, run, operands, wanted.names, rows)()
     elif plan.batch_slices > 1:
         step, slices = devices.in_slices(plan, run, operands, *rows)
         sums, found = lax.scan(

@@ -57,7 +57,7 @@ def tangent_sums(
     operands, tangents = map(devices.with_whole_keys, (operands, tangents))
     if plan.pieces is None:
         return _tiled(plan, operands, result, tangents)
-    return devices.tangent(plan, _tiled, operands, result, tangents)
+    return devices.tangent(plan, _tiled, operands, result, tangents)()
 
 
 def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -> tuple[jax.Array, jax.Array]:

@@ -147,26 +147,27 @@ def _sums_over_pieces(
         t, saved = shared
         sums = _zeros(kind, passes.by_source, t, saved.m, graph, (graph, shared))
         t, saved = plan.loops.with_end_rows(t), _with_end_rows(plan, saved)
-        return _source_pass(plan, t, saved, graph, sums, passes.by_source)._asdict()
+        return _source_pass(plan, t, saved, graph, sums, passes.by_source)
 
     def destination_pass(graph, shared):
         t, handed, row = shared
         only_dst = Sums(*(False for _ in passes.need))._replace(dst=True)
         sums = _zeros(kind, only_dst, t, row, graph, (graph, shared))
         sums = sums._replace(handed=handed)
-        return {"dst": _destination_pass(plan, plan.loops.with_end_rows(t), graph, sums)}
+        return _destination_pass(plan, plan.loops.with_end_rows(t), graph, sums)
 
     # each sum of a pass goes to the devices of its operand; those without one to every device
     value = operands.src if operands.value is None else operands.value
     like = {"message": value, "src": operands.src, "dst": operands.dst}
-    needed = [name for name, is_needed in passes.by_source._asdict().items() if is_needed]
-    places = {name: split.place(like[name], None) if name in like else split.SUM for name in needed}
-    found = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), places)
+    place = lambda name: split.place(like[name], None) if name in like else split.SUM
+    needed = passes.by_source._asdict().items()
+    places = Sums(**{name: place(name) if is_needed else None for name, is_needed in needed})
+    sums = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), places)
     if passes.second:
-        places = {"dst": split.place(operands.dst, None)}
-        shared = t, found["handed"], saved.m
-        found |= placement.over_pieces(pieces, graph, "by_destination", destination_pass, shared, places)
-    return Sums(**dict.fromkeys(Sums._fields) | found)
+        shared = t, sums.handed, saved.m
+        found = placement.over_pieces(pieces, graph, "by_destination", destination_pass, shared, place("dst"))
+        sums = sums._replace(dst=found)
+    return sums
 
 
 def _source_pass(

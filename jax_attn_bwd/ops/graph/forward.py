@@ -132,34 +132,33 @@ def _sums_over_pieces(plan: Plan, t: Tables, graph: BipartiteCSC, like: jax.Arra
 
     # out and l, shares of each piece, go to the devices of their nodes; m is alike on all
     def sums(graph, shared):
-        return _sums(part, shared[0], graph, shared[1], (graph, shared), pieces.mesh_axes)._asdict()
+        return _sums(part, shared[0], graph, shared[1], (graph, shared), pieces.mesh_axes)
 
     by_node = split.place(like, None)
-    places = {"out": by_node, "m": split.SUM, "l": by_node}
-    found = placement.over_pieces(pieces, graph, "by_destination", sums, (t, heads), places)
-    m, l = found["m"], found["l"]
+    places: Any = {"out": by_node, "m": split.SUM, "l": by_node, "weights": None}
+    out, m, l, _ = placement.over_pieces(pieces, graph, "by_destination", sums, (t, heads), _Sums(**places))
     positive = jnp.where(l == 0, 1, l)
-    out, like_rows = found["out"] / positive[..., None], reshard_like(m, l, (0, 1))
+    out, like_rows = out / positive[..., None], reshard_like(m, l, (0, 1))
     if not plan.options.return_weights:
         return _Sums(out, like_rows, l, None)
 
     # the weights, of each piece's edges, are put together on every device
     shared = t, m, placement.unsharded_rows(positive)
-    places = dict.fromkeys(("w", "number"), split.Place(0))
-    found = placement.over_pieces(pieces, graph, "by_destination", partial(_weights, plan), shared, places)
+    run, place = partial(_weights, plan), split.Place(0)
+    found = placement.over_pieces(pieces, graph, "by_destination", run, shared, place)
     zeros = full_like_operands(heads.sum(-1), (graph.capacity, plan.options.num_heads), 0, l.dtype, ())
-    weights = loops.put(zeros, *(placement.unsharded_rows(found[n]) for n in ("number", "w")))
+    weights = loops.put(zeros, *map(placement.unsharded_rows, found))
     return _Sums(out, like_rows, l, weights)
 
 
-def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> dict[str, jax.Array]:
-    """Computes the weights `[1, (W,) R, H]`, and their numbers, by destination: of tables, m and l."""
+def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> tuple[jax.Array, jax.Array]:
+    """Computes the numbers and weights, `[1, (W,) R, H]`, of edges by destination: of tables, m and l."""
     (t, m, l), kind, grid, walk = saved, plan.kind, plan.loops.scores, (graph.by_destination, graph.capacity)
     edges, run = loops.one_chunk(*walk), partial(scores, kind, plan.loops.with_end_rows(t))
     s = run(edges) if grid.count == 1 else loops.each(run, *walk, grid)
     m, l = (own_rows(x, edges, fill) for x, fill in ((m, 0), (l, 1)))
     p, z = jnp.exp(s - m) / l, kind.dropout_factors(t, edges)
-    return {"w": (p if z is None else p * z)[None], "number": edges.number[None]}
+    return edges.number[None], (p if z is None else p * z)[None]
 
 
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from jax_attn_bwd._core import sharding, split
 from jax_attn_bwd._core.numerics import ceil_div
@@ -45,7 +45,7 @@ from jax_attn_bwd._core.sharding import (
     resharded,
     unsharded,
 )
-from jax_attn_bwd._core.split import Pieces, Place
+from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.graph.groups import RUN, Groups
 from jax_attn_bwd.ops.graph.loops import Grid, has_edges, in_chunks
 from jax_attn_bwd.ops.graph.spec import Operands
@@ -109,11 +109,11 @@ def over_pieces(
     pieces: Pieces,
     graph: BipartiteCSC,
     side: str,
-    function: Callable[[BipartiteCSC, Any], dict[str, Any]],
+    function: Callable[[BipartiteCSC, Any], Any],
     shared: Any,
-    places: dict[str, Place],
-) -> dict[str, Any]:
-    """Runs `function(graph, shared)` over all pieces, graphs of a part of the edges; returns results by name.
+    places: Any,
+) -> Any:
+    """Returns the results of `function(graph, shared)` over all pieces, graphs of a part of the edges.
 
     Args:
       pieces: of the edges.
@@ -121,8 +121,8 @@ def over_pieces(
       side: "by_destination" or "by_source", the groups that a piece has a part of; of the others it has none.
       function: computes the results of one piece.
       shared: what it reads, whole on every device.
-      places: where each result goes. A sum goes to the devices that share its rows by the spec, or to all;
-        results that are joined lie one after the other along their first axis.
+      places: where each result goes, a tree of `Place`. A sum goes to the devices that share its rows by the
+        spec, or to all; results that are joined lie one after the other along their first axis.
     """
     # the runs of a piece are numbered from those of its first group on; the next begin `runs` further
     groups, owners, names = getattr(graph, side), graph.run_owners, pieces.mesh_axes
@@ -137,9 +137,8 @@ def over_pieces(
     distinct = {id(x): x for x in leaves}
 
     # a reduce-scatter has no lowering where other mesh axes are Explicit: there shares are summed outside
-    is_row_sum = lambda place: place.axis is None and mesh_axes_of(*place.spec[:1]) == set(names)
-    scattered = {name for name, place in places.items() if is_row_sum(place)}
-    apart = scattered if explicit_axes(pieces.mesh) > set(names) else set()
+    is_scattered = lambda place: place.axis is None and mesh_axes_of(*place.spec[:1]) == set(names)
+    apart = explicit_axes(pieces.mesh) > set(names)
 
     def of_piece(*given):
         own = dict(zip(distinct, given, strict=True))
@@ -149,25 +148,25 @@ def over_pieces(
             owners = lax.dynamic_slice(owners, (index * runs,), (graph.num_dst + runs + 1,))
         part = {side: _part(graph, side, pieces, index)}
         found = function(replace(graph, **part, run_owners=owners, exact=False), shared)
-        return {name: gone_home(name, found[name]) for name in places}
+        return split.in_places(gone_home, places, found)
 
-    def gone_home(name, x):
-        if name in apart:
-            return x[None]
-        return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True) if name in scattered else x
+    def gone_home(place, x):
+        if not is_scattered(place):
+            return x
+        return x[None] if apart else lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
+
+    def summed(place, x):
+        """Sums shares `[n, nodes, ...]`, and shards the sum along its nodes as their first axis was."""
+        if not (apart and is_scattered(place)):
+            return x
+        spec = PartitionSpec(None, names, *explicit_spec(x)[2:])
+        return reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec)).sum(0)
 
     # over the mesh axes of the pieces alone: heads stay with the partitioner
     cut, whole = PartitionSpec(names), PartitionSpec()
-    out_specs = {n: cut if n in scattered or place.axis == 0 else whole for n, place in places.items()}
+    out_specs = split.in_places(lambda p: cut if is_scattered(p) or p.axis == 0 else whole, places)
     run = on_shards(of_piece, pieces.mesh, whole, out_specs, names)
-    found = run(*distinct.values())
-    return found | {name: _sum_of_shares(found[name], names) for name in apart}
-
-
-def _sum_of_shares(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Sums `x` `[n, nodes, ...]` over its first axis, and shards the sum along its nodes as that axis was."""
-    spec = PartitionSpec(None, names, *explicit_spec(x)[2:])
-    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec)).sum(0)
+    return split.in_places(summed, places, run(*distinct.values()))
 
 
 def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
@@ -180,9 +179,9 @@ def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
 
     def marks(graph, _):
         zeros = full_like_operands(graph.offsets[:1], (graph.num_src,), 0, jnp.int32, graph)
-        return {"marks": zeros.at[_with_edges(graph)].set(1, mode="drop")}
+        return zeros.at[_with_edges(graph)].set(1, mode="drop")
 
-    return over_pieces(pieces, graph, "by_source", marks, (), {"marks": split.place(src, None)})["marks"] > 0
+    return over_pieces(pieces, graph, "by_source", marks, (), split.place(src, None)) > 0
 
 
 def _with_edges(graph: BipartiteCSC) -> jax.Array:

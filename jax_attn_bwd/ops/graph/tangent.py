@@ -101,11 +101,10 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax
     pieces = plan.pieces
     assert pieces is not None  # else there are no pieces
     shared = saved.unsharded(), out.sum(0, keepdims=True)
-    sums = lambda graph, shared: _sums(plan, graph, shared[0], shared[1], (graph, shared))._asdict()
-    places = dict.fromkeys(("dout", "mu"), split.place(out, None))
-    places |= {"ds": split.SUM} if plan.options.return_weights else {}
-    found = placement.over_pieces(pieces, graph, "by_destination", sums, shared, places)
-    return _Sums(**{"ds": None} | found)
+    sums = lambda graph, shared: _sums(plan, graph, shared[0], shared[1], (graph, shared))
+    by_node = split.place(out, None)
+    places = _Sums(by_node, by_node, split.SUM if plan.options.return_weights else None)
+    return placement.over_pieces(pieces, graph, "by_destination", sums, shared, places)
 
 
 class _Sums(NamedTuple):
