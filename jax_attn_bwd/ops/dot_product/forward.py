@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to, split_rounding
-from jax_attn_bwd.ops.dot_product import layout
+from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
 from jax_attn_bwd.ops.dot_product import online_softmax as online
+from jax_attn_bwd.ops.dot_product import row_terms
 from jax_attn_bwd.ops.dot_product.block import scaled_product
 from jax_attn_bwd.ops.dot_product.online_softmax import State
 from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
@@ -39,17 +39,14 @@ def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
     if tiles is not None:
         sums, _ = lax.scan(step, sums, tiles)
 
-    # The output and its row values, [..., T, N, Hv] and [..., T, N], without padding.
+    # The output and its row values.
     state, lost = sums
     T = operands.query.shape[-3]
     may_be_empty = w.live is not None or not isinstance(T, int) or T % schedule.block_q != 0
     out, lse, low = online.finished(state, may_be_empty)
-    whole_rows = lambda x: layout.merge_heads(x)[..., :T, :, :]
     if lost is not None:
-        lost = whole_rows(online.finished(state._replace(acc=lost), may_be_empty)[0])
-    out, out_low = split_rounding(whole_rows(out), operands.query.dtype, lost=lost, kept=plan.splits_out)
-    lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
-    return Result(out, lse, low, out_low)
+        lost = online.finished(state._replace(acc=lost), may_be_empty)[0]
+    return row_terms.of_forward(operands, plan.splits_out, out, lse, low, lost)
 
 
 class _Sums(NamedTuple):

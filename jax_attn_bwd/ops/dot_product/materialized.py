@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import finite, lost_to, reduce_to, split_rounding, to_rank
+from jax_attn_bwd._core.numerics import finite, lost_to, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import einsum
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
@@ -111,12 +111,8 @@ def forward(plan: Plan, _: Materialized, operands: Operands) -> Result:
     times_v = lambda e: einsum("...kgts,...ksh->...kgth", e, v, **whole.product) / l
     out = times_v(e.astype(v.dtype))
     if v.dtype != e.dtype and plan.low_matters:
-        lost = layout.merge_heads(times_v(lost_to(v.dtype, e)))
-
-    lse, low = (layout.merge_rows(x[..., 0]) for x in (lse, low))  # [..., T, N]
-    out = layout.merge_heads(out)  # [..., T, N, Hv]
-    out, out_low = split_rounding(out, operands.query.dtype, lost=lost, kept=plan.splits_out)
-    return Result(out, lse, low, out_low)
+        lost = times_v(lost_to(v.dtype, e))
+    return row_terms.of_forward(operands, plan.splits_out, out, lse[..., 0], low[..., 0], lost)
 
 
 def backward(

@@ -58,11 +58,6 @@ class Tiles(_Blocks):
     batch_slices: int = 1
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
 
-    @property
-    def of_operands(self) -> tuple[int, int, int]:
-        """The blocks of query, key and value."""
-        return self.block_q, self.block_k, self.block_k
-
 
 @dataclass(frozen=True)
 class Strips(_Blocks):

@@ -9,9 +9,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import finite, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import finite, reduce_to, split_rounding, to_rank
 from jax_attn_bwd.ops.dot_product import layout, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
+
+
+def of_forward(
+    operands: Operands, splits_out: bool, out: jax.Array, lse: jax.Array, low: jax.Array, lost: Any
+) -> Result:
+    """Lays out `[..., K, G, T, Hv]`, what rounding its factors took and row values `[..., K, G, T]` out.
+
+    As the caller has them, `[..., T, N, Hv]` and `[..., T, N]`, without padding.
+    """
+    T = operands.sizes.T
+    whole = lambda x: None if x is None else layout.merge_heads(x)[..., :T, :, :]
+    out, out_low = split_rounding(whole(out), operands.query.dtype, lost=whole(lost), kept=splits_out)
+    lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
+    return Result(out, lse, low, out_low)
 
 
 def of_backward(

@@ -34,7 +34,7 @@ from jax_attn_bwd.ops.dot_product.block import scaled_product
 from jax_attn_bwd.ops.dot_product.layout import take_at
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.tiles import TileSource, unpoisoned
+from jax_attn_bwd.ops.dot_product.tiles import TileSource, padded
 
 
 @partial(jax.jit, static_argnums=0)
@@ -112,11 +112,8 @@ def _laid_out(w: TileSource, operands: Operands, tangents: Operands) -> _Tangent
     # Where a tangent is zero the operand keeps its place: it tells which rows and keys become 0.
     given = {name: getattr(tangents, name) for name in ("query", "key", "value")}
     filled: Any = {name: getattr(operands, name) if x is None else x for name, x in given.items()}
-    clean = unpoisoned(w.options, operands._replace(**filled))[:3]
-    laid: Any = [
-        None if x is None else layout.pad(found, {-2: block})
-        for x, found, block in zip(given.values(), clean, w.schedule.of_operands, strict=True)
-    ]
+    *found, _ = padded(w.options, w.schedule, operands._replace(**filled))
+    laid: Any = [None if x is None else y for x, y in zip(given.values(), found, strict=True)]
 
     # Of the bias, and of what the score reads.
     bias, args = tangents.bias, None

@@ -65,8 +65,7 @@ class TileSource:
             # XLA would fold the padding and the reductions of a mask that is a constant of the program, which
             # takes it minutes for a few million elements.
             operands = operands.with_arrays({"elements": fusion.barrier(operands.mask.elements)})
-        q, k, v, live = unpoisoned(options, operands)
-        q, k, v = (layout.pad(x, {-2: n}) for x, n in zip((q, k, v), schedule.of_operands, strict=True))
+        q, k, v, live = padded(options, schedule, operands)
         mask = visibility.tile_mask(operands.mask, operands.bias, operands.sizes, *schedule.blocks)
         if mask.elements is not None:  # padded once: XLA would do so for each of its readers
             mask = mask._replace(elements=fusion.barrier(mask.elements))
@@ -143,6 +142,16 @@ class TileSource:
             return lax.cond(tiles[2][0], visit, lambda carry: carry, carry), None
 
         return group, tuple(map(in_groups, tiles))
+
+
+def padded(
+    options: Options, schedule: Tiles, operands: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Returns what `unpoisoned` does, queries, keys and values padded to whole tiles."""
+    *arrays, live = unpoisoned(options, operands)
+    blocks = (schedule.block_q, schedule.block_k, schedule.block_k)
+    q, k, v = (layout.pad(x, {-2: block}) for x, block in zip(arrays, blocks, strict=True))
+    return q, k, v, live
 
 
 def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
