@@ -53,10 +53,6 @@ def workloads(name: str, quick: bool, scaling: bool = False) -> Iterator[Workloa
             yield from make(case, *inputs(operator, case))
 
 
-def _plain_softmax(x, mask, scale=1.0):
-    return jax.nn.softmax(x * jnp.asarray(scale, x.dtype), axis=-1, where=mask)
-
-
 def _softmax_step(function: Callable, x: jax.Array, mask: Any, dy: jax.Array) -> tuple:
     y, pullback = jax.vjp(lambda x: function(x, mask), x)
     return y, pullback(dy)[0]
@@ -73,7 +69,8 @@ def _softmax(case: Case, arrays: dict[str, Any], dy: jax.Array) -> Iterator[Work
     x, mask, scale = arrays["x"], arrays.get("mask"), case.options.get("scale", 1.0)
     name = "saved for the backward / y"
     share = lambda function: {name: round(_residual_bytes(function, x, mask) / x.nbytes, 2)}
-    call, peer = (partial(f, scale=scale) for f in (scaled_masked_softmax, _plain_softmax))
+    call = partial(scaled_masked_softmax, scale=scale)
+    peer = lambda x, mask: jax.nn.softmax(x * jnp.asarray(scale, x.dtype), axis=-1, where=mask)
     make = lambda function: partial(_softmax_step, function)
     contenders = [
         *peers.ours(call, make, x, mask, dy, **share(call)),

@@ -98,7 +98,8 @@ def _local_gradients(options, interpret, residuals, dout):
     # where all samples lie, [B, Q, M, K]; the rows of dout, [B * Q * M, padded D]
     operands, wanted = residuals.operands, residuals.wanted.names
     (B, Q, M, _), D = operands.attention_weights.shape, operands.value.shape[3]
-    rows = _pad(dout.reshape(B * Q * M, D))
+    rows, more = dout.reshape(B * Q * M, D), _padded(D) - D
+    rows = jnp.pad(rows, ((0, 0), (0, more))) if more else rows
     level = Level(*(n.reshape(1, 1, 1, -1) for n in options.levels()))
     x, y, weight = sampling.points(options, operands)
     at, place = sampling.locate(options, level, x, y), sampling.place(options, level, x, y)
@@ -120,12 +121,6 @@ def _local_gradients(options, interpret, residuals, dout):
 def _padded(channels: int) -> int:
     """Returns the number of channels that kernels have: 32 lanes of 1, 2, 4 or 8."""
     return max(_LANES, 1 << (channels - 1).bit_length())
-
-
-def _pad(x: jax.Array) -> jax.Array:
-    """Adds zeros behind the channels of `x`, the last axis."""
-    more = _padded(x.shape[-1]) - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 def _patch_layout(channels: int) -> Any:

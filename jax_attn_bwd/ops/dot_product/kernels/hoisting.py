@@ -263,10 +263,12 @@ class OnValues:
         count = len(PLACE) + self.is_score
         names = ("logits", *PLACE) if self.is_score else PLACE
         found = dict(zip(names, given[:count], strict=True))
-        values = zip(self.cut.handed, given[count:], strict=True)
-        return _evaluate(
-            self.cut.result, {v: _narrow_again(x, v.aval.dtype) for v, x in values}, found, _elementwise
-        )
+        # values that were widened are narrow again
+        known = {
+            v: x != 0 if v.aval.dtype == jnp.bool_ else x.astype(v.aval.dtype)
+            for v, x in zip(self.cut.handed, given[count:], strict=True)
+        }
+        return _evaluate(self.cut.result, known, found, _elementwise)
 
 
 def of(function: Callable[..., Any], is_score: bool, mod_args: Any) -> OnValues:
@@ -353,10 +355,6 @@ def _widen(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize == 4:
         return x
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
-
-
-def _narrow_again(x: Any, dtype: Any) -> Any:
-    return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
 
 
 def unsupported(function: OnValues, name: str, distances: bool) -> str | None:
