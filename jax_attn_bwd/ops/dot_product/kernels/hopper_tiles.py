@@ -373,15 +373,12 @@ class Steps(NamedTuple):
     count: Any
 
     def tile(self, step: Any) -> Any:
-        """Returns the tile that is visited at a step."""
         return lax.shift_right_logical(self.ref[step + 1], jnp.int32(1))
 
     def mixed(self, step: Any) -> Any:
-        """Tells whether the tile of a step must be compared element by element."""
         return (self.ref[step + 1] & 1) != 0
 
     def opaque_zero(self) -> Any:
-        """Returns 0, which compilers cannot know."""
         return lax.shift_right_logical(self.ref[0], jnp.int32(31))
 
 
@@ -391,11 +388,9 @@ class Kinds(NamedTuple):
     ref: Any  # int32 [all] in global memory, of `Each`
 
     def visits(self, tile: Any) -> Any:
-        """Tells whether a tile is visited."""
         return self.ref[tile] != 0
 
     def compares(self, tile: Any) -> Any:
-        """Tells whether a tile must be compared element by element."""
         return self.ref[tile] == 2
 
 
