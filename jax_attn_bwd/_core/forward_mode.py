@@ -124,28 +124,22 @@ class _Operation(_BASE or object):  # type: ignore[misc]
         zero = lambda x, kind: hijax.Zero(kind.to_ct_aval()) if x is None else x
         return tuple(map(zero, found, self.in_avals))
 
-    def _linearized(self, moves, args):
-        """Returns (outputs, `tangents -> those of the outputs`, with None for zeros)."""
-        n, found = len(self.out_aval), {}
+    def jvp(self, primals, tangents):
+        moves = tuple(not isinstance(t, hijax.Zero) for t in tangents)
+        outputs, residuals = self.lin(moves, *primals)
+        return outputs, self.linearized(residuals, *tangents)
+
+    def lin(self, moves, *args):
+        moves, n, trees = tuple(moves), len(self.out_aval), []
 
         def forward(*args):
             outputs, residuals = self.rules.forward(moves, args)
-            found["tree"] = jax.tree.structure(residuals)
+            trees.append(jax.tree.structure(residuals))
             return outputs
 
         jax.eval_shape(forward, *args)
         outputs = run(_Forward(self.rules, moves, n), args)
-        return outputs[:n], (outputs[n:], found["tree"])
-
-    def jvp(self, primals, tangents):
-        moves = tuple(not isinstance(t, hijax.Zero) for t in tangents)
-        outputs, (leaves, tree) = self._linearized(moves, primals)
-        return tuple(outputs), self.linearized((primals, leaves, _Static((moves, tree))), *tangents)
-
-    def lin(self, moves, *args):
-        moves = tuple(moves)
-        outputs, (leaves, tree) = self._linearized(moves, args)
-        return tuple(outputs), (args, leaves, _Static((moves, tree)))
+        return tuple(outputs[:n]), (args, outputs[n:], _Static((moves, trees[0])))
 
     def linearized(self, residuals, *tangents):
         args, leaves, static = residuals
