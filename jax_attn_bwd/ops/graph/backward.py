@@ -32,6 +32,7 @@ References:
   Dao et al., FlashAttention, 2022, arXiv:2205.14135: (5) for dense attention.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,7 +75,9 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
         if has_edges(operands.graph):
             saved = _with_end_rows(plan, destination_rows(plan.options, residuals, cotangents))
             t = plan.loops.with_end_rows(t)
-            sums = _source_pass(plan, t, saved, graph, sums, passes.by_source)
+            if any(passes.by_source):
+                share, fold = _source_terms(plan.kind, t, saved, passes.by_source)
+                sums = loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
             if passes.second:
                 sums = sums._replace(dst=_destination_pass(plan, t, graph, sums))
 
@@ -147,7 +150,8 @@ def _sums_over_pieces(
         t, saved = shared
         sums = _zeros(kind, passes.by_source, t, saved.m, graph, (graph, shared))
         t, saved = plan.loops.with_end_rows(t), _with_end_rows(plan, saved)
-        return _source_pass(plan, t, saved, graph, sums, passes.by_source)
+        share, fold = _source_terms(kind, t, saved, passes.by_source)
+        return loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
 
     def destination_pass(graph, shared):
         t, handed, row = shared
@@ -170,12 +174,10 @@ def _sums_over_pieces(
     return sums
 
 
-def _source_pass(
-    plan: Plan, t: Tables, saved: DestinationRows, graph: Any, sums: Sums[Any], need: Sums[bool]
-) -> Sums[Any]:
-    """Adds the share of every edge to the sums that are needed; the groups are of sources."""
-    if not any(need):
-        return sums
+def _source_terms(
+    kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool]
+) -> tuple[Callable[..., Sums[Any]], Callable[..., Sums[Any]]]:
+    """Returns (share, fold), by which `loops.scan` adds every edge to the sums that are needed, by source."""
 
     # by number of the edge; or in the order of the groups, with the numbers, which the second pass looks up
     def hand_on(handed, new, chunk):
@@ -193,8 +195,7 @@ def _source_pass(
             src=loops.add(sums.src, chunk, new.src) if need.src else None,
         )
 
-    share = partial(_share, plan.kind, t, saved, need)
-    return loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
+    return partial(_share, kind, t, saved, need), fold
 
 
 def _share(kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
