@@ -9,7 +9,7 @@ is the caller's: the product of queries and keys, which each layout takes its ow
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Block:
     draw: Callable[[], jax.Array | None] | None = None  # draws the dropout factors; None = no dropout
     rows: str = "gt"  # the axes of queries
     elements: str = "gts"
-    einsum: Callable[..., jax.Array] = jnp.einsum
+    einsum: Callable[..., jax.Array] = field(default_factory=lambda: jnp.einsum)
 
     @property
     def dtype(self) -> Any:

@@ -15,9 +15,9 @@ from jax_attn_bwd._core import float_leaves, split
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.pallas import opaque
 from jax_attn_bwd._core.sharding import full_like_operands, match_type, tie
-from jax_attn_bwd.ops.dot_product import backward as over_tiles
+from jax_attn_bwd.ops.dot_product import backward as tiled_backward
 from jax_attn_bwd.ops.dot_product import devices, layout, materialized, row_terms, strips
-from jax_attn_bwd.ops.dot_product import forward as by_tiles
+from jax_attn_bwd.ops.dot_product import forward as tiled_forward
 from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, Schedule, Strips, Tiles
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result
 
@@ -31,7 +31,7 @@ class _Passes(NamedTuple):
 
 _PASSES: dict[type[Schedule], _Passes] = {
     Materialized: _Passes(materialized.forward, materialized.backward),
-    Tiles: _Passes(by_tiles.forward, over_tiles.backward),
+    Tiles: _Passes(tiled_forward.forward, tiled_backward.backward),
     Strips: _Passes(strips.forward, strips.backward),
 }
 

@@ -22,8 +22,9 @@ def of_forward(
     As the caller has them, `[..., T, N, Hv]` and `[..., T, N]`, without padding.
     """
     T = operands.sizes.T
-    whole = lambda x: None if x is None else layout.merge_heads(x)[..., :T, :, :]
-    out, out_low = split_rounding(whole(out), operands.query.dtype, lost=whole(lost), kept=splits_out)
+    whole = lambda x: layout.merge_heads(x)[..., :T, :, :]
+    lost = None if lost is None else whole(lost)
+    out, out_low = split_rounding(whole(out), operands.query.dtype, lost=lost, kept=splits_out)
     lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
     return Result(out, lse, low, out_low)
 
