@@ -62,14 +62,16 @@ class MhaGatEfeatGrads(NamedTuple):
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-G = TypeVar("G", MhaGatGrads, MhaGatEfeatGrads)
 
+# The operator's names of the source's arrays, and what runs the calls of GAT and of GATv2.
 _FIELDS = {
-    "grad_src_node_embedding": "src",
-    "grad_dst_node_embedding": "dst",
-    "grad_edge_embedding": "edge",
-    "grad_attention_weights": "attention_weights",
+    "src_node_embedding": "src",
+    "dst_node_embedding": "dst",
+    "attention_weights": "attention_weights",
+    "edge_embedding": "edge",
 }
+_GAT = (GAT, operators.graph_attention, operators.graph_attention_bwd)
+_GATv2 = (GATv2, operators.graph_attention_v2, operators.graph_attention_v2_bwd)
 
 
 def make_bipartite_csc(
@@ -163,80 +165,43 @@ def gradients(
 
 
 def run(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Runs the source's call `name` for its own arguments."""
-    names = ("src_node_embedding", "dst_node_embedding", "attention_weights", "edge_embedding")
-    inputs = [arguments.get(argument) for argument in names]
-    call = Call(name, arguments["graph"], arguments["params"], *inputs)
+    """Runs one of the eight GAT calls of the source for its own arguments; its name tells the operator."""
+    call, graph = f"cugraph.{name}", arguments["graph"]
+    kind, forward, backward = _GATv2 if "_v2_" in name else _GAT
+    # The arrays by the operator's names, checked with the options.
+    arrays = {source: arguments.get(source) for source in _FIELDS}
+    if "_efeat_" in name:
+        checks.floating(call, "edge_embedding", arrays["edge_embedding"])
+    for source, x in arrays.items():
+        if source != "attention_weights" and checks.is_array(x) and x.ndim > 2:
+            # the operator would take batch axes, the source does not
+            raise ValueError(checks.message(call, source, "have two axes", x.shape, "use jax.vmap"))
+    given = {_FIELDS[source]: x for source, x in arrays.items()}
+    settings = _options(call, arguments["params"])
+    options, operands = prepare_additive(
+        call, kind, graph, **given, **settings, dropout_rate=0.0, dropout_key=None, dropout_mask=None,
+        dropout_offset=None, return_attention_weights=False,
+    )  # fmt: skip
+    # A forward returns the output, or (output, softmax_scores).
     if name.endswith("_fwd"):
-        return call.forward(arguments["return_softmax_scores"])
-    grads_type: Any = MhaGatEfeatGrads if "_efeat_" in name else MhaGatGrads
-    asked = tuple(arguments[argument] for argument in grads_type._fields)
-    return call.backward(grads_type, arguments["grad_output_embedding"], arguments["softmax_scores"], asked)
-
-
-class Call(NamedTuple):
-    """Holds one of the eight GAT calls: its name tells the operator, and whether it has edge embeddings."""
-
-    name: str
-    graph: BipartiteCSC
-    params: mha_params
-    src: Any
-    dst: Any
-    attention_weights: Any
-    edge: Any
-
-    @property
-    def kind(self) -> type[GAT] | type[GATv2]:
-        """Returns the operator's formula for the scores."""
-        return GATv2 if "_v2_" in self.name else GAT
-
-    def forward(self, return_softmax_scores: Any) -> Any:
-        """Computes the output, or (output, softmax_scores)."""
-        checked = self._checked()
-        operator = operators.graph_attention if self.kind is GAT else operators.graph_attention_v2
-        out = operator(*self._arrays(), edge=self.edge, **_options(f"cugraph.{self.name}", self.params))
-        if not checks.flag(f"cugraph.{self.name}", "return_softmax_scores", return_softmax_scores):
+        out = forward(graph, **given, **settings)
+        if not checks.flag(call, "return_softmax_scores", arguments["return_softmax_scores"]):
             return out
-        before = _scores(*checked)
-        planes = jnp.stack([before, operators.edge_softmax(self.graph, before)])
+        before = _scores(options, operands)
+        planes = jnp.stack([before, operators.edge_softmax(graph, before)])
         return out, planes.transpose(0, 2, 1)
-
-    def backward(self, grads_type: type[G], dout: Any, softmax_scores: Any, asked: tuple) -> G:
-        """Computes the gradients, as a `grads_type`; `asked` holds what asks for each, or refuses it."""
-        options, operands = self._checked()
-        call, heads, (n_dst_nodes, dim) = f"cugraph.{self.name}", options.num_heads, operands.dst.shape
-        dout = checks.floating(call, "grad_output_embedding", dout)
-        dim_out = dim if options.concat_heads else dim // heads
-        expected = (n_dst_nodes, dim_out)
-        checks.shape(call, "grad_output_embedding", dout, "(n_dst_nodes, dim_out)", expected)
-        # The source's scores are checked and not read.
-        if softmax_scores is not None:
-            planes = checks.floating(call, "softmax_scores", softmax_scores)
-            shape = (2, heads, self.graph.capacity)
-            checks.shape(call, "softmax_scores", planes, "(2, num_heads, nnz)", shape)
-        slots = {_FIELDS[n]: (n, slot) for n, slot in zip(grads_type._fields, asked, strict=True)}
-        operator = operators.graph_attention_bwd if self.kind is GAT else operators.graph_attention_v2_bwd
-        given = {name: getattr(self, name) for name in ("src", "dst", "attention_weights", "edge")}
-        settings = _options(call, self.params)
-        return grads_type(*gradients(call, operator, dout, self.graph, given, slots, settings))
-
-    def _arrays(self) -> tuple:
-        return self.graph, self.src, self.dst, self.attention_weights
-
-    def _checked(self) -> tuple[Options, Operands]:
-        """Checks the arguments: the operator's options and operands."""
-        call = f"cugraph.{self.name}"
-        if "_efeat_" in self.name:
-            checks.floating(call, "edge_embedding", self.edge)
-        arrays = {"src_node_embedding": self.src, "dst_node_embedding": self.dst, "edge_embedding": self.edge}
-        for name, x in arrays.items():
-            if checks.is_array(x) and x.ndim > 2:  # the operator would take batch axes, the source does not
-                raise ValueError(checks.message(call, name, "have two axes", x.shape, "use jax.vmap"))
-        return prepare_additive(
-            call, self.kind, *self._arrays(), edge=self.edge, **_options(call, self.params),
-            dropout_rate=0.0, dropout_key=None, dropout_mask=None, dropout_offset=None,
-            return_attention_weights=False,
-        )  # fmt: skip
+    # A backward checks the cotangent, and the source's scores, which it does not read.
+    n_dst_nodes, dim = operands.dst.shape
+    dout = checks.floating(call, "grad_output_embedding", arguments["grad_output_embedding"])
+    expected = (n_dst_nodes, dim if options.concat_heads else dim // options.num_heads)
+    checks.shape(call, "grad_output_embedding", dout, "(n_dst_nodes, dim_out)", expected)
+    if arguments["softmax_scores"] is not None:
+        planes = checks.floating(call, "softmax_scores", arguments["softmax_scores"])
+        shape = (2, options.num_heads, graph.capacity)
+        checks.shape(call, "softmax_scores", planes, "(2, num_heads, nnz)", shape)
+    grads_type: Any = MhaGatEfeatGrads if "_efeat_" in name else MhaGatGrads
+    slots = {_FIELDS[n.removeprefix("grad_")]: (n, arguments[n]) for n in grads_type._fields}
+    return grads_type(*gradients(call, backward, dout, graph, given, slots, settings))
 
 
 def _scores(options: Options, operands: Operands) -> jax.Array:
