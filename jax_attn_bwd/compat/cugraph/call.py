@@ -70,8 +70,8 @@ _FIELDS = {
     "attention_weights": "attention_weights",
     "edge_embedding": "edge",
 }
-_GAT = (GAT, operators.graph_attention, operators.graph_attention_bwd)
-_GATv2 = (GATv2, operators.graph_attention_v2, operators.graph_attention_v2_bwd)
+_GAT: tuple[Any, ...] = (GAT, operators.graph_attention, operators.graph_attention_bwd)
+_GATv2: tuple[Any, ...] = (GATv2, operators.graph_attention_v2, operators.graph_attention_v2_bwd)
 
 
 def make_bipartite_csc(
@@ -169,7 +169,7 @@ def run(name: str, arguments: Mapping[str, Any]) -> Any:
     call, graph = f"cugraph.{name}", arguments["graph"]
     kind, forward, backward = _GATv2 if "_v2_" in name else _GAT
     # The arrays by the operator's names, checked with the options.
-    arrays = {source: arguments.get(source) for source in _FIELDS}
+    arrays: dict[str, Any] = {source: arguments.get(source) for source in _FIELDS}
     if "_efeat_" in name:
         checks.floating(call, "edge_embedding", arrays["edge_embedding"])
     for source, x in arrays.items():
@@ -214,6 +214,7 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     plane = full_like_operands(operands.src, shape, 0, dtype, operands)
     if not loops.has_edges(graph):
         return plane
-    walk = (graph.by_destination, graph.capacity)
-    (found,) = loops.each(functools.partial(scores, kind, t), *walk, cut.scores)
-    return loops.put(plane, loops.one_chunk(*walk).number, found)
+    walk, of_chunk = (graph.by_destination, graph.capacity), functools.partial(scores, kind, t)
+    edges = loops.one_chunk(*walk)
+    found = of_chunk(edges) if cut.scores.count == 1 else loops.each(of_chunk, *walk, cut.scores)
+    return loops.put(plane, edges.number, found)
