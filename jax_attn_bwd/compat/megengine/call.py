@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, numerics, secondary_calls
+from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, mask_planes, merged
 from jax_attn_bwd.compat.megengine.packing import (
@@ -123,31 +123,6 @@ def multi_head_attention(
     return out if call.batched else out[0], weights
 
 
-class MultiHeadAttentionKeywords(TypedDict, total=False):
-    """Keywords of `multi_head_attention` that its backward takes as well."""
-
-    qproj_size: int | None
-    kproj_size: int | None
-    vproj_size: int | None
-    oproj_size: int | None
-    qbias: bool
-    kbias: bool
-    vbias: bool
-    obias: bool
-    bias_k: jax.Array | None
-    bias_v: jax.Array | None
-    add_zero_attn: bool
-    key_padding_mask: jax.Array | None
-    attn_mask: jax.Array | None
-    need_weights: bool
-    average_attn_weights: bool
-    is_causal: bool
-    maybe_cudnn_style_mask: bool
-    reslink: bool
-    training: bool
-    dropout_key: jax.Array | None
-
-
 @exportable_tuple
 class MultiHeadAttnGrads(NamedTuple):
     """Gradients, each with its argument's shape and dtype; None = not asked."""
@@ -172,10 +147,29 @@ def multi_head_attention_backward(
     attn_drop: float,
     out_drop: float,
     io_weight_bias: jax.Array | None,
+    qproj_size: int | None = None,
+    kproj_size: int | None = None,
+    vproj_size: int | None = None,
+    oproj_size: int | None = None,
+    qbias: bool = False,
+    kbias: bool = False,
+    vbias: bool = False,
+    obias: bool = False,
+    bias_k: jax.Array | None = None,
+    bias_v: jax.Array | None = None,
+    add_zero_attn: bool = False,
+    key_padding_mask: jax.Array | None = None,
+    attn_mask: jax.Array | None = None,
+    need_weights: bool = False,
+    average_attn_weights: bool = False,
+    is_causal: bool = False,
+    maybe_cudnn_style_mask: bool = False,
+    reslink: bool = False,
+    training: bool = True,
     *,
     grad_weights: jax.Array | None = None,
     wrt: Sequence[str] | None = None,
-    **options: Unpack[MultiHeadAttentionKeywords],
+    dropout_key: jax.Array | None = None,
 ) -> MultiHeadAttnGrads:
     """The gradients of `multi_head_attention`, those that are asked for.
 
@@ -184,8 +178,8 @@ def multi_head_attention_backward(
       grad_weights: cotangent of `attn_output_weights`; None = 0. The source has none.
       wrt: which of "query", "key", "value", "io_weight_bias", "bias_k", "bias_v" and the floating ones of
         "key_padding_mask" and "attn_mask" to compute; None = all that are given but the masks.
-      query, key, value, the others and options: as in the forward call, `MultiHeadAttentionKeywords`;
-        `need_weights` only tells whether `grad_weights` may be given.
+      query, key, value and the others: as in the forward call; `need_weights` only tells whether
+        `grad_weights` may be given.
 
     Returns:
       MultiHeadAttnGrads, each with its argument's shape and dtype; None where not asked for. Where one
@@ -208,14 +202,13 @@ def multi_head_attention_backward(
       >>> grads.query.shape, grads.io_weight_bias.shape, grads.key
       ((2, 5, 8), (1, 264), None)
     """
-    name, like = "multi_head_attention_backward", multi_head_attention
-    arguments = locals() | secondary_calls.complete(name, like, MultiHeadAttentionKeywords, options)
+    arguments = locals()
     call = _checked(_BACKWARD, arguments)
     given: dict[str, Any] = {name: arguments[name] for name in MultiHeadAttnGrads._fields}
     present = [n for n, x in given.items() if checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)]
     wrt = [n for n in present if n not in _MASKS] if wrt is None else wrt
     wanted = checks.wanted(_BACKWARD, wrt, tuple(given), present)
-    if grad_weights is not None and not arguments["need_weights"]:
+    if grad_weights is not None and not need_weights:
         expected = "be None without need_weights=True: there are no weights"
         got = f"shape {jnp.shape(grad_weights)}"
         raise ValueError(checks.message(_BACKWARD, "grad_weights", expected, got))
@@ -228,7 +221,7 @@ def multi_head_attention_backward(
         grad_output if grad_output is None or call.batched else jnp.asarray(grad_output)[None],
         call.params,
         *call.inputs,
-        dweights=_of_weights(call, grad_weights, arguments["average_attn_weights"]),
+        dweights=_of_weights(call, grad_weights, average_attn_weights),
         wrt=asked,
         **call.options,
     )

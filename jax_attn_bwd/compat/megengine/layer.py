@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.compat.calls import heads
-from jax_attn_bwd.compat.megengine.call import MultiHeadAttentionKeywords, multi_head_attention
+from jax_attn_bwd.compat.megengine.call import multi_head_attention
 from jax_attn_bwd.compat.megengine.packing import BIASES, PROJECTIONS
 
 _NAME = "megengine.MultiHeadAttn"
@@ -107,8 +107,6 @@ class MultiHeadAttn:
         Raises:
           ValueError: `params` holds other names; as `multi_head_attention`. TypeError: as that.
         """
-        given, allowed = locals(), MultiHeadAttentionKeywords.__annotations__
-        options: dict[str, Any] = {name: x for name, x in given.items() if name in allowed}
         names = ("io_weight_bias", *(("bias_k", "bias_v") if self.add_bias_kv else ()))
         if not isinstance(params, Mapping) or set(params) != set(names):
             got = sorted(params) if isinstance(params, Mapping) else type(params).__name__
@@ -117,6 +115,24 @@ class MultiHeadAttn:
         E = self.embed_dim
         weights: Any = {"bias_k": None, "bias_v": None, **params}
         sizes: Any = dict.fromkeys(PROJECTIONS, E) | dict.fromkeys(BIASES, self.bias)
-        options |= dict(add_zero_attn=self.add_zero_attn, reslink=self.reslink, **weights, **sizes)
-        rates = self.attn_dropout, self.out_dropout
-        return multi_head_attention(query, key, value, E, self.num_heads, *rates, **options)
+        return multi_head_attention(
+            query,
+            key,
+            value,
+            E,
+            self.num_heads,
+            self.attn_dropout,
+            self.out_dropout,
+            **weights,
+            **sizes,
+            add_zero_attn=self.add_zero_attn,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            need_weights=need_weights,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            maybe_cudnn_style_mask=maybe_cudnn_style_mask,
+            reslink=self.reslink,
+            training=training,
+            dropout_key=dropout_key,
+        )

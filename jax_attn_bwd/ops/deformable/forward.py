@@ -25,13 +25,16 @@ Terms = Sequence[tuple[jax.Array, Sequence[jax.Array]]]  # tables [B, S, M, D], 
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> jax.Array:
     """Returns `out [B, Q, M * D]`, in the dtype of the value, wherever queries and pixels lie."""
-    operands = with_all_pixels(plan, operands)
+    return over_queries(plan, partial(_of_queries, plan), with_all_pixels(plan, operands))
+
+
+def over_queries(plan: Plan, function: Callable[..., jax.Array], *arrays: Operands) -> jax.Array:
+    """Returns `function(*arrays)`, an output of all queries, over the devices that hold some of them."""
     # what one query reads is not summed over them: XLA may cut them as it likes
     if plan.pieces is None or not plan.pieces.mesh_axes:
-        return _of_queries(plan, operands)
-    place = split.place(operands.attention_weights, 1)
-    out, axes = place._replace(spec=place.spec[:3]), Operands(**QUERY_AXES)
-    return split.over(plan.pieces, partial(_of_queries, plan), (operands,), (axes,), out)()
+        return function(*arrays)
+    place, axes = split.place(arrays[0].attention_weights, 1), (Operands(**QUERY_AXES),) * len(arrays)
+    return split.over(plan.pieces, function, arrays, axes, place._replace(spec=place.spec[:3]))()
 
 
 def _of_queries(plan: Plan, operands: Operands) -> jax.Array:

@@ -21,18 +21,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.sharding import unsharded
 from jax_attn_bwd.ops.deformable import forward, sampling
-from jax_attn_bwd.ops.deformable.plan import Plan
+from jax_attn_bwd.ops.deformable.plan import Plan, with_all_pixels
 from jax_attn_bwd.ops.deformable.sampling import Place
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
 @partial(jax.jit, static_argnums=0)
 def tangent(plan: Plan, operands: Operands, tangents: Operands) -> jax.Array:
-    """Returns `dout [B, Q, M * D]`, in the dtype of the value; None in `tangents` is zero."""
-    whole = lambda x: x if x.value is None else x._replace(value=unsharded(x.value, 1))
-    operands, tangents = whole(operands), whole(tangents)
+    """Returns `dout [B, Q, M * D]`, in the dtype of the value, wherever queries and pixels lie.
+
+    None in `tangents` is zero.
+    """
+    operands = with_all_pixels(plan, operands)
+    if tangents.value is not None:
+        tangents = with_all_pixels(plan, tangents)
+    return forward.over_queries(plan, partial(_of_queries, plan), operands, tangents)
+
+
+def _of_queries(plan: Plan, operands: Operands, tangents: Operands) -> jax.Array:
+    """Returns the tangent of some queries' output."""
     points_move = not (tangents.sampling_locations is tangents.attention_weights is None)
 
     def terms(at, weight, *along):

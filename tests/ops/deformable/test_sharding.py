@@ -50,3 +50,33 @@ def test_plain_backward_on_an_explicit_mesh_with_another_dout():
     for name, x in placed.items():
         assert getattr(got, name).sharding.is_equivalent_to(x.sharding, x.ndim)
         assert_close(getattr(got, name), getattr(expected, name), 1e-13)
+
+
+def test_tangents_of_queries_on_an_explicit_mesh():
+    """Some arguments move and others do not; each device has queries of its own."""
+    rng = np.random.default_rng(0)
+    at = locations(rng, (2, 8, 3), LEVELS, (2, 2)).reshape(2, 8, 3, 2, 2, 2)
+    arrays = (rng.standard_normal((2, 14, 3, 4)), at, rng.standard_normal((2, 8, 3, 2, 2)))
+    along = [rng.standard_normal(x.shape) for x in arrays]
+    mesh = jax.make_mesh((4,), ("q",), axis_types=(AxisType.Explicit,))
+
+    def tangent(moving, arrays, along):
+        def call(*some):
+            given = dict(zip(moving, some, strict=True))
+            value, at, weights = (given.get(i, x) for i, x in enumerate(arrays))
+            return multi_scale_deformable_attention(
+                value, LEVELS, at, weights, normalize="softmax", forward_mode=True
+            )
+
+        return jax.jvp(call, [arrays[i] for i in moving], [along[i] for i in moving])
+
+    def on_mesh(xs):
+        return [jax.device_put(x, P(None, "q") if i else P()) for i, x in enumerate(xs)]
+
+    for moving in ((0,), (1, 2), (0, 1, 2)):
+        expected = tangent(moving, list(map(jnp.asarray, arrays)), list(map(jnp.asarray, along)))
+        with jax.set_mesh(mesh):
+            got = tangent(moving, on_mesh(arrays), on_mesh(along))
+        for x, y in zip(got, expected, strict=True):
+            assert tuple(x.sharding.spec)[:2] == (None, "q")
+            assert_close(x, y, 1e-13)
