@@ -34,12 +34,15 @@ class Case:
         where no one looks. "bench" is measured on a CPU, "quick" small enough to try that, "bench_gpu" on a
         GPU, "timed" by `check --enable`; "scaling" is one case at many sizes, named `series: letter=size`,
         "quick_scaling" at two small ones. "kernel" is for kernels alone, "cudnn" for that one, "wide" too,
-        where what takes long is run.
+        where what takes long is run. "means" is compared in narrow dtypes alone, see `means`.
         "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
         the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone;
         with "table" the kernels are compiled for the pages of `bench/results`, not in every run of the tests.
       dtype: of the floating arrays where a case is measured or compiled.
       dtypes: of arguments that have one of their own, whatever the others have.
+      means: what is added to every entry of an argument, or of the cotangent of an output. Numbers without a
+        mean hide an error that all entries of a row share.
+      times: how many times the error of rounding once a gradient has at most, by name, where 3 are too few.
     """
 
     name: str
@@ -48,10 +51,13 @@ class Case:
     tags: frozenset[str] = frozenset({"ci"})
     dtype: str = "bfloat16"
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    means: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
 
     def arrays(self, dtype: Any = np.float64, seed: int = 0) -> Arrays:
         """Returns the arrays, floating ones rounded to `dtype`."""
         arrays = self.build(np.random.default_rng(seed))
+        arrays |= {name: arrays[name] + mean for name, mean in self.means.items() if name in arrays}
         return {name: cast(x, self.dtypes.get(name, dtype)) for name, x in arrays.items()}
 
 

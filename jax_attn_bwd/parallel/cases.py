@@ -57,6 +57,7 @@ _SEQUENCE_CASES = (
         local_window_size=(5, 2),
         dropout_rate=0.3,
     ),
+    sequence_case("means", T=64, H=8, Hv=8, means={"value": 3.0}, tags=("means",), is_causal=True),
 )
 
 
@@ -156,12 +157,12 @@ OPERATORS = (
     _of(_DENSE, "ring_attention", _sequence(ring_attention, zigzag, unzigzag), _SEQUENCE_CASES),
     _of(_DENSE, "all_gather_attention", _sequence(all_gather_attention, striped, unstriped), _SEQUENCE_CASES),
     _of(_DENSE, "ulysses_attention", _sequence(ulysses_attention), _SEQUENCE_CASES),
-    _of(_MULTI_HEAD, "tensor_parallel_multi_head_attention", _layer, _named(_MULTI_HEAD, "tiles")),
-    _of(_GAT, "sharded_graph_attention", _graph, _named(_GAT, "plain", "edge_dropout")),
+    _of(_MULTI_HEAD, "tensor_parallel_multi_head_attention", _layer, _named(_MULTI_HEAD, "tiles", "means")),
+    _of(_GAT, "sharded_graph_attention", _graph, _named(_GAT, "plain", "edge_dropout", "means")),
     _of(
         _DEFORMABLE,
         "sharded_multi_scale_deformable_attention",
         _queries,
-        _named(_DEFORMABLE, "plain", "softmax"),
+        _named(_DEFORMABLE, "plain", "softmax", "means"),
     ),
 )

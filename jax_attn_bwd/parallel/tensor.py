@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import checks, dropout, secondary_calls
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import Array, Reduce
 from jax_attn_bwd.ops.dot_product.spec import Result
@@ -181,7 +181,10 @@ def tensor_parallel_multi_head_attention(
         out = lax.psum_scatter(out, axis_name, scatter_dimension=out.ndim - 2, tiled=True)
     else:
         out = lax.psum(out, axis_name)
-    out = out if params.out_bias is None else out + to_rank(jnp.asarray(params.out_bias), out.ndim)
+    if params.out_bias is not None:  # added in a wide dtype, in which its gradient is summed then
+        added = to_rank(jnp.asarray(params.out_bias), out.ndim)
+        wide, dtype = accumulator_dtype(out.dtype), jnp.result_type(out, added)
+        out = (out.astype(wide) + added.astype(wide)).astype(dtype)
     # Dropout of the output, and the residual, on the rows that are here.
     rates = {"out_dropout_rate": rate}
     words, at = dropout.drawn(_NAME, rates, given["dropout_key"], (*offset[:3], 0), T, 0)

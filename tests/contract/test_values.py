@@ -109,6 +109,20 @@ IN_DTYPES = [  # the first case of each in all of them, the others in one, in tu
 ]
 
 
+NARROW = [
+    pytest.param(*param.values, dtype, id=f"{param.id}-{dtype}", marks=[*param.marks, *marks])
+    for param in case_params(check.MEANS)
+    for dtype, marks in (("bfloat16", []), ("float16", [thorough]))
+]
+
+
+@pytest.mark.parametrize((*CASE, "dtype"), NARROW)
+def test_with_means_within_three_times_what_rounding_once_takes(operator, implementation, case, dtype):
+    with jax.enable_x64(False):
+        wrong = [row for row in check.measure(operator, implementation, case, dtype) if not row.ok]
+    assert not wrong
+
+
 @pytest.mark.gradients
 @pytest.mark.parametrize((*CASE, "dtype"), IN_DTYPES)
 def test_low_precision_within_twice_the_plain_formula(operator, implementation, case, dtype):

@@ -24,7 +24,7 @@ def locations(rng, shape, levels, points, spread=1.5, method="bilinear"):
 
 def case(
     name, *, B=2, Q=7, M=3, D=5, levels=LEVELS, points=2,
-    tags=("ci",), dtype="bfloat16", extra=None, **options,
+    tags=("ci",), dtype="bfloat16", means=None, extra=None, **options,
 ) -> Case:  # fmt: skip
     """Returns a case; `points` is P, or (P_1, ..., P_L); `extra(rng, arrays)` replaces some arrays."""
     counts = (points,) * len(levels) if isinstance(points, int) else points
@@ -42,7 +42,7 @@ def case(
         }
         return arrays | (extra(rng, arrays) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype)
+    return Case(name, build, options, frozenset(tags), dtype, means=means or {})
 
 
 def _masked_logits(rng, arrays):
@@ -107,6 +107,7 @@ CASES = (
     case("softmax", normalize="softmax", extra=_masked_logits, tags=("ci", "check")),
     case("one_pixel", Q=31, extra=_one_pixel, tags=("ci", "check")),
     case("many_queries", B=1, Q=2100, M=4, D=3, levels=((3, 2),), tags=("ci", "check")),
+    case("means", Q=40, D=8, normalize="softmax", means={"value": 3.0}, tags=("means",)),
     case("large", Q=1237, D=40, levels=((37, 29), (13, 7), (1, 5)), tags=("large", "repeat", "poison")),
     case(
         "large, softmax, ragged",

@@ -20,7 +20,7 @@ PREFIX = "mod_args_"
 
 def case(
     name, *, B=(2,), T=9, S=13, N=4, K=2, H=8, Hv=6,
-    tags=("ci",), dtype="bfloat16", dtypes=None, extra=None, **options,
+    tags=("ci",), dtype="bfloat16", dtypes=None, means=None, extra=None, **options,
 ) -> Case:  # fmt: skip
     """Makes a case; `extra(rng, shape letters) -> {argument: array}` adds to query, key and value."""
 
@@ -33,7 +33,7 @@ def case(
         }
         return arrays | (extra(rng, letters) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype, dtypes or {})
+    return Case(name, build, options, frozenset(tags), dtype, dtypes or {}, means or {})
 
 
 def args(*draws):
@@ -151,6 +151,7 @@ CASES = (
     case("tiles", B=(1,), T=531, S=1049, N=2, K=1, is_causal=True, extra=draw.sink(2), tags=("ci", "check")),
     case("mod_causal", mask_mod=mods.causal & mods.sliding_window(3), tags=("hidden", "check")),
     case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=args(slopes), tags=("hidden", "check")),
+    case("means", B=(1,), T=400, S=400, N=16, K=8, Hv=8, means={"value": 3.0}, tags=("means",)),
     *_large(),
     *_measured(),
 )

@@ -52,7 +52,7 @@ class _Options(Mapping):
 
 
 def case(
-    build, name, *, H=2, D=3, tags=("ci",), dtype="bfloat16", graph=graph_of, extra=(), **options
+    build, name, *, H=2, D=3, tags=("ci",), dtype="bfloat16", graph=graph_of, extra=(), means=None, **options
 ) -> Case:
     """Makes a case whose graph `graph` builds, and whose arrays `build` draws.
 
@@ -66,12 +66,16 @@ def case(
 
     arrays = lambda rng: build(rng, built(), H, D, extra)
     with_graph = _Options(built, {"head_size": D, **options})
-    return Case(name, arrays, with_graph, frozenset(tags), dtype)
+    return Case(name, arrays, with_graph, frozenset(tags), dtype, means=means or {})
 
 
 PADDED = partial(graph_of, capacity=32)
 MORE_NODES = partial(graph_of, 45, 40, 90)
 COMPILED = ("ci", "check", "xla")
+# of narrow dtypes, see `Case.means`
+WITH_MEANS: dict[str, Any] = {
+    "graph": partial(graph_of, 40, 30, 500), "H": 4, "D": 8, "extra": ("edge",), "tags": ("means",)
+}  # fmt: skip
 
 
 def hidden(arrays, options):
@@ -202,6 +206,7 @@ GAT_CASES = (
         },
         narrow="kernel",
     ),
+    gat("means", means={"src": 3.0}, **WITH_MEANS),
     *_measured(gat),
 )
 GATV2_CASES = (
@@ -224,6 +229,7 @@ GATV2_CASES = (
             (16, 8): {"activation": "sigmoid"},
         },
     ),
+    gatv2("means", means={"src": 3.0}, **WITH_MEANS),
     *_measured(gatv2),
 )
 TRANSFORMER_CASES = (
@@ -248,12 +254,13 @@ TRANSFORMER_CASES = (
             (8, 64): {"extra": ("edge", "score_bias", "dropout_key"), "dropout_rate": 0.4},
         },
     ),
+    transformer("means", means={"value": 3.0}, **WITH_MEANS),
     *_measured(transformer),
 )
-SOFTMAX_CASES = (scores("plain", tags=COMPILED),)
+SOFTMAX_CASES = (scores("plain", tags=COMPILED), scores("means", means={"weights": 3.0}, **WITH_MEANS))
 
 
-REDUCTION_CASES = (data("plain", tags=COMPILED),)
+REDUCTION_CASES = (data("plain", tags=COMPILED), data("means", means={"edge": 3.0}, **WITH_MEANS))
 MAKERS = {"graph_attention": gat, "graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
 
 

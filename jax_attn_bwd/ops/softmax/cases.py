@@ -8,14 +8,23 @@ from jax_attn_bwd.ops.softmax import api, reference
 
 
 def case(
-    name, shape=(2, 3, 9, 13), *, spread=1.0, tags=("ci",), dtype="bfloat16", extra=None, **options
+    name,
+    shape=(2, 3, 9, 13),
+    *,
+    spread=1.0,
+    tags=("ci",),
+    dtype="bfloat16",
+    means=None,
+    times=None,
+    extra=None,
+    **options,
 ) -> Case:
     """Returns a case with these options; `extra(rng, {}) -> {argument: array}` adds to x."""
 
     def build(rng):
         return {"x": rng.normal(0, spread, shape)} | (extra(rng, {}) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype)
+    return Case(name, build, options, frozenset(tags), dtype, means=means or {}, times=times or {})
 
 
 def normal(**shapes):
@@ -68,6 +77,15 @@ CASES = (
     case("causal_window", is_causal=True, local_window_size=2, scale=0.5, tags=("ci", "check")),
     case("axis_1", axis=1, extra=both(sink(9, 1), some_rows_masked), tags=("ci", "check")),
     case("large", spread=1e4, scale=0.125, tags=("ci", "check")),
+    case("means", (2, 3, 9, 200), means={"y": 3.0}, scale=0.5, tags=("means",)),
+    case(
+        "means of all",
+        (2, 3, 9, 200),
+        extra=both(normal(scale=(3, 1, 1), bias=(1, 3, 9, 200)), sink(3, 1, spread=3.0)),
+        means={"y": 3.0},
+        times={"bias": 4},  # the backward reads y as they were rounded: 3.1 times in float16
+        tags=("means",),
+    ),
     *_large(),
     *_measured(),
 )
