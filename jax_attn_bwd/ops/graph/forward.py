@@ -41,10 +41,10 @@ def forward(plan: Plan, operands: Operands) -> Result:
     # the edges as the passes walk over them, and the tables that they read
     options, graph = plan.options, plan.edges_of(operands)
     operands = placement.gathered_operands(operands) if plan.on_every_device else operands
-    t, like = plan.kind.tables(operands), split_heads(operands.dst, options.num_heads)
+    read = plan.kind.tables(operands), split_heads(operands.dst, options.num_heads)
 
     sums_of_edges = _sums_over_pieces if plan.pieces else _sums
-    out, m, l, weights = sums_of_edges(plan, t, graph, like, operands)  # [num_dst, H, D], [num_dst, H] twice
+    out, m, l, weights = sums_of_edges(plan, graph, read)  # [num_dst, H, D], [num_dst, H] twice
 
     # from accumulated sums to what is returned and saved
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
@@ -68,18 +68,14 @@ class _Sums(NamedTuple):
 
 
 def _sums(
-    plan: Plan,
-    t: Tables,
-    graph: BipartiteCSC,
-    like: jax.Array,
-    operands: Any,
-    mesh_axes: tuple[str, ...] = (),
+    plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.Array], mesh_axes: tuple[str, ...] = ()
 ) -> _Sums:
-    """Sums over all edges of `graph`; the sums are sharded like `like` `[.., H, D]` and the operands.
+    """Sums over all edges of `graph`, by the tables in `read`, sharded like its array `[.., H, D]`.
 
     Of edges in pieces along `mesh_axes`, `out` is not divided by l yet.
     """
     # zeros, which stay where there is no edge
+    (t, like), operands = read, (graph, read)
     options, dtype = plan.options, accumulator_dtype(t.message.dtype)
     kind, H, D = plan.kind, options.num_heads, t.message.shape[2]
     out = full_like_operands(like, (graph.num_dst, H, D), 0, dtype, operands)
@@ -119,22 +115,19 @@ def _sums(
     return _Sums(out, m, l, weights)
 
 
-def _sums_over_pieces(plan: Plan, t: Tables, graph: BipartiteCSC, like: jax.Array, _) -> _Sums:
+def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.Array]) -> _Sums:
     """Sums over the edges, by pieces, where nodes lie on several devices.
 
     The pieces agree on m, then sum exp(s - m) and its products with the messages, and divide what they have
     summed. The weights need l of all pieces: they take a pass of their own.
     """
-    pieces, heads = plan.pieces, like.sum(0, keepdims=True)
+    (t, like), pieces = read, plan.pieces
     assert pieces is not None  # else there are no pieces
-    t, _ = t.unsharded()
+    heads, (t, _) = like.sum(0, keepdims=True), t.unsharded()
     part = replace(plan, options=replace(plan.options, return_weights=False))
 
     # out and l, shares of each piece, go to the devices of their nodes; m is alike on all
-    def sums(graph, shared):
-        return _sums(part, shared[0], graph, shared[1], (graph, shared), pieces.mesh_axes)
-
-    by_node = split.place(like, None)
+    sums, by_node = partial(_sums, part, mesh_axes=pieces.mesh_axes), split.place(like, None)
     places: Any = {"out": by_node, "m": split.SUM, "l": by_node, "weights": None}
     out, m, l, _ = placement.over_pieces(pieces, graph, "by_destination", sums, (t, heads), _Sums(**places))
     positive = jnp.where(l == 0, 1, l)

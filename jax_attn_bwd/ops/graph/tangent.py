@@ -57,9 +57,9 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
 
     # the sums over the edges, [num_dst, H, D] and [num_dst, H], and ds by edge
     if plan.pieces:
-        dout, mu, ds = _sums_over_pieces(plan, graph, saved, out)
+        dout, mu, ds = _sums_over_pieces(plan, graph, (saved, out))
     else:
-        dout, mu, ds = _sums(plan, graph, saved, out, (operands, result, tangents))
+        dout, mu, ds = _sums(plan, graph, (saved, out))
     dout = dout - mu[..., None] * out  # (17)
 
     # from accumulated sums to the tangents of what is returned
@@ -72,9 +72,10 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
     return all_gathered(moved) if plan.on_every_device else moved
 
 
-def _sums(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax.Array, operands: Any) -> "_Sums":
-    """Sums over all edges of `graph`; the sums are sharded like `out` `[.., H, Dv]` and the operands."""
+def _sums(plan: Plan, graph: BipartiteCSC, read: tuple["_Saved", jax.Array]) -> "_Sums":
+    """Sums over all edges of `graph`, by what is saved in `read`, sharded like its `out` `[.., H, Dv]`."""
     # zeros, which stay where there is no edge
+    (saved, out), operands = read, (graph, read)
     m, shape = saved.m, (graph.num_dst, *out.shape[1:])
     zeros = lambda like, *shape: full_like_operands(like, shape, 0, m.dtype, operands)
     dout, mu = zeros(out, *shape), zeros(m, *m.shape)
@@ -96,15 +97,14 @@ def _sums(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax.Array, oper
     return _Sums(dout, mu, ds)
 
 
-def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, saved: "_Saved", out: jax.Array) -> "_Sums":
+def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple["_Saved", jax.Array]) -> "_Sums":
     """Sums over the edges, by pieces, where nodes lie on several devices; each sum lies as `out`."""
-    pieces = plan.pieces
+    (saved, out), pieces = read, plan.pieces
     assert pieces is not None  # else there are no pieces
     shared = saved.unsharded(), out.sum(0, keepdims=True)
-    sums = lambda graph, shared: _sums(plan, graph, shared[0], shared[1], (graph, shared))
     by_node = split.place(out, None)
     places = _Sums(by_node, by_node, split.SUM if plan.options.return_weights else None)
-    return placement.over_pieces(pieces, graph, "by_destination", sums, shared, places)
+    return placement.over_pieces(pieces, graph, "by_destination", partial(_sums, plan), shared, places)
 
 
 class _Sums(NamedTuple):
