@@ -1,5 +1,6 @@
 """Small numerical helpers shared by all operators."""
 
+import string
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ def round_up(n: Any, size: Any) -> Any:
 
 def finite(m: jax.Array) -> jax.Array:
     """Returns `m` with 0 for the -inf of a row that sees nothing, so that exp(-inf - m) is 0, not NaN."""
-    return jnp.where(m == -jnp.inf, 0.0, m)
+    return lax.select(m == -jnp.inf, lax.full_like(m, 0), m)
 
 
 def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
@@ -69,6 +70,34 @@ def join_rounding(narrow: jax.Array, low: jax.Array | None, dtype: Any) -> jax.A
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
     """Puts axes of size 1 in front of `x` up to `rank`: ranks are promoted in the open, never implicitly."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def moved(x: jax.Array, source: int, destination: int) -> jax.Array:
+    """Moves an axis as `jnp.moveaxis` does, which is jitted and takes five times as long to trace."""
+    axes = list(range(x.ndim))
+    axes.insert(destination % x.ndim, axes.pop(source))
+    return lax.transpose(x, axes)
+
+
+def product(
+    subscripts: str, x: jax.Array, y: jax.Array, *, precision: Any, preferred_element_type: Any
+) -> jax.Array:
+    """Computes the `jnp.einsum` of two arrays that is one matrix product, and traces that alone.
+
+    `...` stands for the same axes in front of all three terms; each letter is in two terms or in all.
+    """
+    lead = string.digits[: x.ndim - len(subscripts.partition(",")[0].removeprefix("..."))]
+    *terms, out = subscripts.replace("...", lead).replace("->", ",").split(",")
+    kept = [n for n in out if n in terms[0] and n in terms[1]]
+    summed = sorted(set(terms[0]) & set(terms[1]) - set(out))
+
+    # the order of the factors that leaves least to be turned, as `jnp.einsum` chooses it
+    own = ["".join(n for n in term if n not in kept + summed) for term in terms]
+    if out != (order := "".join([*kept, *own])):
+        x, y, terms, order = y, x, terms[::-1], "".join([*kept, *own[::-1]])
+    axes: Any = tuple(tuple(tuple(map(term.index, names)) for term in terms) for names in (summed, kept))
+    found = lax.dot_general(x, y, axes, precision, preferred_element_type=preferred_element_type)
+    return lax.transpose(found, [order.index(n) for n in out])
 
 
 def reduce_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -52,7 +52,7 @@ def tie(outputs: Any, operands: Any) -> Any:
     never, total = jnp.zeros((), bool), jnp.zeros((), jnp.float32)
     for operand in jax.tree.leaves(operands):
         total = total + operand.sum().astype(jnp.float32)
-    return jax.tree.map(lambda x: jnp.where(never, total.astype(x.dtype), x), outputs)
+    return jax.tree.map(lambda x: lax.select(never, lax.full_like(x, total), x), outputs)
 
 
 def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:

@@ -28,6 +28,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, reshard
 
 from jax_attn_bwd._core import dropout
+from jax_attn_bwd._core.numerics import moved
 from jax_attn_bwd._core.sharding import (
     auto_devices,
     explicit_axes,
@@ -164,7 +165,7 @@ def in_turn(count: int, function: Callable[..., Any], arrays: Any, axes: Any) ->
       arrays: what the function reads, a tree for each argument.
       axes: which axis of each array is cut; None: it is shared.
     """
-    in_front = lambda axis, x: None if axis is None else jnp.moveaxis(_cut(x, axis, count), axis, 0)
+    in_front = lambda axis, x: None if axis is None else moved(_cut(x, axis, count), axis, 0)
 
     def step(sums, own):
         found = function(*_map(_own_or_shared, axes, arrays, own))

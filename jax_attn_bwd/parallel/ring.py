@@ -50,7 +50,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import engine, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
-from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
+from jax_attn_bwd.ops.dot_product.layout import put_part, take_part
 from jax_attn_bwd.ops.dot_product.spec import AXES, Operands, Residuals, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 
@@ -195,7 +195,8 @@ def _columns(exchange: Exchange, operand: str, x: jax.Array, S: int, offset: Any
     if operand in exchange.of_keys or x.shape[-1] == 1:
         return None
     n = exchange.size
-    return {-1: (lax.rem(lax.axis_index(exchange.axis_name) - offset + n, np.int32(n)), S)}
+    device = lax.rem(lax.axis_index(exchange.axis_name) - offset + n, np.int32(n))
+    return {-1: (device * S, S)}
 
 
 def _block_of(
@@ -207,7 +208,7 @@ def _block_of(
     def cut(name):
         x = given.array(name)
         columns = None if x is None else _columns(exchange, name, x, S, offset)
-        return x if columns is None else take_at(x, columns)
+        return x if columns is None else take_part(x, columns)
 
     return given.with_arrays({"bias": cut("bias"), "elements": cut("elements")})
 
@@ -220,7 +221,7 @@ def _added(exchange: Exchange, operand: str, total: Any, part: Any, offset: Any)
         return total + part
     columns = _columns(exchange, operand, total, part.shape[-1], offset)
     assert columns is not None  # the bias holds all columns
-    return put_at(total, take_at(total, columns) + part, columns)
+    return put_part(total, take_part(total, columns) + part, columns)
 
 
 def _if_seen(given: Operands, compute: Any, skip: Any, carry: Any) -> Any:

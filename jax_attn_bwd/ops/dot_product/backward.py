@@ -43,7 +43,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
+from jax_attn_bwd._core.numerics import accumulator_dtype, moved, reduce_to
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.block import scaled_product
@@ -67,8 +67,8 @@ def backward(
     sums = _zeros(wanted.names, w, (operands, rows), accumulator_dtype(operands.query.dtype))
     step, tiles = w.scan(
         partial(_share, w, rows),
-        partial(_blocks, sums),
-        lambda old, i, j: jax.tree.map(jnp.zeros_like, _swapped(old)),
+        partial(_parts, sums),
+        lambda old, row, column: jax.tree.map(jnp.zeros_like, _swapped(old)),
         lambda old, added: jax.tree.map(jnp.add, old, _swapped(added)),
     )
     if tiles is not None:
@@ -79,7 +79,7 @@ def backward(
     return grads
 
 
-def _blocks(sums: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
+def _parts(sums: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
     """Tells which part of each sum a tile adds to, by its rows and columns: of what a score reads all."""
     parts = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
     whole = lambda x: jax.tree.map(lambda _: {}, x)
@@ -111,7 +111,7 @@ def _zeros(wanted: frozenset[str], w: TileSource, operands: Any, dtype: Any) -> 
     """
     # Of which array each sum has the sharding, and its shape.
     *batch, K, G, _, _ = w.q.shape
-    arrays = layout.merge_heads(w.q), jnp.swapaxes(w.k, -2, -3), jnp.swapaxes(w.v, -2, -3)
+    arrays = layout.merge_heads(w.q), moved(w.k, -2, -3), moved(w.v, -2, -3)
     like = {name: (x, x.shape) for name, x in zip(("query", "key", "value"), arrays, strict=True)}
     if w.mask.bias is not None:
         shape = w.mask.bias.shape
@@ -139,15 +139,15 @@ def _zeros(wanted: frozenset[str], w: TileSource, operands: Any, dtype: Any) -> 
 
 def _swapped(shares):
     """Turns those of keys and values from the layout of tiles, `[..., K, S, H]`, to the caller's, or back."""
-    swap = lambda name, x: jnp.swapaxes(x, -2, -3) if name in ("key", "value") else x
+    swap = lambda name, x: moved(x, -2, -3) if name in ("key", "value") else x
     return {name: swap(name, x) for name, x in shares.items()}
 
 
-def _share(w, rows, old, i, j, *, mixed):
-    """Computes what tile (i, j) gives to each sum named in `old`; keys and values are `_swapped`."""
+def _share(w, rows, old, row, column, *, mixed):
+    """Computes what a tile gives to each sum named in `old`; keys and values are `_swapped`."""
     # The tile's operands; its elements lie transposed, [..., K, S, G, T].
-    block = w.tile(i, j, mixed).transposed()
-    dout, lse, low, delta = rows.map(lambda x, axis: w.rows(x, i, axis))
+    block = w.tile(row, column, mixed).transposed()
+    dout, lse, low, delta = rows.map(lambda x, axis: w.rows(x, row, axis))
     dout, (lse, low, delta) = dout.astype(block.v.dtype), (x[..., None, :, :] for x in (lse, low, delta))
 
     # The probabilities again, from logits formed as in the forward and the row's lse.

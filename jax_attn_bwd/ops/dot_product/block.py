@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, moved, product, to_rank
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
@@ -37,7 +37,7 @@ class Block:
     draw: Callable[[], jax.Array | None] | None = None  # draws the dropout factors; None = no dropout
     rows: str = "gt"  # the axes of queries
     elements: str = "gts"
-    einsum: Callable[..., jax.Array] = field(default_factory=lambda: jnp.einsum)
+    einsum: Callable[..., jax.Array] = field(default_factory=lambda: product)
 
     @property
     def dtype(self) -> Any:
@@ -56,7 +56,7 @@ class Block:
 
     def transposed(self) -> "Block":
         """Turns elements `[..., g, t, s]` into `[..., s, g, t]`."""
-        turn = lambda x: jnp.moveaxis(x, -1, -3)
+        turn = lambda x: moved(x, -1, -3)
         bias, seen, places = jax.tree.map(turn, (self.bias, self.seen, self.places))
         draw = None if (given := self.draw) is None else lambda: jax.tree.map(turn, given())
         return replace(self, bias=bias, seen=seen, places=places, draw=draw, elements="sgt")
@@ -139,7 +139,7 @@ class Block:
                 dlogits, dargs = mod_functions.pulled_back(*given, "mod_args" in wanted)
             grads |= {} if dargs is None else {"mod_args": dargs}
         if "bias" in wanted:
-            grads["bias"] = jnp.moveaxis(dlogits, -3, -1) if is_turned else dlogits
+            grads["bias"] = moved(dlogits, -3, -1) if is_turned else dlogits
         if tanh is not None:
             dlogits = dlogits * (1 - tanh * tanh)  # (10)
 
@@ -148,7 +148,7 @@ class Block:
         if "query" in wanted:
             over_keys = f"...{self.elements},...sh->..." + ("hgt" if is_turned else f"{self.rows}h")
             dq = self.options.scale * multiply(over_keys, dx, self.k)  # (11)
-            grads["query"] = jnp.moveaxis(dq, -3, -1) if is_turned else dq
+            grads["query"] = moved(dq, -3, -1) if is_turned else dq
         if "key" in wanted:
             grads["key"] = self.options.scale * multiply(over_queries, dx, self.q)  # (11)
         return grads
@@ -171,10 +171,10 @@ def scaled_product(block: Block, q: jax.Array, k: jax.Array) -> jax.Array:
     transposed = block.elements == "sgt"
     swap = transposed and all(isinstance(n, int) and n % 64 == 0 for n in (q.shape[-2], S))
     factors = (k, q) if swap else (q, k)
-    logits = jnp.einsum("...ah,...bh->...ab", *factors, **block.product)
+    logits = product("...ah,...bh->...ab", *factors, **block.product)
     logits = logits.reshape(*lead, *((S, *rows) if swap else (*rows, S)))
     if transposed and not swap:
-        logits = jnp.moveaxis(logits, -1, -3)
+        logits = moved(logits, -1, -3)
     return logits if in_q else options.scale * logits
 
 

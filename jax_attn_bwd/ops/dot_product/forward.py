@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
+from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to, product
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product import row_terms
 from jax_attn_bwd.ops.dot_product.block import scaled_product
@@ -32,10 +32,10 @@ def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
     sums = _Sums(state, jnp.zeros_like(state.acc) if rounds else None)
 
     # Every tile of keys is folded into its rows; a dead one leaves them as they are.
-    def blocks(q, _):
+    def parts(q, _):
         return _Sums(State({-2: q}, {-1: q}, {-1: q}), {-2: q} if rounds else None)
 
-    step, tiles = w.scan(partial(_update, w), blocks)
+    step, tiles = w.scan(partial(_update, w), parts)
     if tiles is not None:
         sums, _ = lax.scan(step, sums, tiles)
 
@@ -56,17 +56,17 @@ class _Sums(NamedTuple):
     lost: jax.Array | None  # what rounding p takes from `state.acc`; no one reads it but gradients that ask
 
 
-def _update(w, sums, i, j, *, mixed):
-    """Returns the sums of the rows of query tile i with key tile j."""
+def _update(w, sums, row, column, *, mixed):
+    """Returns the sums of the rows with the keys of the tile that begins there."""
     # The logits of the tile, [..., K, G, block_q, block_k], -inf where unseen.
     rows, lost = sums
-    block = w.tile(i, j, mixed)
+    block = w.tile(row, column, mixed)
     logits, _ = block.logits(scaled_product(block, block.q, block.k))
 
     # The sums so far decay to the new maximum, and the tile's weights are added; dropout spares l.
     m, decay, p = online.weights(rows.m, logits)
     l, p, v = rows.l * decay + p.sum(-1), block.dropped(p), block.v
-    add = lambda acc, p: acc * decay[..., None] + jnp.einsum("...gts,...sh->...gth", p, v, **block.product)
+    add = lambda acc, p: acc * decay[..., None] + product("...gts,...sh->...gth", p, v, **block.product)
     if lost is not None:
         lost = add(lost, lost_to(v.dtype, p))
     return _Sums(State(add(rows.acc, p.astype(v.dtype)), m, l), lost)

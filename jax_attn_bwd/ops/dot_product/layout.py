@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import moved, to_rank
 from jax_attn_bwd.ops.dot_product.plan import count
 
 Parts = dict[int, tuple[Any, int]]  # axis -> (where a part begins, its size)
-Blocks = dict[int, tuple[Any, int]]  # axis -> (index of a block, its size)
+
+_FIRST = np.zeros((), np.int32)  # an array: a number would be converted to one by each slice
 
 
 def pad(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
@@ -40,29 +41,31 @@ def extend(x: jax.Array, block: int) -> jax.Array:
 def split_heads(x: jax.Array, groups: int) -> jax.Array:
     """Turns `[..., T, N, H]` into `[..., K, G, T, H]`."""
     *batch, T, N, H = x.shape
-    return jnp.moveaxis(x.reshape(*batch, T, N // groups, groups, H), -4, -2)
+    return moved(x.reshape(*batch, T, N // groups, groups, H), -4, -2)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
     """Turns `[..., K, G, T, H]` into `[..., T, N, H]`."""
     *batch, K, G, T, H = x.shape
-    return jnp.moveaxis(x, -2, -4).reshape(*batch, T, K * G, H)
+    return moved(x, -2, -4).reshape(*batch, T, K * G, H)
 
 
 def as_given(grads: dict[str, Any]) -> dict[str, Any]:
     """Turns gradients of query, key and value from the layout of tiles into the caller's."""
-    turn = {"query": merge_heads} | dict.fromkeys(("key", "value"), lambda x: jnp.swapaxes(x, -2, -3))
+    turn = {"query": merge_heads} | dict.fromkeys(("key", "value"), lambda x: moved(x, -2, -3))
     return {name: turn[name](x) if name in turn else x for name, x in grads.items()}
 
 
 def split_rows(x: jax.Array, groups: int) -> jax.Array:
     """Turns `[..., T, N]` into `[..., K, G, T]`."""
-    return split_heads(x[..., None], groups)[..., 0]
+    *batch, T, N = x.shape
+    return moved(x.reshape(*batch, T, N // groups, groups), -3, -1)
 
 
 def merge_rows(x: jax.Array) -> jax.Array:
     """Turns `[..., K, G, T]` into `[..., T, N]`."""
-    return merge_heads(x[..., None])[..., 0]
+    *batch, K, G, T = x.shape
+    return moved(x, -1, -3).reshape(*batch, T, K * G)
 
 
 def plane(x: jax.Array, batch_rank: int, groups: int) -> jax.Array:
@@ -73,14 +76,10 @@ def plane(x: jax.Array, batch_rank: int, groups: int) -> jax.Array:
 
 
 def _starts(x: jax.Array, parts: Parts) -> list[Any]:
-    starts: list[Any] = [np.int32(0)] * x.ndim
+    starts: list[Any] = [_FIRST] * x.ndim
     for axis, (first, _) in parts.items():
-        starts[axis] = np.int32(0) if x.shape[axis] == 1 else first
+        starts[axis] = _FIRST if x.shape[axis] == 1 else first
     return starts
-
-
-def _parts(blocks: Blocks) -> Parts:
-    return {axis: (i * block, block) for axis, (i, block) in blocks.items()}
 
 
 def take_part(x: jax.Array, parts: Parts) -> jax.Array:
@@ -98,13 +97,3 @@ def put_part(x: jax.Array, update: jax.Array, parts: Parts) -> jax.Array:
     if not parts:
         return update
     return lax.dynamic_update_slice(x, update, _starts(x, parts), allow_negative_indices=False)
-
-
-def take_at(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """Takes the given block of each given axis; an axis that broadcasts is taken whole."""
-    return take_part(x, _parts(blocks))
-
-
-def put_at(x: jax.Array, update: jax.Array, blocks: Blocks) -> jax.Array:
-    """Returns `x` with `update` where `take_at` reads."""
-    return put_part(x, update, _parts(blocks))

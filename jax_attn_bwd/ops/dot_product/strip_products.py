@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import fusion, targets
-from jax_attn_bwd._core.numerics import finite, to_rank
+from jax_attn_bwd._core.numerics import finite, product, to_rank
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import Block, scaled_product
 from jax_attn_bwd.ops.dot_product.plan import Strips
@@ -45,7 +45,7 @@ def attended(
         # alike, which counts where one logit of 1e5 takes all, and factors are wide.
         logits = block.logits(scaled_product(block, fusion.barrier(q), fusion.barrier(k)))[0]
     p = fusion.barrier(jnp.exp(logits - m).astype(v.dtype))
-    out = jnp.einsum("...ts,...sh->...th", p, v, **block.product) / l
+    out = product("...ts,...sh->...th", p, v, **block.product) / l
     return out.astype(q.dtype), lse, low
 
 
@@ -93,7 +93,7 @@ def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.A
         wide, precision = wide.astype(narrow.dtype), options.precision
     else:
         narrow = narrow.astype(wide.dtype)
-    return jnp.einsum(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
+    return product(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
 
 
 def _block(options: Options, q: Any, k: Any, v: Any, seen: Any) -> Block:

@@ -28,10 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_attn_bwd._core.numerics import product
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.block import scaled_product
-from jax_attn_bwd.ops.dot_product.layout import take_at
+from jax_attn_bwd.ops.dot_product.layout import take_part
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
 from jax_attn_bwd.ops.dot_product.tiles import TileSource, padded
@@ -125,14 +126,15 @@ def _laid_out(w: TileSource, operands: Operands, tangents: Operands) -> _Tangent
     return _Tangents._make((*laid, bias, args))
 
 
-def _added(w, moved, rows, sums, i, j, *, mixed):
-    """Adds what tile (i, j) gives to the sums of (15) and (17)."""
+def _added(w, moved, rows, sums, row, column, *, mixed):
+    """Adds what a tile gives to the sums of (15) and (17)."""
     # The tile's operands, and their tangents.
-    block, of_queries, of_keys = w.tile(i, j, mixed), (i, w.schedule.block_q), (j, w.schedule.block_k)
-    part = lambda x, rows: None if x is None else take_at(x, {-2: rows}).astype(block.q.dtype)
+    block, (block_q, block_k) = w.tile(row, column, mixed), w.schedule.blocks
+    of_queries, of_keys = (row, block_q), (column, block_k)
+    part = lambda x, rows: None if x is None else take_part(x, {-2: rows}).astype(block.q.dtype)
     dq, dk, dv = part(moved.q, of_queries), part(moved.k, of_keys), part(moved.v, of_keys)
-    dbias = None if moved.bias is None else take_at(moved.bias, {-2: of_queries, -1: of_keys})
-    lse, low = (w.rows(x, i)[..., None] for x in rows)
+    dbias = None if moved.bias is None else take_part(moved.bias, {-2: of_queries, -1: of_keys})
+    lse, low = (w.rows(x, row)[..., None] for x in rows)
 
     # The logits again, as in the forward, and their tangent, [..., K, G, block_q, block_k].
     logits = scaled_product(block, block.q, block.k)
@@ -145,7 +147,7 @@ def _added(w, moved, rows, sums, i, j, *, mixed):
     # The probabilities, and what they give to both sums.
     p = jnp.exp((block.where_seen(logits, -jnp.inf) - lse) - low)  # (2)
     pd = p * block.where_seen(dlogits)
-    mu, values = pd.sum(-1), partial(jnp.einsum, "...gts,...sh->...gth", **block.product)
+    mu, values = pd.sum(-1), partial(product, "...gts,...sh->...gth", **block.product)
     dout = values(block.dropped(pd).astype(block.v.dtype), block.v)
     if dv is not None:
         dout += values(block.dropped(p).astype(dv.dtype), dv)

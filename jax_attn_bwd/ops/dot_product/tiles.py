@@ -26,11 +26,11 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import fusion, split
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, moved, to_rank
 from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, DropoutCounters, dropout_counters
-from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
+from jax_attn_bwd.ops.dot_product.layout import put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Tiles, count
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
@@ -72,27 +72,28 @@ class TileSource:
         counters = dropout_counters(options, operands, *schedule.blocks) if options.dropout_rate else None
         return cls(options, schedule, q, k, v, live, mask, counters)
 
-    def rows(self, x: jax.Array, i: Any, axis: int = -1) -> jax.Array:
-        """Takes the rows of query tile i; `axis` is theirs."""
-        return take_at(x, {axis: (i, self.schedule.block_q)})
+    def rows(self, x: jax.Array, row: Any, axis: int = -1) -> jax.Array:
+        """Takes the rows of the tiles that begin at `row`; `axis` is theirs."""
+        return take_part(x, {axis: (row, self.schedule.block_q)})
 
-    def tile(self, i: Any, j: Any, mixed: bool) -> Block:
-        """Cuts tile (i, j) out; unless it is `mixed`, masks and biases alone hide elements of it."""
+    def tile(self, row: Any, column: Any, mixed: bool) -> Block:
+        """Cuts out the tile that begins there; unless it is `mixed`, masks and biases alone hide elements."""
         options, schedule, given, dtype = self.options, self.schedule, self.mask, self.schedule.product_dtype
-        columns = (j, schedule.block_k)
-        q = self.rows(self.q, i, -2).astype(dtype)
-        k, v = (take_at(x, {-2: columns}).astype(dtype) for x in (self.k, self.v))
-        seen = visibility.of_tile(given, i, j, mixed, schedule.blocks, self.q.ndim)
-        bias = None if given.bias is None else take_at(given.bias, {-2: (i, schedule.block_q), -1: columns})
-        draw = partial(self._factors, i, j)
-        return Block(options, q, k, v, bias, seen, *places(options, given, i, j, schedule.blocks, seen), draw)
+        columns = (column, schedule.block_k)
+        q = self.rows(self.q, row, -2).astype(dtype)
+        k, v = (take_part(x, {-2: columns}).astype(dtype) for x in (self.k, self.v))
+        seen = visibility.of_tile(given, row, column, mixed, schedule.blocks, self.q.ndim)
+        bias, at = given.bias, {-2: (row, schedule.block_q), -1: columns}
+        bias = None if bias is None else take_part(bias, at)
+        read = places(options, given, row, column, schedule.blocks, seen)
+        return Block(options, q, k, v, bias, seen, *read, partial(self._factors, row, column))
 
-    def _factors(self, i: Any, j: Any) -> jax.Array | None:
-        """Draws the dropout factors of tile (i, j); None = no dropout."""
+    def _factors(self, row: Any, column: Any) -> jax.Array | None:
+        """Draws the dropout factors of the tile that begins there; None = no dropout."""
         if self.counters is None:
             return None
         _, rows, columns = self.counters
-        rows, columns = self.rows(rows, i), take_at(columns, {0: (j, self.schedule.block_k)})
+        rows, columns = self.rows(rows, row), take_part(columns, {0: (column, self.schedule.block_k)})
         of_tile = self.counters._replace(rows=rows, columns=columns)
         dtype = accumulator_dtype(self.schedule.product_dtype)
         return of_tile.factors(self.options, dtype, drawn_once=False)
@@ -100,8 +101,8 @@ class TileSource:
     def scan(
         self,
         run: Callable[..., Any],
-        blocks: Callable[..., Any],
-        skip: Callable[..., Any] = lambda old, i, j: old,
+        parts: Callable[..., Any],
+        skip: Callable[..., Any] = lambda old, row, column: old,
         join: Callable[..., Any] = lambda old, found: found,
     ) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
         """Returns what `lax.scan` takes to visit the tiles: a body, and what it goes over; None = no tile.
@@ -110,10 +111,10 @@ class TileSource:
         group at a time.
 
         Args:
-          run: `(old, i, j, mixed=)` computes tile (i, j), with those parts of the sums that it adds to. It is
-            computed again by a derivative of the scan.
-          blocks: `((i, block_q), (j, block_k))` tells which parts these are, a tree of `layout.Blocks`.
-          skip: does `(old, i, j)` where the tile is dead.
+          run: `(old, row, column, mixed=)` computes the tile that begins there, with those parts of the sums
+            that it adds to. It is computed again by a derivative of the scan.
+          parts: `((row, block_q), (column, block_k))` tells which parts these are, a tree of `layout.Parts`.
+          skip: does `(old, row, column)` where the tile is dead.
           join: `(old, found)` gives the new parts.
         """
         # One tile: the parts of the sums that it adds to, and what it makes of them.
@@ -121,11 +122,12 @@ class TileSource:
         part = jax.checkpoint(partial(run, mixed=visits.mixed), prevent_cse=False)
 
         def step(sums, visit):
-            i, j, live = visit
-            at = blocks((i, self.schedule.block_q), (j, self.schedule.block_k))
-            old = jax.tree.map(take_at, sums, at)
-            found = part(old, i, j) if live is None else lax.cond(live, part, skip, old, i, j)
-            return jax.tree.map(put_at, sums, join(old, found), at), None
+            (i, j, live), (block_q, block_k) = visit, self.schedule.blocks
+            row, column = i * block_q, j * block_k
+            at = parts((row, block_q), (column, block_k))
+            old = jax.tree.map(take_part, sums, at)
+            found = part(old, row, column) if live is None else lax.cond(live, part, skip, old, row, column)
+            return jax.tree.map(put_part, sums, join(old, found), at), None
 
         # All in order, or live ones first, in groups of which dead ones are passed over.
         tiles = visits.i, visits.j, visits.live
@@ -162,7 +164,7 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     sizes = operands.sizes
     q = layout.split_heads(operands.query, sizes.G)  # [..., K, G, T, H]
-    k, v = (jnp.swapaxes(x, -2, -3) for x in (operands.key, operands.value))  # [..., K, S, H]
+    k, v = (moved(x, -2, -3) for x in (operands.key, operands.value))  # [..., K, S, H]
 
     # Queries that see nothing, and keys that nothing sees, become 0.
     live, seen = visibility.used_queries_and_keys(operands.mask, operands.bias, sizes)
@@ -177,14 +179,15 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
 
 
 def places(
-    options: Options, given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], seen: Any
+    options: Options, given: TileMask, row: Any, column: Any, blocks: tuple[Any, Any], seen: Any
 ) -> tuple[mod_functions.Tile | None, tuple[Any, ...]]:
-    """Returns where the elements of tile (i, j) stand, if a score reads it, and the arrays that it reads."""
+    """Returns where the elements of a tile stand, if a score reads it, and the arrays that it reads."""
     if options.score_mod is None:
         return None, ()
     assert given.places is not None  # prepared with the function
     batch, head, args = given.places
-    return mod_functions.Tile(batch, head, *visibility.positions(given, i, j, blocks, batch.ndim), seen), args
+    position = visibility.positions(given, row, column, blocks, batch.ndim)
+    return mod_functions.Tile(batch, head, *position, seen), args
 
 
 class Visits(NamedTuple):

@@ -30,7 +30,7 @@ from jax_attn_bwd._core import masks, targets
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
-from jax_attn_bwd.ops.dot_product.layout import put_at, take_at
+from jax_attn_bwd.ops.dot_product.layout import put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import count, tile_sizes
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
@@ -106,18 +106,18 @@ class _Laid(NamedTuple):
     valid: jax.Array | None
 
 
-def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
-    """Lays block `i` of the tokens, or with None all of them, along `axis` of a tile of that rank."""
+def _lay(tokens: Tokens, first: Any, size: Any, axis: int, rank: int) -> _Laid:
+    """Lays `size` tokens from `first` on, None where they are all, along `axis` of a tile of that rank."""
 
-    def lay(x):  # [..., block] -> [..., 1, 1, block, 1] or [..., 1, 1, 1, block]
+    def lay(x):  # [..., size] -> [..., 1, 1, size, 1] or [..., 1, 1, 1, size]
         return to_rank(jnp.expand_dims(x, (-4, -3, -1) if axis == -2 else (-4, -3, -2)), rank)
 
     def take(x):
-        return x if i is None else take_at(x, {-1: (i, block)})
+        return x if first is None else take_part(x, {-1: (first, size)})
 
     # Where each token stands: its index in the whole, or the position that it was given.
-    local = jnp.arange(block, dtype=jnp.int32)
-    local = local if i is None else i * block + local
+    local = jnp.arange(size, dtype=jnp.int32)
+    local = local if first is None else first + local
     index = tokens.in_whole(local)
     position = index if tokens.position is None else take(tokens.position)
     segment = None if tokens.segment is None else lay(take(tokens.segment))
@@ -127,20 +127,22 @@ def _lay(tokens: Tokens, i: Any, block: Any, axis: int, rank: int) -> _Laid:
     if tokens.valid_length is not None:
         length = tokens.valid_length[..., None]
         valid = lay(to_rank(index, length.ndim) < length)
-    if i is not None and not (isinstance(tokens.length, int) and tokens.length % block == 0):
+    if first is not None and not (isinstance(tokens.length, int) and tokens.length % size == 0):
         valid = masks.conjunction(valid, lay(local < tokens.length))
     return _Laid(lay(position), segment, valid)
 
 
 def positions(
-    given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank: int
+    given: TileMask, row: Any, column: Any, blocks: tuple[Any, Any], rank: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (rows, columns) of tile (i, j) as functions are handed them; padding repeats the last ones.
+    """Returns (rows, columns) of a tile as functions are handed them; padding repeats the last ones.
 
-    `[..., 1, 1, rows, 1]` and `[..., 1, 1, 1, columns]`; with i and j None those of the whole plane.
+    `[..., 1, 1, rows, 1]` and `[..., 1, 1, 1, columns]`. It begins at `row` and `column`; with None for both
+    those of the whole plane.
     """
     found = []
-    for tokens, at, block, axis in ((given.rows, i, blocks[0], -2), (given.columns, j, blocks[1], -1)):
+    sides = (given.rows, row, blocks[0], -2), (given.columns, column, blocks[1], -1)
+    for tokens, at, block, axis in sides:
         position = _lay(tokens._replace(segment=None, valid_length=None), at, block, axis, rank).position
         if tokens.position is None and at is not None and tokens.length % block != 0:
             position = jnp.minimum(position, tokens.in_whole(jnp.int32(tokens.length - 1)))
@@ -148,12 +150,12 @@ def positions(
     return found[0], found[1]
 
 
-def _by_function(given: TileMask, i: Any, j: Any, blocks: tuple[Any, Any], rank: int) -> Any:
-    """Returns what `mask_mod` lets tile (i, j) see, with i and j None the whole plane; None = all."""
+def _by_function(given: TileMask, row: Any, column: Any, blocks: tuple[Any, Any], rank: int) -> Any:
+    """Returns what `mask_mod` lets a tile see, as `positions` tells it; None = all."""
     mask_mod = given.rules.mask_mod
     if mask_mod is None:
         return None
-    return mod_functions.seen(mask_mod, given.places, *positions(given, i, j, blocks, rank))
+    return mod_functions.seen(mask_mod, given.places, *positions(given, row, column, blocks, rank))
 
 
 def _elements(rules: Mask, mask: Any, bias: Any, row: _Laid | None, column: _Laid | None) -> Any:
@@ -168,20 +170,21 @@ def _elements(rules: Mask, mask: Any, bias: Any, row: _Laid | None, column: _Lai
 
 
 def of_tile(
-    given: TileMask, i: Any, j: Any, mixed: bool, blocks: tuple[int, int], rank: int
+    given: TileMask, row: Any, column: Any, mixed: bool, blocks: tuple[int, int], rank: int
 ) -> jax.Array | None:
-    """Tells which elements of tile (i, j) are seen, `[..., K|1, G|1, rows, columns]`; None if all.
+    """Tells which elements of a tile are seen, `[..., K|1, G|1, rows, columns]`; None if all.
 
-    It has `rank` axes. Unless the tile is `mixed`, tokens see one another, and masks and biases alone decide.
+    It begins at `row` and `column`, and has `rank` axes. Unless it is `mixed`, tokens see one another, and
+    masks and biases alone decide.
     """
-    at = {-2: (i, blocks[0]), -1: (j, blocks[1])}
-    mask, bias = (None if x is None else take_at(x, at) for x in (given.elements, given.bias))
-    row = column = None
+    at = {-2: (row, blocks[0]), -1: (column, blocks[1])}
+    mask, bias = (None if x is None else take_part(x, at) for x in (given.elements, given.bias))
+    rows = columns = None
     if mixed:
-        row = _lay(given.rows, i, blocks[0], -2, rank)
-        column = _lay(given.columns, j, blocks[1], -1, rank)
-        mask = masks.conjunction(mask, _by_function(given, i, j, blocks, rank))
-    return _elements(given.rules, mask, bias, row, column)
+        rows = _lay(given.rows, row, blocks[0], -2, rank)
+        columns = _lay(given.columns, column, blocks[1], -1, rank)
+        mask = masks.conjunction(mask, _by_function(given, row, column, blocks, rank))
+    return _elements(given.rules, mask, bias, rows, columns)
 
 
 def of_plane(mask: Mask, bias: Any, sizes: Sizes) -> jax.Array | None:
@@ -414,7 +417,7 @@ def _block_after_block(mask: Mask, bias: Any, sizes: Sizes, block: int) -> tuple
     found = tile_mask(mask, bias, sizes, block)
 
     def held(i):  # block i of the queries against all keys
-        return _reduced(of_tile(found, i, origin, True, (block, S), len(sizes.batch) + 4), block, S)
+        return _reduced(of_tile(found, i * block, origin, True, (block, S), len(sizes.batch) + 4), block, S)
 
     def step(seen, i):
         live, more = held(i)
@@ -446,8 +449,8 @@ def _tile_after_tile(mask: Mask, bias: Any, sizes: Sizes) -> tuple[jax.Array, ja
     empty_mixed_full = some.astype(np.int32) + (some & every).astype(np.int32)
 
     # Both answers begin with False, padded to whole tiles.
-    def held(i, j):
-        return _reduced(of_tile(found, i, j, True, (block_q, block_k), rank), block_q, block_k)
+    def held(row, column):
+        return _reduced(of_tile(found, row, column, True, (block_q, block_k), rank), block_q, block_k)
 
     first = held(np.int32(0), np.int32(0))
     lengths = (count(T, block_q) * block_q, count(S, block_k) * block_k)
@@ -459,13 +462,14 @@ def _tile_after_tile(mask: Mask, bias: Any, sizes: Sizes) -> tuple[jax.Array, ja
     # Tile (i, j) adds what it tells to block i of the queries and block j of the keys.
     def step(carry, x):
         i, j, kind = x
-        blocks = {-1: (i, block_q)}, {-1: (j, block_k)}
-        old = tuple(map(take_at, carry, blocks))
+        row, column = i * block_q, j * block_k
+        parts = {-1: (row, block_q)}, {-1: (column, block_k)}
+        old = tuple(map(take_part, carry, parts))
         empty = lambda old: old
-        mixed = lambda old: tuple(a | b for a, b in zip(old, held(i, j), strict=True))
+        mixed = lambda old: tuple(a | b for a, b in zip(old, held(row, column), strict=True))
         full = lambda old: tuple(x | True for x in old)
         new = lax.switch(kind, (empty, mixed, full), old)
-        return tuple(map(put_at, carry, new, blocks)), None
+        return tuple(map(put_part, carry, new, parts)), None
 
     i, j = pairs.T
     live, seen = lax.scan(step, none, (i, j, empty_mixed_full[i, j]))[0]
