@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_attn_bwd as jab
-from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax_bwd
+from jax_attn_bwd.ops.graph.edge_ops import edge_softmax_bwd
 
 GRAPH = jab.BipartiteCSC.from_edge_index(np.array([[0, 1], [1, 2]]), 3)
 X = jnp.ones((3, 4))

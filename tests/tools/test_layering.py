@@ -74,7 +74,7 @@ LAYERS = (
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/multi_head/tangent",),
     ("ops/*/rule",),
-    ("ops/*/api", "ops/graph/derivatives", "ops/*/edge_softmax", "ops/*/edge_reductions"),
+    ("ops/*/api", "ops/graph/derivatives", "ops/*/edge_ops"),
     ("mods/*",),
     ("ops/*/cases",),
     ("ops/*/__init__", "ops/__init__"),

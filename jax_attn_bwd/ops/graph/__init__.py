@@ -10,18 +10,20 @@ from jax_attn_bwd.ops.graph.derivatives import (
     graph_transformer_attention_bwd,
     graph_transformer_attention_jvp,
 )
-from jax_attn_bwd.ops.graph.edge_reductions import (
+from jax_attn_bwd.ops.graph.edge_ops import (
     edge_max,
     edge_max_bwd,
     edge_max_jvp,
     edge_mean,
     edge_mean_bwd,
     edge_mean_jvp,
+    edge_softmax,
+    edge_softmax_bwd,
+    edge_softmax_jvp,
     edge_sum,
     edge_sum_bwd,
     edge_sum_jvp,
 )
-from jax_attn_bwd.ops.graph.edge_softmax import edge_softmax, edge_softmax_bwd, edge_softmax_jvp
 from jax_attn_bwd.ops.graph.spec import GraphAttentionGrads, GraphTransformerAttentionGrads
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 

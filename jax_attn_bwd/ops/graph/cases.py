@@ -14,8 +14,7 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, edge_reductions, reference, rule
-from jax_attn_bwd.ops.graph.edge_softmax import IMPLEMENTATIONS, edge_softmax
+from jax_attn_bwd.ops.graph import api, edge_ops, reference, rule
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
@@ -317,28 +316,31 @@ def _attention(function, definition, differentiable, cases) -> Operator:
     )
 
 
-def _softmax_reference(head_size, graph, scores):
+def _reduction(name, graph, edge):
+    return reference.edge_reduction(name, graph, edge).astype(edge.dtype)
+
+
+def _softmax(graph, scores):
     each = jnp.vectorize(lambda x: reference.edge_softmax(graph, x)[0], signature="(e,h)->(e,h)")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return (each(scores),)
+    return each(scores)
 
 
-def _reduction(name: str) -> Operator:
+def _of_edges(name, argument, output, definition, cases) -> Operator:
     def call(head_size, **arguments):
-        return (getattr(edge_reductions, name)(**arguments),)
+        return (getattr(edge_ops, name)(**arguments),)
 
-    def definition(head_size, graph, edge):
+    def promoted(head_size, graph, **arguments):
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return (reference.edge_reduction(name, graph, edge).astype(edge.dtype),)
+            return (definition(graph, arguments[argument]),)
 
     return Operator(
         name=name,
-        outputs=("out",),
-        differentiable=("edge",),
-        implementations=edge_reductions.IMPLEMENTATIONS[name],
+        outputs=(output,),
+        differentiable=(argument,),
+        implementations=edge_ops.IMPLEMENTATIONS[name],
         call=call,
-        reference=definition,
-        cases=REDUCTION_CASES,
+        reference=promoted,
+        cases=cases,
         hidden=hidden,
     )
 
@@ -354,15 +356,9 @@ OPERATORS = (
         ("query", "key", "value", "edge", "score_bias"),
         TRANSFORMER_CASES,
     ),
-    *map(_reduction, ("edge_sum", "edge_mean", "edge_max")),
-    Operator(
-        name="edge_softmax",
-        outputs=("weights",),
-        differentiable=("scores",),
-        implementations=IMPLEMENTATIONS,
-        call=lambda head_size, **arguments: (edge_softmax(**arguments),),
-        reference=_softmax_reference,
-        cases=SOFTMAX_CASES,
-        hidden=hidden,
+    *(
+        _of_edges(name, "edge", "out", partial(_reduction, name), REDUCTION_CASES)
+        for name in ("edge_sum", "edge_mean", "edge_max")
     ),
+    _of_edges("edge_softmax", "scores", "weights", _softmax, SOFTMAX_CASES),
 )

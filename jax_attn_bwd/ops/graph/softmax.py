@@ -2,6 +2,11 @@
 
 m_i = max_e s_e,   l_i = sum_e exp(s_e - m_i),   p_e = exp(s_e - m_i) / l_i,   e the edges into i
 
+    ds_e = p_e (dp_e - sum_f p_f dp_f),   f the edges into the same i                     (1)
+
+The Jacobian is symmetric: with ds a tangent of the scores and dp that of the weights, (1) holds the other
+way round.
+
 The forward takes it by whole arrays of edges x heads. The backward reads m, l and delta, equation (5) of
 `backward.py`, of each destination.
 """
@@ -12,10 +17,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import finite, join_rounding
-from jax_attn_bwd._core.sharding import full_like_operands, reshard_like, unsharded
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite, join_rounding
+from jax_attn_bwd._core.sharding import full_like_operands, match_type, reshard_like, tie, unsharded
 from jax_attn_bwd.ops.graph import loops
-from jax_attn_bwd.ops.graph.loops import Chunk, add_runs, highest, own_rows, sum_of_group, take, to_runs
+from jax_attn_bwd.ops.graph.loops import (
+    Chunk,
+    add_runs,
+    has_edges,
+    highest,
+    own_rows,
+    sum_of_group,
+    take,
+    to_runs,
+)
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options
 
 
@@ -65,6 +79,36 @@ def softmax(
 def present(x: jax.Array, chunk: Chunk) -> jax.Array:
     """Returns the scores `[(W,) R, H]`, -inf where there is no edge; those past the end may be anything."""
     return x if chunk.exists is None else jnp.where(chunk.exists[..., None], x, -jnp.inf)
+
+
+@jax.jit
+def weights_of(graph: Any, scores: jax.Array) -> jax.Array:
+    """Computes the softmax of scores by edge, `[nnz, H]`."""
+    dtype, like = accumulator_dtype(scores.dtype), (graph, scores)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity)
+    weights = full_like_operands(scores, scores.shape, 0, scores.dtype, like)
+    if has_edges(graph):
+        zeros = full_like_operands(scores, (graph.num_dst, scores.shape[1]), 0, dtype, like)
+        s = present(take(scores, edges.number).astype(dtype), edges)
+        ((p,), *_) = softmax([s], [edges], graph, zeros)
+        weights = loops.put(weights, edges.number, p)
+    return tie(weights, like)
+
+
+@jax.jit
+def through_weights(graph: Any, dweights: jax.Array, weights: jax.Array) -> jax.Array:
+    """Computes the gradient of the scores (1), or with their tangent for `dweights` that of the weights."""
+    dtype, like = accumulator_dtype(weights.dtype), (graph, weights, dweights)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity)
+    dscores = full_like_operands(weights, weights.shape, 0, dtype, like)
+    if has_edges(graph):
+        w = take(weights, edges.number).astype(dtype)
+        dw = jnp.where(w == 0, 0, take(dweights, edges.number).astype(dtype))
+        zeros = full_like_operands(weights, (graph.num_dst, weights.shape[1]), 0, dtype, like)
+        sums = loops.add(zeros, edges, sum_of_group(w * dw, edges))
+        ds = w * (dw - own_rows(sums, edges))  # (1)
+        dscores = loops.put(dscores, edges.number, ds)
+    return match_type(dscores, weights)
 
 
 class DestinationRows(NamedTuple):

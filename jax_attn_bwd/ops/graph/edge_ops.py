@@ -1,19 +1,22 @@
-"""`edge_sum`, `edge_mean`, `edge_max`: sums, means and maxima over the edges into each destination.
+"""`edge_sum`, `edge_mean`, `edge_max`, `edge_softmax`: what is taken over the edges into each destination.
 
-The public functions and their rules; `forward.py` and `loops.py` have the sums inside graph attention.
+The public functions and their rule; `reductions.py` and `softmax.py` have the passes with their equations,
+`forward.py` and `loops.py` the sums inside graph attention.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import backend, checks, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
 from jax_attn_bwd._core.types import Array, Implementation
-from jax_attn_bwd.ops.graph import reductions
+from jax_attn_bwd.ops.graph import reductions, softmax
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.placement import run_on_every_device
 from jax_attn_bwd.ops.graph.spec import EdgeKeywords
@@ -229,9 +232,124 @@ def edge_max_jvp(
     return secondary_calls.with_tangent(edge_max, EdgeKeywords, **locals())
 
 
+def edge_softmax(
+    graph: BipartiteCSC,
+    scores: Array,
+    *,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Softmax over the edges into each destination, per head.
+
+        w[e] = exp(scores[e]) / sum of exp(scores[f]) over the edges f into the same destination
+
+    Args:
+      graph: the edges; see `BipartiteCSC`.
+      scores: `[..., nnz, H]`, floating, in the caller's edge order; any batch axes; or `[nnz]`, of one head.
+        -inf hides an edge.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
+      implementation: None picks the best one for the platform and shapes; a name runs that one or raises.
+
+    Returns:
+      weights: shape and dtype of `scores`, computed in float32 or wider; 0 in the padding of a graph with
+        a capacity, and where all scores of a destination are -inf.
+
+    Gradients:
+      scores: exact, to second order and beyond. Saves the weights. What lies in the padding is not read.
+
+    Raises:
+      ValueError: shapes disagree.
+      TypeError: an argument is of the wrong kind.
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_softmax
+      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
+      >>> weights = edge_softmax(graph, jnp.log(jnp.array([[1.0], [5.0], [3.0]])))
+      >>> [round(float(w), 3) for w in weights.ravel()]
+      [0.25, 1.0, 0.75]
+
+    References:
+      Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903, equation 2.
+    """
+    if np.ndim(scores) == 1:
+        column = jnp.asarray(scores)[:, None]
+        return edge_softmax(graph, column, forward_mode=forward_mode, implementation=implementation)[:, 0]
+    name, graph = "edge_softmax", check_graph("edge_softmax", graph)
+    return _run(name, graph, _by_edge(name, "scores", graph, scores), forward_mode, implementation)
+
+
+def edge_softmax_bwd(
+    dweights: Array, graph: BipartiteCSC, weights: Array, **options: Unpack[EdgeKeywords]
+) -> jax.Array:
+    """Computes the gradient of `edge_softmax` with respect to `scores`.
+
+        dscores[e] = w[e] (dw[e] - sum of w[f] dw[f] over the edges f into the same destination)
+
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
+
+    Args:
+      dweights: cotangent of `weights`, its shape and dtype.
+      weights: what `edge_softmax` returned.
+
+    Returns:
+      dscores: shape and dtype of `weights`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_softmax_bwd
+      >>> graph = BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
+      >>> edge_softmax_bwd(jnp.array([1.0, 0.0]), graph, jnp.array([0.25, 0.75])).tolist()
+      [0.1875, -0.1875]
+    """
+    name = "edge_softmax_bwd"
+    implementation = secondary_calls.complete(name, edge_softmax, EdgeKeywords, options)["implementation"]
+    if np.ndim(weights) == np.ndim(dweights) == 1:
+        columns = (jnp.asarray(x)[:, None] for x in (dweights, weights))
+        return edge_softmax_bwd(next(columns), graph, next(columns), **options)[:, 0]
+    graph = check_graph(name, graph)
+    weights = _by_edge(name, "weights", graph, weights)
+    dweights = _by_edge(name, "dweights", graph, dweights)
+    checks.shape(name, "dweights", dweights, "the shape of weights", weights.shape)
+    checks.same_dtype(name, weights=weights, dweights=dweights)
+    dweights = reshard_like(dweights, weights, range(weights.ndim))
+    chosen = backend.select(name, IMPLEMENTATIONS["edge_softmax"], implementation, None, (graph, weights))
+    return chosen.backward(graph, dweights, weights)
+
+
+def edge_softmax_jvp(
+    graph: BipartiteCSC, scores: Array, *, dscores: Array | None = None, **options: Unpack[EdgeKeywords]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of `edge_softmax` and its tangent.
+
+        dw[e] = w[e] (ds[e] - sum of w[f] ds[f] over the edges f into the same destination)
+
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
+
+    Args:
+      dscores: tangent of `scores`, its shape and dtype; None = 0.
+
+    Returns:
+      (weights, dweights): shape and dtype of `scores`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd import BipartiteCSC, edge_softmax_jvp
+      >>> graph = BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
+      >>> scores, moving = jnp.log(jnp.array([1.0, 3.0])), jnp.array([1.0, 0.0])
+      >>> edge_softmax_jvp(graph, scores, dscores=moving)[1].round(4).tolist()
+      [0.1875, -0.1875]
+    """
+    return secondary_calls.with_tangent(edge_softmax, EdgeKeywords, **locals())
+
+
 def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation: Any) -> jax.Array:
     graph = check_graph(name, graph)
-    edge = _rows(name, "edge", edge, "nnz", graph.capacity)
+    return _run(name, graph, _rows(name, "edge", edge, "nnz", graph.capacity), forward_mode, implementation)
+
+
+def _run(name: str, graph: BipartiteCSC, edge: jax.Array, forward_mode: Any, implementation: Any) -> Any:
     chosen = backend.select(name, IMPLEMENTATIONS[name], implementation, None, (graph, edge))
     return _OPERATION.runner(name, forward_mode)((name, chosen.name), Operands(graph, edge))
 
@@ -270,46 +388,73 @@ def _rows(operator: str, argument: str, x: Any, name: str, size: Any) -> jax.Arr
     return x
 
 
-def _portable(name: str) -> backend.Implementation:
-    forward, backward = (jax.jit(partial(one, name)) for one in (reductions.forward, reductions.backward))
-    return backend.Implementation(
-        "xla", partial(run_on_every_device, forward), partial(run_on_every_device, backward)
-    )
+def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) -> jax.Array:
+    x = checks.floating(operator, argument, given)
+    if x.ndim < 2 or x.shape[-2] != graph.capacity:
+        names = f"[..., nnz, H] with nnz = {graph.capacity}"
+        raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+    if (spec := explicit_spec(x))[-2] is not None:
+        placed, remedy = "not be sharded along its edges", "shard the heads"
+        raise ValueError(checks.message(operator, argument, placed, spec, remedy))
+    return x
 
 
-IMPLEMENTATIONS = {name: (_portable(name),) for name in ("edge_sum", "edge_mean", "edge_max")}
-_TANGENTS = {name: jax.jit(partial(reductions.tangent, name)) for name in IMPLEMENTATIONS}
+def _portable(name: str) -> tuple[backend.Implementation, Callable[..., jax.Array]]:
+    """Returns what runs the passes of an operation: its implementation, and its tangent."""
+    run: Callable[..., jax.Array] = _of_entries
+    passes: list[Any] = [softmax.weights_of, softmax.through_weights, softmax.through_weights]
+    if name != "edge_softmax":
+        run, passes = run_on_every_device, [reductions.forward, reductions.backward, reductions.tangent]
+        passes = [jax.jit(partial(one, name)) for one in passes]
+    forward, backward, tangent = (partial(run, one) for one in passes)
+    return backend.Implementation("xla", forward, backward), tangent
+
+
+def _of_entries(run: Callable[..., jax.Array], graph: BipartiteCSC, *arrays: jax.Array) -> jax.Array:
+    """Calls `run(graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
+    run = partial(run_on_every_device, run)
+    for _ in range(arrays[0].ndim - 2):
+        run = jax.vmap(run, in_axes=(None, *(0 for _ in arrays)))
+    return run(graph, *arrays)
+
+
+_PORTABLE = {name: _portable(name) for name in ("edge_sum", "edge_mean", "edge_max", "edge_softmax")}
+IMPLEMENTATIONS = {name: (implementation,) for name, (implementation, _) in _PORTABLE.items()}
 
 
 class Operands(NamedTuple):
     """The arrays of a call."""
 
     graph: BipartiteCSC
-    edge: jax.Array
+    edge: jax.Array  # the scores of a softmax
+
+
+def _named(static: tuple[str, str]) -> backend.Implementation:
+    name, implementation = static
+    return backend.named(IMPLEMENTATIONS[name], implementation)
 
 
 def _primal(static: tuple[str, str], operands: Operands) -> jax.Array:
-    name, implementation = static
-    return backend.named(IMPLEMENTATIONS[name], implementation).forward(*operands)
+    return _named(static).forward(*operands)
 
 
 def _forward(static, operands, wanted):
-    name, implementation = static
     graph, edge = operands
-    out = backend.named(IMPLEMENTATIONS[name], implementation).forward(graph, edge)
-    return out, (graph, (edge, out) if name == "edge_max" else (), edge[:0])
+    out = _named(static).forward(graph, edge)
+    read = {"edge_max": (edge, out), "edge_softmax": (out,)}.get(static[0], ())
+    return out, (graph, read, edge[..., :0, :] if static[0] == "edge_softmax" else edge[:0])
 
 
 def _backward(static, saved, wanted, dout):
-    name, implementation = static
     graph, read, like_edge = saved
-    dedge = backend.named(IMPLEMENTATIONS[name], implementation).backward(graph, dout, *read)
+    dedge = _named(static).backward(graph, dout, *read)
     return Operands(None, match_type(dedge, like_edge))  # shards of the graph may share the edges' data
 
 
 def _tangent(static, saved, tangents):
     graph, read, _ = saved
-    return run_on_every_device(_TANGENTS[static[0]], graph, tangents.edge, *read)
+    _, tangent = _PORTABLE[static[0]]
+    return tangent(graph, tangents.edge, *read)
 
 
 _OPERATION = Operation((), _primal, _forward, _backward, _tangent)
