@@ -1,7 +1,7 @@
 """Names for annotations of public arguments."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 import jax
 import numpy as np
@@ -11,6 +11,14 @@ Integers: TypeAlias = Array | int | Sequence[int] | Sequence[Sequence[int]]  # w
 
 Pair: TypeAlias = tuple[jax.Array, jax.Array]  # what calls return whose flags ask for more
 Triple: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def typed_like(model: F) -> Callable[[Callable[..., Any]], F]:
+    """Tells type checkers that a function has the overloads of `model`; it runs as it is written."""
+    return lambda function: cast(F, function)
+
 
 # what options that are words may be
 Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu", "cudnn"]

@@ -14,7 +14,7 @@ from jax import lax
 from jax_attn_bwd._core import checks, float_leaves, pallas, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type, tie
-from jax_attn_bwd._core.types import Array, SequenceLayout
+from jax_attn_bwd._core.types import Array, SequenceLayout, typed_like
 from jax_attn_bwd.ops.dot_product import dot_product_attention, engine
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
@@ -147,23 +147,7 @@ def ring_attention(
     return exchanged(**_arguments("ring_attention", **locals()))
 
 
-# fmt: off
-@overload
-def all_gather_attention(
-    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[SequenceKeywords]
-) -> jax.Array: ...
-@overload
-def all_gather_attention(
-    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[True], **options: Unpack[SequenceKeywords]
-) -> tuple[jax.Array, jax.Array]: ...
-@overload
-def all_gather_attention(
-    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: bool, **options: Unpack[SequenceKeywords]
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-# fmt: on
+@typed_like(ring_attention)
 def all_gather_attention(
     query: Array,
     key: Array,
@@ -198,23 +182,7 @@ def all_gather_attention(
     return exchanged(**_arguments("all_gather_attention", **locals()))
 
 
-# fmt: off
-@overload
-def ulysses_attention(
-    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[False] = False, **options: Unpack[SequenceKeywords]
-) -> jax.Array: ...
-@overload
-def ulysses_attention(
-    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: Literal[True], **options: Unpack[SequenceKeywords]
-) -> tuple[jax.Array, jax.Array]: ...
-@overload
-def ulysses_attention(
-    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
-    axis_name: str, return_residual: bool, **options: Unpack[SequenceKeywords]
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-# fmt: on
+@typed_like(ring_attention)
 def ulysses_attention(
     query: Array,
     key: Array,

@@ -23,6 +23,12 @@ FLAGS = {
     "return_softmax_scores",
     "backprop_cache",
 }
+# functions that type checkers are told to take for others, by whose overloads they are called
+TYPED_LIKE = {
+    "jax_attn_bwd.graph_attention_v2": "jax_attn_bwd.graph_attention",
+    "jax_attn_bwd.parallel.all_gather_attention": "jax_attn_bwd.parallel.ring_attention",
+    "jax_attn_bwd.parallel.ulysses_attention": "jax_attn_bwd.parallel.ring_attention",
+}
 
 
 def keywords(function) -> dict:
@@ -34,7 +40,8 @@ def keywords(function) -> dict:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_overloads_have_the_arguments_of_the_function(name):
-    given, overloads = keywords(FUNCTIONS[name]), typing.get_overloads(inspect.unwrap(FUNCTIONS[name]))
+    model = FUNCTIONS[TYPED_LIKE.get(name, name)]
+    given, overloads = keywords(FUNCTIONS[name]), typing.get_overloads(inspect.unwrap(model))
     assert overloads or not any(given.get(flag) is bool for flag in FLAGS)
     for overload in overloads:
         told = keywords(overload)

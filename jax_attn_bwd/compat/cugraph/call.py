@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
+from jax_attn_bwd._core.types import F
 from jax_attn_bwd.compat.calls import check_slot, is_asked
 from jax_attn_bwd.ops import graph as operators
 from jax_attn_bwd.ops.graph import BipartiteCSC, kinds, loops
@@ -60,8 +61,6 @@ class MhaGatEfeatGrads(NamedTuple):
     grad_edge_embedding: jax.Array | None
     grad_attention_weights: jax.Array | None
 
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # The operator's names of the source's arrays, and what runs the calls of GAT and of GATv2.
 _FIELDS = {

@@ -3,14 +3,13 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import jax
 
+from jax_attn_bwd._core.types import F
 from jax_attn_bwd.compat.cugraph.call import MhaGatEfeatGrads, MhaGatGrads, mha_params, run, source_call
 from jax_attn_bwd.ops.graph import BipartiteCSC
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 # fmt: off

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 
 from jax_attn_bwd._core import secondary_calls
-from jax_attn_bwd._core.types import Activation, Array, Implementation, Pair, Triple
+from jax_attn_bwd._core.types import Activation, Array, Implementation, Pair, Triple, typed_like
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.rule import OPERATION, decide
@@ -142,33 +142,7 @@ def graph_attention(
     return OPERATION.runner(name, forward_mode)(plan, operands)
 
 
-# fmt: off
-@overload
-def graph_attention_v2(
-    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
-    return_attention_weights: Literal[False] = False, return_residual: Literal[False] = False,
-    forward_mode: bool = False, **options: Unpack[GraphAttentionKeywords]) -> jax.Array: ...
-@overload
-def graph_attention_v2(
-    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
-    return_attention_weights: Literal[True], return_residual: Literal[False] = False,
-    forward_mode: bool = False, **options: Unpack[GraphAttentionKeywords]) -> Pair: ...
-@overload
-def graph_attention_v2(
-    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
-    return_attention_weights: Literal[False] = False, return_residual: Literal[True],
-    forward_mode: bool = False, **options: Unpack[GraphAttentionKeywords]) -> Pair: ...
-@overload
-def graph_attention_v2(
-    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
-    return_attention_weights: Literal[True], return_residual: Literal[True],
-    forward_mode: bool = False, **options: Unpack[GraphAttentionKeywords]) -> Triple: ...
-@overload
-def graph_attention_v2(
-    graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
-    return_attention_weights: bool = False, return_residual: bool = False,
-    forward_mode: bool = False, **options: Unpack[GraphAttentionKeywords]) -> jax.Array | Pair | Triple: ...
-# fmt: on
+@typed_like(graph_attention)
 def graph_attention_v2(
     graph: BipartiteCSC,
     src: Array,
