@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_attn_bwd import dot_product_attention, mods
 from jax_attn_bwd.bench import peers
-from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender
+from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, step
 
 HEADS, SIZE = 4, 64
 SHORT, LONG, QUICK = 4096, 16384, 256  # tokens; the long ones have no array beside them
@@ -90,10 +90,7 @@ def _measured(call: Callable[..., jax.Array], backward: bool) -> Callable[..., A
         fixed = {name: x for name, x in named.items() if name != "learned"}
         learned = {name: x for name, x in named.items() if name == "learned"}
         function = lambda q, k, v, learned: call(q, k, v, **fixed, **learned)
-        if not backward:
-            return function(q, k, v, learned)
-        out, pullback = jax.vjp(function, q, k, v, learned)
-        return out, pullback(dout)
+        return step(function)(dout, q, k, v, learned) if backward else function(q, k, v, learned)
 
     return run
 

@@ -267,10 +267,9 @@ def _tolokers(operator: str, left_out: bool) -> tuple[Case, ...]:
 
 
 def _graph(
-    function: Callable[..., Any], case: Case, arrays: dict[str, Any], dout: jax.Array
+    kind: str, function: Callable[..., Any], case: Case, arrays: dict[str, Any], dout: jax.Array
 ) -> Iterator[Workload]:
-    args, kind = (dout, *arrays.values()), _KINDS[function.__name__]
-    name, width = f"{kind}, {case.name}", case.options["head_size"]
+    args, name, width = (dout, *arrays.values()), f"{kind}, {case.name}", case.options["head_size"]
     edges = peers.edges_of(case.options["graph"], dout.shape[1], width)
     start = time.perf_counter()
     graph = BipartiteCSC.from_coo(edges.src, edges.dst, edges.nodes, edges.nodes)
@@ -284,17 +283,12 @@ def _graph(
     yield Workload(name, [*peers.ours(call, step, *args, **notes), *found], refused=refused)
 
 
-_KINDS = {
-    "graph_attention": "gat",
-    "graph_attention_v2": "gatv2",
-    "graph_transformer_attention": "transformer",
-}
 MEASURED: dict[str, Callable[..., Iterator[Workload]]] = {
     "scaled_masked_softmax": _softmax,
     "dot_product_attention": _dense,
     "multi_head_attention": _layer,
     "multi_scale_deformable_attention": _deformable,
-    "graph_attention": partial(_graph, graph_attention),
-    "graph_attention_v2": partial(_graph, graph_attention_v2),
-    "graph_transformer_attention": partial(_graph, graph_transformer_attention),
+    "graph_attention": partial(_graph, "gat", graph_attention),
+    "graph_attention_v2": partial(_graph, "gatv2", graph_attention_v2),
+    "graph_transformer_attention": partial(_graph, "transformer", graph_transformer_attention),
 }

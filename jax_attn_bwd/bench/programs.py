@@ -27,6 +27,7 @@ from jax_attn_bwd.bench.measure import Workload, compiled_contender
 from jax_attn_bwd.bench.peers import Edges, gather_form, segments
 
 Program = tuple[Callable[..., Any], Callable[..., Any], tuple]  # (with our operator, plain, arguments)
+_ATTENTIONS = (dot_product_attention, jax.nn.dot_product_attention)  # ours, plain
 LEVELS = ((64, 48), (32, 24), (16, 12), (8, 6))
 
 
@@ -88,21 +89,18 @@ def _heads(B: int, T: int, S: int, N: int, H: int) -> tuple[jax.Array, ...]:
 
 
 def _dense(*sizes: int, wrap: Callable = lambda function: function, **options: Any) -> Program:
-    ours, plain = (
-        wrap(partial(function, **options))
-        for function in (dot_product_attention, jax.nn.dot_product_attention)
-    )
+    ours, plain = (wrap(partial(attention, **options)) for attention in _ATTENTIONS)
     return _both(ours, plain, _heads(*sizes))
 
 
-def _biased(B: int, T: int, N: int, H: int) -> Program:
-    """Adds a bias that all batches share, and a sine in front of every argument and behind the result."""
-
-    def attend(attention):
-        return _between_sines(lambda q, k, v, bias: attention(q, k, v, bias=bias))
-
-    args = (*_heads(B, T, T, N, H), *_draw((1, N, T, T)))
-    return _both(attend(dot_product_attention), attend(jax.nn.dot_product_attention), args)
+def _biased(
+    B: int, T: int, N: int, H: int, masked: bool = False, wrap: Callable = lambda function: function
+) -> Program:
+    """Adds a bias that all batches share; as in triangle attention each may have a mask of columns, too."""
+    mask = jnp.asarray(np.random.default_rng(1).random((B, 1, 1, T)) < 0.9) if masked else None
+    attend = lambda attention: wrap(lambda q, k, v, bias: attention(q, k, v, bias=bias, mask=mask))
+    ours, plain = map(attend, _ATTENTIONS)
+    return _both(ours, plain, (*_heads(B, T, T, N, H), *_draw((1, N, T, T))))
 
 
 def _with_lengths(*sizes: int) -> Program:
@@ -110,19 +108,12 @@ def _with_lengths(*sizes: int) -> Program:
     return _dense(*sizes, key_value_seq_lengths=lengths)
 
 
-def _triangle(rows: int, T: int, N: int, H: int) -> Program:
-    """Runs triangle attention of some rows of a pair representation: one bias, a mask of columns each."""
-    mask = jnp.asarray(np.random.default_rng(1).random((rows, 1, 1, T)) < 0.9)
-    attend = lambda attention: lambda q, k, v, bias: attention(q, k, v, bias=bias, mask=mask)
-    ours, plain = map(attend, (dot_product_attention, jax.nn.dot_product_attention))
-    return _both(ours, plain, (*_heads(rows, T, T, N, H), *_draw((1, N, T, T))))
-
-
 def _hessian(*sizes: int) -> Program:
     def hessian(attention):
         return jax.hessian(lambda *args: (attention(*args) ** 2).sum(), (0, 1, 2))
 
-    return _both(dot_product_attention, jax.nn.dot_product_attention, _heads(*sizes), hessian)
+    ours, plain = _ATTENTIONS
+    return _both(ours, plain, _heads(*sizes), hessian)
 
 
 def _layers(count: int, *sizes: int) -> Program:
@@ -136,7 +127,8 @@ def _layers(count: int, *sizes: int) -> Program:
 
         return run
 
-    return _both(stack(dot_product_attention), stack(jax.nn.dot_product_attention), _heads(*sizes))
+    ours, plain = map(stack, _ATTENTIONS)
+    return _both(ours, plain, _heads(*sizes))
 
 
 def _layer(B: int, T: int, E: int, N: int, wrap: Callable = lambda function: function) -> Program:
@@ -220,8 +212,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "dense vmap B16 T256 N4 H64, causal": partial(_dense, 16, 256, 256, 4, 64, is_causal=True, wrap=jax.vmap),
     "dense B2 T2048 N8 H64, causal": partial(_dense, 2, 2048, 2048, 8, 64, is_causal=True),
     "dense B2 T2048 N8 H64, window 256": partial(_dense, 2, 2048, 2048, 8, 64, local_window_size=256),
-    "triangle B8 T256 N4 H32, bias and mask": partial(_triangle, 8, 256, 4, 32),
-    "triangle B4 T384 N4 H32, bias and mask": partial(_triangle, 4, 384, 4, 32),
+    "triangle B8 T256 N4 H32, bias and mask": partial(_biased, 8, 256, 4, 32, masked=True),
+    "triangle B4 T384 N4 H32, bias and mask": partial(_biased, 4, 384, 4, 32, masked=True),
     "dense 12 layers B2 T256 N4 H32": partial(_layers, 12, 2, 256, 256, 4, 32),
     "dense hessian B1 T3 N2 H4": partial(_hessian, 1, 3, 3, 2, 4),
     "multi-head B4 T512 E512 N8": partial(_layer, 4, 512, 512, 8),
@@ -240,7 +232,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "deformable decoder, 300 queries": partial(_deformable, 300),
     # no row of README's table counts these: their names begin otherwise than those of the operators alone
     "between sines: softmax [512,257]": partial(_softmax, 512, 257, wrap=_between_sines),
-    "between sines: dense B8 T128 N8 H64, bias": partial(_biased, 8, 128, 8, 64),
+    "between sines: dense B8 T128 N8 H64, bias": partial(_biased, 8, 128, 8, 64, wrap=_between_sines),
     "between sines: multi-head B4 T128 E256 N8": partial(_layer, 4, 128, 256, 8, wrap=_between_sines),
     "between sines: edge softmax 10k/100k 8": partial(_edge_softmax, 10_000, 100_000, 8),
     "between sines: gat 2.7k/13k 8x8": partial(_graph, 2700, 13000, 8, 8, wrap=_between_sines),

@@ -98,20 +98,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Form:
-    """Tells in what the published modules differ."""
-
-    use_4D_normalizer: bool = False
-    offset_scale: float = 0.5
-    projections: bool = True
-
-
-@dataclass(frozen=True)
-class _Given(Options, Form):
+class _Given(Options):
     """Holds the defaults of `Keywords`."""
 
     num_levels: int = 4
     num_points: int | Sequence[int] = 4
+    use_4D_normalizer: bool = False
+    offset_scale: float = 0.5
+    projections: bool = True
     deterministic: bool | None = None
 
 
@@ -123,7 +117,9 @@ class Config:
     num_heads: int  # M
     num_points: tuple[int, ...]  # P_l
     options: Options
-    form: Form
+    use_4D_normalizer: bool
+    offset_scale: float
+    projections: bool
     unbatched: bool = False  # whether calls take one picture, as in Equinox
 
     @property
@@ -159,19 +155,17 @@ def configure(
         expected = f"be a positive int, or one for each of the {num_levels} levels"
         raise ValueError(checks.message(_NAME, "num_points", expected, repr(points)))
     counts = tuple(checks.integer(_NAME, "num_points", P, least=1) for P in each)
-    # Options of the operator, and the form of the module.
+    # Options of the operator, and in what the published modules differ.
     sums = checks.repeatable_sums(_NAME, given["deterministic_sums"], given["deterministic"])
     options = Options(**{x.name: given[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
     checks.flag(_NAME, "forward_mode", options.forward_mode)
     if not callable(options.attention_fn):
         expected = "be a function like multi_scale_deformable_attention"
         raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
-    form = Form(
-        checks.flag(_NAME, "use_4D_normalizer", given["use_4D_normalizer"]),
-        checks.python_float(_NAME, "offset_scale", given["offset_scale"]),
-        checks.flag(_NAME, "projections", given["projections"]),
-    )
-    return Config(C, num_heads, counts, options, form, unbatched)
+    normalizer = checks.flag(_NAME, "use_4D_normalizer", given["use_4D_normalizer"])
+    offset_scale = checks.python_float(_NAME, "offset_scale", given["offset_scale"])
+    own = checks.flag(_NAME, "projections", given["projections"])
+    return Config(C, num_heads, counts, options, normalizer, offset_scale, own, unbatched)
 
 
 def offsets_init(config: Config) -> Callable[..., jax.Array]:
@@ -237,7 +231,7 @@ def sampling_locations(
     if config.unbatched and jnp.ndim(query) != 2:
         remedy = "for a batch use jax.vmap"
         raise ValueError(checks.message(_NAME, "query", "have shape [Q, C]", jnp.shape(query), remedy))
-    levels, form = _levels(config, spatial_shapes), config.form
+    levels = _levels(config, spatial_shapes)
     # Points [..., Q, K or 1, 2 or 4] and offsets [..., Q, M, K, 2] in the wider dtype of both.
     query = checks.floating(_NAME, "query", query)
     if query.ndim < 2 or query.shape[-1] != config.width:
@@ -254,8 +248,9 @@ def sampling_locations(
         size = np.repeat(np.array(levels)[:, ::-1], config.num_points, axis=0)  # [K, 2], (W, H)
         offsets = offsets / _trailing(size, offsets)
     else:
-        units = np.array(levels)[:, ::-1] if form.use_4D_normalizer else np.array(config.num_points)[:, None]
-        scale = form.offset_scale / np.repeat(units, config.num_points, axis=0)  # [K, 1 or 2]
+        units = np.array(config.num_points)[:, None]
+        units = np.array(levels)[:, ::-1] if config.use_4D_normalizer else units
+        scale = config.offset_scale / np.repeat(units, config.num_points, axis=0)  # [K, 1 or 2]
         # A box without a size has no points, and its NaN is in no product: none reaches a gradient.
         box = points[..., 2:]
         known = jnp.abs(box) < jnp.inf
@@ -307,7 +302,7 @@ def _linears(layer: Any) -> Linears:
     """Returns the linear layers of `layer`, where it does not tell itself how they are applied."""
     if hasattr(layer, "_linears"):
         return layer._linears()
-    own = layer.config.form.projections
+    own = layer.config.projections
     return Linears(
         layer.sampling_offsets,
         layer.attention_weights,

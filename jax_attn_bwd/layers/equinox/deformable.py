@@ -60,7 +60,7 @@ class MultiScaleDeformableAttention(eqx.Module):
         zeros = partial(xavier, init=jax.nn.initializers.zeros, key=key)
         self.sampling_offsets = zeros(2 * config.samples, bias=deformable.offsets_bias(config))
         self.attention_weights = zeros(config.samples)
-        own = config.form.projections
+        own = config.projections
         self.value_proj, self.output_proj = (xavier(query_size, key=k) if own else None for k in keys)
 
     __call__ = deformable.Calls.__call__

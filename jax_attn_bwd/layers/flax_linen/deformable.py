@@ -66,7 +66,7 @@ class MultiScaleDeformableAttention(nn.Module):
         zeros = partial(dense, dtype=deformable.offsets_dtype(self.dtype), kernel_init=nn.initializers.zeros)
         self.sampling_offsets = zeros(2 * config.samples, bias_init=deformable.offsets_init(config))
         self.attention_weights = zeros(config.samples)
-        if config.form.projections:
+        if config.projections:
             self.value_proj, self.output_proj = (
                 dense(self.features, dtype=self.dtype, kernel_init=self.kernel_init) for _ in range(2)
             )

@@ -51,7 +51,7 @@ class MultiScaleDeformableAttention(nnx.Module):
         zeros = partial(linear, dtype=deformable.offsets_dtype(dtype), kernel_init=nnx.initializers.zeros)
         self.sampling_offsets = zeros(2 * config.samples, bias_init=deformable.offsets_init(config))
         self.attention_weights = zeros(config.samples)
-        if config.form.projections:
+        if config.projections:
             self.value_proj, self.output_proj = (
                 linear(in_features, dtype=dtype, kernel_init=kernel_init) for _ in range(2)
             )

@@ -53,7 +53,7 @@ class MultiScaleDeformableAttention(hk.Module):
         b_init = deformable.offsets_init(config)
         self.sampling_offsets = zeros(2 * config.samples, b_init=b_init, name="sampling_offsets")
         self.attention_weights = zeros(config.samples, name="attention_weights")
-        if config.form.projections:
+        if config.projections:
             self.value_proj = hk.Linear(model_size, w_init=w_init, name="value_proj")
             self.output_proj = hk.Linear(model_size, w_init=w_init, name="output_proj")
 

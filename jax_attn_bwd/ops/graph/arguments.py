@@ -28,7 +28,7 @@ def prepare_additive(
     dst = _nodes(operator, "dst", dst, "num_dst", graph.num_dst, src.shape[-1])
     batch = _batch(operator, src=src, dst=dst)
     checks.same_dtype(operator, src=src, dst=dst)
-    heads = _num_heads(operator, num_heads, "src", src)
+    heads = _divisor(operator, "num_heads", num_heads, "the width of src", src.shape[-1])
 
     # data by edge, and the attention weights, whose size the widths of both decide
     width = src.shape[-1]
@@ -91,8 +91,10 @@ def prepare_transformer(
     # the graph and the nodes of both sides; heads of the query may share those of key and value
     graph = check_graph(operator, graph)
     query = _nodes(operator, "query", query, "num_dst", graph.num_dst)
-    heads = _num_heads(operator, num_heads, "query", query)
-    shared = _num_kv_heads(operator, num_kv_heads, heads)
+    heads = _divisor(operator, "num_heads", num_heads, "the width of query", query.shape[-1])
+    shared = heads
+    if num_kv_heads is not None:
+        shared = _divisor(operator, "num_kv_heads", num_kv_heads, "num_heads", heads)
     width = query.shape[-1] // heads * shared
     key = _nodes(operator, "key", key, "num_src", graph.num_src)
     if key.shape[-1] != width:
@@ -229,23 +231,12 @@ def _own_batch(operator: str, argument: str, x: jax.Array, batch: tuple[int, ...
     return own
 
 
-def _num_heads(operator: str, num_heads: Any, argument: str, x: jax.Array) -> int:
-    num_heads = checks.integer(operator, "num_heads", num_heads)
-    if num_heads < 1 or x.shape[-1] % num_heads:
-        expected = f"be positive and divide the width of {argument}, {x.shape[-1]}"
-        raise ValueError(checks.message(operator, "num_heads", expected, num_heads))
-    return num_heads
-
-
-def _num_kv_heads(operator: str, num_kv_heads: Any, num_heads: int) -> int:
-    """Checks the number of heads of keys and values; None: as many as the query's."""
-    if num_kv_heads is None:
-        return num_heads
-    num_kv_heads = checks.integer(operator, "num_kv_heads", num_kv_heads)
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        expected = f"be positive and divide num_heads, {num_heads}"
-        raise ValueError(checks.message(operator, "num_kv_heads", expected, num_kv_heads))
-    return num_kv_heads
+def _divisor(operator: str, argument: str, n: Any, of: str, whole: int) -> int:
+    """Checks a number of heads, which divides what is named `of`."""
+    n = checks.integer(operator, argument, n)
+    if n < 1 or whole % n:
+        raise ValueError(checks.message(operator, argument, f"be positive and divide {of}, {whole}", n))
+    return n
 
 
 def _edge(
