@@ -149,6 +149,14 @@ def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> flo
     return size**-0.5 if size else 1.0
 
 
+def rank(
+    operator: str, argument: str, x: jax.Array, names: str, *ranks: int, least: int = 0, remedy: str = ""
+) -> None:
+    """Raises unless `x` has one of `ranks`, or `least` axes; `names` spells its shape in shape letters."""
+    if x.ndim < least or (ranks and x.ndim not in ranks):
+        raise ValueError(message(operator, argument, f"have shape {names}", x.shape, remedy))
+
+
 def shape(operator: str, argument: str, x: jax.Array, names: str, expected: tuple, remedy: str = "") -> None:
     """Raises unless `x.shape == expected`; `names` spells the expected shape in shape letters."""
     if x.shape != expected:

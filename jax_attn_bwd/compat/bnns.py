@@ -381,9 +381,7 @@ def _checked_call(
     given = _arrays(operator, F, query, key, value)
     x = {name: given[name] for name in _INPUTS}
     rank = x["query"].ndim
-    if rank not in (2, 3):
-        expected = "have shape (batch_size, L, d_model) or (L, d_model)"
-        raise ValueError(checks.message(operator, "query", expected, x["query"].shape))
+    checks.rank(operator, "query", x["query"], "(batch_size, L, d_model) or (L, d_model)", 2, 3)
     for name in _INPUTS[1:]:
         if x[name].ndim != rank:
             expected = f"have the rank {rank} of query"
@@ -446,8 +444,7 @@ def _params(operator: str, given: dict[str, Any]) -> MultiHeadAttentionParams:
     """Returns the layer's parameters, heads before head sizes."""
 
     def rank(name: str, letters: str, n: int) -> tuple[int, ...]:
-        if given[name].ndim != n:
-            raise ValueError(checks.message(operator, name, f"have shape {letters}", given[name].shape))
+        checks.rank(operator, name, given[name], letters, n)
         return given[name].shape
 
     def checked(name: str, letters: str, *expected: int) -> Any:
@@ -501,9 +498,8 @@ def _masks(
         forms = {2: ("(L, S)", (L, S)), 3: ("(num_heads, L, S)", (H, L, S))}
         if batch:
             forms[4] = "(batch_size, num_heads, L, S)", (*batch, H, L, S)
-        if added.ndim not in forms:
-            names = " or ".join(letters for letters, _ in forms.values())
-            raise ValueError(checks.message(operator, "add_to_attention", f"have shape {names}", added.shape))
+        names = " or ".join(letters for letters, _ in forms.values())
+        checks.rank(operator, "add_to_attention", added, names, *forms)
         checks.shape(operator, "add_to_attention", added, *forms[added.ndim])
         rank = 3 + len(batch)
         added = added.reshape((1,) * (rank - added.ndim) + added.shape)

@@ -255,8 +255,7 @@ def _sampling(
     pixels = "[bs, spatial_size, num_heads, channels]"
     points = "[bs, num_queries, num_heads, num_levels, num_points]"
     for argument, x, letters in (("value", value, pixels), ("attn_weight", attn_weight, points)):
-        if x.ndim != len(letters.split(",")):
-            raise ValueError(checks.message(operator, argument, f"have shape {letters}", x.shape))
+        checks.rank(operator, argument, x, letters, len(letters.split(",")))
     # All sizes follow from the value, the weights and the levels.
     bs, _, num_heads, channels = value.shape
     spatial_size = sum(height * width for height, width in shapes)

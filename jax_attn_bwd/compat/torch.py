@@ -193,22 +193,18 @@ def _sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> _Sizes:
     H, E = heads(_NAME, num_heads, embed_dim_to_check=embed_dim), int(embed_dim)
     query, key, static_k = given["query"], given["key"], given["static_k"]
     rank, batch = query.ndim, query.shape[1:-1]
-    if rank not in (2, 3):
-        expected = "have shape (L, N, E) or, without a batch, (L, E)"
-        raise ValueError(checks.message(_NAME, "query", expected, query.shape))
+    checks.rank(_NAME, "query", query, "(L, N, E) or, without a batch, (L, E)", 2, 3)
     rows, columns = ("(L, N, E)", "(S, N, {})") if rank == 3 else ("(L, E)", "(S, {})")
     checks.shape(_NAME, "query", query, rows, (query.shape[0], *batch, E))
     for name, width in (("key", "kdim"), ("value", "vdim")):
         x = given[name]
         letter = "E" if "in_proj_weight" in given else width
-        if x.ndim != rank:
-            raise ValueError(checks.message(_NAME, name, f"have shape {columns.format(letter)}", x.shape))
+        checks.rank(_NAME, name, x, columns.format(letter), rank)
         last = E if letter == "E" else x.shape[-1]
         checks.shape(_NAME, name, x, columns.format(letter), (key.shape[0], *batch, last))
     # The number of keys is that of those that are given.
-    if static_k is not None and static_k.ndim != 3:
-        expected = "have shape (N * num_heads, S, E / num_heads)"
-        raise ValueError(checks.message(_NAME, "static_k", expected, static_k.shape))
+    if static_k is not None:
+        checks.rank(_NAME, "static_k", static_k, "(N * num_heads, S, E / num_heads)", 3)
     S = key.shape[0] if static_k is None else static_k.shape[1]
     return _Sizes(rank == 3, batch[0] if batch else 1, query.shape[0], S, E, H)
 

@@ -283,17 +283,15 @@ def _checked(operator: str, arguments: Mapping[str, Any]) -> _Call:
 def _check_inputs(operator: str, given: dict[str, Any], embed_dim: Any) -> None:
     """Raises unless query, key and value are all batched or none, and agree on their sizes."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    if query.ndim not in (2, 3):
-        expected = "have shape (N, L, embed_dim) or, without a batch, (L, embed_dim)"
-        raise ValueError(checks.message(operator, "query", expected, query.shape))
+    names = "(N, L, embed_dim) or, without a batch, (L, embed_dim)"
+    checks.rank(operator, "query", query, names, 2, 3)
     batch = query.shape[:-2]
     letters = "({}, {}, {})" if batch else "({1}, {2})"
     expected = letters.format("N", "L", "embed_dim")
     checks.shape(operator, "query", query, expected, (*batch, query.shape[-2], embed_dim))
     for name, x, width in (("key", key, "k_size"), ("value", value, "v_size")):
         expected = letters.format("N", "S", width)
-        if x.ndim != query.ndim:
-            raise ValueError(checks.message(operator, name, f"have shape {expected}", x.shape))
+        checks.rank(operator, name, x, expected, query.ndim)
         checks.shape(operator, name, x, expected, (*batch, key.shape[-2], x.shape[-1]))
 
 

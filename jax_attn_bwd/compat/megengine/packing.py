@@ -67,8 +67,8 @@ def pack_io_weight_bias(
         raise ValueError(checks.message(name, "at least one weight", "be given", None))
     for argument, x in given.items():
         weight: Any = given.get(argument.replace("bias", "weight"))
-        if x is weight and x.ndim != 2:
-            raise ValueError(checks.message(name, argument, "have shape (in, out)", x.shape))
+        if x is weight:
+            checks.rank(name, argument, x, "(in, out)", 2)
         if weight is None:
             expected = f"be None without {argument.replace('bias', 'weight')}"
             raise ValueError(checks.message(name, argument, expected, f"shape {x.shape}"))

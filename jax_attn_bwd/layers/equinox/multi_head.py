@@ -118,9 +118,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           `[T, output_size]`.
         """
         tokens = multi_head.complete("MultiheadAttention.__call__", multi_head.Tokens, tokens)
-        if query.ndim != 2:
-            expected, remedy = "have shape [T, query_size]", "for a batch use jax.vmap"
-            raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
+        checks.rank(_NAME, "query", query, "[T, query_size]", 2, remedy="for a batch use jax.vmap")
         # Whether there is dropout.
         inference = deterministic if deterministic is not None else inference
         inference = self.dropout.inference if inference is None else inference
@@ -218,9 +216,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           True
         """
         tokens = multi_head.complete("MultiheadAttention.decode", multi_head.CacheTokens, tokens)
-        if query.ndim != 2:
-            expected, remedy = "have shape [T, query_size]", "for a batch use jax.vmap, of the cache too"
-            raise ValueError(checks.message(_NAME, "query", expected, query.shape, remedy))
+        remedy = "for a batch use jax.vmap, of the cache too"
+        checks.rank(_NAME, "query", query, "[T, query_size]", 2, remedy=remedy)
         if not isinstance(cache, KeyValueCache):
             got, remedy = type(cache).__name__, "begin with layer.init_cache(length)"
             raise TypeError(checks.message(_NAME, "cache", "be a KeyValueCache", got, remedy))

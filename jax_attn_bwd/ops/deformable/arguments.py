@@ -40,8 +40,7 @@ def prepare(
     layout = (sum(points),) if num_points is not None else (len(points), points[0])
     letters = "[B, Q, M, sum of num_points" if num_points is not None else "[B, Q, M, L, P"
     B, _, M, _ = value.shape
-    if weights.ndim != 3 + len(layout):
-        raise ValueError(checks.message(name, "attention_weights", f"have shape {letters}]", weights.shape))
+    checks.rank(name, "attention_weights", weights, f"{letters}]", 3 + len(layout))
     Q = weights.shape[1]
     expected = (B, Q, M, *layout)
     checks.shape(name, "attention_weights", weights, f"{letters}]", expected)

@@ -70,8 +70,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
         ("key", key, "[..., S, K, H]"),
         ("value", value, "[..., S, K, Hv]"),
     ):
-        if x.ndim < 3:
-            raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+        checks.rank(operator, argument, x, names, least=3)
 
     # Shapes that fit together; a warning where heads seem to stand before tokens.
     *batch, T, N, H = query.shape

@@ -196,8 +196,7 @@ def _nodes(
 ) -> jax.Array:
     """Checks the features of all nodes of one side, `[..., nodes, dim]`."""
     x = checks.floating(operator, argument, x)
-    if x.ndim < 2:
-        raise ValueError(checks.message(operator, argument, f"have shape [..., {name}, dim]", x.shape))
+    checks.rank(operator, argument, x, f"[..., {name}, dim]", least=2)
     size = (*x.shape[:-2], nodes, x.shape[-1] if width is None else width)
     if x.shape != size:
         remedy = ""
@@ -245,8 +244,7 @@ def _edge(
     """Checks edge features, `[..., nnz, dim_edge]`, or as wide as the nodes' where `width` is given."""
     edge = checks.floating(operator, "edge", edge)
     names = "[..., nnz, dim_edge]" if width is None else "[..., nnz, dim]"
-    if edge.ndim < 2:
-        raise ValueError(checks.message(operator, "edge", f"have shape {names}", edge.shape))
+    checks.rank(operator, "edge", edge, names, least=2)
     own = _own_batch(operator, "edge", edge, batch)
     size = (*own, graph.capacity, edge.shape[-1] if width is None else width)
     loops = graph.capacity - edge.shape[-2] == min(graph.num_src, graph.num_dst)

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import fusion, split
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_type
 from jax_attn_bwd.ops.graph import loops, placement
-from jax_attn_bwd.ops.graph.forward import shown, visible, with_bias
+from jax_attn_bwd.ops.graph.forward import ends, shown, visible, with_bias
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
 from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.plan import Plan
@@ -241,7 +241,9 @@ def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Read:
     dtype, seen = saved.m.dtype, visible(t, chunk)
     own = kind.to_heads(own_rows(t.src, chunk).astype(dtype))
     dout = shown(rows(saved.dout, chunk.other).astype(dtype), seen)
-    return _Read(own, _ends(kind, t, own, None, chunk, seen), dout, seen)
+    dst = shown(rows(t.dst, chunk.other).astype(dtype), seen)
+    edge = None if t.edge is None else kind.to_heads(take(t.edge, chunk.number).astype(dtype))
+    return _Read(own, Rows(own, dst, None if edge is None else shown(edge, seen)), dout, seen)
 
 
 def _gradient_of_scores(
@@ -264,19 +266,6 @@ def _gradient_of_scores(
     return p * (c - delta)
 
 
-def _ends(kind: Kind, t: Tables, src: Any, dst: Any, chunk: Chunk, seen: Any) -> Rows:
-    """Reads the rows that the scores of a chunk are made of; the rows of one end, src or dst, are given."""
-    dtype = (dst if src is None else src).dtype
-    edge = None
-    if t.edge is not None:
-        edge = shown(kind.to_heads(take(t.edge, chunk.number).astype(dtype)), seen)
-    if src is None:
-        src = shown(kind.to_heads(rows(t.src, chunk.other).astype(dtype)), seen)
-    if dst is None:
-        dst = shown(rows(t.dst, chunk.other).astype(dtype), seen)
-    return Rows(src, dst, edge)
-
-
 def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
     """Sums for each destination what its edges handed on in the pass by source, `[num_dst, H, D]`."""
     kind, dtype = plan.kind, sums.dst.dtype
@@ -287,8 +276,8 @@ def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax
 
     def share(chunk):
         own = own_rows(t.dst, loops.to_nodes(graph, chunk)).astype(dtype)
-        ends = _ends(kind, t, None, own, chunk, visible(t, chunk))
-        return sum_of_group(kind.to_dst(t, handed(chunk.number), ends), chunk)
+        found = ends(kind, t._replace(dst=None), chunk, visible(t, chunk), dtype)._replace(dst=own)
+        return sum_of_group(kind.to_dst(t, handed(chunk.number), found), chunk)
 
     # into runs, and from these into nodes
     add = lambda dst, new, chunk: loops.add(dst, chunk, new)

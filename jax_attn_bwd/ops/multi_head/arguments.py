@@ -127,11 +127,9 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
         if x is not None:
             checked[name] = x = checks.floating(operator, f"params.{name}", x)
             letters = _SHAPES[name]
-            if x.ndim != len(letters):
-                expected = f"have shape [{', '.join(letters)}]"
-                flat = x.ndim == 2 and len(letters) == 3
-                remedy = f"write kernel.reshape({', '.join(letters)})" if flat else ""
-                raise ValueError(checks.message(operator, f"params.{name}", expected, x.shape, remedy))
+            names, flat = ", ".join(letters), x.ndim == 2 and len(letters) == 3
+            remedy = f"write kernel.reshape({names})" if flat else ""
+            checks.rank(operator, f"params.{name}", x, f"[{names}]", len(letters), remedy=remedy)
 
     # which of them need one another
     for piece in ("query", "key", "value", "out"):
@@ -156,10 +154,12 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
             expected = f"have {letter} = {known.value}, as {known.source}"
             raise ValueError(checks.message(operator, source, expected, value))
 
-    *batch, _, _ = _rank(operator, "query", operands.query, "[..., T, Eq]").shape
+    checks.rank(operator, "query", operands.query, "[..., T, Eq]", least=2)
+    *batch, _, _ = operands.query.shape
     inputs = dict(zip(_WIDTHS.values(), operands.inputs, strict=True))
     for name, letters in (("key", "[..., S, Ek]"), ("value", "[..., S, Ev]")):
-        x = _rank(operator, name, inputs[name], letters)
+        x = inputs[name]
+        checks.rank(operator, name, x, letters, least=2)
         S = inputs["key"].shape[-2]
         checks.shape(operator, name, x, letters, (*batch, S, x.shape[-1]))
     for name, source in _WIDTHS.items():
@@ -189,12 +189,6 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
     sizes.setdefault("Eo", _Size(N * sizes["Hv"].value, "heads * value size"))
     return sizes
-
-
-def _rank(operator: str, argument: str, x: jax.Array, letters: str) -> jax.Array:
-    if x.ndim < 2:
-        raise ValueError(checks.message(operator, argument, f"have shape {letters}", x.shape))
-    return x
 
 
 def _check_explicit_sharding(operator: str, operands: Operands) -> None:
