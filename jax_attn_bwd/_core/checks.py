@@ -4,7 +4,7 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 
+T = TypeVar("T")
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -147,6 +148,14 @@ def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> flo
         expected = "be given where the size of a head is symbolic"
         raise ValueError(message(operator, "scale", expected, f"None and the size {size}"))
     return size**-0.5 if size else 1.0
+
+
+def instance(operator: str, argument: str, x: Any, kind: type[T], remedy: str = "", expected: str = "") -> T:
+    """Returns `x`, which must be a `kind`."""
+    if not isinstance(x, kind):
+        expected = expected or f"be a {kind.__name__}"
+        raise TypeError(message(operator, argument, expected, type(x).__name__, remedy))
+    return x
 
 
 def rank(

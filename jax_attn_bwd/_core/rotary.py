@@ -89,9 +89,7 @@ def checked(operator: str, rotary: Any, H: int) -> Rotary | None:
     """Returns `rotary`, which fits heads of size H, or None."""
     if rotary is None:
         return None
-    if not isinstance(rotary, Rotary):
-        remedy = "write rotary=Rotary(base=10_000.0)"
-        raise TypeError(checks.message(operator, "rotary", "be a Rotary", type(rotary).__name__, remedy))
+    checks.instance(operator, "rotary", rotary, Rotary, "write rotary=Rotary(base=10_000.0)")
     rotary.of_heads(operator, H)
     return rotary
 

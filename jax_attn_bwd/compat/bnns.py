@@ -285,10 +285,9 @@ def apply_multihead_attention_backward(
         "out": output_param_delta,
     }
     for part, triple in triples.items():
-        if not isinstance(triple, BNNSMHAProjectionParameters) and (part == "out" or triple is not None):
+        if part == "out" or triple is not None:
             argument = f"{'output' if part == 'out' else part}_param_delta"
-            expected = "be a BNNSMHAProjectionParameters"
-            raise TypeError(checks.message(name, argument, expected, type(triple).__name__))
+            checks.instance(name, argument, triple, BNNSMHAProjectionParameters)
     # The output's cotangent comes in the delta of the output.
     dout = checks.floating(name, "output_param_delta.target_desc", output_param_delta.target_desc)
     out_kernel: Any = call.params.out_kernel
@@ -329,8 +328,7 @@ def apply_multihead_attention_backward(
 def _check_cache(operator: str, call: _Call, cache: Any) -> None:
     """Raises for a cache of other shapes than a forward of this call returns."""
     expect = "be None or the cache that apply_multihead_attention(..., backprop_cache=True) returned"
-    if not isinstance(cache, MultiHeadAttentionResidual):
-        raise TypeError(checks.message(operator, "backprop_cache", expect, type(cache).__name__))
+    cache = checks.instance(operator, "backprop_cache", cache, MultiHeadAttentionResidual, expected=expect)
     forward = lambda: _layer(call.params, *call.inputs, return_residual=True, save=_SAVE, **call.options)
     own = described(jax.eval_shape(forward)[1])
     if (given := described(cache)) != own:
@@ -374,9 +372,7 @@ def _checked_call(
     add_to_attention: Any,
 ) -> _Call:
     """Checks the arguments that forward and backward share."""
-    if not isinstance(F, BNNSLayerParametersMultiheadAttention):
-        expected = "be a BNNSLayerParametersMultiheadAttention"
-        raise TypeError(checks.message(operator, "F", expected, type(F).__name__))
+    F = checks.instance(operator, "F", F, BNNSLayerParametersMultiheadAttention)
     # Query, key and value have one rank and batch, and the lengths that their descriptions tell.
     given = _arrays(operator, F, query, key, value)
     x = {name: given[name] for name in _INPUTS}
@@ -416,10 +412,7 @@ def _arrays(operator: str, F: Any, query: Any, key: Any, value: Any) -> dict[str
     """Returns every floating array of the call, by its name in the source."""
     given = {"query": query, "key": key, "value": value}
     for name in _PROJECTIONS:
-        triple = getattr(F, name)
-        if not isinstance(triple, BNNSMHAProjectionParameters):
-            expected = "be a BNNSMHAProjectionParameters"
-            raise TypeError(checks.message(operator, f"F.{name}", expected, type(triple).__name__))
+        triple = checks.instance(operator, f"F.{name}", getattr(F, name), BNNSMHAProjectionParameters)
         given |= {f"F.{name}.weights": triple.weights, f"F.{name}.bias": triple.bias}
     given |= {"F.key_attn_bias": F.key_attn_bias, "F.value_attn_bias": F.value_attn_bias}
     needed = (*_INPUTS, *(f"F.{name}.weights" for name in _PROJECTIONS))

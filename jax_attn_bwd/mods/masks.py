@@ -77,9 +77,8 @@ class _Joined:
 
 def _joined(join: str, left: Mask, right: Any) -> Mask:
     """Joins two masks; raises unless the right one is a mask, too."""
-    if not isinstance(right, Mask):
-        expected, remedy = "be combined with a Mask", "write mods.Mask(function, num_args)"
-        raise TypeError(checks.message("mods", "a mask", expected, type(right).__name__, remedy))
+    remedy, expected = "write mods.Mask(function, num_args)", "be combined with a Mask"
+    checks.instance("mods", "a mask", right, Mask, remedy, expected)
     reads = [read for mask in (left, right) for read in mask.reads or (None,) * mask.num_args]
     return Mask(_Joined(join, left, right), left.num_args + right.num_args, tuple(reads))
 

@@ -155,9 +155,8 @@ def sharded_graph_attention(
     # The parts are as many as the devices, and the arrays are those of this kind.
     operator = _OPERATORS[checks.choice(_NAME, "kind", kind, tuple(_OPERATORS))]
     checks.choice(_NAME, "mode", mode, get_args(GraphMode))
-    if not isinstance(partitioned, PartitionedGraph):
-        remedy, got = "make one by partition_graph(graph, n)", type(partitioned).__name__
-        raise TypeError(checks.message(_NAME, "partitioned", "be a PartitionedGraph", got, remedy))
+    remedy = "make one by partition_graph(graph, n)"
+    checks.instance(_NAME, "partitioned", partitioned, PartitionedGraph, remedy)
     if (n := check_axis(_NAME, mesh, axis)) != partitioned.src.parts:
         expected = f"have as many parts as mesh axis {axis!r} has devices, {n}"
         remedy = f"cut the graph again: partition_graph(graph, {n})"

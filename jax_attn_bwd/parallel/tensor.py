@@ -12,7 +12,7 @@ from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import Array, Reduce
 from jax_attn_bwd.ops.dot_product.spec import Result
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, appended, multi_head_attention
-from jax_attn_bwd.ops.multi_head.arguments import check_params, prepare
+from jax_attn_bwd.ops.multi_head.arguments import prepare
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, output, output_factors, project
 from jax_attn_bwd.ops.multi_head.spec import LayerKeywords, Operands
 from jax_attn_bwd.parallel.arguments import axis_size, beginning_at, places, token_index
@@ -148,7 +148,7 @@ def tensor_parallel_multi_head_attention(
     # Tokens in parts are gathered: [..., t, E] -> [..., T, E], T = n * t.
     n = axis_size(_NAME, axis_name)
     checks.choice(_NAME, "reduce", reduce, get_args(Reduce))
-    check_params(_NAME, "params", params)
+    checks.instance(_NAME, "params", params, MultiHeadAttentionParams)
     inputs: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_sharding(params, inputs, axis_name, n, reduce)
     if reduce == "psum_scatter":

@@ -116,8 +116,7 @@ def source_call(function: F) -> F:
 
 def _options(call: str, params: Any) -> dict[str, Any]:
     """Returns the operator's options from `mha_params`."""
-    if not isinstance(params, mha_params):
-        raise TypeError(checks.message(call, "params", "be mha_params", type(params).__name__))
+    params = checks.instance(call, "params", params, mha_params, expected="be mha_params")
     name = checks.choice(call, "params.activation", params.activation, tuple(_ACTIVATIONS))
     return dict(
         num_heads=params.num_heads,

@@ -218,9 +218,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         tokens = multi_head.complete("MultiheadAttention.decode", multi_head.CacheTokens, tokens)
         remedy = "for a batch use jax.vmap, of the cache too"
         checks.rank(_NAME, "query", query, "[T, query_size]", 2, remedy=remedy)
-        if not isinstance(cache, KeyValueCache):
-            got, remedy = type(cache).__name__, "begin with layer.init_cache(length)"
-            raise TypeError(checks.message(_NAME, "cache", "be a KeyValueCache", got, remedy))
+        checks.instance(_NAME, "cache", cache, KeyValueCache, "begin with layer.init_cache(length)")
         if cache.key.ndim != 3:
             expected, remedy = "be that of one row, its keys [L, N, H]", "for a batch use jax.vmap"
             raise ValueError(checks.message(_NAME, "cache", expected, cache.key.shape, remedy))

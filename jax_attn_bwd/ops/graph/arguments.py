@@ -150,10 +150,8 @@ def prepare_transformer(
 
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
     """Checks that `graph` is one `BipartiteCSC`, not a stack of them."""
-    if not isinstance(graph, BipartiteCSC):
-        remedy = "build one with BipartiteCSC.from_edge_index, from_coo or from_csc"
-        got = type(graph).__name__
-        raise TypeError(checks.message(operator, "graph", "be a BipartiteCSC", got, remedy))
+    remedy = "build one with BipartiteCSC.from_edge_index, from_coo or from_csc"
+    graph = checks.instance(operator, "graph", graph, BipartiteCSC, remedy)
     if (stack := jnp.shape(graph.offsets)[:-1]) != ():
         remedy = "map over it by jax.vmap of the call"
         raise ValueError(

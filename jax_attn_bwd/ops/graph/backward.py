@@ -241,9 +241,10 @@ def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Read:
     dtype, seen = saved.m.dtype, visible(t, chunk)
     own = kind.to_heads(own_rows(t.src, chunk).astype(dtype))
     dout = shown(rows(saved.dout, chunk.other).astype(dtype), seen)
-    dst = shown(rows(t.dst, chunk.other).astype(dtype), seen)
     edge = None if t.edge is None else kind.to_heads(take(t.edge, chunk.number).astype(dtype))
-    return _Read(own, Rows(own, dst, None if edge is None else shown(edge, seen)), dout, seen)
+    edge = None if edge is None else shown(edge, seen)
+    dst = shown(rows(t.dst, chunk.other).astype(dtype), seen)
+    return _Read(own, Rows(own, dst, edge), dout, seen)
 
 
 def _gradient_of_scores(

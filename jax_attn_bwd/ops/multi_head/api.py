@@ -17,7 +17,7 @@ from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head import tangent as layer_tangent
-from jax_attn_bwd.ops.multi_head.arguments import check_params, prepare
+from jax_attn_bwd.ops.multi_head.arguments import prepare
 from jax_attn_bwd.ops.multi_head.plan import Plan
 from jax_attn_bwd.ops.multi_head.plan import plan as planned
 from jax_attn_bwd.ops.multi_head.spec import (
@@ -342,8 +342,9 @@ def multi_head_attention_jvp(
     """
     name = f"{_NAME}_jvp"
     given = secondary_calls.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
-    params = check_params(name, "params", params)
-    dparams = check_params(name, "dparams", MultiHeadAttentionParams() if dparams is None else dparams)
+    params = checks.instance(name, "params", params, MultiHeadAttentionParams)
+    dparams = MultiHeadAttentionParams() if dparams is None else dparams
+    dparams = checks.instance(name, "dparams", dparams, MultiHeadAttentionParams)
 
     # the arrays that may move, by name, and how they do
     names = (*INPUTS, "bias")

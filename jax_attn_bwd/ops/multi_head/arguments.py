@@ -111,19 +111,11 @@ def prepare(
     return options, operands._replace(bias=bias, mask=seen, dropout_words=words, dropout_offset=offset)
 
 
-def check_params(operator: str, argument: str, params: Any) -> MultiHeadAttentionParams:
-    """Checks that `params` is a `MultiHeadAttentionParams`."""
-    if not isinstance(params, MultiHeadAttentionParams):
-        got = type(params).__name__
-        raise TypeError(checks.message(operator, argument, "be a MultiHeadAttentionParams", got))
-    return params
-
-
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     """Checks the parameters, each by itself and which are given together."""
     # dtypes and ranks
-    checked = {}
-    for name, x in check_params(operator, "params", params)._asdict().items():
+    params, checked = checks.instance(operator, "params", params, MultiHeadAttentionParams), {}
+    for name, x in params._asdict().items():
         if x is not None:
             checked[name] = x = checks.floating(operator, f"params.{name}", x)
             letters = _SHAPES[name]
