@@ -28,6 +28,12 @@ def finite(m: jax.Array) -> jax.Array:
     return lax.select(m == -jnp.inf, lax.full_like(m, 0), m)
 
 
+def total(*terms: Any) -> Any:
+    """Adds the terms that are not None, in their order; None where there is none."""
+    given = [x for x in terms if x is not None]
+    return sum(given[1:], start=given[0]) if given else None
+
+
 def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
     """Returns what rounding to a narrower `dtype` takes from `x`, float32: in it, without a derivative.
 

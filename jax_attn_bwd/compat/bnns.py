@@ -48,7 +48,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd._core.types import Save
 from jax_attn_bwd.compat.calls import arrays, both, check_slot, is_asked, mask, merged
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionGrads, MultiHeadAttentionParams
@@ -355,9 +355,8 @@ def _with_sums(grads: Any, goes_to: dict[str, Any]) -> Any:
     """Sums the deltas of inputs that have one destination, where they are asked for."""
     totals = {}
     for name, x in goes_to.items():
-        same = [getattr(grads, n) for n, y in goes_to.items() if y is x]
-        parts = [g for g in same if g is not None]
-        totals[name] = None if getattr(grads, name) is None else sum(parts[1:], parts[0])
+        same = (getattr(grads, n) for n, y in goes_to.items() if y is x)
+        totals[name] = None if getattr(grads, name) is None else numerics.total(*same)
     return grads._replace(**totals)
 
 

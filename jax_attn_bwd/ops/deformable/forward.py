@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from jax_attn_bwd._core import fusion, split
+from jax_attn_bwd._core.numerics import total
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.plan import QUERY_AXES, Plan, with_all_pixels
@@ -61,7 +62,7 @@ def sum_over_points(
     if loops.all_points:
         at, weight = sampling.places(options, operands)
         sums = [_sum_at_all_points(table, at.pixels, x) for table, x in terms(at, weight, *along)]
-        return sum(sums[1:], sums[0]).reshape(B, Q, M * D).astype(operands.value.dtype)
+        return total(*sums).reshape(B, Q, M * D).astype(operands.value.dtype)
 
     # or point by point: what a point adds to all queries and heads, [B, Q, M, D] or [B, M, Q, D]
     def add_point(out, point):
@@ -100,5 +101,5 @@ def _sum_at_all_points(
             factor[..., some, None] * sampling.read_at_all_points(table, pixel[..., some], factor.dtype)
             for pixel, factor in zip(pixels, factors, strict=True)
         ]
-        sums.append(sum(terms[1:], terms[0]).sum(3))
-    return sum(sums[1:], sums[0])
+        sums.append(total(*terms).sum(3))
+    return total(*sums)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import fusion
-from jax_attn_bwd._core.numerics import ceil_div
+from jax_attn_bwd._core.numerics import ceil_div, total
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.sampling import Place
@@ -32,8 +32,8 @@ def gradients(wanted: Collection[str], at: Place, weight: jax.Array, d: Sequence
     da = dx = dy = None
     weight = jnp.where(at.counts, weight, 0)
     if "attention_weights" in wanted:
-        terms = [share * product for share, product in zip(sampling.shares(at), d, strict=True)]
-        da = jnp.where(at.counts, sum(terms[1:], terms[0]), 0)  # (5)
+        terms = (share * product for share, product in zip(sampling.shares(at), d, strict=True))
+        da = jnp.where(at.counts, total(*terms), 0)  # (5)
     if "sampling_locations" in wanted:
         dx = dy = jnp.zeros_like(weight)
         if len(d) == 4:

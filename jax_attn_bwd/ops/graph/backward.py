@@ -40,10 +40,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion, split
+from jax_attn_bwd._core.numerics import total
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, match_type
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import ends, shown, visible, with_bias
-from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products, total
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Rows, Sums, Tables, products
 from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, rows, sum_of_group, take
 from jax_attn_bwd.ops.graph.plan import Plan
 from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows

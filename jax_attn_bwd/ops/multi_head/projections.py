@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import dropout, targets
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import axis_size, einsum, explicit_spec, reshard_like
 from jax_attn_bwd.ops.dot_product import spec as dot_product
@@ -69,7 +69,7 @@ def project_tangents(
         if not terms:
             found.append(None)
             continue
-        dy = _turned(options, operands, name, sum(terms[1:], start=terms[0])).astype(x.dtype)
+        dy = _turned(options, operands, name, total(*terms)).astype(x.dtype)
         found.append(reshard_like(_to_heads(dy, y.shape[-2]), y, tuple(range(y.ndim))))
     return found
 
@@ -141,7 +141,7 @@ def output_tangent(
         terms.append(_joined(options, z, along.out_kernel))
     if not terms:
         terms.append(jnp.zeros_like(jax.eval_shape(partial(_joined, options), z, operands.out_kernel)))
-    out = sum(terms[1:], start=terms[0])
+    out = total(*terms)
     if along.out_bias is not None:
         out = out + to_rank(along.out_bias.astype(out.dtype), out.ndim)
     return _finished(options, operands, out, along.query).astype(z.dtype)

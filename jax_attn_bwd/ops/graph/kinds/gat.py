@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.graph import placement
-from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, activate, heads_of, merge_heads, slope, total
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, activate, heads_of, merge_heads, slope
 from jax_attn_bwd.ops.graph.loops import sum_of_group
 from jax_attn_bwd.ops.graph.spec import Operands
 
@@ -166,10 +166,8 @@ def _share_jvp(primals, tangents):
 
 def _share_tangent(x: Any, dx: Any, used: Any, a: Any, da: Any) -> jax.Array | None:
     """Computes the tangent of `_share`; None is zero."""
-    terms = [] if dx is None else [_share(dx, a, used)]
-    if x is not None and da is not None:
-        terms.append(_share(x, da, used))
-    return sum(terms[1:], start=terms[0]) if terms else None
+    of_x = None if dx is None else _share(dx, a, used)
+    return total(of_x, None if x is None or da is None else _share(x, da, used))
 
 
 def _shown(x: jax.Array, used: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
 from jax_attn_bwd.ops.graph.kinds.kind import (
     Edges,
     Kind,
@@ -29,7 +29,6 @@ from jax_attn_bwd.ops.graph.kinds.kind import (
     merge_heads,
     products,
     slope,
-    total,
 )
 from jax_attn_bwd.ops.graph.loops import sum_of_group
 
@@ -72,7 +71,7 @@ class GATv2(Kind):
             terms.append(products(dy, jnp.broadcast_to(t.a, u.shape[-3:])))
         if a is not None:
             terms.append(products(activate(self.options, u), jnp.broadcast_to(a, u.shape[-3:])))
-        return sum(terms[1:], start=terms[0]) if terms else None
+        return total(*terms)
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
         """Asks for a sum for each operand."""

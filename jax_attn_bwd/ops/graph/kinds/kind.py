@@ -205,14 +205,6 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
 
 
-def total(*terms: jax.Array | None) -> jax.Array:
-    """Adds the terms that are not None."""
-    result, *others = (x for x in terms if x is not None)
-    for x in others:
-        result = result + x
-    return result
-
-
 def products(x: jax.Array, y: jax.Array) -> jax.Array:
     """Computes <x, y> per head, `[(W,) R, H]`; either may be `[R, H, D]`."""
     letters = {3: "rhd", 4: "wrhd"}

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import reduce_to
-from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, products, total
+from jax_attn_bwd._core.numerics import reduce_to, total
+from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, heads_of, merge_heads, products
 from jax_attn_bwd.ops.graph.loops import sum_of_group
 
 
@@ -65,7 +65,7 @@ class Transformer(Kind):
             terms.append(products(total(rows.src, rows.edge), moving.dst))
         if moving.src is not None or moving.edge is not None:
             terms.append(products(total(moving.src, moving.edge), rows.dst))
-        return self.options.scale * sum(terms[1:], start=terms[0]) if terms else None
+        return self.options.scale * total(*terms) if terms else None
 
     def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
         """Asks for a sum for each operand; the bias has ds for its gradient."""
