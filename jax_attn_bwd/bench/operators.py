@@ -35,11 +35,13 @@ from jax_attn_bwd import (
     scaled_masked_softmax,
 )
 from jax_attn_bwd._core.cases import Case
+from jax_attn_bwd._core.secondary_calls import complete
 from jax_attn_bwd.bench import peers
 from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
 from jax_attn_bwd.ops.dot_product import engine, tiles, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.plan import Materialized, count
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 from jax_attn_bwd.ops.graph import cases as graph_cases
 
 
@@ -106,14 +108,9 @@ def _is_scaling(case: Case) -> bool:
 
 def visited(case: Case, query: jax.Array) -> str:
     """Tells how many tiles the portable path visits, of all, where keys and values are as the query."""
-    defaults = dict.fromkeys(
-        ("scale", "query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "logits_soft_cap",
-         "key_value_segment_ids", "query_positions", "key_value_positions", "sink", "dropout_key",
-         "dropout_offset", "precision", "local_window_size")
-    )  # fmt: skip
-    flags = {"dropout_rate": 0.0, "broadcast_dropout": False, "deterministic_sums": True, "is_causal": False}
-    given = (query, query, query, None, None)
-    options, operands = prepare("bench", *given, **{**defaults, **flags, **case.options})
+    given = complete("bench", dot_product_attention, DotProductAttentionKeywords, case.options)
+    del given["implementation"]
+    options, operands = prepare("bench", query, query, query, None, None, **given)
     schedule, T = engine.planned("xla", options, operands).schedule, query.shape[1]
     if isinstance(schedule, Materialized):
         return f"{schedule.batch_slices} batch slices of whole planes"
