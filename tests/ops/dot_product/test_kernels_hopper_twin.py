@@ -11,9 +11,9 @@ from helpers import assert_close, interpreted, thorough
 from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core import numerics, pallas
 from jax_attn_bwd._core.cases import cotangents
-from jax_attn_bwd.ops.dot_product import arguments, portable
+from jax_attn_bwd.ops.dot_product import arguments, block, forward, portable
 from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_backward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_forward as mosaic_gpu_forward
@@ -63,7 +63,7 @@ def planned(options, tiling):
 @pytest.fixture
 def products(monkeypatch):
     """XLA:CPU refuses some products of bfloat16: factors are rounded, and multiplied in float32."""
-    einsum = jnp.einsum
+    product = numerics.product
 
     def widened(spec, *factors, **options):
         narrow = [x.dtype == BF16 for x in factors]
@@ -73,9 +73,10 @@ def products(monkeypatch):
                 for x, is_bf16 in zip(factors, narrow, strict=True)
             ]
         )
-        return einsum(spec, *rounded, **options)
+        return product(spec, *rounded, **options)
 
-    monkeypatch.setattr(jnp, "einsum", widened)
+    for module in (block, forward):
+        monkeypatch.setattr(module, "product", widened)
 
 
 TWINS = ["causal_window_cap", "bias_key", "sink", "dropout", "tiles"]
