@@ -72,19 +72,19 @@ def test_flags_are_those_of_the_array(array, name, is_causal, rng):
     Where a bias is finite it is added: the tiles that must be compared are those of causality.
     """
     elements = MASKS[name](rng)
-    x, plane = jnp.zeros((2, S, N, 2), BF16), given(array, jnp.asarray(elements))
-    mask = Mask(is_causal, elements=plane.get("mask"))
-    operands = Operands(x[:, :T], x, x, plane.get("bias"), mask=mask)
-    options = KernelOptions.of(Options(scale=1.0), mask)
+    x = jnp.zeros((2, S, N, 2), BF16)
 
     @jax.jit
-    def found():
+    def found(plane):
+        mask = Mask(is_causal, elements=plane.get("mask"))
+        operands = Operands(x[:, :T], x, x, plane.get("bias"), mask=mask)
+        options = KernelOptions.of(Options(scale=1.0), mask)
         refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
         steps = tpu_tiles.schedule(tile_flags(options, refs, TILE, TILE)).steps
         bounds = partial(hopper_tiles.bounds, options, refs, TILE, TILE)
         return steps, bounds().words, bounds(by_key=True).words, bounds(each=True).words
 
-    steps, by_query, by_key, each = map(np.asarray, found())
+    steps, by_query, by_key, each = map(np.asarray, found(given(array, jnp.asarray(elements))))
     assert steps.shape[1] == (1 + 2 + 3 if is_causal else 12)
     padding = [(0, (-n % TILE) * (n > 1)) for n in elements.shape[-2:]]
     padded = np.pad(elements, [(0, 0)] * (elements.ndim - 2) + padding)
