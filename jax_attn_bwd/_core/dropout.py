@@ -91,7 +91,7 @@ def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
     return Offset(*parts)
 
 
-def drawn(
+def words_and_offset(
     operator: str, rates: dict[str, float], key: Any, at: Any, rows: int, columns: int
 ) -> tuple[jax.Array | None, Offset | None]:
     """Checks `dropout_key` and `dropout_offset`; returns (words, offset), both None where every rate is 0."""

@@ -62,7 +62,7 @@ def launch(
     )
 
 
-def in_turn(f: Callable[..., Any]) -> Callable[..., Any]:
+def entry_by_entry(f: Callable[..., Any]) -> Callable[..., Any]:
     """Runs kernels of `f` under `jax.vmap` one batch entry after the other, each with its own scalars."""
     return jax.custom_batching.sequential_vmap(f)
 

@@ -5,7 +5,8 @@
 An operator says which axis of each array is cut; every piece reads the other arrays whole. One
 mechanism serves three reasons to cut, which differ only in who runs the pieces:
 
-* In turn (`in_turn`): what one slice of a batch computes stays in the cache. `lax.scan` carries the sums.
+* In turn (`scan_of_slices`): what one slice of a batch computes stays in the cache. `lax.scan` carries the
+  sums.
 * On devices, where an Explicit mesh tells how the rows lie: each device takes its own (`jax.shard_map`). A
   loop over tiles of rows on several devices would exchange something at every step. Over the tiles of a piece
   it exchanges nothing: what the rows share is gathered once before, and its shares are summed once after.
@@ -153,7 +154,7 @@ def over(
     return partial(run, *_map(laid, axes, arrays))
 
 
-def in_turn(count: int, function: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, Any]:
+def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, Any]:
     """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and the pieces.
 
     What is scanned with, zeros by name, are the sums of what the function gives by these names. Its other

@@ -1,14 +1,22 @@
-"""One folder per operator, with the same file names in each.
+"""One folder per operator, with the same file names in each, as far as it has the idea.
 
 `api` the public functions, and the rules that `_core/operation.py` makes a custom_vjp of; `arguments` their
 checks; `spec` options, operands and residuals; `reference` the definition; `plan` what is decided once for a
 call; `forward`, `backward` and `tangent` the portable implementation, derivations first; `kernels` those of
 chips; `cases` the named inputs that tests, `check` and benchmarks read.
 
+A new operator is such a folder. `check`, proofs and the contract find it by its `cases`; its names stand in
+`jax_attn_bwd/__init__.py`, a row that times it in `bench/operators.py`, its page in `.docs/pages/operators`
+and the list of `mkdocs.yml`; cases that tests alone read in `tests/cases`, its own tests in `tests/ops`.
+
 Dense attention has more ideas: `mask` who sees whom, `visibility` how that is read, `mod_functions` masks and
 scores as functions; three engines, `materialized` (small planes), `tiles` (loops over tiles) and `strips`
-(GPUs); `block` the chain from products to probabilities, `online_softmax` the sums over tiles, `row_terms`
-lse and delta; `devices` queries and batches that are cut; `engine` the door for layers and rings.
+(GPUs), between which `portable` picks; `block` the chain from products to probabilities, `online_softmax` the
+sums over tiles, `row_terms` lse and delta; `devices` queries that lie on several devices; `engine` the door
+for layers and rings.
+
+Graph attention is three operators that share `rule` and `derivatives`, the `_bwd` and `_jvp` of all; `kinds`
+holds what they differ in, `structure`, `groups` and `loops` the graph, `edge_ops` the sums over edges.
 """
 
 import importlib

@@ -32,7 +32,8 @@ Tangents. With the lse of (4) the sums of a tangent, too, are sums over blocks o
 where s runs over the keys of block j. So a second turn around the ring, in which the tangents of keys and
 values travel beside them, gives dout and dlse; a tangent that is zero does not travel.
 
-A step whose keys no query sees is skipped, in all of them: positions and segments tell.
+A step whose keys no query sees is skipped, in all of them: positions, segments and functions tell while it
+runs. Steps beyond a window are not made at all.
 
 References:
   Liu et al., Ring attention with blockwise transformers, 2023, arXiv:2310.01889: (1) to (4).

@@ -187,7 +187,7 @@ def tensor_parallel_multi_head_attention(
         out = (out.astype(wide) + added.astype(wide)).astype(dtype)
     # Dropout of the output, and the residual, on the rows that are here.
     rates = {"out_dropout_rate": rate}
-    words, at = dropout.drawn(_NAME, rates, given["dropout_key"], (*offset[:3], 0), T, 0)
+    words, at = dropout.words_and_offset(_NAME, rates, given["dropout_key"], (*offset[:3], 0), T, 0)
     if at is not None:
         rows = _rows(at.row, T, given["query_positions"], sequence_axis_name)
         if reduce == "psum_scatter":

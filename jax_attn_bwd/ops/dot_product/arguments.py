@@ -39,7 +39,7 @@ def prepare(
         dropout_rate, broadcast_dropout, precision, deterministic_sums, deterministic, score_mod,
     )  # fmt: skip
     rates = {"dropout_rate": options.dropout_rate}
-    words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, S)
+    words, offset = dropout.words_and_offset(operator, rates, dropout_key, dropout_offset, T, S)
     return options, Operands(query, key, value, bias, sink, seen, words, offset)
 
 

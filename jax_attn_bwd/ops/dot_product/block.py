@@ -226,7 +226,7 @@ def dropout_factors(
     """
     if options.dropout_rate == 0:
         return None
-    drawn = dropout_counters(options, operands, 1, 1)
+    counters = dropout_counters(options, operands, 1, 1)
     if columns is not None:
-        drawn = drawn._replace(columns=columns)
-    return drawn.factors(options, accumulator_dtype(operands.query.dtype), drawn_once=True)
+        counters = counters._replace(columns=columns)
+    return counters.factors(options, accumulator_dtype(operands.query.dtype), drawn_once=True)

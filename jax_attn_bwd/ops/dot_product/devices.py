@@ -1,13 +1,10 @@
-"""The portable path where a call is cut: queries that lie on several devices, batches taken slice by slice.
+"""The portable path where queries lie on several devices.
 
 A part is a block of queries that attends to all keys: its rows of the output are those of the whole, and the
 gradients of keys and values are sums over the parts. Keys and values are gathered once before the loop over
 the tiles of a part, and their gradients summed once after it. `_core/split.py` runs the parts; `spec.AXES`
 tells which operands a part has its own rows of. Under causality a part is one early and one late stretch of
 the queries, so that all have the same work (`plan.py`).
-
-A slice is some of the batch, one after the other: what it computes stays in the cache. No call is cut both
-ways: slices are for one device.
 """
 
 from collections.abc import Callable
@@ -111,20 +108,3 @@ def _part(plan: Plan, part: Operands) -> Operands:
     assert plan.pieces is not None  # else there are no parts
     origins = plan.pieces.origins(plan.pieces.index(), part.query.shape[-3])
     return part._replace(mask=mask.replace(query_origin=origins))
-
-
-def in_slices(plan: Plan, run: Callable[..., Any], operands: Operands, *rows: Any) -> tuple[Any, Any]:
-    """Returns what `lax.scan` takes to compute `run(operands, *rows)` slice by slice: a step, and the slices.
-
-    Args:
-      plan: tells their number, which divides the first batch axis.
-      run: gives results that have all batch axes, and shares of the sums that are scanned with, by name.
-      operands: those of the call.
-      rows: further arrays with all batch axes.
-    """
-    axes: Any = operands.axes(dict.fromkeys(operands.arrays_with_batch(), 0))
-    if operands.dropout_words is not None:
-        offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
-        operands = operands._replace(dropout_offset=offset)
-        axes = axes._replace(dropout_offset=Offset(0, None, None, None))
-    return split.in_turn(plan.batch_slices, run, (operands, *rows), (axes, *(0 for _ in rows)))

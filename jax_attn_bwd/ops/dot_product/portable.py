@@ -1,7 +1,9 @@
 """The portable path of dense attention: what computes each schedule, at once, in parts or in slices.
 
 A small plane is computed at once, `materialized.py`; a larger one tile by tile, `forward.py` and
-`backward.py`, or on a GPU in strips, `strips.py`. `devices.py` cuts the call.
+`backward.py`, or on a GPU in strips, `strips.py`. Where the queries lie on several devices, `devices.py`
+cuts the call in parts; on one device a large batch is taken in slices, so that what one of them computes
+stays in the cache. No call is cut both ways.
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import jax
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves, split
+from jax_attn_bwd._core.dropout import Offset
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.pallas import opaque
 from jax_attn_bwd._core.sharding import full_like_operands, match_type, tie
@@ -48,7 +51,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     if plan.pieces is not None:
         result = devices.forward(plan, run, whole)()
     elif plan.batch_slices > 1:
-        step, slices = devices.in_slices(plan, run, whole)
+        step, slices = _in_slices(plan, run, whole)
         result = split.joined(lax.scan(step, {}, slices)[1])
     else:
         result = run(whole)
@@ -71,7 +74,7 @@ def backward(
     if plan.pieces is not None:
         grads = devices.gradients(plan, run, operands, wanted.names, rows)()
     elif plan.batch_slices > 1:
-        step, slices = devices.in_slices(plan, run, operands, *rows)
+        step, slices = _in_slices(plan, run, operands, *rows)
         sums, found = lax.scan(
             step, _zeros_like(operands, wanted.names - operands.arrays_with_batch(), rows), slices
         )
@@ -84,6 +87,23 @@ def backward(
     return DotProductAttentionGrads(
         **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
+
+
+def _in_slices(plan: Plan, run: Callable[..., Any], operands: Operands, *rows: Any) -> tuple[Any, Any]:
+    """Returns what `lax.scan` takes to compute `run(operands, *rows)` slice by slice: a step, and the slices.
+
+    Args:
+      plan: tells their number, which divides the first batch axis.
+      run: gives results that have all batch axes, and shares of the sums that are scanned with, by name.
+      operands: those of the call.
+      rows: further arrays with all batch axes.
+    """
+    axes: Any = operands.axes(dict.fromkeys(operands.arrays_with_batch(), 0))
+    if operands.dropout_words is not None:
+        offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
+        operands = operands._replace(dropout_offset=offset)
+        axes = axes._replace(dropout_offset=Offset(0, None, None, None))
+    return split.scan_of_slices(plan.batch_slices, run, (operands, *rows), (axes, *(0 for _ in rows)))
 
 
 def _zeros_like(operands: Operands, names: frozenset[str], rows: Any) -> dict[str, Any]:

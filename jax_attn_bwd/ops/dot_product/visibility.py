@@ -3,16 +3,20 @@
 NaN in a query that sees nothing, or in a key that nothing sees, must reach nothing, so what is told of these
 is exact; it takes memory linear in T and S. What bounds tell of whole tiles may call one live that is not.
 
-On the portable path this module alone reads the conditions. Kernels visit the tiles that it names, and
-compare the elements of mixed ones themselves. A further condition of a call takes, in this order:
+On the portable path this module reads the conditions, but for the bands that `strips.py` cuts by and what
+`plan.py` decides from them. Kernels visit the tiles that it names, and compare the elements of mixed ones
+themselves. A further condition of a call takes, in this order:
 
 * `api.py`, `spec.AttentionKeywords` and `arguments.mask_of`: the argument and its checks;
-* `mask.Mask` and `mask.AXES`: the field, and its axes, by which slices, parts, rings and shardings cut it;
+* `mask.Mask` and `mask.AXES`: the field, and its axes, by which slices, parts, rings and shardings cut it; a
+  rule that is static stands in `mask.RULES` and `spec.KernelOptions`, too, and in the bands of `strips.py`;
 * here `_elements`, `of_tiles` if ranges of tokens tell something of it, and `tells_by_index`, whether rows
   and keys have a closed form under it;
-* `kernels/inputs.py` and what kernels compare, `seen` of `kernels/tiles.py`, or a refusal in their
+* `kernels/inputs.py` and what kernels compare, `seen` of `kernels/tile_flags.py`, or a refusal in their
   `unsupported`;
-* the layer's `arguments.py`, `parallel/arguments.py`, and `layers/multi_head.Tokens` if it tells of tokens.
+* the layer's `arguments.py`, `parallel/arguments.py` and what `parallel/ring.py` may skip by it, and
+  `layers/multi_head.Tokens` if it tells of tokens;
+* `reference.py`, and cases that name it.
 """
 
 import functools

@@ -297,4 +297,4 @@ def _dropout(operator, options, graph, batch, key, mask, offset):
         size = (*own, options.num_heads, graph.capacity)
         checks.shape(operator, "dropout_mask", mask, "[..., H, nnz]", size)
     rates = {"dropout_rate": options.dropout_rate}
-    return mask, *dropout.drawn(operator, rates, key, offset, graph.capacity, 1)
+    return mask, *dropout.words_and_offset(operator, rates, key, offset, graph.capacity, 1)

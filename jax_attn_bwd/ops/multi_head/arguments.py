@@ -106,7 +106,7 @@ def prepare(
     )
     rates = {"dropout_rate": options.attention.dropout_rate, "out_dropout_rate": options.out_dropout_rate}
     columns = S + options.appended_rows(operands)
-    words, offset = dropout.drawn(operator, rates, dropout_key, dropout_offset, T, columns)
+    words, offset = dropout.words_and_offset(operator, rates, dropout_key, dropout_offset, T, columns)
     seen = seen.replace(elements=mask)
     return options, operands._replace(bias=bias, mask=seen, dropout_words=words, dropout_offset=offset)
 

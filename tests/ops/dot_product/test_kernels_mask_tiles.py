@@ -18,7 +18,7 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles, tpu_tiles
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 

@@ -14,10 +14,10 @@ from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.dot_product.cases import seen
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.kernels import tiles as tiles_known
+from jax_attn_bwd.ops.dot_product.kernels import tile_flags as tiles_known
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
-from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 

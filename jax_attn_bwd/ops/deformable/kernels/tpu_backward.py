@@ -35,11 +35,11 @@ _POINTS = {"sampling_locations", "attention_weights"}
 
 def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """Returns the gradients in `residuals.wanted`."""
-    return _on_shards(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dout)
+    return _backward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dout)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _on_shards(options, interpret, residuals, dout):
+def _backward(options, interpret, residuals, dout):
     """Runs the kernels where the operands lie, on all pixels of each head."""
     operands, wanted = residuals.operands, residuals.wanted
     run = partial(_gradients, options, interpret, wanted)
@@ -48,7 +48,7 @@ def _on_shards(options, interpret, residuals, dout):
         found = Operands(*specs[:3])._asdict()
         return {name: found[name] for name in wanted.in_order}
 
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_specs, given))
+    call = mosaic_tpu.entry_by_entry(lambda *given: pallas.on_local_shards(run, out_specs, given))
     grads = call(*operands._replace(value=unsharded(operands.value, 1)), dout)
     return residuals.gradients(grads)
 

@@ -26,15 +26,15 @@ def supports(options: Options, operands: Operands) -> str | None:
 
 def forward(plan: Plan, operands: Operands) -> jax.Array:
     """Returns `out [B, Q, M * D]`, in the dtype of the value."""
-    return _on_shards(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
+    return _forward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _on_shards(options, interpret, operands):
+def _forward(options, interpret, operands):
     """Runs the kernel where the operands lie, on all pixels of each head."""
     run = partial(_sampled, options, interpret)
     out_spec = lambda value, locations, weights: PartitionSpec(*weights[:3])
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_spec, given))
+    call = mosaic_tpu.entry_by_entry(lambda *given: pallas.on_local_shards(run, out_spec, given))
     return tie(call(*operands._replace(value=unsharded(operands.value, 1))), operands)
 
 

@@ -30,7 +30,7 @@ from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at
-from jax_attn_bwd.ops.dot_product.kernels.tiles import Logits, live_first, seen, tile_flags, unmasked
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import Logits, live_first, seen, tile_flags, unmasked
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 COMPUTE_WARPGROUPS = 2

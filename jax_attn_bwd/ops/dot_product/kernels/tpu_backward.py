@@ -35,7 +35,7 @@ from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs
-from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
     Part,
     PlaneSides,
@@ -61,7 +61,7 @@ def backward(
     keys = kernel_inputs.dropout_keys(options, residuals.operands)
     residuals = residuals._replace(operands=functions.with_numbers(residuals.operands))
     out_specs = kernel_inputs.out_specs(residuals)
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, out_specs, given))
+    call = mosaic_tpu.entry_by_entry(lambda *given: pallas.on_local_shards(run, out_specs, given))
     return call(residuals, dout, dlse, keys)
 
 

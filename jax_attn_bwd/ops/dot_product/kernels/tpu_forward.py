@@ -30,7 +30,7 @@ from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
-from jax_attn_bwd.ops.dot_product.kernels.tiles import tile_flags
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
     Part,
     PlaneSides,
@@ -63,7 +63,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME), plan.keeps_low)
     keys = kernel_inputs.dropout_keys(options, operands)
     specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
-    call = mosaic_tpu.in_turn(lambda *given: pallas.on_local_shards(run, specs, given))
+    call = mosaic_tpu.entry_by_entry(lambda *given: pallas.on_local_shards(run, specs, given))
     return tie(call(operands, keys), operands)
 
 

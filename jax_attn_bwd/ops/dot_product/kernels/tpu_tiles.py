@@ -22,7 +22,7 @@ from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.kernels import tpu_distances as distances
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs, at, whole
-from jax_attn_bwd.ops.dot_product.kernels.tiles import Flags, Logits, live_first, seen, unmasked
+from jax_attn_bwd.ops.dot_product.kernels.tile_flags import Flags, Logits, live_first, seen, unmasked
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
 
 HEAD = 64  # head sizes are padded to a multiple

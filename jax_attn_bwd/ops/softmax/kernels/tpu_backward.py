@@ -21,7 +21,9 @@ def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str,
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _backward(options, interpret, residuals, dy):
-    return kernel_rules.gradients(partial(_dx, options.scale, interpret), residuals, dy, mosaic_tpu.in_turn)
+    return kernel_rules.gradients(
+        partial(_dx, options.scale, interpret), residuals, dy, mosaic_tpu.entry_by_entry
+    )
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:

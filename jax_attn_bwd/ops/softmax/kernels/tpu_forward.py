@@ -124,7 +124,7 @@ def forward(options: Options, operands: Operands) -> Result:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _forward(options, interpret, operands):
-    return kernel_rules.result(partial(_softmax, options, interpret), operands, mosaic_tpu.in_turn)
+    return kernel_rules.result(partial(_softmax, options, interpret), operands, mosaic_tpu.entry_by_entry)
 
 
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
