@@ -109,6 +109,7 @@ def test_tangents_along_all_inputs(operator, case):
 SHAPES = {"query": (1, 2, 2, 2), "key": (1, 3, 1, 2), "value": (1, 3, 1, 1)}
 SOME = {  # operator, shapes of its arrays, options, which of them have a tangent; T is not S
     "scale, fixed sink": ("scaled_masked_softmax", {"x": (2, 5), "scale": (2, 1), "sink": ()}, {}, ["scale"]),
+    "a scale of each": ("scaled_masked_softmax", {"x": (2, 5), "scale": (2, 5), "sink": ()}, {}, ["scale"]),
     "bias, cap": (
         "dot_product_attention", SHAPES | {"bias": (2, 2, 3)}, {"logits_soft_cap": 1.5, "scale": 2.0},
         ["bias"],
@@ -142,18 +143,36 @@ def test_tangents_of_some_beside_what_is_fixed(name):
     close(tangents(operator.call, forward_mode=True), tangents(operator.reference))
 
 
-def test_a_tangent_of_edges_beside_fixed_nodes():
-    operator = next(o for o in TAKE_IT if o.name == "graph_attention_v2")
-    (case,) = (c for c in operator.tagged("second") if c.name == "second_edge")
+@pytest.mark.parametrize(
+    ("called", "named", "moving"),
+    [
+        ("graph_attention_v2", "second_edge", "edge"),
+        ("graph_transformer_attention", "second_edge_bias", "key"),  # beside a fixed value
+    ],
+)
+def test_one_tangent_beside_what_is_fixed_on_a_graph(called, named, moving):
+    operator = next(o for o in TAKE_IT if o.name == called)
+    (case,) = (c for c in operator.tagged("second") if c.name == named)
     arrays, inputs, along = drawn(operator, case)
 
     def tangents(call):
-        return quick_jit(lambda x, t: jax.jvp(lambda x: call({**inputs, "edge": x}), (x,), (t,)))
+        return quick_jit(lambda x, t: jax.jvp(lambda x: call({**inputs, moving: x}), (x,), (t,)))
 
     got, expected = (
-        tangents(call)(inputs["edge"], along["edge"]) for call in both_ways(operator, case, arrays)
+        tangents(call)(inputs[moving], along[moving]) for call in both_ways(operator, case, arrays)
     )
     close(got, expected)
+
+
+def test_gradients_by_an_argument_and_by_the_tangent_of_a_fixed_one():
+    x, bias, along, ct = (jnp.sin(jnp.arange(6.0) + i).reshape(2, 3) for i in range(4))
+
+    def gradients(call):
+        pushed = lambda x, t: jax.jvp(lambda bias: call(x, bias), (bias,), (t,))[1]
+        return quick_jit(jax.grad(lambda x, t: (pushed(x, t) * ct).sum(), (0, 1)))(x, along)
+
+    ours = partial(jax_attn_bwd.scaled_masked_softmax, forward_mode=True)
+    close(gradients(lambda x, bias: ours(x, bias=bias)), gradients(lambda x, bias: jax.nn.softmax(x + bias)))
 
 
 @cases

@@ -89,6 +89,15 @@ def test_other_keys_than_queries(kind, rng):
     assert_same(kind, "plain", "contiguous", rng, S=36)
 
 
+def test_a_window_reaches_keys_of_more_devices_than_queries(rng):
+    """A device has six queries and two keys: those within four of its queries are those of three others."""
+    qkv = tuple(draw(rng, 1, n, 1, 2) for n in (24, 8, 8))
+    options = {"local_window_size": (4, 0)}
+    runs = sharded("ring", 4, "contiguous", {}, options), single(options)
+    got, expected = jax.jit(lambda *qkv: [run(*qkv, {}) for run in runs], compiler_options=QUICK)(*qkv)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-13), got, expected)
+
+
 @thorough
 def test_a_window_that_reaches_no_other_device(rng):
     """One step, and nothing travels."""

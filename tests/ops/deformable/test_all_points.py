@@ -70,6 +70,18 @@ def test_tangents_are_those_of_the_definition(short_blocks, moving):
     assert_close(tangents(operator.call, np.nan, forward_mode=True), tangents(operator.reference, 0), 1e-12)
 
 
+def test_the_tangent_of_the_weight_of_what_does_not_count_is_not_read(short_blocks):
+    arrays = sample(((3, 5),), B=1, Q=2, M=1, D=1, P=2)
+    at, weights = arrays["sampling_locations"].at[0, 0, 0, 0, 1].set(jnp.nan), arrays["attention_weights"]
+    call = lambda weights: operator.call(
+        arrays["value"], at, weights, spatial_shapes=((3, 5),), forward_mode=True
+    )
+    push = jax.jit(lambda along: jax.jvp(call, (weights,), (along,))[1][0])
+    clean, dirty = (push(jnp.cos(weights).at[0, 0, 0, 0, 1].set(x)) for x in (0, jnp.nan))
+    assert np.abs(clean).min() > 0
+    assert_close(dirty, clean, 0)
+
+
 @thorough
 def test_a_run_may_hold_all_samples():
     """5,000 samples in a cell, 20 of its blocks of blocks: what a run sums is spread over all of them."""

@@ -106,36 +106,46 @@ def test_blocks_are_handed_for_each_batch_entry(rng):
     np.testing.assert_array_equal(given.x, tables)
 
 
+def live_tiles(mask_mod, args, T, S):
+    """{tile: whether it must be compared} of those of 128 x 128 that are visited when the call runs."""
+
+    @jax.jit
+    def steps(args):
+        numbers = {"batch_number": jnp.zeros(1, np.int32), "head_number": jnp.arange(N, dtype=np.int32)}
+        mask = Mask(mask_mod=mask_mod, mod_args=args, **numbers)
+        q, k = (jnp.zeros((1, n, N, 2), np.float32) for n in (T, S))
+        operands, options = Operands(q, k, k, mask=mask), Options(scale=1.0)
+        options = KernelOptions.of(options, mask)
+        refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
+        options = functions.on_values(options, operands)
+        return tpu_tiles.schedule(tile_flags(options, refs, 128, 128)).steps
+
+    return visited(tpu_tiles.Schedule(steps(args), True, True), 0)[0]
+
+
 def test_empty_tiles_are_left_out_of_the_list(rng):
     """Known when the call runs, exactly, for blocks that divide no tile and for bits."""
     bits = NEAR | (rng.random((T, S)) < 0.3) & (np.arange(S) >= 128)
-    of_elements = chosen(rng, 100, 48)
-    blocked = np.kron(of_elements[0], np.ones((100, 48), bool))[:T, :S]
+    of_elements, late = chosen(rng, 100, 48), np.array([[[False], [False], [True]]])
     apart = lambda batch, head, row, column, table: table[row - column + 400]
     pairs = (
-        (mods.blocks(100, 48), (of_elements,), blocked),
+        (mods.blocks(100, 48), (of_elements,), np.kron(of_elements[0], np.ones((100, 48), bool))[:T, :S]),
         (*mods.packed(bits), bits),
         (apart, (np.arange(800) == 527,), np.subtract.outer(np.arange(T), np.arange(S)) == 127),
+        (mods.blocks(100), (late,), np.kron(late[0], np.ones((100, 90), bool))),  # few keys
     )
     for mask_mod, args, plane in pairs:
-
-        @jax.jit
-        def steps(args, mask_mod=mask_mod):
-            numbers = {"batch_number": jnp.zeros(1, np.int32), "head_number": jnp.arange(N, dtype=np.int32)}
-            mask = Mask(mask_mod=mask_mod, mod_args=args, **numbers)
-            x = jnp.zeros((1, T, N, 2), np.float32)
-            operands, options = Operands(x, x[:, :S], x[:, :S], mask=mask), Options(scale=1.0)
-            options = KernelOptions.of(options, mask)
-            refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
-            options = functions.on_values(options, operands)
-            flags = tile_flags(options, refs, 128, 128)
-            return tpu_tiles.schedule(flags).steps
-
-        live, _ = visited(tpu_tiles.Schedule(steps(args), True, True), 0)
+        live = live_tiles(mask_mod, args, *plane.shape)
         expected = np.zeros((384, 384), bool)
-        expected[:T, :S] = plane
+        expected[: plane.shape[0], : plane.shape[1]] = plane
         wanted = set(map(tuple, np.argwhere(kinds(expected, 128, 128) > 0)))
         assert live.keys() == wanted or (mask_mod is apart and live.keys() > wanted)  # by padding
+
+
+def test_a_tile_is_compared_unless_all_heads_see_all_of_it():
+    of_heads = np.array([[[1, 1], [0, 1]], [[1, 0], [0, 1]]], bool)
+    live = live_tiles(mods.blocks(128), (of_heads,), 256, 256)
+    assert live == {(0, 0): False, (0, 1): True, (1, 1): False}
 
 
 LONG = (
@@ -197,6 +207,15 @@ def test_what_only_looks_like_a_distance_is_refused(at):
     """By row and column together, not by what they differ."""
     function = hoisting.of(lambda b, h, r, c, table: table[at(r, c)], False, (np.ones(1400, bool),))
     assert "row and column together" in hoisting.unsupported(function, "mask_mod", distances=True)
+
+
+@pytest.mark.parametrize(("size", "is_taken"), [((8, 64), True), ((1, 32), True), ((64, 16), False)])
+def test_numbers_are_handed_for_many_columns_alone(size, is_taken):
+    """However many rows share one: a tile has words of its rows."""
+    at = lambda b, h, row, column, table: (table[row // size[0], column // size[1]] + row) % 3 == 0
+    function = hoisting.of(at, False, (np.ones((40, 40), np.int32),))
+    reason = hoisting.unsupported(function, "mask_mod", distances=False)
+    assert reason is None if is_taken else "32" in reason
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ ELSEWHERE = {
     "weighted": lambda r, c: 2 * r - c,
     "of a plane": lambda r, c: r // 7 - c // 7,
     "either": lambda r, c: jnp.where(r > 5, r, c),
+    "clipped on one side": lambda r, c: jnp.maximum(r, 5) - c,
     "order from a row on": lambda r, c: jnp.where((r > 5) & (c > r), 5, 7),
 }
 

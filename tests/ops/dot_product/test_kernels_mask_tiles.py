@@ -80,12 +80,15 @@ def test_flags_are_those_of_the_array(array, name, is_causal, rng):
         operands = Operands(x[:, :T], x, x, plane.get("bias"), mask=mask)
         options = KernelOptions.of(Options(scale=1.0), mask)
         refs = kernel_inputs.inputs(options, operands, None, SMALL.padding)
-        steps = tpu_tiles.schedule(tile_flags(options, refs, TILE, TILE)).steps
+        flags = tile_flags(options, refs, TILE, TILE)
+        steps = [tpu_tiles.schedule(flags, by_key).steps for by_key in (False, True)]
         bounds = partial(hopper_tiles.bounds, options, refs, TILE, TILE)
-        return steps, bounds().words, bounds(by_key=True).words, bounds(each=True).words
+        return *steps, bounds().words, bounds(by_key=True).words, bounds(each=True).words
 
-    steps, by_query, by_key, each = map(np.asarray, found(given(array, jnp.asarray(elements))))
+    arrays = found(given(array, jnp.asarray(elements)))
+    steps, steps_by_key, by_query, by_key, each = map(np.asarray, arrays)
     assert steps.shape[1] == (1 + 2 + 3 if is_causal else 12)
+    assert steps_by_key.shape[1] == (3 + 2 + 1 + 1 if is_causal else 12)  # one where nothing is visited
     padding = [(0, (-n % TILE) * (n > 1)) for n in elements.shape[-2:]]
     padded = np.pad(elements, [(0, 0)] * (elements.ndim - 2) + padding)
     padded = padded.reshape(-1, N if elements.shape[-3:-2] == (N,) else 1, *padded.shape[-2:])
@@ -98,7 +101,8 @@ def test_flags_are_those_of_the_array(array, name, is_causal, rng):
             of_tiles = 2 * np.minimum(of_tiles, 1)
         expected = np.minimum(of_tiles, band)
         live = {tuple(map(int, place)): expected[tuple(place)] == 1 for place in np.argwhere(expected)}
-        assert visited(tpu_tiles.Schedule(steps, True, True), b)[0] == live
+        for words in (steps, steps_by_key):
+            assert visited(tpu_tiles.Schedule(words, True, True), b)[0] == live
         np.testing.assert_array_equal(each[b], np.array([0, 2, 1])[expected])
         for words, wanted in ((by_query[b], expected), (by_key[b], expected.T)):
             for (count, *tiles), row in zip(words, wanted, strict=True):

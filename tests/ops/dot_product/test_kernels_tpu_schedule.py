@@ -91,6 +91,7 @@ def test_a_schedule_misses_nothing_and_visits_in_runs(seed, by_key):
             assert is_mixed or every[place]
         if seed <= 1:
             assert len(live) == some.sum()
+            assert (schedule.has_full, schedule.has_mixed) == (False in live.values(), True in live.values())
         major = [s.column if by_key else s.row for s in steps]
         assert major == sorted(major)
         assert set(major) == set(range(some.shape[by_key]))

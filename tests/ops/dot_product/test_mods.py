@@ -158,6 +158,16 @@ def test_who_sees_and_is_seen_tile_after_tile(rng, monkeypatch, more):
     assert not np.asarray(expected[0])[..., -1, -1, :].any()
 
 
+def test_queries_beyond_their_length_count_in_no_tile(monkeypatch):
+    """Nor do keys that they alone would see, in tiles that are full for the others."""
+    T, end = 1200, 1100
+    monkeypatch.setattr(visibility, "BLOCK_ELEMENTS", 1)
+    numbers = {"batch_number": jnp.zeros(1, jnp.int32), "head_number": jnp.zeros(1, jnp.int32)}
+    mask = Mask(mask_mod=mods.causal, mod_args=(), query_seq_lengths=jnp.asarray([end], jnp.int32), **numbers)
+    for found in jax.jit(lambda m: visibility.used_queries_and_keys(m, None, Sizes((1,), T, T, 1, 1)))(mask):
+        np.testing.assert_array_equal(found.reshape(-1), np.arange(T) < end)
+
+
 def inputs(rng, T, *, B=1, heads=2, size=4):
     return tuple(jnp.asarray(rng.standard_normal((B, T, heads, size))) for _ in range(4))
 

@@ -39,6 +39,9 @@ def test_what_arrays_tell_goes_by_strips():
     assert keys == schedule(2048, key_value_seq_lengths=lengths)
     assert keys.runtime_extent
     assert not isinstance(schedule(2048, elements=array(32, 1, 2048, 2048)), Strips)
+    ids = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), array(32, 2048, dtype=jnp.int32))
+    assert schedule(2048, **ids).runtime_extent
+    assert not isinstance(schedule(2048, elements=array(32, 1, 1, 2048), **ids), Strips)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def extents(ids, blocks, turns, axis, vmapped=False):
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_a_strip_meets_all_that_it_sees_and_little_more(is_sorted, rng):
     """By entries that are taken in turn, and of all where not; any order of the ids is right."""
-    (B, T, S), blocks = (4, 40, 50), (8, 10)
+    (B, T, S), blocks = (4, 96, 50), (8, 10)
     ids = [rng.integers(0, 9, size=(B, n)).astype(np.int32) for n in (T, S)]
     ids = [np.sort(x) if is_sorted else x for x in ids]
     seen = ids[0][:, :, None] == ids[1][:, None]
@@ -141,6 +141,9 @@ CALLS = {  # turns; T, S, query heads, key heads; options; arrays of the mask
         2, 21, 14, 2, 1, {"is_causal": True, "sink": True},
         lambda rng: segments(ids(rng, 2, 21).at[:, 18:].set(7), ids(rng, 2, 14).at[:, 6:10].set(8)),
     ),
+    "documents, entries at once": (
+        1, 24, 36, 4, 2, {}, lambda rng: segments(documents(rng, 2, 24), documents(rng, 2, 36)),
+    ),
     "documents of all": (1, 64, 64, 4, 2, {"is_causal": True}, lambda rng: segments(documents(rng, 1, 64))),
     "documents of each, at once": (1, 64, 64, 4, 2, {}, lambda rng: segments(documents(rng, 2, 64))),
     "documents of each, axes apart": (0, 64, 64, 4, 2, {}, lambda rng: segments(documents(rng, 2, 64))),
@@ -155,6 +158,8 @@ CALLS = {  # turns; T, S, query heads, key heads; options; arrays of the mask
     "shapes alone": (1, 56, 64, 2, 1, {"is_causal": True}, lambda _: {}),
     "shapes alone, window": (1, 46, 94, 1, 1, {"local_window_size": (2, 50)}, lambda _: {}),
 }  # fmt: skip
+
+DEFAULT = ("unsorted, grouped, sink", "documents, entries at once")
 
 
 def outputs_and_gradients(function, arrays, options, mask, second):
@@ -192,7 +197,7 @@ def random_arrays(rng, B, T, S, N, K, sink):
 
 
 @pytest.mark.parametrize(
-    "call", [pytest.param(call, marks=() if "unsorted" in call else thorough) for call in CALLS]
+    "call", [pytest.param(call, marks=() if call in DEFAULT else thorough) for call in CALLS]
 )
 def test_they_give_the_definition(call, played, rng):
     """Outputs, gradients for both cotangents, and of some calls a derivative of these.

@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd._core.jaxpr.walk import equations
 from jax_attn_bwd._core.targets import aimed_at
 from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product import reference
@@ -149,6 +150,34 @@ def test_huge_tied_logits_and_a_dominant_sink(strips):
     out, lse = jax.jit(call)(q, k, k, sink=jnp.full(1, 1e3, jnp.float32))
     assert not out.any()
     assert (lse == 1e3).all()
+
+
+def test_a_sink_of_minus_infinity_is_none(strips, rng):
+    """In rows that see nothing, too."""
+    strips(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 1, 4))) for n in (30, 10, 10))
+    call = partial(dot_product_attention, q, k, v, local_window_size=(9, 3), return_residual=True)
+    both = jax.jit(lambda sink: (call(sink=sink), call()), compiler_options=QUICK)
+    found, expected = both(jnp.full(1, -jnp.inf))
+    assert (expected[1] == -jnp.inf).any()
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y, 1e-12)
+
+
+def test_gradients_of_what_devices_share_are_summed_in_float32(strips):
+    """Keys that all of them hold have a share from the queries of each."""
+    strips(1)
+    attend = jax.shard_map(
+        dot_product_attention,
+        mesh=jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(None, "x"), P(), P()),
+        out_specs=P(None, "x"),
+    )
+    x = jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.bfloat16)
+    gradients = jax.grad(lambda *qkv: attend(*qkv).astype(jnp.float32).sum(), (0, 1, 2))
+    program = jax.make_jaxpr(gradients)(x, x, x)
+    summed = [v.aval for e in equations(program.jaxpr) if "psum" in e.primitive.name for v in e.invars]
+    assert [(x.shape, x.dtype) for x in summed if x.ndim] == [((1, 8, 1, 4), "float32")] * 2
 
 
 @thorough

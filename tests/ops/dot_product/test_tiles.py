@@ -132,6 +132,21 @@ def test_tiles_of_segments(rng):
         np.testing.assert_array_equal(np.asarray(every)[0], of_one)
 
 
+def test_tiles_of_lengths():
+    """Exactly, of each length of the keys; queries beyond theirs hide nothing."""
+    T, S = 9, 12
+    ends = np.repeat([T, 4], S + 1), np.tile(np.arange(S + 1), 2)
+    rows, columns = (visibility.Tokens(n, valid_length=end) for n, end in zip((T, S), ends, strict=True))
+    some, every = visibility.of_tiles(Mask(), rows, columns, 3, 4)
+    seen = np.arange(S) < ends[1][:, None, None]
+    is_row = np.arange(T)[:, None] < ends[0][:, None, None]
+    for found, plane, reduce in ((some, is_row & seen, np.any), (every, seen | ~is_row, np.all)):
+        tiles = np.broadcast_to(plane, (len(ends[0]), T, S)).reshape(-1, T // 3, 3, S // 4, 4)
+        expected = reduce(tiles, (2, 4))
+        expected = expected if reduce is np.any else expected & np.asarray(some)
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_default_tiles_cover_any_length(monkeypatch):
     monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):

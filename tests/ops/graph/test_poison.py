@@ -24,6 +24,18 @@ def test_nan_in_the_cotangent_of_a_hidden_weight_reaches_nothing():
         assert_close(getattr(dirty, name), getattr(clean, name), 0, name)
 
 
+def test_the_tangent_of_a_bias_that_hides_is_not_read():
+    graph = BipartiteCSC.from_coo([0, 1, 2], [0, 0, 1], 3, 2)
+    query, key, value, bias = normal(2, 4), normal(3, 4, seed=1), normal(3, 4, seed=2), normal(3, 2, seed=3)
+    call = lambda bias: jab.graph_transformer_attention(
+        graph, query, key, value, num_heads=2, score_bias=bias, forward_mode=True
+    )
+    push = jax.jit(lambda along: jax.jvp(call, (bias.at[0, 0].set(-jnp.inf),), (along,))[1])
+    clean, dirty = (push(normal(3, 2, seed=4).at[0, 0].set(x)) for x in (0, jnp.nan))
+    assert np.abs(clean[0, 2:]).min() > 0  # of the head that sees two edges
+    assert_close(dirty, clean, 0)
+
+
 def test_nan_in_a_bias_is_no_mask():
     graph = BipartiteCSC.from_coo([0, 1, 2], [0, 0, 1], 3, 2)
     bias = jnp.zeros((3, 1)).at[0].set(jnp.nan)

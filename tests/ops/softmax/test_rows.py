@@ -65,3 +65,11 @@ def test_tangents_of_what_is_hidden_are_not_read():
     moved = 2 * np.where(mask, x, 0)[0]
     assert_close(dy[0], y[0] * (moved - (y[0] * moved).sum()), 1e-12)
     assert not dy[1].any()
+
+
+def test_x_that_is_hidden_is_not_read_where_its_scale_moves():
+    x, mask, scale = normal(2, 3), np.array([True, True, False]), normal(2, 1, seed=1)
+    tangent = lambda x: scaled_masked_softmax_jvp(x, mask, scale=scale, dscale=scale + 1)[1]
+    clean, dirty = (tangent(jnp.where(mask, x, beyond)) for beyond in (0.0, np.nan))
+    assert np.abs(clean[:, :2]).min() > 0
+    assert_close(dirty, clean, 0)
