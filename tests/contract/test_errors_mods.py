@@ -97,6 +97,8 @@ MASKS = rows(
     ("a packed mask of another plane", ValueError,
      r"the mask of mods.packed must have the T = 5 rows and S = 7 columns of the call, got \(7, 5\)",
      {"mask_mod": PACKED[0], "mod_args": PACKED[1]}),
+    ("a packed mask of a longer plane", ValueError, r"the T = 5 rows and S = 7 columns .*, got \(8, 9\)",
+     dict(zip(("mask_mod", "mod_args"), mods.packed(np.ones((8, 9), bool)), strict=True))),
     ("arrays of another packed mask", ValueError, r"array 1 of mods.packed in mod_args must have .*\[32, 1\]",
      {"mask_mod": mods.packed(ones(T, S, dtype=bool))[0], "mod_args": (PACKED[1][0], FEW)}),
     ("a small table", ValueError, r"relative_bias in mod_args must have shape \[N, 5\] with N = 6, got",
@@ -245,6 +247,14 @@ def test_a_function_without_a_module():
     space = {}
     exec("visible = lambda batch, head, row, column: row >= column", space)
     np.testing.assert_array_equal(attention(mask_mod=space["visible"]), attention(mask_mod=mods.causal))
+
+
+def test_what_is_known_of_joined_masks_is_asked_of_their_own_arrays():
+    """The first is a function of the user's, of whose array nothing is."""
+    near = mods.Mask(lambda batch, head, row, column, reach: row - column <= reach, 1)
+    ids = np.arange(S, dtype=np.int32) // 2
+    got = attention(mask_mod=near & mods.document, mod_args=(np.int32(T), ids))
+    np.testing.assert_array_equal(got, attention(mask_mod=mods.document, mod_args=(ids,)))
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])

@@ -84,15 +84,22 @@ def small(kind, forward_mode=True, **options):
     return mapped, lambda q, k, v: formula(q, k, v, **options)[0]
 
 
-def test_a_bias_alone_has_a_tangent_on_a_ring(rng):
-    """Its columns are those of the keys that have come, which have no tangent."""
-    q, k, bias, along = (draw(rng, *shape) for shape in ((1, 3, 2, 2), (1, 6, 1, 2), (2, 3, 6), (2, 3, 6)))
+def test_a_bias_and_a_sink_alone_have_tangents_on_a_ring(rng):
+    """The columns of the bias are those of the keys that have come, which have no tangent."""
+    q, k = (draw(rng, *shape) for shape in ((1, 3, 2, 2), (1, 6, 1, 2)))
+    moving, along = ((draw(rng, 2, 3, 6), draw(rng, 2)) for _ in range(2))
     attend = functools.partial(KINDS["ring"], axis_name=AXIS, forward_mode=True)
-    mapped = jax.shard_map(attend, mesh=mesh(3), in_specs=(*(TOKENS,) * 3, P(None, AXIS)), out_specs=TOKENS)
-    push = lambda f: jax.jit(
-        lambda b: jax.jvp(lambda b: f(q, k, k, b), (b,), (along,)), compiler_options=QUICK
+    mapped = jax.shard_map(
+        lambda q, k, bias, sink: attend(q, k, k, bias, sink=sink),
+        mesh=mesh(3),
+        in_specs=(TOKENS, TOKENS, P(None, AXIS), P()),
+        out_specs=TOKENS,
     )
-    close(push(mapped)(bias), push(lambda *x: formula(*x)[0])(bias), 1e-12)
+    plain = lambda q, k, bias, sink: formula(q, k, k, bias, sink=sink)[0]
+    push = lambda f: jax.jit(lambda *x: jax.jvp(lambda *x: f(q, k, *x), x, along), compiler_options=QUICK)(
+        *moving
+    )
+    close(push(mapped), push(plain), 1e-12)
 
 
 @thorough

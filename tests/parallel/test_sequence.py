@@ -68,6 +68,9 @@ def test_outputs_of_many_options_at_once(rng):
         "bias": Told(draw(rng, N, T, T), (-2, -1), P(None, AXIS)),
         "dropout_key": Told(jax.random.key(7)),
         "mask": Told(jnp.asarray(rng.random((N, T, T)) < 0.8)),  # whole on each device
+        "sink": Told(draw(rng, N)),
+        "query_seq_lengths": Told(jnp.array([6, T])),
+        "key_value_seq_lengths": Told(jnp.array([5, T])),
     }
     options = {"score_mod": mods.alibi, "dropout_rate": 0.4}
     runs = {kind: sharded(kind, 4, "contiguous", told, options) for kind in ("ring", "ulysses")}

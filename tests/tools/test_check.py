@@ -200,3 +200,21 @@ def test_limits_are_twice_the_errors_of_the_definition_in_the_dtype():
     for name, limit in aim.limits.items():
         error = relative_error(plain[name], aim.expected[name])
         assert limit == 2 * error + 2 * float(jnp.finfo("bfloat16").eps)
+
+
+def test_limits_of_gradients_in_cases_with_means_are_thrice_what_rounding_once_takes():
+    """Or half a step of the dtype, where that is more."""
+    (operator,) = (o for o in ops.discover() if o.name == "scaled_masked_softmax")
+    case = next(operator.tagged(check.MEANS))
+    aim = check.target(operator, case, "bfloat16")
+    narrow = lambda x: getattr(x, "dtype", None) == jnp.bfloat16
+    arrays, cts = jax.tree.map(
+        lambda x: x.astype(jnp.float32) if narrow(x) else x, (aim.arrays, aim.cotangents)
+    )
+    names = operator.differentiated(arrays)
+    _, gradients = check.quick_jit(value_and_gradients(operator.reference, names, arrays, case.options))(cts)
+    for name, x in gradients.items():
+        error = relative_error(x.astype(jnp.bfloat16), aim.expected[f"d{name}"])
+        least = float(jnp.finfo("bfloat16").eps) / 2
+        expected = max(case.times.get(name, check.TIMES) * error, least)
+        assert aim.limits[f"d{name}"] == pytest.approx(expected, rel=1e-3)

@@ -72,13 +72,14 @@ def test_tangents_are_those_of_the_definition(short_blocks, moving):
 
 def test_the_tangent_of_the_weight_of_what_does_not_count_is_not_read(short_blocks):
     arrays = sample(((3, 5),), B=1, Q=2, M=1, D=1, P=2)
-    at, weights = arrays["sampling_locations"].at[0, 0, 0, 0, 1].set(jnp.nan), arrays["attention_weights"]
+    arrays["sampling_locations"] = arrays["sampling_locations"].at[0, 0, 0, 0, 1].set(jnp.nan)
+    weights = arrays.pop("attention_weights")
     call = lambda weights: operator.call(
-        arrays["value"], at, weights, spatial_shapes=((3, 5),), forward_mode=True
+        **arrays, attention_weights=weights, spatial_shapes=((3, 5),), forward_mode=True
     )
     push = jax.jit(lambda along: jax.jvp(call, (weights,), (along,))[1][0])
     clean, dirty = (push(jnp.cos(weights).at[0, 0, 0, 0, 1].set(x)) for x in (0, jnp.nan))
-    assert np.abs(clean).min() > 0
+    assert clean[0, 0].all()
     assert_close(dirty, clean, 0)
 
 

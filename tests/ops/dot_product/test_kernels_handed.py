@@ -67,6 +67,14 @@ def score_of_each_element(score, x, batch, head):
     return jax.jit(jax.vmap(jax.vmap(of_element)))(x, row, column)
 
 
+def test_values_of_batch_entries():
+    lengths = np.array([3, 5, 4], np.int32)
+    function = hoisting.of(lambda b, h, r, c, lengths: c < lengths[b], False, (lengths,))
+    at = np.arange(8, dtype=np.int32)[None]
+    (found,) = hoisting.values(function, (lengths,), np.arange(3, dtype=np.int32), at[0, :1], at, at)
+    np.testing.assert_array_equal(found.reshape(3, 8), at < lengths[:, None])
+
+
 ELSEWHERE = {
     "sum": lambda r, c: r + c,
     "weighted": lambda r, c: 2 * r - c,

@@ -22,6 +22,10 @@ def pattern(rng, name, T=T, S=T):
         return np.zeros((T, S), bool)
     if name == "full":
         return np.ones((T, S), bool)
+    if name == "corner":  # all other cells are empty
+        mask = (rng.random((T, S)) < 0.5) & (np.arange(T)[:, None] < 20) & (np.arange(S) < 20)
+        mask[:16, :16] = True
+        return mask
     mask = rng.random((T, S)) < (0.002 if name == "scattered" else 0.3)
     if name == "clustered":
         coarse = rng.random((-(-T // 16), -(-S // 16))) < 0.3
@@ -42,7 +46,7 @@ def forms(mask):
     return {"array": mask, "sparse": stored, "graph": graph}
 
 
-@pytest.mark.parametrize("name", ["scattered", "clustered", "dense", "empty", "full"])
+@pytest.mark.parametrize("name", ["scattered", "clustered", "dense", "empty", "full", "corner"])
 def test_packed_masks_are_the_array(rng, name):
     """Element by element, from each form, and tile by tile in tiles of multiples of 8."""
     for shape in ((T, T), (70, 45)):
