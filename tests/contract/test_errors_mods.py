@@ -253,8 +253,10 @@ def test_what_is_known_of_joined_masks_is_asked_of_their_own_arrays():
     """The first is a function of the user's, of whose array nothing is."""
     near = mods.Mask(lambda batch, head, row, column, reach: row - column <= reach, 1)
     ids = np.arange(S, dtype=np.int32) // 2
-    got = attention(mask_mod=near & mods.document, mod_args=(np.int32(T), ids))
-    np.testing.assert_array_equal(got, attention(mask_mod=mods.document, mod_args=(ids,)))
+    call = lambda *args: attention(mask_mod=near & mods.document, mod_args=args)
+    assert jax.eval_shape(call, np.int32(T), ids).shape[1] == T
+    with pytest.raises(ValueError, match="the ids of document in mod_args must have shape"):
+        jax.eval_shape(call, ids, np.int32(T))
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_attn_bwd
+from jax_attn_bwd._core.sharding import on_shards
 
 COLLECTIVE = re.compile(
     r"= .*? (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
@@ -237,3 +238,14 @@ def test_other_operands_may_be_sharded_otherwise_on_an_explicit_mesh():
     for name in arrays:
         assert_close(got[name], expected[name], 1e-12, name)
         assert got[name].sharding.is_equivalent_to(placed[name].sharding, got[name].ndim), name
+
+
+def test_what_lies_over_two_mesh_axes_is_summed_over_the_third_alone():
+    """Of what each device computes of its own shards."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Explicit,) * 3)
+    rows, columns = P(("a", "b"), None), P(("a", "b"), "c")
+    run = on_shards(lambda x: x.sum(1, keepdims=True), mesh.abstract_mesh, (columns,), rows, mesh.axis_names)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6)))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(jax.device_put(x, NamedSharding(mesh, columns)))
+    assert_close(got, x.sum(1, keepdims=True), 1e-14)
