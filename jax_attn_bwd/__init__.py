@@ -48,6 +48,16 @@ from jax_attn_bwd.ops.graph import (
     graph_transformer_attention_bwd,
     graph_transformer_attention_jvp,
 )
+from jax_attn_bwd.ops.linear_attention import (
+    GatedDeltaRuleGrads,
+    GatedLinearAttentionGrads,
+    gated_delta_rule,
+    gated_delta_rule_bwd,
+    gated_delta_rule_jvp,
+    gated_linear_attention,
+    gated_linear_attention_bwd,
+    gated_linear_attention_jvp,
+)
 from jax_attn_bwd.ops.multi_head import (
     MultiHeadAttentionGrads,
     MultiHeadAttentionParams,
@@ -66,6 +76,8 @@ __all__ = [
     "BatchLayout",
     "BipartiteCSC",
     "DotProductAttentionGrads",
+    "GatedDeltaRuleGrads",
+    "GatedLinearAttentionGrads",
     "GraphAttentionGrads",
     "GraphBatch",
     "GraphTransformerAttentionGrads",
@@ -93,6 +105,12 @@ __all__ = [
     "edge_sum_bwd",
     "edge_sum_jvp",
     "explain",
+    "gated_delta_rule",
+    "gated_delta_rule_bwd",
+    "gated_delta_rule_jvp",
+    "gated_linear_attention",
+    "gated_linear_attention_bwd",
+    "gated_linear_attention_jvp",
     "graph_attention",
     "graph_attention_bwd",
     "graph_attention_jvp",

@@ -1,0 +1,501 @@
+"""Linear attention: the public functions of both operators, their checks, and the rules they share."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Unpack, overload
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_attn_bwd._core import backend, checks, fusion, secondary_calls
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import reshard_like
+from jax_attn_bwd._core.types import Array, Implementation, Integers
+from jax_attn_bwd.ops.linear_attention import backward as portable_backward
+from jax_attn_bwd.ops.linear_attention import forward as portable_forward
+from jax_attn_bwd.ops.linear_attention import tangent as written_tangent
+from jax_attn_bwd.ops.linear_attention.arguments import prepare
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.plan import plan as planned
+from jax_attn_bwd.ops.linear_attention.spec import (
+    DIFFERENTIABLE,
+    WITHOUT_BETA,
+    GatedDeltaRuleGrads,
+    GatedLinearAttentionGrads,
+    LinearAttentionKeywords,
+    Operands,
+    Options,
+    Residuals,
+)
+
+_DELTA, _LINEAR = "gated_delta_rule", "gated_linear_attention"
+
+
+# fmt: off
+@overload
+def gated_delta_rule(
+    query: Array, key: Array, value: Array, log_decay: Array | None, beta: Array, *,
+    return_final_state: Literal[False] = False, forward_mode: bool = False,
+    **options: Unpack[LinearAttentionKeywords]
+) -> jax.Array: ...
+@overload
+def gated_delta_rule(
+    query: Array, key: Array, value: Array, log_decay: Array | None, beta: Array, *,
+    return_final_state: Literal[True], forward_mode: bool = False,
+    **options: Unpack[LinearAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def gated_delta_rule(
+    query: Array, key: Array, value: Array, log_decay: Array | None, beta: Array, *,
+    return_final_state: bool, forward_mode: bool = False, **options: Unpack[LinearAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+def gated_delta_rule(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None,
+    beta: Array,
+    *,
+    initial_state: Array | None = None,
+    scale: float | None = None,
+    l2_norm_epsilon: float | None = None,
+    seq_lengths: Integers | None = None,
+    segment_ids: Integers | None = None,
+    return_final_state: bool = False,
+    precision: Any = None,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Corrects a matrix of memory by the delta rule and reads it, token by token, in memory linear in T.
+
+        S'_t = exp(log_decay_t) S_{t-1},   u_t = beta_t (v_t - S'_t^T k_t)
+        S_t  = S'_t + k_t u_t^T,           out_t = scale S_t^T q_t
+
+    The layer of Gated DeltaNet (Qwen3-Next, Qwen3.5) and, with a decay of each channel, of Kimi Delta
+    Attention. It is computed in chunks of 64 tokens, whose products follow one another only where a state
+    stands between them.
+
+    Over several devices batch and heads may be sharded, and nothing is exchanged. A sequence that is cut is
+    refused on an Explicit mesh; on Auto axes it is gathered.
+
+    Shapes: `...` any number of batch axes, T tokens, K key heads, N value heads (a multiple of K: value head
+    n reads key head n // (N / K)), H key size, Hv value size.
+
+    Args:
+      query: `[..., T, K, H]`, floating.
+      key: `[..., T, K, H]`, dtype of `query`.
+      value: `[..., T, N, Hv]`, dtype of `query`.
+      log_decay: the logarithm of what the state is multiplied by before each token: `[..., T, N]` a number a
+        head, `[..., T, N, H]` one a channel of the keys, `[N]` a constant of each head; None multiplies by 1.
+        Floating, float32 beside narrow queries, too. -inf, and what underflows, makes the state 0. Above 0
+        the state grows, which is taken as it is.
+      beta: `[..., T, N]`, floating, float32 beside narrow queries, too: the step of each correction, in
+        [0, 1], or up to 2 for keys of length 1.
+      initial_state: `[..., N, H, Hv]`, float32 (float64 for float64); None is 0.
+      scale: Python float; default `1 / sqrt(H)`.
+      l2_norm_epsilon: query and key are first multiplied by `rsqrt(sum x^2 + l2_norm_epsilon)`; 1e-6 in
+        Qwen3-Next. None takes them as they are: then beta |k|^2 above 2 diverges, as the definition does.
+      seq_lengths: ints that broadcast to `[...]`, in [0, T]: tokens at or beyond neither write nor are read,
+        and out is 0 there; the final state is that after the last token.
+      segment_ids: ints that broadcast to `[..., T]`: where the id differs from that of the token before, a
+        document begins, and its state is 0, as if it were alone. `initial_state` belongs to the first
+        document, the final state to the last.
+      return_final_state: return `(out, final_state)`.
+      precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
+      forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
+      implementation: None or "xla"; there are no kernels.
+
+    Returns:
+      out: `[..., T, N, Hv]`, dtype of `query`. States and sums are float32 (float64 for float64).
+      final_state: with `return_final_state`, `[..., N, H, Hv]`, float32 (float64 for float64).
+
+    Gradients:
+      query, key, value, log_decay (of its own shape), beta, initial_state: exact, in the dtype and shape of
+      the argument, through `out` and `final_state`, to second order and beyond. That of a decay that is 0 is
+      0. Only what is differentiated is computed. Saves its inputs, and states of chunks: no more than the
+      inputs hold. They carry the checkpoint names "attention_out" and "attention_states". NaN beyond the
+      lengths reaches no output and no gradient.
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range; values of `log_decay` that are known lie all
+        in [0, 1], as decays do and their logarithms do not; a sequence is cut over an Explicit mesh.
+      TypeError: an argument is of the wrong kind (mixed dtypes, a narrow state).
+      NotImplementedError: the named implementation cannot run this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import gated_delta_rule
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> log_decay, beta = jnp.full((2, 16, 4), -0.1), jnp.full((2, 16, 4), 0.5)
+      >>> out, state = gated_delta_rule(
+      ...     q, k, v, log_decay, beta, l2_norm_epsilon=1e-6, return_final_state=True)
+      >>> out.shape, state.shape
+      ((2, 16, 4, 8), (2, 4, 8, 8))
+
+    References:
+      Yang et al., Gated delta networks, arXiv:2412.06464, 2024. Yang et al., Parallelizing linear
+      transformers with the delta rule over sequence length, arXiv:2406.06484, 2024. Kimi Team, Kimi Linear,
+      arXiv:2510.26692, 2025.
+    """
+    options = {
+        "initial_state": initial_state, "scale": scale, "l2_norm_epsilon": l2_norm_epsilon,
+        "seq_lengths": seq_lengths, "segment_ids": segment_ids, "precision": precision,
+    }  # fmt: skip
+    tokens = (query, key, value, log_decay, beta)
+    outputs = _run(_DELTA, tokens, True, forward_mode, implementation, options)
+    return outputs if checks.flag(_DELTA, "return_final_state", return_final_state) else outputs[0]
+
+
+# fmt: off
+@overload
+def gated_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None = None, *,
+    return_final_state: Literal[False] = False, forward_mode: bool = False,
+    **options: Unpack[LinearAttentionKeywords]
+) -> jax.Array: ...
+@overload
+def gated_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None = None, *,
+    return_final_state: Literal[True], forward_mode: bool = False,
+    **options: Unpack[LinearAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def gated_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None = None, *,
+    return_final_state: bool, forward_mode: bool = False, **options: Unpack[LinearAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+def gated_linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None = None,
+    *,
+    initial_state: Array | None = None,
+    scale: float | None = None,
+    l2_norm_epsilon: float | None = None,
+    seq_lengths: Integers | None = None,
+    segment_ids: Integers | None = None,
+    return_final_state: bool = False,
+    precision: Any = None,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Adds to a matrix of memory and reads it, token by token, in memory linear in T.
+
+        S_t = exp(log_decay_t) S_{t-1} + k_t v_t^T,   out_t = scale S_t^T q_t
+
+    The layer of linear attention, RetNet and lightning attention (a constant decay), of Mamba-2 (a number a
+    head) and of gated linear attention (a number a channel). Arguments, results, gradients and errors are
+    those of `gated_delta_rule`, without `beta`.
+
+    Shapes: as in `gated_delta_rule`.
+
+    Args:
+      query, key, value, log_decay: as in `gated_delta_rule`; `log_decay` may be left out.
+      initial_state, scale, l2_norm_epsilon, seq_lengths, segment_ids, return_final_state, precision,
+        forward_mode, implementation: as in `gated_delta_rule`.
+
+    Returns:
+      out: `[..., T, N, Hv]`, dtype of `query`; with `return_final_state` also final_state `[..., N, H, Hv]`.
+
+    Gradients:
+      query, key, value, log_decay, initial_state: as in `gated_delta_rule`.
+
+    Raises:
+      As `gated_delta_rule`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd import gated_linear_attention
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> out = gated_linear_attention(q, k, v, jnp.log(1 - 2.0 ** -jnp.arange(5.0, 9.0)))
+      >>> out.shape
+      (2, 16, 4, 8)
+
+    References:
+      Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236, 2020. Yang et al., Gated linear attention
+      transformers with hardware-efficient training, arXiv:2312.06635, 2023. Dao and Gu, Transformers are
+      SSMs, arXiv:2405.21060, 2024.
+    """
+    options = {
+        "initial_state": initial_state, "scale": scale, "l2_norm_epsilon": l2_norm_epsilon,
+        "seq_lengths": seq_lengths, "segment_ids": segment_ids, "precision": precision,
+    }  # fmt: skip
+    tokens = (query, key, value, log_decay, None)
+    outputs = _run(_LINEAR, tokens, False, forward_mode, implementation, options)
+    return outputs if checks.flag(_LINEAR, "return_final_state", return_final_state) else outputs[0]
+
+
+def gated_delta_rule_bwd(
+    dout: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None,
+    beta: Array,
+    *,
+    dfinal_state: Array | None = None,
+    wrt: Sequence[str] | None = None,
+    **options: Unpack[LinearAttentionKeywords],
+) -> GatedDeltaRuleGrads:
+    """The backward of `gated_delta_rule` as a plain function; it computes the states again.
+
+    Args:
+      dout: `[..., T, N, Hv]`, cotangent of `out`, dtype of `query`.
+      dfinal_state: `[..., N, H, Hv]`, cotangent of the final state, float32 or wider; None = 0.
+      wrt: which of "query", "key", "value", "log_decay", "beta", "initial_state" to compute; None = all that
+        are given but the last.
+      query, key, value, log_decay, beta and options: as in the forward call, `LinearAttentionKeywords`.
+
+    Returns:
+      GatedDeltaRuleGrads(query, key, value, log_decay, beta, initial_state), each with its argument's shape
+      and dtype; None where not asked.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `gated_delta_rule`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_attn_bwd as jab
+      >>> q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8)) / 4
+      >>> beta = jnp.full((2, 16, 4), 0.5)
+      >>> grads = jab.gated_delta_rule_bwd(dout, q, k, v, None, beta, wrt=("beta",))
+      >>> grads.beta.shape, grads.query is None
+      ((2, 16, 4), True)
+    """
+    tokens = (query, key, value, log_decay, beta)
+    found = _gradients(_DELTA, gated_delta_rule, tokens, True, dout, dfinal_state, wrt, options)
+    return GatedDeltaRuleGrads(**found)
+
+
+def gated_linear_attention_bwd(
+    dout: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None = None,
+    *,
+    dfinal_state: Array | None = None,
+    wrt: Sequence[str] | None = None,
+    **options: Unpack[LinearAttentionKeywords],
+) -> GatedLinearAttentionGrads:
+    """The backward of `gated_linear_attention` as a plain function; it computes the states again.
+
+    Args:
+      dout, dfinal_state, wrt: as in `gated_delta_rule_bwd`, without "beta".
+      query, key, value, log_decay and options: as in the forward call, `LinearAttentionKeywords`.
+
+    Returns:
+      GatedLinearAttentionGrads(query, key, value, log_decay, initial_state), each with its argument's shape
+      and dtype; None where not asked.
+
+    Gradients:
+      A composition of differentiable operations: it may itself be differentiated, in either mode.
+
+    Raises:
+      As `gated_linear_attention`.
+
+    Example:
+      >>> import jax
+      >>> import jax_attn_bwd as jab
+      >>> q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8))
+      >>> grads = jab.gated_linear_attention_bwd(dout, q, k, v)
+      >>> grads.key.shape, grads.log_decay is None
+      ((2, 16, 4, 8), True)
+    """
+    tokens = (query, key, value, log_decay, None)
+    found = _gradients(_LINEAR, gated_linear_attention, tokens, False, dout, dfinal_state, wrt, options)
+    return GatedLinearAttentionGrads(**found)
+
+
+def gated_delta_rule_jvp(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None,
+    beta: Array,
+    *,
+    dquery: Array | None = None,
+    dkey: Array | None = None,
+    dvalue: Array | None = None,
+    dlog_decay: Array | None = None,
+    dbeta: Array | None = None,
+    dinitial_state: Array | None = None,
+    return_final_state: bool = False,
+    **options: Unpack[LinearAttentionKeywords],
+) -> tuple[Any, Any]:
+    """`gated_delta_rule` and its tangent, as a plain function.
+
+    Args:
+      dquery, dkey, dvalue, dlog_decay, dbeta, dinitial_state: tangents, each of the shape and dtype of its
+        argument; None = 0.
+      query, key, value, log_decay, beta, return_final_state and options: as in the forward call,
+        `LinearAttentionKeywords`.
+
+    Returns:
+      (out, dout): `[..., T, N, Hv]`, dtype of `query`; with `return_final_state` ((out, final_state), (dout,
+      dfinal_state)).
+
+    Gradients:
+      Differentiable in both modes, as the call with `forward_mode=True` is.
+
+    Raises:
+      As `gated_delta_rule`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_attn_bwd as jab
+      >>> q, k, v, dv = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8)) / 4
+      >>> beta = jnp.full((2, 16, 4), 0.5)
+      >>> out, dout = jab.gated_delta_rule_jvp(q, k, v, None, beta, dvalue=dv)
+      >>> dout.shape
+      (2, 16, 4, 8)
+    """
+    primals = {"query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta}
+    moving = {"query": dquery, "key": dkey, "value": dvalue, "log_decay": dlog_decay, "beta": dbeta}
+    moving |= {"initial_state": dinitial_state}
+    return _tangents(_DELTA, gated_delta_rule, primals, moving, return_final_state, options)
+
+
+def gated_linear_attention_jvp(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None = None,
+    *,
+    dquery: Array | None = None,
+    dkey: Array | None = None,
+    dvalue: Array | None = None,
+    dlog_decay: Array | None = None,
+    dinitial_state: Array | None = None,
+    return_final_state: bool = False,
+    **options: Unpack[LinearAttentionKeywords],
+) -> tuple[Any, Any]:
+    """`gated_linear_attention` and its tangent, as a plain function.
+
+    Args:
+      dquery, dkey, dvalue, dlog_decay, dinitial_state: as in `gated_delta_rule_jvp`.
+      query, key, value, log_decay, return_final_state and options: as in the forward call,
+        `LinearAttentionKeywords`.
+
+    Returns:
+      As `gated_delta_rule_jvp`.
+
+    Gradients:
+      Differentiable in both modes, as the call with `forward_mode=True` is.
+
+    Raises:
+      As `gated_linear_attention`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+
+    Example:
+      >>> import jax
+      >>> import jax_attn_bwd as jab
+      >>> q, k, v, dv = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8))
+      >>> out, dout = jab.gated_linear_attention_jvp(q, k, v, dvalue=dv)
+      >>> dout.shape
+      (2, 16, 4, 8)
+    """
+    primals = {"query": query, "key": key, "value": value, "log_decay": log_decay}
+    moving = {"query": dquery, "key": dkey, "value": dvalue, "log_decay": dlog_decay}
+    moving |= {"initial_state": dinitial_state}
+    return _tangents(_LINEAR, gated_linear_attention, primals, moving, return_final_state, options)
+
+
+PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
+IMPLEMENTATIONS = (PORTABLE,)
+_READ_TWICE = ("query", "key", "value", "log_decay", "beta")  # in the forward and in the backward
+
+
+def _run(
+    operator: str, tokens: tuple, is_delta: bool, forward_mode: Any, implementation: Any, given: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output and the final state of a call."""
+    options, operands = prepare(operator, *tokens, is_delta=is_delta, **given)
+    plan = _planned(operator, implementation, options, operands)
+    return _OPERATION.runner(operator, forward_mode)(plan, operands)
+
+
+def _gradients(
+    operator: str, like: Callable[..., Any], tokens: tuple, is_delta: bool, dout: Any, dfinal_state: Any,
+    wrt: Any, given: Any,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Returns the gradients of a call that are asked for, by name."""
+    # the call, checked as the forward is
+    name, fields = f"{operator}_bwd", DIFFERENTIABLE if is_delta else WITHOUT_BETA
+    given = secondary_calls.complete(name, like, LinearAttentionKeywords, given)
+    implementation = given.pop("implementation")
+    options, operands = prepare(name, *tokens, is_delta=is_delta, **given)
+    present = [n for n in fields if getattr(operands, n) is not None]
+    wanted = checks.wanted(name, present[:-1] if wrt is None and "initial_state" in present else
+                           present if wrt is None else wrt, fields, present)
+
+    # cotangents, sharded as what they are of
+    value = operands.value
+    dout = checks.floating(name, "dout", dout)
+    checks.shape(name, "dout", dout, "[..., T, N, Hv]", value.shape)
+    checks.same_dtype(name, value=value, dout=dout)
+    dout = reshard_like(dout, value, tuple(range(value.ndim)))
+    if dfinal_state is not None:
+        dfinal_state, wide = checks.floating(name, "dfinal_state", dfinal_state), accumulator_dtype(value.dtype)
+        (*batch, _, N, Hv), H = value.shape, operands.key.shape[-1]
+        checks.shape(name, "dfinal_state", dfinal_state, "[..., N, H, Hv]", (*batch, N, H, Hv))
+        if dfinal_state.dtype != wide:
+            got = f"dtype {dfinal_state.dtype}"
+            raise TypeError(checks.message(name, "dfinal_state", f"have dtype {wide}", got))
+        axes = (*range(len(batch)), value.ndim - 2, None, None)
+        dfinal_state = reshard_like(dfinal_state, value, axes)
+
+    plan = _planned(name, implementation, options, operands)
+    implementation = backend.named(IMPLEMENTATIONS, plan.implementation)
+    states = implementation.forward(plan, operands).states
+    return implementation.backward(plan, Residuals(operands, states), frozenset(wanted), dout, dfinal_state)
+
+
+def _tangents(
+    operator: str, like: Callable[..., Any], primals: dict[str, Any], moving: dict[str, Any],
+    return_final_state: Any, given: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Returns the outputs of a call, and their tangents."""
+    name = f"{operator}_jvp"
+    given = secondary_calls.complete(name, like, LinearAttentionKeywords, given)
+    primals = primals | {"initial_state": given.pop("initial_state")}
+    call = partial(like, return_final_state=return_final_state, forward_mode=True, **given)
+    return secondary_calls.outputs_and_tangents(name, call, primals, moving)
+
+
+def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
+    """Returns the plan of a call; raises where the implementation asked for cannot run it."""
+    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
+    return planned(chosen.name, options, operands)
+
+
+def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    result = backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, operands)
+    return result.out, result.final_state
+
+
+def _forward(plan, operands, wanted):
+    forward = backend.named(IMPLEMENTATIONS, plan.implementation).forward
+    result = forward(plan, fusion.computed_once(operands, _READ_TWICE))
+    out, final = (checkpoint_name(x, "attention_out") for x in (result.out, result.final_state))
+    return (out, final), Residuals(operands, checkpoint_name(result.states, "attention_states"))
+
+
+def _backward(plan, saved, wanted, cotangents):
+    saved = saved._replace(operands=fusion.computed_once(saved.operands, _READ_TWICE))
+    backward = backend.named(IMPLEMENTATIONS, plan.implementation).backward
+    grads = backward(plan, saved, wanted, *cotangents)
+    return Operands(*(grads.get(name) for name in Operands._fields))
+
+
+def _tangent(plan, saved, tangents):
+    return written_tangent.tangent(plan, saved.operands, tangents)
+
+
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

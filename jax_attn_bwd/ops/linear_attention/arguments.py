@@ -1,0 +1,146 @@
+"""Checks the arguments of a call and makes `Options` and `Operands` of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn_bwd._core import checks, numerics, sharding
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+
+_HEADS_LAST = "the layout is [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2), from [..., N, T] "
+_HEADS_LAST += "x.swapaxes(-2, -1)"
+
+
+def prepare(
+    operator: str, query, key, value, log_decay, beta, *, is_delta: bool, initial_state, scale,
+    l2_norm_epsilon, seq_lengths, segment_ids, precision,
+) -> tuple[Options, Operands]:  # fmt: skip
+    """Checks every argument of a call; raises as the public docstrings say."""
+    # the tokens: queries, keys and values, what their heads have, and how they lie on an Explicit mesh
+    query, key, value = _query_key_value(operator, query, key, value)
+    (*batch, T, N, Hv), H = value.shape, key.shape[-1]
+    heads = (*batch, T, N)
+    if log_decay is not None:
+        log_decay = _log_decay(operator, log_decay, heads, H)
+    if is_delta:
+        beta = checks.floating(operator, "beta", beta)
+        checks.shape(operator, "beta", beta, "[..., T, N]", heads, _swapped(beta.shape, heads))
+    given = {"query": query, "key": key, "log_decay": log_decay, "beta": beta}
+    query, key, log_decay, beta = (_alike(operator, n, x, value) for n, x in given.items())
+
+    # the state, in the dtype of sums
+    if initial_state is not None:
+        initial_state, wide = checks.floating(operator, "initial_state", initial_state), value.dtype
+        wide = numerics.accumulator_dtype(wide)
+        checks.shape(operator, "initial_state", initial_state, "[..., N, H, Hv]", (*batch, N, H, Hv))
+        if initial_state.dtype != wide:
+            remedy = f"write initial_state.astype({wide})"
+            got = f"dtype {initial_state.dtype}"
+            raise TypeError(checks.message(operator, "initial_state", f"have dtype {wide}", got, remedy))
+        axes = (*range(len(batch)), value.ndim - 2, None, None)
+        initial_state = sharding.reshard_like(initial_state, value, axes)
+
+    # where sequences and documents end
+    def of_entries(argument, x, tail, names, **limits):
+        x = checks.integers(operator, argument, x, **limits)
+        checks.broadcasts(operator, argument, x, names, (*batch, *tail))
+        x = numerics.to_rank(x, len(batch) + len(tail))
+        return sharding.reshard_like(x, value, (*range(len(batch)), *(None,) * len(tail)))
+
+    restarts = None
+    if seq_lengths is not None:
+        limits = {"least": 0} | ({"greatest": T} if isinstance(T, int) else {})
+        seq_lengths = numerics.saturated(of_entries("seq_lengths", seq_lengths, (), "[...]", **limits))
+    if segment_ids is not None:
+        ids = of_entries("segment_ids", segment_ids, (T,), "[..., T]")
+        ids = jnp.broadcast_to(ids, (*ids.shape[:-1], T))
+        before = jnp.concatenate([ids[..., :1], ids[..., :-1]], -1) if T != 0 else ids
+        restarts = ids != before
+
+    # the options
+    if l2_norm_epsilon is not None:
+        l2_norm_epsilon = checks.python_float(operator, "l2_norm_epsilon", l2_norm_epsilon)
+        if l2_norm_epsilon <= 0:
+            expected = "be positive, or None"
+            raise ValueError(checks.message(operator, "l2_norm_epsilon", expected, l2_norm_epsilon))
+    remedy = "multiply query by a learned or traced scale"
+    scale = checks.head_scale(operator, scale, H, value.dtype, remedy)
+    options = Options(is_delta, scale, l2_norm_epsilon, checks.precision(operator, precision))
+    return options, Operands(query, key, value, log_decay, beta, initial_state, seq_lengths, restarts)
+
+
+def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # floats of one dtype, of three axes at least
+    query, key, value = (
+        checks.floating(operator, n, x) for n, x in (("query", query), ("key", key), ("value", value))
+    )
+    checks.same_dtype(operator, query=query, key=key, value=value)
+    for argument, x, names in (("query", query, "[..., T, K, H]"), ("value", value, "[..., T, N, Hv]")):
+        if x.ndim < 3:
+            raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+
+    # shapes that fit together; a warning where heads seem to stand before tokens
+    *batch, T, K, H = query.shape
+    N, Hv = value.shape[-2:]
+    checks.shape(operator, "key", key, "[..., T, K, H]", (*batch, T, K, H))
+    checks.shape(operator, "value", value, "[..., T, N, Hv]", (*batch, T, N, Hv))
+    if K == 0 or N == 0 or N % K:
+        expected = "be a positive multiple of the key heads K"
+        remedy = f"query and key have K = {K}; the layout is [..., T, N, H]"
+        raise ValueError(checks.message(operator, "value heads N", expected, N, remedy))
+    if isinstance(T, int) and 1 < T <= N // 8 and N >= 64:
+        checks.warn(f"{operator}: value {value.shape} has T = {T} tokens and N = {N} heads: {_HEADS_LAST}")
+
+    # the sequence, and what is within a head, lie whole on each device
+    value = sharding.without_ones(value)
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        spec = sharding.explicit_spec(sharding.without_ones(x))
+        if spec[-3] is not None:
+            short = operator.removesuffix("_bwd").removesuffix("_jvp")
+            remedy = f"jax_attn_bwd.parallel.{short} inside jax.shard_map takes a sequence that is cut"
+            raise ValueError(checks.message(operator, argument, "not be sharded along T", spec, remedy))
+        if spec[-1] is not None:
+            expected = "not be sharded along its head size"
+            raise ValueError(checks.message(operator, argument, expected, spec, "reshard it"))
+    names = sharding.explicit_spec(value)[-2]
+    if names is not None and K % (n := sharding.axis_size(value, names)):
+        expected = f"be a multiple of the size {n} of mesh axis {names!r}"
+        remedy = "shard the batch instead, or repeat key heads"
+        raise ValueError(checks.message(operator, "key heads K", expected, K, remedy))
+    return query, key, value
+
+
+def _alike(operator: str, argument: str, x: jax.Array | None, value: jax.Array) -> jax.Array | None:
+    """Returns what is told of tokens, sharded as the value is; the key heads are cut as the value heads."""
+    if x is None:
+        return None
+    if x.ndim == 1:
+        return sharding.reshard_like(x, value, (value.ndim - 2,))
+    axes = tuple(range(x.ndim)) if x.ndim == value.ndim else tuple(range(value.ndim - 1))
+    return sharding.reshard_like(x, value, axes)
+
+
+def _log_decay(operator: str, log_decay: Any, heads: tuple, H: Any) -> jax.Array:
+    """Checks the logarithms of the decays, of shape `[..., T, N]`, `[..., T, N, H]` or `[N]`."""
+    x = checks.floating(operator, "log_decay", log_decay)
+    shapes = (heads, (*heads, H), heads[-1:])
+    if x.shape not in shapes:
+        expected = f"have shape [..., T, N] = {heads}, [..., T, N, H] = {shapes[1]} or [N] = {shapes[2]}"
+        remedy = _swapped(x.shape, heads)
+        raise ValueError(checks.message(operator, "log_decay", expected, x.shape, remedy))
+    values = checks.known(log_decay) if x.size else None
+    if values is not None:
+        least, greatest = float(np.min(values)), float(np.max(values))
+        if 0 <= least and 0 < greatest <= 1:
+            expected = "be the logarithm of what the state is multiplied by, at most 0 where it decays"
+            got = f"values from {least:.3g} to {greatest:.3g}"
+            raise ValueError(checks.message(operator, "log_decay", expected, got, "write jnp.log(decay)"))
+    return x
+
+
+def _swapped(shape: tuple, heads: tuple) -> str:
+    """Tells how tokens and heads change places, if `shape` has them the other way round."""
+    *batch, T, N = heads
+    return _HEADS_LAST if shape[: len(heads)] == (*batch, N, T) != heads else ""

@@ -1,0 +1,204 @@
+"""Backward of linear attention: derivation, then the portable code.
+
+The letters and equations (1) to (6) are those of `chunk.py` and `forward.py`. From dO and the cotangent dS1
+of the state behind a chunk, for one chunk after the other, the last first:
+
+    dU = P^T dO + K~ dS1                                             from (6)           (7)
+    dR = M^T dU,   dS0 = Q^^T dO + exp(c_C) dS1 - K^^T (b dR)        from (5), (6)      (8)
+
+with R = b (V - K^ S0), so U = M R; without a delta rule dS0 has no third term. All else side by side:
+
+    dP_ij = <dO_i, U_j>,   dA_ij = - <dR_i, U_j>                     from (5), (6)      (9)
+    dQ^ = dO S0^T,   dK^ = - (b dR) S0^T,   dK~ = U dS1^T                              (10)
+    dV = b dR,   db_i = <dR_i, (V - K^ S0)_i> + sum_j dA_ij <k_i, k_j>_G               (11)
+    dq_i = exp(c_i) dq^_i + sum_{j<=i} dP_ij exp(c_i - c_j) k_j                        (12)
+    dk_i = exp(c_i) dk^_i + sum_{j<i} b_i dA_ij exp(c_i - c_j) k_j                     (13)
+         + exp(c_C - c_i) dk~_i + sum_{j>i} exp(c_j - c_i) (b_j dA_ji k_j + dP_ji q_j) + dP_ii q_i   (14)
+
+q_i, and k_i where (13) has it, come with the factor exp(c_i), k_i where (14) has it with exp(-c_i). So of
+each channel, or summed over those that share a decay,
+
+    dc_i = q_i dq_i + k_i (13) - k_i (14),   without dP_ii                             (15)
+    dc_C += sum_j k~_j dk~_j + exp(c_C) sum_v S0 dS1                                   (16)
+    dg_t = sum of dc_i over i >= t of the chunk, 0 where a part begins                 (17)
+
+With l2_norm_epsilon, q = s r x of the given x, r = (sum x^2 + epsilon)^-1/2: dx = s r (dq - rx <rx, dq>), and
+so for k. U and S0 are computed again from the state before the group, by (5) and (6).
+
+References:
+  As in `forward.py`; (7) to (17) follow from (1) to (6).
+"""
+
+from collections.abc import Collection
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
+from jax_attn_bwd._core.sharding import match_type, vary_over, varying
+from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.chunk import (
+    Part,
+    dot_of,
+    part,
+    strictly_lower,
+    transposed,
+    unit_gradient,
+)
+from jax_attn_bwd.ops.linear_attention.forward import (
+    Inside,
+    in_order,
+    inside,
+    merged_heads,
+    next_state,
+    split_heads,
+    step_of,
+    zero_state,
+)
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.spec import Options, Residuals
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def backward(
+    plan: Plan,
+    residuals: Residuals,
+    wanted: frozenset[str],
+    dout: jax.Array | None,
+    dfinal: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Returns the gradients of the operands in `wanted`, by name; a cotangent that is None is zero."""
+    options, operands, dot = plan.options, residuals.operands, dot_of(plan.options)
+    dtype, groups = accumulator_dtype(operands.value.dtype), operands.groups
+    tokens = layout.tokens(plan, operands)
+
+    # the cotangents; that of a token beyond the lengths is not read
+    reads = operands, residuals.states, dout, dfinal
+    if dout is None:
+        dout = jnp.zeros_like(operands.value)
+    seen = layout.seen_tokens(operands)
+    dout = layout.split(plan, dout if seen is None else jnp.where(seen, dout, 0), groups)
+    if dfinal is None:
+        dstate = zero_state(operands, reads)
+    else:
+        dstate = split_heads(vary_over(dfinal.astype(dtype), varying(reads)), groups)
+
+    def group(dstate, given):
+        tokens, state, dout = given
+        own = part(options, tokens, dtype)
+        within = inside(options, own)
+        _, (states, u) = in_order(partial(next_state, dot), state, step_of(own, within))
+        dout = dout.astype(dtype)
+        dstate, through = _through_states(options, own, within, dout, dstate)
+        found = _of_tokens(options, wanted, own, within, states, u, dout, through)
+        shapes = {name: getattr(tokens, name).shape for name in found}
+        return dstate, {name: reduce_to(x, shapes[name]) for name, x in found.items()}
+
+    group = jax.checkpoint(group, prevent_cse=False)
+    dstate, found = lax.scan(group, dstate, (tokens, residuals.states, dout), reverse=True)
+
+    # in the shapes and types of the operands
+    grads = {name: layout.like_operand(operands, name, x) for name, x in found.items()}
+    if "initial_state" in wanted:
+        grads["initial_state"] = merged_heads(dstate)
+    return {name: match_type(x, getattr(operands, name)) for name, x in grads.items()}
+
+
+class Through(NamedTuple):
+    """What (7) and (8) give of each chunk."""
+
+    dstate: jax.Array  # dS1
+    du: jax.Array
+    dr: jax.Array | None  # of the delta rule
+
+
+def _through_states(
+    options: Options, own: Part, within: Inside, dout: jax.Array, dstate: jax.Array
+) -> tuple[jax.Array, Through]:
+    """Computes (7) and (8) for the chunks of a group; returns dS0 of the first, too."""
+    dot = dot_of(options)
+    read_by_out = dot(transposed(within.reads), dout), dot(transposed(within.from_start), dout)
+
+    def step(dstate, given):
+        (du, of_out), at_start, at_end, whole, inverse, beta = given
+        du = du + dot(at_end, dstate)
+        before, dr = of_out + whole * dstate, None
+        if options.is_delta:
+            dr = dot(transposed(inverse), du)
+            before = before - dot(transposed(at_start), beta * dr)
+        return before, Through(dstate, du, dr)
+
+    given = read_by_out, within.at_start, within.at_end, within.whole, within.inverse, own.beta
+    return in_order(step, dstate, given, reverse=True)
+
+
+def _of_tokens(
+    options: Options,
+    wanted: Collection[str],
+    own: Part,
+    within: Inside,
+    states: jax.Array,
+    u: jax.Array,
+    dout: jax.Array,
+    through: Through,
+) -> dict[str, jax.Array]:
+    """Computes (9) to (17): the gradients in `wanted` of what is told of the tokens."""
+    (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(options)
+    normed, query = query, options.scale * query
+    dstate, du, dr = through
+    needs_decay = "log_decay" in wanted
+    strict = strictly_lower(key)
+    found = {"value": du}
+
+    # (9): what a token reads of another's share, and of its own
+    dreads = dot(dout, transposed(u))
+    own_share = (dout * u).sum(-1, keepdims=True)
+    dreads = jnp.where(strict, dreads, 0)
+    if options.is_delta:
+        db_dr = beta * dr
+        doverlaps = -jnp.where(strict, dot(dr, transposed(u)), 0)
+        found["value"] = db_dr
+        if "beta" in wanted:  # (11)
+            rest = value - dot(within.at_start, states)
+            found["beta"] = (dr * rest).sum(-1, keepdims=True) + (doverlaps * within.overlaps).sum(
+                -1, keepdims=True
+            )
+        doverlaps = beta * doverlaps
+
+    # (12)
+    dq = dk = None
+    if "query" in wanted or needs_decay:
+        dq = decays.from_start * dot(dout, transposed(states)) + decays.rows(dot, dreads, key)
+    # (13), (14)
+    if "key" in wanted or needs_decay:
+        dat_end = decays.to_end * dot(u, transposed(dstate))
+        dcolumns, drows = dat_end + decays.columns(dot, dreads, query), None
+        if options.is_delta:
+            dcolumns = dcolumns + decays.columns(dot, doverlaps, key)
+            drows = decays.rows(dot, doverlaps, key)
+            drows = drows - decays.from_start * dot(db_dr, transposed(states))
+        dk = dcolumns + own_share * query + (0 if drows is None else drows)
+    # (15) to (17)
+    if needs_decay:
+        dc = query * dq - key * dcolumns
+        end = (key * dat_end).sum(-2, keepdims=True)
+        end = end + decays.whole * transposed((states * dstate).sum(-1, keepdims=True))
+        dc = dc if drows is None else dc + key * drows
+        is_last = np.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
+        dc = dc + jnp.where(to_rank(is_last, dc.ndim), end, 0)
+        if decays.from_start.shape[-1] == 1:
+            dc = dc.sum(-1, keepdims=True)
+        dg = lax.cumsum(dc, dc.ndim - 2, reverse=True)
+        found["log_decay"] = jnp.where(decays.restarts, 0, dg)
+
+    # all value heads of a key head, then through the scale and the norm
+    if "query" in wanted:
+        dq = (dq + own_share * key).sum(-3, keepdims=True)
+        found["query"] = options.scale * unit_gradient(normed, query_factor, dq)
+    if "key" in wanted:
+        found["key"] = unit_gradient(key, key_factor, dk.sum(-3, keepdims=True))
+    return {name: x for name, x in found.items() if name in wanted}

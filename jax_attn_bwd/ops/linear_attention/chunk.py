@@ -1,0 +1,254 @@
+"""What the tokens of a chunk are to one another: their decays, their products, and a triangle's inverse.
+
+With c the running sum of the logarithms of the decays within the chunk, [C, X], a token j still counts for a
+token i >= j by the factor exp(c_i - c_j), for each channel d that has a decay of its own. So
+
+    <x_i, y_j>_G = sum_d x_id y_jd exp(c_id - c_jd)                                     (1)
+
+is a product of x and y, times a plane, if all channels share their decay. Otherwise the factors go to x and
+to y, without overflow: the chunk is halved, and its halves, down to single tokens. Between the later and the
+earlier half of a stretch whose later half begins with token b,
+
+    exp(c_i - c_j) = exp(c_i - c_b) exp(c_b - c_j),   j < b <= i                        (2)
+
+and neither is above 1. Each pair of tokens is parted by one halving. A decay of 0, or one that underflows,
+and the beginning of a document part what is before from what follows: there c is not summed, parts are
+counted, and tokens of different parts are nothing to one another.
+
+The inverse of I + A with A strictly lower is made of those of the halves, as they are joined:
+
+    [I + A1       ]^-1   [      M1          ]
+    [  B    I + A2]    = [-M2 B M1       M2 ]                                           (3)
+
+No power of A is formed, which could overflow though the inverse is small.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.linear_attention.layout import Tokens
+from jax_attn_bwd.ops.linear_attention.spec import Options
+
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+_BASE = 16  # tokens up to which halves are parted by masks: smaller products would be slower
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """Swaps the last two axes."""
+    return jnp.swapaxes(x, -1, -2)
+
+
+def strictly_lower(rows: jax.Array) -> np.ndarray:
+    """Tells of each pair of rows if the second comes before the first, `[1, ..., C, C]`."""
+    C = rows.shape[-2]
+    return to_rank(np.tril(np.ones((C, C), bool), -1), rows.ndim)
+
+
+def identity(rows: jax.Array) -> np.ndarray:
+    """Returns the identity of as many rows, `[1, ..., C, C]`."""
+    return to_rank(np.eye(rows.shape[-2], dtype=rows.dtype), rows.ndim)
+
+
+def dot_of(options: Options) -> Dot:
+    """Returns the product of matrices of a call."""
+    return lambda x, y: jnp.matmul(x, y, precision=options.precision)
+
+
+def unit(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (the rows of `x`, normalized if that is asked, and what they were multiplied by)."""
+    if options.l2_norm_epsilon is None:
+        return x, None
+    factor = lax.rsqrt((x * x).sum(-1, keepdims=True) + options.l2_norm_epsilon)
+    return x * factor, factor
+
+
+def unit_gradient(normed: jax.Array, factor: jax.Array | None, d: jax.Array) -> jax.Array:
+    """Returns the gradient of rows that `unit` normalized; it is also the map of their tangents."""
+    if factor is None:
+        return d
+    return factor * (d - normed * (normed * d).sum(-1, keepdims=True))
+
+
+class Part(NamedTuple):
+    """A group of chunks in the accumulator's dtype, `[m, ..., K, G, C, X]`."""
+
+    query: jax.Array  # normalized
+    key: jax.Array  # normalized
+    value: jax.Array
+    beta: jax.Array | None
+    decays: "Decays"
+    query_factor: jax.Array | None  # what normalizing multiplied by
+    key_factor: jax.Array | None
+
+
+def part(options: Options, tokens: Tokens, dtype: Any) -> Part:
+    """Returns what a group of chunks is computed with."""
+    wide = lambda x: x.astype(dtype)
+    (query, query_factor), (key, key_factor) = (unit(options, wide(x)) for x in (tokens.query, tokens.key))
+    return Part(
+        query,
+        key,
+        wide(tokens.value),
+        None if tokens.beta is None else wide(tokens.beta),
+        decays(options, wide(tokens.log_decay), tokens.restarts),
+        query_factor,
+        key_factor,
+    )
+
+
+class Decays(NamedTuple):
+    """The decays of a chunk.
+
+    Attributes:
+      restarts: bool, where c does not count: [C, X].
+      from_start: exp(c), 0 behind the first restart: [C, X].
+      to_end: exp(c_C - c), 0 before the last restart: [C, X].
+      whole: exp(c_C), 0 with a restart: [1, X].
+      between: exp(c_i - c_j) for j < i, else 0: [C, C]; None where channels have decays of their own.
+      halves: there, of each halving the factors of the later and of the earlier half, (2).
+    """
+
+    restarts: jax.Array
+    from_start: jax.Array
+    to_end: jax.Array
+    whole: jax.Array
+    between: jax.Array | None
+    halves: tuple[tuple[jax.Array, jax.Array], ...]
+
+    def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns <x_i, y_j>_G for j < i, else 0, [C, C]."""
+        if self.between is not None:
+            return dot(x, transposed(y)) * self.between
+        below = [
+            dot(_half(x, 1, later) * later, transposed(_half(y, 0, earlier) * earlier))
+            for later, earlier in self.halves
+        ]
+        return _joined(_single(x, y), below)[..., 0, :, :]
+
+    def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns sum_j plane_ij y_j exp(c_i - c_j) over j < i, [C, X]."""
+        if self.between is not None:
+            return dot(plane * self.between, y)
+        _, below = _parted(plane, 1)
+        found = [
+            _placed(dot(block, _half(y, 0, earlier) * earlier) * later, 1)
+            for block, (later, earlier) in zip(below, self.halves, strict=True)
+        ]
+        return sum(found[1:], found[0]) if found else _nothing(plane, y)
+
+    def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns sum_i plane_ij x_i exp(c_i - c_j) over i > j, [C, X]."""
+        if self.between is not None:
+            return dot(transposed(plane * self.between), x)
+        _, below = _parted(plane, 1)
+        found = [
+            _placed(dot(transposed(block), _half(x, 1, later) * later) * earlier, 0)
+            for block, (later, earlier) in zip(below, self.halves, strict=True)
+        ]
+        return sum(found[1:], found[0]) if found else _nothing(plane, x)
+
+
+def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -> Decays:
+    """Returns the decays of chunks: `log_decay [..., C, X]`, `restarts [..., C, 1]`."""
+    # where a part begins, and of which part each token is
+    is_zero = jnp.exp(log_decay) == 0
+    restarts = is_zero if restarts is None else is_zero | restarts
+    c = lax.cumsum(jnp.where(restarts, 0, log_decay), log_decay.ndim - 2)
+    number = lax.cumsum(restarts.astype(jnp.int32), restarts.ndim - 2)
+    c, number = jnp.broadcast_arrays(c, number)
+
+    def factor(c, is_same):
+        return jnp.exp(jnp.where(is_same, c, -jnp.inf))
+
+    first, last = number == 0, number[..., -1:, :]
+    end = c[..., -1:, :]
+    outer = factor(c, first), factor(end - c, number == last), factor(end, last == 0)
+    # between tokens: a plane for all channels, or factors for each
+    if c.shape[-1] == 1:
+        earlier = strictly_lower(c) & (number == transposed(number))
+        return Decays(restarts, *outer, factor(c - transposed(c), earlier), ())
+    halves, size = [], 1
+    while size < c.shape[-2]:
+        (c0, n0), (c1, n1) = ([_half(x, i, size=size) for x in (c, number)] for i in (0, 1))
+        b, nb = c1[..., :1, :], n1[..., :1, :]
+        halves.append((factor(c1 - b, n1 == nb), factor(b - c0, n0 == nb)))
+        size *= 2
+    return Decays(restarts, *outer, None, tuple(halves))
+
+
+def _half(x: jax.Array, which: int, like: jax.Array | None = None, size: int = 0) -> jax.Array:
+    """Returns the earlier (0) or later (1) halves of stretches, `[..., C / (2 size), size, X]`."""
+    size = size if like is None else like.shape[-2]
+    *batch, C, X = x.shape
+    return x.reshape(*batch, C // (2 * size), 2, size, X)[..., which, :, :]
+
+
+def _placed(x: jax.Array, which: int) -> jax.Array:
+    """Returns `[..., C, X]` with `[..., C / (2 size), size, X]` where `_half` reads, else 0."""
+    *batch, n, size, X = x.shape
+    both = (x, jnp.zeros_like(x)) if which == 0 else (jnp.zeros_like(x), x)
+    return jnp.stack(both, -3).reshape(*batch, 2 * n * size, X)
+
+
+def _parted(plane: jax.Array, size: int) -> tuple[jax.Array, list[jax.Array]]:
+    """Parts a plane: its diagonal blocks of `size`, and what lies below them between halves, small ones first."""
+    diagonal, below = plane[..., None, :, :], []
+    while (n := diagonal.shape[-1]) > size:
+        halved = diagonal.reshape(*diagonal.shape[:-2], 2, n // 2, 2, n // 2)
+        below.append(halved[..., 1, :, 0, :])
+        halves = jnp.stack([halved[..., 0, :, 0, :], halved[..., 1, :, 1, :]], -3)
+        diagonal = halves.reshape(*halves.shape[:-4], -1, n // 2, n // 2)
+    return diagonal, below[::-1]
+
+
+def _joined(diagonal: jax.Array, below: list[jax.Array]) -> jax.Array:
+    """Puts together what `_parted` parts."""
+    for block in below:
+        earlier, later = (jnp.broadcast_to(x, block.shape) for x in _pairs(diagonal))
+        top = jnp.concatenate([earlier, jnp.zeros_like(block)], -1)
+        diagonal = jnp.concatenate([top, jnp.concatenate([block, later], -1)], -2)
+    return diagonal
+
+
+def _pairs(diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the earlier and the later ones of pairs of diagonal blocks."""
+    *batch, blocks, n, _ = diagonal.shape
+    halves = diagonal.reshape(*batch, blocks // 2, 2, n, n)
+    return halves[..., 0, :, :], halves[..., 1, :, :]
+
+
+def _single(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the zeros of a plane's diagonal, `[..., C, 1, 1]`."""
+    return jnp.zeros((*(1,) * (x.ndim - 2), x.shape[-2], 1, 1), x.dtype)
+
+
+def _nothing(plane: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the sum over the other tokens of a chunk of one."""
+    return jnp.zeros_like(plane * rows)
+
+
+def inverse(plane: jax.Array) -> jax.Array:
+    """Returns the inverse of I + `plane`, strictly lower `[..., C, C]`, by (3)."""
+    size = min(_BASE, plane.shape[-1])
+    dot = lambda x, y: jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+    diagonal, below = _parted(plane, size)
+    # the smallest blocks side by side, whole: what is not between two halves is masked
+    found, number, half = identity(diagonal), np.arange(size), 1
+    while half < size:
+        row, column = number[:, None] // half, number[None] // half
+        is_between = to_rank((row % 2 == 1) & (column == row - 1), diagonal.ndim)
+        between = jnp.where(is_between, diagonal, 0)
+        found = found - (between if half == 1 else dot(found, dot(between, found)))
+        half *= 2
+    # then those between them
+    found = jnp.broadcast_to(found, diagonal.shape)
+    for block in below:
+        earlier, later = _pairs(found)
+        found = _joined(found, [-dot(later, dot(block, earlier))])
+    return found[..., 0, :, :]

@@ -1,0 +1,152 @@
+"""Portable forward of linear attention: groups of chunks in order, and within a group its states in order.
+
+A chunk of C tokens from the state S0, with the letters of `chunk.py`, q scaled, b = beta:
+
+    q^_i = exp(c_i) q_i,   k^_i = exp(c_i) k_i,   k~_j = exp(c_C - c_j) k_j             (4)
+    A_ij = b_i <k_i, k_j>_G for j < i,   M = (I + A)^-1,   P_ij = <q_i, k_j>_G for j <= i
+    U = M b (V - K^ S0);   U = V without a delta rule                                   (5)
+    O = Q^ S0 + P U,   S1 = exp(c_C) S0 + K~^T U                                        (6)
+
+(5) are the u of all tokens of the chunk at once: each takes from v what the state before it holds at its key,
+the earlier ones' shares among them. Only products with a state follow one another.
+
+References:
+  Yang et al., Parallelizing linear transformers with the delta rule over sequence length, arXiv:2406.06484.
+  Yang et al., Gated delta networks, arXiv:2412.06464. Kimi Team, Kimi Linear, arXiv:2510.26692.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import full_like_operands, tie, vary_over, varying
+from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.chunk import Dot, Part, dot_of, identity, inverse, part, transposed
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+
+
+class Result(NamedTuple):
+    """Everything that a forward computes; XLA drops what nobody reads."""
+
+    out: jax.Array  # [..., T, N, Hv], dtype of the value
+    final_state: jax.Array  # [..., N, H, Hv]
+    states: jax.Array  # [g, ..., K, G, H, Hv], before each group
+
+
+class Inside(NamedTuple):
+    """What the tokens of each chunk are to one another and to the states around it, `[m, ..., K, G, C, X]`."""
+
+    from_start: jax.Array  # q^
+    at_start: jax.Array  # k^
+    at_end: jax.Array  # k~
+    whole: jax.Array  # exp(c_C), [X, 1]
+    reads: jax.Array  # P, [C, C]
+    overlaps: jax.Array | None  # <k_i, k_j>_G for j < i, [C, C]
+    inverse: jax.Array | None  # M, [C, C]
+
+
+@partial(jax.jit, static_argnums=0)
+def forward(plan: Plan, operands: Operands) -> Result:
+    """Returns the output, the state after the last token, and those that the backward starts from."""
+    options, dot = plan.options, dot_of(plan.options)
+    dtype = accumulator_dtype(operands.value.dtype)
+
+    def group(state, tokens):
+        own = part(options, tokens, dtype)
+        within = inside(options, own)
+        after, (states, u) = in_order(partial(next_state, dot), state, step_of(own, within))
+        out = dot(within.from_start, states) + dot(within.reads, u)  # (6)
+        return after, (out.astype(operands.value.dtype), state)
+
+    group = jax.checkpoint(group, prevent_cse=False)
+    final, (out, states) = lax.scan(group, first_state(operands), layout.tokens(plan, operands))
+    out, final = layout.join(out, operands.value.shape[-3]), merged_heads(final)
+    out, final, states = tie((out, final, states), operands)
+    return Result(out, final, states)
+
+
+def inside(options: Options, own: Part) -> Inside:
+    """Computes (4) and what stands beside it."""
+    (query, key, _, beta, decays, *_), dot = own, dot_of(options)
+    query = options.scale * query
+    own_share = (query * key).sum(-1, keepdims=True)
+    reads = decays.products(dot, query, key) + identity(key) * own_share
+    overlaps = triangle = None
+    if options.is_delta:
+        overlaps = decays.products(dot, key, key)
+        triangle = inverse(beta * overlaps)
+    return Inside(
+        decays.from_start * query,
+        decays.from_start * key,
+        decays.to_end * key,
+        transposed(decays.whole),
+        reads,
+        overlaps,
+        triangle,
+    )
+
+
+class Step(NamedTuple):
+    """What takes the state from before a chunk to behind it."""
+
+    value: jax.Array
+    beta: jax.Array | None
+    at_start: jax.Array
+    at_end: jax.Array
+    whole: jax.Array
+    inverse: jax.Array | None
+
+
+def step_of(own: Part, within: Inside) -> Step:
+    """Returns the steps of the chunks of a group."""
+    return Step(own.value, own.beta, within.at_start, within.at_end, within.whole, within.inverse)
+
+
+def next_state(dot: Dot, state: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns (the state behind a chunk, (the state before it, u)), by (5) and (6)."""
+    u = step.value
+    if step.inverse is not None:
+        u = dot(step.inverse, step.beta * (u - dot(step.at_start, state)))
+    return step.whole * state + dot(transposed(step.at_end), u), (state, u)
+
+
+def in_order(step: Callable[..., Any], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
+    """Scans over the chunks of a group, their first axis."""
+    if jax.tree.leaves(xs)[0].shape[0] > 1:
+        return lax.scan(step, carry, xs, reverse=reverse)
+    carry, found = step(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda x: x[None], found)
+
+
+def split_heads(state: jax.Array, groups: Any) -> jax.Array:
+    """Turns `[..., N, H, Hv]` into `[..., K, G, H, Hv]`."""
+    *batch, N, H, Hv = state.shape
+    return state.reshape(*batch, N // groups, groups, H, Hv)
+
+
+def merged_heads(state: jax.Array) -> jax.Array:
+    """Turns `[..., K, G, H, Hv]` into `[..., N, H, Hv]`."""
+    *batch, K, G, H, Hv = state.shape
+    return state.reshape(*batch, K * G, H, Hv)
+
+
+def zero_state(operands: Operands, reads: Any) -> jax.Array:
+    """Returns zeros `[..., K, G, H, Hv]`, that lie on the mesh as the heads of the value do."""
+    like, (*batch, _, N, Hv), H = operands.value.sum(-3), operands.value.shape, operands.key.shape[-1]
+    dtype = accumulator_dtype(operands.value.dtype)
+    zeros = full_like_operands(like[..., None, :], (*batch, N, H, Hv), 0, dtype, reads)
+    return split_heads(zeros, operands.groups)
+
+
+def first_state(operands: Operands) -> jax.Array:
+    """Returns the state before the first token, `[..., K, G, H, Hv]`."""
+    if operands.initial_state is None:
+        return zero_state(operands, operands)
+    state = vary_over(operands.initial_state, varying(operands))
+    return split_heads(state, operands.groups)

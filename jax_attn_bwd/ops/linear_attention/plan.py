@@ -1,0 +1,62 @@
+"""`Plan`: how a call is computed, decided once in the public function and used by every rule.
+
+A group of m chunks is computed side by side but for its states, which follow one another; the groups follow
+one another, too, and the state before each is saved. Small groups stay in a cache; a large one fills a chip.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jax_attn_bwd._core import targets
+from jax_attn_bwd._core.numerics import accumulator_dtype, ceil_div
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+
+CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
+_CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
+_CHIP_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static of a call.
+
+    Attributes:
+      options: what is computed.
+      implementation: the name of the one that runs.
+      chunk: C, a power of two.
+      side_by_side: m, the chunks of a group.
+    """
+
+    options: Options
+    implementation: str
+    chunk: int
+    side_by_side: int
+
+    def groups_of(self, T: Any) -> Any:
+        """Counts the groups of T tokens, which may be symbolic."""
+        return ceil_div(T, self.chunk * self.side_by_side)
+
+
+def plan(implementation: str, options: Options, operands: Operands) -> Plan:
+    """Returns the plan of a call whose implementation is chosen."""
+    T = operands.value.shape[-3]
+    if not isinstance(T, int):
+        return Plan(options, implementation, CHUNK, 1)
+    chunk = min(CHUNK, 1 << max(T - 1, 0).bit_length())
+    return Plan(options, implementation, chunk, max(1, min(_side_by_side(chunk, operands), -(-T // chunk))))
+
+
+def _side_by_side(chunk: int, operands: Operands) -> int:
+    """Returns how many chunks a group has, of however many tokens."""
+    (*batch, _, N, Hv), H = operands.value.shape, operands.key.shape[-1]
+    itemsize = accumulator_dtype(operands.value.dtype).itemsize
+    if not all(isinstance(n, int) for n in (*batch, N, Hv, H)):
+        return 1
+    # the states that are saved take no more than the inputs
+    of_inputs = chunk * (2 * H // operands.groups + Hv) * operands.value.dtype.itemsize
+    least = ceil_div(H * Hv * itemsize, max(of_inputs, 1))
+    # what a group forms: some rows of each head, some planes, some states
+    formed = math.prod(batch) * N * (4 * chunk * (H + Hv) + 4 * chunk**2 + 2 * H * Hv) * itemsize
+    budget = _CPU_BYTES if targets.platform() == "cpu" else _CHIP_BYTES
+    return max(least, budget // max(formed, 1))

@@ -1,0 +1,109 @@
+"""Tangent rule of linear attention: derivation, then the code.
+
+The letters and equations (1) to (6) are those of `chunk.py` and `forward.py`; x' is the tangent of x. Since
+a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows on either side:
+
+    <x_i, y_j>_G' = <x_i' + c_i' x_i, y_j>_G + <x_i, y_j' - c_j' y_j>_G                 (18)
+    q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C' - c_j') k_j),   and so k^'   (19)
+    U' = M (b' (V - K^ S0) + b (V' - K^' S0 - K^ S0') - A' U),   A' by (18) and b'      (20)
+    O' = Q^' S0 + Q^ S0' + P' U + P U'                                                  (21)
+    S1' = exp(c_C) (c_C' S0 + S0') + K~'^T U + K~^T U'                                  (22)
+
+The states are computed again with their tangents, so nothing is read of what the backward reads.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.chunk import Part, dot_of, identity, part, transposed, unit_gradient
+from jax_attn_bwd.ops.linear_attention.forward import (
+    Inside,
+    first_state,
+    in_order,
+    inside,
+    merged_heads,
+    split_heads,
+    zero_state,
+)
+from jax_attn_bwd.ops.linear_attention.layout import Tokens
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+
+
+@partial(jax.jit, static_argnums=0)
+def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Array, jax.Array]:
+    """Returns the tangents of the output and of the final state; None in `tangents` is zero."""
+    options, dtype = plan.options, accumulator_dtype(operands.value.dtype)
+    moved = {
+        name: jnp.zeros_like(x) if (t := getattr(tangents, name)) is None else t
+        for name, x in operands._asdict().items()
+        if x is not None and name not in ("seq_lengths", "restarts")
+    }
+    along = operands._replace(**moved)
+    state = first_state(operands)
+    dstate = zero_state(operands, (operands, along))
+    if "initial_state" in moved:
+        dstate = dstate + split_heads(moved["initial_state"], operands.groups)
+
+    def group(states, given):
+        return in_order(partial(_next, options), states, _of_group(options, *given, dtype))
+
+    group = jax.checkpoint(group, prevent_cse=False)
+    given = layout.tokens(plan, operands), layout.tokens(plan, along)
+    (_, dfinal), dout = lax.scan(group, (state, dstate), given)
+    dout = layout.join(dout, operands.value.shape[-3]).astype(operands.value.dtype)
+    return dout, merged_heads(dfinal)
+
+
+def _of_group(options: Options, tokens: Tokens, along: Tokens, dtype) -> tuple[Part, Inside, Inside, Tokens]:
+    """Returns the chunks of a group, what is inside them, its tangents by (18) and (19), and the tokens'."""
+    own, dot = part(options, tokens, dtype), dot_of(options)
+    within, decays = inside(options, own), own.decays
+    moved = jax.tree.map(lambda x: x.astype(dtype), along._replace(restarts=None))
+    dquery = options.scale * unit_gradient(own.query, own.query_factor, moved.query)
+    dkey = unit_gradient(own.key, own.key_factor, moved.key)
+    query, key = options.scale * own.query, own.key
+
+    # of the decays, and of what comes with them
+    dc = lax.cumsum(jnp.where(decays.restarts, 0, moved.log_decay), decays.restarts.ndim - 2)
+    dend = dc[..., -1:, :]
+    later = lambda dx, x: dx + dc * x
+    earlier = dkey - dc * key
+    dreads = decays.products(dot, later(dquery, query), key) + decays.products(dot, query, earlier)
+    own_share = (dquery * key + query * dkey).sum(-1, keepdims=True)
+    doverlaps = None
+    if options.is_delta:
+        doverlaps = decays.products(dot, later(dkey, key), key) + decays.products(dot, key, earlier)
+        doverlaps = moved.beta * within.overlaps + own.beta * doverlaps
+    moves = Inside(
+        decays.from_start * later(dquery, query),
+        decays.from_start * later(dkey, key),
+        decays.to_end * (earlier + dend * key),
+        transposed(decays.whole * dend),
+        dreads + identity(key) * own_share,
+        doverlaps,  # A'
+        None,
+    )
+    return own, within, moves, moved
+
+
+def _next(options, states, given):
+    """Returns the state and its tangent behind a chunk, and the tangent of the output, (20) to (22)."""
+    (state, dstate), (own, within, moves, moved), dot = states, given, dot_of(options)
+    u, du = own.value, moved.value
+    if options.is_delta:
+        rest = u - dot(within.at_start, state)
+        u = dot(within.inverse, own.beta * rest)
+        du = du - dot(moves.at_start, state) - dot(within.at_start, dstate)
+        du = dot(within.inverse, moved.beta * rest + own.beta * du - dot(moves.overlaps, u))
+    dout = dot(moves.from_start, state) + dot(within.from_start, dstate)
+    dout = dout + dot(moves.reads, u) + dot(within.reads, du)
+    dstate = moves.whole * state + within.whole * dstate
+    dstate = dstate + dot(transposed(moves.at_end), u) + dot(transposed(within.at_end), du)
+    state = within.whole * state + dot(transposed(within.at_end), u)
+    return (state, dstate), dout
