@@ -41,6 +41,8 @@ cases = pytest.mark.parametrize(
 # In every run: the tests of each input by itself take long.
 FOR_ALL_INPUTS = {
     "dot_product_attention": "second_segments",
+    "gated_delta_rule": "second",
+    "gated_linear_attention": "second_channels",
     "graph_attention": "second_dropout",
     "graph_attention_v2": "second_edge",
     "graph_transformer_attention": "second_edge_bias",

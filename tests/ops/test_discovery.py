@@ -10,6 +10,8 @@ def test_every_operator_is_discovered():
         "edge_mean",
         "edge_softmax",
         "edge_sum",
+        "gated_delta_rule",
+        "gated_linear_attention",
         "graph_attention",
         "graph_attention_v2",
         "graph_transformer_attention",

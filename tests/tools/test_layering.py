@@ -63,6 +63,8 @@ LAYERS = (
         "ops/*/plan",
     ),
     ("ops/*/tiles", "ops/*/online_softmax", "ops/*/row_terms", "ops/*/kernels/*"),
+    ("ops/linear_attention/layout",),
+    ("ops/linear_attention/chunk",),
     ("ops/dot_product/devices",),
     ("ops/*/materialized", "ops/*/strips", "ops/*/strip_products"),
     ("ops/*/forward",),

@@ -24,6 +24,7 @@ No power of A is formed, which could overflow though the inverse is small.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +32,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.linear_attention.layout import Tokens
 from jax_attn_bwd.ops.linear_attention.spec import Options
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
-_BASE = 16  # tokens up to which halves are parted by masks: smaller products would be slower
+_BASE = 8  # rows of a triangle up to which halves are parted by masks: smaller products are slower
 
 
 def transposed(x: jax.Array) -> jax.Array:
@@ -161,7 +163,8 @@ def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -
     restarts = is_zero if restarts is None else is_zero | restarts
     c = lax.cumsum(jnp.where(restarts, 0, log_decay), log_decay.ndim - 2)
     number = lax.cumsum(restarts.astype(jnp.int32), restarts.ndim - 2)
-    c, number = jnp.broadcast_arrays(c, number)
+    # else XLA:CPU sums anew for each pair of tokens
+    c, number = fusion.barrier(tuple(jnp.broadcast_arrays(c, number)))
 
     def factor(c, is_same):
         return jnp.exp(jnp.where(is_same, c, -jnp.inf))
@@ -210,17 +213,12 @@ def _parted(plane: jax.Array, size: int) -> tuple[jax.Array, list[jax.Array]]:
 def _joined(diagonal: jax.Array, below: list[jax.Array]) -> jax.Array:
     """Puts together what `_parted` parts."""
     for block in below:
-        earlier, later = (jnp.broadcast_to(x, block.shape) for x in _pairs(diagonal))
+        n = block.shape[-1]
+        halves = diagonal.reshape(*diagonal.shape[:-3], -1, 2, n, n)
+        earlier, later = (jnp.broadcast_to(halves[..., i, :, :], block.shape) for i in (0, 1))
         top = jnp.concatenate([earlier, jnp.zeros_like(block)], -1)
         diagonal = jnp.concatenate([top, jnp.concatenate([block, later], -1)], -2)
     return diagonal
-
-
-def _pairs(diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the earlier and the later ones of pairs of diagonal blocks."""
-    *batch, blocks, n, _ = diagonal.shape
-    halves = diagonal.reshape(*batch, blocks // 2, 2, n, n)
-    return halves[..., 0, :, :], halves[..., 1, :, :]
 
 
 def _single(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -235,20 +233,19 @@ def _nothing(plane: jax.Array, rows: jax.Array) -> jax.Array:
 
 def inverse(plane: jax.Array) -> jax.Array:
     """Returns the inverse of I + `plane`, strictly lower `[..., C, C]`, by (3)."""
-    size = min(_BASE, plane.shape[-1])
-    dot = lambda x, y: jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
-    diagonal, below = _parted(plane, size)
-    # the smallest blocks side by side, whole: what is not between two halves is masked
-    found, number, half = identity(diagonal), np.arange(size), 1
-    while half < size:
+    dot, C = partial(jnp.matmul, precision=lax.Precision.HIGHEST), plane.shape[-1]
+    if C > _BASE:
+        half = C // 2
+        earlier, later = inverse(plane[..., :half, :half]), inverse(plane[..., half:, half:])
+        below = -dot(later, dot(plane[..., half:, :half], earlier))
+        top = jnp.concatenate([earlier, jnp.zeros_like(below)], -1)
+        return jnp.concatenate([top, jnp.concatenate([below, later], -1)], -2)
+    # small ones whole: what is not between two halves is masked
+    found, number, half = identity(plane), np.arange(C), 1
+    while half < C:
         row, column = number[:, None] // half, number[None] // half
-        is_between = to_rank((row % 2 == 1) & (column == row - 1), diagonal.ndim)
-        between = jnp.where(is_between, diagonal, 0)
+        is_between = to_rank((row % 2 == 1) & (column == row - 1), plane.ndim)
+        between = jnp.where(is_between, plane, 0)
         found = found - (between if half == 1 else dot(found, dot(between, found)))
         half *= 2
-    # then those between them
-    found = jnp.broadcast_to(found, diagonal.shape)
-    for block in below:
-        earlier, later = _pairs(found)
-        found = _joined(found, [-dot(later, dot(block, earlier))])
-    return found[..., 0, :, :]
+    return jnp.broadcast_to(found, plane.shape)
