@@ -197,8 +197,8 @@ def _of_tokens(
 
     # all value heads of a key head, then through the scale and the norm
     if "query" in wanted:
-        dq = (dq + own_share * key).sum(-3, keepdims=True)
+        dq = reduce_to(dq + own_share * key, query.shape)
         found["query"] = options.scale * unit_gradient(normed, query_factor, dq)
     if "key" in wanted:
-        found["key"] = unit_gradient(key, key_factor, dk.sum(-3, keepdims=True))
+        found["key"] = unit_gradient(key, key_factor, reduce_to(dk, key.shape))
     return {name: x for name, x in found.items() if name in wanted}

@@ -213,12 +213,17 @@ def _parted(plane: jax.Array, size: int) -> tuple[jax.Array, list[jax.Array]]:
 def _joined(diagonal: jax.Array, below: list[jax.Array]) -> jax.Array:
     """Puts together what `_parted` parts."""
     for block in below:
-        n = block.shape[-1]
-        halves = diagonal.reshape(*diagonal.shape[:-3], -1, 2, n, n)
-        earlier, later = (jnp.broadcast_to(halves[..., i, :, :], block.shape) for i in (0, 1))
+        earlier, later = (jnp.broadcast_to(x, block.shape) for x in _pairs(diagonal))
         top = jnp.concatenate([earlier, jnp.zeros_like(block)], -1)
         diagonal = jnp.concatenate([top, jnp.concatenate([block, later], -1)], -2)
     return diagonal
+
+
+def _pairs(diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the earlier and the later ones of pairs of diagonal blocks."""
+    *batch, blocks, n, _ = diagonal.shape
+    halves = diagonal.reshape(*batch, blocks // 2, 2, n, n)
+    return halves[..., 0, :, :], halves[..., 1, :, :]
 
 
 def _single(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -233,19 +238,19 @@ def _nothing(plane: jax.Array, rows: jax.Array) -> jax.Array:
 
 def inverse(plane: jax.Array) -> jax.Array:
     """Returns the inverse of I + `plane`, strictly lower `[..., C, C]`, by (3)."""
-    dot, C = partial(jnp.matmul, precision=lax.Precision.HIGHEST), plane.shape[-1]
-    if C > _BASE:
-        half = C // 2
-        earlier, later = inverse(plane[..., :half, :half]), inverse(plane[..., half:, half:])
-        below = -dot(later, dot(plane[..., half:, :half], earlier))
-        top = jnp.concatenate([earlier, jnp.zeros_like(below)], -1)
-        return jnp.concatenate([top, jnp.concatenate([below, later], -1)], -2)
-    # small ones whole: what is not between two halves is masked
-    found, number, half = identity(plane), np.arange(C), 1
-    while half < C:
+    dot, size = partial(jnp.matmul, precision=lax.Precision.HIGHEST), min(_BASE, plane.shape[-1])
+    diagonal, below = _parted(plane, size)
+    # the smallest blocks whole, side by side: what is not between two halves is masked
+    found, number, half = identity(diagonal), np.arange(size), 1
+    while half < size:
         row, column = number[:, None] // half, number[None] // half
-        is_between = to_rank((row % 2 == 1) & (column == row - 1), plane.ndim)
-        between = jnp.where(is_between, plane, 0)
+        is_between = to_rank((row % 2 == 1) & (column == row - 1), diagonal.ndim)
+        between = jnp.where(is_between, diagonal, 0)
         found = found - (between if half == 1 else dot(found, dot(between, found)))
         half *= 2
-    return jnp.broadcast_to(found, plane.shape)
+    # then what is between two of them, four, ...
+    found = jnp.broadcast_to(found, diagonal.shape)
+    for block in below:
+        earlier, later = _pairs(found)
+        found = _joined(found, [-dot(later, dot(block, earlier))])
+    return found[..., 0, :, :]
