@@ -1,21 +1,19 @@
 """Linear attention: the public functions of both operators, their checks, and the rules they share."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn_bwd._core import backend, checks, fusion, secondary_calls
-from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Integers
 from jax_attn_bwd.ops.linear_attention import backward as portable_backward
 from jax_attn_bwd.ops.linear_attention import forward as portable_forward
 from jax_attn_bwd.ops.linear_attention import tangent as written_tangent
-from jax_attn_bwd.ops.linear_attention.arguments import prepare
+from jax_attn_bwd.ops.linear_attention.arguments import prepare, state
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.plan import plan as planned
 from jax_attn_bwd.ops.linear_attention.spec import (
@@ -139,13 +137,7 @@ def gated_delta_rule(
       transformers with the delta rule over sequence length, arXiv:2406.06484, 2024. Kimi Team, Kimi Linear,
       arXiv:2510.26692, 2025.
     """
-    options = {
-        "initial_state": initial_state, "scale": scale, "l2_norm_epsilon": l2_norm_epsilon,
-        "seq_lengths": seq_lengths, "segment_ids": segment_ids, "precision": precision,
-    }  # fmt: skip
-    tokens = (query, key, value, log_decay, beta)
-    outputs = _run(_DELTA, tokens, True, forward_mode, implementation, options)
-    return outputs if checks.flag(_DELTA, "return_final_state", return_final_state) else outputs[0]
+    return _run(_DELTA, **locals())
 
 
 # fmt: off
@@ -220,13 +212,7 @@ def gated_linear_attention(
       transformers with hardware-efficient training, arXiv:2312.06635, 2023. Dao and Gu, Transformers are
       SSMs, arXiv:2405.21060, 2024.
     """
-    options = {
-        "initial_state": initial_state, "scale": scale, "l2_norm_epsilon": l2_norm_epsilon,
-        "seq_lengths": seq_lengths, "segment_ids": segment_ids, "precision": precision,
-    }  # fmt: skip
-    tokens = (query, key, value, log_decay, None)
-    outputs = _run(_LINEAR, tokens, False, forward_mode, implementation, options)
-    return outputs if checks.flag(_LINEAR, "return_final_state", return_final_state) else outputs[0]
+    return _run(_LINEAR, **locals())
 
 
 def gated_delta_rule_bwd(
@@ -238,27 +224,22 @@ def gated_delta_rule_bwd(
     beta: Array,
     *,
     dfinal_state: Array | None = None,
-    wrt: Sequence[str] | None = None,
+    wrt: Sequence[str] = DIFFERENTIABLE[:-1],
     **options: Unpack[LinearAttentionKeywords],
 ) -> GatedDeltaRuleGrads:
-    """The backward of `gated_delta_rule` as a plain function; it computes the states again.
+    """Computes the gradients of `gated_delta_rule`, by the same arguments; the states are computed again.
+
+    A composition of differentiable operations, in either mode; errors are those of the forward call.
 
     Args:
       dout: `[..., T, N, Hv]`, cotangent of `out`, dtype of `query`.
-      dfinal_state: `[..., N, H, Hv]`, cotangent of the final state, float32 or wider; None = 0.
-      wrt: which of "query", "key", "value", "log_decay", "beta", "initial_state" to compute; None = all that
-        are given but the last.
-      query, key, value, log_decay, beta and options: as in the forward call, `LinearAttentionKeywords`.
+      dfinal_state: `[..., N, H, Hv]`, cotangent of the final state, float32 (float64 for float64); None = 0.
+      wrt: which of "query", "key", "value", "log_decay", "beta", "initial_state" to compute; unless it is
+        told, all that are given but the last.
 
     Returns:
       GatedDeltaRuleGrads(query, key, value, log_decay, beta, initial_state), each with its argument's shape
       and dtype; None where not asked.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      As `gated_delta_rule`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -269,9 +250,7 @@ def gated_delta_rule_bwd(
       >>> grads.beta.shape, grads.query is None
       ((2, 16, 4), True)
     """
-    tokens = (query, key, value, log_decay, beta)
-    found = _gradients(_DELTA, gated_delta_rule, tokens, True, dout, dfinal_state, wrt, options)
-    return GatedDeltaRuleGrads(**found)
+    return GatedDeltaRuleGrads(**_gradients(gated_delta_rule, DIFFERENTIABLE, **locals()))
 
 
 def gated_linear_attention_bwd(
@@ -282,24 +261,12 @@ def gated_linear_attention_bwd(
     log_decay: Array | None = None,
     *,
     dfinal_state: Array | None = None,
-    wrt: Sequence[str] | None = None,
+    wrt: Sequence[str] = WITHOUT_BETA[:-1],
     **options: Unpack[LinearAttentionKeywords],
 ) -> GatedLinearAttentionGrads:
-    """The backward of `gated_linear_attention` as a plain function; it computes the states again.
+    """Computes the gradients of `gated_linear_attention`, by the same arguments.
 
-    Args:
-      dout, dfinal_state, wrt: as in `gated_delta_rule_bwd`, without "beta".
-      query, key, value, log_decay and options: as in the forward call, `LinearAttentionKeywords`.
-
-    Returns:
-      GatedLinearAttentionGrads(query, key, value, log_decay, initial_state), each with its argument's shape
-      and dtype; None where not asked.
-
-    Gradients:
-      A composition of differentiable operations: it may itself be differentiated, in either mode.
-
-    Raises:
-      As `gated_linear_attention`.
+    Arguments and results are those of `gated_delta_rule_bwd`, without `beta`.
 
     Example:
       >>> import jax
@@ -309,9 +276,7 @@ def gated_linear_attention_bwd(
       >>> grads.key.shape, grads.log_decay is None
       ((2, 16, 4, 8), True)
     """
-    tokens = (query, key, value, log_decay, None)
-    found = _gradients(_LINEAR, gated_linear_attention, tokens, False, dout, dfinal_state, wrt, options)
-    return GatedLinearAttentionGrads(**found)
+    return GatedLinearAttentionGrads(**_gradients(gated_linear_attention, WITHOUT_BETA, **locals()))
 
 
 def gated_delta_rule_jvp(
@@ -330,23 +295,17 @@ def gated_delta_rule_jvp(
     return_final_state: bool = False,
     **options: Unpack[LinearAttentionKeywords],
 ) -> tuple[Any, Any]:
-    """`gated_delta_rule` and its tangent, as a plain function.
+    """Returns the output of `gated_delta_rule` and its tangent.
+
+    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
 
     Args:
       dquery, dkey, dvalue, dlog_decay, dbeta, dinitial_state: tangents, each of the shape and dtype of its
         argument; None = 0.
-      query, key, value, log_decay, beta, return_final_state and options: as in the forward call,
-        `LinearAttentionKeywords`.
 
     Returns:
       (out, dout): `[..., T, N, Hv]`, dtype of `query`; with `return_final_state` ((out, final_state), (dout,
       dfinal_state)).
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `gated_delta_rule`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -357,10 +316,7 @@ def gated_delta_rule_jvp(
       >>> dout.shape
       (2, 16, 4, 8)
     """
-    primals = {"query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta}
-    moving = {"query": dquery, "key": dkey, "value": dvalue, "log_decay": dlog_decay, "beta": dbeta}
-    moving |= {"initial_state": dinitial_state}
-    return _tangents(_DELTA, gated_delta_rule, primals, moving, return_final_state, options)
+    return secondary_calls.with_tangent(gated_delta_rule, LinearAttentionKeywords, **locals())
 
 
 def gated_linear_attention_jvp(
@@ -377,21 +333,9 @@ def gated_linear_attention_jvp(
     return_final_state: bool = False,
     **options: Unpack[LinearAttentionKeywords],
 ) -> tuple[Any, Any]:
-    """`gated_linear_attention` and its tangent, as a plain function.
+    """Returns the output of `gated_linear_attention` and its tangent.
 
-    Args:
-      dquery, dkey, dvalue, dlog_decay, dinitial_state: as in `gated_delta_rule_jvp`.
-      query, key, value, log_decay, return_final_state and options: as in the forward call,
-        `LinearAttentionKeywords`.
-
-    Returns:
-      As `gated_delta_rule_jvp`.
-
-    Gradients:
-      Differentiable in both modes, as the call with `forward_mode=True` is.
-
-    Raises:
-      As `gated_linear_attention`, and NotImplementedError where this JAX has no `jax.experimental.hijax`.
+    Arguments and results are those of `gated_delta_rule_jvp`, without `beta`.
 
     Example:
       >>> import jax
@@ -401,10 +345,7 @@ def gated_linear_attention_jvp(
       >>> dout.shape
       (2, 16, 4, 8)
     """
-    primals = {"query": query, "key": key, "value": value, "log_decay": log_decay}
-    moving = {"query": dquery, "key": dkey, "value": dvalue, "log_decay": dlog_decay}
-    moving |= {"initial_state": dinitial_state}
-    return _tangents(_LINEAR, gated_linear_attention, primals, moving, return_final_state, options)
+    return secondary_calls.with_tangent(gated_linear_attention, LinearAttentionKeywords, **locals())
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
@@ -412,28 +353,27 @@ IMPLEMENTATIONS = (PORTABLE,)
 _READ_TWICE = ("query", "key", "value", "log_decay", "beta")  # in the forward and in the backward
 
 
-def _run(
-    operator: str, tokens: tuple, is_delta: bool, forward_mode: Any, implementation: Any, given: dict[str, Any]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output and the final state of a call."""
-    options, operands = prepare(operator, *tokens, is_delta=is_delta, **given)
+def _run(operator: str, *, return_final_state, forward_mode, implementation, **arguments) -> Any:
+    """Returns what a call returns."""
+    return_final_state = checks.flag(operator, "return_final_state", return_final_state)
+    options, operands = prepare(operator, **arguments)
     plan = _planned(operator, implementation, options, operands)
-    return _OPERATION.runner(operator, forward_mode)(plan, operands)
+    outputs = _OPERATION.runner(operator, forward_mode)(plan, operands)
+    return outputs if return_final_state else outputs[0]
 
 
 def _gradients(
-    operator: str, like: Callable[..., Any], tokens: tuple, is_delta: bool, dout: Any, dfinal_state: Any,
-    wrt: Any, given: Any,
-) -> dict[str, jax.Array]:  # fmt: skip
+    like: Callable[..., Any], fields: tuple[str, ...], dout, dfinal_state, wrt, options, **tokens
+) -> dict[str, jax.Array]:
     """Returns the gradients of a call that are asked for, by name."""
     # the call, checked as the forward is
-    name, fields = f"{operator}_bwd", DIFFERENTIABLE if is_delta else WITHOUT_BETA
-    given = secondary_calls.complete(name, like, LinearAttentionKeywords, given)
+    name = f"{like.__name__}_bwd"
+    given = secondary_calls.complete(name, like, LinearAttentionKeywords, options)
     implementation = given.pop("implementation")
-    options, operands = prepare(name, *tokens, is_delta=is_delta, **given)
+    static, operands = prepare(name, **tokens, **given)
     present = [n for n in fields if getattr(operands, n) is not None]
-    wanted = checks.wanted(name, present[:-1] if wrt is None and "initial_state" in present else
-                           present if wrt is None else wrt, fields, present)
+    wrt = [n for n in wrt if n in present] if wrt == fields[:-1] else wrt
+    wanted = checks.wanted(name, wrt, fields, present)
 
     # cotangents, sharded as what they are of
     value = operands.value
@@ -441,32 +381,13 @@ def _gradients(
     checks.shape(name, "dout", dout, "[..., T, N, Hv]", value.shape)
     checks.same_dtype(name, value=value, dout=dout)
     dout = reshard_like(dout, value, tuple(range(value.ndim)))
-    if dfinal_state is not None:
-        dfinal_state, wide = checks.floating(name, "dfinal_state", dfinal_state), accumulator_dtype(value.dtype)
-        (*batch, _, N, Hv), H = value.shape, operands.key.shape[-1]
-        checks.shape(name, "dfinal_state", dfinal_state, "[..., N, H, Hv]", (*batch, N, H, Hv))
-        if dfinal_state.dtype != wide:
-            got = f"dtype {dfinal_state.dtype}"
-            raise TypeError(checks.message(name, "dfinal_state", f"have dtype {wide}", got))
-        axes = (*range(len(batch)), value.ndim - 2, None, None)
-        dfinal_state = reshard_like(dfinal_state, value, axes)
+    dfinal_state = state(name, "dfinal_state", dfinal_state, operands.key, value)
 
-    plan = _planned(name, implementation, options, operands)
-    implementation = backend.named(IMPLEMENTATIONS, plan.implementation)
-    states = implementation.forward(plan, operands).states
-    return implementation.backward(plan, Residuals(operands, states), frozenset(wanted), dout, dfinal_state)
-
-
-def _tangents(
-    operator: str, like: Callable[..., Any], primals: dict[str, Any], moving: dict[str, Any],
-    return_final_state: Any, given: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Returns the outputs of a call, and their tangents."""
-    name = f"{operator}_jvp"
-    given = secondary_calls.complete(name, like, LinearAttentionKeywords, given)
-    primals = primals | {"initial_state": given.pop("initial_state")}
-    call = partial(like, return_final_state=return_final_state, forward_mode=True, **given)
-    return secondary_calls.outputs_and_tangents(name, call, primals, moving)
+    # the states before each group, and the gradients from them
+    plan = _planned(name, implementation, static, operands)
+    chosen = backend.named(IMPLEMENTATIONS, plan.implementation)
+    saved = Residuals(operands, chosen.forward(plan, operands).states)
+    return chosen.backward(plan, saved, frozenset(wanted), dout, dfinal_state)
 
 
 def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:

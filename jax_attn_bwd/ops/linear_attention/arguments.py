@@ -14,33 +14,27 @@ _HEADS_LAST += "x.swapaxes(-2, -1)"
 
 
 def prepare(
-    operator: str, query, key, value, log_decay, beta, *, is_delta: bool, initial_state, scale,
-    l2_norm_epsilon, seq_lengths, segment_ids, precision,
+    operator: str, *, query, key, value, log_decay, initial_state, scale, l2_norm_epsilon, seq_lengths,
+    segment_ids, precision, **of_delta_rule,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of a call; raises as the public docstrings say."""
+    """Checks every argument of a call; raises as the public docstrings say.
+
+    `of_delta_rule` holds `beta`, or nothing for linear attention.
+    """
     # the tokens: queries, keys and values, what their heads have, and how they lie on an Explicit mesh
     query, key, value = _query_key_value(operator, query, key, value)
-    (*batch, T, N, Hv), H = value.shape, key.shape[-1]
+    (*batch, T, N, _), H = value.shape, key.shape[-1]
     heads = (*batch, T, N)
     if log_decay is not None:
         log_decay = _log_decay(operator, log_decay, heads, H)
+    beta, is_delta = None, "beta" in of_delta_rule
     if is_delta:
-        beta = checks.floating(operator, "beta", beta)
+        beta = checks.floating(operator, "beta", of_delta_rule["beta"])
         checks.shape(operator, "beta", beta, "[..., T, N]", heads, _swapped(beta.shape, heads))
     given = {"query": query, "key": key, "log_decay": log_decay, "beta": beta}
     query, key, log_decay, beta = (_alike(operator, n, x, value) for n, x in given.items())
 
-    # the state, in the dtype of sums
-    if initial_state is not None:
-        initial_state, wide = checks.floating(operator, "initial_state", initial_state), value.dtype
-        wide = numerics.accumulator_dtype(wide)
-        checks.shape(operator, "initial_state", initial_state, "[..., N, H, Hv]", (*batch, N, H, Hv))
-        if initial_state.dtype != wide:
-            remedy = f"write initial_state.astype({wide})"
-            got = f"dtype {initial_state.dtype}"
-            raise TypeError(checks.message(operator, "initial_state", f"have dtype {wide}", got, remedy))
-        axes = (*range(len(batch)), value.ndim - 2, None, None)
-        initial_state = sharding.reshard_like(initial_state, value, axes)
+    initial_state = state(operator, "initial_state", initial_state, key, value)
 
     # where sequences and documents end
     def of_entries(argument, x, tail, names, **limits):
@@ -69,6 +63,19 @@ def prepare(
     scale = checks.head_scale(operator, scale, H, value.dtype, remedy)
     options = Options(is_delta, scale, l2_norm_epsilon, checks.precision(operator, precision))
     return options, Operands(query, key, value, log_decay, beta, initial_state, seq_lengths, restarts)
+
+
+def state(operator: str, argument: str, x: Any, key: jax.Array, value: jax.Array) -> jax.Array | None:
+    """Checks a state, or its cotangent, `[..., N, H, Hv]` in the dtype of sums; None passes."""
+    if x is None:
+        return None
+    x, wide = checks.floating(operator, argument, x), numerics.accumulator_dtype(value.dtype)
+    *batch, _, N, Hv = value.shape
+    checks.shape(operator, argument, x, "[..., N, H, Hv]", (*batch, N, key.shape[-1], Hv))
+    if x.dtype != wide:
+        remedy, got = f"write {argument}.astype({str(wide)!r})", f"dtype {x.dtype}"
+        raise TypeError(checks.message(operator, argument, f"have dtype {wide}", got, remedy))
+    return sharding.reshard_like(x, value, (*range(len(batch)), value.ndim - 2, None, None))
 
 
 def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -133,7 +140,7 @@ def _log_decay(operator: str, log_decay: Any, heads: tuple, H: Any) -> jax.Array
     values = checks.known(log_decay) if x.size else None
     if values is not None:
         least, greatest = float(np.min(values)), float(np.max(values))
-        if 0 <= least and 0 < greatest <= 1:
+        if least >= 0 and 0 < greatest <= 1:
             expected = "be the logarithm of what the state is multiplied by, at most 0 where it decays"
             got = f"values from {least:.3g} to {greatest:.3g}"
             raise ValueError(checks.message(operator, "log_decay", expected, got, "write jnp.log(decay)"))

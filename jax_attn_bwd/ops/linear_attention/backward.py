@@ -65,11 +65,7 @@ from jax_attn_bwd.ops.linear_attention.spec import Options, Residuals
 
 @partial(jax.jit, static_argnums=(0, 2))
 def backward(
-    plan: Plan,
-    residuals: Residuals,
-    wanted: frozenset[str],
-    dout: jax.Array | None,
-    dfinal: jax.Array | None,
+    plan: Plan, residuals: Residuals, wanted: frozenset[str], dout: jax.Array | None, dfinal: jax.Array | None
 ) -> dict[str, jax.Array]:
     """Returns the gradients of the operands in `wanted`, by name; a cotangent that is None is zero."""
     options, operands, dot = plan.options, residuals.operands, dot_of(plan.options)

@@ -200,7 +200,7 @@ def _placed(x: jax.Array, which: int) -> jax.Array:
 
 
 def _parted(plane: jax.Array, size: int) -> tuple[jax.Array, list[jax.Array]]:
-    """Parts a plane: its diagonal blocks of `size`, and what lies below them between halves, small ones first."""
+    """Parts a plane: its diagonal blocks of `size`, and those between halves below them, small ones first."""
     diagonal, below = plane[..., None, :, :], []
     while (n := diagonal.shape[-1]) > size:
         halved = diagonal.reshape(*diagonal.shape[:-2], 2, n // 2, 2, n // 2)

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
@@ -40,7 +39,7 @@ class Result(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """What the tokens of each chunk are to one another and to the states around it, `[m, ..., K, G, C, X]`."""
+    """What tokens of a chunk are to one another and to the states around it, `[m, ..., K, G, C, X]`."""
 
     from_start: jax.Array  # q^
     at_start: jax.Array  # k^

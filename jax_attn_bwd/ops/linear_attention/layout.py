@@ -39,8 +39,7 @@ def join(x: jax.Array, T: Any) -> jax.Array:
 
 def tokens(plan: Plan, operands: Operands) -> Tokens:
     """Returns what is told of each token; what lies beyond the lengths is not read."""
-    rank, T, groups = operands.value.ndim - 3, operands.value.shape[-3], operands.groups
-    seen = seen_tokens(operands)
+    groups, seen = operands.groups, seen_tokens(operands)
     clean = lambda x: x if seen is None else jnp.where(seen, x, 0)
     restarts = operands.restarts
     if restarts is not None:
@@ -78,7 +77,7 @@ def decay_of_tokens(operands: Operands) -> jax.Array:
 
 
 def like_operand(operands: Operands, name: str, x: jax.Array) -> jax.Array:
-    """Returns the gradient of an operand of tokens, `[g, m, ..., K, G, C, X]`, in the shape of the operand."""
+    """Returns the gradient `[g, m, ..., K, G, C, X]` of an operand of tokens in the shape of the operand."""
     given, T = getattr(operands, name), operands.value.shape[-3]
     x, seen = join(x, T), seen_tokens(operands)
     x = x if seen is None else jnp.where(seen, x, 0)
