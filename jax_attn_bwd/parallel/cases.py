@@ -17,15 +17,18 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core.cases import Case, Operator, both, shared_segments, sink
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.deformable.cases import OPERATORS as DEFORMABLE
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.graph.cases import OPERATORS as GRAPH
+from jax_attn_bwd.ops.linear_attention.cases import OPERATORS as LINEAR
 from jax_attn_bwd.ops.multi_head.cases import OPERATORS as MULTI_HEAD
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, MultiHeadAttentionParams
 from jax_attn_bwd.parallel.deformable import sharded_multi_scale_deformable_attention
 from jax_attn_bwd.parallel.graph import sharded_graph_attention
 from jax_attn_bwd.parallel.layouts import striped, unstriped, unzigzag, zigzag
+from jax_attn_bwd.parallel.linear import gated_delta_rule, gated_linear_attention
 from jax_attn_bwd.parallel.meshes import run_on_parts
 from jax_attn_bwd.parallel.partition import PartitionedGraph, partition_graph
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
@@ -143,6 +146,24 @@ def _queries(*, sampling_locations, attention_weights, **arguments):
     return (out[:, :Q],)
 
 
+def _linear(function: Callable[..., Any]) -> Any:
+    """Makes calls of linear attention: all tokens in order, in and out."""
+
+    def call(*, implementation=None, initial_state=None, log_decay=None, l2_norm_epsilon=None, **arrays):
+        arrays |= {"initial_state": initial_state, "log_decay": log_decay}
+        arrays = {name: x for name, x in arrays.items() if x is not None}
+        if initial_state is not None:
+            arrays["initial_state"] = initial_state.astype(accumulator_dtype(initial_state.dtype))
+        options = dict(axis_name=_AXIS, return_final_state=True, l2_norm_epsilon=l2_norm_epsilon)
+        local = lambda arrays: function(**arrays, **options, implementation=implementation)
+        of_tokens = lambda name, x: name not in ("initial_state", "seq_lengths") and x.ndim > 1
+        specs = {name: P(None, _AXIS) if of_tokens(name, x) else P() for name, x in arrays.items()}
+        mesh = _mesh(arrays["value"].shape[-3])
+        return run_on_parts(local, mesh, _AXIS, (specs,), (P(None, _AXIS), P()), (arrays,))
+
+    return call
+
+
 def _of(operator: Operator, name: str, call: Callable[..., Any], cases: tuple[Case, ...]) -> Operator:
     """Gives `operator` another name, call and cases."""
     return replace(operator, name=name, call=call, cases=cases)
@@ -152,11 +173,19 @@ def _named(operator: Operator, *names: str) -> tuple[Case, ...]:
     return tuple(case for case in operator.cases if case.name in names)
 
 
+_DELTA, _GATED = LINEAR
 (_DENSE,), (_MULTI_HEAD,), (_DEFORMABLE,), (_GAT, *_) = dense.OPERATORS, MULTI_HEAD, DEFORMABLE, GRAPH
 OPERATORS = (
     _of(_DENSE, "ring_attention", _sequence(ring_attention, zigzag, unzigzag), _SEQUENCE_CASES),
     _of(_DENSE, "all_gather_attention", _sequence(all_gather_attention, striped, unstriped), _SEQUENCE_CASES),
     _of(_DENSE, "ulysses_attention", _sequence(ulysses_attention), _SEQUENCE_CASES),
+    _of(_DELTA, "parallel.gated_delta_rule", _linear(gated_delta_rule), _named(_DELTA, "plain", "chunks")),
+    _of(
+        _GATED,
+        "parallel.gated_linear_attention",
+        _linear(gated_linear_attention),
+        _named(_GATED, "plain", "channels"),
+    ),
     _of(_MULTI_HEAD, "tensor_parallel_multi_head_attention", _layer, _named(_MULTI_HEAD, "tiles", "means")),
     _of(_GAT, "sharded_graph_attention", _graph, _named(_GAT, "plain", "edge_dropout", "means")),
     _of(

@@ -1,5 +1,7 @@
 """Cases of linear attention that tests and full compilation alone read."""
 
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.linear_attention import api
 from jax_attn_bwd.ops.linear_attention.cases import case
 
 _SMALL = dict(B=(1,), T=4, K=1, N=2, H=2, Hv=3, tags=("second",))
@@ -25,3 +27,36 @@ def _both(**delta):
 
 
 CASES = {"gated_delta_rule": _both(), "gated_linear_attention": _both(delta=False)}
+
+
+def _backward_of(function):
+    def backward(cotangents, outputs, arrays, options, wrt):
+        dout, dfinal = cotangents
+        state = arrays.get("initial_state")
+        wide = accumulator_dtype(arrays["value"].dtype)
+        given = arrays | {"log_decay": arrays.get("log_decay")}
+        if state is not None:
+            given["initial_state"] = state.astype(wide)
+        grads = function(dout, **given, **options, dfinal_state=dfinal.astype(wide), wrt=wrt)
+        found = {name: x for name, x in grads._asdict().items() if x is not None}
+        return {name: x.astype(arrays[name].dtype) for name, x in found.items()}
+
+    return backward
+
+
+_AXES = {
+    "query": "BTND", "key": "BTND", "value": "BTND", "log_decay": "BTN", "beta": "BTN",
+    "initial_state": "BNDV", "out": "BTND", "final_state": "BNDV", "seq_lengths": "B", "segment_ids": "BT",
+}  # fmt: skip
+TRAITS = {
+    "gated_delta_rule": {
+        "backward": _backward_of(api.gated_delta_rule_bwd),
+        "backward_wrt": api.DIFFERENTIABLE,
+        "axes": _AXES,
+    },
+    "gated_linear_attention": {
+        "backward": _backward_of(api.gated_linear_attention_bwd),
+        "backward_wrt": api.WITHOUT_BETA,
+        "axes": _AXES,
+    },
+}

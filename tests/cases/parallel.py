@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cases import deformable, dot_product, graph, multi_head
+from cases import deformable, dot_product, graph, linear_attention, multi_head
 from jax_attn_bwd._core.cases import shared_segments, sink
 from jax_attn_bwd.parallel.cases import sequence_case
 
@@ -21,6 +21,10 @@ CASES = {
     "ring_attention": _SEQUENCE,
     "all_gather_attention": _SEQUENCE,
     "ulysses_attention": _SEQUENCE,
+    "parallel.gated_delta_rule": _named(linear_attention.CASES["gated_delta_rule"], "second"),
+    "parallel.gated_linear_attention": _named(
+        linear_attention.CASES["gated_linear_attention"], "second_channels"
+    ),
     "tensor_parallel_multi_head_attention": _named(
         multi_head.CASES["multi_head_attention"], "packed_alone", "second"
     ),
@@ -36,6 +40,8 @@ _LIKE = {
     "ring_attention": dot_product.TRAITS["dot_product_attention"],
     "all_gather_attention": dot_product.TRAITS["dot_product_attention"],
     "ulysses_attention": dot_product.TRAITS["dot_product_attention"],
+    "parallel.gated_delta_rule": linear_attention.TRAITS["gated_delta_rule"],
+    "parallel.gated_linear_attention": linear_attention.TRAITS["gated_linear_attention"],
     "tensor_parallel_multi_head_attention": multi_head.TRAITS["multi_head_attention"],
     "sharded_graph_attention": graph.TRAITS["graph_attention"],
     "sharded_multi_scale_deformable_attention": deformable.TRAITS["multi_scale_deformable_attention"],

@@ -32,8 +32,8 @@ by_name = pytest.mark.parametrize("operator", OPERATORS, ids=NAMES)
 
 def test_all_have_cases():
     """Whatever `parallel` exports that attends."""
-    exported = {name for name in dir(parallel) if name.endswith("_attention")}
-    assert set(NAMES) == exported
+    exported = {name for name in dir(parallel) if name.endswith(("_attention", "_rule"))}
+    assert {name.removeprefix("parallel.") for name in NAMES} == exported
     assert {operator.name for operator in check.discover()} >= exported
 
 

@@ -120,21 +120,6 @@ def _defined(function):
     return reference
 
 
-def _backward_of(function):
-    def backward(cotangents, outputs, arrays, options, wrt):
-        dout, dfinal = cotangents
-        state = arrays.get("initial_state")
-        wide = accumulator_dtype(arrays["value"].dtype)
-        given = arrays | {"log_decay": arrays.get("log_decay")}
-        if state is not None:
-            given["initial_state"] = state.astype(wide)
-        grads = function(dout, **given, **options, dfinal_state=dfinal.astype(wide), wrt=wrt)
-        found = {name: x for name, x in grads._asdict().items() if x is not None}
-        return {name: x.astype(arrays[name].dtype) for name, x in found.items()}
-
-    return backward
-
-
 def _hidden(arrays, options):
     """Tokens at or beyond the lengths."""
     if "seq_lengths" not in arrays:
@@ -146,43 +131,25 @@ def _hidden(arrays, options):
     return dict.fromkeys(tokens, beyond)
 
 
-_AXES = {
-    "query": "BTND", "key": "BTND", "value": "BTND", "log_decay": "BTN", "beta": "BTN",
-    "initial_state": "BNDV", "out": "BTND", "final_state": "BNDV", "seq_lengths": "B", "segment_ids": "BT",
-}  # fmt: skip
-
-
-def _operator(name, differentiable, call, definition, backward, cases) -> Operator:
-    return Operator(
+OPERATORS = tuple(
+    Operator(
         name=name,
         outputs=("out", "final_state"),
         differentiable=differentiable,
         implementations=api.IMPLEMENTATIONS,
-        call=call,
-        reference=definition,
-        backward=backward,
+        call=_called(call),
+        reference=_defined(definition),
         cases=cases,
-        axes=_AXES,
-        backward_wrt=differentiable,
         hidden=_hidden,
     )
-
-
-OPERATORS = (
-    _operator(
-        "gated_delta_rule",
-        api.DIFFERENTIABLE,
-        _called(_delta),
-        _defined(reference.gated_delta_rule),
-        _backward_of(api.gated_delta_rule_bwd),
-        _DELTA,
-    ),
-    _operator(
-        "gated_linear_attention",
-        api.WITHOUT_BETA,
-        _called(api.gated_linear_attention),
-        _defined(reference.gated_linear_attention),
-        _backward_of(api.gated_linear_attention_bwd),
-        _LINEAR,
-    ),
+    for name, differentiable, call, definition, cases in (
+        ("gated_delta_rule", api.DIFFERENTIABLE, _delta, reference.gated_delta_rule, _DELTA),
+        (
+            "gated_linear_attention",
+            api.WITHOUT_BETA,
+            api.gated_linear_attention,
+            reference.gated_linear_attention,
+            _LINEAR,
+        ),
+    )
 )
