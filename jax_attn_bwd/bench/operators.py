@@ -3,7 +3,8 @@
 Dense attention: float32 on a CPU, bfloat16 on a GPU. The softmax: with a padding mask on a CPU. The layer:
 self-attention with all gradients, float32 on a CPU. Deformable attention: float32, 8 heads of 32; the encoder
 asks once for every pixel, around its own place, the decoder 300 times anywhere. Graphs: float32, the graph
-built beforehand; and, if the environment variable JAX_ATTN_BWD_TOLOKERS names the file `tolokers.npz` of
+built beforehand. Linear attention: float32, a decay of each head, beside its form in chunks by `jax.grad`.
+And graphs, if the environment variable JAX_ATTN_BWD_TOLOKERS names the file `tolokers.npz` of
 yandex-research/heterophilous-graphs, that graph with each edge in both directions (11,758 nodes, 1,038,000
 edges, the highest degree 2,138), 4 heads of 16.
 """
@@ -26,6 +27,8 @@ from jax_attn_bwd import (
     BipartiteCSC,
     MultiHeadAttentionParams,
     dot_product_attention,
+    gated_delta_rule,
+    gated_linear_attention,
     graph_attention,
     graph_attention_v2,
     graph_transformer_attention,
@@ -251,6 +254,19 @@ def _deformable(case: Case, arrays: dict[str, Any], dout: jax.Array) -> Iterator
     yield Workload(name, [*contenders, *found], refused=refused)
 
 
+def _linear(
+    function: Callable[..., Any], case: Case, arrays: dict[str, Any], dout: jax.Array
+) -> Iterator[Workload]:
+    names = ("query", "key", "value", "log_decay", *(["beta"] if "beta" in arrays else []))
+    args, epsilon = (dout, *(arrays[name] for name in names)), case.options.get("l2_norm_epsilon")
+    call = partial(function, l2_norm_epsilon=epsilon)
+    peer, name = step(partial(peers.chunk_form, epsilon)), "chunk form, jax.grad"
+    found, refused = peers.gather(case.name, {name: partial(compiled_contender, name, peer, *args)})
+    yield Workload(
+        f"{function.__name__}, {case.name}", [*peers.ours(call, step, *args), *found], refused=refused
+    )
+
+
 def _tolokers(operator: str, left_out: bool) -> tuple[Case, ...]:
     """Returns the graph of the file, where one is named, as a case of a graph operator."""
     path, make = os.environ.get("JAX_ATTN_BWD_TOLOKERS"), graph_cases.MAKERS.get(operator)
@@ -285,6 +301,8 @@ MEASURED: dict[str, Callable[..., Iterator[Workload]]] = {
     "dot_product_attention": _dense,
     "multi_head_attention": _layer,
     "multi_scale_deformable_attention": _deformable,
+    "gated_delta_rule": partial(_linear, gated_delta_rule),
+    "gated_linear_attention": partial(_linear, gated_linear_attention),
     "graph_attention": partial(_graph, "gat", graph_attention),
     "graph_attention_v2": partial(_graph, "gatv2", graph_attention_v2),
     "graph_transformer_attention": partial(_graph, "transformer", graph_transformer_attention),

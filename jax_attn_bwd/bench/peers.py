@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_attn_bwd import BipartiteCSC, MultiHeadAttentionParams
 from jax_attn_bwd.bench.measure import Contender, compiled_contender
@@ -227,6 +228,37 @@ def equinox_layer(x, dout, params) -> Contender:
         return out, dx, *found
 
     return compiled_contender("equinox MultiheadAttention", step, arrays, x, dout)
+
+
+# ---- linear attention
+
+
+def chunk_form(epsilon, query, key, value, log_decay, beta=None, C=64):
+    """Computes the rule in chunks as programs have it, for JAX to differentiate: triangular solves, a scan."""
+    (B, T, N, H), t = query.shape, lambda x: jnp.swapaxes(x, -1, -2)
+    unit = lambda x: x * lax.rsqrt((x * x).sum(-1, keepdims=True) + epsilon) if epsilon else x
+    chunks = lambda x: jnp.moveaxis(x, 2, 1).reshape(B, N, T // C, C, -1)
+    query, key, value = chunks(unit(query) * H**-0.5), chunks(unit(key)), chunks(value)
+    c = jnp.cumsum(chunks(log_decay), -2)
+    whole, lower = jnp.exp(c[..., -1:, :]), jnp.tril(jnp.ones((1,) * 3 + (C, C), bool))
+    between = jnp.where(lower, jnp.exp(jnp.where(lower, c - t(c), 0)), 0)
+    reads, at_end = query @ t(key) * between, key * jnp.exp(c[..., -1:, :] - c)
+    u, w = value, jnp.zeros_like(key)
+    if beta is not None:
+        scaled = chunks(beta) * key
+        overlaps = jnp.tril(scaled @ t(key) * between, -1) + jnp.broadcast_to(jnp.eye(C), between.shape)
+        solve = lambda x: jax.scipy.linalg.solve_triangular(overlaps, x, lower=True, unit_diagonal=True)
+        u, w = solve(chunks(beta) * value), solve(scaled * jnp.exp(c))
+
+    def step(S, given):
+        query, u, w, reads, at_end, whole = given
+        new = u - w @ S if beta is not None else u
+        return S * whole + t(at_end) @ new, query @ S + reads @ new
+
+    given = query * jnp.exp(c), u, w, reads, at_end, whole
+    zeros = jnp.zeros((B, N, H, value.shape[-1]), value.dtype)
+    _, out = lax.scan(step, zeros, tuple(jnp.moveaxis(x, 2, 0) for x in given))
+    return jnp.moveaxis(jnp.moveaxis(out, 0, 2).reshape(B, N, T, -1), 1, 2)
 
 
 # ---- deformable attention
