@@ -234,7 +234,7 @@ def equinox_layer(x, dout, params) -> Contender:
 
 
 def chunk_form(epsilon, query, key, value, log_decay, beta=None, C=64):
-    """Computes the rule in chunks as programs have it, for JAX to differentiate: triangular solves, a scan."""
+    """Computes the rule in chunks as programs have it, for JAX to differentiate: triangular solves, scan."""
     (B, T, N, H), t = query.shape, lambda x: jnp.swapaxes(x, -1, -2)
     unit = lambda x: x * lax.rsqrt((x * x).sum(-1, keepdims=True) + epsilon) if epsilon else x
     chunks = lambda x: jnp.moveaxis(x, 2, 1).reshape(B, N, T // C, C, -1)

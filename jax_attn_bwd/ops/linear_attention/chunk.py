@@ -131,7 +131,10 @@ class Decays(NamedTuple):
             dot(_half(x, 1, later) * later, transposed(_half(y, 0, earlier) * earlier))
             for later, earlier in self.halves
         ]
-        return _joined(_single(x, y), below)[..., 0, :, :]
+        if not below:  # one token
+            return jnp.zeros_like(dot(x, transposed(y)))
+        none = jnp.zeros_like(below[0])  # on the diagonal
+        return _joined(jnp.concatenate([none, none], -3), below)[..., 0, :, :]
 
     def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
         """Returns sum_j plane_ij y_j exp(c_i - c_j) over j < i, [C, X]."""
@@ -161,17 +164,19 @@ def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -
     # where a part begins, and of which part each token is
     is_zero = jnp.exp(log_decay) == 0
     restarts = is_zero if restarts is None else is_zero | restarts
-    c = lax.cumsum(jnp.where(restarts, 0, log_decay), log_decay.ndim - 2)
-    number = lax.cumsum(restarts.astype(jnp.int32), restarts.ndim - 2)
+    g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
+    behind = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis)
+    # c, and c_C - c summed from the end: their difference would be off by the rounding of all of c
+    c, left = lax.cumsum(g, axis), lax.cumsum(behind, axis, reverse=True)
+    number = lax.cumsum(restarts.astype(jnp.int32), axis)
     # else XLA:CPU sums anew for each pair of tokens
-    c, number = fusion.barrier(tuple(jnp.broadcast_arrays(c, number)))
+    c, left, number = fusion.barrier((c, left, number))
 
     def factor(c, is_same):
         return jnp.exp(jnp.where(is_same, c, -jnp.inf))
 
     first, last = number == 0, number[..., -1:, :]
-    end = c[..., -1:, :]
-    outer = factor(c, first), factor(end - c, number == last), factor(end, last == 0)
+    outer = factor(c, first), factor(left, number == last), factor(c[..., -1:, :], last == 0)
     # between tokens: a plane for all channels, or factors for each
     if c.shape[-1] == 1:
         earlier = strictly_lower(c) & (number == transposed(number))
@@ -202,18 +207,17 @@ def _placed(x: jax.Array, which: int) -> jax.Array:
 def _parted(plane: jax.Array, size: int) -> tuple[jax.Array, list[jax.Array]]:
     """Parts a plane: its diagonal blocks of `size`, and those between halves below them, small ones first."""
     diagonal, below = plane[..., None, :, :], []
-    while (n := diagonal.shape[-1]) > size:
-        halved = diagonal.reshape(*diagonal.shape[:-2], 2, n // 2, 2, n // 2)
-        below.append(halved[..., 1, :, 0, :])
-        halves = jnp.stack([halved[..., 0, :, 0, :], halved[..., 1, :, 1, :]], -3)
-        diagonal = halves.reshape(*halves.shape[:-4], -1, n // 2, n // 2)
+    while (half := diagonal.shape[-1] // 2) >= size:
+        below.append(diagonal[..., half:, :half])
+        halves = jnp.stack([diagonal[..., :half, :half], diagonal[..., half:, half:]], -3)
+        diagonal = halves.reshape(*halves.shape[:-4], -1, half, half)
     return diagonal, below[::-1]
 
 
 def _joined(diagonal: jax.Array, below: list[jax.Array]) -> jax.Array:
     """Puts together what `_parted` parts."""
     for block in below:
-        earlier, later = (jnp.broadcast_to(x, block.shape) for x in _pairs(diagonal))
+        earlier, later = _pairs(diagonal)
         top = jnp.concatenate([earlier, jnp.zeros_like(block)], -1)
         diagonal = jnp.concatenate([top, jnp.concatenate([block, later], -1)], -2)
     return diagonal
@@ -226,11 +230,6 @@ def _pairs(diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
     return halves[..., 0, :, :], halves[..., 1, :, :]
 
 
-def _single(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the zeros of a plane's diagonal, `[..., C, 1, 1]`."""
-    return jnp.zeros((*(1,) * (x.ndim - 2), x.shape[-2], 1, 1), x.dtype)
-
-
 def _nothing(plane: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the sum over the other tokens of a chunk of one."""
     return jnp.zeros_like(plane * rows)
@@ -241,7 +240,7 @@ def inverse(plane: jax.Array) -> jax.Array:
     dot, size = partial(jnp.matmul, precision=lax.Precision.HIGHEST), min(_BASE, plane.shape[-1])
     diagonal, below = _parted(plane, size)
     # the smallest blocks whole, side by side: what is not between two halves is masked
-    found, number, half = identity(diagonal), np.arange(size), 1
+    found, number, half = identity(diagonal) + jnp.zeros_like(diagonal), np.arange(size), 1
     while half < size:
         row, column = number[:, None] // half, number[None] // half
         is_between = to_rank((row % 2 == 1) & (column == row - 1), diagonal.ndim)
@@ -249,7 +248,6 @@ def inverse(plane: jax.Array) -> jax.Array:
         found = found - (between if half == 1 else dot(found, dot(between, found)))
         half *= 2
     # then what is between two of them, four, ...
-    found = jnp.broadcast_to(found, diagonal.shape)
     for block in below:
         earlier, later = _pairs(found)
         found = _joined(found, [-dot(later, dot(block, earlier))])

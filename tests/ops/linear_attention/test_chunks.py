@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import shapes
 from helpers import OPERATORS, assert_close, assert_trees_close, differentiated, finite_loss, quick_jit
 from jax import export
 
@@ -106,7 +107,7 @@ def test_remat_by_name_runs_no_second_forward():
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_export_with_a_symbolic_length(decay):
     b, t = export.symbolic_shape("b, t")
-    given = case("", B=(2,), T=3, decay=decay).shapes(np.float64)
+    given = shapes(case("", B=(2,), T=3, decay=decay), np.float64)
     symbolic = {n: jax.ShapeDtypeStruct((b, t, *x.shape[2:]), x.dtype) for n, x in given.items()}
     loss = lambda x: (jab.gated_delta_rule(**x, **NORM) ** 2).sum()
     restored = export.deserialize(export.export(jax.jit(loss))(symbolic).serialize(vjp_order=1)).call
