@@ -56,7 +56,6 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     merged_heads,
     next_state,
     split_heads,
-    step_of,
     zero_state,
 )
 from jax_attn_bwd.ops.linear_attention.plan import Plan
@@ -87,7 +86,7 @@ def backward(
         tokens, state, dout = given
         own = part(options, tokens, dtype)
         within = inside(options, own)
-        _, (states, u) = in_order(partial(next_state, dot), state, step_of(own, within))
+        _, (states, u) = in_order(partial(next_state, dot), state, (own, within))
         dout = dout.astype(dtype)
         dstate, through = _through_states(options, own, within, dout, dstate)
         found = _of_tokens(options, wanted, own, within, states, u, dout, through)
@@ -120,16 +119,15 @@ def _through_states(
     read_by_out = dot(transposed(within.reads), dout), dot(transposed(within.from_start), dout)
 
     def step(dstate, given):
-        (du, of_out), at_start, at_end, whole, inverse, beta = given
-        du = du + dot(at_end, dstate)
-        before, dr = of_out + whole * dstate, None
+        (du, of_out), beta, within = given
+        du = du + dot(within.at_end, dstate)
+        before, dr = of_out + within.whole * dstate, None
         if options.is_delta:
-            dr = dot(transposed(inverse), du)
-            before = before - dot(transposed(at_start), beta * dr)
+            dr = dot(transposed(within.inverse), du)
+            before = before - dot(transposed(within.at_start), beta * dr)
         return before, Through(dstate, du, dr)
 
-    given = read_by_out, within.at_start, within.at_end, within.whole, within.inverse, own.beta
-    return in_order(step, dstate, given, reverse=True)
+    return in_order(step, dstate, (read_by_out, own.beta, within), reverse=True)
 
 
 def _of_tokens(

@@ -59,7 +59,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     def group(state, tokens):
         own = part(options, tokens, dtype)
         within = inside(options, own)
-        after, (states, u) = in_order(partial(next_state, dot), state, step_of(own, within))
+        after, (states, u) = in_order(partial(next_state, dot), state, (own, within))
         out = dot(within.from_start, states) + dot(within.reads, u)  # (6)
         return after, (out.astype(operands.value.dtype), state)
 
@@ -91,28 +91,15 @@ def inside(options: Options, own: Part) -> Inside:
     )
 
 
-class Step(NamedTuple):
-    """What takes the state from before a chunk to behind it."""
-
-    value: jax.Array
-    beta: jax.Array | None
-    at_start: jax.Array
-    at_end: jax.Array
-    whole: jax.Array
-    inverse: jax.Array | None
-
-
-def step_of(own: Part, within: Inside) -> Step:
-    """Returns the steps of the chunks of a group."""
-    return Step(own.value, own.beta, within.at_start, within.at_end, within.whole, within.inverse)
-
-
-def next_state(dot: Dot, state: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def next_state(
+    dot: Dot, state: jax.Array, given: tuple[Part, Inside]
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns (the state behind a chunk, (the state before it, u)), by (5) and (6)."""
-    u = step.value
-    if step.inverse is not None:
-        u = dot(step.inverse, step.beta * (u - dot(step.at_start, state)))
-    return step.whole * state + dot(transposed(step.at_end), u), (state, u)
+    own, within = given
+    u = own.value
+    if within.inverse is not None:
+        u = dot(within.inverse, own.beta * (u - dot(within.at_start, state)))
+    return within.whole * state + dot(transposed(within.at_end), u), (state, u)
 
 
 def in_order(step: Callable[..., Any], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:

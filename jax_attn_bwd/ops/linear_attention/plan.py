@@ -44,7 +44,10 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     if not isinstance(T, int):
         return Plan(options, implementation, CHUNK, 1)
     chunk = min(CHUNK, 1 << max(T - 1, 0).bit_length())
-    return Plan(options, implementation, chunk, max(1, min(_side_by_side(chunk, operands), -(-T // chunk))))
+    chunks = max(ceil_div(T, chunk), 1)
+    # groups of like size, lest much of the last one be filled up
+    groups = ceil_div(chunks, min(_side_by_side(chunk, operands), chunks))
+    return Plan(options, implementation, chunk, ceil_div(chunks, groups))
 
 
 def _side_by_side(chunk: int, operands: Operands) -> int:
