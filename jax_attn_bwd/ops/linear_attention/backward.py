@@ -31,11 +31,10 @@ References:
 
 from collections.abc import Collection
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
@@ -108,7 +107,7 @@ class Through(NamedTuple):
 
     dstate: jax.Array  # dS1
     du: jax.Array
-    dr: jax.Array | None  # of the delta rule
+    dr: Any  # of the delta rule, else None
 
 
 def _through_states(
@@ -164,13 +163,15 @@ def _of_tokens(
         doverlaps = beta * doverlaps
 
     # (12)
-    dq = dk = None
+    dq: Any = None
+    dk: Any = None
+    drows: Any = None
     if "query" in wanted or needs_decay:
         dq = decays.from_start * dot(dout, transposed(states)) + decays.rows(dot, dreads, key)
     # (13), (14)
     if "key" in wanted or needs_decay:
         dat_end = decays.to_end * dot(u, transposed(dstate))
-        dcolumns, drows = dat_end + decays.columns(dot, dreads, query), None
+        dcolumns = dat_end + decays.columns(dot, dreads, query)
         if options.is_delta:
             dcolumns = dcolumns + decays.columns(dot, doverlaps, key)
             drows = decays.rows(dot, doverlaps, key)
@@ -182,7 +183,7 @@ def _of_tokens(
         end = (key * dat_end).sum(-2, keepdims=True)
         end = end + decays.whole * transposed((states * dstate).sum(-1, keepdims=True))
         dc = dc if drows is None else dc + key * drows
-        is_last = np.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
+        is_last = jnp.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
         dc = dc + jnp.where(to_rank(is_last, dc.ndim), end, 0)
         if decays.from_start.shape[-1] == 1:
             dc = dc.sum(-1, keepdims=True)

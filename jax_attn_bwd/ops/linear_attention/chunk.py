@@ -46,15 +46,15 @@ def transposed(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def strictly_lower(rows: jax.Array) -> np.ndarray:
+def strictly_lower(rows: jax.Array) -> jax.Array:
     """Tells of each pair of rows if the second comes before the first, `[1, ..., C, C]`."""
     C = rows.shape[-2]
-    return to_rank(np.tril(np.ones((C, C), bool), -1), rows.ndim)
+    return to_rank(jnp.asarray(np.tril(np.ones((C, C), bool), -1)), rows.ndim)
 
 
-def identity(rows: jax.Array) -> np.ndarray:
+def identity(rows: jax.Array) -> jax.Array:
     """Returns the identity of as many rows, `[1, ..., C, C]`."""
-    return to_rank(np.eye(rows.shape[-2], dtype=rows.dtype), rows.ndim)
+    return to_rank(jnp.eye(rows.shape[-2], dtype=rows.dtype), rows.ndim)
 
 
 def dot_of(options: Options) -> Dot:
@@ -83,7 +83,7 @@ class Part(NamedTuple):
     query: jax.Array  # normalized
     key: jax.Array  # normalized
     value: jax.Array
-    beta: jax.Array | None
+    beta: Any  # None without a delta rule
     decays: "Decays"
     query_factor: jax.Array | None  # what normalizing multiplied by
     key_factor: jax.Array | None
@@ -243,7 +243,7 @@ def inverse(plane: jax.Array) -> jax.Array:
     found, number, half = identity(diagonal) + jnp.zeros_like(diagonal), np.arange(size), 1
     while half < size:
         row, column = number[:, None] // half, number[None] // half
-        is_between = to_rank((row % 2 == 1) & (column == row - 1), diagonal.ndim)
+        is_between = to_rank(jnp.asarray((row % 2 == 1) & (column == row - 1)), diagonal.ndim)
         between = jnp.where(is_between, diagonal, 0)
         found = found - (between if half == 1 else dot(found, dot(between, found)))
         half *= 2

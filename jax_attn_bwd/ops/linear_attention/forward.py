@@ -46,8 +46,8 @@ class Inside(NamedTuple):
     at_end: jax.Array  # k~
     whole: jax.Array  # exp(c_C), [X, 1]
     reads: jax.Array  # P, [C, C]
-    overlaps: jax.Array | None  # <k_i, k_j>_G for j < i, [C, C]
-    inverse: jax.Array | None  # M, [C, C]
+    overlaps: Any  # <k_i, k_j>_G for j < i, [C, C]; None without a delta rule, as the next
+    inverse: Any  # M, [C, C]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -16,7 +16,7 @@ class Tokens(NamedTuple):
     key: jax.Array  # G = 1
     value: jax.Array
     log_decay: jax.Array  # axes that all of a batch, or all heads, share are 1
-    beta: jax.Array | None = None
+    beta: Any = None  # without a delta rule
     restarts: jax.Array | None = None  # bool, K = G = X = 1
 
 
@@ -26,7 +26,8 @@ def split(plan: Plan, x: jax.Array, groups: Any) -> jax.Array:
     g, m, C = plan.groups_of(T), plan.side_by_side, plan.chunk
     if not isinstance(T, int) or T % (m * C):
         x = jnp.pad(x, [(0, 0)] * rank + [(0, g * m * C - T), (0, 0), (0, 0)])
-    x = x.reshape(*batch, g, m, C, N // groups, groups, X)
+    # one axis after the other, which JAX 0.10 asks for on an Explicit mesh
+    x = x.reshape(*batch, g, m, C, N, X).reshape(*batch, g, m, C, N // groups, groups, X)
     return x.transpose(rank, rank + 1, *range(rank), rank + 3, rank + 4, rank + 2, rank + 5)
 
 
@@ -34,7 +35,7 @@ def join(x: jax.Array, T: Any) -> jax.Array:
     """Turns `[g, m, ..., K, G, C, X]` into `[..., T, N, X]`, without what `split` filled up."""
     (g, m, *batch, K, G, C, X), rank = x.shape, x.ndim - 6
     x = x.transpose(*range(2, rank + 2), 0, 1, rank + 4, rank + 2, rank + 3, rank + 5)
-    return x.reshape(*batch, g * m * C, K * G, X)[..., :T, :, :]
+    return x.reshape(*batch, g * m * C, K, G, X).reshape(*batch, g * m * C, K * G, X)[..., :T, :, :]
 
 
 def tokens(plan: Plan, operands: Operands) -> Tokens:
