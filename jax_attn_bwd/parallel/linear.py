@@ -137,7 +137,8 @@ def _run(
     out, block = like(query, key, wider, **more, **given)
 
     # the states before and behind all devices
-    blocks = lax.all_gather(block, axis_name)  # [n, ..., N, H, Hv + H]
+    # gathered behind the others: under `jax.vmap` JAX 0.12 mistakes the batch axis of its cotangent else
+    blocks = jnp.moveaxis(lax.all_gather(block, axis_name, axis=block.ndim), -1, 0)  # [n, ..., N, H, Hv + H]
     follows = _follows(name, lengths, ids, (*batch, T), axis_name)
     state = vary_over(zeros if state is None else state, varying((blocks, follows)))
 
