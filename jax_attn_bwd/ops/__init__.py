@@ -17,6 +17,9 @@ for layers and rings.
 
 Graph attention is three operators that share `rule` and `derivatives`, the `_bwd` and `_jvp` of all; `kinds`
 holds what they differ in, `structure`, `groups` and `loops` the graph, `edge_ops` the sums over edges.
+
+Linear attention: `layout` lays tokens out in groups of chunks, `chunk` holds what the tokens of a chunk are
+to one another.
 """
 
 import importlib
