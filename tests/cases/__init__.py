@@ -28,6 +28,7 @@ class Tested(Operator):
       backward_wrt: the gradients that `backward` offers.
       axes: `{argument or output: letters of its axes}`, right-aligned; B and N are batch and heads.
       whole: arguments that lie whole on each device; inside `jax.shard_map` a caller may cut them by `axes`.
+      wide: outputs that are float32 beside narrower arrays.
       sums_over_heads: outputs that are sums over heads: shards of heads hold shares of them.
     """
 
@@ -35,6 +36,7 @@ class Tested(Operator):
     backward_wrt: tuple[str, ...] = ()
     axes: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ("lse",)
     sums_over_heads: tuple[str, ...] = ()
 
 

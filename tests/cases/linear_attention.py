@@ -2,7 +2,7 @@
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.linear_attention import api
-from jax_attn_bwd.ops.linear_attention.cases import case
+from jax_attn_bwd.ops.linear_attention.cases import OPERATORS, case
 
 _SMALL = dict(B=(1,), T=4, K=1, N=2, H=2, Hv=3, tags=("second",))
 _SHARD = dict(B=(4,), T=9, K=4, N=8, H=3, Hv=5, tags=("shard",))
@@ -49,14 +49,11 @@ _AXES = {
     "initial_state": "BNDV", "out": "BTND", "final_state": "BNDV", "seq_lengths": "B", "segment_ids": "BT",
 }  # fmt: skip
 TRAITS = {
-    "gated_delta_rule": {
-        "backward": _backward_of(api.gated_delta_rule_bwd),
-        "backward_wrt": api.DIFFERENTIABLE,
+    operator.name: {
+        "backward": _backward_of(getattr(api, f"{operator.name}_bwd")),
+        "backward_wrt": operator.differentiable,
         "axes": _AXES,
-    },
-    "gated_linear_attention": {
-        "backward": _backward_of(api.gated_linear_attention_bwd),
-        "backward_wrt": api.WITHOUT_BETA,
-        "axes": _AXES,
-    },
+        "wide": ("final_state",),
+    }
+    for operator in OPERATORS
 }

@@ -32,7 +32,7 @@ mask array that may hide keys of each entry, and hides none; segments:
 {DOCUMENTS} documents of equal length, causal; which of its widths a strip takes is told at run time, and each
 width counts as often as these documents take it. Softmax stands beside
 `jax.nn.softmax`, graphs (constants of their programs) beside `jax.ops.segment_sum`, deformable attention
-beside gathers of its corners.
+beside gathers of its corners, linear attention beside its chunks as programs have them, in float32.
 Dense attention has goals: for causal attention at most {CAUSAL} of the plain formula's bytes, for the
 others as large a share of them as the live tiles have of the plane; at most an eighth of its temporaries; at
 most {LAUNCHES} launches for each live tile. "Goals missed" says what a program has more of, and how much.
@@ -104,10 +104,17 @@ def _segments(operator: Operator, case: Case) -> Callable[..., Any]:
     return peers.segments(edges, operator.name)
 
 
+def _chunks(operator: Operator, case: Case) -> Callable[..., Any]:
+    from jax_attn_bwd.bench import peers
+
+    return partial(peers.chunk_form, case.options.get("l2_norm_epsilon"))
+
+
 _PLAIN: dict[str, Callable[[Operator, Case], Callable[..., Any] | None]] = {
     "scaled_masked_softmax": lambda operator, case: jax.nn.softmax,
     "multi_scale_deformable_attention": lambda operator, case: None,  # the definition is the formula
     **dict.fromkeys(gpu.GRAPH, _segments),
+    **dict.fromkeys(("gated_delta_rule", "gated_linear_attention"), _chunks),
 }
 _LEFT_OUT = ("[131072, 1024] bfloat16",)  # narrow rows, which any compiler keeps in registers
 

@@ -138,7 +138,7 @@ def test_outputs_and_gradients_keep_shape_and_dtype(operator, implementation, ca
     inputs = differentiated(operator, arrays)
     call = functools.partial(operator.call, **case.options, implementation=implementation)
     for name, x in zip(operator.outputs, jax.eval_shape(lambda: call(**arrays)), strict=True):
-        assert x.dtype == ("float32" if name in ("lse", "final_state") else "bfloat16"), name
+        assert x.dtype == ("float32" if name in operator.wide else "bfloat16"), name
     loss = finite_loss(operator.call, operator, arrays, {**case.options, "implementation": implementation})
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(jax.grad(loss), inputs), inputs)
 

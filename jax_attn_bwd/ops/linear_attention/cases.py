@@ -58,7 +58,8 @@ def _steps_to_two(rng, arrays):
 def _measured(**options):
     for B, T, N, H in ((1, 1024, 4, 64), (1, 4096, 8, 128), (8, 512, 4, 64)):
         sizes = {"B": (B,), "T": T, "K": N, "N": N, "H": H, "Hv": H}
-        yield case(f"B{B}, T={T}, {N} x {H}", **sizes, tags=("bench",), dtype="float32", **options)
+        tags = ("bench", "bench_gpu", *(["timed"] if T == 4096 else []))
+        yield case(f"B{B}, T={T}, {N} x {H}", **sizes, tags=tags, dtype="float32", **options)
     small = {"B": (1,), "T": 128, "K": 2, "N": 2, "H": 16, "Hv": 16}
     yield case("B1, T=128, 2 x 16", **small, tags=("quick",), dtype="float32", **options)
 
