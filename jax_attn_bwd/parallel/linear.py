@@ -4,10 +4,11 @@ A device's tokens take the state before them, S, to the one behind, and read it,
 
     S' = F S + D,   out_t = o_t + S^T r_t                                               (1)
 
-F `[H, H]` and r `[T, N, H]` are what the operator gives from the state I for values of 0, D and o what it
-gives from the state 0: one call with H more columns of the value has all four. The devices exchange (D, F)
-once; each then computes the states before all of them, in order, and reads its own. The backward is that of
-the call and of (1), so the cotangents of (D, F) are exchanged once, too.
+D and o are what the operator gives from the state 0. Without a delta rule F is diagonal, the product of the
+decays, and r the query times those up to it. Under a delta rule F `[H, H]` and r `[T, N, H]` are what the
+operator gives from the state I for values of 0: one call with H more columns of the value has all four. The
+devices exchange (D, F) once; each then computes the states before all of them, in order, and reads its own.
+The backward is that of the call and of (1), so the cotangents of (D, F) are exchanged once, too.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import vary_over, varying
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops import linear_attention
+from jax_attn_bwd.ops.linear_attention import arguments, layout
+from jax_attn_bwd.ops.linear_attention.chunk import unit
 from jax_attn_bwd.ops.linear_attention.spec import LinearAttentionKeywords
 from jax_attn_bwd.parallel.arguments import axis_size
 
@@ -48,7 +51,7 @@ def gated_delta_rule(
     Called inside `jax.shard_map(check_vma=True)` under `jax.jit`, by every device for its own tokens, those
     from i * T on of device i. Arguments, results, gradients and errors are those of
     `jax_attn_bwd.gated_delta_rule`, of a device's own tokens, but for those named here. A device computes
-    with H more columns of the value.
+    with H more columns of the value, which `gated_linear_attention` does without.
 
     Args:
       axis_name: the mesh axis that holds the sequence.
@@ -128,34 +131,61 @@ def _run(
         lengths = checks.integers(name, "seq_lengths", lengths, 0, n * T)
         given["seq_lengths"] = jnp.clip(lengths - device.astype(lengths.dtype) * T, 0, T)
 
-    # D and F, o and r: from no state, and from that which is I
+    # D and o, F and r
     wide = accumulator_dtype(value.dtype)
-    zeros, one = jnp.zeros((*batch, N, H, Hv), wide), jnp.eye(H, dtype=wide)
-    unit = jnp.concatenate([zeros, jnp.broadcast_to(one, (*batch, N, H, H))], -1)
-    wider = jnp.concatenate([value, jnp.zeros((*batch, T, N, H), value.dtype)], -1)
-    given |= {"initial_state": unit, "return_final_state": True}
-    out, block = like(query, key, wider, **more, **given)
+    zeros = jnp.zeros((*batch, N, H, Hv), wide)
+    given |= {"initial_state": None, "return_final_state": True}
+    if "beta" in more:
+        one = jnp.broadcast_to(jnp.eye(H, dtype=wide), (*batch, N, H, H))
+        given["initial_state"] = jnp.concatenate([zeros, one], -1)
+        wider = jnp.concatenate([value, jnp.zeros((*batch, T, N, H), value.dtype)], -1)
+        out, block = like(query, key, wider, **more, **given)
+        out, reads = out[..., :Hv], out[..., Hv:].astype(wide)
+    else:
+        out, block = like(query, key, value, **more, **given)
+        kept, reads = _diagonal(name, query, key, value, **more, **given)
+        block = jnp.concatenate([block, jnp.broadcast_to(kept[..., None], (*batch, N, H, 1))], -1)
 
     # the states before and behind all devices
     # gathered behind the others: under `jax.vmap` JAX 0.12 mistakes the batch axis of its cotangent else
     blocks = jnp.moveaxis(lax.all_gather(block, axis_name, axis=block.ndim), -1, 0)  # [n, ..., N, H, Hv + H]
     follows = _follows(name, lengths, ids, (*batch, T), axis_name)
+    state = arguments.state(name, "initial_state", state, key, value)
     state = vary_over(zeros if state is None else state, varying((blocks, follows)))
 
-    def behind(state, given):
-        block, follows = given
+    def behind(state, of_device):
+        block, follows = of_device
         state = state if follows is None else jnp.where(follows[..., None, None, None], state, 0)
-        return jnp.matmul(block[..., Hv:], state, precision=options.get("precision")) + block[..., :Hv], state
+        kept = block[..., Hv:]
+        moved = jnp.matmul(kept, state, precision=given["precision"]) if "beta" in more else kept * state
+        return moved + block[..., :Hv], state
 
     final, states = lax.scan(behind, state, (blocks, follows))
 
     # (1), with this device's own
     own = lax.dynamic_index_in_dim(states, device, keepdims=False)
-    read = jnp.einsum("...tnh,...nhv->...tnv", out[..., Hv:].astype(wide), own)
-    out = (out[..., :Hv].astype(wide) + read).astype(value.dtype)
+    read = jnp.einsum("...tnh,...nhv->...tnv", reads, own, precision=given["precision"])
+    out = (out.astype(wide) + read).astype(value.dtype)
     if not wants_final:
         return out
     return out, lax.psum(jnp.where(device == n - 1, final, 0), axis_name)
+
+
+def _diagonal(
+    operator: str, query: Any, key: Any, value: Any, *, return_final_state, forward_mode, implementation,
+    **given,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns the diagonal of F, `[..., N, H]` or with axes of 1, and r, `[..., T, N, H]`."""
+    options, operands = arguments.prepare(operator, query=query, key=key, value=value, **given)
+    wide, seen = accumulator_dtype(value.dtype), layout.seen_tokens(operands)
+    log_decay = layout.decay_of_tokens(operands).astype(wide)
+    if operands.restarts is not None:
+        log_decay = jnp.where(operands.restarts[..., None, None], -jnp.inf, log_decay)
+    if seen is not None:
+        log_decay, query = (jnp.where(seen, x, 0) for x in (log_decay, query))
+    normed = options.scale * unit(options, query.astype(wide))[0]
+    reads = jnp.repeat(normed, operands.groups, -2) * jnp.exp(jnp.cumsum(log_decay, -3))
+    return jnp.exp(log_decay.sum(-3)), reads
 
 
 def _follows(operator: str, lengths: Any, ids: Any, shape: tuple, axis_name: str) -> jax.Array | None:

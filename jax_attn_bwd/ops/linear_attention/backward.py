@@ -75,7 +75,7 @@ def backward(
     if dout is None:
         dout = jnp.zeros_like(operands.value)
     seen = layout.seen_tokens(operands)
-    dout = layout.split(plan, dout if seen is None else jnp.where(seen, dout, 0), groups)
+    dout = layout.split(plan, dout if seen is None else jnp.where(seen, dout, 0))
     if dfinal is None:
         dstate = zero_state(operands, reads)
     else:
@@ -83,14 +83,14 @@ def backward(
 
     def group(dstate, given):
         tokens, state, dout = given
+        tokens, dout = layout.of_group(plan, tokens, groups), layout.chunks(plan, dout, groups).astype(dtype)
         own = part(options, tokens, dtype)
         within = inside(options, own)
         _, (states, u) = in_order(partial(next_state, dot), state, (own, within))
-        dout = dout.astype(dtype)
         dstate, through = _through_states(options, own, within, dout, dstate)
         found = _of_tokens(options, wanted, own, within, states, u, dout, through)
         shapes = {name: getattr(tokens, name).shape for name in found}
-        return dstate, {name: reduce_to(x, shapes[name]) for name, x in found.items()}
+        return dstate, {name: layout.rows(reduce_to(x, shapes[name])) for name, x in found.items()}
 
     group = jax.checkpoint(group, prevent_cse=False)
     dstate, found = lax.scan(group, dstate, (tokens, residuals.states, dout), reverse=True)

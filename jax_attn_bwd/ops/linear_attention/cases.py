@@ -14,7 +14,7 @@ _NORM = {"l2_norm_epsilon": 1e-6}
 
 def case(
     name, *, B=(2,), T=9, K=2, N=4, H=4, Hv=5, decay="head", delta=True, state=False, lengths=None,
-    segments=0, growth=1.0, tags=("ci",), dtype="bfloat16", extra=None, **options,
+    segments=0, growth=1.0, tags=("ci",), dtype="bfloat16", means=None, extra=None, **options,
 ) -> Case:  # fmt: skip
     """Returns a case; `decay` is "none", "constant", "head" or "channel", `lengths` one of each entry.
 
@@ -40,7 +40,7 @@ def case(
             arrays["segment_ids"] = np.sort(rng.integers(0, segments, (*B, T)), -1).astype(np.int32)
         return arrays | (extra(rng, arrays) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype)
+    return Case(name, build, options, frozenset(tags), dtype, means=means or {})
 
 
 def _resets(rng, arrays):
@@ -82,6 +82,7 @@ _DELTA = (
     case("channels of chunks", decay="channel", T=133, lengths=(20, 133), growth=5.0, **_NORM),
     case("no decay", decay="none", K=1, scale=0.3, lengths=(9, 0), segments=3, state=True, **_NORM),
     case("without a norm", B=(), T=5, growth=2.0),
+    case("means", T=100, state=True, means={"value": 3.0}, tags=("means",), **_NORM),
     *_measured(**_NORM),
     *_scaling(**_NORM),
 )
@@ -93,6 +94,7 @@ _LINEAR = (
     case("resets", delta=False, T=70, extra=_resets, state=True),
     case("resets of channels", decay="channel", delta=False, T=40, extra=_resets, segments=2),
     case("no decay", decay="none", delta=False, K=1, lengths=(9, 0), state=True, scale=0.3),
+    case("means", delta=False, T=100, state=True, means={"value": 3.0}, tags=("means",), **_NORM),
     *_measured(delta=False),
     *_scaling(delta=False),
 )

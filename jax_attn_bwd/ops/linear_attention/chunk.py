@@ -38,7 +38,7 @@ from jax_attn_bwd.ops.linear_attention.layout import Tokens
 from jax_attn_bwd.ops.linear_attention.spec import Options
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
-_BASE = 8  # rows of a triangle up to which halves are parted by masks: smaller products are slower
+_BASE = 16  # rows of a triangle up to which halves are parted by masks: smaller products are slower
 
 
 def transposed(x: jax.Array) -> jax.Array:

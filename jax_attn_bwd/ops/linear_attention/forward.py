@@ -57,11 +57,11 @@ def forward(plan: Plan, operands: Operands) -> Result:
     dtype = accumulator_dtype(operands.value.dtype)
 
     def group(state, tokens):
-        own = part(options, tokens, dtype)
+        own = part(options, layout.of_group(plan, tokens, operands.groups), dtype)
         within = inside(options, own)
         after, (states, u) = in_order(partial(next_state, dot), state, (own, within))
         out = dot(within.from_start, states) + dot(within.reads, u)  # (6)
-        return after, (out.astype(operands.value.dtype), state)
+        return after, (layout.rows(out.astype(operands.value.dtype)), state)
 
     group = jax.checkpoint(group, prevent_cse=False)
     final, (out, states) = lax.scan(group, first_state(operands), layout.tokens(plan, operands))

@@ -10,51 +10,72 @@ from jax_attn_bwd.ops.linear_attention.spec import Operands
 
 
 class Tokens(NamedTuple):
-    """What is told of each token, as it is given; zeros where there is none. `[g, m, ..., K, G, C, X]`."""
+    """What is told of each token, as it is given; zeros where there is none.
 
-    query: jax.Array  # G = 1
-    key: jax.Array  # G = 1
+    `[g, ..., m C, N, X]` of a call, and of one group `[..., m C, N, X]` or `[m, ..., K, G, C, X]`.
+    """
+
+    query: jax.Array  # N = K, G = 1
+    key: jax.Array  # N = K, G = 1
     value: jax.Array
     log_decay: jax.Array  # axes that all of a batch, or all heads, share are 1
     beta: Any = None  # without a delta rule
-    restarts: jax.Array | None = None  # bool, K = G = X = 1
+    restarts: jax.Array | None = None  # bool, N = K = G = X = 1
 
 
-def split(plan: Plan, x: jax.Array, groups: Any) -> jax.Array:
-    """Turns `[..., T, N, X]` into `[g, m, ..., K, G, C, X]`, filled up with zeros."""
+def split(plan: Plan, x: jax.Array) -> jax.Array:
+    """Turns `[..., T, N, X]` into `[g, ..., m C, N, X]`, filled up with zeros."""
     (*batch, T, N, X), rank = x.shape, x.ndim - 3
-    g, m, C = plan.groups_of(T), plan.side_by_side, plan.chunk
-    if not isinstance(T, int) or T % (m * C):
-        x = jnp.pad(x, [(0, 0)] * rank + [(0, g * m * C - T), (0, 0), (0, 0)])
-    # one axis after the other, which JAX 0.10 asks for on an Explicit mesh
-    x = x.reshape(*batch, g, m, C, N, X).reshape(*batch, g, m, C, N // groups, groups, X)
-    return x.transpose(rank, rank + 1, *range(rank), rank + 3, rank + 4, rank + 2, rank + 5)
+    g, tokens = plan.groups_of(T), plan.side_by_side * plan.chunk
+    if not isinstance(T, int) or T % tokens:
+        x = jnp.pad(x, [(0, 0)] * rank + [(0, g * tokens - T), (0, 0), (0, 0)])
+    return jnp.moveaxis(x.reshape(*batch, g, tokens, N, X), rank, 0)
 
 
 def join(x: jax.Array, T: Any) -> jax.Array:
-    """Turns `[g, m, ..., K, G, C, X]` into `[..., T, N, X]`, without what `split` filled up."""
-    (g, m, *batch, K, G, C, X), rank = x.shape, x.ndim - 6
-    x = x.transpose(*range(2, rank + 2), 0, 1, rank + 4, rank + 2, rank + 3, rank + 5)
-    return x.reshape(*batch, g * m * C, K, G, X).reshape(*batch, g * m * C, K * G, X)[..., :T, :, :]
+    """Turns `[g, ..., m C, N, X]` into `[..., T, N, X]`, without what `split` filled up."""
+    (g, *batch, tokens, N, X), rank = x.shape, x.ndim - 4
+    return jnp.moveaxis(x, 0, rank).reshape(*batch, g * tokens, N, X)[..., :T, :, :]
+
+
+def chunks(plan: Plan, x: jax.Array, groups: Any) -> jax.Array:
+    """Turns `[..., m C, N, X]` of a group into `[m, ..., K, G, C, X]`: there, a cache still holds it."""
+    (*batch, _, N, X), rank, m, C = x.shape, x.ndim - 3, plan.side_by_side, plan.chunk
+    groups = 1 if N == 1 else groups  # all heads share it
+    # one axis after the other, which JAX 0.10 asks for on an Explicit mesh
+    x = x.reshape(*batch, m, C, N, X).reshape(*batch, m, C, N // groups, groups, X)
+    return x.transpose(rank, *range(rank), rank + 2, rank + 3, rank + 1, rank + 4)
+
+
+def rows(x: jax.Array) -> jax.Array:
+    """Turns `[m, ..., K, G, C, X]` into `[..., m C, N, X]`."""
+    (m, *batch, K, G, C, X), rank = x.shape, x.ndim - 5
+    x = x.transpose(*range(1, rank + 1), 0, rank + 3, rank + 1, rank + 2, rank + 4)
+    return x.reshape(*batch, m * C, K, G, X).reshape(*batch, m * C, K * G, X)
 
 
 def tokens(plan: Plan, operands: Operands) -> Tokens:
     """Returns what is told of each token; what lies beyond the lengths is not read."""
-    groups, seen = operands.groups, seen_tokens(operands)
-    clean = lambda x: x if seen is None else jnp.where(seen, x, 0)
-    restarts = operands.restarts
+    seen, restarts, beta = seen_tokens(operands), operands.restarts, operands.beta
+    clean = lambda x: split(plan, x if seen is None else jnp.where(seen, x, 0))
     if restarts is not None:
         restarts = restarts[..., None, None]
-        restarts = split(plan, restarts if seen is None else seen & restarts, 1)
-    log_decay = decay_of_tokens(operands)
+        restarts = split(plan, restarts if seen is None else seen & restarts)
     return Tokens(
-        split(plan, clean(operands.query), 1),
-        split(plan, clean(operands.key), 1),
-        split(plan, clean(operands.value), groups),
-        split(plan, clean(log_decay), groups if operands.log_decay is not None else 1),
-        None if operands.beta is None else split(plan, clean(operands.beta[..., None]), groups),
+        clean(operands.query),
+        clean(operands.key),
+        clean(operands.value),
+        clean(decay_of_tokens(operands)),
+        None if beta is None else clean(beta[..., None]),
         restarts,
     )
+
+
+def of_group(plan: Plan, tokens: Tokens, groups: Any) -> Tokens:
+    """Lays the tokens of one group out in chunks."""
+    query, key, *others = tokens
+    others = [None if x is None else chunks(plan, x, groups) for x in others]
+    return Tokens(chunks(plan, query, 1), chunks(plan, key, 1), *others)
 
 
 def seen_tokens(operands: Operands) -> jax.Array | None:
@@ -78,7 +99,7 @@ def decay_of_tokens(operands: Operands) -> jax.Array:
 
 
 def like_operand(operands: Operands, name: str, x: jax.Array) -> jax.Array:
-    """Returns the gradient `[g, m, ..., K, G, C, X]` of an operand of tokens in the shape of the operand."""
+    """Returns the gradient `[g, ..., m C, N, X]` of an operand of tokens in the shape of the operand."""
     given, T = getattr(operands, name), operands.value.shape[-3]
     x, seen = join(x, T), seen_tokens(operands)
     x = x if seen is None else jnp.where(seen, x, 0)

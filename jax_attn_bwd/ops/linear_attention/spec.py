@@ -3,7 +3,7 @@
 Shape letters: any number of leading batch axes (written `...`), T tokens, K key heads, N value heads,
 G = N / K value heads of each key head, H key size, Hv value size; X is H where a decay is a number a channel
 of the keys, and 1 where it is a number a head. The tokens are taken in g groups of m chunks of C.
-Public layout `[..., T, N, H]`; working layout `[g, m, ..., K, G, C, H]`, of one group `[m, ..., K, G, C, H]`.
+Public layout `[..., T, N, H]`; in groups `[g, ..., m C, N, H]`; a group in chunks `[m, ..., K, G, C, H]`.
 """
 
 from dataclasses import dataclass

@@ -51,7 +51,9 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
         dstate = dstate + split_heads(moved["initial_state"], operands.groups)
 
     def group(states, given):
-        return in_order(partial(_next, options), states, _of_group(options, *given, dtype))
+        given = (layout.of_group(plan, x, operands.groups) for x in given)
+        states, dout = in_order(partial(_next, options), states, _of_group(options, *given, dtype))
+        return states, layout.rows(dout)
 
     group = jax.checkpoint(group, prevent_cse=False)
     given = layout.tokens(plan, operands), layout.tokens(plan, along)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.errors import check, ones, rows
-from helpers import assert_trees_close
+from helpers import QUICK, assert_trees_close, quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -83,16 +83,16 @@ def test_channels_on_a_mesh(axis_type):
     """Batch and heads cut: nothing is exchanged. On an Auto mesh the sequence may be cut, too."""
     arrays = case("", B=(2,), T=8, K=2, N=4, decay="channel", state=True).arrays()
     step = jax.grad(lambda x: (jab.gated_delta_rule(**x, l2_norm_epsilon=0.1) ** 2).sum())
-    expected = jax.jit(step)(arrays)
+    expected = quick_jit(step)(arrays)
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(axis_type,) * 2)
     heads = lambda n: P("b", "h") if n == "initial_state" else P("b", None, "h")
     with jax.set_mesh(mesh):
         placed = {n: jax.device_put(x, NamedSharding(mesh, heads(n))) for n, x in arrays.items()}
-        compiled = jax.jit(step).lower(placed).compile()
+        compiled = jax.jit(step).lower(placed).compile(QUICK)
         assert_trees_close(compiled(placed), expected, 1e-12)
         text = compiled.as_text()
         assert not [c for c in ("all-gather", "all-reduce", "collective-permute", "all-to-all") if c in text]
         if axis_type == AxisType.Auto:
             cut = lambda n: P("h") if n == "initial_state" else P(None, "b")
             placed = {n: jax.device_put(x, NamedSharding(mesh, cut(n))) for n, x in arrays.items()}
-            assert_trees_close(jax.jit(step)(placed), expected, 1e-12)
+            assert_trees_close(quick_jit(step)(placed), expected, 1e-12)
