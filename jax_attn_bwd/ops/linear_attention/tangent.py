@@ -51,8 +51,8 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
         dstate = dstate + split_heads(moved["initial_state"], operands.groups)
 
     def group(states, given):
-        given = (layout.of_group(plan, x, operands.groups) for x in given)
-        states, dout = in_order(partial(_next, options), states, _of_group(options, *given, dtype))
+        told, moves = (layout.of_group(plan, x, operands.groups) for x in given)
+        states, dout = in_order(partial(_next, options), states, _of_group(options, told, moves, dtype))
         return states, layout.rows(dout)
 
     group = jax.checkpoint(group, prevent_cse=False)
