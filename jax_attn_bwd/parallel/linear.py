@@ -12,7 +12,7 @@ The backward is that of the call and of (1), so the cotangents of (D, F) are exc
 """
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,26 @@ from jax_attn_bwd.parallel.arguments import axis_size
 class CutKeywords(LinearAttentionKeywords, total=False):
     """Keywords of linear attention over a sharded sequence beside the axis."""
 
-    return_final_state: bool
     forward_mode: bool
 
 
+# fmt: off
+@overload
+def gated_delta_rule(
+    query: Array, key: Array, value: Array, log_decay: Array | None, beta: Array, *, axis_name: str,
+    return_final_state: Literal[False] = False, **options: Unpack[CutKeywords]
+) -> jax.Array: ...
+@overload
+def gated_delta_rule(
+    query: Array, key: Array, value: Array, log_decay: Array | None, beta: Array, *, axis_name: str,
+    return_final_state: Literal[True], **options: Unpack[CutKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def gated_delta_rule(
+    query: Array, key: Array, value: Array, log_decay: Array | None, beta: Array, *, axis_name: str,
+    return_final_state: bool, **options: Unpack[CutKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
 def gated_delta_rule(
     query: Array,
     key: Array,
@@ -44,6 +60,7 @@ def gated_delta_rule(
     beta: Array,
     *,
     axis_name: str,
+    return_final_state: bool = False,
     **options: Unpack[CutKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`gated_delta_rule` over a sharded sequence, at one exchange of each device's map of the state.
@@ -78,10 +95,26 @@ def gated_delta_rule(
       >>> jax.jit(rule)(q, k, v, -abs(q[..., 0]), abs(k[..., 0])).shape
       (2, 16, 4, 8)
     """
-    more = {"log_decay": log_decay, "beta": beta}
-    return _run(linear_attention.gated_delta_rule, (query, key, value), more, axis_name, options)
+    return _run(linear_attention.gated_delta_rule, **locals())
 
 
+# fmt: off
+@overload
+def gated_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None = None, *, axis_name: str,
+    return_final_state: Literal[False] = False, **options: Unpack[CutKeywords]
+) -> jax.Array: ...
+@overload
+def gated_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None = None, *, axis_name: str,
+    return_final_state: Literal[True], **options: Unpack[CutKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def gated_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None = None, *, axis_name: str,
+    return_final_state: bool, **options: Unpack[CutKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
 def gated_linear_attention(
     query: Array,
     key: Array,
@@ -89,6 +122,7 @@ def gated_linear_attention(
     log_decay: Array | None = None,
     *,
     axis_name: str,
+    return_final_state: bool = False,
     **options: Unpack[CutKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`gated_linear_attention` over a sharded sequence, at one exchange of each device's map of the state.
@@ -107,21 +141,20 @@ def gated_linear_attention(
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
-    more = {"log_decay": log_decay}
-    return _run(linear_attention.gated_linear_attention, (query, key, value), more, axis_name, options)
+    return _run(linear_attention.gated_linear_attention, **locals())
 
 
 def _run(
-    like: Callable[..., Any], tokens: tuple[Any, Any, Any], more: dict[str, Any], axis_name: str, options: Any
+    like: Callable[..., Any], *, query, key, value, axis_name, return_final_state, options, **more
 ) -> Any:
     """Returns what the call `like` returns of the whole sequence: of this device's tokens."""
     # the arguments of this device
     name = like.__name__
-    n, device = axis_size(name, axis_name), lax.axis_index(axis_name)
     given = secondary_calls.complete(name, like, CutKeywords, options)
-    wants_final = checks.flag(name, "return_final_state", given.pop("return_final_state"))
+    n, device = axis_size(name, axis_name), lax.axis_index(axis_name)
+    wants_final = checks.flag(name, "return_final_state", return_final_state)
     query, key, value = (
-        checks.floating(name, n, x) for n, x in zip(("query", "key", "value"), tokens, strict=True)
+        checks.floating(name, n, x) for n, x in (("query", query), ("key", key), ("value", value))
     )
     if value.ndim < 3 or key.ndim < 3:
         return like(query, key, value, **more, **given)  # which says what they must be

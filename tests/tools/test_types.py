@@ -21,6 +21,7 @@ FLAGS = {
     "return_weights",
     "return_attention_weights",
     "return_softmax_scores",
+    "return_final_state",
     "backprop_cache",
 }
 # functions that type checkers are told to take for others, by whose overloads they are called

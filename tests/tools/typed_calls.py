@@ -100,6 +100,9 @@ def others(x: jax.Array, value: np.ndarray, locations: jax.Array) -> None:
     assert_type(sample([x, x], np.array([[4, 4], [2, 2]]), locations, x), jax.Array)
     grads = jab.multi_scale_deformable_attention_bwd(x, value, ((4, 4),), locations, x, wrt=("value",))
     assert_type(grads.sampling_locations, jax.Array | None)
+    assert_type(jab.gated_delta_rule(x, value, x, None, x, return_final_state=True), Pair)
+    assert_type(jab.gated_linear_attention(x, x, x, l2_norm_epsilon=1e-6, forward_mode=True), jax.Array)
+    assert_type(jab.gated_delta_rule_bwd(x, x, x, x, None, x, seq_lengths=[3]).beta, jax.Array | None)
 
 
 def over_devices(
@@ -110,6 +113,8 @@ def over_devices(
 ) -> None:
     assert_type(jab.parallel.ring_attention(x, x, x, axis_name="sequence", is_causal=True), jax.Array)
     assert_type(jab.parallel.ulysses_attention(x, x, x, axis_name="s", return_residual=True), Pair)
+    rule = jab.parallel.gated_delta_rule
+    assert_type(rule(x, x, x, None, x, axis_name="sequence", return_final_state=True), Pair)
     split = jab.parallel.tensor_parallel_multi_head_attention
     assert_type(split(params, x, axis_name="heads", return_weights=True, forward_mode=True), Pair)
     out = jab.parallel.sharded_graph_attention(parts, x, mesh=mesh, axis="graph", num_heads=2, kind="gatv2")

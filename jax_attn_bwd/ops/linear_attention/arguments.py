@@ -85,8 +85,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
     )
     checks.same_dtype(operator, query=query, key=key, value=value)
     for argument, x, names in (("query", query, "[..., T, K, H]"), ("value", value, "[..., T, N, Hv]")):
-        if x.ndim < 3:
-            raise ValueError(checks.message(operator, argument, f"have shape {names}", x.shape))
+        checks.rank(operator, argument, x, names, least=3)
 
     # shapes that fit together; a warning where heads seem to stand before tokens
     *batch, T, K, H = query.shape

@@ -82,7 +82,7 @@ _DELTA = (
     case("channels of chunks", decay="channel", T=133, lengths=(20, 133), growth=5.0, **_NORM),
     case("no decay", decay="none", K=1, scale=0.3, lengths=(9, 0), segments=3, state=True, **_NORM),
     case("without a norm", B=(), T=5, growth=2.0),
-    case("means", T=100, state=True, means={"value": 3.0}, tags=("means",), **_NORM),
+    case("means", T=20, state=True, means={"value": 3.0}, tags=("means",), **_NORM),
     *_measured(**_NORM),
     *_scaling(**_NORM),
 )
@@ -94,7 +94,7 @@ _LINEAR = (
     case("resets", delta=False, T=70, extra=_resets, state=True),
     case("resets of channels", decay="channel", delta=False, T=40, extra=_resets, segments=2),
     case("no decay", decay="none", delta=False, K=1, lengths=(9, 0), state=True, scale=0.3),
-    case("means", delta=False, T=100, state=True, means={"value": 3.0}, tags=("means",), **_NORM),
+    case("means", delta=False, T=20, state=True, means={"value": 3.0}, tags=("means",), **_NORM),
     *_measured(delta=False),
     *_scaling(delta=False),
 )
