@@ -246,7 +246,8 @@ def chunk_form(epsilon, query, key, value, log_decay, beta=None, C=64):
     u, w = value, jnp.zeros_like(key)
     if beta is not None:
         scaled = chunks(beta) * key
-        overlaps = jnp.tril(scaled @ t(key) * between, -1) + jnp.broadcast_to(jnp.eye(C), between.shape)
+        one = jnp.broadcast_to(jnp.eye(C, dtype=key.dtype), between.shape)
+        overlaps = jnp.tril(scaled @ t(key) * between, -1) + one
         solve = lambda x: jax.scipy.linalg.solve_triangular(overlaps, x, lower=True, unit_diagonal=True)
         u, w = solve(chunks(beta) * value), solve(scaled * jnp.exp(c))
 

@@ -22,11 +22,16 @@ each channel, or summed over those that share a decay,
     dc_C += sum_j k~_j dk~_j + exp(c_C) sum_v S0 dS1                                   (16)
     dg_t = sum of dc_i over i >= t of the chunk, 0 where a part begins                 (17)
 
+(15) takes differences of large sums. Where channels share their decay, each sum is taken by itself:
+
+    dg_t = sum over j < t <= i of (dP_ij P_ij + dA_ij A_ij) + exp(c_C) sum S0 dS1
+         + sum of <q^_i, dq^_i> + <k^_i, dk^_i> over i >= t + sum of <k~_j, dk~_j> over j < t          (18)
+
 With l2_norm_epsilon, q = s r x of the given x, r = (sum x^2 + epsilon)^-1/2: dx = s r (dq - rx <rx, dq>), and
 so for k. U and S0 are computed again from the state before the group, by (5) and (6).
 
 References:
-  As in `forward.py`; (7) to (17) follow from (1) to (6).
+  As in `forward.py`; (7) to (18) follow from (1) to (6).
 """
 
 from collections.abc import Collection
@@ -42,6 +47,7 @@ from jax_attn_bwd._core.sharding import match_type, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.chunk import (
     Part,
+    across_token,
     dot_of,
     part,
     strictly_lower,
@@ -143,7 +149,7 @@ def _of_tokens(
     (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(options)
     normed, query = query, options.scale * query
     dstate, du, dr = through
-    needs_decay = "log_decay" in wanted
+    needs_decay, is_shared = "log_decay" in wanted, decays.between is not None
     strict = strictly_lower(key)
     found = {"value": du}
 
@@ -167,27 +173,35 @@ def _of_tokens(
     dk: Any = None
     drows: Any = None
     if "query" in wanted or needs_decay:
-        dq = decays.from_start * dot(dout, transposed(states)) + decays.rows(dot, dreads, key)
+        dq_start = decays.from_start * dot(dout, transposed(states))
+        dq = dq_start + decays.rows(dot, dreads, key)
     # (13), (14)
     if "key" in wanted or needs_decay:
         dat_end = decays.to_end * dot(u, transposed(dstate))
         dcolumns = dat_end + decays.columns(dot, dreads, query)
         if options.is_delta:
             dcolumns = dcolumns + decays.columns(dot, doverlaps, key)
-            drows = decays.rows(dot, doverlaps, key)
-            drows = drows - decays.from_start * dot(db_dr, transposed(states))
+            dk_start = decays.from_start * dot(db_dr, transposed(states))
+            drows = decays.rows(dot, doverlaps, key) - dk_start
         dk = dcolumns + own_share * query + (0 if drows is None else drows)
-    # (15) to (17)
+    # (15) to (17), or (18)
     if needs_decay:
-        dc = query * dq - key * dcolumns
-        end = (key * dat_end).sum(-2, keepdims=True)
-        end = end + decays.whole * transposed((states * dstate).sum(-1, keepdims=True))
-        dc = dc if drows is None else dc + key * drows
-        is_last = jnp.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
-        dc = dc + jnp.where(to_rank(is_last, dc.ndim), end, 0)
-        if decays.from_start.shape[-1] == 1:
-            dc = dc.sum(-1, keepdims=True)
-        dg = lax.cumsum(dc, dc.ndim - 2, reverse=True)
+        axis, end = key.ndim - 2, key * dat_end
+        passed = decays.whole * transposed((states * dstate).sum(-1, keepdims=True))
+        if is_shared:
+            start, pairs = query * dq_start, dreads * within.reads
+            if options.is_delta:
+                start, pairs = start - key * dk_start, pairs + doverlaps * within.overlaps
+            start, end, passed = (x.sum(-1, keepdims=True) for x in (start, end, passed))
+            before = jnp.concatenate([jnp.zeros_like(end[..., :1, :]), end[..., :-1, :]], axis)
+            dg = lax.cumsum(start, axis, reverse=True) + lax.cumsum(before, axis)
+            dg = dg + across_token(pairs) + passed
+        else:
+            dc = query * dq - key * dcolumns
+            dc = dc if drows is None else dc + key * drows
+            is_last = jnp.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
+            dc = dc + jnp.where(to_rank(is_last, dc.ndim), end.sum(-2, keepdims=True) + passed, 0)
+            dg = lax.cumsum(dc, axis, reverse=True)
         found["log_decay"] = jnp.where(decays.restarts, 0, dg)
 
     # all value heads of a key head, then through the scale and the norm

@@ -87,7 +87,7 @@ _DELTA = (
     *_scaling(**_NORM),
 )
 _LINEAR = (
-    case("plain", delta=False, tags=_CHECKED),
+    case("plain", delta=False, tags=(*_CHECKED, "compile")),
     case("channels", decay="channel", delta=False, T=21, state=True, tags=_CHECKED),
     case("chunks", delta=False, T=150, state=True, lengths=(150, 71), segments=3, tags=_CHECKED),
     case("constant", decay="constant", delta=False, T=20, tags=_CHECKED, **_NORM),

@@ -166,7 +166,7 @@ def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -
     restarts = is_zero if restarts is None else is_zero | restarts
     g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
     behind = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis)
-    # c, and c_C - c summed from the end: their difference would be off by the rounding of all of c
+    # each difference of c is summed by itself: that of two sums would be off by the rounding of all of c
     c, left = lax.cumsum(g, axis), lax.cumsum(behind, axis, reverse=True)
     number = lax.cumsum(restarts.astype(jnp.int32), axis)
     # else XLA:CPU sums anew for each pair of tokens
@@ -180,14 +180,31 @@ def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -
     # between tokens: a plane for all channels, or factors for each
     if c.shape[-1] == 1:
         earlier = strictly_lower(c) & (number == transposed(number))
-        return Decays(restarts, *outer, factor(c - transposed(c), earlier), ())
+        return Decays(restarts, *outer, factor(between_pairs(g), earlier), ())
     halves, size = [], 1
     while size < c.shape[-2]:
-        (c0, n0), (c1, n1) = ([_half(x, i, size=size) for x in (c, number)] for i in (0, 1))
-        b, nb = c1[..., :1, :], n1[..., :1, :]
-        halves.append((factor(c1 - b, n1 == nb), factor(b - c0, n0 == nb)))
+        (g1, n1), n0 = (_half(x, 1, size=size) for x in (g, number)), _half(number, 0, size=size)
+        to_b, nb = _half(behind, 0, size=size), n1[..., :1, :]
+        since_b = jnp.concatenate([jnp.zeros_like(g1[..., :1, :]), g1[..., 1:, :]], -2)
+        since_b, to_b = (lax.cumsum(x, x.ndim - 2, reverse=r) for x, r in ((since_b, False), (to_b, True)))
+        halves.append((factor(since_b, n1 == nb), factor(to_b, n0 == nb)))
         size *= 2
     return Decays(restarts, *outer, None, tuple(halves))
+
+
+def between_pairs(x: jax.Array) -> jax.Array:
+    """Returns the sums of x_t over j < t <= i, for each pair i, j: `[..., C, 1]` to `[..., C, C]`."""
+    after = np.tril(np.ones((x.shape[-2],) * 2, x.dtype), -1)
+    up_to = jnp.where(to_rank(jnp.asarray(after.T == 0), x.ndim), transposed(x), 0)
+    return jnp.matmul(up_to, after, precision=lax.Precision.HIGHEST)
+
+
+def across_token(plane: jax.Array) -> jax.Array:
+    """Returns the sums of `plane` over pairs j < t <= i, for each t: the transpose of `between_pairs`."""
+    after = np.tril(np.ones((plane.shape[-1],) * 2, plane.dtype), -1)
+    found = jnp.matmul(plane, after.T, precision=lax.Precision.HIGHEST)
+    up_to = to_rank(jnp.asarray(after.T == 0), plane.ndim)
+    return transposed(jnp.where(up_to, found, 0).sum(-2, keepdims=True))
 
 
 def _half(x: jax.Array, which: int, like: jax.Array | None = None, size: int = 0) -> jax.Array:

@@ -3,11 +3,11 @@
 The letters and equations (1) to (6) are those of `chunk.py` and `forward.py`; x' is the tangent of x. Since
 a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows on either side:
 
-    <x_i, y_j>_G' = <x_i' + c_i' x_i, y_j>_G + <x_i, y_j' - c_j' y_j>_G                 (18)
-    q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C' - c_j') k_j),   and so k^'   (19)
-    U' = M (b' (V - K^ S0) + b (V' - K^' S0 - K^ S0') - A' U),   A' by (18) and b'      (20)
-    O' = Q^' S0 + Q^ S0' + P' U + P U'                                                  (21)
-    S1' = exp(c_C) (c_C' S0 + S0') + K~'^T U + K~^T U'                                  (22)
+    <x_i, y_j>_G' = <x_i' + c_i' x_i, y_j>_G + <x_i, y_j' - c_j' y_j>_G                 (19)
+    q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C' - c_j') k_j),   and so k^'   (20)
+    U' = M (b' (V - K^ S0) + b (V' - K^' S0 - K^ S0') - A' U),   A' by (19) and b'      (21)
+    O' = Q^' S0 + Q^ S0' + P' U + P U'                                                  (22)
+    S1' = exp(c_C) (c_C' S0 + S0') + K~'^T U + K~^T U'                                  (23)
 
 The states are computed again with their tangents, so nothing is read of what the backward reads.
 """
@@ -63,7 +63,7 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
 
 
 def _of_group(options: Options, tokens: Tokens, along: Tokens, dtype) -> tuple[Part, Inside, Inside, Tokens]:
-    """Returns the chunks of a group, what is inside them, its tangents by (18) and (19), and the tokens'."""
+    """Returns the chunks of a group, what is inside them, its tangents by (19) and (20), and the tokens'."""
     own, dot = part(options, tokens, dtype), dot_of(options)
     within, decays = inside(options, own), own.decays
     moved = jax.tree.map(lambda x: x.astype(dtype), along._replace(restarts=None))
@@ -95,7 +95,7 @@ def _of_group(options: Options, tokens: Tokens, along: Tokens, dtype) -> tuple[P
 
 
 def _next(options, states, given):
-    """Returns the state and its tangent behind a chunk, and the tangent of the output, (20) to (22)."""
+    """Returns the state and its tangent behind a chunk, and the tangent of the output, (21) to (23)."""
     (state, dstate), (own, within, moves, moved), dot = states, given, dot_of(options)
     u, du = own.value, moved.value
     if options.is_delta:
