@@ -141,7 +141,11 @@ def scale(operator: str, x: Any, dtype: Any, remedy: str = "") -> float:
 
 
 def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> float:
-    """Returns `scale`; None is 1 / sqrt(size) for heads of that size."""
+    """Returns `scale`, a number of any kind that is known; None is 1 / sqrt(size) for heads of that size."""
+    if is_array(x) and x.ndim:
+        raise ValueError(message(operator, "scale", "be one number", f"shape {x.shape}", remedy))
+    if is_array(x) and (value := known(x)) is not None:
+        x = value.item()
     if x is not None:
         return scale(operator, x, dtype, remedy)
     if not isinstance(size, int):

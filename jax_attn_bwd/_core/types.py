@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 Array: TypeAlias = jax.Array | np.ndarray
+Scale: TypeAlias = float | np.number[Any] | Array  # what `head_scale` takes
 Integers: TypeAlias = Array | int | Sequence[int] | Sequence[Sequence[int]]  # what `checks.integers` takes
 
 Pair: TypeAlias = tuple[jax.Array, jax.Array]  # what calls return whose flags ask for more

@@ -217,7 +217,7 @@ def _around_ring(
     heads = project(options, operands)
     attention = {name: x for name, x in given.items() if name not in _OF_THE_LAYER}
     attention |= {"sink": params.sink, "axis_name": axis_name, "return_residual": True}
-    attention["forward_mode"] = forward_mode
+    attention |= {"forward_mode": forward_mode, "scale": options.attention.scale}
     out, lse = ring_attention(*heads, **attention)
     result = Result(out, lse, None)
     # Rows that every query sees join what the ring leaves, on each device for its own queries.

@@ -153,8 +153,10 @@ ATTENTION = rows(
     ("positions_float", TypeError, "query_positions must be integers, got dtype float32",
      {"query_positions": ones(T)}),
     # numbers and flags
-    ("scale_array", TypeError, "scale must be a Python float, got .*; multiply query",
-     {"scale": jnp.asarray(0.5)}),
+    ("scale_array", ValueError, r"scale must be one number, got shape \(6,\); multiply query",
+     {"scale": ones(N)}),
+    ("scale_complex", TypeError, "scale must be a Python float, got complex", {"scale": np.asarray(1j)}),
+    ("scale_array_nan", ValueError, "scale must be finite, got nan", {"scale": lambda: jnp.asarray(np.nan)}),
     ("scale_string", TypeError, "scale must be a Python float, got str", {"scale": "0.5"}),
     ("scale_boolean", TypeError, "scale must be a Python float, got bool", {"scale": True}),
     ("scale_nan", ValueError, "scale must be finite, got nan", {"scale": float("nan")}),

@@ -22,10 +22,9 @@ import jax_attn_bwd
 
 
 def test_traced_options():
-    """A traced rate, scale or flag is refused by name, not by a tracer error of JAX."""
+    """A traced rate or flag is refused by name, not by a tracer error of JAX."""
     for argument, words in (
         ("dropout_rate", "dropout_rate must be a Python float, got a traced array"),
-        ("scale", "scale must be a Python float, .*; multiply query"),
         ("is_causal", "is_causal must be a Python bool"),
         ("local_window_size", "local_window_size must be a non-negative int"),
     ):

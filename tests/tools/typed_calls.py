@@ -26,6 +26,7 @@ def dense_attention(q: jax.Array, numbers: np.ndarray, residual: bool) -> None:
     jab.dot_product_attention(q, q, q, query_seq_lengths=[3, 4], key_value_seq_lengths=numbers)
     jab.dot_product_attention(q, q, q, query_positions=[[0, 1], [2, 3]], local_window_size=(2, 0))
     jab.dot_product_attention(q, q, q, mask_mod=jab.mods.causal, score_mod=jab.mods.alibi, mod_args=(q,))
+    jab.dot_product_attention(jab.dot_product_attention(q, q, q, scale=np.float32(0.5)), q, q, scale=q.sum())
     chosen = jab.mods.blocks_from_indices([[0, 1]], 2)
     jab.dot_product_attention(q, q, q, mask_mod=jab.mods.blocks(8) & jab.mods.causal, mod_args=(chosen,))
     packed, bits = jab.mods.packed(np.ones((4, 4), bool))

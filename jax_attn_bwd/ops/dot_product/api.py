@@ -5,11 +5,11 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, float_leaves, fusion, secondary_calls
+from jax_attn_bwd._core import checks, float_leaves, fusion, head_scale, secondary_calls
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd._core.types import Array, Implementation, Integers
+from jax_attn_bwd._core.types import Array, Implementation, Integers, Scale
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import tangent as written_tangent
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
@@ -54,7 +54,7 @@ def dot_product_attention(
     bias: Array | None = None,
     mask: Array | None = None,
     *,
-    scale: float | None = None,
+    scale: Scale | None = None,
     is_causal: bool = False,
     query_seq_lengths: Integers | None = None,
     key_value_seq_lengths: Integers | None = None,
@@ -101,7 +101,8 @@ def dot_product_attention(
       value: `[..., S, K, Hv]`, dtype of `query`.
       bias: broadcasts to `[..., N, T, S]`, floating; added to the logits. -inf counts as masked.
       mask: broadcasts to `[..., N, T, S]`, bool; True attends.
-      scale: Python float; default `1 / sqrt(H)`. For a learned temperature multiply `query`.
+      scale: a number that is known, of any kind (a float, NumPy's, an array `[]`); default `1 / sqrt(H)`. One
+        that is traced, or differentiated, multiplies the query, in the dtype in which logits are computed.
       is_causal: a query sees keys up to its own position (top-left aligned, as in `jax.nn`).
       query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, T] and [0, S];
         positions at or beyond the length see nothing, and are not seen. Always counted by index, not by
@@ -153,9 +154,9 @@ def dot_product_attention(
         included; float32 (float64 for float64). A query that sees nothing: -inf, or `sink[n]`.
 
     Gradients:
-      query, key, value, bias, sink, and the floats in mod_args (of what `score_mod` reads): exact, in the
-      dtype and shape of the argument (a bias that broadcasts gets a gradient of its own shape, summed tile
-      by tile, as do arrays in mod_args). The derivative of `score_mod` is JAX's. Only what is
+      query, key, value, bias, sink, a traced `scale`, and the floats in mod_args (of what `score_mod` reads):
+      exact, in the dtype and shape of the argument (a bias that broadcasts gets a gradient of its own shape,
+      summed tile by tile, as do arrays in mod_args). The derivative of `score_mod` is JAX's. Only what is
       differentiated is computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse
       over reverse, forward over reverse, `jax.hessian`; `jax.jvp` of the function itself by `forward_mode`.
       Saves its inputs, `lse` with its rounding, and `out`, a narrow one on a CPU with its rounding, too; they
@@ -166,8 +167,9 @@ def dot_product_attention(
       ValueError: shapes disagree, an option is out of range, or a length or position is. A traced one is
         not checked: a length beyond the sequence then hides nothing, a negative one hides all. Or a function
         is not elementwise, or `mod_args` are not as many, or not as long, as named ones read.
-      TypeError: an argument is of the wrong kind (float mask, mixed dtypes, array for `scale`), or a function
-        closes over traced arrays, has side effects, cannot be traced or returns another dtype.
+      TypeError: an argument is of the wrong kind (float mask, mixed dtypes), or a function closes over traced
+        arrays, has side effects, cannot be traced or returns another dtype. Without `forward_mode`, of
+        `jax.jvp`: "can't apply forward-mode autodiff (jvp) to a custom_vjp function".
       NotImplementedError: the named implementation cannot run this call.
 
     Example:
@@ -261,6 +263,8 @@ def dot_product_attention_bwd(
         require_floats(name, operands.mod_args)
     plan = engine.plan(name, implementation, checked, operands)
     grads = engine.backward(plan, operands, Result(out, lse, None), wanted, dout, dlse)
+    if grads.query is not None:
+        grads = grads._replace(query=head_scale.times(grads.query, given["scale"]))
     return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, float_leaves, fusion, masks, numerics, sharding
+from jax_attn_bwd._core import checks, dropout, float_leaves, fusion, head_scale, masks, numerics, sharding
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
@@ -33,13 +33,13 @@ def prepare(
 
     # Who sees whom, and what is static.
     seen, score_mod = mask_of(operator, like, sizes, mask=mask, score_mod=score_mod, **conditions)
-    remedy = "multiply query by a learned or traced temperature"
     options = options_of(
-        operator, checks.head_scale(operator, scale, H, query.dtype, remedy), query.dtype, logits_soft_cap,
+        operator, head_scale.static(operator, scale, H, query.dtype), query.dtype, logits_soft_cap,
         dropout_rate, broadcast_dropout, precision, deterministic_sums, deterministic, score_mod,
     )  # fmt: skip
     rates = {"dropout_rate": options.dropout_rate}
     words, offset = dropout.words_and_offset(operator, rates, dropout_key, dropout_offset, T, S)
+    query = head_scale.times(query, scale)
     return options, Operands(query, key, value, bias, sink, seen, words, offset)
 
 

@@ -15,7 +15,7 @@ import jax
 from jax_attn_bwd._core import dropout, masks
 from jax_attn_bwd._core.numerics import join_rounding
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Array, DropoutKeywords, Implementation, Integers
+from jax_attn_bwd._core.types import Array, DropoutKeywords, Implementation, Integers, Scale
 from jax_attn_bwd.ops.dot_product import mask as mask_fields
 from jax_attn_bwd.ops.dot_product.mask import Mask
 
@@ -183,7 +183,7 @@ class DotProductAttentionGrads(NamedTuple):
 class AttentionKeywords(DropoutKeywords, total=False):
     """Keywords of dense attention and of the layer around it that do not change what they return."""
 
-    scale: float | None
+    scale: Scale | None
     is_causal: bool
     query_seq_lengths: Integers | None
     key_value_seq_lengths: Integers | None

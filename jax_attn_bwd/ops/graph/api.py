@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 
 from jax_attn_bwd._core import secondary_calls
-from jax_attn_bwd._core.types import Activation, Array, Implementation, Pair, Triple, typed_like
+from jax_attn_bwd._core.types import Activation, Array, Implementation, Pair, Scale, Triple, typed_like
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.rule import OPERATION, decide
@@ -247,7 +247,7 @@ def graph_transformer_attention(
     num_kv_heads: int | None = None,
     edge: Array | None = None,
     score_bias: Array | None = None,
-    scale: float | None = None,
+    scale: Scale | None = None,
     concat_heads: bool = True,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -276,7 +276,7 @@ def graph_transformer_attention(
       num_kv_heads: K; divides H; default H.
       edge: `[..., nnz, K * D]`, floating; added to the key and to the value, where Dv = D.
       score_bias: broadcasts to `[..., nnz, H]`, floating; added to the scores. -inf hides the edge.
-      scale: Python float; default `1 / sqrt(D)`. For a learned temperature multiply `query`.
+      scale: a number, default `1 / sqrt(D)`; a traced one multiplies the query: see `dot_product_attention`.
       concat_heads, dropout_rate, dropout_key, dropout_mask, dropout_offset, return_attention_weights,
         return_residual, forward_mode, implementation: as in `graph_attention`.
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, sharding, split
+from jax_attn_bwd._core import checks, dropout, head_scale, sharding, split
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import mesh_axes_of
 from jax_attn_bwd.ops.graph import kinds
@@ -128,13 +128,7 @@ def prepare_transformer(
         Transformer.name,
         heads,
         checks.flag(operator, "concat_heads", concat_heads),
-        scale=checks.head_scale(
-            operator,
-            scale,
-            query.shape[-1] // heads,
-            query.dtype,
-            "multiply query by a learned or traced temperature",
-        ),
+        scale=head_scale.static(operator, scale, query.shape[-1] // heads, query.dtype),
         dropout_rate=checks.rate(operator, "dropout_rate", dropout_rate),
         return_weights=checks.flag(operator, "return_attention_weights", return_attention_weights),
         sharing=heads // shared,
@@ -144,6 +138,7 @@ def prepare_transformer(
     # where the arrays may lie, and where they then do
     fewest = "num_heads" if shared == heads else "num_kv_heads"
     _check_explicit_sharding(operator, fewest, shared, query=query, key=key, value=value)
+    query = head_scale.times(query, scale)
     operands = Operands(graph, key, query, value, None, edge, score_bias, mask, words, offset)
     return options, _laid_out_and_numbered(options, operands)
 

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, secondary_calls
+from jax_attn_bwd._core import checks, head_scale, secondary_calls
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
@@ -147,7 +147,10 @@ def graph_transformer_attention_bwd(
     wanted = {_TRANSFORMER[n] for n in checks.wanted(name, wrt, tuple(_TRANSFORMER), present)}
 
     grads = _gradients(name, static, operands, (dout, out, lse, dweights, dlse), wanted, implementation)
-    return GraphTransformerAttentionGrads(**{n: grads.get(x) for n, x in _TRANSFORMER.items()})
+    found = {n: grads.get(x) for n, x in _TRANSFORMER.items()}
+    if found["query"] is not None:
+        found["query"] = head_scale.times(found["query"], given["scale"])
+    return GraphTransformerAttentionGrads(**found)
 
 
 def _additive_gradients(

@@ -14,7 +14,7 @@ import jax
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd._core.types import Activation, Array, DropoutKeywords, Implementation
+from jax_attn_bwd._core.types import Activation, Array, DropoutKeywords, Implementation, Scale
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 ACTIVATIONS = get_args(Activation)
@@ -160,4 +160,4 @@ class GraphTransformerAttentionKeywords(_Keywords, total=False):
 
     num_kv_heads: int | None
     score_bias: Array | None
-    scale: float | None
+    scale: Scale | None

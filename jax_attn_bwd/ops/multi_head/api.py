@@ -10,14 +10,14 @@ import jax
 from jax_attn_bwd._core import checks, float_leaves, fusion, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.types import Array, Implementation, Integers, Pair, Save
+from jax_attn_bwd._core.types import Array, Implementation, Integers, Pair, Save, Scale
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
 from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
 from jax_attn_bwd.ops.multi_head import tangent as layer_tangent
-from jax_attn_bwd.ops.multi_head.arguments import prepare
+from jax_attn_bwd.ops.multi_head.arguments import prepare, times_scale
 from jax_attn_bwd.ops.multi_head.plan import Plan
 from jax_attn_bwd.ops.multi_head.plan import plan as planned
 from jax_attn_bwd.ops.multi_head.spec import (
@@ -78,7 +78,7 @@ def multi_head_attention(
     num_heads: int | None = None,
     bias: Array | None = None,
     mask: Array | None = None,
-    scale: float | None = None,
+    scale: Scale | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     query_seq_lengths: Integers | None = None,
@@ -135,7 +135,8 @@ def multi_head_attention(
       num_heads: N; needed where neither `query_kernel` nor `out_kernel` tells it.
       bias: broadcasts to `[..., N, T, S]`, floating; added to the logits. -inf counts as masked.
       mask: broadcasts to `[..., N, T, S]`, bool; True attends.
-      scale: Python float; default `1 / sqrt(H)`.
+      scale: a number, default `1 / sqrt(H)`; a traced one multiplies `query_kernel` and `query_bias`, and
+        without these is an error: see `dot_product_attention`.
       is_causal: a query sees keys up to its own position.
       local_window_size: int or (left, right): a query at p sees keys from p - left to p + right.
       query_seq_lengths, key_value_seq_lengths: ints that broadcast to `[...]`, in [0, T] and [0, S]: what
@@ -288,7 +289,7 @@ def multi_head_attention_bwd(
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
     residuals = Residuals(operands, residual, Wanted(frozenset(wanted)))
-    grads = layer_backward.backward(plan, residuals, dout, dweights)
+    grads = times_scale(layer_backward.backward(plan, residuals, dout, dweights), given["scale"])
     of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
     found: dict[str, Any] = {n: grads.get(n) for n in ARRAYS}
     found["mod_args"] = float_leaves.in_dtypes_of(tuple(given["mod_args"]), found["mod_args"])

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_attn_bwd._core import checks, dropout, sharding
+from jax_attn_bwd._core import checks, dropout, head_scale, sharding
 from jax_attn_bwd._core import rotary as rotary_embedding
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
 from jax_attn_bwd.ops.dot_product.arguments import Like, bias_plane, mask_of, plane
@@ -82,12 +82,15 @@ def prepare(
     _check_explicit_sharding(operator, operands)
 
     # the attention inside: its scale, its mask and its options
-    remedy = "multiply params.query_kernel and params.query_bias by a learned temperature"
-    scale = checks.head_scale(operator, scale, H, query.dtype, remedy)
+    known_scale = head_scale.static(operator, scale, H, query.dtype)
+    if operands.query_kernel is None and head_scale.is_traced(scale):
+        expected = "be known where params.query_kernel is None"
+        remedy = "multiply query by it, hand the keys over by themselves, and pass scale=1.0"
+        raise TypeError(checks.message(operator, "scale", expected, "a traced array", remedy))
     like = Like(query, -2, None)
     seen, score_mod = mask_of(operator, like, of_plane, score_mod=score_mod, **conditions)
     dense = dot_product.options_of(
-        operator, scale, query.dtype, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
+        operator, known_scale, query.dtype, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
         deterministic_sums, deterministic, score_mod,
     )  # fmt: skip
 
@@ -108,7 +111,14 @@ def prepare(
     columns = S + options.appended_rows(operands)
     words, offset = dropout.words_and_offset(operator, rates, dropout_key, dropout_offset, T, columns)
     seen = seen.replace(elements=mask)
+    operands = operands._replace(**times_scale(operands._asdict(), scale))
     return options, operands._replace(bias=bias, mask=seen, dropout_words=words, dropout_offset=offset)
+
+
+def times_scale(arrays: dict[str, Any], scale: Any) -> dict[str, Any]:
+    """Multiplies what projects the queries, or its gradient, by a traced `scale`; other arrays stay."""
+    given = {name: arrays.get(name) for name in ("query_kernel", "query_bias")}
+    return arrays | {name: head_scale.times(x, scale) for name, x in given.items() if x is not None}
 
 
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:

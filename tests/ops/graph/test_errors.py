@@ -147,7 +147,7 @@ BAD = {
         lambda: transformer(score_bias=jnp.ones((2, 2))),
         "score_bias must broadcast to [..., nnz, H] = (3, 2), got (2, 2)",
     ),
-    "scale": (TypeError, lambda: transformer(scale=jnp.ones(())), "scale must be a Python float"),
+    "scale": (TypeError, lambda: transformer(scale=jnp.ones((), bool)), "scale must be a Python float"),
     "implementation": (ValueError, lambda: gat(implementation="cuda"), "implementation must be None or"),
     "kernel": (
         NotImplementedError,

@@ -42,7 +42,7 @@ ERRORS = [
     error("dropout_key must be one JAX random key, got int", TypeError, dropout_key=0),
     error("dropout_offset must be (batch, head, row, column), got 3", dropout_offset=3),
     error("save must be one of ('inputs', 'qkv', 'probs'), got 'all'", save="all"),
-    error("scale must be a Python float", TypeError, scale=jnp.ones(())),
+    error("scale must be a Python float", TypeError, scale=jnp.ones((), bool)),
     error("is_causal must be a Python bool", TypeError, is_causal=1),
     error("query_seq_lengths must lie in [0, 5], got 2 to 6", query_seq_lengths=[6, 2]),
     error("key_value_seq_lengths must broadcast to [...] = (2,), got (3,)", key_value_seq_lengths=[1, 2, 3]),
