@@ -14,7 +14,15 @@ import numpy as np
 from jax_attn_bwd._core import checks, dropout, masks
 from jax_attn_bwd._core.rotary import Rotary, checked
 from jax_attn_bwd._core.types import Implementation
-from jax_attn_bwd.layers.multi_head import AttentionKeywords, Tokens, flax_mask, is_unset, promote, rotated
+from jax_attn_bwd.layers.multi_head import (
+    AttentionKeywords,
+    Tokens,
+    flax_mask,
+    is_unset,
+    nan_if_additive,
+    promote,
+    rotated,
+)
 from jax_attn_bwd.ops.dot_product import arguments, dot_product_attention, engine
 
 _NAME, _CONFIGURED = "attention_fn", "configured_attention_fn"
@@ -79,8 +87,8 @@ def attention_fn(
       bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
       mask: broadcasts to `[..., N, T, S]`, True = attend; numbers are taken as Flax takes them, not 0 =
         attend, so that what its mask helpers make will do. Floating values other than 0 and 1, which are
-        meant to be added to the logits, are an error that names `bias`. Where they are traced they cannot be
-        told from the others: as in Flax, -1e9 attends then and 0 does not.
+        meant to be added to the logits, are an error that names `bias`. Where they are traced, one that is
+        negative makes the output NaN.
       broadcast_dropout: one dropout mask for batch and heads, Flax's default.
       dropout_rng: random key, required with dropout.
       dropout_rate: probability of dropping an attention probability.
@@ -190,9 +198,10 @@ def attention_by(
         dropout_key=dropout_rng if drops else None,
         implementation=implementation,
     )
+    out = nan_if_additive(out, numbers)
     # Weights [..., N, T, S] are formed for a module that asks for them.
     if module is not None:
-        weights = _weights(query, key, value, bias, mask, **options)
+        weights = nan_if_additive(_weights(query, key, value, bias, mask, **options), numbers)
         _sow(module, weights if force_fp32_for_softmax else weights.astype(query.dtype))
     return out
 

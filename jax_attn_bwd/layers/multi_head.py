@@ -46,8 +46,9 @@ Calls take the arguments of their framework's, and `Tokens`, as in `jax_attn_bwd
   * `mod_args`: a tuple of what the functions read, with gradients to the floats that `score_mod` reads.
 
 Of a mask True attends; where it may be of numbers, what is not 0 attends, and floating values other than 0
-and 1 are an error where they are known, not where they are traced. Shapes that disagree are a ValueError, as
-a full cache is (NaN where that is traced); arguments of the wrong kind, as an additive mask, a TypeError.
+and 1, which are meant to be added, are an error. Shapes that disagree are a ValueError, as a full cache is;
+arguments of the wrong kind, as an additive mask, a TypeError. Where the numbers of a mask or a cache are
+traced, a negative one in the mask, and a full cache, give NaN.
 
 The names of parameters stand in each framework's own `multi_head.py`. A layer of another framework (the
 shortest to follow is Haiku's) makes `MultiHeadAttentionParams`, and hands them to `attend` with `Keywords`
@@ -145,6 +146,27 @@ def attend(
     return multi_head_attention(params, arrays[0], k, v, **options)
 
 
+def check_values(layer: str, query: jax.Array, key: jax.Array | None, value: jax.Array | None) -> None:
+    """Raises for a mask that is handed over by position, as a third array, and warns where it may be one."""
+    if value is None or value is query or value is key:
+        return
+    remedy, shape = "a mask is given by name: mask=mask", jnp.shape(value)
+    if jnp.issubdtype(jnp.result_type(value), jnp.bool_):
+        raise TypeError(checks.message(layer, "inputs_v", "be numbers", "dtype bool", remedy))
+    if shape[-2:-1] == shape[-1:]:
+        checks.warn(f"{layer}: inputs_v of shape {shape} may be meant for a mask; {remedy}")
+
+
+def check_widths(
+    layer: str, names: tuple[str, ...], inputs: tuple[jax.Array, ...], params: MultiHeadAttentionParams
+) -> None:
+    """Raises unless query, key and value, by their names in the layer, are as wide as it was built for."""
+    for name, x, kernel in zip(names, inputs, params[0:6:2], strict=True):
+        if kernel is not None and x.shape[-1] != kernel.shape[0]:
+            expected = f"have the width {kernel.shape[0]} that the layer was built for"
+            raise ValueError(checks.message(layer, name, expected, f"shape {x.shape}"))
+
+
 def inputs_of(
     query: jax.Array, key: jax.Array | None, value: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -177,6 +199,7 @@ def flax_mask(
     """Returns `mask` as Flax takes it: what is not 0 attends.
 
     Known floating values other than 0 and 1 are an error: they are meant to be added, which `bias` says how.
+    Of traced ones `nan_if_additive` tells, behind the layer.
     """
     if not (checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.number)):
         return boolean_mask(layer, mask)
@@ -189,6 +212,14 @@ def flax_mask(
             remedy = f"additive values are a bias: {bias}"
             raise TypeError(checks.message(layer, "mask", expected, f"{float(found):g} in it", remedy))
     return jnp.asarray(mask != 0)
+
+
+def nan_if_additive(out: jax.Array, mask: Any) -> jax.Array:
+    """Returns `out` of a layer, or NaN, which reaches gradients too, where a traced `mask` is to be added."""
+    is_traced = isinstance(mask, jax.Array) and jnp.issubdtype(mask.dtype, jnp.floating)
+    if not is_traced or checks.known(mask) is not None:
+        return out
+    return out * jnp.where((mask < 0).any(), jnp.nan, 1.0).astype(out.dtype)
 
 
 def is_unset(x: Any) -> bool:

@@ -11,6 +11,7 @@ from layers.frameworks import (
     FRAMEWORKS,
     arrays,
     assert_all_close,
+    frameworks,
     jitted,
     lenient,
     multi_head,
@@ -57,13 +58,12 @@ def test_numbers_mean_what_they_mean_to_flax(queries, is_causal, dtype):
     np.testing.assert_array_equal(jax.jit(lambda mask: call(mask=mask))(numbers), jax.jit(call)(mask=mask))
 
 
-def test_traced_numbers_cannot_be_told_apart():
-    """-1e9 attends, as in Flax, and 0 does not; under `jit` what is known is checked."""
+def test_additive_numbers_are_an_error_where_they_are_known():
+    """Under `jit`, too."""
     query, key, value = heads(T)
     mask = some_mask(2, 1, T, S)
     additive = jnp.where(mask, -1e9, 0.0)
     call = lambda mask: attention_fn(query, key, value, mask=mask)
-    assert_close(jax.jit(call)(additive), call(mask), 1e-12)
     message = r"attention_fn: mask must be .*zeros and ones .*, got -1e\+09 in it; .*bias: .*bias=bias\)"
     with pytest.raises(TypeError, match=message):
         call(additive)
@@ -76,6 +76,73 @@ def test_traced_numbers_cannot_be_told_apart():
         call([[True]])
     with pytest.raises(TypeError, match="dtype complex"):
         dot_product_attention(query, key, value, mask=mask.astype(complex))
+
+
+def test_traced_additive_numbers_give_nan():
+    """One negative number makes all of the output NaN, that of its own entry under `vmap`, and gradients."""
+    query, key, value = heads(T)
+    mask = some_mask(2, 1, T, S)
+    one = jnp.ones((T, S)).at[1, 2].set(-1e9)
+    call = jax.checkpoint(lambda query, mask: attention_fn(query, key, value, mask=mask))
+    both = jitted(lambda query, mask: (lambda out, back: (out, *back(out)))(*jax.vjp(call, query, mask))[:2])
+    assert all(np.isnan(x).all() for x in both(query, one))
+    for got, expected in zip(both(query, mask.astype(float)), both(query, mask), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    mapped = jitted(jax.vmap(call, (None, 0)))(query, jnp.stack([one, jnp.abs(one)]))
+    assert np.isnan(mapped).all((1, 2, 3, 4)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("framework", [x for x in frameworks("flax_nnx") if x.values[0] != "equinox"])
+def test_traced_additive_numbers_give_nan_in_layers(framework):
+    inputs, mask = inputs_of("cross", framework)
+    layer = multi_head(framework, True)
+    params = random_params(layer, inputs)
+    call = jitted(lambda mask: layer.call(params, *inputs, mask))
+    assert np.isnan(call(jnp.where(mask, 0.0, -jnp.inf))).all()
+    np.testing.assert_array_equal(call(mask.astype(float)), jitted(layer.call)(params, *inputs, mask))
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_mask_by_position_is_not_taken_for_values(api):
+    (x,) = arrays((2, E, E), dtype="float32")
+    if api == "linen":
+        module = flax_linen.MultiHeadDotProductAttention(N)
+        layer = lambda *inputs: module.init_with_output(jax.random.key(0), *inputs)
+    else:
+        layer = flax_nnx.MultiHeadAttention(N, E, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"inputs_v must be numbers, got dtype bool; .* by name: mask=mask"):
+        layer(x, x, jnp.ones(x.shape, bool))
+    with pytest.warns(UserWarning, match="may be meant for a mask; .* mask=mask"):
+        jax.eval_shape(layer, x, x, jnp.ones(x.shape, "float32"))
+    jax.eval_shape(layer, x, x, x)
+
+
+def test_classes_that_are_replaced_in_a_program(monkeypatch):
+    """What runs Flax's own projections finds them, and not the class that stands in their place."""
+    x = jnp.ones((2, T, E))
+    monkeypatch.setattr(nnx, "MultiHeadAttention", flax_nnx.MultiHeadAttention)
+    monkeypatch.setattr(nn, "MultiHeadDotProductAttention", flax_linen.MultiHeadDotProductAttention)
+    layer = nnx.MultiHeadAttention(N, E, decode=False, normalize_qk=True, rngs=nnx.Rngs(0))
+    linen = nn.MultiHeadDotProductAttention(N, normalize_qk=True)
+    with lenient():
+        assert jax.eval_shape(layer, x).shape == x.shape
+        assert jax.eval_shape(linen.init_with_output, jax.random.key(0), x)[0].shape == x.shape
+
+
+def test_inputs_of_another_width_than_the_layer_was_built_for():
+    layer = flax_nnx.MultiHeadAttention(N, E, decode=False, rngs=nnx.Rngs(0))
+    words = rf"MultiHeadAttention: inputs_q must have the width {E} that .*, got shape \(2, 3, {E - 1}\)"
+    with pytest.raises(ValueError, match=words):
+        layer(jnp.ones((2, 3, E - 1)))
+
+
+@thorough
+def test_inputs_of_another_width_than_the_layer_of_equinox_was_built_for():
+    eqx = pytest.importorskip("jax_attn_bwd.layers.equinox")
+    layer = eqx.MultiheadAttention(2, 8, key=jax.random.key(0))
+    x = jnp.ones((3, 8), "float32")
+    with pytest.raises(ValueError, match=r"MultiheadAttention: value must have the width 8 that"):
+        layer(x, x, x[:, :7])
 
 
 def test_the_operator_takes_booleans_alone():

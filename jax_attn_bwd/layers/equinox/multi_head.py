@@ -16,6 +16,7 @@ from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiheadAttention"
+_INPUTS = ("query", "key_", "value")
 
 
 class MultiheadAttention(eqx.nn.MultiheadAttention):
@@ -136,7 +137,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if process_heads is None and all(type(x) is eqx.nn.Linear for x in linears):
             options |= {"save": self.save, "rotary": rotary}
-            return multi_head.attend(self._params(), (query, key_, value), **options)
+            params, given = self._params(), (query, key_, value)
+            multi_head.check_widths(_NAME, _INPUTS, given, params)
+            return multi_head.attend(params, given, **options)
         # With other projections, or a function between, the pieces run one after the other.
         inputs = zip(linears, (query, key_, value), strict=False)
         heads = tuple(self._project(linear, x) for linear, x in inputs)
@@ -224,6 +227,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             raise ValueError(checks.message(_NAME, "cache", expected, cache.key.shape, remedy))
         # The new tokens attend to the cache, which then holds them.
         params = self._plain("decode")
+        multi_head.check_widths(_NAME, _INPUTS, (query, key_, value), params)
         mask = None if mask is None else self._mask(mask, query.shape[0], cache.key.shape[0], "L")
         given: dict[str, Any] = {**tokens, **multi_head.options_of(self, "precision")}
         return multi_head.decode(_NAME, params, cache, query, key_, value, mask=mask, bias=bias, **given)

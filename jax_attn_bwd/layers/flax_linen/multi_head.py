@@ -93,13 +93,14 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         """
         tokens = multi_head.complete("MultiHeadDotProductAttention.__call__", multi_head.Tokens, tokens)
         checks.integer(type(self).__name__, "num_heads", self.num_heads, least=1)
-        mask = multi_head.flax_mask(type(self).__name__, mask)
+        multi_head.check_values(type(self).__name__, inputs_q, inputs_k, inputs_v)
+        numbers, mask = mask, multi_head.flax_mask(type(self).__name__, mask)
         # Projections that were replaced, and names that Flax is leaving behind, go through its own code.
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
             mode = dict(deterministic=deterministic, dropout_rng=dropout_rng, sow_weights=sow_weights)
             inputs = dict(inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv, mask=mask)
-            return self._projected(inputs_q, tokens, **inputs, **mode)
+            return multi_head.nan_if_additive(self._projected(inputs_q, tokens, **inputs, **mode), numbers)
         # Otherwise the whole layer runs under one rule.
         given = multi_head.inputs_of(inputs_q, inputs_k, inputs_v)
         params = self._params(*given)
@@ -110,7 +111,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             dropout_rng = self.make_rng("dropout")
         options: dict[str, Any] = {**tokens, **multi_head.options_of(self, *_HANDED_ON)}
         options["dropout_key"] = dropout_rng if drops else None
-        return multi_head.attend(params, given, mask=mask, **options)
+        return multi_head.nan_if_additive(multi_head.attend(params, given, mask=mask, **options), numbers)
 
     @nn.nowrap
     def _is_whole(self) -> bool:

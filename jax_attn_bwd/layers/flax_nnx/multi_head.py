@@ -18,6 +18,8 @@ from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 
 _NAME = "MultiHeadAttention"
 _own_attention = attention_fn
+# The class may be replaced by this one in a program: Flax's own call is kept.
+_flax_call = nnx.MultiHeadAttention.__call__
 _linear_call = nnx.LinearGeneral.__call__
 _HANDED_ON = ("dtype", "precision", "dropout_rate", "broadcast_dropout", "save")
 
@@ -128,7 +130,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         told = {name: x for name, x in options.items() if name in Tokens.__optional_keys__}
         tokens: Tokens = multi_head.complete("MultiHeadAttention.__call__", Tokens, told)
         tokens["mod_args"] = jax.tree.map(_array_of, tokens["mod_args"], is_leaf=_is_variable)
-        mask = multi_head.flax_mask(_NAME, mask)
+        multi_head.check_values(_NAME, inputs_q, inputs_k, inputs_v)
+        numbers, mask = mask, multi_head.flax_mask(_NAME, mask)
         _check_rngs(rngs)
         # What the call leaves out, the layer tells.
         others: dict[str, Any] = {
@@ -147,14 +150,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if unclear or others or sow_weights or decode or not self._is_whole():
             others |= dict(deterministic=deterministic, rngs=rngs, sow_weights=sow_weights)
             others |= dict(mask=mask, is_causal=is_causal and not decode)
-            return self._projected(inputs_q, inputs_k, inputs_v, tokens=tokens, decode=decode, **others)
+            out = self._projected(inputs_q, inputs_k, inputs_v, tokens=tokens, decode=decode, **others)
+            return multi_head.nan_if_additive(out, numbers)
         # Otherwise the whole layer runs under one rule.
         linears = (self.query, self.key, self.value, self.out)
         pairs = ((x.kernel[...], None if x.bias is None else x.bias[...]) for x in linears)
         params = MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
+        inputs = multi_head.inputs_of(inputs_q, inputs_k, inputs_v)
+        multi_head.check_widths(_NAME, ("inputs_q", "inputs_k", "inputs_v"), inputs, params)
         given: dict[str, Any] = {**tokens, **multi_head.options_of(self, *_HANDED_ON)}
         given |= dict(mask=mask, is_causal=is_causal, dropout_key=stream() if drops and stream else None)
-        return multi_head.attend(params, multi_head.inputs_of(inputs_q, inputs_k, inputs_v), **given)
+        return multi_head.nan_if_additive(multi_head.attend(params, inputs, **given), numbers)
 
     def _is_whole(self) -> bool:
         """Tells whether nothing stands between plain projections and the attention, or watches them."""
@@ -193,7 +199,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         # may not be set where it was made outside of a transformation.
         other = object.__new__(type(self))
         vars(other).update(vars(self), attention_fn=sowing_here)
-        out = nnx.MultiHeadAttention.__call__(other, *inputs, decode=decode, **arguments)
+        out = _flax_call(other, *inputs, decode=decode, **arguments)
         return out if index is None else multi_head.within_room(out, length, index + 1)
 
 

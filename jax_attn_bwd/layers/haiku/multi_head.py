@@ -105,7 +105,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           `[..., T, model_size]`.
         """
         tokens = multi_head.complete("MultiHeadAttention.__call__", multi_head.Tokens, tokens)
-        mask = multi_head.flax_mask(_NAME, mask, "pass them as bias=")
+        numbers, mask = mask, multi_head.flax_mask(_NAME, mask, "pass them as bias=")
         dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
         # Haiku's linear layers hold all heads side by side: their parameters are reshaped.
         N, H, Hv = self.num_heads, self.key_size, self.value_size
@@ -125,11 +125,13 @@ class MultiHeadAttention(hk.MultiHeadAttention):
                 raise ValueError(
                     checks.message(_NAME, "dropout_rate", "be 0 with cache_length", dropout_rate, remedy)
                 )
-            return self._decoded(params, query, key, value, mask, bias, tokens)
+            out = self._decoded(params, query, key, value, mask, bias, tokens)
+            return multi_head.nan_if_additive(out, numbers)
         given: dict[str, Any] = {**tokens, **self._options, **self._without_cache}
         given |= dict(mask=mask, bias=bias, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout)
         dropout_key = hk.next_rng_key() if dropout_rate else None
-        return multi_head.attend(params, (query, key, value), dropout_key=dropout_key, **given)
+        out = multi_head.attend(params, (query, key, value), dropout_key=dropout_key, **given)
+        return multi_head.nan_if_additive(out, numbers)
 
     @hk.transparent
     def _decoded(self, params, query, key, value, mask, bias, tokens: multi_head.Tokens) -> jax.Array:
