@@ -72,7 +72,7 @@ References:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +166,13 @@ class Config:
             checks.flag(self.kind, name, getattr(self, name))
         if isinstance(self.fill_value, str):
             checks.choice(self.kind, "fill_value", self.fill_value, FILLS)
+        elif checks.is_array(self.fill_value):
+            expected, got = f"be a number or one of {FILLS}", f"an array of shape {self.fill_value.shape}"
+            remedy = (
+                "add the loops before: graph, edge_attr = graph.with_self_loops(edge_attr, "
+                "fill_value=fill_value), with add_self_loops=False"
+            )
+            raise TypeError(checks.message(self.kind, "fill_value", expected, got, remedy))
         else:
             checks.python_float(self.kind, "fill_value", self.fill_value)
         checks.rate(self.kind, "dropout", self.dropout)
@@ -195,6 +202,28 @@ class Config:
         return self.width if self.concat else self.out_channels
 
 
+# Arguments of PyTorch Geometric's layers that ours do not have, and what to write instead.
+_NOT_TAKEN = {
+    "aggr": "messages are added up; edge_sum, edge_mean and edge_max of jax_attn_bwd reduce them otherwise",
+    "flow": "messages go from sources to destinations; for 'target_to_source' swap src and dst",
+    "node_dim": "nodes are the last axis but one, [..., nodes, channels]",
+}
+
+
+class ChecksNames:
+    """Tells what to write for arguments that PyTorch Geometric's layers have and these do not."""
+
+    kind: ClassVar[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes the layer, or raises."""
+        for name in _NOT_TAKEN.keys() & kwargs.keys():
+            raise TypeError(
+                checks.message(cls.kind, name, "be left out", repr(kwargs[name]), _NOT_TAKEN[name])
+            )
+        return super().__new__(cls)
+
+
 class Linear(NamedTuple):
     """Describes a linear layer that a layer is made of."""
 
@@ -205,6 +234,10 @@ class Linear(NamedTuple):
 
 def channels(kind: str, in_channels: Any) -> int | tuple[int, int]:
     """Returns `in_channels`, checked: one width, or those of sources and destinations."""
+    widths = in_channels if isinstance(in_channels, tuple | list) else (in_channels,)
+    if any(n is None or (isinstance(n, int) and n == -1) for n in widths):
+        expected, remedy = "be the width of the nodes", "the layers of linen and Haiku read it off the input"
+        raise ValueError(checks.message(kind, "in_channels", expected, in_channels, remedy))
     if not isinstance(in_channels, tuple | list):
         return checks.integer(kind, "in_channels", in_channels, least=1)
     if len(in_channels) != 2:
@@ -363,6 +396,8 @@ def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.
     if isinstance(x, tuple | list) and x[1] is None:
         expected = "be an array, not None as in PyTorch Geometric"
         remedy = "pass the features of the destinations, or one array x whose first num_dst rows they are"
+        if config.kind == "GATConv":
+            remedy += f"; PyTorch Geometric computes what zeros [{graph.num_dst}, channels] give"
         raise TypeError(checks.message(config.kind, "x_dst", expected, None, remedy))
     # One array holds the destinations in its first rows.
     if not isinstance(x, tuple | list):

@@ -143,7 +143,7 @@ def call_with(framework="flax_nnx", kind="GATConv", in_channels=(6, 4), **change
         ),
         ({"x": jnp.zeros((N_SRC, 6), int)}, TypeError, "x must be a floating-point array"),
         ({"x": (jnp.zeros((N_SRC, 6)),)}, ValueError, r"x must be an array or a pair .* got 1 of them"),
-        ({"x": (jnp.zeros((N_SRC, 6)), None)}, TypeError, "x_dst must .* not None as in PyTorch Geometric"),
+        ({"x": (jnp.zeros((N_SRC, 6)), None)}, TypeError, r"x_dst must .*; PyTorch .* zeros \[5, channels\]"),
         ({"x": (jnp.zeros((N_SRC, 6)), jnp.zeros((N_SRC, 4)))}, ValueError, "x_dst must .* num_dst = 5"),
         ({"graph": None}, TypeError, "GATConv: graph must be a BipartiteCSC"),
         ({"edge_attr": None}, ValueError, "edge_attr must be given with edge_dim = 4, got None"),
@@ -155,11 +155,16 @@ def call_with(framework="flax_nnx", kind="GATConv", in_channels=(6, 4), **change
         ({"edge_attr": jnp.zeros((NNZ, 5))}, ValueError, r"edge_attr must have shape \[..., nnz, edge_dim\]"),
         ({"in_channels": (6, 4, 4)}, ValueError, "in_channels must be an int or a pair"),
         ({"in_channels": 0}, ValueError, "in_channels must be a positive int"),
+        ({"in_channels": (-1, 4)}, ValueError, r"in_channels must be .*, got \(-1, 4\); .* linen and Haiku"),
         ({"options": {"dropout": 1.5}}, ValueError, r"dropout must lie in \[0, 1\]"),
         ({"options": {"concat": 1}}, TypeError, "concat must be a Python bool"),
         ({"options": {"add_self_loops": 1}}, TypeError, "add_self_loops must be a Python bool"),
         ({"options": {"fill_value": "sum"}}, ValueError, r"fill_value must be one of \('mean', 'add'"),
-        ({"options": {"fill_value": jnp.ones(4)}}, TypeError, "fill_value must be a Python float"),
+        (
+            {"options": {"fill_value": jnp.ones(4)}},
+            TypeError,
+            r"fill_value must be a number .*, got an array of shape \(4,\); add the loops before: .*=False",
+        ),
         ({"options": {"edge_dim": 0}}, ValueError, "edge_dim must be a positive int"),
         ({"options": {"implementation": "mine"}}, ValueError, "mine"),
     ],
@@ -175,6 +180,16 @@ def test_errors(changed, error, message):
 def test_every_layer_names_itself_in_errors(framework, kind):
     with pytest.raises(TypeError, match=f"{kind}: graph must be a BipartiteCSC"):
         call_with(framework, kind, graph="graph")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "given", [{"aggr": "mean"}, {"flow": "target_to_source"}], ids=lambda x: next(iter(x))
+)
+def test_arguments_of_pytorch_geometric_that_are_not_taken(framework, given):
+    ((name, value),) = given.items()
+    with pytest.raises(TypeError, match=f"GATv2Conv: {name} must be left out, got '{value}'; messages "):
+        call_with(framework, "GATv2Conv", options=given)
 
 
 @pytest.mark.parametrize("framework", ["flax_nnx", "equinox"])

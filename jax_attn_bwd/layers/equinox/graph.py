@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.layers.equinox.linear import XAVIER, linear
 from jax_attn_bwd.layers.graph import (
+    ChecksNames,
     Config,
     GATConvKeywords,
     GATv2ConvKeywords,
@@ -25,12 +26,10 @@ from jax_attn_bwd.layers.graph import (
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
-class _Conv(eqx.Module):
+class _Conv(ChecksNames, eqx.Module):
     inference: bool
     config: Config = eqx.field(static=True)
     linears: tuple[str, ...] = eqx.field(static=True)
-
-    kind: ClassVar[str]
 
     def _build(self, arguments: dict[str, Any]) -> None:
         """Makes the layer of the arguments of its constructor."""

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers.graph import Config, Nodes, Result, array_shapes, attend, linear_layers
+from jax_attn_bwd.layers.graph import ChecksNames, Config, Nodes, Result, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
-class _Conv(nn.Module):
+class _Conv(ChecksNames, nn.Module):
     out_channels: int
     heads: int = 1
     concat: bool = True
@@ -26,8 +26,6 @@ class _Conv(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
     implementation: Implementation | None = None
     forward_mode: bool = field(default=False, kw_only=True)  # the others keep their places
-
-    kind: ClassVar[str]
 
     # fmt: off
     @overload

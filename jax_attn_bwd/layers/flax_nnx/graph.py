@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_attn_bwd.layers.graph import (
+    ChecksNames,
     Config,
     GATConvKeywords,
     GATv2ConvKeywords,
@@ -23,9 +24,7 @@ from jax_attn_bwd.ops.graph import BipartiteCSC
 _XAVIER = nnx.initializers.xavier_uniform()
 
 
-class _Conv(nnx.Module):
-    kind: ClassVar[str]
-
+class _Conv(ChecksNames, nnx.Module):
     def _build(self, arguments: dict[str, Any]) -> None:
         """Makes the layer of the arguments of its constructor."""
         config = Config.of(self.kind, arguments)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Fill, Implementation
-from jax_attn_bwd.layers.graph import Config, Nodes, Result, array_shapes, attend, linear_layers
+from jax_attn_bwd.layers.graph import ChecksNames, Config, Nodes, Result, array_shapes, attend, linear_layers
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 
 @dataclass(eq=False, repr=False)
-class _Conv(hk.Module):
+class _Conv(ChecksNames, hk.Module):
     out_channels: int
     heads: int = 1
     concat: bool = True
@@ -26,8 +26,6 @@ class _Conv(hk.Module):
     implementation: Implementation | None = None
     forward_mode: bool = False
     name: str | None = None
-
-    kind: ClassVar[str]
 
     def __post_init__(self) -> None:
         """Makes the layer of its fields, which the constructor has set."""

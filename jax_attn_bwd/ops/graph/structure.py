@@ -358,13 +358,21 @@ class BipartiteCSC:
           The graph.
 
         Raises:
-          The same as `from_csc`. TypeError: `matrix` is not sparse.
+          The same as `from_csc`. TypeError: `matrix` is not sparse. ValueError: a COO matrix holds an entry
+            twice, which SciPy would add up.
         """
         if not hasattr(matrix, "tocsr"):
             expected, remedy = "be a SciPy sparse matrix", "scipy.sparse.csr_array(matrix)"
             got = type(matrix).__name__
             raise TypeError(checks.message("BipartiteCSC.from_scipy", "matrix", expected, got, remedy))
         rows = matrix.tocsr()
+        if matrix.format == "coo" and rows.nnz < matrix.nnz:
+            expected, got = "hold each entry once", f"{matrix.nnz - rows.nnz} of {matrix.nnz} more than once"
+            remedy = (
+                "matrix.sum_duplicates() makes one edge of them, "
+                "from_coo(matrix.col, matrix.row, num_src, num_dst) keeps them apart"
+            )
+            raise ValueError(checks.message("BipartiteCSC.from_scipy", "matrix", expected, got, remedy))
         return cls.from_csc(rows.indptr, rows.indices, rows.shape[1], capacity=capacity)
 
 

@@ -99,6 +99,15 @@ def test_from_jraph_and_from_scipy():
     assert (graph.num_dst, graph.num_src, graph.capacity) == (4, 3, 9)
     np.testing.assert_array_equal(graph.indices[:4], matrix.tocsr().indices)
 
+    twice = sparse.coo_array((np.ones(4), ([0, 1, 1, 1], [2, 0, 0, 2])), shape=(2, 3))
+    with pytest.raises(
+        ValueError, match=r"hold each entry once, got 1 of 4 more than once; .*from_coo\(matrix"
+    ):
+        BipartiteCSC.from_scipy(twice)
+    assert BipartiteCSC.from_coo(twice.col, twice.row, 3, 2).num_edges == 4
+    twice.sum_duplicates()
+    assert BipartiteCSC.from_scipy(twice).num_edges == 3
+
 
 def test_shapes_depend_on_capacity_and_node_counts_alone():
     rng = np.random.default_rng(0)
