@@ -459,6 +459,8 @@ def _mask(mask: Any, shape: tuple) -> jax.Array | None:
         got = f"dtype {mask.dtype}" if checks.is_array(mask) else type(mask).__name__
         expected = "be a boolean array (True = keep, False = padding)"
         remedy = "of a padding mask pass the opposite"
+        if checks.is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
+            remedy = "a level_start_index is left out: it follows from spatial_shapes"
         raise TypeError(checks.message(_NAME, "mask", expected, got, remedy))
     checks.broadcasts(_NAME, "mask", jnp.asarray(mask), "[..., S]", shape)
     if mask.ndim == 0 or mask.shape[-1] != shape[-1]:

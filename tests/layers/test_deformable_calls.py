@@ -88,6 +88,7 @@ def test_no_queries_and_no_pictures(rng):
         ({"shapes": ((0, 5), (4, 2), (2, 3))}, ValueError, "spatial_shapes must be positive"),
         ({"options": {"num_heads": True}}, TypeError, "num_heads must be a positive int, got bool"),
         ({"mask": jnp.zeros((B, S))}, TypeError, "mask must be a boolean .*True = keep.* got dtype float"),
+        ({"mask": jnp.zeros(L, int)}, TypeError, "got dtype int64; a level_start_index is left out"),
         ({"mask": jnp.zeros((B, S, 1), bool)}, ValueError, r"mask must broadcast to \[..., S\]"),
         ({"mask": jnp.zeros((B, 1), bool)}, ValueError, r"mask must tell of each of the S = 25 pixels"),
         ({"options": {"num_heads": 4}}, ValueError, "features must be a multiple of the 4 heads, got 6"),

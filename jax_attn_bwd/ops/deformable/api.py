@@ -1,7 +1,8 @@
 """Multi-scale deformable attention: the public functions and the rules."""
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -27,8 +28,25 @@ from jax_attn_bwd.ops.deformable.spec import (
 )
 
 _NAME = "multi_scale_deformable_attention"
+P, R = ParamSpec("P"), TypeVar("R")
 
 
+def _without_starts(call: Callable[P, R]) -> Callable[P, R]:
+    """Tells a call with the arguments of Deformable-DETR, by position, which of them is not among ours."""
+
+    @wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > 4:
+            expected = "be given by name, or left out: it follows from spatial_shapes"
+            remedy = f"write {_NAME}(value, spatial_shapes, sampling_locations, attention_weights)"
+            got = f"{len(args)} arguments by position"
+            raise TypeError(checks.message(_NAME, "level_start_index", expected, got, remedy))
+        return call(*args, **kwargs)
+
+    return checked
+
+
+@_without_starts
 def multi_scale_deformable_attention(
     value: Array | Sequence[Array],
     spatial_shapes: Sequence[Sequence[int]] | np.ndarray,

@@ -45,6 +45,12 @@ def prepare(
     expected = (B, Q, M, *layout)
     checks.shape(name, "attention_weights", weights, f"{letters}]", expected)
     checks.shape(name, "sampling_locations", locations, f"{letters}, 2]", (*expected, 2))
+    known = checks.known(locations)
+    if known is not None and _are_far_outside(known[:1, :1]) and _are_far_outside(known):
+        checks.warn(
+            f"{name}: sampling_locations all lie outside [-1, 2]: they are (x, y) from 0 to 1 across each"
+            " level; from pixels write (pixels + 0.5) / (W, H)"
+        )
 
     # how they lie on an Explicit mesh
     value, locations, weights = map(sharding.without_ones, (value, locations, weights))
@@ -66,6 +72,12 @@ def prepare(
     locations, weights = locations.reshape(B, Q, M, K, 2), weights.reshape(B, Q, M, K)
     operands = Operands(value, locations, sharding.reshard_like(weights, locations, (0, 1, 2, 3)))
     return options, operands
+
+
+def _are_far_outside(points: np.ndarray) -> bool:
+    """Tells whether all points `[..., 2]` lie further from the levels than these are wide."""
+    points = points[np.isfinite(points).all(-1)]
+    return bool(points.size and ((points < -1) | (points > 2)).any(-1).all())
 
 
 def per_level(shapes: Sequence[tuple[int, int]], x: jax.Array) -> tuple[jax.Array, ...]:
@@ -134,7 +146,10 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
         expected = f"hold one feature map for each of the {len(shapes)} levels"
         raise ValueError(checks.message(name, "value", expected, len(value)))
     maps = [checks.floating(name, f"value[{level}]", x) for level, x in enumerate(value)]
-    B, M, D = (maps[0].shape[0], *maps[0].shape[3:]) if maps[0].ndim == 5 else ("B", "M", "D")
+    if maps[0].ndim != 5:
+        expected = f"have shape [B, H, W, M, D] with [H, W] = {shapes[0]}"
+        raise ValueError(checks.message(name, "value[0]", expected, maps[0].shape))
+    B, M, D = (maps[0].shape[0], *maps[0].shape[3:])
     for level, (x, shape) in enumerate(zip(maps, shapes, strict=True)):
         swapped = x.shape == (B, *reversed(shape), M, D) != (B, *shape, M, D)
         remedy = "spatial_shapes holds (H, W), height before width" if swapped else ""

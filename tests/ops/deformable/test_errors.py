@@ -54,6 +54,9 @@ FORWARD = rows(
      {"value": [ones(B, 4, 3, M, D), MAPS[1]]}),
     ("map_rank", ValueError, r"value\[0\] must have shape \[B, H, W, M, D\] .*got \(2, 12, 3, 4\)",
      {"value": [ones(B, 12, M, D), MAPS[1]]}),
+    ("map_flat", ValueError,
+     r"value\[0\] must have shape \[B, H, W, M, D\] with \[H, W\] = \(3, 4\), got \(2, 12, 3, 4\)",
+     {"value": [ones(B, 12, M, D), MAPS[1]]}),
     ("map_heads", ValueError, r"value\[1\] must have .* = \(2, 2, 1, 3, 4\), got \(2, 2, 1, 6, 4\)",
      {"value": [MAPS[0], ones(B, 2, 1, 6, D)]}),
     ("map_dtypes", TypeError, r"value\[0\], value\[1\] must have one dtype, .* float16; cast",
@@ -159,6 +162,24 @@ BACKWARD = rows(
 @pytest.mark.parametrize(("exception", "words", "arguments"), BACKWARD)
 def test_backward_alone(exception, words, arguments):
     check(deformable_bwd, "multi_scale_deformable_attention_bwd", exception, words, arguments)
+
+
+def test_the_argument_that_follows_from_the_shapes_is_not_taken_by_position():
+    """The order of Deformable-DETR's function."""
+    words = "level_start_index must be given by name, or left out: .*, got 5 arguments by position; write"
+    call = lambda: jax_attn_bwd.multi_scale_deformable_attention(VALUE, LEVELS, [0, 12], AT, WEIGHTS)
+    check(call, "multi_scale_deformable_attention", TypeError, words, {})
+
+
+def test_pixels_for_locations_warn_where_they_are_known():
+    pixels = AT * np.array([3.5, 2.5], np.float32)
+    with pytest.warns(
+        UserWarning, match=r"sampling_locations all lie outside .* from 0 to 1 .*\+ 0\.5\) / \(W"
+    ):
+        deformable(sampling_locations=pixels)
+    pixels[-1, -1, -1, -1, -1] = 0.5
+    deformable(sampling_locations=pixels)
+    jax.jit(lambda x: deformable(sampling_locations=x)).trace(AT * 5)
 
 
 @pytest.mark.parametrize(
