@@ -37,8 +37,11 @@ class Mask(Mod):
         """Rows and columns of the tiles that it is made of, so that those of a call are the same; or None."""
         return getattr(self.function, "tile", None)
 
-    def __call__(self, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
+    def __call__(
+        self, batch: Any = None, head: Any = None, row: Any = None, column: Any = None, *args: Any
+    ) -> Any:
         """Whether the row sees the column."""
+        self._check_called(column)
         return self.function(batch, head, row, column, *args[: self.num_args])
 
     def check(self, operator: str, args: Sequence[Any], sizes: ReadSizes) -> None:

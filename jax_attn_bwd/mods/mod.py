@@ -81,6 +81,17 @@ class Mod:
             if hasattr(self.function, "__qualname__") and getattr(self.function, name):
                 object.__setattr__(self, name, getattr(self.function, name))
 
+    def _check_called(self, column: Any) -> None:
+        """Raises where it is called without places, as functions are that make a mask or a score."""
+        if column is None:
+            kind, name = type(self).__name__.lower(), getattr(self.function, "__name__", "...")
+            expected, remedy = (
+                f"be told ({', '.join(self.place)})",
+                f"write {kind}_mod=mods.{name}, without ()",
+            )
+            got = f"a call of what is a {kind} itself"
+            raise TypeError(checks.message(f"mods.{name}", f"a {kind}", expected, got, remedy))
+
     def _check(self, operator: str, argument: str, args: Sequence[Any], sizes: ReadSizes) -> None:
         """Raises unless `args` hold what the function, given as `argument`, reads."""
         if len(args) != self.num_args:

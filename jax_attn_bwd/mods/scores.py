@@ -25,8 +25,17 @@ class Score(Mod):
 
     place = ("logits", *Mod.place)
 
-    def __call__(self, logits: Any, batch: Any, head: Any, row: Any, column: Any, *args: Any) -> Any:
+    def __call__(
+        self,
+        logits: Any = None,
+        batch: Any = None,
+        head: Any = None,
+        row: Any = None,
+        column: Any = None,
+        *args: Any,
+    ) -> Any:
         """The new logits."""
+        self._check_called(column)
         read = args[len(args) - self.num_args :]
         return self.function(logits, batch, head, row, column, *read)
 

@@ -231,6 +231,15 @@ def test_tiles(error, words, arguments):
         mods.tiles(*arguments, block=0 if "block" in words else 4)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("mask", "causal"), ("mask", "document"), ("score", "alibi")])
+def test_a_named_one_that_is_called(kind, name):
+    words = (
+        rf"mods.{name}: a {kind} must be told .*, got a call of .* itself; write {kind}_mod=mods.{name}, with"
+    )
+    with pytest.raises(TypeError, match=words):
+        getattr(mods, name)()
+
+
 def test_unhashable():
     class Unhashable:
         __hash__ = None

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,13 @@ def test_what_fits_only_if_heads_precede_tokens_is_told_the_layout(told):
         jab.dot_product_attention(x, x, x, **told)
     with pytest.raises(ValueError, match=r"must broadcast to [^;]*$"):
         jab.dot_product_attention(x, x, x, mask=jnp.ones((4, 1, 1, 31), bool))
+
+
+def test_what_jax_says_of_a_jvp_is_found_in_the_readme():
+    call = lambda x: jab.dot_product_attention(x, x, x)
+    with pytest.raises(TypeError) as caught:
+        jax.jvp(call, (X[:, None],), (X[:, None],))
+    assert str(caught.value).rstrip(".") in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_heads_in_the_place_of_tokens_warn():
