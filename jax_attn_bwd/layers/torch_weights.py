@@ -1,8 +1,8 @@
 """Weights of PyTorch modules for the layers of this package, by the names and shapes in their state dicts.
 
 `load_torch` of a framework puts them into a layer that is built with the options of the PyTorch module: a
-`GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, or a deformable attention of
-Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face. It takes
+`GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, a deformable attention of
+Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face, or a `GatedDeltaNet` of Qwen3-Next. It takes
 
   * `state`: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
   * `prefix`: what stands before these names, with the dot: "convs.0."
@@ -52,7 +52,8 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     if prefix and not prefix.endswith("."):
         remedy = f"{prefix!r} would also match the names of other layers that begin so"
         raise ValueError(checks.message("from_torch", "prefix", "end with a dot", repr(prefix), remedy))
-    # Weights are [out, in] there and [in, out] here, attention vectors [1, H, C] and [H, C].
+    # Weights are [out, in] there and [in, out] here, of a convolution [out, in, taps] and [taps, in, out],
+    # attention vectors [1, H, C] and [H, C].
     tree: dict[str, Any] = {}
     for name, value in state.items():
         if not name.startswith(prefix):
@@ -60,7 +61,7 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         x = as_array(value)
         owner, _, part = name[len(prefix) :].rpartition(".")
         if part == "weight":
-            tree.setdefault(owner, {})["kernel"] = x.T
+            tree.setdefault(owner, {})[name_of_weight(x)] = x.T
         elif owner:
             tree.setdefault(owner, {})[part] = x
         else:
@@ -69,6 +70,11 @@ def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         expected = f"hold names that start with {prefix!r}"
         raise ValueError(checks.message("from_torch", "state", expected, list(state)[:8]))
     return tree
+
+
+def name_of_weight(x: jax.Array) -> str:
+    """Returns what linen and NNX call a weight: that of a norm is a scale."""
+    return "scale" if x.ndim == 1 else "kernel"
 
 
 def as_array(x: Any) -> jax.Array:

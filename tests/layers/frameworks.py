@@ -18,7 +18,7 @@ from helpers import QUICK, assert_close, thorough
 FRAMEWORKS = ("flax_linen", "flax_nnx", "haiku", "equinox")
 PACKAGES = {"flax_linen": "flax.linen", "flax_nnx": "flax.nnx", "haiku": "haiku", "equinox": "equinox"}
 HEADS = 4  # heads of MultiHeadAttention
-RENAMED = {"kernel": "w", "bias": "b"}
+RENAMED = {"kernel": "w", "bias": "b", "scale": "scale"}
 # Most of the time of these tests is LLVM's.
 jitted = partial(jax.jit, compiler_options=QUICK)
 
@@ -110,8 +110,8 @@ def from_equinox(layer, eqx):
     """The tree as in linen."""
     tree = {}
     for name, x in vars(layer).items():
-        if isinstance(x, eqx.nn.Linear):
-            tree[name] = {"kernel": x.weight.T} | ({} if x.bias is None else {"bias": x.bias})
+        if isinstance(x, eqx.Module) and hasattr(x, "weight"):
+            tree[name] = {_name_of(x.weight): x.weight.T} | ({} if x.bias is None else {"bias": x.bias})
         elif eqx.is_array(x):
             tree[name] = x
     return tree
@@ -121,12 +121,17 @@ def to_equinox(layer, tree, eqx):
     """`layer` with the parameters of a tree as in linen."""
     for name, x in tree.items():
         if isinstance(x, dict):
-            parts = {"weight": x["kernel"].T} | ({"bias": x["bias"]} if "bias" in x else {})
+            weight = next(part for part in x if part != "bias")
+            parts = {"weight": x[weight].T} | ({"bias": x["bias"]} if "bias" in x else {})
             where = lambda layer: [getattr(getattr(layer, name), part) for part in parts]  # noqa: B023
             layer = eqx.tree_at(where, layer, list(parts.values()))
         else:
             layer = eqx.tree_at(lambda layer: getattr(layer, name), layer, x)  # noqa: B023
     return layer
+
+
+def _name_of(weight):
+    return "scale" if weight.ndim == 1 else "kernel"
 
 
 class Graph:

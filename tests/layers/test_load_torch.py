@@ -4,8 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layers import deformable_cases, graph_cases
-from layers.frameworks import FRAMEWORKS, assert_all_close, frameworks, from_equinox, imported, lenient
+from layers import deformable_cases, gated_delta_net_cases, graph_cases
+from layers.frameworks import (
+    FRAMEWORKS,
+    RENAMED,
+    assert_all_close,
+    frameworks,
+    from_equinox,
+    imported,
+    lenient,
+)
 
 from jax_attn_bwd.layers.deformable import from_torch
 
@@ -47,9 +55,8 @@ def load(framework, make, inputs, state, prefix=PREFIX, dtype="float64"):
         assert flat.pop("head") is shapes["head"]
         tree = dict(flat.get("mine", {}))
         for path in flat.keys() - {"mine"}:
-            tree[path.rpartition("/")[2]] = {
-                {"w": "kernel", "b": "bias"}[p]: x for p, x in flat[path].items()
-            }
+            names = {new: name for name, new in RENAMED.items()}
+            tree[path.rpartition("/")[2]] = {names[p]: x for p, x in flat[path].items()}
         return tree
     layer = make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0))
     loaded = layers.load_torch(layer, state, prefix)
@@ -102,6 +109,18 @@ def test_deformable_attention(framework):
     make = lambda layers, **own: layers.MultiScaleDeformableAttention(**sizes, **own)
     got = load(framework, make, (query, points, value, cases.LEVELS), state)
     assert_all_close(got, tree, 0)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gated_delta_net(framework):
+    cases = gated_delta_net_cases
+    state = cases.torch_state(np.random.default_rng(0), PREFIX)
+    own = (cases.E,) if framework in ("flax_nnx", "equinox") else ()
+    make = lambda layers, **more: layers.GatedDeltaNet(*own, *cases.SIZES, **more)
+    got = load(framework, make, (jnp.zeros((1, 3, cases.E)),), state)
+    expected = cases.tree_of({name.removeprefix(PREFIX): x for name, x in state.items()})
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert_all_close(got, expected, 0)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

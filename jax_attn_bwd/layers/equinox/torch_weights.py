@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 
-from jax_attn_bwd.layers.torch_weights import loaded
+from jax_attn_bwd.layers.torch_weights import loaded, name_of_weight
 
 Layer = TypeVar("Layer", bound=eqx.Module)
+_WITH_WEIGHT = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.RMSNorm)
 
 
 def load_torch(layer: Layer, state: Mapping[str, Any], prefix: str = "") -> Layer:
@@ -30,13 +31,13 @@ def load_torch(layer: Layer, state: Mapping[str, Any], prefix: str = "") -> Laye
       1.0
     """
     tree = {name: x for name, x in vars(layer).items() if eqx.is_array(x)}
-    linears = {name: x for name, x in vars(layer).items() if isinstance(x, eqx.nn.Linear)}
-    for name, linear in linears.items():
-        bias = {} if linear.bias is None else {"bias": linear.bias}
-        tree[name] = {"kernel": linear.weight.T, **bias}
+    modules = {name: x for name, x in vars(layer).items() if isinstance(x, _WITH_WEIGHT)}
+    for name, module in modules.items():
+        bias = {} if module.bias is None else {"bias": module.bias}
+        tree[name] = {name_of_weight(module.weight): module.weight.T, **bias}
     made = loaded(tree, state, prefix)
-    for name, linear in linears.items():
-        both = (made[name]["kernel"].T, made[name].get("bias"))
-        where = lambda linear: (linear.weight, linear.bias)
-        made[name] = eqx.tree_at(where, linear, both, is_leaf=lambda x: x is None)
+    for name, module in modules.items():
+        both = (made[name][name_of_weight(module.weight)].T, made[name].get("bias"))
+        where = lambda module: (module.weight, module.bias)
+        made[name] = eqx.tree_at(where, module, both, is_leaf=lambda x: x is None)
     return eqx.tree_at(lambda layer: [getattr(layer, name) for name in made], layer, list(made.values()))

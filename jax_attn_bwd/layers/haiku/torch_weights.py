@@ -6,7 +6,7 @@ from typing import Any
 from jax_attn_bwd._core import checks
 from jax_attn_bwd.layers.torch_weights import loaded
 
-_NAMES = {"w": "kernel", "b": "bias"}
+_NAMES = {"w": "kernel", "b": "bias", "scale": "scale"}
 
 
 def load_torch(
