@@ -16,7 +16,8 @@ are all queries, all keys, all values.
     Haiku             name/w       [in, out]      /w       [taps, 1, C]     /scale   [Hv]   [N]
     Equinox           name.weight  [out, in]      .weight  [C, 1, taps]     .weight  [Hv]   [N]
 
-with <projection> one of in_proj_qkvz, in_proj_ba and out_proj, none of which has a bias.
+with <projection> one of in_proj_qkvz, in_proj_ba and out_proj, none of which has a bias. Qwen3.5 has the same
+layer with four projections: `fuse_projections` makes two of them, for `load_torch`.
 
 Constructors take, beside what their framework's layers take, by the names of Qwen3-Next's configuration
 without `linear_`:
@@ -71,7 +72,9 @@ from jax import lax
 
 from jax_attn_bwd._core import checks, secondary_calls
 from jax_attn_bwd._core.numerics import accumulator_dtype, saturated, to_rank
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Implementation, Integers
+from jax_attn_bwd.layers.torch_weights import as_array
 from jax_attn_bwd.ops.linear_attention import gated_delta_rule
 
 _NAME = "GatedDeltaNet"
@@ -144,12 +147,11 @@ class Config:
 
     def empty(self, batch: tuple[int, ...], dtype: Any) -> "GatedDeltaNetCache":
         """Returns the cache before the first token, of a layer that computes in `dtype`."""
+        dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(checks.message(_NAME, "dtype", "be a floating dtype", dtype))
         conv, recurrent = _cache_shapes(self, batch)
-        return GatedDeltaNetCache(
-            jnp.zeros(conv, dtype), jnp.zeros(recurrent, accumulator_dtype(jnp.dtype(dtype)))
-        )
+        return GatedDeltaNetCache(jnp.zeros(conv, dtype), jnp.zeros(recurrent, accumulator_dtype(dtype)))
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -193,6 +195,47 @@ def A_log_init(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
     )
 
 
+def fuse_projections(state: Mapping[str, Any], num_key_heads: int, prefix: str = "") -> dict[str, Any]:
+    """Returns the state dict of a layer of Qwen3.5 as one of Qwen3-Next, for `load_torch`.
+
+    Args:
+      state: a state dict of NumPy arrays or CPU tensors, with `<prefix>in_proj_qkv.weight`, and those of
+        in_proj_z, in_proj_b and in_proj_a.
+      num_key_heads: K.
+      prefix: what stands before these names, with the dot.
+
+    Returns:
+      `state` with `<prefix>in_proj_qkvz.weight` and `<prefix>in_proj_ba.weight` in the place of the four.
+
+    Raises:
+      ValueError: one of the four is missing.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_attn_bwd.layers.gated_delta_net import fuse_projections
+      >>> rows = {"qkv": 12, "z": 4, "b": 2, "a": 2}
+      >>> state = {f"in_proj_{name}.weight": np.ones((n, 3)) for name, n in rows.items()}
+      >>> {name: x.shape for name, x in fuse_projections(state, 2).items()}
+      {'in_proj_qkvz.weight': (16, 3), 'in_proj_ba.weight': (4, 3)}
+    """
+    names = {part: f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")}
+    if missing := names.values() - state.keys():
+        remedy = "that of Qwen3-Next needs no fusing"
+        message = checks.message(
+            "fuse_projections", "state", "hold four projections", f"no {missing}", remedy
+        )
+        raise ValueError(message)
+    qkv, z, b, a = (as_array(state[name]) for name in names.values())
+    keys = (qkv.shape[0] - z.shape[0]) // 2
+    q, k, v = jnp.split(qkv, (keys, 2 * keys))
+    fused = {"qkvz": (q, k, v, z), "ba": (b, a)}
+    found = {name: x for name, x in state.items() if name not in names.values()}
+    for name, parts in fused.items():
+        by_head = [x.reshape(num_key_heads, -1, x.shape[-1]) for x in parts]
+        found[f"{prefix}in_proj_{name}.weight"] = jnp.concatenate(by_head, 1).reshape(-1, qkv.shape[-1])
+    return found
+
+
 def configure(*sizes: Any, keywords: Mapping[str, Any], **own: Any) -> Config:
     """Returns the configuration of a layer from the sizes of its heads, its keywords and `own`, checked."""
     return Config(*sizes, **secondary_calls.complete(f"{_NAME}.__init__", Config, Keywords, keywords), **own)
@@ -209,7 +252,7 @@ def apply(
     """Returns (the output `[..., T, E]` of a layer, the cache with its tokens, None where none is given)."""
     x = tokens(config, x)
     *batch, T, _ = x.shape
-    lengths, document = _lengths(seq_lengths, batch, T), _documents(segment_ids, batch, T)
+    lengths, document = _lengths(seq_lengths, x), _documents(segment_ids, x)
     _check_cache(config, cache, batch)
     if lengths is not None:
         number = to_rank(jnp.arange(T, dtype=jnp.int32), lengths.ndim + 1)
@@ -223,12 +266,14 @@ def apply(
     b, a = (part.reshape(*batch, T, K * G) for part in (ba[..., :G], ba[..., G:]))
     # The convolution reads what stands before the first token, too.
     reach = config.conv_kernel_dim - 1
-    before = jnp.zeros_like(rows, shape=(*batch, reach, K, config.row))
-    if cache is not None:
-        before = cache.conv_state.astype(rows.dtype)
-    rows = jnp.concatenate([before, rows], -3)
+    in_front = [(0, 0)] * len(batch) + [(reach, 0)]
+    if cache is None:
+        rows = jnp.pad(rows, [*in_front, (0, 0), (0, 0)])
+    else:
+        axes = (*range(len(batch)), None, rows.ndim - 2, rows.ndim - 1)
+        rows = jnp.concatenate([reshard_like(cache.conv_state.astype(rows.dtype), rows, axes), rows], -3)
     if document is not None:
-        document = jnp.concatenate([jnp.zeros_like(document, shape=(*batch, reach)), document], -1)
+        document = jnp.pad(document, in_front)
     mixed = _convolved(rows, _by_key_head(config, parts.conv1d), document)
     q, k, v = mixed[..., :H], mixed[..., H : 2 * H], mixed[..., 2 * H :]
     heads = (*batch, T, K * G, config.value_head_dim)
@@ -272,26 +317,26 @@ def tokens(config: Config, x: Any) -> jax.Array:
     return x
 
 
-def _lengths(seq_lengths: Any, batch: list, T: Any) -> jax.Array | None:
+def _lengths(seq_lengths: Any, x: jax.Array) -> jax.Array | None:
     """Returns the lengths as int32 `[...]`, checked."""
     if seq_lengths is None:
         return None
+    *batch, T, _ = x.shape
     limits = {"least": 0} | ({"greatest": T} if isinstance(T, int) else {})
     lengths = checks.integers(_NAME, "seq_lengths", seq_lengths, **limits)
     checks.broadcasts(_NAME, "seq_lengths", lengths, "[...]", tuple(batch))
-    return jnp.broadcast_to(saturated(lengths), batch)
+    return reshard_like(jnp.broadcast_to(saturated(lengths), batch), x, tuple(range(len(batch))))
 
 
-def _documents(segment_ids: Any, batch: list, T: Any) -> jax.Array | None:
+def _documents(segment_ids: Any, x: jax.Array) -> jax.Array | None:
     """Returns of which document of its row each token is, from 0 on, int32 `[..., T]`."""
     if segment_ids is None:
         return None
     ids = checks.integers(_NAME, "segment_ids", segment_ids)
-    checks.broadcasts(_NAME, "segment_ids", ids, "[..., T]", (*batch, T))
-    ids = jnp.broadcast_to(ids, (*batch, T))
-    begins = ids[..., 1:] != ids[..., :-1]
-    begins = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), begins], -1)
-    return jnp.cumsum(begins, -1, dtype=jnp.int32)
+    checks.broadcasts(_NAME, "segment_ids", ids, "[..., T]", x.shape[:-1])
+    ids = reshard_like(jnp.broadcast_to(ids, x.shape[:-1]), x, tuple(range(x.ndim - 1)))
+    before = jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
+    return jnp.cumsum(ids != before, -1, dtype=jnp.int32)
 
 
 def _cache_shapes(config: Config, batch: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -349,12 +394,20 @@ def _last_rows(
     rows: jax.Array, document: jax.Array | None, lengths: jax.Array | None, reach: int
 ) -> jax.Array:
     """Returns the `reach` rows up to the last token, `[..., taps - 1, K, W]`; 0 of other documents."""
-    if lengths is None:
-        first = rows.shape[-3] - reach
-        last = rows[..., first:, :, :]
-        document = None if document is None else document[..., first:]
-    else:
-        at = lengths[..., None] + to_rank(jnp.arange(reach, dtype=jnp.int32), lengths.ndim + 1)
-        last = jnp.take_along_axis(rows, at[..., None, None], -3)
-        document = None if document is None else jnp.take_along_axis(document, at, -1)
-    return last if document is None else jnp.where((document == document[..., -1:])[..., None, None], last, 0)
+    last = _up_to_the_end(rows, rows.ndim - 3, lengths, reach)
+    if document is None:
+        return last
+    of = _up_to_the_end(document, document.ndim - 1, lengths, reach)
+    return jnp.where((of == of[..., -1:])[..., None, None], last, 0)
+
+
+def _up_to_the_end(x: jax.Array, axis: int, lengths: jax.Array | None, reach: int) -> jax.Array:
+    """Returns the `reach` entries along an axis that begins as many before the first token."""
+    size = x.shape[axis]
+    if lengths is None or reach == 0:
+        return lax.slice_in_dim(x, size - reach, size, axis=axis)
+    # Sums of one entry each: no scatter in the gradient, and any sharding of the rows.
+    number = to_rank(jnp.arange(size, dtype=jnp.int32), axis + 1)
+    rest = (1,) * (x.ndim - axis - 1)
+    is_here = [(number == lengths[..., None] + i).reshape(*x.shape[: axis + 1], *rest) for i in range(reach)]
+    return jnp.stack([jnp.where(here, x, 0).sum(axis, dtype=x.dtype) for here in is_here], axis)

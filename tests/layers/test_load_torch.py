@@ -16,6 +16,7 @@ from layers.frameworks import (
 )
 
 from jax_attn_bwd.layers.deformable import from_torch
+from jax_attn_bwd.layers.gated_delta_net import fuse_projections
 
 PREFIX = "net.0.conv."
 
@@ -121,6 +122,24 @@ def test_gated_delta_net(framework):
     expected = cases.tree_of({name.removeprefix(PREFIX): x for name, x in state.items()})
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     assert_all_close(got, expected, 0)
+
+
+def test_four_projections_of_qwen3_5_are_fused():
+    cases = gated_delta_net_cases
+    state = cases.torch_state(np.random.default_rng(0), PREFIX)
+    parted = {name: x for name, x in state.items() if "in_proj" not in name}
+    K, H, values = cases.K, cases.H, cases.G * cases.HV
+    qkvz = state[f"{PREFIX}in_proj_qkvz.weight"].reshape(K, -1, cases.E)
+    q, k, v, z = (x.reshape(-1, cases.E) for x in np.split(qkvz, (H, 2 * H, 2 * H + values), 1))
+    ba = state[f"{PREFIX}in_proj_ba.weight"].reshape(K, -1, cases.E)
+    parts = {"qkv": np.concatenate([q, k, v]), "z": z, "b": ba[:, : cases.G], "a": ba[:, cases.G :]}
+    parted |= {f"{PREFIX}in_proj_{name}.weight": x.reshape(-1, cases.E) for name, x in parts.items()}
+    fused = fuse_projections(parted, K, PREFIX)
+    assert fused.keys() == state.keys()
+    for name, x in state.items():
+        np.testing.assert_array_equal(fused[name], x)
+    with pytest.raises(ValueError, match=r"fuse_projections: state must hold four projections, got no"):
+        fuse_projections(state, K, PREFIX)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
