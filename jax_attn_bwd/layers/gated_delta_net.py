@@ -219,12 +219,9 @@ def fuse_projections(state: Mapping[str, Any], num_key_heads: int, prefix: str =
       {'in_proj_qkvz.weight': (16, 3), 'in_proj_ba.weight': (4, 3)}
     """
     names = {part: f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")}
-    if missing := names.values() - state.keys():
-        remedy = "that of Qwen3-Next needs no fusing"
-        message = checks.message(
-            "fuse_projections", "state", "hold four projections", f"no {missing}", remedy
-        )
-        raise ValueError(message)
+    if missing := [name for name in names.values() if name not in state]:
+        expected, remedy = f"hold {missing}", "that of Qwen3-Next is fused as it is"
+        raise ValueError(checks.message("fuse_projections", "state", expected, list(state)[:8], remedy))
     qkv, z, b, a = (as_array(state[name]) for name in names.values())
     keys = (qkv.shape[0] - z.shape[0]) // 2
     q, k, v = jnp.split(qkv, (keys, 2 * keys))

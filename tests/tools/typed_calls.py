@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import jax_attn_bwd as jab
 from jax_attn_bwd.compat import bnns, cugraph
-from jax_attn_bwd.layers.flax_nnx import GATConv, MultiHeadAttention
+from jax_attn_bwd.layers.flax_nnx import GATConv, GatedDeltaNet, MultiHeadAttention
 
 Pair = tuple[jax.Array, jax.Array]
 Three = tuple[jax.Array, jax.Array, jax.Array]
@@ -89,6 +89,8 @@ def frameworks(x: jax.Array, mesh: jax.sharding.Mesh) -> None:
     causal = jab.configured_attention_fn(is_causal=True, local_window_size=(8, 0))
     assert_type(causal(x, x, x, mask=None), jax.Array)
     nnx.MultiHeadAttention(2, 8, attention_fn=causal, rngs=nnx.Rngs(0))(x)
+    linear = GatedDeltaNet(8, 2, 4, 4, 4, conv_kernel_dim=2, dtype="float32", rngs=nnx.Rngs(0))
+    assert_type(linear(x, seq_lengths=[3], segment_ids=np.zeros(5, int), decode=True), jax.Array)
     on_mesh = jab.parallel.attention_fn(mesh, sequence="sequence")
     assert_type(jab.configured_attention_fn(on_mesh, is_causal=True)(x, x, x), jax.Array)
 
