@@ -64,6 +64,7 @@ References:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -362,10 +363,12 @@ def _by_key_head(config: Config, kernel: jax.Array) -> jax.Array:
     return jnp.concatenate([part.reshape(taps, K, part.shape[-1] // K) for part in parts], -1)
 
 
+@jax.checkpoint
 def _convolved(rows: jax.Array, kernel: jax.Array, document: jax.Array | None) -> jax.Array:
     """Returns `[..., T, K, W]` of `rows [..., taps - 1 + T, K, W]`: SiLU of the sum over the taps.
 
-    Shifts and sums: XLA:CPU runs a convolution of as many groups as channels 10 to 30 times slower.
+    Shifts and sums: XLA:CPU runs a convolution of as many groups as channels 10 to 30 times slower. The
+    backward computes it again, as the norm: nothing wide is kept, in no more time.
     """
     taps, T = kernel.shape[0], rows.shape[-3] - kernel.shape[0] + 1
     wide, kernel = accumulator_dtype(rows.dtype), to_rank(kernel, rows.ndim)
@@ -379,6 +382,7 @@ def _convolved(rows: jax.Array, kernel: jax.Array, document: jax.Array | None) -
     return jax.nn.silu(total).astype(rows.dtype)
 
 
+@partial(jax.checkpoint, static_argnums=3)
 def _gated_norm(out: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Returns `out [..., T, N, Hv]` at root mean square 1 over each head, times `scale` and SiLU of z."""
     wide = accumulator_dtype(out.dtype)
