@@ -274,14 +274,16 @@ def apply(
         document = jnp.pad(document, in_front)
     mixed = _convolved(rows, _by_key_head(config, parts.conv1d), document)
     q, k, v = mixed[..., :H], mixed[..., H : 2 * H], mixed[..., 2 * H :]
-    heads = (*batch, T, K * G, config.value_head_dim)
+    # One axis after the other, which JAX 0.10 asks for on an Explicit mesh.
+    v, z = (part.reshape(*batch, T, K, G, config.value_head_dim) for part in (v, z))
+    v, z = (part.reshape(*batch, T, K * G, config.value_head_dim) for part in (v, z))
     # The rule, from the state of the cache on.
     wide = accumulator_dtype(rows.dtype)
     step = jax.nn.softplus(a.astype(wide) + to_rank(parts.dt_bias.astype(wide), a.ndim))
     out, state = gated_delta_rule(
         q,
         k,
-        v.reshape(heads),
+        v,
         -jnp.exp(to_rank(parts.A_log.astype(wide), a.ndim)) * step,
         jax.nn.sigmoid(b.astype(wide)),
         initial_state=None if cache is None else cache.recurrent_state.astype(wide),
@@ -293,7 +295,7 @@ def apply(
         forward_mode=config.forward_mode,
         implementation=config.implementation,
     )
-    out = _gated_norm(out, z.reshape(heads), parts.norm, config.rms_norm_eps)
+    out = _gated_norm(out, z, parts.norm, config.rms_norm_eps)
     out = parts.out_proj(out.reshape(*batch, T, config.values))
     if cache is None:
         return out, None

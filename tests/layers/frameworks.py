@@ -84,6 +84,12 @@ def random_params(layer, inputs, dtype="float64"):
     return jax.tree.unflatten(tree, values)
 
 
+def of_zeros(make):
+    """What `make()` returns, with zeros for arrays: initial values take long to compile."""
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.tree.map(zeros, imported("equinox")[0].filter_eval_shape(make))
+
+
 def from_haiku(flat, root):
     """The tree as in linen of the layer `root`."""
     linears = {path: x for path, x in flat.items() if path != root}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from layers.frameworks import from_equinox, from_haiku, imported, to_equinox, to_haiku
+from layers.frameworks import from_equinox, from_haiku, imported, lenient, of_zeros, to_equinox, to_haiku
 
 E, K, N, H, HV, TAPS = 7, 2, 4, 6, 5, 4
 G = N // K
@@ -50,7 +50,7 @@ def definition(tree, x, np=jnp):
     mixed = np.concatenate([q.reshape(T, -1), k.reshape(T, -1), v.reshape(T, -1)], -1)
     padded = np.concatenate([np.zeros((TAPS - 1, C), x.dtype), mixed])
     kernel = tree["conv1d"]["kernel"][:, 0]
-    mixed = np.stack([(padded[t : t + TAPS] * kernel).sum(0) for t in range(T)])
+    mixed = sum(padded[tap : tap + T] * kernel[tap][None] for tap in range(TAPS))
     mixed = mixed / (1 + np.exp(-mixed))
     q, k, v = np.split(mixed, (K * H, 2 * K * H), -1)
 
@@ -85,7 +85,9 @@ class GatedDeltaNet:
 
         def decode(params, pieces):
             layer, outs = layers.GatedDeltaNet(*SIZES, decode=True, **options), []
-            cache = layer.init(jax.random.key(0), pieces[0][0])["cache"]
+            with lenient():  # inputs and parameters may differ in dtype
+                shapes = jax.eval_shape(layer.init, jax.random.key(0), pieces[0][0])["cache"]
+            cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             for x, tokens in pieces:
                 variables = {"params": params, "cache": cache}
                 out, changed = layer.apply(variables, x, **tokens, mutable=["cache"])
@@ -141,7 +143,7 @@ class GatedDeltaNet:
     def equinox(**options):
         eqx, layers = imported("equinox")
         layer = lambda key: layers.GatedDeltaNet(E, *SIZES, **options, key=key)
-        made = lambda params: to_equinox(layer(jax.random.key(0)), params, eqx)
+        made = lambda params: to_equinox(of_zeros(lambda: layer(jax.random.key(0))), params, eqx)
 
         def call(params, x, **tokens):
             return jax.vmap(lambda x, tokens: made(params)(x, **tokens))(x, tokens)

@@ -13,6 +13,7 @@ from layers.frameworks import (
     from_equinox,
     imported,
     lenient,
+    of_zeros,
 )
 
 from jax_attn_bwd.layers.deformable import from_torch
@@ -42,7 +43,7 @@ def load(framework, make, inputs, state, prefix=PREFIX, dtype="float64"):
             shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), *inputs))["params"]
         return layers.load_torch(shapes, state, prefix)
     if framework == "flax_nnx":
-        layer = make(layers, param_dtype=dtype, rngs=theirs.Rngs(0))
+        layer = theirs.eval_shape(lambda: make(layers, param_dtype=dtype, rngs=theirs.Rngs(0)))
         assert layers.load_torch(layer, state, prefix) is None
         return theirs.to_pure_dict(theirs.state(layer, theirs.Param))
     if framework == "haiku":
@@ -59,7 +60,7 @@ def load(framework, make, inputs, state, prefix=PREFIX, dtype="float64"):
             names = {new: name for name, new in RENAMED.items()}
             tree[path.rpartition("/")[2]] = {names[p]: x for p, x in flat[path].items()}
         return tree
-    layer = make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0))
+    layer = of_zeros(lambda: make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0)))
     loaded = layers.load_torch(layer, state, prefix)
     assert type(loaded) is type(layer)
     assert loaded.config == layer.config
