@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from helpers import QUICK, assert_close, thorough
 
+from jax_attn_bwd.layers.torch_weights import name_of_weight
+
 FRAMEWORKS = ("flax_linen", "flax_nnx", "haiku", "equinox")
 PACKAGES = {"flax_linen": "flax.linen", "flax_nnx": "flax.nnx", "haiku": "haiku", "equinox": "equinox"}
 HEADS = 4  # heads of MultiHeadAttention
@@ -84,12 +86,6 @@ def random_params(layer, inputs, dtype="float64"):
     return jax.tree.unflatten(tree, values)
 
 
-def of_zeros(make):
-    """What `make()` returns, with zeros for arrays: initial values take long to compile."""
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-    return jax.tree.map(zeros, imported("equinox")[0].filter_eval_shape(make))
-
-
 def from_haiku(flat, root):
     """The tree as in linen of the layer `root`."""
     linears = {path: x for path, x in flat.items() if path != root}
@@ -117,7 +113,7 @@ def from_equinox(layer, eqx):
     tree = {}
     for name, x in vars(layer).items():
         if isinstance(x, eqx.Module) and hasattr(x, "weight"):
-            tree[name] = {_name_of(x.weight): x.weight.T} | ({} if x.bias is None else {"bias": x.bias})
+            tree[name] = {name_of_weight(x.weight): x.weight.T} | ({} if x.bias is None else {"bias": x.bias})
         elif eqx.is_array(x):
             tree[name] = x
     return tree
@@ -134,10 +130,6 @@ def to_equinox(layer, tree, eqx):
         else:
             layer = eqx.tree_at(lambda layer: getattr(layer, name), layer, x)  # noqa: B023
     return layer
-
-
-def _name_of(weight):
-    return "scale" if weight.ndim == 1 else "kernel"
 
 
 class Graph:

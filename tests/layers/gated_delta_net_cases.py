@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from layers.frameworks import from_equinox, from_haiku, imported, lenient, of_zeros, to_equinox, to_haiku
+from layers.frameworks import from_equinox, from_haiku, imported, lenient, to_equinox, to_haiku
 
 E, K, N, H, HV, TAPS = 7, 2, 4, 6, 5, 4
 G = N // K
@@ -68,6 +68,12 @@ def definition(tree, x, np=jnp):
     out = np.stack(rows)
     out = out / np.sqrt((out * out).mean(-1, keepdims=True) + 1e-6) * tree["norm"]["scale"]
     return (out * z / (1 + np.exp(-z))).reshape(T, -1) @ tree["out_proj"]["kernel"]
+
+
+def of_zeros(make):
+    """What `make()` returns, with zeros for arrays: initial values take long to compile."""
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.tree.map(zeros, imported("equinox")[0].filter_eval_shape(make))
 
 
 class GatedDeltaNet:

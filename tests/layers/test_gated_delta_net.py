@@ -16,7 +16,6 @@ from layers.frameworks import (
     imported,
     jitted,
     lenient,
-    of_zeros,
     values_and_gradients,
 )
 from layers.gated_delta_net_cases import (
@@ -32,6 +31,7 @@ from layers.gated_delta_net_cases import (
     build,
     definition,
     numbers,
+    of_zeros,
     torch_state,
     tree_of,
 )

@@ -13,7 +13,6 @@ from layers.frameworks import (
     from_equinox,
     imported,
     lenient,
-    of_zeros,
 )
 
 from jax_attn_bwd.layers.deformable import from_torch
@@ -60,7 +59,9 @@ def load(framework, make, inputs, state, prefix=PREFIX, dtype="float64"):
             names = {new: name for name, new in RENAMED.items()}
             tree[path.rpartition("/")[2]] = {names[p]: x for p, x in flat[path].items()}
         return tree
-    layer = of_zeros(lambda: make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0)))
+    layer = gated_delta_net_cases.of_zeros(
+        lambda: make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0))
+    )
     loaded = layers.load_torch(layer, state, prefix)
     assert type(loaded) is type(layer)
     assert loaded.config == layer.config
