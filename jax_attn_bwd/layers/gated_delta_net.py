@@ -65,7 +65,7 @@ References:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, overload
 
 import jax
 import jax.numpy as jnp
@@ -234,11 +234,29 @@ def fuse_projections(state: Mapping[str, Any], num_key_heads: int, prefix: str =
     return found
 
 
-def configure(*sizes: Any, keywords: Mapping[str, Any], **own: Any) -> Config:
+def configure(
+    num_key_heads: Any,
+    num_value_heads: Any,
+    key_head_dim: Any,
+    value_head_dim: Any,
+    keywords: Mapping[str, Any],
+    **own: Any,
+) -> Config:
     """Returns the configuration of a layer from the sizes of its heads, its keywords and `own`, checked."""
-    return Config(*sizes, **secondary_calls.complete(f"{_NAME}.__init__", Config, Keywords, keywords), **own)
+    given = secondary_calls.complete(f"{_NAME}.__init__", Config, Keywords, keywords) | own
+    return Config(num_key_heads, num_value_heads, key_head_dim, value_head_dim, **given)
 
 
+# fmt: off
+@overload
+def apply(
+    config: Config, parts: Parts, x: jax.Array, cache: None, seq_lengths: Integers | None,
+    segment_ids: Integers | None) -> tuple[jax.Array, None]: ...
+@overload
+def apply(
+    config: Config, parts: Parts, x: jax.Array, cache: GatedDeltaNetCache, seq_lengths: Integers | None,
+    segment_ids: Integers | None) -> tuple[jax.Array, GatedDeltaNetCache]: ...
+# fmt: on
 def apply(
     config: Config,
     parts: Parts,

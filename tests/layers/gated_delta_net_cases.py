@@ -59,13 +59,23 @@ def definition(tree, x, np=jnp):
     v, z = v.reshape(T, N, HV), z.reshape(T, N, HV)
     decay = np.exp(-np.exp(tree["A_log"]) * np.log1p(np.exp(a + tree["dt_bias"])))
     beta = 1 / (1 + np.exp(-b))
-    S, rows = np.zeros((N, H, HV), x.dtype), []
-    for t in range(T):
-        S = S * decay[t][:, None, None]
-        u = beta[t][:, None] * (v[t] - np.einsum("nhv,nh->nv", S, k[t]))
-        S = S + k[t][:, :, None] * u[:, None]
-        rows.append(np.einsum("nhv,nh->nv", S, q[t]) / H**0.5)
-    out = np.stack(rows)
+
+    def token(S, given):
+        q, k, v, decay, beta = given
+        S = S * decay[:, None, None]
+        u = beta[:, None] * (v - np.einsum("nhv,nh->nv", S, k))
+        S = S + k[:, :, None] * u[:, None]
+        return S, np.einsum("nhv,nh->nv", S, q) / H**0.5
+
+    S, given = np.zeros((N, H, HV), x.dtype), (q, k, v, decay, beta)
+    if np is jnp:
+        _, out = jax.lax.scan(token, S, given)
+    else:
+        rows = []
+        for t in range(T):
+            S, row = token(S, [x[t] for x in given])
+            rows.append(row)
+        out = np.stack(rows)
     out = out / np.sqrt((out * out).mean(-1, keepdims=True) + 1e-6) * tree["norm"]["scale"]
     return (out * z / (1 + np.exp(-z))).reshape(T, -1) @ tree["out_proj"]["kernel"]
 

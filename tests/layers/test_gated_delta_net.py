@@ -217,7 +217,7 @@ def test_without_x64(framework):
     assert_all_close(got, expected(), 1e-4)
 
 
-@pytest.mark.parametrize("framework", frameworks("equinox"))
+@pytest.mark.parametrize("framework", frameworks())
 def test_initial_parameters(framework):
     options = {"dtype": jnp.float32} if framework == "equinox" else {}
     params = jitted(build(framework, **options).init)(jax.random.key(1))

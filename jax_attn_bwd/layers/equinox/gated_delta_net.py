@@ -57,9 +57,7 @@ class GatedDeltaNet(eqx.Module):
           key: a PRNG key for the parameters.
         """
         sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        self.config = config = core.configure(
-            *sizes, keywords=options, in_features=in_features, unbatched=True
-        )
+        self.config = config = core.configure(*sizes, options, in_features=in_features, unbatched=True)
         keys, dtype = iter(jax.random.split(key, 6)), jnp.result_type(float) if dtype is None else dtype
         project = lambda width, out: linear(width, out, bias=None, dtype=dtype, key=next(keys))
         self.in_proj_qkvz, self.in_proj_ba = (project(in_features, n) for n in config.projections.values())
@@ -115,5 +113,6 @@ class GatedDeltaNet(eqx.Module):
         return core.apply(self.config, self._parts(), x, cache, seq_lengths, segment_ids)
 
     def _parts(self) -> core.Parts:
-        linears = (jax.vmap(x) for x in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj))
-        return core.Parts(*linears, self.conv1d.weight.T, self.norm.weight, self.dt_bias, self.A_log)
+        linears: Any = (jax.vmap(x) for x in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj))
+        arrays: Any = (self.norm.weight, self.dt_bias, self.A_log)
+        return core.Parts(*linears, self.conv1d.weight.T, *arrays)

@@ -31,7 +31,7 @@ def load_torch(layer: Layer, state: Mapping[str, Any], prefix: str = "") -> Laye
       1.0
     """
     tree = {name: x for name, x in vars(layer).items() if eqx.is_array(x)}
-    modules = {name: x for name, x in vars(layer).items() if isinstance(x, _WITH_WEIGHT)}
+    modules: dict[str, Any] = {name: x for name, x in vars(layer).items() if isinstance(x, _WITH_WEIGHT)}
     for name, module in modules.items():
         bias = {} if module.bias is None else {"bias": module.bias}
         tree[name] = {name_of_weight(module.weight): module.weight.T, **bias}

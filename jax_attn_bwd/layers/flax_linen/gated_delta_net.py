@@ -62,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         # The parameters, made where there are none yet.
         sizes = self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
         options = {name: getattr(self, name) for name in core.Keywords.__annotations__}
-        config = core.configure(*sizes, keywords=options)
+        config = core.configure(*sizes, options)
         x = core.tokens(config, x)
         dense = partial(nn.Dense, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
         dense = partial(dense, precision=self.precision, kernel_init=self.kernel_init)

@@ -55,12 +55,11 @@ class GatedDeltaNet(nnx.Module):
         **options: Unpack[core.Keywords],
     ):
         sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        self.config = config = core.configure(*sizes, keywords=options, in_features=in_features)
+        self.config = config = core.configure(*sizes, options, in_features=in_features)
         self.decode, shared = decode, dict(param_dtype=param_dtype, rngs=rngs)
         linear: Any = partial(nnx.Linear, use_bias=False, dtype=dtype, kernel_init=kernel_init, **shared)
         linear = partial(linear, precision=config.precision)
-        for name, width in config.projections.items():
-            setattr(self, name, linear(in_features, width))
+        self.in_proj_qkvz, self.in_proj_ba = (linear(in_features, n) for n in config.projections.values())
         C = config.channels
         conv: Any = partial(nnx.Conv, C, C, config.conv_kernel_dim, feature_group_count=C, use_bias=False)
         self.conv1d = conv(kernel_init=core.conv_init, **shared)
@@ -87,7 +86,7 @@ class GatedDeltaNet(nnx.Module):
           seq_lengths, segment_ids: see `jax_attn_bwd.layers.gated_delta_net`.
           decode: go on from the cache of `init_cache`; None takes the attribute.
         """
-        arrays = (self.conv1d.kernel, self.norm.scale, self.dt_bias, self.A_log)
+        arrays: Any = (self.conv1d.kernel, self.norm.scale, self.dt_bias, self.A_log)
         linears = (self.in_proj_qkvz, self.in_proj_ba, self.out_proj)
         parts = core.Parts(*linears, *(param[...] for param in arrays))
         if not (self.decode if decode is None else decode):

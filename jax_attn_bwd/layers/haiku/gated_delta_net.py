@@ -49,7 +49,7 @@ class GatedDeltaNet(hk.Module):
     ):
         super().__init__(name=name)
         sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        self.config, self.decode = core.configure(*sizes, keywords=options), decode
+        self.config, self.decode = core.configure(*sizes, options), decode
         self._w_init = w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
 
     def __call__(
