@@ -113,6 +113,7 @@ class GatedDeltaNet(eqx.Module):
         return core.apply(self.config, self._parts(), x, cache, seq_lengths, segment_ids)
 
     def _parts(self) -> core.Parts:
-        linears: Any = (jax.vmap(x) for x in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj))
-        arrays: Any = (self.norm.weight, self.dt_bias, self.A_log)
-        return core.Parts(*linears, self.conv1d.weight.T, *arrays)
+        linears = [jax.vmap(x) for x in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj)]
+        arrays = (self.conv1d.weight.T, self.norm.weight, self.dt_bias, self.A_log)
+        parts: Any = (*linears, *arrays)
+        return core.Parts(*parts)
