@@ -133,7 +133,7 @@ def test_rows_of_different_length_are_filled_together_and_decoded_on(framework):
     """What stands beyond a row's length is read by none, NaN included; a row may have nothing new."""
     _, x = drawn()
     whole = alone(*x)
-    lengths = np.array([[4, 1, 0], [1, 0, 1]])  # of each call, of each row
+    lengths = np.array([[3, 1, 0], [1, 0, 1]])  # of each call, of each row
     begins = np.cumsum(np.concatenate([np.zeros((1, 3), int), lengths]), 0)
     pieces = []
     for begin, length, size in zip(begins, lengths, (4, 1), strict=False):
