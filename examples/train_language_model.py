@@ -66,24 +66,17 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-class Block(nnx.Module):
-    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+class Attention(nnx.Module):
+    """Projections and causal attention of `[B, T, WIDTH]`."""
 
     def __init__(self, attention: Callable[..., jax.Array], layer: bool, *, rngs: nnx.Rngs):
         self.attention, self.layer = attention, layer
         heads = (HEADS, WIDTH // HEADS)
         linear = partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
-        self.attention_norm, self.mlp_norm = (nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2))
         self.query, self.key, self.value = (linear(WIDTH, heads) for _ in range(3))
         self.out = linear(heads, WIDTH, axis=(-2, -1))
-        self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attend(self.attention_norm(x))
-        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
-
-    def attend(self, h: jax.Array) -> jax.Array:
-        """Projections and attention of `[B, T, WIDTH]`."""
+    def __call__(self, h: jax.Array) -> jax.Array:
         if self.layer and self.attention is dot_product_attention:
             params = MultiHeadAttentionParams(
                 query_kernel=self.query.kernel[...],
@@ -98,6 +91,23 @@ class Block(nnx.Module):
         return self.out(self.attention(query, key, value, is_causal=True))
 
 
+Mixer = Callable[..., Any]  # makes, of `rngs=`, a layer that mixes tokens: [B, T, WIDTH] to the same
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer: x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, mixer: Mixer, *, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.mixer_norm, self.mlp_norm = (nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2))
+        self.mixer = mixer(rngs=rngs)
+        self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.mixer(self.mixer_norm(x))
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
 def sharded(args: argparse.Namespace, *names: str | None) -> NamedSharding | None:
     """How an array lies on the mesh whose axes are named by `names`; None without a mesh."""
     return None if args.mesh is None else NamedSharding(args.mesh, P(*names))
@@ -106,12 +116,12 @@ def sharded(args: argparse.Namespace, *names: str | None) -> NamedSharding | Non
 class Transformer(nnx.Module):
     """Bytes `[B, T]` to the logits of the byte that follows each, `[B, T, VOCABULARY]`."""
 
-    def __init__(self, attention: Callable[..., jax.Array], args: argparse.Namespace):
+    def __init__(self, mixers: Sequence[Mixer], args: argparse.Namespace):
         rngs = nnx.Rngs(args.seed)
         self.tokens = sharded(args, "data", "sequence")
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.positions = nnx.Embed(args.context, WIDTH, rngs=rngs) if args.layer else None
-        self.blocks = nnx.List([Block(attention, args.layer, rngs=rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.List([Block(mixer, rngs=rngs) for mixer in mixers])
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.logits = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
 
@@ -146,7 +156,11 @@ def create(attention: str, args: argparse.Namespace) -> tuple[Transformer, nnx.O
     attend = ATTENTION[attention]
     if args.mesh is not None and attention == "jax_attn_bwd":
         attend = parallel.attention_fn(args.mesh, batch="data", sequence="sequence", kind=args.kind)
-    model = Transformer(attend, args)
+    return with_optimizer(Transformer([partial(Attention, attend, args.layer)] * LAYERS, args), args)
+
+
+def with_optimizer(model: Transformer, args: argparse.Namespace) -> tuple[Transformer, nnx.Optimizer]:
+    """The model and what trains it, on the mesh if there is one."""
     warmup = min(20, args.steps)
     rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, warmup, args.steps + 1)
     adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1)
@@ -227,11 +241,18 @@ class Checkpoints:
         return history["losses"], dict(history["validation"])
 
 
+History = tuple[list[float], dict[int, float]]  # the loss of each step, and {step: held-out loss}
+
+
 def train(
-    args: argparse.Namespace, text: np.ndarray, held_out: np.ndarray, console: Console
-) -> tuple[Transformer, list[float], dict[int, float]]:
-    """Returns the trained model, the loss of each step, and {step: validation loss}."""
-    model, optimizer = create(args.attention, args)
+    model: Transformer,
+    optimizer: nnx.Optimizer,
+    args: argparse.Namespace,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    console: Console,
+) -> History:
+    """Trains the model in place."""
     windows = sliding_window_view(text, args.context + 1)
     validation = sliding_window_view(held_out, args.context + 1)[:: args.context]
     validation = np.array(validation[: len(validation) // parts(args, "data") * parts(args, "data")])
@@ -262,7 +283,7 @@ def train(
                 checkpoints.save(step, model, optimizer, losses, validation_losses)
     if checkpoints is not None:
         checkpoints.manager.wait_until_finished()
-    return model, losses, validation_losses
+    return losses, validation_losses
 
 
 @nnx.jit
@@ -282,12 +303,15 @@ def printable(text: np.ndarray) -> str:
     return "".join(chr(b) if 32 <= b < 127 or b == 10 else "?" for b in text)
 
 
-def plot(path: Path, title: str, losses: list, validation: dict, entropy: float) -> None:
-    """Writes the loss curve as PNG."""
+def plot(path: Path, title: str, runs: dict[str, History], entropy: float) -> None:
+    """Writes the loss curves of named runs as PNG."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, lw=0.8, label="training, one batch")
-    axes.plot(list(validation), list(validation.values()), "o-", label="held-out text")
+    for number, (name, (losses, validation)) in enumerate(runs.items()):
+        line = {"color": f"C{number}", "lw": 0.8, "alpha": 0.5}
+        axes.plot(range(1, len(losses) + 1), losses, **line, label=f"{name}, each batch")
+        held_out = list(validation), list(validation.values())
+        axes.plot(*held_out, "o-", color=f"C{number}", label=f"{name}, held-out text")
     axes.axhline(entropy, color="black", ls="--", lw=1, label="unigram entropy of held-out text")
     axes.set(xlabel="training step", ylabel="loss (bits per byte)", title=title, ylim=(0, None))
     axes.grid(alpha=0.3)
@@ -295,47 +319,70 @@ def plot(path: Path, title: str, losses: list, validation: dict, entropy: float)
     figure.savefig(path, dpi=150)
 
 
-def compare(args: argparse.Namespace, text: np.ndarray, repeats: int = 8) -> Table:
-    """Step time and peak temporary memory of one training step with each attention."""
+def compare(
+    states: dict[str, tuple[Transformer, nnx.Optimizer]],
+    args: argparse.Namespace,
+    text: np.ndarray,
+    repeats: int = 8,
+) -> Table:
+    """Step time and peak temporary memory of one training step of two models with their optimizers."""
+    ours, peer = states
     batch = batch_of(args)
     windows = text[: batch * (args.context + 1)].reshape(batch, -1)
-    states = {name: create(name, args) for name in ATTENTION}
-    steps = {name: train_step.lower(*states[name], windows).compile() for name in ATTENTION}
-    seconds: dict[str, list[float]] = {name: [] for name in ATTENTION}
+    steps = {name: train_step.lower(*state, windows).compile() for name, state in states.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in states}
     loss = {}
     for _ in range(repeats):
-        for name in ATTENTION:  # in turns: other work on the machine then slows both alike
+        for name in states:  # in turns: other work on the machine then slows both alike
             start = time.perf_counter()
             loss[name] = float(steps[name](*states[name], windows))
             seconds[name].append(time.perf_counter() - start)
 
     table = Table(title=f"One training step (median), context {args.context}, batch {batch}")
-    table.add_column("attention")
+    table.add_column("model")
     for header in ("time (ms)", "temporary memory (MiB)", f"loss at step {repeats}"):
         table.add_column(header, justify="right")
     ms = {name: 1e3 * statistics.median(s[1:]) for name, s in seconds.items()}
     memory = {name: step.memory_analysis() for name, step in steps.items()}
     mib = {name: m.temp_size_in_bytes / 2**20 if m else math.nan for name, m in memory.items()}
-    for name in ATTENTION:
+    for name in states:
         table.add_row(name, f"{ms[name]:.0f}", f"{mib[name]:.1f}", f"{loss[name]:.4f}")
-    table.add_row("jax.nn / jax_attn_bwd", *(f"{x['jax.nn'] / x['jax_attn_bwd']:.2f}" for x in (ms, mib)))
+    table.add_row(f"{peer} / {ours}", *(f"{x[peer] / x[ours]:.2f}" for x in (ms, mib)))
     return table
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Takes the options of a run."""
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    parser.add_argument("--steps", type=int, default=500, help="training steps")
+    parser.add_argument("--context", type=int, default=1024, help="length in bytes")
+    parser.add_argument("--out", type=Path, default="out", help="directory for the loss curve")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and sample")
+    parser.set_defaults(mesh=None, layer=False, checkpoints=None)
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """The options of a run, within their limits, and the output directory, created."""
+    limits = {"steps": (1, 10**6), "context": (1, 4096), "seed": (0, 2**31 - 1), "save_every": (1, 10**6)}
+    for name, (low, high) in limits.items():
+        if not low <= (value := getattr(args, name, low)) <= high:
+            parser.error(f"argument --{name.replace('_', '-')}: {value} is not from {low} to {high}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: cannot create {args.out}: {error.strerror}")
+    return args
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked, and the output directory, created."""
-    parser = argparse.ArgumentParser(
-        description="Trains a small byte-level transformer on the documentation of Python.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=500, help="training steps")
-    parser.add_argument("--context", type=int, default=1024, help="length in bytes")
+    parser = parser_of("Trains a small byte-level transformer on the documentation of Python.")
     parser.add_argument(
         "--attention", choices=ATTENTION, default="jax_attn_bwd", help="attention to train with"
     )
     parser.add_argument("--layer", action="store_true", help="run projections and attention under one rule")
-    parser.add_argument("--out", type=Path, default="out", help="directory for loss.png")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and sample")
     parser.add_argument("--mesh", metavar="data=D,sequence=S", help="devices along batch and sequence")
     kinds = ("ring", "all_gather", "ulysses")
     parser.add_argument("--kind", choices=kinds, default="ring", help="exchange along the sequence")
@@ -343,13 +390,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="where the state is written")
     parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
-    args = parser.parse_args(argv)
-    limits = {"steps": (1, 10**6), "context": (1, 4096), "seed": (0, 2**31 - 1), "save_every": (1, 10**6)}
-    for name, (low, high) in limits.items():
-        if not low <= getattr(args, name) <= high:
-            parser.error(
-                f"argument --{name.replace('_', '-')}: {getattr(args, name)} is not from {low} to {high}"
-            )
+    args = checked(parser, parser.parse_args(argv))
     if args.layer and args.attention != "jax_attn_bwd":
         parser.error(f"argument --layer: it is a rule of jax_attn_bwd, not of {args.attention}")
     if args.resume and args.checkpoints is None:
@@ -358,10 +399,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         jax.distributed.initialize()
     if args.mesh is not None:
         args.mesh = mesh_of(parser, args)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: cannot create {args.out}: {error.strerror}")
     return args
 
 
@@ -388,7 +425,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(highlight=False, quiet=jax.process_index() > 0)
     text, held_out = load_text()
     entropy = unigram_entropy(held_out)
-    model, losses, validation = train(args, text, held_out, console)
+    model, optimizer = create(args.attention, args)
+    losses, validation = train(model, optimizer, args, text, held_out, console)
     loss = f"held-out text: loss {validation[args.steps]:.2f}, unigram entropy {entropy:.2f}"
     console.print(f"{loss} bits per byte")
 
@@ -405,9 +443,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     layer = ", whole layer" if args.layer else ""
     title = f"Byte-level transformer, context {args.context}, {args.attention}{layer}"
     if jax.process_index() == 0:
-        plot(args.out / "loss.png", title, losses, validation, entropy)
+        plot(args.out / "loss.png", title, {args.attention: (losses, validation)}, entropy)
     console.print(f"loss curve: {args.out / 'loss.png'}")
-    console.print(compare(args, text))
+    console.print(compare({name: create(name, args) for name in ATTENTION}, args, text))
 
 
 if __name__ == "__main__":

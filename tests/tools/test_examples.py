@@ -25,6 +25,12 @@ BLOCKS = {
 PAGES_WITH_CODE = [name for name, blocks in BLOCKS.items() if blocks]
 
 
+@pytest.fixture(autouse=True)
+def _examples_on_path(monkeypatch):
+    """Examples import one another, as Python lets a script import its neighbours."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+
 def environment() -> dict[str, str]:
     """One CPU device, and this package first, as for a reader who works in the repository."""
     settings = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
@@ -64,6 +70,22 @@ def test_language_model_trains_and_plots(layer, tmp_path):
         assert re.search(words, printed), f"{words} not in\n{printed}"
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert "nan" not in printed.lower().split("continued by the model")[0]
+
+
+@pytest.mark.thorough
+def test_hybrid_model_trains_beside_softmax(tmp_path):
+    for module in ("flax", "matplotlib", "optax", "rich"):
+        pytest.importorskip(module)
+    script = ROOT / "examples" / "train_hybrid_model.py"
+    printed = run(tmp_path, script, "--steps", "2", "--context", "32", "--out", tmp_path)
+    for words in (
+        r"held-out text: hybrid \d+\.\d+, softmax \d+\.\d+, unigram entropy \d+\.\d+ bits per byte",
+        r"loss curves: \S*",
+        r"softmax / hybrid",
+    ):
+        assert re.search(words, printed), f"{words} not in\n{printed}"
+    assert (tmp_path / "hybrid.png").stat().st_size > 10_000
+    assert "nan" not in printed.lower()
 
 
 @pytest.mark.parametrize(

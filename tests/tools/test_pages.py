@@ -24,6 +24,14 @@ def test_every_public_name_has_a_page_and_a_docstring():
         assert ":::" not in reference.expanded(text, DOCS / "pages")  # raises for what has no docstring
 
 
+def test_what_readme_says_is_on_the_pages_with_its_links():
+    reference = importlib.import_module("reference")
+    shown = reference.expanded("::: readme Speed\n::: readme On an NVIDIA GPU today", DOCS / "pages")
+    assert "`jax_attn_bwd/bench/results` in the repository" in shown
+    assert "[how batch and heads lie](sharding.md)" in shown
+    assert "## " not in shown.replace("### ", "")
+
+
 def test_a_method_call_is_shown_and_bases_are_not():
     pytest.importorskip("flax")
     shown = importlib.import_module("reference").whole("layers.flax_nnx.GATConv")
