@@ -14,6 +14,7 @@ from pathlib import Path
 
 import check
 import reference
+from docstrings import prose
 
 HERE = Path(__file__).resolve().parent
 SILENT = {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement
@@ -35,12 +36,14 @@ def main() -> None:
     where = {name: (path, at) for path, text in pages.items() for name, at in reference.names(text).items()}
     if missing := every_name() - where.keys():
         raise SystemExit(f"public names without a page: {', '.join(sorted(missing))}")
+    told = {name: (path, at) for path, text in pages.items() for name, at in reference.modules(text).items()}
     for path, text in pages.items():
-        path.write_text(linked(reference.expanded(text, HERE / "pages"), path, where))
+        path.write_text(linked(reference.expanded(text, HERE / "pages"), path, where | told))
     (markdown / "names.md").write_text(index(where, markdown))
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", HERE / "mkdocs.yml"]
     subprocess.run([*command, "-d", OUT / "html"], check=True, env=os.environ | SILENT)
     check.pages(OUT / "html")
+    print(f"open {OUT / 'html' / 'index.html'}")
 
 
 def every_name() -> set[str]:
@@ -74,7 +77,7 @@ def notebook(path: Path, folder: Path) -> None:
 
 
 def linked(text: str, page: Path, where: dict[str, tuple[Path, str]]) -> str:
-    """The page with names in backticks made links to where they are documented."""
+    """The page with links from names in backticks to where they are documented, and from numbers of arXiv."""
     short: dict[str, str] = {}
     for name in where:
         short[name] = name
@@ -92,15 +95,24 @@ def linked(text: str, page: Path, where: dict[str, tuple[Path, str]]) -> str:
     for line in text.splitlines():
         is_code ^= line.lstrip().startswith("```")
         kept = is_code or line.startswith(("#", "```"))
-        lines.append(line if kept else re.sub(r"(?<![\[`])`([\w.]+)`(?![\]`])", link, line))
+        if not kept:
+            line = re.sub(r"(?<![\[`])`([\w.]+)`(?![\]`])", link, line)
+            line = re.sub(r"(?<!\[)\barXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", line)
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def index(where: dict[str, tuple[Path, str]], root: Path) -> str:
-    """Every public name, in alphabetical order."""
-    rows = sorted((name.split(".")[-1].lower(), name) for name in where)
-    links = [f"* [`{name}`]({where[name][0].relative_to(root)}#{where[name][1]})" for _, name in rows]
-    return "# All names\n\n" + "\n".join(links) + "\n"
+    """Every public name with the first line of its docstring, by the page that it stands on."""
+    lines, last = ["# All names"], None
+    for name, (path, at) in where.items():
+        if path != last:
+            title = path.read_text().splitlines()[0].removeprefix("# ")
+            lines += ["", f"## {title}", ""]
+        last = path
+        first = (reference.find(name).__doc__ or "").strip().splitlines()[0]
+        lines.append(f"* [`{name}`]({path.relative_to(root)}#{at}): {prose(first)}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

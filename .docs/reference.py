@@ -3,7 +3,7 @@
 Directives, one a line: `call` (signature, what it does, positional arguments, results, example), `gradients`,
 `options` (keyword arguments), `sharding`, `errors`, `references` and `whole` (all of these) of one name,
 `module` (all names of a module), `about` (a module's own text), `kernels` (an operator's row on the page of
-what runs where).
+what runs where), `readme` (what stands under a heading of README.md).
 """
 
 import importlib
@@ -185,19 +185,34 @@ def kernels(name: str, pages: Path) -> str:
     )
 
 
-DIRECTIVE = re.compile(r"^::: (\w+) ([\w.]+)$", re.MULTILINE)
+def readme(heading: str, pages: Path) -> str:
+    """What stands under a heading of README.md; links to pages lead there, and those to files name them."""
+    text = (pages.parents[1] / "README.md").read_text()
+    body = re.split("^## ", text.split(f"\n## {heading}\n")[1], flags=re.MULTILINE)[0].strip()
+
+    def link(match: re.Match) -> str:
+        shown, target = match[1], match[2].removeprefix(".docs/pages/")
+        if target != match[2] or re.match("#|https:", target):
+            return f"[{shown}]({target})"
+        return f"{shown} (`{target}` in the repository)"
+
+    return re.sub(r"\[([^\]]+)\]\(([^)]+)\)", link, body)
+
+
+DIRECTIVE = re.compile(r"^::: (\w+) (.+)$", re.MULTILINE)
 ONE = dict(
     call=call, gradients=gradients, options=options, sharding=sharding, errors=errors, references=references,
     whole=whole, module=module, about=about,
 )  # fmt: skip
+FROM_PAGES = dict(kernels=kernels, readme=readme)
 
 
 def expanded(text: str, pages: Path) -> str:
     """A page with its directives carried out."""
 
     def replaced(match: re.Match) -> str:
-        if match[1] == "kernels":
-            return kernels(match[2], pages)
+        if match[1] in FROM_PAGES:
+            return FROM_PAGES[match[1]](match[2], pages)
         return ONE[match[1]](match[2])
 
     return DIRECTIVE.sub(replaced, text)
@@ -212,3 +227,8 @@ def names(text: str) -> dict[str, str]:
         elif kind == "module":
             found |= {x: anchor(x) for x in public(name)}
     return found
+
+
+def modules(text: str) -> dict[str, str]:
+    """{module: its anchor} of what a page tells about, which stands in the heading above."""
+    return {name: anchor(name) for kind, name in DIRECTIVE.findall(text) if kind == "about"}
