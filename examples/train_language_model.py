@@ -308,10 +308,10 @@ def plot(path: Path, title: str, runs: dict[str, History], entropy: float) -> No
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for number, (name, (losses, validation)) in enumerate(runs.items()):
-        line = {"color": f"C{number}", "lw": 0.8, "alpha": 0.5}
-        axes.plot(range(1, len(losses) + 1), losses, **line, label=f"{name}, each batch")
+        steps, color = range(1, len(losses) + 1), f"C{number}"
+        axes.plot(steps, losses, color=color, lw=0.8, alpha=0.5, label=f"{name}, each batch")
         held_out = list(validation), list(validation.values())
-        axes.plot(*held_out, "o-", color=f"C{number}", label=f"{name}, held-out text")
+        axes.plot(*held_out, "o-", color=color, label=f"{name}, held-out text")
     axes.axhline(entropy, color="black", ls="--", lw=1, label="unigram entropy of held-out text")
     axes.set(xlabel="training step", ylabel="loss (bits per byte)", title=title, ylim=(0, None))
     axes.grid(alpha=0.3)
