@@ -3,7 +3,7 @@
     python examples/train_hybrid_model.py --steps 300 --context 1024 --out out
 
 Both have four blocks, and the data, the optimizer and the batches of `train_language_model.py`. The hybrid is
-built as Qwen3-Next and Kimi Linear are: three of its blocks mix tokens by the gated delta rule, whose memory
+built as Qwen3-Next and Kimi Linear are: three of its blocks mix tokens by `GatedDeltaNet`, whose memory
 does not grow with the context, and the last one by softmax attention.
 
 Ends with the losses side by side, the loss curves (`hybrid.png` in `--out`), and the step time and peak
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 from train_language_model import (
@@ -33,37 +32,12 @@ from train_language_model import (
     with_optimizer,
 )
 
-from jax_attn_bwd import dot_product_attention, gated_delta_rule
+from jax_attn_bwd import dot_product_attention
+from jax_attn_bwd.layers.flax_nnx import GatedDeltaNet
 
-TAPS = 4  # of the convolution
-
-
-class GatedDeltaNet(nnx.Module):
-    """A short convolution, the gated delta rule, and a gate behind it, of `[B, T, WIDTH]`."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.query_key_value, self.gate = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
-        self.taps = nnx.Param(jax.random.normal(rngs.params(), (TAPS, 3 * WIDTH)) / TAPS)
-        self.step, self.decay = (nnx.Linear(WIDTH, HEADS, rngs=rngs) for _ in range(2))
-        self.rate = nnx.Param(jnp.log(jnp.linspace(1.0, 16.0, HEADS)))  # of forgetting, a head each
-        self.norm, self.out = nnx.RMSNorm(WIDTH // HEADS, rngs=rngs), linear(WIDTH, WIDTH)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        mixed = self.query_key_value(x)
-        past = jnp.pad(mixed, ((0, 0), (TAPS - 1, 0), (0, 0)))  # a token sees itself and three before it
-        mixed = nnx.silu(sum(past[:, i : i + x.shape[1]] * tap for i, tap in enumerate(self.taps[...])))
-        query, key, value = jnp.split(mixed.reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
-        log_decay = -jnp.exp(self.rate[...]) * nnx.softplus(self.decay(x) - 4)
-        y = gated_delta_rule(query, key, value, log_decay, nnx.sigmoid(self.step(x)), l2_norm_epsilon=1e-6)
-        return self.out(self.norm(y).reshape(x.shape) * nnx.silu(self.gate(x)))
-
-
+LINEAR: Mixer = partial(GatedDeltaNet, WIDTH, HEADS, HEADS, WIDTH // HEADS, WIDTH // HEADS)
 SOFTMAX: Mixer = partial(Attention, dot_product_attention, False)
-MODELS: dict[str, list[Mixer]] = {
-    "hybrid": [GatedDeltaNet, GatedDeltaNet, GatedDeltaNet, SOFTMAX],
-    "softmax": [SOFTMAX] * 4,
-}
+MODELS: dict[str, list[Mixer]] = {"hybrid": [LINEAR, LINEAR, LINEAR, SOFTMAX], "softmax": [SOFTMAX] * 4}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
