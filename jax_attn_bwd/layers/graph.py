@@ -72,7 +72,7 @@ References:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,8 @@ class Config:
         if isinstance(self.fill_value, str):
             checks.choice(self.kind, "fill_value", self.fill_value, FILLS)
         elif checks.is_array(self.fill_value):
-            expected, got = f"be a number or one of {FILLS}", f"an array of shape {self.fill_value.shape}"
+            expected = f"be a number or one of {FILLS}"
+            got = f"an array of shape {jnp.shape(self.fill_value)}"
             remedy = (
                 "add the loops before: graph, edge_attr = graph.with_self_loops(edge_attr, "
                 "fill_value=fill_value), with add_self_loops=False"
@@ -215,7 +216,7 @@ class ChecksNames:
 
     kind: ClassVar[str]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the layer, or raises."""
         for name in _NOT_TAKEN.keys() & kwargs.keys():
             raise TypeError(

@@ -28,7 +28,8 @@ from jax_attn_bwd.ops.deformable.spec import (
 )
 
 _NAME = "multi_scale_deformable_attention"
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _without_starts(call: Callable[P, R]) -> Callable[P, R]:
