@@ -6,26 +6,43 @@ A device's tokens take the state before them, S, to the one behind, and read it,
 
 D and o are what the operator gives from the state 0. Without a delta rule F is diagonal, the product of the
 decays, and r the query times those up to it. Under a delta rule F `[H, H]` and r `[T, N, H]` are what the
-operator gives from the state I for values of 0: one call with H more columns of the value has all four. The
-devices exchange (D, F) once; each then computes the states before all of them, in order, and reads its own.
-The backward is that of the call and of (1), so the cotangents of (D, F) are exchanged once, too.
+operator gives from the state I for values of 0: one forward with H more columns of the value has all four.
+The devices exchange (D, F) once; each then computes the states before all of them, in order, and reads its
+own. So it has the states before its groups of chunks, and from there on its backward is that of one device,
+without more columns. The cotangent of the state behind it comes from those after it, by one exchange of
+(G, F):
+
+    dS = F^T dS' + G,   G = sum_t r_t dout_t^T                                          (2)
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd._core import checks, secondary_calls
+from jax_attn_bwd._core import backend, checks, pallas, secondary_calls
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd._core.sharding import vary_over, varying
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import match_type, tie, vary_over, varying
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops import linear_attention
 from jax_attn_bwd.ops.linear_attention import arguments, layout
-from jax_attn_bwd.ops.linear_attention.chunk import unit
-from jax_attn_bwd.ops.linear_attention.spec import LinearAttentionKeywords
+from jax_attn_bwd.ops.linear_attention.api import IMPLEMENTATIONS
+from jax_attn_bwd.ops.linear_attention.chunk import dot_of, transposed, unit
+from jax_attn_bwd.ops.linear_attention.forward import split_heads
+from jax_attn_bwd.ops.linear_attention.plan import Plan, plan
+from jax_attn_bwd.ops.linear_attention.spec import (
+    DIFFERENTIABLE,
+    LinearAttentionKeywords,
+    Operands,
+    Residuals,
+)
+from jax_attn_bwd.ops.linear_attention.tangent import tangent
 from jax_attn_bwd.parallel.arguments import axis_size
 
 
@@ -67,8 +84,8 @@ def gated_delta_rule(
 
     Called inside `jax.shard_map(check_vma=True)` under `jax.jit`, by every device for its own tokens, those
     from i * T on of device i. Arguments, results, gradients and errors are those of
-    `jax_attn_bwd.gated_delta_rule`, of a device's own tokens, but for those named here. A device computes
-    with H more columns of the value, which `gated_linear_attention` does without.
+    `jax_attn_bwd.gated_delta_rule`, of a device's own tokens, but for those named here. The forward has H
+    more columns of the value, which `gated_linear_attention` does without, and saves them, `[T, N, H]`.
 
     Args:
       axis_name: the mesh axis that holds the sequence.
@@ -153,82 +170,204 @@ def _run(
     given = secondary_calls.complete(name, like, CutKeywords, options)
     n, device = axis_size(name, axis_name), lax.axis_index(axis_name)
     wants_final = checks.flag(name, "return_final_state", return_final_state)
-    query, key, value = (
-        checks.floating(name, n, x) for n, x in (("query", query), ("key", key), ("value", value))
-    )
-    if value.ndim < 3 or key.ndim < 3:
-        return like(query, key, value, **more, **given)  # which says what they must be
-    (*batch, T, N, Hv), H = value.shape, key.shape[-1]
-    lengths, ids, state = (given[x] for x in ("seq_lengths", "segment_ids", "initial_state"))
+    implementation, forward_mode = given.pop("implementation"), given.pop("forward_mode")
+    lengths, T = given["seq_lengths"], jnp.shape(value)[-3] if jnp.ndim(value) > 2 else 0
     if lengths is not None:
         lengths = checks.integers(name, "seq_lengths", lengths, 0, n * T)
         given["seq_lengths"] = jnp.clip(lengths - device.astype(lengths.dtype) * T, 0, T)
+    static, operands = arguments.prepare(name, query=query, key=key, value=value, **more, **given)
 
-    # D and o, F and r
-    wide = accumulator_dtype(value.dtype)
-    zeros = jnp.zeros((*batch, N, H, Hv), wide)
-    given |= {"initial_state": None, "return_final_state": True}
-    if "beta" in more:
-        one = jnp.broadcast_to(jnp.eye(H, dtype=wide), (*batch, N, H, H))
-        given["initial_state"] = jnp.concatenate([zeros, one], -1)
-        wider = jnp.concatenate([value, jnp.zeros((*batch, T, N, H), value.dtype)], -1)
-        out, block = like(query, key, wider, **more, **given)
-        out, reads = out[..., :Hv], out[..., Hv:].astype(wide)
-    else:
-        out, block = like(query, key, value, **more, **given)
-        kept, reads = _diagonal(name, query, key, value, **more, **given)
-        block = jnp.concatenate([block, jnp.broadcast_to(kept[..., None], (*batch, N, H, 1))], -1)
+    # a document that ends with the device before: what is from there is nothing to the first token
+    if operands.restarts is not None and T != 0:
+        ids = jnp.asarray(given["segment_ids"])
+        ids = vary_over(ids, frozenset((axis_name,)))
+        before = lax.ppermute(ids[..., -1], axis_name, [(i, i + 1) for i in range(n - 1)])
+        begins = jnp.broadcast_to((ids[..., 0] != before) & (device > 0), operands.restarts.shape[:-1])
+        restarts = jnp.concatenate([begins[..., None], operands.restarts[..., 1:]], -1)
+        operands = operands._replace(restarts=restarts)
 
-    # the states before and behind all devices
-    # gathered behind the others: under `jax.vmap` JAX 0.12 mistakes the batch axis of its cotangent else
-    blocks = jnp.moveaxis(lax.all_gather(block, axis_name, axis=block.ndim), -1, 0)  # [n, ..., N, H, Hv + H]
-    follows = _follows(name, lengths, ids, (*batch, T), axis_name)
-    state = arguments.state(name, "initial_state", state, key, value)
-    state = vary_over(zeros if state is None else state, varying((blocks, follows)))
-
-    def behind(state, of_device):
-        block, follows = of_device
-        state = state if follows is None else jnp.where(follows[..., None, None, None], state, 0)
-        kept = block[..., Hv:]
-        moved = jnp.matmul(kept, state, precision=given["precision"]) if "beta" in more else kept * state
-        return moved + block[..., :Hv], state
-
-    final, states = lax.scan(behind, state, (blocks, follows))
-
-    # (1), with this device's own
-    own = lax.dynamic_index_in_dim(states, device, keepdims=False)
-    read = jnp.einsum("...tnh,...nhv->...tnv", reads, own, precision=given["precision"])
-    out = (out.astype(wide) + read).astype(value.dtype)
-    if not wants_final:
-        return out
-    return out, lax.psum(jnp.where(device == n - 1, final, 0), axis_name)
+    # how it is computed
+    chosen = backend.select(name, IMPLEMENTATIONS, implementation, static, operands)
+    taken = _with_columns(operands) if static.is_delta else operands
+    cut = Cut(plan(chosen.name, static, taken), axis_name, n)
+    out, final = _OPERATION.runner(name, forward_mode)(cut, operands)
+    return (out, lax.psum(final, axis_name)) if wants_final else out
 
 
-def _diagonal(
-    operator: str, query: Any, key: Any, value: Any, *, return_final_state, forward_mode, implementation,
-    **given,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Returns the diagonal of F, `[..., N, H]` or with axes of 1, and r, `[..., T, N, H]`."""
-    options, operands = arguments.prepare(operator, query=query, key=key, value=value, **given)
-    wide, seen = accumulator_dtype(value.dtype), layout.seen_tokens(operands)
-    log_decay = layout.decay_of_tokens(operands).astype(wide)
+@dataclass(frozen=True)
+class Cut:
+    """Everything static of a call.
+
+    Attributes:
+      plan: that of this device's tokens, as the forward takes them.
+      axis_name: the mesh axis that holds the sequence.
+      devices: how many it has.
+    """
+
+    plan: Plan
+    axis_name: str
+    devices: int
+
+
+class Block(NamedTuple):
+    """What a device's tokens give from the state 0, and what they make of another, (1)."""
+
+    out: jax.Array  # o, [..., T, N, Hv]
+    moved: jax.Array  # D, [..., N, H, Hv]
+    reads: jax.Array  # r, [..., T, N, H]
+    kept: jax.Array  # F, [..., N, H, H], or its diagonal, [..., N, H, 1]
+
+
+class Saved(NamedTuple):
+    """What the forward leaves for the backward."""
+
+    residuals: Residuals
+    reads: jax.Array
+    kept: jax.Array
+
+
+def _with_columns(operands: Operands) -> Operands:
+    """Returns the operands with H more columns of the value, 0 each, that begin with the state I."""
+    value, (H, Hv) = operands.value, (operands.key.shape[-1], operands.value.shape[-1])
+    (*batch, _, N), wide = value.shape[:-1], accumulator_dtype(value.dtype)
+    first = jnp.broadcast_to(jnp.eye(H, Hv + H, Hv, dtype=wide), (*batch, N, H, Hv + H))
+    return operands._replace(value=_padded(value, H), initial_state=first)
+
+
+def _padded(x: jax.Array, more: Any) -> jax.Array:
+    """Returns `x` with more columns of zeros."""
+    return jnp.concatenate([x, jnp.zeros((*x.shape[:-1], more), x.dtype)], -1)
+
+
+def _of_columns(Hv: Any, out: jax.Array, state: jax.Array) -> Block:
+    """Parts what `_with_columns` gives."""
+    return Block(out[..., :Hv], state[..., :Hv], out[..., Hv:], state[..., Hv:])
+
+
+def _block(cut: Cut, operands: Operands) -> tuple[Block, tuple[jax.Array, jax.Array]]:
+    """Returns what a device's tokens do, and D and F before each group of chunks, `[g, ..., K, G, H, X]`."""
+    forward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).forward
+    *batch, T, N, Hv = operands.value.shape
+    if cut.plan.options.is_delta:
+        result = forward(cut.plan, _with_columns(operands))
+        before = result.states[..., :Hv], result.states[..., Hv:]
+        return _of_columns(Hv, result.out, result.final_state), before
+    result = forward(cut.plan, operands._replace(initial_state=None))
+
+    # the decays up to each token: none goes across the first of a document
+    wide, seen = accumulator_dtype(operands.value.dtype), layout.seen_tokens(operands)
+    log_decay, query = layout.decay_of_tokens(operands).astype(wide), operands.query
     if operands.restarts is not None:
         log_decay = jnp.where(operands.restarts[..., None, None], -jnp.inf, log_decay)
     if seen is not None:
         log_decay, query = (jnp.where(seen, x, 0) for x in (log_decay, query))
-    normed = options.scale * unit(options, query.astype(wide))[0]
-    reads = jnp.repeat(normed, operands.groups, -2) * jnp.exp(jnp.cumsum(log_decay, -3))
-    return jnp.exp(log_decay.sum(-3)), reads
+    log_decay = jnp.broadcast_to(log_decay, (*batch, T, N, log_decay.shape[-1]))
+    up_to = jnp.cumsum(log_decay, -3)
+
+    # r and F, and F before each group
+    normed = cut.plan.options.scale * unit(cut.plan.options, query.astype(wide))[0]
+    reads = jnp.repeat(normed, operands.groups, -2) * jnp.exp(up_to)
+    kept = jnp.exp(log_decay.sum(-3))[..., None]
+    kept = jnp.broadcast_to(kept, (*kept.shape[:-2], query.shape[-1], 1))
+    group = cut.plan.chunk * cut.plan.side_by_side
+    ends = jnp.concatenate([jnp.zeros_like(up_to[..., :1, :, :]), up_to[..., group - 1 :: group, :, :]], -3)
+    before = jnp.exp(jnp.moveaxis(ends, -3, 0)[: result.states.shape[0], ..., None])
+    block = Block(result.out, result.final_state, reads.astype(result.out.dtype), kept)
+    return block, (result.states, split_heads(before, operands.groups))
 
 
-def _follows(operator: str, lengths: Any, ids: Any, shape: tuple, axis_name: str) -> jax.Array | None:
-    """Tells of each device if its first token goes on with a document, `[n, ...]`; None: all do."""
-    if ids is None or shape[-1] == 0:
-        return None
-    ids = checks.integers(operator, "segment_ids", ids)
-    checks.broadcasts(operator, "segment_ids", ids, "[..., T]", shape)
-    ids = jnp.broadcast_to(ids, shape)
-    first, last = (lax.all_gather(ids[..., i], axis_name) for i in (0, -1))
-    number = lax.broadcasted_iota(jnp.int32, first.shape, 0)
-    follows = (first == jnp.roll(last, 1, 0)) | (number == 0)
-    return follows if lengths is None else follows | (number * shape[-1] >= lengths[None])
+def _applied(cut: Cut, kept: jax.Array, state: jax.Array) -> jax.Array:
+    """Computes F S of a matrix F, or of a diagonal."""
+    return kept * state if kept.shape[-1] == 1 else dot_of(cut.plan.options)(kept, state)
+
+
+def _across(
+    cut: Cut, kept: jax.Array, moved: jax.Array, state: jax.Array, reverse: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Returns S after all devices, and that which reaches this one, where each makes F S + D of it."""
+    block = jnp.concatenate([moved, kept], -1)
+    # gathered behind the others: under `jax.vmap` JAX 0.12 mistakes the batch axis of its cotangent else
+    blocks = jnp.moveaxis(lax.all_gather(block, cut.axis_name, axis=block.ndim), -1, 0)
+
+    def behind(state, block):
+        moved, kept = jnp.split(block, [state.shape[-1]], -1)
+        return _applied(cut, kept, state) + moved, state
+
+    last, states = lax.scan(behind, vary_over(state, varying(blocks)), blocks, reverse=reverse)
+    return last, lax.dynamic_index_in_dim(states, lax.axis_index(cut.axis_name), keepdims=False)
+
+
+def _whole(cut: Cut, block: Block, first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns out, on the last device the final state and 0 on the others, and the state before this one."""
+    last, state = _across(cut, block.kept, block.moved, first)
+    reads, precision = block.reads.astype(state.dtype), cut.plan.options.precision
+    read = jnp.einsum("...tnh,...nhv->...tnv", reads, state, precision=precision)
+    out = (block.out.astype(state.dtype) + read).astype(block.out.dtype)
+    is_last = lax.axis_index(cut.axis_name) == cut.devices - 1
+    return out, jnp.where(is_last, last, 0), state
+
+
+def _primal(cut, operands):
+    return _forward(cut, operands, frozenset())[0]
+
+
+def _forward(cut, operands, wanted):
+    block, (moved, kept) = _block(cut, operands)
+    first = operands.initial_state
+    first = jnp.zeros_like(block.moved) if first is None else vary_over(first, varying(block))
+    out, final, state = _whole(cut, block, first)
+    states = moved + _applied(cut, kept, split_heads(state, operands.groups)[None])
+    # what the backward reads, by the names that the operator gives it
+    out, final, states = tie((out, final, states), operands)
+    out, final = (checkpoint_name(x, "attention_out") for x in (out, final))
+    states, reads, kept = (checkpoint_name(x, "attention_states") for x in (states, block.reads, block.kept))
+    return (out, final), Saved(Residuals(operands, states), reads, kept)
+
+
+def _backward(cut, saved, wanted, cotangents):
+    (operands, states), reads, kept = saved
+    (*batch, _, N, Hv), H, dout, dfinal = operands.value.shape, reads.shape[-1], *cotangents
+
+    # (2); cotangents beyond the lengths are not read
+    moved = jnp.zeros((*batch, N, H, Hv), kept.dtype)
+    if dout is not None:
+        seen = layout.seen_tokens(operands)
+        read, precision = dout if seen is None else jnp.where(seen, dout, 0), cut.plan.options.precision
+        read, reads = read.astype(kept.dtype), reads.astype(kept.dtype)
+        moved = jnp.einsum("...tnh,...tnv->...nhv", reads, read, precision=precision)
+    moved = vary_over(moved, varying(kept))
+    kept = kept if kept.shape[-1] == 1 else transposed(kept)
+    dfinal = jnp.zeros_like(moved) if dfinal is None else dfinal
+    dfirst, dstate = _across(cut, kept, moved, dfinal, reverse=True)
+
+    # from there on as one device
+    backward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).backward
+    grads = backward(cut.plan, saved.residuals, wanted - {"initial_state"}, dout, dstate)
+    if "initial_state" in wanted:
+        dfirst = jnp.where(lax.axis_index(cut.axis_name) == 0, dfirst, 0)
+        grads["initial_state"] = match_type(dfirst, operands.initial_state)
+    return Operands(*(grads.get(name) for name in Operands._fields))
+
+
+def _tangent(cut, saved, tangents):
+    # those of o, D, r and F, by the columns whether or not there is a delta rule
+    operands, Hv = saved.residuals.operands, saved.residuals.operands.value.shape[-1]
+    columns, more = _with_columns(operands), operands.key.shape[-1]
+    along = tangents._replace(initial_state=None)
+    if along.value is not None:
+        along = along._replace(value=_padded(along.value, more))
+    forward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).forward
+    result = forward(cut.plan, columns)
+    block = _of_columns(Hv, result.out, result.final_state)
+    dblock = _of_columns(Hv, *tangent(cut.plan, columns, along))
+
+    # and through the exchange
+    first, dfirst = operands.initial_state, tangents.initial_state
+    first = jnp.zeros_like(block.moved) if first is None else first
+    dfirst = jnp.zeros_like(first) if dfirst is None else dfirst
+    (block, first), (dblock, dfirst) = pallas.vary_alike(((block, first), (dblock, dfirst)))
+    _, (dout, dfinal, _) = jax.jvp(partial(_whole, cut), (block, first), (dblock, dfirst))
+    return dout, dfinal
+
+
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -70,7 +70,7 @@ def test_one_exchange_each_way():
     loss = lambda x: (cut(x)[0] ** 2).sum()
     text = jax.jit(jax.grad(loss)).lower(arrays).compile().as_text()
     kinds = re.findall(r"= .*? (all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(", text)
-    assert sorted(kinds) == ["all-gather", "reduce-scatter"], kinds
+    assert kinds == ["all-gather"] * 2, kinds
 
 
 def test_outside_shard_map_it_is_refused():
