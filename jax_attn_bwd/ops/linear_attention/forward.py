@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
@@ -55,6 +56,8 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """Returns the output, the state after the last token, and those that the backward starts from."""
     options, dot = plan.options, dot_of(plan.options)
     dtype = accumulator_dtype(operands.value.dtype)
+    if operands.value.shape[-3] == 1:
+        return _one_token(plan, operands)
 
     def group(state, tokens):
         own = part(options, layout.of_group(plan, tokens, operands.groups), dtype)
@@ -67,6 +70,32 @@ def forward(plan: Plan, operands: Operands) -> Result:
     final, (out, states) = lax.scan(group, first_state(operands), layout.tokens(plan, operands))
     out, final = layout.join(out, operands.value.shape[-3]), merged_heads(final)
     out, final, states = tie((out, final, states), operands)
+    return Result(out, final, states)
+
+
+def _one_token(plan: Plan, operands: Operands) -> Result:
+    """Returns the result of one token, as in decoding, by the definition.
+
+    Only the state is large there: it keeps the shape that it is given in, so that XLA updates it in place.
+    """
+    # the token, [..., N, 1, X]
+    dot, dtype = dot_of(plan.options), accumulator_dtype(operands.value.dtype)
+    tokens = jax.tree.map(lambda x: x[0], layout.tokens(plan, operands))
+    own = part(plan.options, layout.of_group(plan, tokens, operands.groups), dtype)
+
+    def of_heads(x):  # N = 1 where all heads share it
+        *batch, K, G, C, X = x.shape[1:]
+        return merged_heads(jnp.broadcast_to(x[0], (*batch, K, G if K == 1 else operands.groups, C, X)))
+
+    query, key, u, whole = map(of_heads, (own.query, own.key, own.value, own.decays.whole))
+
+    first = merged_heads(first_state(operands))
+    final = transposed(whole) * first
+    if plan.options.is_delta:
+        u = of_heads(own.beta) * (u - dot(key, final))
+    final = final + transposed(key) * u
+    out = jnp.swapaxes(dot(plan.options.scale * query, final), -3, -2).astype(operands.value.dtype)
+    out, final, states = tie((out, final, split_heads(first, operands.groups)[None]), operands)
     return Result(out, final, states)
 
 
