@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn_bwd._core import backend, checks, pallas, secondary_calls
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, saturated
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type, tie, vary_over, varying
 from jax_attn_bwd._core.types import Array
@@ -173,8 +173,8 @@ def _run(
     implementation, forward_mode = given.pop("implementation"), given.pop("forward_mode")
     lengths, T = given["seq_lengths"], jnp.shape(value)[-3] if jnp.ndim(value) > 2 else 0
     if lengths is not None:
-        lengths = checks.integers(name, "seq_lengths", lengths, 0, n * T)
-        given["seq_lengths"] = jnp.clip(lengths - device.astype(lengths.dtype) * T, 0, T)
+        lengths = saturated(checks.integers(name, "seq_lengths", lengths, 0, n * T))
+        given["seq_lengths"] = jnp.clip(lengths - device * T, 0, T)
     static, operands = arguments.prepare(name, query=query, key=key, value=value, **more, **given)
 
     # a document that ends with the device before: what is from there is nothing to the first token
