@@ -271,9 +271,9 @@ def _block(cut: Cut, operands: Operands) -> tuple[Block, tuple[jax.Array, jax.Ar
     kept = jnp.broadcast_to(kept, (*kept.shape[:-2], query.shape[-1], 1))
     group = cut.plan.chunk * cut.plan.side_by_side
     ends = jnp.concatenate([jnp.zeros_like(up_to[..., :1, :, :]), up_to[..., group - 1 :: group, :, :]], -3)
-    before = jnp.exp(jnp.moveaxis(ends, -3, 0)[: result.states.shape[0], ..., None])
+    kept_before = jnp.exp(jnp.moveaxis(ends, -3, 0)[: result.states.shape[0], ..., None])
     block = Block(result.out, result.final_state, reads.astype(result.out.dtype), kept)
-    return block, (result.states, split_heads(before, operands.groups))
+    return block, (result.states, split_heads(kept_before, operands.groups))
 
 
 def _applied(cut: Cut, kept: jax.Array, state: jax.Array) -> jax.Array:
@@ -326,7 +326,8 @@ def _forward(cut, operands, wanted):
 
 def _backward(cut, saved, wanted, cotangents):
     (operands, states), reads, kept = saved
-    (*batch, _, N, Hv), H, dout, dfinal = operands.value.shape, reads.shape[-1], *cotangents
+    (*batch, _, N, Hv), H = operands.value.shape, reads.shape[-1]
+    dout, dfinal = cotangents
 
     # (2); cotangents beyond the lengths are not read
     moved = jnp.zeros((*batch, N, H, Hv), kept.dtype)
