@@ -12,6 +12,7 @@ _FRAMEWORKS = {
     "flax_linen": ("flax", "flax"),
     "flax_nnx": ("flax", "flax"),
     "haiku": ("haiku", "dm-haiku"),
+    "keras": ("keras", "keras"),
 }
 
 

@@ -201,7 +201,7 @@ def attention_by(
     out = nan_if_additive(out, numbers)
     # Weights [..., N, T, S] are formed for a module that asks for them.
     if module is not None:
-        weights = nan_if_additive(_weights(query, key, value, bias, mask, **options), numbers)
+        weights = nan_if_additive(attention_weights(query, key, value, bias, mask, **options), numbers)
         _sow(module, weights if force_fp32_for_softmax else weights.astype(query.dtype))
     return out
 
@@ -273,7 +273,7 @@ def _linen_decodes() -> bool:
     return bool(getattr(stack[-1], "decode", False))
 
 
-def _weights(
+def attention_weights(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, **given: Any
 ) -> jax.Array:
     """Returns `[..., N, T, S]`, float32 or wider."""

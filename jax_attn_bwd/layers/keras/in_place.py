@@ -1,0 +1,95 @@
+"""Attention of this package in place of Keras' own, in models as they are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src import backend
+
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.types import Implementation
+from jax_attn_bwd.layers import multi_head
+from jax_attn_bwd.layers.keras.multi_head import attended
+from jax_attn_bwd.ops.dot_product import dot_product_attention
+
+_NAME = "use_attention"
+
+
+@contextmanager
+def use_attention(
+    *,
+    implementation: Implementation | None = None,
+    deterministic_sums: bool = True,
+    forward_mode: bool = False,
+) -> Iterator[None]:
+    """Puts this package's attention in place of Keras' own, for models as they are.
+
+        with use_attention():
+            model.fit(x, y)
+
+    Within the context `keras.layers.MultiHeadAttention`, `keras.layers.GroupQueryAttention` and the classes
+    built on them attend as the layers of `jax_attn_bwd.layers.keras` do, with dropout and returned weights
+    too, and `keras.ops.dot_product_attention` is `jax_attn_bwd.dot_product_attention`. Errors are raised,
+    where Keras logs them and computes otherwise. A query that sees nothing gives 0 heads. In the layers
+    `sliding_window` and masks that Keras carries along are masks of T x S; those of
+    `jax_attn_bwd.layers.keras` need none.
+
+    It holds for the whole process while the context lasts, and what was compiled stays as it was compiled:
+    enter it before the first step of a model, or call its `make_train_function(force=True)`.
+
+    Args:
+      implementation, deterministic_sums, forward_mode: as in `jax_attn_bwd.dot_product_attention`.
+
+    Raises:
+      NotImplementedError: `keras.ops.dot_product_attention` with `attn_logits_soft_cap`.
+
+    Example:
+      >>> import keras
+      >>> from jax_attn_bwd.layers.keras import use_attention
+      >>> layer = keras.layers.MultiHeadAttention(num_heads=2, key_dim=4)
+      >>> x = keras.random.normal((1, 5, 8), seed=0)
+      >>> with use_attention():
+      ...     layer(x, x, use_causal_mask=True).shape
+      (1, 5, 8)
+    """
+    own: dict[str, Any] = dict(
+        implementation=implementation, deterministic_sums=deterministic_sums, forward_mode=forward_mode
+    )
+    options = {**multi_head.OPTIONS, **own}
+
+    def compute_attention(
+        self, query, key, value, attention_mask=None, training=None, return_attention_scores=None,
+        use_causal_mask=False,
+    ):  # fmt: skip
+        called = attention_mask, training, return_attention_scores, use_causal_mask
+        return attended(self, query, key, value, *called, **options)
+
+    def attention(
+        query, key, value, bias=None, mask=None, scale=None, is_causal=False, flash_attention=None,
+        attn_logits_soft_cap=None,
+    ):  # fmt: skip
+        """Computes `keras.ops.dot_product_attention`."""
+        if attn_logits_soft_cap is not None:
+            expected, remedy = "be None", "use jax_attn_bwd.dot_product_attention(logits_soft_cap=)"
+            raise NotImplementedError(
+                checks.message(_NAME, "attn_logits_soft_cap", expected, attn_logits_soft_cap, remedy)
+            )
+        query, key, value, bias = multi_head.promote(None, query, key, value, bias)
+        mask = multi_head.flax_mask(_NAME, mask, "pass them as bias=")
+        given = dict(scale=scale, is_causal=bool(is_causal), **own)
+        return dot_product_attention(query, key, value, bias, mask, **given)
+
+    seams: list[tuple[Any, str, Any]] = [
+        (keras.layers.MultiHeadAttention, "_compute_attention", compute_attention),
+        (keras.layers.GroupQueryAttention, "_compute_attention", compute_attention),
+        (backend.nn, "dot_product_attention", attention),
+    ]
+    held = [getattr(place, name) for place, name, _ in seams]
+    try:
+        for place, name, ours in seams:
+            setattr(place, name, ours)
+        yield
+    finally:
+        for (place, name, _), theirs in zip(seams, held, strict=True):
+            setattr(place, name, theirs)

@@ -1,0 +1,259 @@
+"""Multi-head and grouped-query attention as Keras layers: Keras' own but for what their projections enclose.
+
+Keras' `call` hands what `_compute_attention_mask` returns on to `_compute_attention` and does not look at it.
+Both are replaced here, and `Seen` takes the place of a mask of T x S between them.
+"""
+
+import dataclasses
+import math
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+import keras
+
+from jax_attn_bwd._core import checks, masks
+from jax_attn_bwd._core.rotary import Rotary
+from jax_attn_bwd.layers import multi_head
+from jax_attn_bwd.layers.attention_fn import attention_weights
+from jax_attn_bwd.layers.multi_head import Tokens
+from jax_attn_bwd.ops.dot_product import dot_product_attention
+
+_PADDED_QUERY, _PADDED_KEY = -(2**31), 1 - 2**31  # segments of what Keras' masks leave out
+_REMEDY = "Keras' layers have no bias: jax_attn_bwd.dot_product_attention(bias=) has"
+
+
+class Seen(dict[str, Any]):
+    """Holds who sees whom, as arguments of `dot_product_attention`."""
+
+
+class _Layer(keras.layers.Layer):
+    """Replaces the attention inside a Keras layer, before which it stands among the bases."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        options = {name: kwargs.pop(name, default) for name, default in multi_head.OPTIONS.items()}
+        super().__init__(*args, **kwargs)
+        name, window = type(self).__name__, masks.window(type(self).__name__, options["local_window_size"])
+        if window is not None and _sliding_window(self) is not None:
+            expected = "be left out beside sliding_window"
+            raise ValueError(checks.message(name, "local_window_size", expected, window))
+        if isinstance(rotary := options["rotary"], dict):  # that of a configuration
+            options["rotary"] = Rotary(**rotary)
+        for option, x in {**options, "local_window_size": window}.items():
+            setattr(self, option, x)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns Keras' configuration, and those options that differ from the defaults."""
+        own = {n: x for n, x in multi_head.options_of(self).items() if x != multi_head.OPTIONS[n]}
+        if "rotary" in own:
+            own["rotary"] = dataclasses.asdict(own["rotary"])
+        return {**super().get_config(), **own}
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        **tokens: Unpack[Tokens],
+    ):
+        """Attends like Keras' layer.
+
+        Args:
+          query, value, key: `[B, T, Eq]`, `[B, S, Ev]`, `[B, S, Ek]`; key None = value.
+          query_mask, value_mask, key_mask: `[B, T]`, `[B, S]`, True = a token; Keras fills them in by itself.
+          attention_mask: broadcasts to `[B, T, S]` or `[B, N, T, S]`; True, or a number that is not 0,
+            attends.
+          return_attention_scores: also return the weights `[B, N, T, S]` before dropout.
+          training: True = with dropout; None = as the caller's layer.
+          use_causal_mask: a query sees keys up to its own index.
+          tokens: see `jax_attn_bwd.layers.multi_head`.
+
+        Returns:
+          `[B, T, E]`, or a pair of it and the weights.
+        """
+        complete = multi_head.complete(f"{type(self).__name__}.call", Tokens, tokens)
+        seen: Any = Seen(complete, mask=attention_mask)
+        if type(self)._compute_attention is not _Layer._compute_attention:  # one that expects an array
+            given = [name for name, x in tokens.items() if not multi_head.is_unset(x)]
+            if given:
+                expected = "be left out with a _compute_attention of the caller's"
+                raise TypeError(checks.message(type(self).__name__, ", ".join(given), expected, "arrays"))
+            seen = attention_mask
+        return super().call(
+            query,
+            value,
+            key,
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            attention_mask=seen,
+            return_attention_scores=return_attention_scores,
+            training=training,
+            use_causal_mask=use_causal_mask,
+        )
+
+    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns shapes and dtypes of what a call returns, of which tokens tell nothing."""
+        known = {name: x for name, x in kwargs.items() if name not in Tokens.__optional_keys__}
+        return super().compute_output_spec(*args, **known)
+
+    def _compute_attention_mask(
+        self, query, value, query_mask=None, value_mask=None, key_mask=None, attention_mask=None,
+        use_causal_mask=False,
+    ) -> Any:  # fmt: skip
+        """Returns `Seen` for what this layer's `call` hands over, else Keras' mask of T x S."""
+        padding = query_mask, value_mask, key_mask
+        if not isinstance(attention_mask, Seen):
+            return super()._compute_attention_mask(query, value, *padding, attention_mask, use_causal_mask)
+        seen = Seen(attention_mask, is_causal=bool(use_causal_mask))
+        if (window := _sliding_window(self)) is not None:
+            seen["local_window_size"] = (window - 1, window - 1)
+        if any(x is not None for x in padding):
+            _leave_out(type(self).__name__, seen, query, value, *padding)
+        return seen
+
+    def _compute_attention(
+        self, query, key, value, attention_mask=None, training=None, return_attention_scores=None,
+        use_causal_mask=False,
+    ) -> Any:  # fmt: skip
+        called = attention_mask, training, return_attention_scores, use_causal_mask
+        return attended(self, query, key, value, *called, **multi_head.options_of(self))
+
+
+@keras.saving.register_keras_serializable("jax_attn_bwd")
+class MultiHeadAttention(_Layer, keras.layers.MultiHeadAttention):
+    """`keras.layers.MultiHeadAttention` with `jax_attn_bwd.dot_product_attention` between its projections.
+
+    Every argument of Keras', the same weights under the same paths, and initial values: change the import,
+    and a file of weights loads, either way. A configuration of Keras' is one of this layer, and one without
+    the options below is one of Keras'. LoRA, quantization, regularizers and dtype policies are those of
+    Keras' projections, which stay. Causality, `sliding_window` and the masks that Keras carries along form no
+    array of T x S, nor does dropout; weights are formed where they are returned.
+
+    Differs from Keras' in that a query which sees nothing, as padding, gives the output bias, not a mean over
+    hidden keys, and that an error is raised, where Keras logs it and computes otherwise. Dropout draws other
+    masks than Keras' for the same seed. With `flash_attention` weights are not returned, as in Keras;
+    otherwise it changes nothing.
+
+    Args:
+      num_heads, key_dim, ...: all of `keras.layers.MultiHeadAttention`, by position or by name.
+      local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, implementation,
+        forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call takes. A model saves
+        them; functions as Keras saves functions.
+
+    Example:
+      >>> import keras
+      >>> from jax_attn_bwd.layers.keras import MultiHeadAttention
+      >>> layer = MultiHeadAttention(num_heads=2, key_dim=4)
+      >>> x = keras.random.normal((1, 5, 8), seed=0)
+      >>> layer(x, x, use_causal_mask=True).shape
+      (1, 5, 8)
+    """
+
+
+@keras.saving.register_keras_serializable("jax_attn_bwd")
+class GroupedQueryAttention(_Layer, keras.layers.GroupQueryAttention):
+    """`keras.layers.GroupQueryAttention` with `jax_attn_bwd.dot_product_attention` between its projections.
+
+    As `MultiHeadAttention`, with the arguments of this layer of Keras'. Key heads are not repeated: each is
+    read by its queries.
+
+    Example:
+      >>> import keras
+      >>> from jax_attn_bwd.layers.keras import GroupedQueryAttention
+      >>> layer = GroupedQueryAttention(head_dim=4, num_query_heads=4, num_key_value_heads=2)
+      >>> x = keras.random.normal((1, 5, 8), seed=0)
+      >>> layer(x, x, use_causal_mask=True).shape
+      (1, 5, 8)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.num_repeats = 1
+
+
+def _sliding_window(layer: Any) -> int | None:
+    """Returns Keras' `sliding_window`, which its layers keep under two names."""
+    return getattr(layer, "_sliding_window", getattr(layer, "sliding_window", None))
+
+
+def _leave_out(layer: str, seen: Seen, query, value, query_mask, value_mask, key_mask) -> None:
+    """Puts padding into segments of its own."""
+    if query.ndim != 3:
+        expected, remedy = "be [B, T, E] where it or value carries a mask of Keras", "give attention_mask"
+        raise NotImplementedError(checks.message(layer, "query", expected, query.shape, remedy))
+    names = "query_segment_ids", "key_value_segment_ids"
+    if all(seen[name] is None for name in names):
+        seen |= {
+            name: jnp.zeros(x.shape[1], jnp.int32) for name, x in zip(names, (query, value), strict=True)
+        }
+    padding = (0, query_mask, _PADDED_QUERY), (1, value_mask, _PADDED_KEY), (1, key_mask, _PADDED_KEY)
+    for side, mask, segment in padding:
+        if mask is not None and seen[names[side]] is not None:
+            seen[names[side]] = jnp.where(jnp.asarray(mask, bool), seen[names[side]], segment)
+
+
+def attended(
+    layer: Any, query, key, value, attention_mask, training, return_attention_scores, use_causal_mask,
+    **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Computes `_compute_attention` of a Keras layer: (the heads' outputs, weights if they are asked for)."""
+    name = type(layer).__name__
+    if return_attention_scores is None:
+        return_attention_scores = getattr(layer, "_return_attention_scores", False)
+    if layer._flash_attention and return_attention_scores:
+        # in Keras' own words
+        raise ValueError(
+            "Returning attention scores is not supported when flash attention is enabled. Please disable "
+            "flash attention to access attention scores."
+        )
+    seen = attention_mask
+    if not isinstance(seen, Seen):
+        seen = Seen(multi_head.complete(name, Tokens, {}), mask=seen, is_causal=bool(use_causal_mask))
+    options |= seen
+    # Axes that are attended over become one, before those of heads.
+    axes = getattr(layer, "_attention_axes", (1,))
+    rows, columns = ([x.shape[axis] for axis in axes] for x in (query, key))
+    others = [axis for axis in range(query.ndim - 2) if axis not in axes]
+    order = (*others, *axes, query.ndim - 2, query.ndim - 1)
+    flat = (x.transpose(order) for x in (query, key, value))
+    flat = (x.reshape(*x.shape[: len(others)], -1, *x.shape[-2:]) for x in flat)
+    q, k, v = multi_head.promote(None, *flat)
+    mask = multi_head.flax_mask(name, options.pop("mask"), _REMEDY)
+    if mask is not None:
+        mask = _plane(mask, len(others) + 1, rows, columns)
+    # Rotation, attention, and where they are returned the weights.
+    positions = options["query_positions"], options["key_value_positions"]
+    q, k = multi_head.rotated(name, options.pop("rotary"), q, k, *positions)
+    drop = {}
+    if layer.dropout > 0 and training:
+        drop = dict(dropout_rate=layer.dropout, dropout_key=layer._dropout_layer.seed_generator.next())
+    out = dot_product_attention(q, k, v, mask=mask, **options, **drop)
+    out = out.reshape(*(query.shape[axis] for axis in (*others, *axes)), *out.shape[-2:])
+    out = out.transpose([order.index(axis) for axis in range(query.ndim)])
+    if not return_attention_scores:
+        return out, None
+    for option in ("implementation", "forward_mode"):
+        del options[option]
+    scores = attention_weights(q, k, v, None, mask, **options, broadcast_dropout=False, precision=None)
+    return out, scores.astype(out.dtype).reshape(*scores.shape[:-2], *rows, *columns)
+
+
+def _plane(mask: Any, lead: int, rows: list[int], columns: list[int]) -> Any:
+    """Returns a mask that broadcasts to `[..., N, T, S]`, with `lead` axes before those of tokens.
+
+    Axes that it lacks are added just before those of tokens, as in Keras.
+    """
+    own = mask.ndim - len(rows) - len(columns)
+    tokens = mask.shape[max(own, 0) :]
+    mask = mask.reshape(*mask.shape[: max(own, 0)], *(1,) * (lead - own), *tokens)
+    if len(rows) == 1:
+        return mask
+    mask = jnp.broadcast_to(mask, (*mask.shape[:lead], *rows, *columns))
+    return mask.reshape(*mask.shape[:lead], math.prod(rows), math.prod(columns))
