@@ -18,7 +18,11 @@ from docstrings import prose
 
 HERE = Path(__file__).resolve().parent
 SILENT = {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement
-MODULES = ["parallel", "mods", *(f"layers.{x}" for x in ("flax_nnx", "flax_linen", "haiku", "equinox"))]
+MODULES = [
+    "parallel",
+    "mods",
+    *(f"layers.{x}" for x in ("flax_nnx", "flax_linen", "haiku", "equinox", "keras")),
+]
 MODULES += [f"compat.{x}" for x in ("bnns", "cann", "cugraph", "megengine", "torch")]
 
 

@@ -1,4 +1,6 @@
-"""Layers for Flax (linen and NNX), Haiku and Equinox: `from jax_attn_bwd.layers.<framework> import ...`.
+"""Layers for Flax (linen and NNX), Haiku, Equinox, and attention for Keras, each in the folder of its name.
+
+    from jax_attn_bwd.layers.<framework> import ...
 
 A framework is imported with its own folder only, where that is first named.
 """

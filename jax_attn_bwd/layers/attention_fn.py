@@ -327,6 +327,7 @@ def configured_attention_fn(
         Flax linen       attention_fn=configured_attention_fn(is_causal=True)
         our linen layer  MultiHeadAttention(..., is_causal=True), in place of an attention_fn
         Haiku, Equinox   is_causal=True of the layers in jax_attn_bwd.layers
+        Keras            layer(x, x, use_causal_mask=True)
         all of them      mask=, with T x T booleans
 
     A step of decoding (one query, more keys and a mask of numbers, which says what the cache holds) is left

@@ -4,7 +4,8 @@ Each layer is the framework's own with another inside: same arguments, same para
 same initial values for the same key. The call runs `jax_attn_bwd.multi_head_attention`, one rule over the
 whole layer, which keeps the inputs (`save`) and nothing of size T x S. What stands between projection and
 attention (a norm of queries and keys, rotary embeddings, a decoding cache) or replaces a part of it (another
-`attention_fn`, einsum or dot_general) runs as projection, `dot_product_attention`, projection.
+`attention_fn`, einsum or dot_general) runs as projection, `dot_product_attention`, projection; so does Keras'
+layer always, whose projections are layers themselves, and it has no `save`.
 
 One difference: a query that sees nothing gives the output bias, where the frameworks give a mean over keys
 that the mask hides.
@@ -34,7 +35,8 @@ Layers are built from the arguments of their framework's, and `Keywords`:
   * `implementation`: that of `jax_attn_bwd.dot_product_attention`;
   * `forward_mode` (False): also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written
     rule; an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`;
-  * `is_causal` (False; in NNX told at the call): a query sees keys up to its own index; no mask is formed;
+  * `is_causal` (False; in NNX, and in Keras as `use_causal_mask`, told at the call): a query sees keys up to
+    its own index; no mask is formed;
   * `save` ("inputs"): what the backward keeps beside the inputs, "inputs" (nothing), "qkv" or "probs", as in
     `jax_attn_bwd.multi_head_attention`, where that runs.
 

@@ -10,7 +10,7 @@ from jax_attn_bwd import layers
 
 PRESENT = """
 import sys
-def present(): return {"equinox", "haiku", "flax", "torch", "jraph"} & set(sys.modules)
+def present(): return {"equinox", "haiku", "flax", "keras", "torch", "jraph"} & set(sys.modules)
 """
 
 
@@ -24,7 +24,7 @@ def test_a_framework_is_imported_with_its_layers_only():
         pytest.importorskip(package)
     run("""
 import jax_attn_bwd, jax_attn_bwd.layers.graph, jax_attn_bwd.layers.deformable
-assert {"flax_linen", "flax_nnx", "haiku", "equinox"} <= set(dir(jax_attn_bwd.layers))
+assert {"flax_linen", "flax_nnx", "haiku", "equinox", "keras"} <= set(dir(jax_attn_bwd.layers))
 assert {"layers", "compat"} <= set(dir(jax_attn_bwd))
 assert not hasattr(jax_attn_bwd.layers, "torch")
 assert not present(), present()
@@ -67,13 +67,13 @@ def test_a_missing_framework_is_named():
     run("""
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name in ("equinox", "haiku", "flax"):
+        if name in ("equinox", "haiku", "flax", "keras"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 import jax_attn_bwd
 for folder, package, distribution in (
     ("equinox", "equinox", "equinox"), ("haiku", "haiku", "dm-haiku"),
-    ("flax_linen", "flax", "flax"), ("flax_nnx", "flax", "flax"),
+    ("flax_linen", "flax", "flax"), ("flax_nnx", "flax", "flax"), ("keras", "keras", "keras"),
 ):
     try:
         getattr(jax_attn_bwd.layers, folder)

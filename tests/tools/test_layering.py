@@ -13,7 +13,7 @@ ROOT = Path(jax_attn_bwd.__file__).parent
 MODULES = sorted(p.relative_to(ROOT) for p in ROOT.rglob("*.py"))
 OPERATORS = sorted(p.parent.name for p in ROOT.glob("ops/*/__init__.py"))
 REQUIRED = ("__init__", "api", "spec", "reference", "forward", "backward", "cases")
-FRAMEWORKS = {"flax", "haiku", "equinox", "torch", "optax", "matplotlib", "rich", "tokamax"}
+FRAMEWORKS = {"flax", "haiku", "equinox", "keras", "torch", "optax", "matplotlib", "rich", "tokamax"}
 
 
 def is_module(name: str) -> bool:

@@ -15,7 +15,7 @@ def _docs_on_path(monkeypatch):
 
 
 def test_every_public_name_has_a_page_and_a_docstring():
-    for framework in ("flax", "haiku", "equinox"):
+    for framework in ("flax", "haiku", "equinox", "keras"):
         pytest.importorskip(framework)
     build, reference = importlib.import_module("build"), importlib.import_module("reference")
     texts = [path.read_text() for path in sorted((DOCS / "pages").rglob("*.md"))]

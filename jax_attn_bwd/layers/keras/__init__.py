@@ -1,10 +1,16 @@
-"""Layers for Keras 3 on its JAX backend."""
+"""Layers for Keras 3 on its JAX backend, which they choose where nothing has chosen one before Keras."""
+
+import os
+import sys
+
+if "keras" not in sys.modules:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
 
 if keras.backend.backend() != "jax":
     raise ImportError(
-        f"jax_attn_bwd.layers.keras needs Keras' JAX backend, got {keras.backend.backend()!r}; set the "
+        f"jax_attn_bwd.layers.keras needs the JAX backend of Keras, got {keras.backend.backend()!r}; set the "
         "environment variable KERAS_BACKEND=jax before Keras is imported"
     )
 

@@ -79,7 +79,7 @@ class _Layer(keras.layers.Layer):
         """
         complete = multi_head.complete(f"{type(self).__name__}.call", Tokens, tokens)
         seen: Any = Seen(complete, mask=attention_mask)
-        if type(self)._compute_attention is not _Layer._compute_attention:  # one that expects an array
+        if not self._has_own_attention():
             given = [name for name, x in tokens.items() if not multi_head.is_unset(x)]
             if given:
                 expected = "be left out with a _compute_attention of the caller's"
@@ -97,6 +97,10 @@ class _Layer(keras.layers.Layer):
             training=training,
             use_causal_mask=use_causal_mask,
         )
+
+    def _has_own_attention(self) -> bool:
+        """Tells whether no class of the caller's replaces the attention by one that expects Keras' arrays."""
+        return type(self)._compute_attention is _Layer._compute_attention
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
         """Returns shapes and dtypes of what a call returns, of which tokens tell nothing."""
@@ -175,7 +179,8 @@ class GroupedQueryAttention(_Layer, keras.layers.GroupQueryAttention):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.num_repeats = 1
+        if self._has_own_attention():
+            self.num_repeats = 1
 
 
 def _sliding_window(layer: Any) -> int | None:
