@@ -32,13 +32,14 @@ class _Layer(keras.layers.Layer):
     def __init__(self, *args: Any, **kwargs: Any):
         options = {name: kwargs.pop(name, default) for name, default in multi_head.OPTIONS.items()}
         super().__init__(*args, **kwargs)
-        name, window = type(self).__name__, masks.window(type(self).__name__, options["local_window_size"])
+        name = type(self).__name__
+        window = masks.window(name, options["local_window_size"])
         if window is not None and _sliding_window(self) is not None:
             expected = "be left out beside sliding_window"
             raise ValueError(checks.message(name, "local_window_size", expected, window))
-        if isinstance(rotary := options["rotary"], dict):  # that of a configuration
-            options["rotary"] = Rotary(**rotary)
         for option, x in {**options, "local_window_size": window}.items():
+            if isinstance(x, dict):  # from a file
+                x = Rotary(**x) if option == "rotary" else keras.saving.deserialize_keras_object(x)
             setattr(self, option, x)
 
     def get_config(self) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class MultiHeadAttention(_Layer, keras.layers.MultiHeadAttention):
       num_heads, key_dim, ...: all of `keras.layers.MultiHeadAttention`, by position or by name.
       local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, implementation,
         forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call takes. A model saves
-        them; functions as Keras saves functions.
+        them, functions by the names under which they are registered with Keras.
 
     Example:
       >>> import keras
