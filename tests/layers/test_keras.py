@@ -8,18 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, thorough
-from layers.frameworks import (
-    arrays,
-    assert_all_close,
-    assert_tangents_agree,
-    jitted,
-    lenient,
-    values_and_gradients,
-)
+from layers.frameworks import arrays, assert_all_close, assert_tangents_agree, jitted, values_and_gradients
 
 from jax_attn_bwd import Rotary
 
 keras = pytest.importorskip("keras")
+
+from keras.src import backend  # noqa: E402
 
 from jax_attn_bwd.layers import keras as ours  # noqa: E402
 
@@ -33,12 +28,6 @@ SIZES = {
     "multi_head": dict(num_heads=N, key_dim=3, value_dim=5),
     "grouped": dict(head_dim=3, num_query_heads=N, num_key_value_heads=K),
 }
-
-
-@pytest.fixture(autouse=True)
-def _lenient():
-    with lenient():
-        yield
 
 
 def made(kind, own, *shapes, **options):
@@ -221,7 +210,7 @@ def test_files_and_configurations_of_either_load_into_the_other(tmp_path):
         source.save_weights(tmp_path / "x.weights.h5")
         target.set_weights([0 * w for w in target.get_weights()])
         target.load_weights(tmp_path / "x.weights.h5")
-        assert_close(target(x), source(x), 1e-12)
+        assert_close(target(x), source(x), 1e-6)  # theirs computes in float32
     options = dict(rotary=Rotary(size=2), logits_soft_cap=2.0, local_window_size=(2, 0), score_mod=shifted)
     outputs = ours.GroupedQueryAttention(4, 2, 1, **options, dtype="float64")(inputs, inputs)
     model = keras.Model(inputs, outputs)
@@ -271,7 +260,7 @@ def test_in_place_errors_are_raised_and_nothing_stays():
             keras.ops.dot_product_attention(x, x, x)
     assert [cls._compute_attention for cls in THEIRS.values()] == held
     with ours.use_attention(), pytest.raises(NotImplementedError, match="attn_logits_soft_cap must be None"):
-        keras.ops.dot_product_attention(x, x, x, attn_logits_soft_cap=2.0)
+        backend.nn.dot_product_attention(x, x, x, attn_logits_soft_cap=2.0)  # what a TPU lets through
     with ours.use_attention():
         got = keras.ops.dot_product_attention(x, x, x, is_causal=True)
     assert_close(got, keras.ops.dot_product_attention(x, x, x, is_causal=True), 1e-5)
