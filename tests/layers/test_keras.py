@@ -272,6 +272,9 @@ def test_errors(monkeypatch):
     layer = ours.MultiHeadAttention(2, 4)
     with pytest.raises(TypeError, match=r"MultiHeadAttention: mask must be boolean.* -1e\+09 in it.*bias"):
         layer(x[:, 0], x[:, 0], attention_mask=additive)
+    call = lambda mask: layer(x[:, 0], x[:, 0], attention_mask=mask)
+    assert np.isnan(jitted(call)(additive.astype("float32"))).all()
+    assert np.isfinite(jitted(call)((additive == 0).astype("float32"))).all()
     with pytest.raises(ValueError, match="local_window_size must be left out beside sliding_window"):
         ours.MultiHeadAttention(2, 4, sliding_window=2, local_window_size=1)
     with pytest.raises(NotImplementedError, match=r"query must be \[B, T, E\] where"):

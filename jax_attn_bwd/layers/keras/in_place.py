@@ -76,9 +76,11 @@ def use_attention(
                 checks.message(_NAME, "attn_logits_soft_cap", expected, attn_logits_soft_cap, remedy)
             )
         query, key, value, bias = multi_head.promote(None, query, key, value, bias)
-        mask = multi_head.flax_mask(_NAME, mask, "pass them as bias=")
+        numbers, mask = mask, multi_head.flax_mask(_NAME, mask, "pass them as bias=")
         given = dict(scale=scale, is_causal=bool(is_causal), **own)
-        return dot_product_attention(query, key, value, bias, mask, **given)
+        return multi_head.nan_if_additive(
+            dot_product_attention(query, key, value, bias, mask, **given), numbers
+        )
 
     seams: list[tuple[Any, str, Any]] = [
         (keras.layers.MultiHeadAttention, "_compute_attention", compute_attention),

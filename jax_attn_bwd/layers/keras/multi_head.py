@@ -231,7 +231,8 @@ def attended(
     flat = (x.transpose(order) for x in (query, key, value))
     flat = (x.reshape(*x.shape[: len(others)], -1, *x.shape[-2:]) for x in flat)
     q, k, v = multi_head.promote(None, *flat)
-    mask = multi_head.flax_mask(name, options.pop("mask"), _REMEDY)
+    numbers = options.pop("mask")
+    mask = multi_head.flax_mask(name, numbers, _REMEDY)
     if mask is not None:
         mask = _plane(mask, len(others) + 1, rows, columns)
     # Rotation, attention, and where they are returned the weights.
@@ -240,7 +241,7 @@ def attended(
     drop = {}
     if layer.dropout > 0 and training:
         drop = dict(dropout_rate=layer.dropout, dropout_key=layer._dropout_layer.seed_generator.next())
-    out = dot_product_attention(q, k, v, mask=mask, **options, **drop)
+    out = multi_head.nan_if_additive(dot_product_attention(q, k, v, mask=mask, **options, **drop), numbers)
     out = out.reshape(*(query.shape[axis] for axis in (*others, *axes)), *out.shape[-2:])
     out = out.transpose([order.index(axis) for axis in range(query.ndim)])
     if not return_attention_scores:
@@ -248,7 +249,8 @@ def attended(
     for option in ("implementation", "forward_mode"):
         del options[option]
     scores = attention_weights(q, k, v, None, mask, **options, broadcast_dropout=False, precision=None)
-    return out, scores.astype(out.dtype).reshape(*scores.shape[:-2], *rows, *columns)
+    scores = multi_head.nan_if_additive(scores, numbers).astype(out.dtype)
+    return out, scores.reshape(*scores.shape[:-2], *rows, *columns)
 
 
 def _plane(mask: Any, lead: int, rows: list[int], columns: list[int]) -> Any:
