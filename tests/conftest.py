@@ -99,7 +99,7 @@ def _can_run(item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
+def pytest_runtest_protocol(item):
     """What Keras computes between our operators promotes dtypes and ranks implicitly."""
     if "keras" not in item.nodeid:
         return (yield)

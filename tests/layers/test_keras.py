@@ -259,6 +259,12 @@ def test_in_place_errors_are_raised_and_nothing_stays():
         with pytest.raises(ValueError, match="implementation must be None or one of"):
             keras.ops.dot_product_attention(x, x, x)
     assert [cls._compute_attention for cls in THEIRS.values()] == held
+    first, second = (ours.use_attention() for _ in range(2))  # of two threads
+    for step in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None)):
+        step()
+    assert THEIRS["multi_head"]._compute_attention is not held[0]
+    second.__exit__(None, None, None)
+    assert [cls._compute_attention for cls in THEIRS.values()] == held
     with ours.use_attention(), pytest.raises(NotImplementedError, match="attn_logits_soft_cap must be None"):
         backend.nn.dot_product_attention(x, x, x, attn_logits_soft_cap=2.0)  # what a TPU lets through
     with ours.use_attention():

@@ -1,5 +1,6 @@
 """Attention of this package in place of Keras' own, in models as they are."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +11,19 @@ from keras.src import backend
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers import multi_head
-from jax_attn_bwd.layers.keras.multi_head import attended
+from jax_attn_bwd.layers.keras.compute_attention import compute_attention
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 
 _NAME = "use_attention"
+
+_SEAMS: list[tuple[Any, str]] = [
+    (keras.layers.MultiHeadAttention, "_compute_attention"),
+    (keras.layers.GroupQueryAttention, "_compute_attention"),
+    (backend.nn, "dot_product_attention"),
+]
+# What may stand at the seams, the last of it does: Keras' own, and that of each context which lasts.
+_stack: list[list[Any]] = []
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -35,8 +45,9 @@ def use_attention(
     `sliding_window` and masks that Keras carries along are masks of T x S; those of
     `jax_attn_bwd.layers.keras` need none.
 
-    It holds for the whole process while the context lasts, and what was compiled stays as it was compiled:
-    enter it before the first step of a model, or call its `make_train_function(force=True)`.
+    It holds for every thread of the process while the context lasts; of several, in any order, the one that
+    was entered last counts. What was compiled stays as it was compiled: enter it before the first step of a
+    model, or call its `make_train_function(force=True)`.
 
     Args:
       implementation, deterministic_sums, forward_mode: as in `jax_attn_bwd.dot_product_attention`.
@@ -58,14 +69,14 @@ def use_attention(
     )
     options = {**multi_head.OPTIONS, **own}
 
-    def compute_attention(
+    def in_layer(
         self, query, key, value, attention_mask=None, training=None, return_attention_scores=None,
         use_causal_mask=False,
     ):  # fmt: skip
         called = attention_mask, training, return_attention_scores, use_causal_mask
-        return attended(self, query, key, value, *called, **options)
+        return compute_attention(self, query, key, value, *called, **options)
 
-    def attention(
+    def in_op(
         query, key, value, bias=None, mask=None, scale=None, is_causal=False, flash_attention=None,
         attn_logits_soft_cap=None,
     ):  # fmt: skip
@@ -82,16 +93,22 @@ def use_attention(
             dot_product_attention(query, key, value, bias, mask, **given), numbers
         )
 
-    seams: list[tuple[Any, str, Any]] = [
-        (keras.layers.MultiHeadAttention, "_compute_attention", compute_attention),
-        (keras.layers.GroupQueryAttention, "_compute_attention", compute_attention),
-        (backend.nn, "dot_product_attention", attention),
-    ]
-    held = [getattr(place, name) for place, name, _ in seams]
+    ours = [in_layer, in_layer, in_op]
+    with _lock:
+        if not _stack:
+            _stack.append([getattr(place, name) for place, name in _SEAMS])
+        _stack.append(ours)
+        _put_last()
     try:
-        for place, name, ours in seams:
-            setattr(place, name, ours)
         yield
     finally:
-        for (place, name, _), theirs in zip(seams, held, strict=True):
-            setattr(place, name, theirs)
+        with _lock:
+            _stack.remove(ours)
+            _put_last()
+            if len(_stack) == 1:
+                _stack.clear()
+
+
+def _put_last() -> None:
+    for (place, name), function in zip(_SEAMS, _stack[-1], strict=True):
+        setattr(place, name, function)

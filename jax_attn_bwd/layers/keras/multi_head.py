@@ -5,7 +5,6 @@ Both are replaced here, and `Seen` takes the place of a mask of T x S between th
 """
 
 import dataclasses
-import math
 from typing import Any, Unpack
 
 import jax.numpy as jnp
@@ -14,16 +13,10 @@ import keras
 from jax_attn_bwd._core import checks, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.layers import multi_head
-from jax_attn_bwd.layers.attention_fn import attention_weights
+from jax_attn_bwd.layers.keras.compute_attention import Seen, compute_attention
 from jax_attn_bwd.layers.multi_head import Tokens
-from jax_attn_bwd.ops.dot_product import dot_product_attention
 
 _PADDED_QUERY, _PADDED_KEY = -(2**31), 1 - 2**31  # segments of what Keras' masks leave out
-_REMEDY = "Keras' layers have no bias: jax_attn_bwd.dot_product_attention(bias=) has"
-
-
-class Seen(dict[str, Any]):
-    """Holds who sees whom, as arguments of `dot_product_attention`."""
 
 
 class _Layer(keras.layers.Layer):
@@ -50,19 +43,9 @@ class _Layer(keras.layers.Layer):
         return {**super().get_config(), **own}
 
     def call(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        **tokens: Unpack[Tokens],
-    ):
+        self, query, value, key=None, query_mask=None, value_mask=None, key_mask=None, attention_mask=None,
+        return_attention_scores=False, training=None, use_causal_mask=False, **tokens: Unpack[Tokens],
+    ):  # fmt: skip
         """Attends like Keras' layer.
 
         Args:
@@ -78,30 +61,22 @@ class _Layer(keras.layers.Layer):
         Returns:
           `[B, T, E]`, or a pair of it and the weights.
         """
-        complete = multi_head.complete(f"{type(self).__name__}.call", Tokens, tokens)
-        seen: Any = Seen(complete, mask=attention_mask)
-        if not self._has_own_attention():
-            given = [name for name, x in tokens.items() if not multi_head.is_unset(x)]
+        name = type(self).__name__
+        seen: Any = Seen(multi_head.complete(f"{name}.call", Tokens, tokens), mask=attention_mask)
+        if self._is_overridden():
+            given = [token for token, x in tokens.items() if not multi_head.is_unset(x)]
             if given:
                 expected = "be left out with a _compute_attention of the caller's"
-                raise TypeError(checks.message(type(self).__name__, ", ".join(given), expected, "arrays"))
+                raise TypeError(checks.message(name, ", ".join(given), expected, "arrays"))
             seen = attention_mask
+        padding = query_mask, value_mask, key_mask
         return super().call(
-            query,
-            value,
-            key,
-            query_mask=query_mask,
-            value_mask=value_mask,
-            key_mask=key_mask,
-            attention_mask=seen,
-            return_attention_scores=return_attention_scores,
-            training=training,
-            use_causal_mask=use_causal_mask,
+            query, value, key, *padding, seen, return_attention_scores, training, use_causal_mask
         )
 
-    def _has_own_attention(self) -> bool:
-        """Tells whether no class of the caller's replaces the attention by one that expects Keras' arrays."""
-        return type(self)._compute_attention is _Layer._compute_attention
+    def _is_overridden(self) -> bool:
+        """Tells whether a class of the caller's has a `_compute_attention`, which expects Keras' arrays."""
+        return type(self)._compute_attention is not _Layer._compute_attention
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
         """Returns shapes and dtypes of what a call returns, of which tokens tell nothing."""
@@ -128,7 +103,7 @@ class _Layer(keras.layers.Layer):
         use_causal_mask=False,
     ) -> Any:  # fmt: skip
         called = attention_mask, training, return_attention_scores, use_causal_mask
-        return attended(self, query, key, value, *called, **multi_head.options_of(self))
+        return compute_attention(self, query, key, value, *called, **multi_head.options_of(self))
 
 
 @keras.saving.register_keras_serializable("jax_attn_bwd")
@@ -180,7 +155,7 @@ class GroupedQueryAttention(_Layer, keras.layers.GroupQueryAttention):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self._has_own_attention():
+        if not self._is_overridden():
             self.num_repeats = 1
 
 
@@ -203,65 +178,3 @@ def _leave_out(layer: str, seen: Seen, query, value, query_mask, value_mask, key
     for side, mask, segment in padding:
         if mask is not None and seen[names[side]] is not None:
             seen[names[side]] = jnp.where(jnp.asarray(mask, bool), seen[names[side]], segment)
-
-
-def attended(
-    layer: Any, query, key, value, attention_mask, training, return_attention_scores, use_causal_mask,
-    **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Computes `_compute_attention` of a Keras layer: (the heads' outputs, weights if they are asked for)."""
-    name = type(layer).__name__
-    if return_attention_scores is None:
-        return_attention_scores = getattr(layer, "_return_attention_scores", False)
-    if layer._flash_attention and return_attention_scores:
-        # in Keras' own words
-        raise ValueError(
-            "Returning attention scores is not supported when flash attention is enabled. Please disable "
-            "flash attention to access attention scores."
-        )
-    seen = attention_mask
-    if not isinstance(seen, Seen):
-        seen = Seen(multi_head.complete(name, Tokens, {}), mask=seen, is_causal=bool(use_causal_mask))
-    options |= seen
-    # Axes that are attended over become one, before those of heads.
-    axes = getattr(layer, "_attention_axes", (1,))
-    rows, columns = ([x.shape[axis] for axis in axes] for x in (query, key))
-    others = [axis for axis in range(query.ndim - 2) if axis not in axes]
-    order = (*others, *axes, query.ndim - 2, query.ndim - 1)
-    flat = (x.transpose(order) for x in (query, key, value))
-    flat = (x.reshape(*x.shape[: len(others)], -1, *x.shape[-2:]) for x in flat)
-    q, k, v = multi_head.promote(None, *flat)
-    numbers = options.pop("mask")
-    mask = multi_head.flax_mask(name, numbers, _REMEDY)
-    if mask is not None:
-        mask = _plane(mask, len(others) + 1, rows, columns)
-    # Rotation, attention, and where they are returned the weights.
-    positions = options["query_positions"], options["key_value_positions"]
-    q, k = multi_head.rotated(name, options.pop("rotary"), q, k, *positions)
-    drop = {}
-    if layer.dropout > 0 and training:
-        drop = dict(dropout_rate=layer.dropout, dropout_key=layer._dropout_layer.seed_generator.next())
-    out = multi_head.nan_if_additive(dot_product_attention(q, k, v, mask=mask, **options, **drop), numbers)
-    out = out.reshape(*(query.shape[axis] for axis in (*others, *axes)), *out.shape[-2:])
-    out = out.transpose([order.index(axis) for axis in range(query.ndim)])
-    if not return_attention_scores:
-        return out, None
-    for option in ("implementation", "forward_mode"):
-        del options[option]
-    scores = attention_weights(q, k, v, None, mask, **options, broadcast_dropout=False, precision=None)
-    scores = multi_head.nan_if_additive(scores, numbers).astype(out.dtype)
-    return out, scores.reshape(*scores.shape[:-2], *rows, *columns)
-
-
-def _plane(mask: Any, lead: int, rows: list[int], columns: list[int]) -> Any:
-    """Returns a mask that broadcasts to `[..., N, T, S]`, with `lead` axes before those of tokens.
-
-    Axes that it lacks are added just before those of tokens, as in Keras.
-    """
-    own = mask.ndim - len(rows) - len(columns)
-    tokens = mask.shape[max(own, 0) :]
-    mask = mask.reshape(*mask.shape[: max(own, 0)], *(1,) * (lead - own), *tokens)
-    if len(rows) == 1:
-        return mask
-    mask = jnp.broadcast_to(mask, (*mask.shape[:lead], *rows, *columns))
-    return mask.reshape(*mask.shape[:lead], math.prod(rows), math.prod(columns))
