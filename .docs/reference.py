@@ -15,7 +15,8 @@ from typing import Any
 from docstrings import Sections, entries, prose, results, sections, signature
 
 PACKAGE = "jax_attn_bwd"
-HIDDEN = ("check",)  # the operators call it on masks and scores
+# What the operators call on masks and scores, and Keras on layers.
+HIDDEN = ("check", "get_config", "compute_output_spec")
 
 
 def find(name: str) -> Any:

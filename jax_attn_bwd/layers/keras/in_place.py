@@ -41,23 +41,25 @@ def use_attention(
     Within the context `keras.layers.MultiHeadAttention`, `keras.layers.GroupQueryAttention` and the classes
     built on them attend as the layers of `jax_attn_bwd.layers.keras` do, with dropout and returned weights
     too, and `keras.ops.dot_product_attention` is `jax_attn_bwd.dot_product_attention`. Errors are raised,
-    where Keras logs them and computes otherwise. A query that sees nothing gives 0 heads. In the layers
+    where Keras logs them and computes otherwise. Heads of a query that sees nothing are 0. In the layers
     `sliding_window` and masks that Keras carries along are masks of T x S; those of
     `jax_attn_bwd.layers.keras` need none.
 
-    It holds for every thread of the process while the context lasts; of several, in any order, the one that
-    was entered last counts. What was compiled stays as it was compiled: enter it before the first step of a
+    It holds for every thread of the process while the context lasts; where several last, the one that was
+    entered last counts. What was compiled stays as it was compiled: enter it before the first step of a
     model, or call its `make_train_function(force=True)`.
 
     Args:
       implementation, deterministic_sums, forward_mode: as in `jax_attn_bwd.dot_product_attention`.
 
     Raises:
+      TypeError: a mask with floating values other than 0 and 1; where they are traced, a negative one gives
+        NaN.
       NotImplementedError: `keras.ops.dot_product_attention` with `attn_logits_soft_cap`.
 
     Example:
-      >>> import keras
       >>> from jax_attn_bwd.layers.keras import use_attention
+      >>> import keras  # after it, or with KERAS_BACKEND=jax
       >>> layer = keras.layers.MultiHeadAttention(num_heads=2, key_dim=4)
       >>> x = keras.random.normal((1, 5, 8), seed=0)
       >>> with use_attention():

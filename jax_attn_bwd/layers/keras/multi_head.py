@@ -50,7 +50,8 @@ class _Layer(keras.layers.Layer):
 
         Args:
           query, value, key: `[B, T, Eq]`, `[B, S, Ev]`, `[B, S, Ek]`; key None = value.
-          query_mask, value_mask, key_mask: `[B, T]`, `[B, S]`, True = a token; Keras fills them in by itself.
+          query_mask, value_mask, key_mask: `[B, T]`, `[B, S]`, True = a token; Keras fills them in by itself,
+            and `MultiHeadAttention` heeds no other query_mask.
           attention_mask: broadcasts to `[B, T, S]` or `[B, N, T, S]`; True, or a number that is not 0,
             attends.
           return_attention_scores: also return the weights `[B, N, T, S]` before dropout.
@@ -125,11 +126,18 @@ class MultiHeadAttention(_Layer, keras.layers.MultiHeadAttention):
       num_heads, key_dim, ...: all of `keras.layers.MultiHeadAttention`, by position or by name.
       local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, implementation,
         forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call takes. A model saves
-        them, functions by the names under which they are registered with Keras.
+        them, functions by the names under which they are registered with Keras: one of `jax_attn_bwd.mods`
+        is saved within a function of yours.
+
+    Raises:
+      ValueError: `local_window_size` beside `sliding_window`.
+      TypeError: a call with floating values in `attention_mask` other than 0 and 1; where they are traced, a
+        negative one gives NaN.
+      NotImplementedError: a call with masks that Keras carries along, for inputs that are not `[B, T, E]`.
 
     Example:
-      >>> import keras
       >>> from jax_attn_bwd.layers.keras import MultiHeadAttention
+      >>> import keras  # after it, or with KERAS_BACKEND=jax
       >>> layer = MultiHeadAttention(num_heads=2, key_dim=4)
       >>> x = keras.random.normal((1, 5, 8), seed=0)
       >>> layer(x, x, use_causal_mask=True).shape
@@ -141,12 +149,12 @@ class MultiHeadAttention(_Layer, keras.layers.MultiHeadAttention):
 class GroupedQueryAttention(_Layer, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` with `jax_attn_bwd.dot_product_attention` between its projections.
 
-    As `MultiHeadAttention`, with the arguments of this layer of Keras'. Key heads are not repeated: each is
-    read by its queries.
+    As `MultiHeadAttention`, with the arguments of `keras.layers.GroupQueryAttention`. Key heads are not
+    repeated: each is read by its queries.
 
     Example:
-      >>> import keras
       >>> from jax_attn_bwd.layers.keras import GroupedQueryAttention
+      >>> import keras  # after it, or with KERAS_BACKEND=jax
       >>> layer = GroupedQueryAttention(head_dim=4, num_query_heads=4, num_key_value_heads=2)
       >>> x = keras.random.normal((1, 5, 8), seed=0)
       >>> layer(x, x, use_causal_mask=True).shape
