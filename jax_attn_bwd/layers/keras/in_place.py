@@ -53,8 +53,8 @@ def use_attention(
       implementation, deterministic_sums, forward_mode: as in `jax_attn_bwd.dot_product_attention`.
 
     Raises:
-      TypeError: a mask with floating values other than 0 and 1; where they are traced, a negative one gives
-        NaN.
+      TypeError: `keras.ops.dot_product_attention` with floating values other than 0 and 1 in `mask`; where
+        they are traced, a negative one gives NaN. (Keras' layers make booleans of theirs: not 0 attends.)
       NotImplementedError: `keras.ops.dot_product_attention` with `attn_logits_soft_cap`.
 
     Example:
