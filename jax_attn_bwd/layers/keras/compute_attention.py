@@ -31,10 +31,11 @@ def compute_attention(
             "Returning attention scores is not supported when flash attention is enabled. Please disable "
             "flash attention to access attention scores."
         )
-    seen = attention_mask
-    if not isinstance(seen, Seen):
-        seen = Seen(multi_head.complete(name, Tokens, {}), mask=seen, is_causal=bool(use_causal_mask))
-    options |= seen
+    # Who sees whom: what our layers say, or the mask that Keras made.
+    if not isinstance(attention_mask, Seen):
+        told = multi_head.complete(name, Tokens, {})
+        attention_mask = Seen(told, mask=attention_mask, is_causal=bool(use_causal_mask))
+    options |= attention_mask
     # Axes that are attended over become one, before those of heads.
     axes = getattr(layer, "_attention_axes", (1,))
     rows, columns = ([x.shape[axis] for axis in axes] for x in (query, key))
