@@ -45,9 +45,10 @@ def main() -> None:
         path.write_text(linked(reference.expanded(text, HERE / "pages"), path, where | told))
     (markdown / "names.md").write_text(index(where, markdown))
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", HERE / "mkdocs.yml"]
-    subprocess.run([*command, "-d", OUT / "html"], check=True, env=os.environ | SILENT)
-    check.pages(OUT / "html")
-    print(f"open {OUT / 'html' / 'index.html'}")
+    site = OUT / "html"
+    subprocess.run([*command, "-d", site], check=True, env=os.environ | SILENT)
+    check.pages(site)
+    print(f"open {site / 'index.html'}, or, to search, {sys.executable} -m http.server -d {site}")
 
 
 def every_name() -> set[str]:

@@ -1,14 +1,31 @@
-"""What mkdocs calls: formulas become MathML, which browsers draw without a script or a network."""
+"""What mkdocs calls: formulas become MathML, which browsers draw without a script or a network.
+
+It also tells how much a page counts in a search.
+"""
 
 import html
 import re
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.structure.pages import Page
 
 BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 TAG = re.compile(r"\\tag\{(\w+)\}")
+# How much a page counts in a search; others count 1.
+WEIGHTS = {
+    r"operators/|which_call_when": 2.0,
+    r"notebooks/": 0.5,
+    r"reference/(bnns|cann|cugraph|megengine|torch)": 0.25,
+}
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> None:
+    """Weighs the page for searches: an operator's own page before a vendor's call or a derivation."""
+    for pattern, weight in WEIGHTS.items():
+        if re.match(pattern, page.file.src_uri):
+            page.meta["search"] = {"boost": weight}
 
 
 def on_page_content(content: str, **_: Any) -> str:
