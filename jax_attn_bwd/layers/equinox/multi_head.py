@@ -54,7 +54,21 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     def __init__(
         self,
         num_heads: int,
-        *args: Any,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
         is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
@@ -66,12 +80,18 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         save: Save = "inputs",
         implementation: Implementation | None = None,
         forward_mode: bool = False,
-        **kwargs: Any,
     ):
         """Makes the layer.
 
         Args:
-          num_heads, query_size, ...: all of `equinox.nn.MultiheadAttention`, by position or by name.
+          num_heads: heads of queries, keys and values.
+          query_size, key_size, value_size, output_size: widths of the inputs and of the output; None =
+            query_size.
+          qk_size, vo_size: sizes of a head of queries and keys, of values; None = query_size // num_heads.
+          use_query_bias, use_key_bias, use_value_bias, use_output_bias: whether a projection has a bias.
+          dropout_p, inference: probability of dropping a weight, and whether that is left out.
+          dtype: dtype of the parameters; None = JAX's default.
+          key: a PRNG key for the parameters.
           is_causal, save, and what stands between them: see `jax_attn_bwd.layers.multi_head`, which also
             tells what a call takes. `rotary` stands in the place of `process_heads` with
             `equinox.nn.RotaryPositionalEmbedding`; `deterministic` is Equinox's older name for `inference`.
@@ -79,7 +99,10 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             Projections other than `equinox.nn.Linear`, or around `process_heads`, have their own.
         """
         arguments = locals()
-        super().__init__(checks.integer(_NAME, "num_heads", num_heads, least=1), *args, **kwargs)
+        num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
+        sizes = query_size, key_size, value_size, output_size, qk_size, vo_size
+        biases = use_query_bias, use_key_bias, use_value_bias, use_output_bias
+        super().__init__(num_heads, *sizes, *biases, dropout_p, inference, dtype, key=key)
         for name in (*multi_head.OPTIONS, "is_causal", "save"):
             setattr(self, name, arguments[name])
         # A pair of Python ints: `filter_jit` compares it with the windows of other layers.

@@ -1,8 +1,8 @@
 """Multi-head attention as a Flax NNX module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 from flax import nnx
@@ -22,6 +22,38 @@ _own_attention = attention_fn
 _flax_call = nnx.MultiHeadAttention.__call__
 _linear_call = nnx.LinearGeneral.__call__
 _HANDED_ON = ("dtype", "precision", "dropout_rate", "broadcast_dropout", "save")
+
+
+class _FlaxKeywords(TypedDict, total=False):
+    """Lists what Flax's layer takes by name alone; an older Flax refuses what it has not."""
+
+    dtype: Any
+    param_dtype: Any
+    broadcast_dropout: bool
+    dropout_rate: float
+    deterministic: bool | None
+    precision: Any
+    kernel_init: nnx.Initializer
+    out_kernel_init: nnx.Initializer | None
+    bias_init: nnx.Initializer
+    out_bias_init: nnx.Initializer | None
+    use_bias: bool
+    decode: bool | None
+    normalize_qk: bool
+    qkv_promote_dtype: Callable[..., Any]
+    out_promote_dtype: Callable[..., Any]
+    ln_promote_dtype: Callable[..., Any]
+    qkv_dot_general: Callable[..., Any] | None
+    out_dot_general: Callable[..., Any] | None
+    qkv_dot_general_cls: Any
+    out_dot_general_cls: Any
+    keep_rngs: bool
+    kernel_metadata: Mapping[str, Any]
+    out_kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+    out_bias_metadata: Mapping[str, Any]
+    query_ln_scale_metadata: Mapping[str, Any]
+    key_ln_scale_metadata: Mapping[str, Any]
 
 
 class _CallKeywords(Tokens, total=False):
@@ -45,7 +77,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Dropout draws other masks than Flax's for the same key.
 
     Args:
-      num_heads, in_features, ...: all of `flax.nnx.MultiHeadAttention`, by position or by name.
+      num_heads: heads of the queries.
+      in_features: width of the inputs of queries.
+      qkv_features: width of all heads together; None = in_features.
+      out_features: width of the output; None = in_features.
+      num_kv_heads: heads of keys and values, a divisor of num_heads; None = num_heads.
+      in_kv_features: width of the inputs of keys and values; None = in_features.
+      rngs: rng keys; options: as in `flax.nnx.MultiHeadAttention`.
       attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
         `jax_attn_bwd.configured_attention_fn(rope=nnx.RoPE())`, of which `rotary` is the faster form.
       local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
@@ -64,7 +102,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def __init__(
         self,
         num_heads: int,
-        *args: Any,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        rngs: nnx.Rngs,
         attention_fn: Callable[..., jax.Array] = attention_fn,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
@@ -75,22 +119,26 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         save: Save = "inputs",
         implementation: Implementation | None = None,
         forward_mode: bool = False,
-        **kwargs: Any,
+        **options: Unpack[_FlaxKeywords],
     ):
         names = (
             "local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, implementation, "
             "forward_mode, deterministic_sums"
         )
         arguments = locals()
-        *options, mode, sums = got = tuple(arguments[name] for name in names.split(", "))
-        others = any(x is not None for x in options) or (mode, sums) != (False, True)
+        *ours, mode, sums = got = tuple(arguments[name] for name in names.split(", "))
+        others = any(x is not None for x in ours) or (mode, sums) != (False, True)
         if attention_fn is not _own_attention and others:
             expected = "be left out with an attention_fn of the caller's"
             raise ValueError(checks.message(_NAME, names, expected, got, "bind them with functools.partial"))
         if implementation is not None:
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
         num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
-        super().__init__(num_heads, *args, attention_fn=attention_fn, **kwargs)
+        sizes = dict(num_kv_heads=num_kv_heads, in_kv_features=in_kv_features)
+        theirs: dict[str, Any] = {name: x for name, x in sizes.items() if x is not None} | dict(options)
+        super().__init__(
+            num_heads, in_features, qkv_features, out_features, attention_fn=attention_fn, rngs=rngs, **theirs
+        )
         # A pair of Python ints: `nnx.jit` compares it with the windows of other layers.
         self.local_window_size = masks.window(_NAME, local_window_size)
         for name in (*(name for name in multi_head.OPTIONS if name != "local_window_size"), "save"):
