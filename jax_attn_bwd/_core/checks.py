@@ -140,20 +140,6 @@ def scale(operator: str, x: Any, dtype: Any, remedy: str = "") -> float:
     return python_float(operator, "scale", x, remedy, accumulator_dtype(dtype))
 
 
-def head_scale(operator: str, x: Any, size: Any, dtype: Any, remedy: str) -> float:
-    """Returns `scale`, a number of any kind that is known; None is 1 / sqrt(size) for heads of that size."""
-    if is_array(x) and x.ndim:
-        raise ValueError(message(operator, "scale", "be one number", f"shape {x.shape}", remedy))
-    if is_array(x) and (value := known(x)) is not None:
-        x = value.item()
-    if x is not None:
-        return scale(operator, x, dtype, remedy)
-    if not isinstance(size, int):
-        expected = "be given where the size of a head is symbolic"
-        raise ValueError(message(operator, "scale", expected, f"None and the size {size}"))
-    return size**-0.5 if size else 1.0
-
-
 def instance(operator: str, argument: str, x: Any, kind: type[T], remedy: str = "", expected: str = "") -> T:
     """Returns `x`, which must be a `kind`."""
     if not isinstance(x, kind):

@@ -19,12 +19,25 @@ def is_traced(scale: Any) -> bool:
 
 
 def static(operator: str, scale: Any, size: Any, dtype: Any) -> float:
-    """Returns `scale` as an option, or 1 where `times` multiplies; None is 1 / sqrt(size)."""
+    """Returns `scale` as an option, as `number` takes it, or 1 where `times` multiplies."""
     is_real = is_traced(scale) and any(jnp.issubdtype(scale.dtype, x) for x in (jnp.floating, jnp.integer))
     if is_real and not scale.ndim:
         return 1.0
-    remedy = "multiply query by what is not one number"
-    return checks.head_scale(operator, scale, size, dtype, remedy)
+    return number(operator, scale, size, dtype, "multiply query by what is not one number")
+
+
+def number(operator: str, scale: Any, size: Any, dtype: Any, remedy: str) -> float:
+    """Returns `scale`, a number of any kind that is known; None is 1 / sqrt(size) for heads of that size."""
+    if checks.is_array(scale) and scale.ndim:
+        raise ValueError(checks.message(operator, "scale", "be one number", f"shape {scale.shape}", remedy))
+    if checks.is_array(scale) and (value := checks.known(scale)) is not None:
+        scale = value.item()
+    if scale is not None:
+        return checks.scale(operator, scale, dtype, remedy)
+    if not isinstance(size, int):
+        expected = "be given where the size of a head is symbolic"
+        raise ValueError(checks.message(operator, "scale", expected, f"None and the size {size}"))
+    return size**-0.5 if size else 1.0
 
 
 def times(x: jax.Array, scale: Any) -> jax.Array:

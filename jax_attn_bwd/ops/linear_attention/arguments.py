@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks, numerics, sharding
+from jax_attn_bwd._core import checks, head_scale, numerics, sharding
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 
 _HEADS_LAST = "the layout is [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2), from [..., N, T] "
@@ -59,8 +59,7 @@ def prepare(
         if l2_norm_epsilon <= 0:
             expected = "be positive, or None"
             raise ValueError(checks.message(operator, "l2_norm_epsilon", expected, l2_norm_epsilon))
-    remedy = "multiply query by a learned or traced scale"
-    scale = checks.head_scale(operator, scale, H, value.dtype, remedy)
+    scale = head_scale.number(operator, scale, H, value.dtype, "multiply query by a learned or traced scale")
     options = Options(is_delta, scale, l2_norm_epsilon, checks.precision(operator, precision))
     return options, Operands(query, key, value, log_decay, beta, initial_state, seq_lengths, restarts)
 
