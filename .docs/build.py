@@ -83,11 +83,8 @@ def notebook(path: Path, folder: Path) -> None:
 
 def linked(text: str, page: Path, where: dict[str, tuple[Path, str]]) -> str:
     """The page with links from names in backticks to where they are documented, and from numbers of arXiv."""
-    short: dict[str, str] = {}
-    for name in where:
-        short[name] = name
-        if name.startswith(("mods.", "parallel.")):
-            short[name.split(".")[-1]] = name
+    short = {name.split(".")[-1]: name for name in where if name.startswith(("mods.", "parallel."))}
+    short |= {name: name for name in where}
 
     def link(match: re.Match) -> str:
         name = short.get(match[1].removeprefix("jax_attn_bwd."))

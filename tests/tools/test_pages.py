@@ -32,6 +32,16 @@ def test_what_readme_says_is_on_the_pages_with_its_links():
     assert "## " not in shown.replace("### ", "")
 
 
+def test_a_name_links_to_its_own_page_before_another_of_the_same_last_part():
+    build = importlib.import_module("build")
+    where = {
+        name: (Path(f"{name}.md"), name) for name in ("attention_fn", "parallel.attention_fn", "mods.causal")
+    }
+    shown = build.linked("`attention_fn`, `jax_attn_bwd.attention_fn`, `causal`", Path("page.md"), where)
+    assert shown.count("](attention_fn.md#attention_fn)") == 2
+    assert "[`causal`](mods.causal.md#mods.causal)" in shown
+
+
 def test_a_method_call_is_shown_and_bases_are_not():
     pytest.importorskip("flax")
     shown = importlib.import_module("reference").whole("layers.flax_nnx.GATConv")
