@@ -278,7 +278,7 @@ def _block(cut: Cut, operands: Operands) -> tuple[Block, tuple[jax.Array, jax.Ar
 
 def _applied(cut: Cut, kept: jax.Array, state: jax.Array) -> jax.Array:
     """Computes F S of a matrix F, or of a diagonal."""
-    return kept * state if kept.shape[-1] == 1 else dot_of(cut.plan.options)(kept, state)
+    return kept * state if kept.shape[-1] == 1 else dot_of(cut.plan.options)("ij,jv", kept, state)
 
 
 def _across(

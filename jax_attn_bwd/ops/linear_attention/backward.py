@@ -56,11 +56,12 @@ from jax_attn_bwd.ops.linear_attention.chunk import (
 )
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
+    decayed,
     in_order,
     inside,
     merged_heads,
-    next_state,
     split_heads,
+    through_chunks,
     zero_state,
 )
 from jax_attn_bwd.ops.linear_attention.plan import Plan
@@ -72,7 +73,7 @@ def backward(
     plan: Plan, residuals: Residuals, wanted: frozenset[str], dout: jax.Array | None, dfinal: jax.Array | None
 ) -> dict[str, jax.Array]:
     """Returns the gradients of the operands in `wanted`, by name; a cotangent that is None is zero."""
-    options, operands, dot = plan.options, residuals.operands, dot_of(plan.options)
+    options, operands = plan.options, residuals.operands
     dtype, groups = accumulator_dtype(operands.value.dtype), operands.groups
     tokens = layout.tokens(plan, operands)
 
@@ -92,7 +93,7 @@ def backward(
         tokens, dout = layout.of_group(plan, tokens, groups), layout.chunks(plan, dout, groups).astype(dtype)
         own = part(options, tokens, dtype)
         within = inside(options, own)
-        _, (states, u) = in_order(partial(next_state, dot), state, (own, within))
+        _, states, u = through_chunks(options, own, within, state)
         dstate, through = _through_states(options, own, within, dout, dstate)
         found = _of_tokens(options, wanted, own, within, states, u, dout, through)
         shapes = {name: getattr(tokens, name).shape for name in found}
@@ -121,18 +122,20 @@ def _through_states(
 ) -> tuple[jax.Array, Through]:
     """Computes (7) and (8) for the chunks of a group; returns dS0 of the first, too."""
     dot = dot_of(options)
-    read_by_out = dot(transposed(within.reads), dout), dot(transposed(within.from_start), dout)
+    du, of_out = dot("ij,iv", within.reads, dout), within.from_start.transposed_times(dot, dout)
 
-    def step(dstate, given):
-        (du, of_out), beta, within = given
-        du = du + dot(within.at_end, dstate)
-        before, dr = of_out + within.whole * dstate, None
-        if options.is_delta:
-            dr = dot(transposed(within.inverse), du)
-            before = before - dot(transposed(within.at_start), beta * dr)
+    def corrected(dstate, given):
+        du, of_out, beta, within = given
+        du = du + within.at_end.times(dot, dstate)
+        dr = dot("ij,iv", within.inverse, du)
+        before = of_out + within.whole * dstate - within.at_start.transposed_times(dot, beta * dr)
         return before, Through(dstate, du, dr)
 
-    return in_order(step, dstate, (read_by_out, own.beta, within), reverse=True)
+    if options.is_delta:
+        return in_order(corrected, dstate, (du, of_out, own.beta, within), reverse=True)
+    # no cotangent of a state depends on du
+    before, dstates = in_order(decayed, dstate, (within.whole, of_out), reverse=True)
+    return before, Through(dstates, du + within.at_end.times(dot, dstates), None)
 
 
 def _of_tokens(
@@ -150,19 +153,17 @@ def _of_tokens(
     normed, query = query, options.scale * query
     dstate, du, dr = through
     needs_decay, is_shared = "log_decay" in wanted, decays.between is not None
-    strict = strictly_lower(key)
     found = {"value": du}
 
-    # (9): what a token reads of another's share, and of its own
-    dreads = dot(dout, transposed(u))
-    own_share = (dout * u).sum(-1, keepdims=True)
-    dreads = jnp.where(strict, dreads, 0)
+    # (9); what a token reads of its own would only cancel in (15)
+    dreads = dot("iv,jv", dout, u)
+    own_share = None if is_shared else (dout * u).sum(-1, keepdims=True)
     if options.is_delta:
         db_dr = beta * dr
-        doverlaps = -jnp.where(strict, dot(dr, transposed(u)), 0)
+        doverlaps = -jnp.where(strictly_lower(key), dot("iv,jv", dr, u), 0)
         found["value"] = db_dr
         if "beta" in wanted:  # (11)
-            rest = value - dot(within.at_start, states)
+            rest = value - within.at_start.times(dot, states)
             found["beta"] = (dr * rest).sum(-1, keepdims=True) + (doverlaps * within.overlaps).sum(
                 -1, keepdims=True
             )
@@ -173,17 +174,20 @@ def _of_tokens(
     dk: Any = None
     drows: Any = None
     if "query" in wanted or needs_decay:
-        dq_start = decays.from_start * dot(dout, transposed(states))
+        dq_start = decays.from_start * dot("iv,hv", dout, states)
         dq = dq_start + decays.rows(dot, dreads, key)
     # (13), (14)
     if "key" in wanted or needs_decay:
-        dat_end = decays.to_end * dot(u, transposed(dstate))
+        dat_end = decays.to_end * dot("jv,hv", u, dstate)
         dcolumns = dat_end + decays.columns(dot, dreads, query)
         if options.is_delta:
-            dcolumns = dcolumns + decays.columns(dot, doverlaps, key)
-            dk_start = decays.from_start * dot(db_dr, transposed(states))
-            drows = decays.rows(dot, doverlaps, key) - dk_start
-        dk = dcolumns + own_share * query + (0 if drows is None else drows)
+            dk_start = decays.from_start * dot("iv,hv", db_dr, states)
+            if is_shared:
+                drows = decays.both(dot, doverlaps, key) - dk_start
+            else:  # (15) takes them apart
+                dcolumns = dcolumns + decays.columns(dot, doverlaps, key)
+                drows = decays.rows(dot, doverlaps, key) - dk_start
+        dk = dcolumns if drows is None else dcolumns + drows
     # (15) to (17), or (18)
     if needs_decay:
         axis, end = key.ndim - 2, key * dat_end
@@ -206,8 +210,9 @@ def _of_tokens(
 
     # all value heads of a key head, then through the scale and the norm
     if "query" in wanted:
-        dq = reduce_to(dq + own_share * key, query.shape)
+        dq = reduce_to(dq if own_share is None else dq + own_share * key, query.shape)
         found["query"] = options.scale * unit_gradient(normed, query_factor, dq)
     if "key" in wanted:
-        found["key"] = unit_gradient(key, key_factor, reduce_to(dk, key.shape))
+        dk = reduce_to(dk if own_share is None else dk + own_share * query, key.shape)
+        found["key"] = unit_gradient(key, key_factor, dk)
     return {name: x for name, x in found.items() if name in wanted}

@@ -37,7 +37,7 @@ from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.linear_attention.layout import Tokens
 from jax_attn_bwd.ops.linear_attention.spec import Options
 
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
+Dot = Callable[[str, jax.Array, jax.Array], jax.Array]
 _BASE = 16  # rows of a triangle up to which halves are parted by masks: smaller products are slower
 
 
@@ -58,8 +58,17 @@ def identity(rows: jax.Array) -> jax.Array:
 
 
 def dot_of(options: Options) -> Dot:
-    """Returns the product of matrices of a call."""
-    return lambda x, y: jnp.matmul(x, y, precision=options.precision)
+    """Returns the product of stacks of matrices, whose axes it is told as in `dot("ij,jk", x, y)`.
+
+    XLA:GPU reads a matrix that is transposed so as it lies, and would write a `jnp.swapaxes` of it anew.
+    """
+
+    def dot(axes, x, y):
+        x_axes, y_axes = axes.split(",")
+        rest = "".join(a for a in x_axes + y_axes if axes.count(a) == 1)
+        return jnp.einsum(f"...{x_axes},...{y_axes}->...{rest}", x, y, precision=options.precision)
+
+    return dot
 
 
 def unit(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -104,6 +113,22 @@ def part(options: Options, tokens: Tokens, dtype: Any) -> Part:
     )
 
 
+class Scaled(NamedTuple):
+    """Rows times factors; one that all channels share is kept apart, and multiplies the rows of a product."""
+
+    rows: jax.Array  # [C, H]
+    factor: jax.Array | None  # [C, 1]
+
+    def times(self, dot: Dot, state: jax.Array) -> jax.Array:
+        """Returns the product with `[H, Hv]`, `[C, Hv]`."""
+        found = dot("ih,hv", self.rows, state)
+        return found if self.factor is None else self.factor * found
+
+    def transposed_times(self, dot: Dot, x: jax.Array) -> jax.Array:
+        """Returns the product of the transposed rows with `[C, Hv]`, `[H, Hv]`."""
+        return dot("ih,iv", self.rows, x if self.factor is None else self.factor * x)
+
+
 class Decays(NamedTuple):
     """The decays of a chunk.
 
@@ -112,7 +137,7 @@ class Decays(NamedTuple):
       from_start: exp(c), 0 behind the first restart: [C, X].
       to_end: exp(c_C - c), 0 before the last restart: [C, X].
       whole: exp(c_C), 0 with a restart: [1, X].
-      between: exp(c_i - c_j) for j < i, else 0: [C, C]; None where channels have decays of their own.
+      between: exp(c_i - c_j) for j <= i, else 0: [C, C]; None where channels have decays of their own.
       halves: there, of each halving the factors of the later and of the earlier half, (2).
     """
 
@@ -123,40 +148,51 @@ class Decays(NamedTuple):
     between: jax.Array | None
     halves: tuple[tuple[jax.Array, jax.Array], ...]
 
+    def scaled(self, factor: jax.Array, rows: jax.Array) -> Scaled:
+        """Returns `factor`, of those of the decays, times rows."""
+        return Scaled(factor * rows, None) if self.between is None else Scaled(rows, factor)
+
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns <x_i, y_j>_G for j < i, else 0, [C, C]."""
+        """Returns <x_i, y_j>_G for j <= i, else 0, [C, C]."""
         if self.between is not None:
-            return dot(x, transposed(y)) * self.between
+            return dot("id,jd", x, y) * self.between
         below = [
-            dot(_half(x, 1, later) * later, transposed(_half(y, 0, earlier) * earlier))
+            dot("id,jd", _half(x, 1, later) * later, _half(y, 0, earlier) * earlier)
             for later, earlier in self.halves
         ]
-        if not below:  # one token
-            return jnp.zeros_like(dot(x, transposed(y)))
-        none = jnp.zeros_like(below[0])  # on the diagonal
-        return _joined(jnp.concatenate([none, none], -3), below)[..., 0, :, :]
+        own = (x * y).sum(-1)[..., None, None]
+        if below:
+            own = jnp.broadcast_to(own, (*below[0].shape[:-3], *own.shape[-3:]))
+        return _joined(own, below)[..., 0, :, :]
 
     def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns sum_j plane_ij y_j exp(c_i - c_j) over j < i, [C, X]."""
+        """Returns sum_j plane_ij y_j exp(c_i - c_j) over j <= i, or j < i if channels differ, [C, X]."""
         if self.between is not None:
-            return dot(plane * self.between, y)
+            return dot("ij,jd", plane * self.between, y)
         _, below = _parted(plane, 1)
         found = [
-            _placed(dot(block, _half(y, 0, earlier) * earlier) * later, 1)
+            _placed(dot("ij,jd", block, _half(y, 0, earlier) * earlier) * later, 1)
             for block, (later, earlier) in zip(below, self.halves, strict=True)
         ]
         return sum(found[1:], found[0]) if found else _nothing(plane, y)
 
     def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns sum_i plane_ij x_i exp(c_i - c_j) over i > j, [C, X]."""
+        """Returns sum_i plane_ij x_i exp(c_i - c_j) over i >= j, or i > j if channels differ, [C, X]."""
         if self.between is not None:
-            return dot(transposed(plane * self.between), x)
+            return dot("ij,id", plane * self.between, x)
         _, below = _parted(plane, 1)
         found = [
-            _placed(dot(transposed(block), _half(x, 1, later) * later) * earlier, 0)
+            _placed(dot("ij,id", block, _half(x, 1, later) * later) * earlier, 0)
             for block, (later, earlier) in zip(below, self.halves, strict=True)
         ]
         return sum(found[1:], found[0]) if found else _nothing(plane, x)
+
+    def both(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns `rows` plus `columns` of the same, one product where all channels share their decay."""
+        if self.between is None:
+            return self.rows(dot, plane, x) + self.columns(dot, plane, x)
+        plane = plane * self.between
+        return dot("ij,jd", plane + transposed(plane), x)
 
 
 def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -> Decays:
@@ -179,8 +215,8 @@ def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -
     outer = factor(c, first), factor(left, number == last), factor(c[..., -1:, :], last == 0)
     # between tokens: a plane for all channels, or factors for each
     if c.shape[-1] == 1:
-        earlier = strictly_lower(c) & (number == transposed(number))
-        return Decays(restarts, *outer, factor(between_pairs(g), earlier), ())
+        is_read = ~transposed(strictly_lower(c)) & (number == transposed(number))
+        return Decays(restarts, *outer, factor(between_pairs(g), is_read), ())
     halves, size = [], 1
     while size < c.shape[-2]:
         (g1, n1), n0 = (_half(x, 1, size=size) for x in (g, number)), _half(number, 0, size=size)

@@ -26,7 +26,15 @@ from jax import lax
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import Dot, Part, dot_of, identity, inverse, part, transposed
+from jax_attn_bwd.ops.linear_attention.chunk import (
+    Part,
+    Scaled,
+    dot_of,
+    inverse,
+    part,
+    strictly_lower,
+    transposed,
+)
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 
@@ -42,9 +50,9 @@ class Result(NamedTuple):
 class Inside(NamedTuple):
     """What tokens of a chunk are to one another and to the states around it, `[m, ..., K, G, C, X]`."""
 
-    from_start: jax.Array  # q^
-    at_start: jax.Array  # k^
-    at_end: jax.Array  # k~
+    from_start: Scaled  # q^
+    at_start: Scaled  # k^
+    at_end: Scaled  # k~
     whole: jax.Array  # exp(c_C), [X, 1]
     reads: jax.Array  # P, [C, C]
     overlaps: Any  # <k_i, k_j>_G for j < i, [C, C]; None without a delta rule, as the next
@@ -62,8 +70,8 @@ def forward(plan: Plan, operands: Operands) -> Result:
     def group(state, tokens):
         own = part(options, layout.of_group(plan, tokens, operands.groups), dtype)
         within = inside(options, own)
-        after, (states, u) = in_order(partial(next_state, dot), state, (own, within))
-        out = dot(within.from_start, states) + dot(within.reads, u)  # (6)
+        after, states, u = through_chunks(options, own, within, state)
+        out = within.from_start.times(dot, states) + dot("ij,jv", within.reads, u)  # (6)
         return after, (layout.rows(out.astype(operands.value.dtype)), state)
 
     group = jax.checkpoint(group, prevent_cse=False)
@@ -92,9 +100,9 @@ def _one_token(plan: Plan, operands: Operands) -> Result:
     first = merged_heads(first_state(operands))
     final = transposed(whole) * first
     if plan.options.is_delta:
-        u = of_heads(own.beta) * (u - dot(key, final))
+        u = of_heads(own.beta) * (u - dot("ih,hv", key, final))
     final = final + transposed(key) * u
-    out = jnp.swapaxes(dot(plan.options.scale * query, final), -3, -2).astype(operands.value.dtype)
+    out = jnp.swapaxes(dot("ih,hv", plan.options.scale * query, final), -3, -2).astype(operands.value.dtype)
     out, final, states = tie((out, final, split_heads(first, operands.groups)[None]), operands)
     return Result(out, final, states)
 
@@ -103,32 +111,45 @@ def inside(options: Options, own: Part) -> Inside:
     """Computes (4) and what stands beside it."""
     (query, key, _, beta, decays, *_), dot = own, dot_of(options)
     query = options.scale * query
-    own_share = (query * key).sum(-1, keepdims=True)
-    reads = decays.products(dot, query, key) + identity(key) * own_share
     overlaps = triangle = None
     if options.is_delta:
-        overlaps = decays.products(dot, key, key)
+        overlaps = jnp.where(strictly_lower(key), decays.products(dot, key, key), 0)
         triangle = inverse(beta * overlaps)
     return Inside(
-        decays.from_start * query,
-        decays.from_start * key,
-        decays.to_end * key,
+        decays.scaled(options.scale * decays.from_start, own.query),
+        decays.scaled(decays.from_start, key),
+        decays.scaled(decays.to_end, key),
         transposed(decays.whole),
-        reads,
+        decays.products(dot, query, key),
         overlaps,
         triangle,
     )
 
 
-def next_state(
-    dot: Dot, state: jax.Array, given: tuple[Part, Inside]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns (the state behind a chunk, (the state before it, u)), by (5) and (6)."""
-    own, within = given
-    u = own.value
-    if within.inverse is not None:
-        u = dot(within.inverse, own.beta * (u - dot(within.at_start, state)))
-    return within.whole * state + dot(transposed(within.at_end), u), (state, u)
+def through_chunks(
+    options: Options, own: Part, within: Inside, state: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the state behind a group, those before its chunks, and u of its tokens, by (5) and (6)."""
+    dot = dot_of(options)
+
+    def corrected(state, given):
+        value, beta, within = given
+        u = dot("ij,jv", within.inverse, beta * (value - within.at_start.times(dot, state)))
+        return within.whole * state + within.at_end.transposed_times(dot, u), (state, u)
+
+    if options.is_delta:
+        after, (states, u) = in_order(corrected, state, (own.value, own.beta, within))
+        return after, states, u
+    # u is known before the states are, and so is what each chunk adds to them
+    added = within.at_end.transposed_times(dot, own.value)
+    after, states = in_order(decayed, state, (within.whole, added))
+    return after, states, own.value
+
+
+def decayed(state: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns (the state behind a chunk, that before it) where what the chunk adds is known."""
+    whole, added = given
+    return whole * state + added, state
 
 
 def in_order(step: Callable[..., Any], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:

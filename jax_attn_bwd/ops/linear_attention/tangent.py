@@ -20,7 +20,14 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import Part, dot_of, identity, part, transposed, unit_gradient
+from jax_attn_bwd.ops.linear_attention.chunk import (
+    Part,
+    dot_of,
+    part,
+    strictly_lower,
+    transposed,
+    unit_gradient,
+)
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     first_state,
@@ -77,17 +84,17 @@ def _of_group(options: Options, tokens: Tokens, along: Tokens, dtype) -> tuple[P
     later = lambda dx, x: dx + dc * x
     earlier = dkey - dc * key
     dreads = decays.products(dot, later(dquery, query), key) + decays.products(dot, query, earlier)
-    own_share = (dquery * key + query * dkey).sum(-1, keepdims=True)
     doverlaps = None
     if options.is_delta:
         doverlaps = decays.products(dot, later(dkey, key), key) + decays.products(dot, key, earlier)
+        doverlaps = jnp.where(strictly_lower(key), doverlaps, 0)
         doverlaps = moved.beta * within.overlaps + own.beta * doverlaps
     moves = Inside(
-        decays.from_start * later(dquery, query),
-        decays.from_start * later(dkey, key),
-        decays.to_end * (earlier + dend * key),
+        decays.scaled(decays.from_start, later(dquery, query)),
+        decays.scaled(decays.from_start, later(dkey, key)),
+        decays.scaled(decays.to_end, earlier + dend * key),
         transposed(decays.whole * dend),
-        dreads + identity(key) * own_share,
+        dreads,
         doverlaps,  # A'
         None,
     )
@@ -99,13 +106,14 @@ def _next(options, states, given):
     (state, dstate), (own, within, moves, moved), dot = states, given, dot_of(options)
     u, du = own.value, moved.value
     if options.is_delta:
-        rest = u - dot(within.at_start, state)
-        u = dot(within.inverse, own.beta * rest)
-        du = du - dot(moves.at_start, state) - dot(within.at_start, dstate)
-        du = dot(within.inverse, moved.beta * rest + own.beta * du - dot(moves.overlaps, u))
-    dout = dot(moves.from_start, state) + dot(within.from_start, dstate)
-    dout = dout + dot(moves.reads, u) + dot(within.reads, du)
+        rest = u - within.at_start.times(dot, state)
+        u = dot("ij,jv", within.inverse, own.beta * rest)
+        du = du - moves.at_start.times(dot, state) - within.at_start.times(dot, dstate)
+        du = moved.beta * rest + own.beta * du - dot("ij,jv", moves.overlaps, u)
+        du = dot("ij,jv", within.inverse, du)
+    dout = moves.from_start.times(dot, state) + within.from_start.times(dot, dstate)
+    dout = dout + dot("ij,jv", moves.reads, u) + dot("ij,jv", within.reads, du)
     dstate = moves.whole * state + within.whole * dstate
-    dstate = dstate + dot(transposed(moves.at_end), u) + dot(transposed(within.at_end), du)
-    state = within.whole * state + dot(transposed(within.at_end), u)
+    dstate = dstate + moves.at_end.transposed_times(dot, u) + within.at_end.transposed_times(dot, du)
+    state = within.whole * state + within.at_end.transposed_times(dot, u)
     return (state, dstate), dout
