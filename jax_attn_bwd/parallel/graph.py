@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd._core import checks, dropout
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.types import Array, GraphKind, GraphMode, Pair, Triple
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
@@ -214,8 +215,10 @@ def _with_halo(rows, partitioned, indices, axis, mode) -> jax.Array:
         return rows
     if mode == "all_gather":
         return jnp.concatenate([rows, rows_at(lax.all_gather(rows, axis, tiled=True), remote)])
-    # a message has each row once: its cotangents are added in one order
-    messages = [rows_at(rows, index) for index in jnp.split(send, np.cumsum(sizes)[:-1])]
+    # A message has each row once: its cotangents are added in one order, wide ones, which are rounded once.
+    wide, dtype = rows.astype(accumulator_dtype(rows.dtype)), rows.dtype
+    messages = [rows_at(wide, index).astype(dtype) for index in jnp.split(send, np.cumsum(sizes)[:-1])]
+    rows = wide.astype(dtype)
     if rounds is None:
         received = lax.all_to_all(jnp.stack(messages), axis, 0, 0).reshape(-1, *rows.shape[1:])
         return jnp.concatenate([rows, received])
