@@ -260,11 +260,10 @@ def _linear(
     names = ("query", "key", "value", "log_decay", *(["beta"] if "beta" in arrays else []))
     args, epsilon = (dout, *(arrays[name] for name in names)), case.options.get("l2_norm_epsilon")
     call = partial(function, l2_norm_epsilon=epsilon)
-    peer, name = step(partial(peers.chunk_form, epsilon)), "chunk form, jax.grad"
-    found, refused = peers.gather(case.name, {name: partial(compiled_contender, name, peer, *args)})
-    yield Workload(
-        f"{function.__name__}, {case.name}", [*peers.ours(call, step, *args), *found], refused=refused
-    )
+    workload, name = f"{function.__name__}, {case.name}", "chunk form, jax.grad"
+    make = partial(peers.chunks, name, epsilon, "beta" in arrays, args)
+    found, refused = peers.gather(workload, {name: make})
+    yield Workload(workload, [*peers.ours(call, step, *args), *found], refused=refused)
 
 
 def _tolokers(operator: str, left_out: bool) -> tuple[Case, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd import BipartiteCSC, MultiHeadAttentionParams
-from jax_attn_bwd.bench.measure import Contender, compiled_contender
+from jax_attn_bwd.bench.measure import Contender, compiled_contender, step
 from jax_attn_bwd.bench.report import Row, sentence
 from jax_attn_bwd.ops.deformable.reference import multi_scale_deformable_attention
 
@@ -260,6 +260,15 @@ def chunk_form(epsilon, query, key, value, log_decay, beta=None, C=64):
     zeros = jnp.zeros((B, N, H, value.shape[-1]), value.dtype)
     _, out = lax.scan(step, zeros, tuple(jnp.moveaxis(x, 2, 0) for x in given))
     return jnp.moveaxis(jnp.moveaxis(out, 0, 2).reshape(B, N, T, -1), 1, 2)
+
+
+def chunks(name: str, epsilon: float | None, solves: bool, args: tuple) -> Contender:
+    """Makes a contender of the step of `chunk_form`, as JAX derives it; `solves`: by a delta rule."""
+    if solves and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
+        raise NotImplementedError(
+            "before JAX 0.11 the gradient of many triangular solves never ends on a CPU"
+        )
+    return compiled_contender(name, step(partial(chunk_form, epsilon)), *args)
 
 
 # ---- deformable attention
