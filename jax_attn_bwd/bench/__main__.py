@@ -1,10 +1,12 @@
 """Command line: `python -m jax_attn_bwd.bench <operator>|programs|mods [--out DIR] [--repeats N] [--quick]`.
 
-With `--scaling` one case of the operator at many sizes. Or
+With `--scaling` one case of the operator at many sizes. Programs drawn by lot:
+`python -m jax_attn_bwd.bench race --seed N --count M [--operator ...] [--floor X]`. Or
 `python -m jax_attn_bwd.bench --compare OLD.json NEW.json`.
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,8 @@ from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
 from jax_attn_bwd.bench import mods, operators, plots, programs, report
 from jax_attn_bwd.bench.measure import Workload, measure
+from jax_attn_bwd.bench.race.program import DRAWN
+from jax_attn_bwd.bench.race.run import Race, run
 
 # what is measured under names of its own, not by an operator's cases
 NAMED: dict[str, Callable[..., Iterator[Workload]]] = {"mods": mods.workloads, "programs": programs.workloads}
@@ -31,17 +35,21 @@ def main(argv: list[str] | None = None) -> int:
     # what the command line says, and what does not go together
     measured = sorted({operator.folder for operator in ops.discover() if operator.name in operators.MEASURED})
     parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.bench", description=bench.__doc__)
-    parser.add_argument("operator", nargs="?", choices=[*measured, *NAMED])
+    parser.add_argument("operator", nargs="?", choices=[*measured, *NAMED, "race"])
     files = ("OLD.json", "NEW.json")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=files, help="what became slower or larger")
     parser.add_argument("--out", type=Path, default=report.OUT, help="folder of what is written; default out")
-    parser.add_argument("--repeats", type=_repeats, default=9, help="rounds; the median is taken; default 9")
+    parser.add_argument(
+        "--repeats", type=partial(_at_least, 1), default=9, help="rounds; the median is taken; default 9"
+    )
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the command")
     parser.add_argument(
         "--scaling", action="store_true", help="one case at many sizes: time and memory over it"
     )
     parser.add_argument("--only", default="", help="of programs and mods, those whose names contain this")
+    asked = _options_of_race(parser)
     args = parser.parse_args(argv)
+    given = [action for action in asked if hasattr(args, action.dest)]
     if (args.operator is None) == (args.compare is None):
         parser.error("give an operator to measure, or --compare two files, not both")
     if args.compare:
@@ -50,11 +58,19 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"--compare must be given two files that a benchmark wrote: {error}")
         return report.compare(old, new)
-    if args.scaling and args.operator in NAMED:
-        parser.error(f"--scaling measures one operator; {args.operator} have one size each")
+    if args.scaling and args.operator not in measured:
+        parser.error(f"--scaling measures one operator; the sizes of {args.operator} are its own")
+    if given and args.operator != "race":
+        parser.error(f"{given[0].option_strings[0]} is of race; {args.operator} has cases of its own")
     if args.only and args.operator not in NAMED:
         parser.error(f"--only chooses among {' and '.join(NAMED)}; {args.operator} has cases of its own")
     report.prepare(parser, args.out)
+    if args.operator == "race":
+        wanted = {action.dest: getattr(args, action.dest) for action in given}
+        drawn = Race(args.repeats, args.quick, **wanted)
+        context = report.environment()
+        stem = f"race_seed{drawn.seed}_{context['platform']}_jax{context['jax']}"
+        return run(drawn, context, args.out / f"{stem}.json")
 
     make = NAMED.get(args.operator) or partial(operators.workloads, args.operator)
     # the file is written after each workload: an interrupted run keeps what it has
@@ -80,11 +96,42 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _repeats(text: str) -> int:
-    repeats = int(text)
-    if repeats < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return repeats
+def _options_of_race(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Adds the options of `race`; those that are not given are no attributes of what is parsed."""
+    race = parser.add_argument_group(
+        "race",
+        "Random training steps over all operators and the layer, alone and among others, each beside the "
+        "plain formula that JAX differentiates. A seed and a number are one program on every machine: "
+        "--seed 3 --first 17 --count 1 runs number 17 of seed 3 alone, with the same --operator.",
+        argument_default=argparse.SUPPRESS,
+    )
+    floor = (
+        "a program whose plain step takes less than this share of our time is measured again in a process of "
+        "its own; if it is below there, too, the exit code is 1"
+    )
+    return [
+        race.add_argument("--seed", type=partial(_at_least, 0), help="of what is drawn; default 0"),
+        race.add_argument("--count", type=partial(_at_least, 1), help="how many programs; default 20"),
+        race.add_argument("--first", type=partial(_at_least, 0), help="number of the first; default 0"),
+        race.add_argument("--operator", dest="operators", nargs="+", choices=[*DRAWN], help="default all"),
+        race.add_argument("--floor", type=_positive, help=floor),
+    ]
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return number
 
 
 if __name__ == "__main__":

@@ -132,8 +132,8 @@ def check_agreement(workload: Workload) -> None:
             )
 
 
-def measure(workload: Workload, repeats: int) -> list[Row]:
-    """Takes medians over `repeats` rounds in which the contenders take turns.
+def measure(workload: Workload, repeats: int, seconds: float = 0.0) -> list[Row]:
+    """Takes medians over rounds in which the contenders take turns: `repeats`, or more while `seconds` last.
 
     What is timed follows an untimed call of the same contender, as in a training loop: what another
     contender left in the caches and the allocator is not measured.
@@ -142,10 +142,12 @@ def measure(workload: Workload, repeats: int) -> list[Row]:
     times: dict[str, list[float]] = {c.name: [] for c in workload.contenders}
     if workload.timed:
         check_agreement(workload)
-        for _ in range(repeats):
+        rounds, start = 0, time.perf_counter()
+        while rounds < repeats or time.perf_counter() < start + seconds:
             for contender in workload.contenders:
                 if contender.timed:
                     times[contender.name].append(_seconds(contender, many))
+            rounds += 1
     return [*_rows(workload, {name: t for name, t in times.items() if t}), *workload.refused]
 
 

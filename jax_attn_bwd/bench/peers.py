@@ -342,21 +342,31 @@ def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
         out = over(softmax(scores)[..., None] * message)
         return out.reshape(edges.nodes, edges.heads * edges.width)
 
-    def gat(x, y, a):
-        x, y, (a_src, a_dst) = heads(x), heads(y), jnp.split(a, 2)
+    def gat(x, y, a, edge=None):
+        x, y, (a_src, a_dst, *a_edge) = heads(x), heads(y), jnp.split(a, 2 if edge is None else 3)
         z = (x * heads(a_src)).sum(-1)[src] + (y * heads(a_dst)).sum(-1)[dst]
+        z = z if edge is None else z + (heads(edge) * heads(a_edge[0])).sum(-1)
         return attend(jax.nn.leaky_relu(z, 0.2), x[src])
 
-    def gatv2(x, y, a):
+    def gatv2(x, y, a, edge=None):
         x, y = heads(x), heads(y)
-        return attend((jax.nn.leaky_relu(x[src] + y[dst], 0.2) * heads(a)).sum(-1), x[src])
+        z = x[src] + y[dst] if edge is None else x[src] + y[dst] + heads(edge)
+        return attend((jax.nn.leaky_relu(z, 0.2) * heads(a)).sum(-1), x[src])
 
-    def transformer(q, k, v):
-        scores = (heads(q)[dst] * heads(k)[src]).sum(-1) * edges.width**-0.5
-        return attend(scores, heads(v)[src])
+    def transformer(q, k, v, edge=None):
+        k, v = (heads(x)[src] if edge is None else heads(x)[src] + heads(edge) for x in (k, v))
+        return attend((heads(q)[dst] * k).sum(-1) * edges.width**-0.5, v)
+
+    def highest(x):
+        found = jax.ops.segment_max(x, dst, edges.nodes, indices_are_sorted=True)
+        return jnp.where(jnp.isfinite(found), found, 0)
+
+    def mean(x):
+        return over(x) / jnp.maximum(over(jnp.ones((len(dst), 1), x.dtype)), 1)
 
     known: dict[str, Callable[..., jax.Array]] = {"edge_softmax": softmax, "graph_attention": gat}
     known |= {"graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
+    known |= {"edge_sum": over, "edge_mean": mean, "edge_max": highest}
     return known[operator]
 
 

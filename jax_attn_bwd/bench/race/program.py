@@ -1,0 +1,92 @@
+"""Draws a training step by lot, and compiles it beside the plain one.
+
+A seed and a number are one program, the same on every machine and in every version of JAX.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_attn_bwd._core.cases import cast
+from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender
+from jax_attn_bwd.bench.race import surroundings
+from jax_attn_bwd.bench.race.call import Budget, Call, Function, Lot, normal
+from jax_attn_bwd.bench.race.deformable import deformable
+from jax_attn_bwd.bench.race.dense import dense, layer
+from jax_attn_bwd.bench.race.graph import graph
+from jax_attn_bwd.bench.race.softmax import softmax
+
+# how the calls of an operator are drawn, and how many lots it has
+DRAWN: dict[str, tuple[Callable[[Lot, Budget], Call], int]] = {
+    "softmax": (softmax, 2),
+    "dot_product": (dense, 3),
+    "multi_head": (layer, 2),
+    "deformable": (deformable, 2),
+    "graph": (graph, 3),
+}
+WHOLE, QUICK = Budget(), Budget(2**12, 4e6)
+
+
+class Program(NamedTuple):
+    """Holds a training step that was drawn; nothing of it is computed yet."""
+
+    seed: int
+    number: int
+    operator: str
+    dtype: str
+    call: Call
+
+    @property
+    def name(self) -> str:
+        """Tells all but the seed."""
+        return f"{self.number}: {self.operator} {self.dtype}, {self.call.name}"
+
+
+def draw(seed: int, number: int, operators: Sequence[str], budget: Budget) -> Program:
+    """Draws a program of one of `operators`: alone, between others, under `vmap` or in a scan of layers."""
+    operator = Lot(seed, number).one_of([name for name in operators for _ in range(DRAWN[name][1])])
+    lot = Lot(seed, number, operator)
+    dtype = lot.one_of(("float32", "float32", "bfloat16"))
+    place = lot.one_of(("alone", "between", "vmap", "scan"))
+    count = lot.one_of((2, 3, 4)) if place in ("vmap", "scan") else 1
+    call = DRAWN[operator][0](lot, Budget(*(part / count for part in budget)))
+    if place == "between":
+        call = surroundings.between(lot, call)
+    elif place == "vmap":
+        call = surroundings.mapped(call, count)
+    elif place == "scan":
+        call = surroundings.layers(call, count, remat=lot.chance(0.5))
+    return Program(seed, number, operator, dtype, call)
+
+
+def workload(program: Program) -> Workload:
+    """Draws the numbers, and compiles both steps, each from empty caches."""
+    # what both read; ours may read a graph built before
+    call, rng = program.call, np.random.default_rng((program.seed, program.number))
+    ours, plain = call.data(rng)
+    arrays = {name: cast(x.fill(rng, x.shape), x.dtype or program.dtype) for name, x in call.inputs.items()}
+    wanted = {name: x for name, x in arrays.items() if call.inputs[name].wanted}
+    fixed = {name: x for name, x in arrays.items() if name not in wanted}
+    dout = cast(normal(rng, call.out), program.dtype)
+
+    def contender(name: str, function: Function, data: Any, **more: Any) -> Contender:
+        jax.clear_caches()
+        return compiled_contender(name, _step(function), dout, data, fixed, wanted, costs=True, **more)
+
+    found = [
+        contender("jax_attn_bwd", call.ours, ours),
+        contender("plain", call.plain, plain, compare=call.checked is None),
+    ]
+    if call.checked is not None:
+        found.append(contender("plain, our dropout", call.checked, plain, timed=False))
+    return Workload(program.name, found, tolerance=TOLERANCES[program.dtype])
+
+
+def _step(function: Function) -> Callable[..., tuple]:
+    def run(dout, data, fixed, wanted):
+        out, pullback = jax.vjp(lambda wanted: function(data, {**fixed, **wanted}), wanted)
+        return out, pullback(dout)
+
+    return run

@@ -1,0 +1,138 @@
+"""Measures programs drawn by lot one after the other, and tells how ours does over all of them."""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax_attn_bwd.bench import plots, report
+from jax_attn_bwd.bench.measure import compiled_contender, measure
+from jax_attn_bwd.bench.race import program
+from jax_attn_bwd.bench.report import Row
+
+SECONDS = 2.0  # of the rounds of a program, where they take less
+COMPILED = "compiled in"  # the note that says how long it took
+
+
+class Race(NamedTuple):
+    """Holds what the command line asks for.
+
+    Attributes:
+      repeats: rounds of each program, at least.
+      quick: whether programs are small.
+      seed: of all that is drawn.
+      first, count: the numbers of the programs.
+      operators: what is drawn.
+      floor: how fast ours must be, as the time of plain over ours; 0 asks for nothing.
+    """
+
+    repeats: int
+    quick: bool
+    seed: int = 0
+    first: int = 0
+    count: int = 20
+    operators: Sequence[str] = (*program.DRAWN,)
+    floor: float = 0.0
+
+
+def run(race: Race, context: Mapping[str, Any], path: Path) -> int:
+    """Prints a line a program, then the distribution; writes JSON and a plot.
+
+    Returns 1 if a program failed, or is below the floor in a process of its own, too; else 0.
+    """
+    context, rows = {**context, "race": race._asdict()}, list[Row]()
+    compiled_contender("warm", abs, 1.0)  # what the first of a process pays for
+    print(_line("x", "ours", "plain", "compiled in", "", "program"))
+    for number in range(race.first, race.first + race.count):
+        found = _measured(race, number)
+        if 0 < (x := ratio(found) or 1.0) < race.floor:
+            found = _alone(race, number, x)
+        print(_told(found), flush=True)
+        rows += found
+        report.write(path, context, rows, finished=False)
+
+    # what they say together
+    by_case: dict[str, list[Row]] = {}
+    for row in rows:
+        by_case.setdefault(row.case, []).append(row)
+    ratios = {case: x for case, found in by_case.items() if (x := ratio(found)) is not None}
+    failed = len(by_case) - len(ratios)
+    told = distribution([*ratios.values()], race.floor) if ratios else {}
+    report.write(path, {**context, "distribution": told}, rows, finished=True)
+    print(f"\n{len(ratios)} programs, {failed} failed. x, the time of plain over that of ours:")
+    print(", ".join(f"{name} {value:.3g}" for name, value in told.items()))
+    print(f"wrote {path}")
+
+    # the slowest first
+    ordered = [
+        replace(row, case=textwrap.fill(case, 60))
+        for case in sorted(ratios, key=ratios.__getitem__)
+        for row in by_case[case]
+    ]
+    title = plots.title(f"race, seed {race.seed}", "", context)
+    if plotted := plots.ratios(ordered, title, path.with_suffix(".png")):
+        print(f"wrote {plotted}")
+    return int(failed > 0 or bool(told.get("below the floor")))
+
+
+def ratio(rows: Sequence[Row]) -> float | None:
+    """Returns the time of the plain step over ours; None where they were not measured."""
+    return next((row.ratio for row in rows if row.contender == "plain"), None)
+
+
+def distribution(ratios: Sequence[float], floor: float) -> dict[str, float]:
+    """Returns the least and the greatest, the quartiles, and how many are below 1 and below a floor."""
+    quartiles = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
+    names = ("least", "first quartile", "median", "third quartile", "greatest")
+    found = dict(zip(names, (min(ratios), *quartiles, max(ratios)), strict=True))
+    found["below 1"] = sum(x < 1 for x in ratios)
+    if floor:
+        found["below the floor"] = sum(x < floor for x in ratios)
+    return found
+
+
+def _measured(race: Race, number: int) -> list[Row]:
+    budget = program.QUICK if race.quick else program.WHOLE
+    drawn = program.draw(race.seed, number, race.operators, budget)
+    try:
+        return measure(program.workload(drawn), race.repeats, SECONDS * (not race.quick))
+    except Exception as error:  # the others are measured all the same
+        return [Row(drawn.name, "jax_attn_bwd", notes={"failed": report.sentence(error)})]
+
+
+def _alone(race: Race, number: int, beside: float) -> list[Row]:
+    """Measures a program again in a process of its own; `beside` is its ratio in this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"seed": race.seed, "first": number, "count": 1, "repeats": race.repeats, "out": folder}
+        options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "jax_attn_bwd.bench", "race", *options, *["--quick"] * race.quick]
+        done = subprocess.run(
+            [*command, "--operator", *race.operators], capture_output=True, text=True, check=False
+        )
+        written = [*Path(folder).glob("*.json")]
+        if not written:
+            raise RuntimeError(
+                f"bench: program {number} in a process of its own: {done.stderr[-report.LIMIT :]}"
+            )
+        return [
+            replace(row, notes={**row.notes, "x beside other programs": round(beside, 2)})
+            for row in report.read(written[0])
+        ]
+
+
+def _told(rows: Sequence[Row]) -> str:
+    ours, *others = rows
+    if "failed" in ours.notes:
+        return _line("-", "", "", "", "", f"{ours.case}: {ours.notes['failed']}")
+    plain = others[0]
+    seconds = (row.notes[COMPILED] for row in (ours, plain))
+    return _line(f"{plain.ratio:.2f}", report.shown(ours), report.shown(plain), *seconds, ours.case)
+
+
+def _line(x: str, ours: str, plain: str, compiled: str, beside: str, name: str) -> str:
+    return f"{x:>6}  {ours:>8}  {plain:>8}  {compiled:>11}  {beside:>8}  {name}"

@@ -1,0 +1,134 @@
+"""`python -m jax_attn_bwd.bench race`: what is drawn, that both sides agree, and what a floor does."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import thorough
+
+from jax_attn_bwd.bench import __main__ as bench
+from jax_attn_bwd.bench import measure
+from jax_attn_bwd.bench.race import program, run
+from jax_attn_bwd.bench.report import Row
+
+ALL = (*program.DRAWN,)
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Plain formulas promote dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_a_seed_and_a_number_are_one_program():
+    names = [program.draw(3, number, ALL, program.WHOLE).name for number in range(4)]
+    assert names == ["NAMES"]
+
+
+def test_what_is_drawn_is_within_the_budget_and_of_every_kind():
+    drawn = [program.draw(0, number, ALL, program.WHOLE) for number in range(400)]
+    assert {p.operator for p in drawn} == {*ALL}
+    assert all(name in "\n".join(p.name for p in drawn) for name in KINDS)
+    for p in drawn:
+        assert all(np.prod(x.shape) <= program.WHOLE.elements for x in p.call.inputs.values()), p.name
+        assert len({*p.call.inputs}) == len(p.call.inputs)
+
+
+KINDS = (
+    *("float32", "bfloat16", "sine before", "GELU behind", "layer norm before", "product behind"),
+    *("vmap of 2", "scan of 4 layers", "remat", "causal", "window", "mask", "lengths", "segments", "prefix"),
+    *("bias", "with gradient", "relative bias", "ALiBi", "soft cap", "sink", "dropout", "rotary", "memory"),
+    *("encoder", "decoder", "normalized", "axis -2", "scale"),
+    *("GAT ", "GATv2", "transformer", "edge_max", "power law", "edge features", "mean of heads"),
+)
+
+
+def disagreement(operator: str, number: int) -> None:
+    measure.check_agreement(program.workload(program.draw(0, number, (operator,), program.QUICK)))
+
+
+@thorough
+@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("operator", ALL)
+def test_both_sides_compute_the_same(operator, number):
+    disagreement(operator, number)
+
+
+def race(tmp_path: Path, *options: str) -> int:
+    return bench.main(["race", *options, "--quick", "--repeats", "1", "--out", str(tmp_path)])
+
+
+def test_a_race_prints_each_program_and_writes_json_and_a_plot(tmp_path, capsys):
+    assert race(tmp_path, "--seed", "1", "--count", "2", "--operator", "softmax") == 0
+    told = capsys.readouterr().out
+    (path,) = tmp_path.glob("race_seed1_*.json")
+    report = json.loads(path.read_text())
+    assert report["finished"]
+    assert report["race"]["operators"] == ["softmax"]
+    assert [row["contender"] for row in report["rows"]] == ["jax_attn_bwd", "plain"] * 2
+    for row in report["rows"][::2]:
+        assert re.search(rf"^ +\d+\.\d+ .*{re.escape(row['case'])}$", told, re.MULTILINE)
+    assert report["distribution"].keys() >= {"least", "median", "greatest", "below 1"}
+    assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def rows(name: str, x: float) -> list[Row]:
+    notes = {run.COMPILED: "0.10 s"}
+    return [Row(name, "jax_attn_bwd", 1.0, 1.0, notes=notes), Row(name, "plain", x, x, notes=notes)]
+
+
+@pytest.mark.parametrize(
+    ("beside", "alone", "floor", "code"),
+    [(0.8, 0.8, None, 0), (0.8, 1.2, "0.9", 0), (0.8, 0.85, "0.9", 1), (0.95, 0.1, "0.9", 0)],
+)
+def test_what_is_below_the_floor_alone_too_counts(beside, alone, floor, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "_measured", lambda race, number: rows(str(number), beside))
+    monkeypatch.setattr(run, "_alone", lambda race, number, x: rows(str(number), alone))
+    assert race(tmp_path, *(["--floor", floor] if floor else []), "--count", "1") == code
+
+
+def test_a_program_that_fails_is_told_and_the_next_is_measured(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def broken(drawn):
+        made.append(drawn)
+        raise RuntimeError("they disagree")
+
+    monkeypatch.setattr(program, "workload", broken)
+    assert race(tmp_path, "--count", "2") == 1
+    assert len(made) == 2
+    assert "they disagree" in capsys.readouterr().out
+
+
+@thorough
+def test_a_program_is_measured_in_a_process_of_its_own(tmp_path):
+    asked = run.Race(1, True, seed=1, count=2, operators=("softmax",))
+    ours, plain = run._alone(asked, 1, 0.5)
+    assert ours.case == program.draw(1, 1, ("softmax",), program.QUICK).name
+    assert plain.ratio > 0
+    assert plain.notes["x beside other programs"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["race", "--count", "0"], "--count: must be at least 1, got 0"),
+        (["race", "--seed", "-1"], "--seed: must be at least 0, got -1"),
+        (["race", "--floor", "fast"], "--floor: must be a positive number, got fast"),
+        (["race", "--operator", "sorting"], "--operator: invalid choice: 'sorting'"),
+        (["softmax", "--seed", "1"], "--seed is of race; softmax has cases of its own"),
+        (["race", "--scaling"], "--scaling measures one operator; the sizes of race are its own"),
+        (["race", "--only", "softmax"], "--only chooses among mods and programs; race has"),
+    ],
+    ids=["count", "seed", "floor", "operator", "elsewhere", "scaling", "only"],
+)
+def test_bad_arguments_are_refused(argv, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench.main([*argv, "--out", str(tmp_path / "new")])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
