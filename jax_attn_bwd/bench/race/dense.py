@@ -236,9 +236,11 @@ def layer(lot: Lot, budget: Budget) -> Call:
         read["memory"] = activation(n.B, n.S, E)
 
     def ours(data, a):
-        params = MultiHeadAttentionParams(**{name: a[name] for name in learned})
+        said = options.said("ours", a)
+        kernels = {name: a[name] for name in learned}
+        params = MultiHeadAttentionParams(**kernels, sink=said.pop("sink", None))
         rotary = Rotary() if has["rotary"] else None
-        return multi_head_attention(params, a["x"], a.get("memory"), rotary=rotary, **options.said("ours", a))
+        return multi_head_attention(params, a["x"], a.get("memory"), rotary=rotary, **said)
 
     def formula(side, a):
         bias = lambda name: a[f"{name}_bias"] if has["biases"] else 0

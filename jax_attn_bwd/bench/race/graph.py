@@ -56,7 +56,8 @@ def graph(lot: Lot, budget: Budget) -> Call:
         return BipartiteCSC.from_coo(src, dst, nodes, nodes), jax.device_put((src, dst))
 
     def ours(graph, a):
-        return getattr(jax_attn_bwd, operator)(graph, **a, **options)
+        function = getattr(jax_attn_bwd, operator)
+        return function(graph, a["edge"]) if kind in REDUCTIONS else function(graph, **a, **options)
 
     def formula(ends, a):
         """Sums in float32, whatever the dtype: sums of many bfloat16 terms stand still."""
