@@ -18,14 +18,14 @@ def deformable(lot: Lot, budget: Budget) -> Call:
     asked = lot.one_of((50, 100, 300, 900, lot.size(50, 20_000)))
     encoder, normalized = lot.chance(0.3), lot.chance(0.3)
     # batch, then queries, then pixels
-    samples = heads * width * levels * points * 4.0
+    samples, elements = heads * width * levels * points * 4.0, budget.elements
     pyramid = lambda: [(max(side >> i, 1), max(round(side * aspect) >> i, 1)) for i in range(levels)]
     pixels = lambda: sum(H * W for H, W in pyramid())
-    while B > 1 and B * samples * (pixels() if encoder else asked) > budget.elements:
+    while B > 1 and B * max(samples * (pixels() if encoder else asked), heads * width * pixels()) > elements:
         B //= 2
-    while asked > 1 and not encoder and samples * asked > budget.elements:
+    while asked > 1 and not encoder and samples * asked > elements:
         asked = -(-asked // 2)
-    while side > 1 and max(samples * encoder, heads * width) * pixels() > budget.elements:
+    while side > 1 and max(samples * encoder, heads * width) * pixels() > elements:
         side //= 2
     shapes, Q = tuple(pyramid()), pixels() if encoder else asked
     sampled = (B, Q, heads, levels, points)
