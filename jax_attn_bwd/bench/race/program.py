@@ -16,6 +16,7 @@ from jax_attn_bwd.bench.race.call import Budget, Call, Function, Lot, normal
 from jax_attn_bwd.bench.race.deformable import deformable
 from jax_attn_bwd.bench.race.dense import dense, layer
 from jax_attn_bwd.bench.race.graph import graph
+from jax_attn_bwd.bench.race.linear import linear
 from jax_attn_bwd.bench.race.softmax import softmax
 
 # how the calls of an operator are drawn, and how many lots it has
@@ -25,6 +26,7 @@ DRAWN: dict[str, tuple[Callable[[Lot, Budget], Call], int]] = {
     "multi_head": (layer, 2),
     "deformable": (deformable, 2),
     "graph": (graph, 3),
+    "linear_attention": (linear, 2),
 }
 WHOLE, QUICK = Budget(), Budget(2**12, 4e6)
 
