@@ -18,15 +18,23 @@ ALL = (*program.DRAWN,)
 
 
 @pytest.fixture(autouse=True)
-def as_users_have_it():
-    """Plain formulas promote dtypes and ranks."""
+def as_users_have_it(monkeypatch):
+    """Plain formulas promote dtypes and ranks; what other tests of the process have compiled is kept."""
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def test_a_seed_and_a_number_are_one_program():
     names = [program.draw(3, number, ALL, program.WHOLE).name for number in range(4)]
-    assert names == ["NAMES"]
+    norms = "layer norm before, layer norm behind"
+    assert names == [
+        f"0: deformable float32, decoder B2 Q900 8x64 P2, levels 10x10 5x5 2x2 1x1, {norms}",
+        "1: multi_head float32, E128 B4 T167 N16 K4 H8, causal, lengths",
+        f"2: graph float32, GATv2 1,367 nodes, 12,303 edges, uniform, 4x8, {norms}",
+        "3: deformable float32, decoder B1 Q450 8x32 P8, levels 36x36 18x18 9x9 4x4, normalized, "
+        "scan of 2 layers",
+    ]
 
 
 def test_what_is_drawn_is_within_the_budget_and_of_every_kind():
@@ -44,6 +52,7 @@ KINDS = (
     *("bias", "with gradient", "relative bias", "ALiBi", "soft cap", "sink", "dropout", "rotary", "memory"),
     *("encoder", "decoder", "normalized", "axis -2", "scale"),
     *("GAT ", "GATv2", "transformer", "edge_max", "power law", "edge features", "mean of heads"),
+    *("delta rule", "decays", "a decay a channel"),
 )
 
 
@@ -86,8 +95,8 @@ def rows(name: str, x: float) -> list[Row]:
     [(0.8, 0.8, None, 0), (0.8, 1.2, "0.9", 0), (0.8, 0.85, "0.9", 1), (0.95, 0.1, "0.9", 0)],
 )
 def test_what_is_below_the_floor_alone_too_counts(beside, alone, floor, code, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "_measured", lambda race, number: rows(str(number), beside))
-    monkeypatch.setattr(run, "_alone", lambda race, number, x: rows(str(number), alone))
+    monkeypatch.setattr(run, "_measured", lambda race, drawn: rows(drawn.name, beside))
+    monkeypatch.setattr(run, "_alone", lambda race, drawn, x: rows(drawn.name, alone))
     assert race(tmp_path, *(["--floor", floor] if floor else []), "--count", "1") == code
 
 
@@ -107,8 +116,9 @@ def test_a_program_that_fails_is_told_and_the_next_is_measured(tmp_path, monkeyp
 @thorough
 def test_a_program_is_measured_in_a_process_of_its_own(tmp_path):
     asked = run.Race(1, True, seed=1, count=2, operators=("softmax",))
-    ours, plain = run._alone(asked, 1, 0.5)
-    assert ours.case == program.draw(1, 1, ("softmax",), program.QUICK).name
+    drawn = program.draw(1, 1, ("softmax",), program.QUICK)
+    ours, plain = run._alone(asked, drawn, 0.5)
+    assert ours.case == drawn.name
     assert plain.ratio > 0
     assert plain.notes["x beside other programs"] == 0.5
 

@@ -1,11 +1,10 @@
 """Draws linear attention, with the delta rule and without, beside its form in chunks."""
 
 import jax.numpy as jnp
-import numpy as np
 
 from jax_attn_bwd import gated_delta_rule, gated_linear_attention
 from jax_attn_bwd.bench.peers import chunk_form
-from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation
+from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, uniform
 
 CHUNK = 64  # tokens; the plain form takes whole chunks
 
@@ -23,10 +22,10 @@ def linear(lot: Lot, budget: Budget) -> Call:
         "query": activation(B, T, N, H),
         "key": activation(B, T, N, H),
         "value": activation(B, T, N, Hv),
-        "log_decay": Input(decay, lambda rng, shape: -0.1 * rng.random(shape, np.float32), dtype="float32"),
+        "log_decay": Input(decay, lambda rng, shape: -0.1 * uniform(rng, shape), dtype="float32"),
     }
     if delta:
-        inputs["beta"] = Input((B, T, N), lambda rng, shape: rng.random(shape, np.float32))
+        inputs["beta"] = Input((B, T, N), uniform)
 
     def ours(data, a):
         function = gated_delta_rule if delta else gated_linear_attention

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core.cases import cast
-from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender
+from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, step
 from jax_attn_bwd.bench.race import surroundings
 from jax_attn_bwd.bench.race.call import Budget, Call, Function, Lot, normal
 from jax_attn_bwd.bench.race.deformable import deformable
@@ -74,8 +74,11 @@ def workload(program: Program) -> Workload:
     dout = cast(normal(rng, call.out), program.dtype)
 
     def contender(name: str, function: Function, data: Any, **more: Any) -> Contender:
+        def run(dout, data, fixed, wanted):
+            return step(lambda wanted: function(data, {**fixed, **wanted}))(dout, wanted)
+
         jax.clear_caches()
-        return compiled_contender(name, _step(function), dout, data, fixed, wanted, costs=True, **more)
+        return compiled_contender(name, run, dout, data, fixed, wanted, costs=True, **more)
 
     found = [
         contender("jax_attn_bwd", call.ours, ours),
@@ -84,11 +87,3 @@ def workload(program: Program) -> Workload:
     if call.checked is not None:
         found.append(contender("plain, our dropout", call.checked, plain, timed=False))
     return Workload(program.name, found, tolerance=TOLERANCES[program.dtype])
-
-
-def _step(function: Function) -> Callable[..., tuple]:
-    def run(dout, data, fixed, wanted):
-        out, pullback = jax.vjp(lambda wanted: function(data, {**fixed, **wanted}), wanted)
-        return out, pullback(dout)
-
-    return run

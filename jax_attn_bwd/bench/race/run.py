@@ -4,7 +4,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,36 +45,32 @@ def run(race: Race, context: Mapping[str, Any], path: Path) -> int:
     Returns 1 if a program failed, or is below the floor in a process of its own, too; else 0.
     """
     context, rows = {**context, "race": race._asdict()}, list[Row]()
+    ratios: list[tuple[str, float]] = []  # (operator, x) of each program that did not fail
+    budget = program.QUICK if race.quick else program.WHOLE
     compiled_contender("warm", abs, 1.0)  # what the first of a process pays for
     print(_line("x", "ours", "plain", "compiled in", "", "program"))
     for number in range(race.first, race.first + race.count):
-        found = _measured(race, number)
-        if 0 < (x := ratio(found) or 1.0) < race.floor:
-            found = _alone(race, number, x)
+        drawn = program.draw(race.seed, number, race.operators, budget)
+        found = _measured(race, drawn)
+        if (x := ratio(found)) is not None and x < race.floor:
+            found = _alone(race, drawn, x)
+            x = ratio(found)
         print(_told(found), flush=True)
         rows += found
+        if x is not None:
+            ratios.append((drawn.operator, x))
         report.write(path, context, rows, finished=False)
 
     # what they say together
-    by_case: dict[str, list[Row]] = {}
-    for row in rows:
-        by_case.setdefault(row.case, []).append(row)
-    ratios = {case: x for case, found in by_case.items() if (x := ratio(found)) is not None}
-    failed = len(by_case) - len(ratios)
-    told = distribution([*ratios.values()], race.floor) if ratios else {}
+    failed = race.count - len(ratios)
+    told = distribution([x for _, x in ratios], race.floor) if ratios else {}
     report.write(path, {**context, "distribution": told}, rows, finished=True)
     print(f"\n{len(ratios)} programs, {failed} failed. x, the time of plain over that of ours:")
     print(", ".join(f"{name} {value:.3g}" for name, value in told.items()))
     print(f"wrote {path}")
 
-    # the slowest first
-    ordered = [
-        replace(row, case=textwrap.fill(case, 60))
-        for case in sorted(ratios, key=ratios.__getitem__)
-        for row in by_case[case]
-    ]
     title = plots.title(f"race, seed {race.seed}", "", context)
-    if plotted := plots.ratios(ordered, title, path.with_suffix(".png")):
+    if plotted := plots.sorted_ratios(ratios, title, path.with_suffix(".png")):
         print(f"wrote {plotted}")
     return int(failed > 0 or bool(told.get("below the floor")))
 
@@ -96,19 +91,23 @@ def distribution(ratios: Sequence[float], floor: float) -> dict[str, float]:
     return found
 
 
-def _measured(race: Race, number: int) -> list[Row]:
-    budget = program.QUICK if race.quick else program.WHOLE
-    drawn = program.draw(race.seed, number, race.operators, budget)
+def _measured(race: Race, drawn: program.Program) -> list[Row]:
     try:
         return measure(program.workload(drawn), race.repeats, SECONDS * (not race.quick))
     except Exception as error:  # the others are measured all the same
         return [Row(drawn.name, "jax_attn_bwd", notes={"failed": report.sentence(error)})]
 
 
-def _alone(race: Race, number: int, beside: float) -> list[Row]:
+def _alone(race: Race, drawn: program.Program, beside: float) -> list[Row]:
     """Measures a program again in a process of its own; `beside` is its ratio in this one."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"seed": race.seed, "first": number, "count": 1, "repeats": race.repeats, "out": folder}
+        flags = {
+            "seed": drawn.seed,
+            "first": drawn.number,
+            "count": 1,
+            "repeats": race.repeats,
+            "out": folder,
+        }
         options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "jax_attn_bwd.bench", "race", *options, *["--quick"] * race.quick]
         done = subprocess.run(
@@ -116,9 +115,8 @@ def _alone(race: Race, number: int, beside: float) -> list[Row]:
         )
         written = [*Path(folder).glob("*.json")]
         if not written:
-            raise RuntimeError(
-                f"bench: program {number} in a process of its own: {done.stderr[-report.LIMIT :]}"
-            )
+            why = f"in a process of its own: {done.stderr[-report.LIMIT :]}"
+            return [Row(drawn.name, "jax_attn_bwd", notes={"failed": why})]
         return [
             replace(row, notes={**row.notes, "x beside other programs": round(beside, 2)})
             for row in report.read(written[0])
