@@ -28,7 +28,7 @@ DRAWN: dict[str, tuple[Callable[[Lot, Budget], Call], int]] = {
     "graph": (graph, 3),
     "linear_attention": (linear, 2),
 }
-WHOLE, QUICK = Budget(), Budget(2**12, 4e6)
+WHOLE, QUICK = Budget(), Budget(2**16, 1e8)
 
 
 class Program(NamedTuple):
