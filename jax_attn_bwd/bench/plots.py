@@ -73,8 +73,8 @@ def ratios(rows: Sequence[Row], title: str, path: Path) -> Path | None:
 
 
 def sorted_ratios(found: Sequence[tuple[str, float]], title: str, path: Path) -> Path | None:
-    """Draws a point for each (operator, time over ours), one above the other; None without matplotlib."""
-    if (pyplot := _pyplot()) is None:
+    """Draws a point for each operator and ratio, one above the other; None without points or matplotlib."""
+    if not found or (pyplot := _pyplot()) is None:
         return None
     ranked = [*enumerate(sorted(found, key=lambda program: program[1]), 1)]
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
