@@ -85,7 +85,7 @@ class Call:
     def inside(self, name: str, wrap: Callable[[Function], Function], **changed: Any) -> "Call":
         """Returns the program that `wrap` makes of each of its functions."""
         checked = None if self.checked is None else wrap(self.checked)
-        functions = {"ours": wrap(self.ours), "plain": wrap(self.plain), "checked": checked}
+        functions: dict[str, Any] = {"ours": wrap(self.ours), "plain": wrap(self.plain), "checked": checked}
         return replace(self, name=f"{self.name}, {name}", **functions, **changed)
 
 

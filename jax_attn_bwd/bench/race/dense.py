@@ -12,18 +12,7 @@ import numpy as np
 from jax_attn_bwd import MultiHeadAttentionParams, Rotary, dot_product_attention, mods, multi_head_attention
 from jax_attn_bwd._core.cases import keep_mask
 from jax_attn_bwd.bench.race import plain
-from jax_attn_bwd.bench.race.call import (
-    Budget,
-    Call,
-    Function,
-    Input,
-    Lot,
-    activation,
-    given,
-    normal,
-    parameter,
-    seen,
-)
+from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, given, normal, parameter, seen
 
 TOKENS = (1, 16, 32, 64, 100, 128, 196, 197, 256, 384, 512, 577, 777, 1024, 1500, 2048)
 HEADS, HEAD_SIZES = (1, 2, 4, 6, 8, 8, 12, 16), (8, 16, 32, 64, 64, 80, 96, 128)
@@ -190,7 +179,7 @@ class _Options:
             found |= say({name: a[name] for name in option.inputs})
         return found
 
-    def sides(self, formula: Callable[..., jax.Array]) -> dict[str, Function]:
+    def sides(self, formula: Callable[..., jax.Array]) -> dict[str, Any]:
         """Returns the sides beside ours; `formula` takes the side and the inputs."""
         names = ["plain"] + ["checked"] * any(option.checked for option in self._options)
         return {side: lambda data, a, side=side: formula(side, a) for side in names}

@@ -44,7 +44,7 @@ def run(race: Race, context: Mapping[str, Any], path: Path) -> int:
 
     Returns 1 if a program failed, or is below the floor in a process of its own, too; else 0.
     """
-    context, rows = {**context, "race": race._asdict()}, list[Row]()
+    document, rows = {**context, "race": race._asdict()}, list[Row]()
     ratios: list[tuple[str, float]] = []  # (operator, x) of each program that did not fail
     budget = program.QUICK if race.quick else program.WHOLE
     compiled_contender("warm", abs, 1.0)  # what the first of a process pays for
@@ -59,12 +59,12 @@ def run(race: Race, context: Mapping[str, Any], path: Path) -> int:
         rows += found
         if x is not None:
             ratios.append((drawn.operator, x))
-        report.write(path, context, rows, finished=False)
+        report.write(path, document, rows, finished=False)
 
     # what they say together
     failed = race.count - len(ratios)
     told = distribution([x for _, x in ratios], race.floor) if ratios else {}
-    report.write(path, {**context, "distribution": told}, rows, finished=True)
+    report.write(path, {**document, "distribution": told}, rows, finished=True)
     print(f"\n{len(ratios)} programs, {failed} failed. x, the time of plain over that of ours:")
     print(", ".join(f"{name} {value:.3g}" for name, value in told.items()))
     print(f"wrote {path}")
