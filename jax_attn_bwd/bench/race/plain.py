@@ -95,9 +95,12 @@ def prefix(T: int, S: int, length: int) -> jax.Array:
 
 
 def relative_bias(T: int, S: int, table: jax.Array) -> jax.Array:
-    """Makes a bias of the entries of `table [N, 2 * farthest + 1]` at distances between columns and rows."""
+    """Makes a bias of the entries of `table [N, 2 * farthest + 1]` at distances between columns and rows.
+
+    Float32, as its gradient sums many terms.
+    """
     (row, column), farthest = _places(T, S), table.shape[1] // 2
-    return table[:, jnp.clip(column - row, -farthest, farthest) + farthest][None]
+    return table.astype(jnp.float32)[:, jnp.clip(column - row, -farthest, farthest) + farthest][None]
 
 
 def alibi(T: int, S: int, N: int) -> jax.Array:
