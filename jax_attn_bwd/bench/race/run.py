@@ -5,9 +5,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_attn_bwd.bench import plots, report
 from jax_attn_bwd.bench.measure import compiled_contender, measure
@@ -18,7 +18,8 @@ SECONDS = 2.0  # of the rounds of a program, where they take less
 COMPILED = "compiled in"  # the note that says how long it took
 
 
-class Race(NamedTuple):
+@dataclass(frozen=True)
+class Race:
     """Holds what the command line asks for.
 
     Attributes:
@@ -44,7 +45,7 @@ def run(race: Race, context: Mapping[str, Any], path: Path) -> int:
 
     Returns 1 if a program failed, or is below the floor in a process of its own, too; else 0.
     """
-    document, rows = {**context, "race": race._asdict()}, list[Row]()
+    document, rows = {**context, "race": asdict(race)}, list[Row]()
     ratios: list[tuple[str, float]] = []  # (operator, x) of each program that did not fail
     budget = program.QUICK if race.quick else program.WHOLE
     compiled_contender("warm", abs, 1.0)  # what the first of a process pays for
@@ -132,5 +133,5 @@ def _told(rows: Sequence[Row]) -> str:
     return _line(f"{plain.ratio:.2f}", report.shown(ours), report.shown(plain), *seconds, ours.case)
 
 
-def _line(x: str, ours: str, plain: str, compiled: str, beside: str, name: str) -> str:
-    return f"{x:>6}  {ours:>8}  {plain:>8}  {compiled:>11}  {beside:>8}  {name}"
+def _line(*cells: str) -> str:
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, (6, 8, 8, 11, 8, 0), strict=True))

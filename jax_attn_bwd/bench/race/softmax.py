@@ -1,7 +1,6 @@
 """Draws a softmax of any rank, with its options."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ def softmax(lot: Lot, budget: Budget) -> Call:
     return Call(name, inputs, shape, ours, formula)
 
 
-def _shape(lot: Lot, elements: float) -> Sequence[int]:
+def _shape(lot: Lot, elements: float) -> tuple[int, ...]:
     T, batch, heads = tokens(lot), lot.one_of((1, 2, 4, 8, 16, 32)), lot.one_of((1, 4, 8, 12, 16))
     S = T if lot.chance(0.65) else tokens(lot)
     wide = lot.one_of((10, 128, 257, 1000, 4096, 32_000))
