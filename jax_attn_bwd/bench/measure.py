@@ -130,6 +130,10 @@ def check_agreement(workload: Workload) -> None:
                 f"bench: {other.name} and {ours.name} disagree in {workload.name!r}: relative errors "
                 f"{errors}, tolerance {workload.tolerance}; nothing is timed"
             )
+    if not all(np.isfinite(x).all() for x in results[ours.name]):
+        raise RuntimeError(
+            f"bench: results of {workload.name!r} are not finite: that they agree says nothing"
+        )
 
 
 def measure(workload: Workload, repeats: int, seconds: float = 0.0) -> list[Row]:

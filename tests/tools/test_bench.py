@@ -260,6 +260,12 @@ def test_measure_refuses_ours_where_it_is_nan():
         measure.measure(case, repeats=1)
 
 
+def test_measure_refuses_results_that_agree_in_nan_alone():
+    case = measure.Workload("two", [contender("ours", [1.0, np.nan]), contender("peer", [1.0, np.nan])])
+    with pytest.raises(RuntimeError, match="'two' are not finite"):
+        measure.measure(case, repeats=1)
+
+
 def test_measure_runs_the_contenders_in_turns():
     runs = []
     contenders = [contender("a", [1.0], runs), contender("b", [1.0], runs), contender("c", None)]
