@@ -16,6 +16,8 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU
 
+import jax
+
 from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
 from jax_attn_bwd.bench import mods, operators, plots, programs, report
@@ -110,10 +112,19 @@ def _options_of_race(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         "its own; if it is below there, too, the exit code is 1"
     )
     return [
-        race.add_argument("--seed", type=partial(_at_least, 0), help="of what is drawn; default 0"),
+        race.add_argument(
+            "--seed", type=partial(_at_least, 0), help="another draws other programs; default 0"
+        ),
         race.add_argument("--count", type=partial(_at_least, 1), help="how many programs; default 20"),
         race.add_argument("--first", type=partial(_at_least, 0), help="number of the first; default 0"),
-        race.add_argument("--operator", dest="operators", nargs="+", choices=[*DRAWN], help="default all"),
+        race.add_argument(
+            "--operator",
+            dest="operators",
+            nargs="+",
+            choices=[*DRAWN],
+            metavar="NAME",
+            help=f"one or more of {', '.join(DRAWN)}; default all",
+        ),
         race.add_argument("--floor", type=_positive, help=floor),
     ]
 
@@ -135,4 +146,5 @@ def _positive(text: str) -> float:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_enable_compilation_cache", False)  # it is told what compiling takes
     sys.exit(main())

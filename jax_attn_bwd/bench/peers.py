@@ -234,32 +234,44 @@ def equinox_layer(x, dout, params) -> Contender:
 
 
 def chunk_form(epsilon, query, key, value, log_decay, beta=None, C=64):
-    """Computes the rule in chunks as programs have it, for JAX to differentiate: triangular solves, scan."""
+    """Computes the rule in chunks as programs have it, for JAX to differentiate: triangular solves, scan.
+
+    Decays of channels are put on both factors of a product: over a chunk they must not underflow.
+    """
     (B, T, N, H), t = query.shape, lambda x: jnp.swapaxes(x, -1, -2)
     unit = lambda x: x * lax.rsqrt((x * x).sum(-1, keepdims=True) + epsilon) if epsilon else x
-    chunks = lambda x: jnp.moveaxis(x, 2, 1).reshape(B, N, T // C, C, -1)
+
+    def chunks(x):
+        padded = jnp.pad(x, [(0, 0), (0, -T % C), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(padded, 2, 1).reshape(B, N, -(-T // C), C, -1)
+
     query, key, value = chunks(unit(query) * H**-0.5), chunks(unit(key)), chunks(value)
     c = jnp.cumsum(chunks(log_decay), -2)
     whole, lower = jnp.exp(c[..., -1:, :]), jnp.tril(jnp.ones((1,) * 3 + (C, C), bool))
-    between = jnp.where(lower, jnp.exp(jnp.where(lower, c - t(c), 0)), 0)
-    reads, at_end = query @ t(key) * between, key * jnp.exp(c[..., -1:, :] - c)
+    if c.shape[-1] == 1:
+        between = jnp.where(lower, jnp.exp(jnp.where(lower, c - t(c), 0)), 0)
+        within = lambda x: x @ t(key) * between
+    else:
+        grown = t(key * jnp.exp(-c))
+        within = lambda x: jnp.where(lower, (x * jnp.exp(c)) @ grown, 0)
+    reads, at_end = within(query), key * jnp.exp(c[..., -1:, :] - c)
     u, w = value, jnp.zeros_like(key)
     if beta is not None:
         scaled = chunks(beta) * key
-        one = jnp.broadcast_to(jnp.eye(C, dtype=key.dtype), between.shape)
-        overlaps = jnp.tril(scaled @ t(key) * between, -1) + one
+        one = jnp.broadcast_to(jnp.eye(C, dtype=key.dtype), reads.shape)
+        overlaps = jnp.tril(within(scaled), -1) + one
         solve = lambda x: jax.scipy.linalg.solve_triangular(overlaps, x, lower=True, unit_diagonal=True)
         u, w = solve(chunks(beta) * value), solve(scaled * jnp.exp(c))
 
     def step(S, given):
         query, u, w, reads, at_end, whole = given
         new = u - w @ S if beta is not None else u
-        return S * whole + t(at_end) @ new, query @ S + reads @ new
+        return S * t(whole) + t(at_end) @ new, query @ S + reads @ new
 
     given = query * jnp.exp(c), u, w, reads, at_end, whole
     zeros = jnp.zeros((B, N, H, value.shape[-1]), value.dtype)
     _, out = lax.scan(step, zeros, tuple(jnp.moveaxis(x, 2, 0) for x in given))
-    return jnp.moveaxis(jnp.moveaxis(out, 0, 2).reshape(B, N, T, -1), 1, 2)
+    return jnp.moveaxis(jnp.moveaxis(out, 0, 2).reshape(B, N, -(-T // C) * C, -1), 1, 2)[:, :T]
 
 
 def chunks(name: str, epsilon: float | None, solves: bool, args: tuple) -> Contender:
@@ -326,8 +338,13 @@ def edges_of(graph: BipartiteCSC, columns: int, width: int) -> Edges:
     return Edges(src, dst, graph.num_src, columns // width, width)
 
 
-def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
-    """Returns the operator as one writes it with `jax.ops`, for JAX to differentiate."""
+def segments(
+    edges: Edges, operator: str, dropout: Callable[[jax.Array], jax.Array] = lambda p: p
+) -> Callable[..., jax.Array]:
+    """Returns the operator as one writes it with `jax.ops`, for JAX to differentiate.
+
+    `dropout` makes of the weights of attention `[nnz, heads]` what is left of them.
+    """
     src, dst = jnp.asarray(edges.src, jnp.int32), jnp.asarray(edges.dst, jnp.int32)
     heads = lambda x: x.reshape(-1, edges.heads, edges.width)
     over = partial(jax.ops.segment_sum, segment_ids=dst, num_segments=edges.nodes, indices_are_sorted=True)
@@ -339,7 +356,7 @@ def segments(edges: Edges, operator: str) -> Callable[..., jax.Array]:
         return p / over(p)[dst]
 
     def attend(scores, message):
-        out = over(softmax(scores)[..., None] * message)
+        out = over(dropout(softmax(scores))[..., None] * message)
         return out.reshape(edges.nodes, edges.heads * edges.width)
 
     def gat(x, y, a, edge=None):

@@ -27,12 +27,12 @@ def as_users_have_it(monkeypatch):
 
 def test_a_seed_and_a_number_are_one_program():
     names = [program.draw(3, number, ALL, program.WHOLE).name for number in range(4)]
-    norms = "layer norm before, layer norm behind"
     assert names == [
-        f"0: deformable float32, decoder B2 Q900 8x64 P2, levels 10x10 5x5 2x2 1x1, {norms}",
+        "0: deformable float32, decoder B4 Q900 8x64 P2, levels 10x10 5x5 2x2 1x1, "
+        "layer norm before, layer norm behind",
         "1: multi_head float32, E128 B4 T167 N16 K4 H8, causal, lengths",
-        f"2: graph float32, GATv2 1,367 nodes, 12,303 edges, uniform, 4x8, {norms}",
-        "3: deformable float32, decoder B1 Q450 8x32 P8, levels 36x36 18x18 9x9 4x4, normalized, "
+        "2: graph float32, GATv2 1,367 nodes, 12,303 edges, uniform, 4x8, layer norm before, product behind",
+        "3: deformable float32, decoder B2 Q900 8x32 P8, levels 36x36 18x18 9x9 4x4, normalized, "
         "scan of 2 layers",
     ]
 
@@ -52,7 +52,7 @@ KINDS = (
     *("bias", "with gradient", "relative bias", "ALiBi", "soft cap", "sink", "dropout", "rotary", "memory"),
     *("encoder", "decoder", "normalized", "axis -2", "scale"),
     *("GAT ", "GATv2", "transformer", "edge_max", "power law", "edge features", "mean of heads"),
-    *("delta rule", "decays", "a decay a channel"),
+    *("edge features, dropout", "delta rule", "decays", "a decay a channel", "Hv64, K"),
 )
 
 
@@ -120,7 +120,7 @@ def test_a_program_is_measured_in_a_process_of_its_own(tmp_path):
     ours, plain = run._alone(asked, drawn, 0.5)
     assert ours.case == drawn.name
     assert plain.ratio > 0
-    assert plain.notes["x beside other programs"] == 0.5
+    assert plain.notes[run.BESIDE] == "0.50"
 
 
 @pytest.mark.parametrize(

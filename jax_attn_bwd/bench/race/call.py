@@ -117,6 +117,16 @@ def parameter(*shape: int, spread: float = 1.0, mean: float = 0.0) -> Input:
     return Input(shape, fill, mapped=False, layered=True)
 
 
+def lengths(B: int, longest: int) -> Input:
+    """Describes the lengths of `B` sequences, of which none is empty."""
+    return given((B,), lambda rng, shape: rng.integers(1, longest + 1, shape, np.int32))
+
+
+def random_key() -> Input:
+    """Describes the two words of a random key."""
+    return given((2,), lambda rng, shape: rng.integers(0, 2**32, shape, np.uint32))
+
+
 def given(shape: tuple[int, ...], fill: Fill) -> Input:
     """Describes what has no gradient."""
     return Input(shape, fill, wanted=False)

@@ -11,14 +11,14 @@ from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, n
 
 
 def deformable(lot: Lot, budget: Budget) -> Call:
-    """Draws a call of deformable attention; its plain formula holds all corners of all samples."""
+    """Draws a call of deformable attention; its plain formula holds all samples, four times in all."""
     heads, width = lot.one_of(((4, 32), (8, 16), (8, 32), (8, 32), (8, 64), (16, 16)))
     levels, points, B = lot.one_of((1, 2, 3, 4, 5)), lot.one_of((1, 2, 4, 4, 8)), lot.one_of((1, 1, 2, 4))
     side, aspect = lot.size(8, 128), lot.one_of((0.75, 1.0, 1.5))
     asked = lot.one_of((50, 100, 300, 900, lot.size(50, 20_000)))
     encoder, normalized = lot.chance(0.3), lot.chance(0.3)
-    # batch, then queries, then pixels
-    samples, elements = heads * width * levels * points * 4.0, budget.elements
+    # batch, then queries, then pixels; of corners, which are of many arrays, there may be more
+    samples, elements = heads * width * levels * points, budget.elements
     pyramid = lambda: [(max(side >> i, 1), max(round(side * aspect) >> i, 1)) for i in range(levels)]
     pixels = lambda: sum(H * W for H, W in pyramid())
     while B > 1 and B * max(samples * (pixels() if encoder else asked), heads * width * pixels()) > elements:

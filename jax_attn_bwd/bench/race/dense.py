@@ -10,15 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd import MultiHeadAttentionParams, Rotary, dot_product_attention, mods, multi_head_attention
-from jax_attn_bwd._core.cases import keep_mask
 from jax_attn_bwd.bench.race import plain
-from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, given, normal, parameter, seen
+from jax_attn_bwd.bench.race.call import (
+    Budget,
+    Call,
+    Input,
+    Lot,
+    activation,
+    given,
+    lengths,
+    normal,
+    parameter,
+    random_key,
+    seen,
+)
 
 TOKENS = (1, 16, 32, 64, 100, 128, 196, 197, 256, 384, 512, 577, 777, 1024, 1500, 2048)
-HEADS, HEAD_SIZES = (1, 2, 4, 6, 8, 8, 12, 16), (8, 16, 32, 64, 64, 80, 96, 128)
+HEADS, HEAD_SIZES = (1, 2, 3, 4, 6, 8, 8, 12, 16), (8, 16, 32, 64, 64, 80, 96, 128)
 BATCHES = (1, 1, 2, 4, 8, 16, 32, 64)
 FARTHEST = 32  # distances of a relative bias
-RATE = 0.1  # of dropout
 
 
 class Sizes(NamedTuple):
@@ -85,7 +95,7 @@ def _options(lot: Lot, n: Sizes) -> list[Option]:
         found.append(lot.one_of(_added(lot, n)))
     if lot.chance(0.15):
         sink = Option("sink", {"sink": parameter(n.N)})
-        found.append(lot.one_of((sink, _dropout(n))))
+        found.append(lot.one_of((sink, DROPOUT)))
     return found
 
 
@@ -99,10 +109,9 @@ def _seen(lot: Lot, n: Sizes, causal: bool) -> list[Option]:
     # arrays
     shape = lot.one_of(((n.B, 1, 1, n.S), (n.B, 1, n.T, n.S), (1, 1, n.T, n.S), (n.B, n.N, n.T, n.S)))
     mask = given(shape, seen)._replace(mapped=shape[0] > 1)
-    lengths = given((n.B,), lambda rng, shape: rng.integers(1, n.S + 1, shape, np.int32))
     found = [
         Option(f"mask {list(shape)}", {"mask": mask}),
-        Option("lengths", {"key_value_seq_lengths": lengths}),
+        Option("lengths", {"key_value_seq_lengths": lengths(n.B, n.S)}),
     ]
     # where keys lie beside each query
     if n.T <= n.S:
@@ -144,23 +153,14 @@ def _added(lot: Lot, n: Sizes) -> list[Option]:
     ]
 
 
-def _dropout(n: Sizes) -> Option:
-    """Drops by random numbers of each side's own; ours is compared with a formula that drops the same."""
-    words = given((2,), lambda rng, shape: rng.integers(0, 2**32, shape, np.uint32))
-
-    def drop(keep, p):
-        return jnp.where(keep, p / (1 - RATE), 0)
-
-    def drawn(a):
-        key = jax.random.wrap_key_data(a["dropout_key"], impl="threefry2x32")
-        return {"dropout": lambda p: drop(jax.random.bernoulli(key, 1 - RATE, p.shape), p)}
-
-    def same(a):
-        keep = keep_mask(a["dropout_key"], RATE, (n.B,), (n.N, n.T, n.S))
-        return {"dropout": partial(drop, keep)}
-
-    ours = lambda a: {"dropout_rate": RATE, "dropout_key": a["dropout_key"]}
-    return Option("dropout", {"dropout_key": words}, ours, drawn, same)
+# each side has random numbers of its own; ours is compared with a formula that drops the same
+DROPOUT = Option(
+    "dropout",
+    {"dropout_key": random_key()},
+    lambda a: {"dropout_rate": plain.RATE, **a},
+    lambda a: {"dropout": partial(plain.dropout, a["dropout_key"])},
+    lambda a: {"dropout": partial(plain.our_dropout, a["dropout_key"])},
+)
 
 
 class _Options:
@@ -208,7 +208,7 @@ def dense(lot: Lot, budget: Budget) -> Call:
 
 def layer(lot: Lot, budget: Budget) -> Call:
     """Draws self-attention, or attention to a memory, with biases and rotary positions or without."""
-    E = lot.one_of((64, 128, 256, 384, 512, 768))
+    E = lot.one_of((64, 128, 192, 256, 384, 512, 768))
     has = {"memory": lot.chance(0.25), "biases": lot.chance(0.6), "rotary": lot.chance(0.3)}
     heads = [(N, E // N) for N in HEADS if E % N == 0 and E // N <= 128]
     n = _sizes(lot, budget, heads, like=1.0 - has["memory"], E=E)

@@ -1,5 +1,7 @@
 """Draws calls over the edges of random graphs, beside sums over sorted edges."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import numpy as np
 import jax_attn_bwd
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd.bench.peers import Edges, segments
-from jax_attn_bwd.bench.race.call import Budget, Call, Lot, activation, parameter
+from jax_attn_bwd.bench.race import plain
+from jax_attn_bwd.bench.race.call import Budget, Call, Lot, activation, parameter, random_key
 
 ATTENTION = {
     "GAT": "graph_attention",
@@ -23,7 +26,7 @@ def graph(lot: Lot, budget: Budget) -> Call:
     kind = lot.one_of((*ATTENTION, *ATTENTION, lot.one_of(REDUCTIONS)))
     heads, width = lot.one_of((1, 1, 2, 4, 8, 8, 16)), lot.one_of((8, 8, 16, 32, 64))
     count, degree, law = lot.size(200, 1_000_000), lot.size(2, 100), lot.one_of(("uniform", "power law"))
-    with_edge, mean = lot.chance(0.2), lot.chance(0.15)
+    with_edge, mean, dropped = lot.chance(0.2), lot.chance(0.15), lot.chance(0.15)
     while count > 1 and count * heads * width > budget.elements:
         count //= 2
     nodes, dim = max(count // degree, 1), heads * width
@@ -42,8 +45,11 @@ def graph(lot: Lot, budget: Budget) -> Call:
             inputs["attention_weights"] = parameter(weights, spread=width**-0.5)
         if with_edge:
             inputs["edge"] = activation(count, dim)
+        if dropped:
+            options["dropout_rate"], inputs["dropout_key"] = plain.RATE, random_key()
         out = (nodes, width if mean else dim)
         said = f" {heads}x{width}" + ", edge features" * with_edge + ", mean of heads" * mean
+        said += ", dropout" * dropped
 
     def draw(rng):
         """Draws edges sorted by destination; the hubs of a power law are any nodes."""
@@ -59,13 +65,18 @@ def graph(lot: Lot, budget: Budget) -> Call:
         function = getattr(jax_attn_bwd, operator)
         return function(graph, a["edge"]) if kind in REDUCTIONS else function(graph, **a, **options)
 
-    def formula(ends, a):
+    def formula(drop, ends, a):
         """Sums in float32, whatever the dtype: sums of many bfloat16 terms stand still."""
         dtype, wide = a[next(iter(inputs))].dtype, [a[x].astype(jnp.float32) for x in ORDER if x in a]
-        found = segments(Edges(*ends, nodes, heads, width), operator)(*wide)
+        dropout = [partial(drop, a["dropout_key"])] if "dropout_key" in a else []
+        found = segments(Edges(*ends, nodes, heads, width), operator, *dropout)(*wide)
         if mean and kind in ATTENTION:
             found = found.reshape(nodes, heads, width).mean(1)
         return found.astype(dtype)
 
+    def our_dropout(words, p):
+        return plain.our_dropout(words, p.T[..., None])[..., 0].T
+
     name = f"{kind} {nodes:,} nodes, {count:,} edges, {law},{said}"
-    return Call(name, inputs, out, ours, formula, data=draw)
+    checked = partial(formula, our_dropout) if "dropout_key" in inputs else None
+    return Call(name, inputs, out, ours, partial(formula, plain.dropout), checked, draw)

@@ -4,37 +4,51 @@ import jax.numpy as jnp
 
 from jax_attn_bwd import gated_delta_rule, gated_linear_attention
 from jax_attn_bwd.bench.peers import chunk_form
-from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, uniform
+from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, lengths, uniform
+from jax_attn_bwd.bench.race.dense import tokens
 
-CHUNK = 64  # tokens; the plain form takes whole chunks
+CHUNK = 64  # tokens
 
 
 def linear(lot: Lot, budget: Budget) -> Call:
-    """Draws a call of linear attention."""
-    delta, normalised, each_channel = lot.chance(0.5), lot.chance(0.5), lot.chance(0.3)
+    """Draws a call of linear attention; the delta rule is of keys of length 1, as others diverge."""
+    delta, each_channel, with_lengths = lot.chance(0.5), lot.chance(0.3), lot.chance(0.2)
+    normalised = delta or lot.chance(0.3)
     N, H, Hv = lot.one_of((1, 2, 4, 8, 16)), lot.one_of((32, 64, 64, 128)), lot.one_of((32, 64, 64, 128))
-    B, chunks = lot.one_of((1, 1, 2, 4, 8)), lot.one_of((1, 2, 4, 8, 16, 32))
-    while B * chunks > 1 and 14.0 * B * N * chunks * CHUNK * (H + Hv) * (CHUNK + H) > budget.operations:
-        B, chunks = (B // 2, chunks) if B > 1 else (1, chunks // 2)
-    T, epsilon = CHUNK * chunks, 1e-6 if normalised else None
-    decay = (B, T, N, H) if each_channel and not delta else (B, T, N)
+    K = lot.one_of([K for K in range(1, N + 1) if N % K == 0]) if lot.chance(0.25) else N
+    B, T = lot.one_of((1, 1, 2, 4, 8)), tokens(lot)
+    while B * T > 1 and 14.0 * B * N * T * (H + Hv) * (CHUNK + H) > budget.operations:
+        B, T = (B // 2, T) if B > 1 else (1, -(-T // 2))
     inputs = {
-        "query": activation(B, T, N, H),
-        "key": activation(B, T, N, H),
+        "query": activation(B, T, K, H),
+        "key": activation(B, T, K, H),
         "value": activation(B, T, N, Hv),
-        "log_decay": Input(decay, lambda rng, shape: -0.1 * uniform(rng, shape), dtype="float32"),
+        "log_decay": Input(
+            (B, T, N, H) if each_channel else (B, T, N),
+            lambda rng, shape: -0.1 * uniform(rng, shape),
+            dtype="float32",
+        ),
     }
     if delta:
         inputs["beta"] = Input((B, T, N), uniform)
+    if with_lengths:
+        inputs["seq_lengths"] = lengths(B, T)
+    epsilon = 1e-6 if normalised else None
 
     def ours(data, a):
         function = gated_delta_rule if delta else gated_linear_attention
         return function(**a, l2_norm_epsilon=epsilon)
 
     def formula(data, a):
-        wide = {name: x.astype(jnp.float32) for name, x in a.items()}
-        return chunk_form(epsilon, **wide).astype(a["value"].dtype)
+        wide = {name: x.astype(jnp.float32) for name, x in a.items() if name != "seq_lengths"}
+        heads = {name: jnp.repeat(wide[name], N // K, 2) for name in ("query", "key")}
+        out = chunk_form(epsilon, **{**wide, **heads})
+        if with_lengths:
+            out = jnp.where((jnp.arange(T) < a["seq_lengths"][:, None])[..., None, None], out, 0)
+        return out.astype(a["value"].dtype)
 
     kind = "delta rule" if delta else "decays"
-    name = f"{kind} B{B} T{T} N{N} H{H} Hv{Hv}" + ", normalised" * normalised
-    return Call(name + ", a decay a channel" * (len(decay) == 4), inputs, (B, T, N, Hv), ours, formula)
+    said = {f"K{K}": K < N, "normalised": normalised, "a decay a channel": each_channel}
+    said["lengths"] = with_lengths
+    name = ", ".join([f"{kind} B{B} T{T} N{N} H{H} Hv{Hv}", *[word for word, drawn in said.items() if drawn]])
+    return Call(name, inputs, (B, T, N, Hv), ours, formula)

@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core.cases import keep_mask
 from jax_attn_bwd.mods import alibi_slopes
+
+RATE = 0.1  # of dropout
 
 
 def softmax(
@@ -51,13 +54,13 @@ def attention(
         logits = logits + bias
     # probabilities of what is seen, and the means of the values
     sink = None if sink is None else sink.astype(jnp.float32)[:, None, None]
-    p = softmax(logits, _visible(T, S, mask, **seen), sink)
+    p = softmax(logits, visible(T, S, mask, **seen), sink)
     p = p if dropout is None else dropout(p)
     p = p.astype(value.dtype).reshape(B, K, N // K, T, S)
     return jnp.einsum("bkgts,bskh->btkgh", p, value).reshape(B, T, N, -1)
 
 
-def _visible(
+def visible(
     T: int,
     S: int,
     mask: jax.Array | None,
@@ -65,7 +68,7 @@ def _visible(
     local_window_size: tuple[int, int] | None = None,
     key_value_seq_lengths: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Makes one mask that broadcasts to `[B, N, T, S]` of all that hides."""
+    """Makes one mask that broadcasts to `[..., T, S]` of all that hides; lengths are of `[B, N, T, S]`."""
     row, column = _places(T, S)
     found = [] if mask is None else [mask]
     if is_causal:
@@ -81,6 +84,22 @@ def _visible(
 def _places(T: int, S: int) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers of rows `[T, 1]` and of columns `[S]`."""
     return jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)
+
+
+def dropout(words: jax.Array, p: jax.Array) -> jax.Array:
+    """Drops some of `p` by random numbers of JAX, whose key is two `words`."""
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return _dropped(jax.random.bernoulli(key, 1 - RATE, p.shape), p)
+
+
+def our_dropout(words: jax.Array, p: jax.Array) -> jax.Array:
+    """Drops those of `p [..., N, T, S]` that ours drops by the same key."""
+    *batch, N, T, S = p.shape
+    return _dropped(keep_mask(words, RATE, (*batch,), (N, T, S)), p)
+
+
+def _dropped(keep: jax.Array, p: jax.Array) -> jax.Array:
+    return jnp.where(keep, p / (1 - RATE), 0)
 
 
 def segments(ids: jax.Array) -> jax.Array:

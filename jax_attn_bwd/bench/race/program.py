@@ -3,7 +3,7 @@
 A seed and a number are one program, the same on every machine and in every version of JAX.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ DRAWN: dict[str, tuple[Callable[[Lot, Budget], Call], int]] = {
     "graph": (graph, 3),
     "linear_attention": (linear, 2),
 }
-WHOLE, QUICK = Budget(), Budget(2**16, 1e8)
+WHOLE, QUICK = Budget(), Budget(2**18, 2e8)
 
 
 class Program(NamedTuple):
@@ -46,9 +46,10 @@ class Program(NamedTuple):
         return f"{self.number}: {self.operator} {self.dtype}, {self.call.name}"
 
 
-def draw(seed: int, number: int, operators: Sequence[str], budget: Budget) -> Program:
+def draw(seed: int, number: int, operators: Collection[str], budget: Budget) -> Program:
     """Draws a program of one of `operators`: alone, between others, under `vmap` or in a scan of layers."""
-    operator = Lot(seed, number).one_of([name for name in operators for _ in range(DRAWN[name][1])])
+    lots = [name for name, (_, lots) in DRAWN.items() if name in operators for _ in range(lots)]
+    operator = Lot(seed, number).one_of(lots)
     lot = Lot(seed, number, operator)
     dtype = lot.one_of(("float32", "float32", "bfloat16"))
     place = lot.one_of(("alone", "between", "vmap", "scan"))
@@ -86,4 +87,6 @@ def workload(program: Program) -> Workload:
     ]
     if call.checked is not None:
         found.append(contender("plain, our dropout", call.checked, plain, timed=False))
-    return Workload(program.name, found, tolerance=TOLERANCES[program.dtype])
+    # chips round the factors of float32 products
+    rounded = program.dtype if jax.default_backend() == "cpu" else "bfloat16"
+    return Workload(program.name, found, tolerance=TOLERANCES[rounded])

@@ -14,8 +14,9 @@ from jax_attn_bwd.bench.measure import compiled_contender, measure
 from jax_attn_bwd.bench.race import program
 from jax_attn_bwd.bench.report import Row
 
-SECONDS = 2.0  # of the rounds of a program, where they take less
+SECONDS, QUICK_SECONDS = 2.0, 0.2  # of the rounds of a program, where they take less
 COMPILED = "compiled in"  # the note that says how long it took
+BESIDE = "x beside other programs"  # of one that was measured again
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def distribution(ratios: Sequence[float], floor: float) -> dict[str, float]:
 
 def _measured(race: Race, drawn: program.Program) -> list[Row]:
     try:
-        return measure(program.workload(drawn), race.repeats, SECONDS * (not race.quick))
+        return measure(program.workload(drawn), race.repeats, QUICK_SECONDS if race.quick else SECONDS)
     except Exception as error:  # the others are measured all the same
         return [Row(drawn.name, "jax_attn_bwd", notes={"failed": report.sentence(error)})]
 
@@ -118,10 +119,7 @@ def _alone(race: Race, drawn: program.Program, beside: float) -> list[Row]:
         if not written:
             why = f"in a process of its own: {done.stderr[-report.LIMIT :]}"
             return [Row(drawn.name, "jax_attn_bwd", notes={"failed": why})]
-        return [
-            replace(row, notes={**row.notes, "x beside other programs": round(beside, 2)})
-            for row in report.read(written[0])
-        ]
+        return [replace(row, notes={**row.notes, BESIDE: f"{beside:.2f}"}) for row in report.read(written[0])]
 
 
 def _told(rows: Sequence[Row]) -> str:
@@ -130,7 +128,10 @@ def _told(rows: Sequence[Row]) -> str:
         return _line("-", "", "", "", "", f"{ours.case}: {ours.notes['failed']}")
     plain = others[0]
     seconds = (row.notes[COMPILED] for row in (ours, plain))
-    return _line(f"{plain.ratio:.2f}", report.shown(ours), report.shown(plain), *seconds, ours.case)
+    name = ours.case
+    if BESIDE in ours.notes:
+        name += f" (in a process of its own; {ours.notes[BESIDE]} beside other programs)"
+    return _line(f"{plain.ratio:.2f}", report.shown(ours), report.shown(plain), *seconds, name)
 
 
 def _line(*cells: str) -> str:

@@ -20,7 +20,7 @@ def softmax(lot: Lot, budget: Budget) -> Call:
     kept = lambda axes: tuple(n if i - rank in axes else 1 for i, n in enumerate(shape))
     plane = lambda: kept(lot.one_of((range(-rank, 0), (-rank, -1), (-2, -1))))
     # options, those of arrays among the inputs
-    inputs, flags = {"x": activation(*shape)}, dict[str, Any]()
+    inputs, flags, hides = {"x": activation(*shape)}, dict[str, Any](), dict[str, Any]()
     if lot.chance(0.4):
         flags["scale"] = 0.125
     elif lot.chance(0.15):
@@ -29,30 +29,29 @@ def softmax(lot: Lot, budget: Budget) -> Call:
         inputs["mask"] = given(plane(), seen)
     if lot.chance(0.3):
         inputs["bias"] = Input(plane(), normal, wanted=lot.chance(0.5), mapped=False)
-    if axis == -1 and rank > 1 and lot.chance(0.25):
-        flags["is_causal"] = True
+    if axis == -1 and rank > 1 and lot.chance(0.3):
+        # a window of no mask, and of as many columns: elsewhere rows may see nothing
+        window = lot.chance(0.3) and shape[-2] <= shape[-1] and "mask" not in inputs
+        hides = {"local_window_size": (lot.size(1, shape[-1]), 0)} if window else {"is_causal": True}
     if lot.chance(0.1):
         rows = [n if i - rank == -3 else 1 for i, n in enumerate(shape) if i - rank != axis]
         inputs["sink"] = Input(tuple(rows), normal, mapped=False)
 
     def ours(data, a):
-        return scaled_masked_softmax(**a, **flags, axis=axis)
+        return scaled_masked_softmax(**a, **flags, **hides, axis=axis)
 
     def formula(data, a):
         x = a["x"].astype(jnp.float32) * flags.get("scale", 1.0) * a.get("scale", jnp.float32(1))
         if "bias" in a:
             x = x + a["bias"].astype(jnp.float32)
-        where = a.get("mask")
-        if flags.get("is_causal"):
-            below = jnp.tril(jnp.ones(shape[-2:], bool)).reshape(kept((-2, -1)))
-            where = below if where is None else where & below
+        where = plain.visible(*shape[-2:], a.get("mask"), **hides) if hides else a.get("mask")
         sink = jnp.expand_dims(a["sink"].astype(jnp.float32), axis) if "sink" in a else None
         return plain.softmax(x, where, sink, axis).astype(a["x"].dtype)
 
     told = [
         f"{name} {list(x.shape)}{' with gradient' * x.wanted}" for name, x in inputs.items() if name != "x"
     ]
-    name = ", ".join([str(list(shape)), *[f"axis {axis}"] * (axis != -1), *flags, *told])
+    name = ", ".join([str(list(shape)), *[f"axis {axis}"] * (axis != -1), *flags, *hides, *told])
     return Call(name, inputs, shape, ours, formula)
 
 
@@ -66,6 +65,7 @@ def _shape(lot: Lot, elements: float) -> tuple[int, ...]:
             *((lot.size(1, 4096), wide),) * 2,
             (batch, T, S),
             *((batch, heads, T, S),) * 2,
+            (batch, 2, heads, T, S),
         )
     )
     while math.prod(shape) > elements:
