@@ -48,7 +48,7 @@ class Program(NamedTuple):
 
 def draw(seed: int, number: int, operators: Collection[str], budget: Budget) -> Program:
     """Draws a program of one of `operators`: alone, between others, under `vmap` or in a scan of layers."""
-    lots = [name for name, (_, lots) in DRAWN.items() if name in operators for _ in range(lots)]
+    lots = [name for name, (_, many) in DRAWN.items() if name in operators for _ in range(many)]
     operator = Lot(seed, number).one_of(lots)
     lot = Lot(seed, number, operator)
     dtype = lot.one_of(("float32", "float32", "bfloat16"))

@@ -44,7 +44,7 @@ def softmax(lot: Lot, budget: Budget) -> Call:
         x = a["x"].astype(jnp.float32) * flags.get("scale", 1.0) * a.get("scale", jnp.float32(1))
         if "bias" in a:
             x = x + a["bias"].astype(jnp.float32)
-        where = plain.visible(*shape[-2:], a.get("mask"), **hides) if hides else a.get("mask")
+        where = plain.visible(shape[-2], shape[-1], a.get("mask"), **hides) if hides else a.get("mask")
         sink = jnp.expand_dims(a["sink"].astype(jnp.float32), axis) if "sink" in a else None
         return plain.softmax(x, where, sink, axis).astype(a["x"].dtype)
 
