@@ -1,6 +1,7 @@
 """Draws calls over the edges of random graphs, beside sums over sorted edges."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ def graph(lot: Lot, budget: Budget) -> Call:
         count //= 2
     nodes, dim = max(count // degree, 1), heads * width
     # what it reads, and gives
+    options: dict[str, Any]
     if kind in REDUCTIONS:
         columns = heads if kind == "edge_softmax" else dim
         operator, options, inputs = kind, {}, {"edge": activation(count, columns)}
