@@ -18,6 +18,9 @@ TOLERANCES = {
     "bfloat16": 0.03,
 }  # results that agree differ by less, relative to the largest entry
 ROUND = 0.03  # seconds of one round on a GPU: starting it and waiting for it do not count
+LONG = 0.1  # seconds of a call that what was in the caches before makes no faster
+
+Results = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Contender:
     name: str
     run: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
-    results: Callable[[], Sequence[np.ndarray]] | None = None
+    results: Callable[[], Results] | None = None
     temporary_bytes: int | None = None
     timed: bool = True
     notes: dict[str, Any] = field(default_factory=dict)
@@ -45,12 +48,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured under one name; the first contender is ours, and ratios are to it."""
+    """What is measured under one name; the first contender is ours, and ratios are to it.
+
+    Results that differ by more than the tolerance are those of a fault, unless `rounding` tells, of ours and
+    another's, that it is rounding.
+    """
 
     name: str
     contenders: Sequence[Contender]
     timed: bool = True
     tolerance: float = TOLERANCES["float32"]
+    rounding: Callable[[Results, Results], bool] = lambda ours, other: False
     rates: Mapping[str, float] = field(
         default_factory=dict
     )  # {unit: its amount in one call, for "TFLOP/s" in TFLOP}
@@ -125,7 +133,10 @@ def check_agreement(workload: Workload) -> None:
     for other in others:
         pairs = zip(results[other.name], results[ours.name], strict=True)
         errors = [relative_error(a, b) for a, b in pairs]
-        if not max(errors) <= workload.tolerance:
+        if max(errors) <= workload.tolerance:
+            continue
+        # inf tells of other shapes, or of NaN on one side
+        if np.inf in errors or not workload.rounding(results[ours.name], results[other.name]):
             raise RuntimeError(
                 f"bench: {other.name} and {ours.name} disagree in {workload.name!r}: relative errors "
                 f"{errors}, tolerance {workload.tolerance}; nothing is timed"
@@ -140,7 +151,8 @@ def measure(workload: Workload, repeats: int, seconds: float = 0.0) -> list[Row]
     """Takes medians over rounds in which the contenders take turns: `repeats`, or more while `seconds` last.
 
     What is timed follows an untimed call of the same contender, as in a training loop: what another
-    contender left in the caches and the allocator is not measured.
+    contender left in the caches and the allocator is not measured. Where `seconds` are given, calls so long
+    that it makes no difference follow none but in the first round.
     """
     many = jax.default_backend() != "cpu"  # there a call is over before it is waited for
     times: dict[str, list[float]] = {c.name: [] for c in workload.contenders}
@@ -150,14 +162,17 @@ def measure(workload: Workload, repeats: int, seconds: float = 0.0) -> list[Row]
         while rounds < repeats or time.perf_counter() < start + seconds:
             for contender in workload.contenders:
                 if contender.timed:
-                    times[contender.name].append(_seconds(contender, many))
+                    found = times[contender.name]
+                    is_long = seconds > 0 and len(found) > 0 and found[-1] > LONG
+                    found.append(_seconds(contender, many, warm=not is_long))
             rounds += 1
     return [*_rows(workload, {name: t for name, t in times.items() if t}), *workload.refused]
 
 
-def _seconds(contender: Contender, many: bool) -> float:
-    """Times one call in seconds, after an untimed one."""
-    contender.wait(contender.run())
+def _seconds(contender: Contender, many: bool, warm: bool) -> float:
+    """Times one call in seconds, after an untimed one if `warm`."""
+    if warm:
+        contender.wait(contender.run())
     calls = 1
     if many:
         calls = max(1, min(200, round(ROUND / _clock(contender, 1))))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ from helpers import thorough
 
 from jax_attn_bwd.bench import __main__ as bench
 from jax_attn_bwd.bench import measure
-from jax_attn_bwd.bench.race import program, run
+from jax_attn_bwd.bench.race import call, program, rounding, run
 from jax_attn_bwd.bench.report import Row
 
 ALL = (*program.DRAWN,)
@@ -56,15 +57,62 @@ KINDS = (
 )
 
 
-def disagreement(operator: str, number: int) -> None:
-    measure.check_agreement(program.workload(program.draw(0, number, (operator,), program.QUICK)))
-
-
 @thorough
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("operator", ALL)
 def test_both_sides_compute_the_same(operator, number):
-    disagreement(operator, number)
+    measure.check_agreement(program.workload(program.draw(0, number, (operator,), program.QUICK)))
+
+
+@pytest.mark.parametrize(("number", "dtype", "times"), [(0, "float32", 1.01), (2, "bfloat16", 1.1)])
+def test_a_wrong_gradient_is_found(number, dtype, times):
+    """The key's gradient alone is wrong."""
+    drawn = program.draw(7, number, ("dot_product",), call.Budget(2**13, 1e7))
+    assert drawn.dtype == dtype
+
+    @jax.custom_vjp
+    def wrong(x):
+        return x
+
+    wrong.defvjp(lambda x: (x, None), lambda _, dx: ((times * dx).astype(dx.dtype),))
+    ours = lambda data, a: drawn.call.ours(data, {**a, "key": wrong(a["key"])})
+    case = program.workload(drawn._replace(call=replace(drawn.call, ours=ours)))
+    with pytest.raises(RuntimeError, match="disagree"):
+        measure.check_agreement(case)
+
+
+def step_of(zero: float, narrow: float = 0.0) -> list[np.ndarray]:
+    """Makes an output, a gradient, and one that is 0 but for what its terms leave."""
+    rng = np.random.default_rng(0)
+    step = [rng.standard_normal((50, 4)).astype(np.float32) for _ in range(3)]
+    step = [x * (1 + narrow * rng.uniform(-1, 1, x.shape).astype(np.float32)) for x in step]
+    return [*step[:2], zero * step[2]]
+
+
+@pytest.mark.parametrize(("zero", "alike"), [(3e-8, True), (1e-5, False)])
+def test_what_is_left_of_terms_that_cancel_is_no_fault(zero, alike):
+    assert rounding.of_terms_that_cancel(1e-4, step_of(zero), step_of(-zero)) == alike
+
+
+def test_of_float32_nothing_else_is_rounding():
+    for number in range(2):
+        ours = step_of(0)
+        ours[number] = ours[number] * np.float32(1.001)
+        assert not rounding.of_terms_that_cancel(1e-4, ours, step_of(0))
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "alike"),
+    [
+        (step_of(0, 0.015), step_of(0, 0.01), True),  # half as much again
+        (step_of(0, 0.05), step_of(0, 0.01), False),
+        (step_of(0, 0.05), step_of(0, 0.04), True),  # it is no better
+        (step_of(0.002), step_of(0), True),  # less than the other gradient's rounding
+        (step_of(0.02), step_of(0), False),
+    ],
+)
+def test_the_error_in_a_narrow_dtype_is_at_most_twice_that_of_plain(ours, plain, alike):
+    assert rounding.of_narrow("bfloat16", lambda: step_of(0), ours, plain) == alike
 
 
 def race(tmp_path: Path, *options: str) -> int:
@@ -72,7 +120,7 @@ def race(tmp_path: Path, *options: str) -> int:
 
 
 def test_a_race_prints_each_program_and_writes_json_and_a_plot(tmp_path, capsys):
-    assert race(tmp_path, "--seed", "1", "--count", "2", "--operator", "softmax") == 0
+    assert race(tmp_path, "--seed", "1", "--first", "4", "--count", "2", "--operator", "softmax") == 0
     told = capsys.readouterr().out
     (path,) = tmp_path.glob("race_seed1_*.json")
     report = json.loads(path.read_text())

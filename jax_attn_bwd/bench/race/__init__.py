@@ -2,5 +2,5 @@
 
 `call` is what is drawn of an operator, and `dense`, `softmax`, `deformable`, `graph` and `linear` draw it;
 `plain` has formulas as one writes them; `surroundings` puts a call into a program, `program` draws one whole,
-and `run` measures them.
+`rounding` tells rounding from a fault, and `run` measures them.
 """

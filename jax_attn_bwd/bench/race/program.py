@@ -4,14 +4,16 @@ A seed and a number are one program, the same on every machine and in every vers
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core.cases import cast
-from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, step
-from jax_attn_bwd.bench.race import surroundings
+from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Results, Workload, compiled_contender, step
+from jax_attn_bwd.bench.race import rounding, surroundings
 from jax_attn_bwd.bench.race.call import Budget, Call, Function, Lot, normal
 from jax_attn_bwd.bench.race.deformable import deformable
 from jax_attn_bwd.bench.race.dense import dense, layer
@@ -70,16 +72,18 @@ def workload(program: Program) -> Workload:
     call, rng = program.call, np.random.default_rng((program.seed, program.number))
     ours, plain = call.data(rng)
     arrays = {name: cast(x.fill(rng, x.shape), x.dtype or program.dtype) for name, x in call.inputs.items()}
-    wanted = {name: x for name, x in arrays.items() if call.inputs[name].wanted}
-    fixed = {name: x for name, x in arrays.items() if name not in wanted}
     dout = cast(normal(rng, call.out), program.dtype)
 
-    def contender(name: str, function: Function, data: Any, **more: Any) -> Contender:
-        def run(dout, data, fixed, wanted):
-            return step(lambda wanted: function(data, {**fixed, **wanted}))(dout, wanted)
+    def steps(function: Function) -> Callable[..., tuple]:
+        def run(dout, data, arrays):
+            wanted = {name: x for name, x in arrays.items() if call.inputs[name].wanted}
+            return step(lambda wanted: function(data, {**arrays, **wanted}))(dout, wanted)
 
+        return run
+
+    def contender(name: str, function: Function, data: Any, **more: Any) -> Contender:
         jax.clear_caches()
-        return compiled_contender(name, run, dout, data, fixed, wanted, costs=True, **more)
+        return compiled_contender(name, steps(function), dout, data, arrays, costs=True, **more)
 
     found = [
         contender("jax_attn_bwd", call.ours, ours),
@@ -87,6 +91,21 @@ def workload(program: Program) -> Workload:
     ]
     if call.checked is not None:
         found.append(contender("plain, our dropout", call.checked, plain, timed=False))
+
+    def precise() -> Results:
+        with jax.default_matmul_precision("highest"):
+            wide = jax.tree.map(_wide, (dout, plain, arrays))
+            return [np.asarray(x) for x in jax.tree.leaves(jax.jit(steps(call.checked or call.plain))(*wide))]
+
     # chips round the factors of float32 products
     rounded = program.dtype if jax.default_backend() == "cpu" else "bfloat16"
-    return Workload(program.name, found, tolerance=TOLERANCES[rounded])
+    tolerance = TOLERANCES[rounded]
+    explains = partial(rounding.of_terms_that_cancel, tolerance)
+    if rounded != "float32":
+        explains = partial(rounding.of_narrow, rounded, precise)
+    return Workload(program.name, found, tolerance=tolerance, rounding=explains)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Returns numbers in float32, and what is none as it is."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
