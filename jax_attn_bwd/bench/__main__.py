@@ -42,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compare", nargs=2, type=Path, metavar=files, help="what became slower or larger")
     parser.add_argument("--out", type=Path, default=report.OUT, help="folder of what is written; default out")
     parser.add_argument(
-        "--repeats", type=partial(_at_least, 1), default=9, help="rounds; the median is taken; default 9"
+        "--repeats",
+        type=partial(_at_least, 1),
+        help="rounds; the median is taken; default 9, of race 5, and more of short programs",
     )
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the command")
     parser.add_argument(
@@ -69,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     report.prepare(parser, args.out)
     if args.operator == "race":
         wanted = {action.dest: getattr(args, action.dest) for action in given}
-        drawn = Race(args.repeats, args.quick, **wanted)
+        drawn = Race(args.repeats or 5, args.quick, **wanted)
         context = report.environment()
         stem = f"race_seed{drawn.seed}_{context['platform']}_jax{context['jax']}"
         return run(drawn, context, args.out / f"{stem}.json")
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen: dict[str, Any] = {"only": args.only} if args.only else {}
     chosen |= {"scaling": True} if args.scaling else {}
     for workload in console.progress(make(args.quick, **chosen), None, f"bench {args.operator}"):
-        rows += measure(workload, args.repeats)
+        rows += measure(workload, args.repeats or 9)
         report.write(path, context, rows, finished=False)
     found = {"slopes": plots.slopes(rows)} if args.scaling else {}
     report.write(path, context | found, rows, finished=True)
@@ -104,7 +106,8 @@ def _options_of_race(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         "race",
         "Random training steps over all operators and the layer, alone and among others, each beside the "
         "plain formula that JAX differentiates. A seed and a number are one program on every machine: "
-        "--seed 3 --first 17 --count 1 runs number 17 of seed 3 alone, with the same --operator.",
+        "--seed 3 --first 17 --count 1 runs number 17 of seed 3 alone, with the same --operator. On two "
+        "cores a program takes about five seconds, more than half of them to compile both sides.",
         argument_default=argparse.SUPPRESS,
     )
     floor = (

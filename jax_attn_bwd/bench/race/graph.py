@@ -28,7 +28,7 @@ def graph(lot: Lot, budget: Budget) -> Call:
     heads, width = lot.one_of((1, 1, 2, 4, 8, 8, 16)), lot.one_of((8, 8, 16, 32, 64))
     count, degree, law = lot.size(200, 1_000_000), lot.size(2, 100), lot.one_of(("uniform", "power law"))
     with_edge, mean, dropped = lot.chance(0.2), lot.chance(0.15), lot.chance(0.15)
-    while count > 1 and count * heads * width > budget.elements:
+    while count > 1 and count * heads * width > budget.elements / 4:  # its arrays by edge are many
         count //= 2
     nodes, dim = max(count // degree, 1), heads * width
     # what it reads, and gives

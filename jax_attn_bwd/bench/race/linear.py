@@ -17,7 +17,8 @@ def linear(lot: Lot, budget: Budget) -> Call:
     N, H, Hv = lot.one_of((1, 2, 4, 8, 16)), lot.one_of((32, 64, 64, 128)), lot.one_of((32, 64, 64, 128))
     K = lot.one_of([K for K in range(1, N + 1) if N % K == 0]) if lot.chance(0.25) else N
     B, T = lot.one_of((1, 1, 2, 4, 8)), tokens(lot)
-    while B * T > 1 and 14.0 * B * N * T * (H + Hv) * (CHUNK + H) > budget.operations:
+    # products of chunks are small, and those of a triangular solve slow
+    while B * T > 1 and 60.0 * B * N * T * (H + Hv) * (CHUNK + H) > budget.operations:
         B, T = (B // 2, T) if B > 1 else (1, -(-T // 2))
     inputs = {
         "query": activation(B, T, K, H),
