@@ -1,7 +1,7 @@
-"""Command line: `python -m jax_attn_bwd.bench <operator>|programs|mods [--out DIR] [--repeats N] [--quick]`.
+"""Command line: `python -m jax_attn_bwd.bench <operator>|compiling|mods|programs`.
 
-With `--scaling` one case of the operator at many sizes. Programs drawn by lot:
-`python -m jax_attn_bwd.bench race --seed N --count M [--operator ...] [--floor X]`. Or
+It takes `[--out DIR] [--repeats N] [--quick]`. With `--scaling` one case of the operator at many sizes.
+Programs drawn by lot: `python -m jax_attn_bwd.bench race --seed N --count M [--operator ...] [--floor X]`. Or
 `python -m jax_attn_bwd.bench --compare OLD.json NEW.json`.
 """
 
@@ -20,13 +20,17 @@ import jax
 
 from jax_attn_bwd import bench, ops
 from jax_attn_bwd._core import console
-from jax_attn_bwd.bench import mods, operators, plots, programs, report
+from jax_attn_bwd.bench import compiling, mods, operators, plots, programs, report
 from jax_attn_bwd.bench.measure import Workload, measure
 from jax_attn_bwd.bench.race.program import DRAWN
 from jax_attn_bwd.bench.race.run import Race, run
 
 # what is measured under names of its own, not by an operator's cases
-NAMED: dict[str, Callable[..., Iterator[Workload]]] = {"mods": mods.workloads, "programs": programs.workloads}
+NAMED: dict[str, Callable[..., Iterator[Workload]]] = {
+    "compiling": compiling.workloads,
+    "mods": mods.workloads,
+    "programs": programs.workloads,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--scaling", action="store_true", help="one case at many sizes: time and memory over it"
     )
-    parser.add_argument("--only", default="", help="of programs and mods, those whose names contain this")
+    parser.add_argument("--only", default="", help=f"of {', '.join(NAMED)}, those whose names contain this")
     asked = _options_of_race(parser)
     args = parser.parse_args(argv)
     given = [action for action in asked if hasattr(args, action.dest)]
@@ -67,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     if given and args.operator != "race":
         parser.error(f"{given[0].option_strings[0]} is of race; {args.operator} has cases of its own")
     if args.only and args.operator not in NAMED:
-        parser.error(f"--only chooses among {' and '.join(NAMED)}; {args.operator} has cases of its own")
+        parser.error(f"--only chooses among {', '.join(NAMED)}; {args.operator} has cases of its own")
     report.prepare(parser, args.out)
     if args.operator == "race":
         wanted = {action.dest: getattr(args, action.dest) for action in given}

@@ -33,6 +33,7 @@ class Contender:
       wait: waits for what `run` returned.
       results: the arrays to compare with the other contenders'; None = computes something else.
       temporary_bytes: peak temporary memory of the compiled program, where the compiler tells.
+      tells_seconds: `run` returns how long it took: what it did to set itself up does not count.
       timed: False for one that is there to compare results with, and would disturb the others' caches.
       notes: further figures to print, by name.
     """
@@ -42,6 +43,7 @@ class Contender:
     wait: Callable[[Any], Any] = jax.block_until_ready
     results: Callable[[], Results] | None = None
     temporary_bytes: int | None = None
+    tells_seconds: bool = False
     timed: bool = True
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -100,7 +102,8 @@ def compiled_contender(
 ) -> Contender:
     """Makes a contender of a function to jit, with its memory as the compiler tells it.
 
-    With `costs` the notes say what compiling took, and how long the program is.
+    With `costs` the notes say what compiling took in this process, after what it traced before, and how long
+    the program is.
     """
     start = time.perf_counter()
     lowered = jax.jit(function).lower(*args)
@@ -171,6 +174,8 @@ def measure(workload: Workload, repeats: int, seconds: float = 0.0) -> list[Row]
 
 def _seconds(contender: Contender, many: bool, warm: bool) -> float:
     """Times one call in seconds, after an untimed one if `warm`."""
+    if contender.tells_seconds:
+        return contender.run()
     if warm:
         contender.wait(contender.run())
     calls = 1

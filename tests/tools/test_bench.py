@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from helpers import thorough
 
 from jax_attn_bwd import MultiHeadAttentionParams
 from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import measure, operators, peers, plots
+from jax_attn_bwd.bench import compiling, measure, operators, peers, plots
 from jax_attn_bwd.bench import report as report_module
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import cases as named
@@ -32,7 +33,7 @@ FIELDS = {"case", "contender", "milliseconds", "ratio", "temporary_mib", "memory
         ("mods", ("--only", "tree")),
         *(
             pytest.param(o, (), marks=thorough)
-            for o in ("softmax", "dot_product", "multi_head", "deformable", "graph")
+            for o in ("compiling", "softmax", "dot_product", "multi_head", "deformable", "graph")
         ),
     ],
 )
@@ -52,9 +53,18 @@ def test_bench_writes_json_and_a_plot(operator, options, tmp_path, capsys):
     assert all(row["milliseconds"] is None or row["milliseconds"] > 0 for row in rows)
     for case in {row["case"] for row in rows}:  # ours comes first, and ratios are to it
         first = next(row for row in rows if row["case"] == case)
-        assert first["ratio"] == first["memory_ratio"] == 1.0
+        assert first["ratio"] == 1.0
+        assert first["memory_ratio"] == (None if operator == "compiling" else 1.0)
     assert path.with_suffix(".png").stat().st_size > 1000
     assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("label", compiling.ATTENTIONS)
+def test_a_process_tells_the_seconds_of_compiling(label, capsys):
+    """Of what is quickly compiled here, in this process."""
+    start = time.perf_counter()
+    compiling.main(*compiling.QUICK, label)
+    assert 0 < float(capsys.readouterr().out) < time.perf_counter() - start
 
 
 def test_a_picture_says_who_was_refused_and_which_bars_are_ours(tmp_path, monkeypatch):
@@ -164,7 +174,7 @@ def measures_nothing(monkeypatch):
         (["--compare", "missing.json", "b"], "two files that a benchmark wrote: [Errno 2] No such file"),
         (["softmax", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
         (["programs", "--scaling"], "--scaling measures one operator"),
-        (["softmax", "--only", "masked"], "--only chooses among mods and programs; softmax has"),
+        (["softmax", "--only", "masked"], "--only chooses among compiling, mods, programs; softmax has"),
     ],
     ids=["operator", "nothing", "both", "missing", "repeats", "scaling", "only"],
 )

@@ -180,7 +180,7 @@ def test_a_program_is_measured_in_a_process_of_its_own(tmp_path):
         (["race", "--operator", "sorting"], "--operator: invalid choice: 'sorting'"),
         (["softmax", "--seed", "1"], "--seed is of race; softmax has cases of its own"),
         (["race", "--scaling"], "--scaling measures one operator; the sizes of race are its own"),
-        (["race", "--only", "softmax"], "--only chooses among mods and programs; race has"),
+        (["race", "--only", "softmax"], "--only chooses among compiling, mods, programs; race has"),
     ],
     ids=["count", "seed", "floor", "operator", "elsewhere", "scaling", "only"],
 )
