@@ -76,7 +76,8 @@ def attention_fn(
     passes `is_causal=False` unless its call asks for causality, which undoes what `functools.partial` binds.)
 
     Differs from the attention of Flax in that a query which sees nothing gives 0, not a mean over hidden
-    keys, and that no T x S array is formed or kept, unless weights are sown.
+    keys, that queries, keys and values must be real, and that no T x S array is formed or kept, unless
+    weights are sown.
 
     Shapes: ... batch, T query length, S key length, N heads, K key heads (N a multiple of K), H, Hv sizes.
 

@@ -49,7 +49,8 @@ Calls take, beside how their framework tells of dropout:
 
 They return out `[..., num_dst, heads * out_channels]`, or `[..., num_dst, out_channels]` without `concat`;
 with `return_attention_weights` also weights `[..., nnz, heads]`, in the caller's edge order, then those of
-the loops of `add_self_loops`. Shapes that disagree are a ValueError, arguments of the wrong kind a TypeError.
+the loops of `add_self_loops`; of a traced graph with loops of its own as many rows of 0 follow, for these are
+replaced. Shapes that disagree are a ValueError, arguments of the wrong kind a TypeError.
 
 With `add_self_loops`, which a checkpoint does not tell of, the graph is built anew at each call, or trace,
 and of a traced graph at each run, by two sorts of its edges. Faster is to build `graph.with_self_loops()`

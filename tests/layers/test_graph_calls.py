@@ -35,7 +35,10 @@ def test_pair_of_one_width_shares_the_layer_where_in_channels_is_an_int(rng):
     "framework", [pytest.param(f, marks=[thorough] * (f in ("equinox", "haiku"))) for f in FRAMEWORKS]
 )
 def test_self_loops_are_added_by_default(rng, framework):
-    """Outputs, weights and gradients are those along `graph.with_self_loops()`; a capacity stays one."""
+    """Outputs, weights and gradients are those along `graph.with_self_loops()`; a capacity stays one.
+
+    A traced graph keeps rows for its own loops, which are replaced: 0, behind the others.
+    """
     kind = "GATv2Conv" if framework in ("flax_nnx", "haiku") else "GATConv"
     src, dst = rng.integers(0, N_SRC, (2, NNZ))
     src[3] = dst[3]
@@ -60,8 +63,12 @@ def test_self_loops_are_added_by_default(rng, framework):
     (got, own), _ = run(layer, padded, x, jnp.pad(edge, ((0, 2), (0, 0))))
     assert_close(got, out, 1e-12)
     assert own.shape == (NNZ + 2 + N_SRC, H)
-    traced = jax.jit(lambda graph: layer.call(params, x, graph, edge), compiler_options=QUICK)
-    assert_close(traced(graph), out, 1e-12)
+    call = lambda graph: layer.call(params, x, graph, edge, return_attention_weights=True)
+    got, own = jax.jit(call, compiler_options=QUICK)(graph)
+    assert_close(got, out, 1e-12)
+    assert own.shape == (NNZ + N_SRC, H)
+    assert_close(own[: looped.num_edges], weights, 1e-12)
+    assert not own[looped.num_edges :].any()
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,14 @@ def test_inputs_of_another_width_than_the_layer_was_built_for():
         layer(jnp.ones((2, 3, E - 1)))
 
 
+def test_complex_inputs_are_refused_by_name():
+    """Flax's own layer computes them; ours blames the input, not the kernels that are promoted with it."""
+    (x,) = arrays((2, T, E), dtype="complex64")
+    layer = flax_linen.MultiHeadDotProductAttention(N)
+    with lenient(), pytest.raises(TypeError, match=r"query must be a floating.*, got .*complex64"):
+        jax.eval_shape(layer.init, jax.random.key(0), x)
+
+
 @thorough
 def test_inputs_of_another_width_than_the_layer_of_equinox_was_built_for():
     eqx = pytest.importorskip("jax_attn_bwd.layers.equinox")

@@ -33,9 +33,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     caller's it runs Flax's projections around `jax_attn_bwd.attention_fn`, or around theirs; with an einsum
     of the caller's Flax's own attention.
 
-    Differs from Flax's in that a query which sees nothing gives the output bias, not a mean over hidden keys.
-    Dropout draws other masks than Flax's for the same key. Where one rule runs, the projections are no
-    `nn.DenseGeneral`: `nn.intercept_methods` and `capture_intermediates` do not see what they return.
+    Differs from Flax's in that a query which sees nothing gives the output bias, not a mean over hidden keys,
+    and that inputs must be real. Dropout draws other masks than Flax's for the same key. Where one rule runs,
+    the projections are no `nn.DenseGeneral`: `nn.intercept_methods` and `capture_intermediates` do not see
+    what they return.
 
     Attributes:
       is_causal, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,

@@ -73,8 +73,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     promotion, an `attention_fn` or a projection layer of the caller's it runs the projections around
     `jax_attn_bwd.attention_fn`, or around theirs.
 
-    Differs from Flax's in that a query which sees nothing gives the output bias, not a mean over hidden keys.
-    Dropout draws other masks than Flax's for the same key.
+    Differs from Flax's in that a query which sees nothing gives the output bias, not a mean over hidden keys,
+    and that inputs must be real. Dropout draws other masks than Flax's for the same key.
 
     Args:
       num_heads: heads of the queries.

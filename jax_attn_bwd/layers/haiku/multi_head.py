@@ -20,10 +20,10 @@ class MultiHeadAttention(hk.MultiHeadAttention):
     Every argument of Haiku's, the same parameters ("query", "key", "value", "linear", each with "w" and "b")
     and initial values: change the import, and a checkpoint loads.
 
-    Differs from Haiku's in that masks must be boolean and may have fewer axes, and that a query which sees
-    nothing gives the output bias, not a mean over hidden keys or, in float16, NaN. The softmax is computed
-    in float32 or wider. A mixed-precision policy on `hk.Linear` does not reach the projections inside, and
-    the batch axes of query, key and value must be equal, not broadcast.
+    Differs from Haiku's in that masks may have fewer axes, that a mask to be added is an error, that inputs
+    must be real, and that a query which sees nothing gives the output bias, not a mean over hidden keys or,
+    in float16, NaN. The softmax is computed in float32 or wider. A mixed-precision policy on `hk.Linear` does
+    not reach the projections inside, and the batch axes of query, key and value must be equal, not broadcast.
 
     Args:
       num_heads, key_size, w_init_scale, w_init, with_bias, b_init, value_size, model_size, name: as Haiku's.

@@ -44,12 +44,12 @@ def prepare(
 
     `conditions` are those of `dot_product.arguments.mask_of`, but the mask itself.
     """
-    # parameters and inputs: of one dtype, with a size for every letter
-    params = _params(operator, params)
+    # inputs and parameters: of one dtype, with a size for every letter
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
     if "query" not in inputs:
         raise TypeError(checks.message(operator, "query", "be a floating-point array", None))
+    params = _params(operator, params)
     narrow = {n: x for n, x in params._asdict().items() if x is not None and n != "sink"}
     checks.same_dtype(operator, **inputs, **narrow)
     operands = Operands(inputs["query"], inputs.get("key"), inputs.get("value"))
