@@ -1,5 +1,6 @@
 """Strict by default: float64 available, no implicit promotion of dtypes or ranks, warnings are errors."""
 
+import gc
 import itertools
 import os
 import tempfile
@@ -84,6 +85,7 @@ def pytest_collection_finish(session):
 
     An implementation may refuse every case of a share, so a share of the thorough tests promises none.
     """
+    _collect_garbage_seldom()
     in_share = bool(session.config.getoption("thorough_share"))
     compared = {
         (item.callspec.params["operator"].name, item.callspec.params["implementation"])
@@ -92,6 +94,13 @@ def pytest_collection_finish(session):
         if not (in_share and item.get_closest_marker("thorough"))
     }
     session.config.stash[meant] = compared
+
+
+def _collect_garbage_seldom():
+    """Tracing makes many objects, and each collection would go through all that the imports have made."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _can_run(item):
@@ -139,8 +148,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_runtest_teardown():
-    """Linux allows a process 65,530 memory maps; what the caches hold takes hundreds for each test."""
-    if next(finished_tests) % 25 == 0:
+    """Linux allows a process 65,530 memory maps; what the caches hold takes dozens for each test.
+
+    The first test behind it compiles anew what all share.
+    """
+    if next(finished_tests) % 100 == 0:
         jax.clear_caches()
 
 
