@@ -92,7 +92,7 @@ def gated_delta_rule(
       beta: `[..., T, N]`, floating, float32 beside narrow queries, too: the step of each correction, in
         [0, 1], or up to 2 for keys of length 1.
       initial_state: `[..., N, H, Hv]`, float32 (float64 for float64); None is 0.
-      scale: Python float; default `1 / sqrt(H)`.
+      scale: a number that is known; default `1 / sqrt(H)`. With 1.0, multiply out by a learned or traced one.
       l2_norm_epsilon: query and key are first multiplied by `rsqrt(sum x^2 + l2_norm_epsilon)`; 1e-6 in
         Qwen3-Next. None takes them as they are: then beta |k|^2 above 2 diverges, as the definition does.
       seq_lengths: ints that broadcast to `[...]`, in [0, T]: tokens at or beyond neither write nor are read,

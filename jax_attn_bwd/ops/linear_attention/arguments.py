@@ -59,7 +59,8 @@ def prepare(
         if l2_norm_epsilon <= 0:
             expected = "be positive, or None"
             raise ValueError(checks.message(operator, "l2_norm_epsilon", expected, l2_norm_epsilon))
-    scale = head_scale.number(operator, scale, H, value.dtype, "multiply query by a learned or traced scale")
+    remedy = "pass scale=1.0, and multiply out by a learned or traced one"  # query may be normalized
+    scale = head_scale.number(operator, scale, H, value.dtype, remedy)
     options = Options(is_delta, scale, l2_norm_epsilon, checks.precision(operator, precision))
     return options, Operands(query, key, value, log_decay, beta, initial_state, seq_lengths, restarts)
 

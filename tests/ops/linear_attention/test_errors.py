@@ -52,6 +52,12 @@ def test_mistakes(exception, words, changes):
     check(call, "gated_delta_rule", exception, words, changes)
 
 
+def test_a_traced_scale_is_told_to_multiply_the_output():
+    """Not the query, of which a norm would take it away again."""
+    with pytest.raises(TypeError, match=r"scale must be .*; pass scale=1\.0, and multiply out by"):
+        jax.eval_shape(lambda scale: call(scale=scale, l2_norm_epsilon=1e-6), jnp.ones((), "float32"))
+
+
 def test_heads_in_the_place_of_tokens_warn():
     x = jnp.ones((1, 4, 64, 2))
     with pytest.warns(UserWarning, match=r"T = 4 tokens and N = 64 heads.*swapaxes\(-3, -2\)"):
