@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jax_attn_bwd import gated_delta_rule, gated_linear_attention
-from jax_attn_bwd.bench.peers import chunk_form
+from jax_attn_bwd.bench.peers import chunk_form, solves_end
 from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, lengths, uniform
 from jax_attn_bwd.bench.race.dense import tokens
 
@@ -11,8 +11,12 @@ CHUNK = 64  # tokens
 
 
 def linear(lot: Lot, budget: Budget) -> Call:
-    """Draws a call of linear attention; the delta rule is of keys of length 1, as others diverge."""
+    """Draws a call of linear attention; the delta rule is of keys of length 1, as others diverge.
+
+    Where the gradient of its plain formula would not end there is no delta rule.
+    """
     delta, each_channel, with_lengths = lot.chance(0.5), lot.chance(0.3), lot.chance(0.2)
+    delta = delta and solves_end()
     normalised = delta or lot.chance(0.3)
     N, H, Hv = lot.one_of((1, 2, 4, 8, 16)), lot.one_of((32, 64, 64, 128)), lot.one_of((32, 64, 64, 128))
     K = lot.one_of([K for K in range(1, N + 1) if N % K == 0]) if lot.chance(0.25) else N
