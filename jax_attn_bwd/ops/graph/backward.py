@@ -28,11 +28,13 @@ it gives those of the destinations too. Elsewhere a pass over the edges sorted b
 which it hands one number per edge and head (dz for gat, else ds): for gat the gradient is a sum of such
 numbers; the others read the sources' rows once more.
 
+Small graphs on a CPU take one pass in the order of the forward. It gives all gradients, and where both are
+one program XLA reads rows of nodes and computes the scores of the edges once.
+
 References:
   Dao et al., FlashAttention, 2022, arXiv:2205.14135: (5) for dense attention.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,8 +79,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
             saved = _with_end_rows(plan, destination_rows(plan.options, residuals, cotangents))
             t = plan.loops.with_end_rows(t)
             if any(passes.by_source):
-                share, fold = _source_terms(plan.kind, t, saved, passes.by_source)
-                sums = loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
+                sums = _source_pass(plan, t, saved, passes.by_source, graph, sums)
             if passes.second:
                 sums = sums._replace(dst=_destination_pass(plan, t, graph, sums))
 
@@ -151,8 +152,7 @@ def _sums_over_pieces(
         t, saved = shared
         sums = _zeros(kind, passes.by_source, t, saved.m, graph, (graph, shared))
         t, saved = plan.loops.with_end_rows(t), _with_end_rows(plan, saved)
-        share, fold = _source_terms(kind, t, saved, passes.by_source)
-        return loops.scan(share, fold, sums, graph.by_source, graph.capacity, plan.loops.sources)
+        return _source_pass(plan, t, saved, passes.by_source, graph, sums)
 
     def destination_pass(graph, shared):
         t, handed, row = shared
@@ -175,10 +175,20 @@ def _sums_over_pieces(
     return sums
 
 
-def _source_terms(
-    kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool]
-) -> tuple[Callable[..., Sums[Any]], Callable[..., Sums[Any]]]:
-    """Returns (share, fold), by which `loops.scan` adds every edge to the sums that are needed, by source."""
+def _source_pass(
+    plan: Plan, t: Tables, saved: DestinationRows, need: Sums[bool], graph: Any, sums: Sums[Any]
+) -> Sums[Any]:
+    """Adds every edge to the sums that are needed: by source, or in the order of the forward."""
+    edges, zeros = graph.by_source, sums.dst
+    to_source: Any = loops.add
+    to_destination = lambda x, chunk, new: loops.add_in_turn(x, chunk.other, new)
+    if plan.like_forward:
+        # single edges, of which each destination's are summed as in the forward, into runs first
+        runs, _ = loops.in_runs(graph)
+        edges = loops.turned(graph.by_destination)
+        to_source = lambda x, chunk, new: loops.add_in_turn(x, chunk.node, new)
+        to_destination = lambda x, chunk, new: loops.add_sorted(x, runs.node, new)
+        sums = sums._replace(dst=loops.room_for_runs(zeros, graph)) if need.dst else sums
 
     # by number of the edge; or in the order of the groups, with the numbers, which the second pass looks up
     def hand_on(handed, new, chunk):
@@ -190,13 +200,17 @@ def _source_terms(
         return Sums(
             a=sums.a + new.a if need.a else None,
             handed=hand_on(sums.handed, new.handed, chunk) if need.handed else None,
-            dst=sums.dst.at[chunk.other].add(new.dst, mode="drop") if need.dst else sums.dst,
+            dst=to_destination(sums.dst, chunk, new.dst) if need.dst else sums.dst,
             edge=loops.put(sums.edge, chunk.number, new.edge) if need.edge else None,
-            message=loops.add(sums.message, chunk, new.message) if need.message else None,
-            src=loops.add(sums.src, chunk, new.src) if need.src else None,
+            message=to_source(sums.message, chunk, new.message) if need.message else None,
+            src=to_source(sums.src, chunk, new.src) if need.src else None,
         )
 
-    return partial(_share, kind, t, saved, need), fold
+    share = partial(_share, plan.kind, t, saved, need)
+    sums = loops.scan(share, fold, sums, edges, graph.capacity, plan.loops.sources)
+    if plan.like_forward and need.dst:
+        sums = sums._replace(dst=loops.add_runs(zeros, graph, sums.dst))
+    return sums
 
 
 def _share(kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
@@ -274,7 +288,6 @@ def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax
     handed: Any = partial(take, sums.handed)
     if isinstance(sums.handed, tuple):
         handed = loops.by_number(sums.handed, graph.capacity)
-    runs, count = loops.in_runs(graph)
 
     def share(chunk):
         own = own_rows(t.dst, loops.to_nodes(graph, chunk)).astype(dtype)
@@ -283,7 +296,6 @@ def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax
 
     # into runs, and from these into nodes
     add = lambda dst, new, chunk: loops.add(dst, chunk, new)
-    extra = ((0, count - graph.num_dst), *((0, 0) for _ in sums.dst.shape[1:]))
-    of_runs = jnp.pad(sums.dst, extra)
+    of_runs, (runs, _) = loops.room_for_runs(sums.dst, graph), loops.in_runs(graph)
     of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, plan.loops.scores)
     return loops.add_runs(sums.dst, graph, of_runs)

@@ -130,6 +130,11 @@ def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     return add_sorted(x, chunk.node, rows)
 
 
+def add_in_turn(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
+    """Adds `rows` to `x` at `index` where a scatter adds in order; those past the end are dropped."""
+    return x.at[index].add(rows.astype(x.dtype), mode="drop")
+
+
 def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """Adds `rows` to `x` at `index`, which does not decrease; those past the end are dropped."""
     rows = rows.astype(x.dtype)
@@ -202,6 +207,17 @@ def in_runs(graph: Any) -> tuple[Groups, int]:
         return found, graph.num_dst
     position = jnp.arange(found.node.shape[0], dtype=jnp.int32)
     return found._replace(node=found.node + position // RUN), graph.run_owners.shape[0]
+
+
+def turned(groups: Groups) -> Groups:
+    """Returns single edges, of the nodes at their other ends, in the order that they have."""
+    return Groups(groups.other[:, 0], groups.node[:, None], groups.number)
+
+
+def room_for_runs(x: jax.Array, graph: Any) -> jax.Array:
+    """Makes of zeros by destination those by run."""
+    more = in_runs(graph)[1] - graph.num_dst
+    return jnp.pad(x, ((0, more), *((0, 0) for _ in x.shape[1:])))
 
 
 def to_runs(graph: Any, chunk: Chunk) -> Chunk:

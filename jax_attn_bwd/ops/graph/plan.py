@@ -98,8 +98,10 @@ class Plan:
       tied: how many devices of an Auto mesh may share the edges, see `placement.edges_sharded_like_nodes`.
       pieces: how devices cut the edges where nodes lie on several of an Explicit mesh; else None.
       loops: how the passes (over the edges of a piece) are cut into chunks.
-      one_pass: whether the backward sums for the destinations in its pass by source: where a scatter adds in
-        order, and no destination has so many edges that their sum is taken in runs.
+      like_forward: whether the backward takes single edges, all at once, in the order of the forward: where a
+        scatter adds in order. In a program that holds both XLA then reads rows and computes scores once.
+      one_pass: whether the backward sums for sources and destinations in one pass: in that order, or where
+        a scatter adds in order, and no destination has so many edges that their sum is taken in runs.
     """
 
     options: Options
@@ -111,6 +113,7 @@ class Plan:
     tied: int
     pieces: Pieces | None
     loops: Loops
+    like_forward: bool
     one_pass: bool
 
     @classmethod
@@ -125,6 +128,11 @@ class Plan:
         batch_rank = len(operands.batch_axes)
         may_be_tied = devices > 1 and not batch_rank and adds_in_order()
         chunks = Loops.of(options, operands, pieces, may_be_tied)
+
+        # the order of the edges in the backward
+        graph = operands.graph
+        single = graph.by_destination.other.shape[1] == graph.by_source.other.shape[1] == 1
+        like_forward = adds_in_order() and single and chunks.all_at_once and pieces is None
         return cls(
             options=options,
             implementation=implementation,
@@ -135,7 +143,8 @@ class Plan:
             tied=devices if may_be_tied and chunks.all_at_once else 1,
             pieces=pieces,
             loops=chunks,
-            one_pass=adds_in_order() and operands.graph.run_owners is None,
+            like_forward=like_forward,
+            one_pass=like_forward or (adds_in_order() and graph.run_owners is None),
         )
 
     @property

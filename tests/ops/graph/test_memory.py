@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import assert_trees_close, saved_arrays, thorough
 from ops.graph.calls import (
     FUNCTIONS,
@@ -81,3 +82,19 @@ def test_sums_have_one_writer_off_the_cpu(kind, monkeypatch):
         jax.clear_caches()
     assert "scatter" in text  # the last row of each node, an integer
     assert "False" not in re.findall(r"scatter-add\[.*?unique_indices=(\w+)", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("kind", ["gatv2", "transformer"])
+def test_small_graphs_read_each_row_once_in_a_step(kind):
+    """The backward takes the edges as the forward did, and adds the rows of dout to what is read."""
+    nodes, nnz, width = 19, 101, 6
+    graph = BipartiteCSC.from_coo(*random_edges(nnz=nnz, num_src=nodes, num_dst=nodes), nodes, nodes)
+    arrays = inputs(kind, nodes, nodes, width=width, dtype=np.float32)
+
+    def step(arrays, ct):
+        out, pullback = jax.vjp(lambda a: FUNCTIONS[kind][0](graph, **a, num_heads=H), arrays)
+        return out, pullback(ct)
+
+    text = jax.jit(step).lower(arrays, normal(nodes, width, dtype=np.float32)).compile().as_text()
+    read = re.findall(rf"f32\[{nnz},[1,]*({H},{width // H}|{width})\]\S* gather\(", text)
+    assert len(read) == len(arrays) - (kind == "gatv2") + 1
