@@ -1,10 +1,10 @@
-"""What a compiled GPU program reads and writes, and how many kernels it launches, from its optimised HLO.
+"""What a compiled program reads and writes, and how many kernels it launches, from its optimised HLO.
 
 Every kernel counts what it must read and write of the device's memory: its operands once each and its
 results, and of an array that it slices, updates in place or gathers from, that part alone, at most all of it
-once. What a cache saves and what a product reads again the program does not tell, so this is not a time.
-Loops count as often as they run. Of branches the dearest counts, unless it is told how often each is taken:
-the program does not tell.
+once. On a TPU what lies in the memory on the chip does not count. What a cache saves and what a product reads
+again the program does not tell, so this is not a time. Loops count as often as they run. Of branches the
+dearest counts, unless it is told how often each is taken: the program does not tell.
 """
 
 import re
@@ -17,6 +17,7 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "async-update", "domain", "add-dependency",
 }  # fmt: skip
+_ON_THE_CHIP = re.compile(r"\[[\d,]*\](?=\{[^{}]*S\(1\)[^{}]*\})")  # a TPU's, told by the layout
 _WORKSPACE = re.compile(r'custom_call_target="__(cublas|cudnn|triton)')
 _SCRATCH = re.compile(r"\bs8\[[\d,]*\](\{[^}]*\})?")
 _ELEMENT_BY_ELEMENT = ("bitcast", "convert", "copy", "reshape", "transpose")
@@ -41,7 +42,7 @@ class Traffic:
 
 def of(text: str, branches: Sequence[float] = ()) -> Traffic:
     """The traffic of the program `text`; conditionals with as many `branches` take each that often."""
-    reader = _Reader(Program(text), tuple(branches))
+    reader = _Reader(Program(_ON_THE_CHIP.sub("[0]", text)), tuple(branches))
     total: dict[str, float] = {}
     launches = 0.0
     for x, number, times in reader.kernels(reader.program.entry, 1.0):
@@ -110,6 +111,11 @@ class _Reader:
                 parts += min(self._read(user, body), user.size) if user.opcode == "slice" else user.size
             elif first == x.name and user.opcode in ("dynamic-update-slice", "scatter"):
                 parts += 0
+            elif user.opcode == "fusion":  # on a TPU they nest
+                inner = self.program.computations[user.called[0]]
+                given = {int(y.operands): y for y in inner if y.opcode == "parameter"}
+                used = [number for number, name in enumerate(names(user.operands)) if name == x.name]
+                parts += sum(self._read(given[number], inner) for number in used)
             else:
                 return x.size
         return x.size if x.is_root else min(parts, x.size)

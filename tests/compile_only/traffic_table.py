@@ -1,4 +1,4 @@
-"""The portable path beside the plain formula, compiled for GPUs: a section of `results/nvidia_static.md`."""
+"""The portable path beside the plain formula, compiled for chips: a section of `results/nvidia_static.md`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,8 +20,10 @@ from jax_attn_bwd.ops.dot_product.plan import GPU_TILE, Strips, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.ops.dot_product.strips import StripSource
 
-CHIPS = ("H200", "A100")
+GPUS = ("H200", "A100")
+CHIPS = (*GPUS, "v5e")  # linear attention alone, which has no kernels, is compiled for a TPU, too
 HEADING = "## Portable path beside the plain formula"
+LINEAR = ("gated_delta_rule", "gated_linear_attention")
 DOCUMENTS = 4  # of equal length, in a packed sequence
 CAUSAL, TEMPORARIES, LAUNCHES = 0.7, 1 / 8, 2  # goals: of plain bytes, of plain memory, for each tile
 _ABOUT = f"""Forward and gradients, the cotangent given. `GB`: what all kernels read and write of the
@@ -32,7 +34,8 @@ mask array that may hide keys of each entry, and hides none; segments:
 {DOCUMENTS} documents of equal length, causal; which of its widths a strip takes is told at run time, and each
 width counts as often as these documents take it. Softmax stands beside
 `jax.nn.softmax`, graphs (constants of their programs) beside `jax.ops.segment_sum`, deformable attention
-beside gathers of its corners, linear attention beside its chunks as programs have them, in float32.
+beside gathers of its corners, linear attention beside its chunks as programs have them, in float32; on a v5e
+arrays that lie in the memory on the chip do not count.
 Dense attention has goals: for causal attention at most {CAUSAL} of the plain formula's bytes, for the
 others as large a share of them as the live tiles have of the plane; at most an eighth of its temporaries; at
 most {LAUNCHES} launches for each live tile. "Goals missed" says what a program has more of, and how much.
@@ -56,7 +59,10 @@ class Goal(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """An operator's call and the plain formula of the same arrays; how often ours takes each branch."""
+    """An operator's call and the plain formula of the same arrays; how often ours takes each branch.
+
+    It is compiled for `chips`.
+    """
 
     name: str
     ours: Callable[..., Any]
@@ -64,6 +70,7 @@ class Pair(NamedTuple):
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     branches: tuple[float, ...] = ()
     goal: Goal | None = None
+    chips: tuple[str, ...] = GPUS
 
 
 class Figures(NamedTuple):
@@ -83,7 +90,7 @@ def pairs(shape: tuple[int, int, int, int] = (4, 4096, 16, 128)) -> Iterator[Pai
 
 
 def _beside(operator: Operator, case: Case) -> Pair:
-    with targets.aimed_at(CHIPS[0]):  # a graph is built for the chip that it is used on
+    with targets.aimed_at(GPUS[0]):  # a graph is built for the chip that it is used on
         types = shapes(case)
 
     def first_output(call, options, *arrays):
@@ -93,7 +100,8 @@ def _beside(operator: Operator, case: Case) -> Pair:
     plain = _PLAIN[operator.name](operator, case)
     if plain is None:
         plain = partial(first_output, operator.reference, case.options)
-    return Pair(f"{operator.name}, {case.name}", ours, plain, tuple(types.values()))
+    chips = CHIPS if operator.name in LINEAR else GPUS
+    return Pair(f"{operator.name}, {case.name}", ours, plain, tuple(types.values()), chips=chips)
 
 
 def _segments(operator: Operator, case: Case) -> Callable[..., Any]:
@@ -114,7 +122,7 @@ _PLAIN: dict[str, Callable[[Operator, Case], Callable[..., Any] | None]] = {
     "scaled_masked_softmax": lambda operator, case: jax.nn.softmax,
     "multi_scale_deformable_attention": lambda operator, case: None,  # the definition is the formula
     **dict.fromkeys(gpu.GRAPH, _segments),
-    **dict.fromkeys(("gated_delta_rule", "gated_linear_attention"), _chunks),
+    **dict.fromkeys(LINEAR, _chunks),
 }
 _LEFT_OUT = ("[131072, 1024] bfloat16",)  # narrow rows, which any compiler keeps in registers
 
@@ -157,7 +165,7 @@ def _widths_taken(operand: Any) -> tuple[float, ...]:
     ids = jnp.arange(T, dtype=jnp.int32)[None] * DOCUMENTS // T
     mask = Mask(is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids)
     operands = Operands(operand, operand, operand, mask=mask)
-    with targets.aimed_at(CHIPS[0]):
+    with targets.aimed_at(GPUS[0]):
         schedule = plan("xla", Options(scale=1.0), operands).schedule
     if not (isinstance(schedule, Strips) and schedule.runtime_extent):
         return ()
@@ -199,7 +207,8 @@ def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
         result, pull = jax.vjp(of_floats, *floats)
         return result, pull(dout)
 
-    compiled = devices.lower(gradients, (out, *pair.arrays), device).compile(compiling.WITHOUT_GPU)
+    options = {} if device.platform == "tpu" else compiling.WITHOUT_GPU
+    compiled = devices.lower(gradients, (out, *pair.arrays), device).compile(options)
     found = traffic.of(compiled.as_text(), pair.branches)
     return Figures(found, compiled.memory_analysis().temp_size_in_bytes)
 
@@ -211,7 +220,8 @@ def table(path: Path, operators: Sequence[str] = (), chips: Sequence[str] = CHIP
     """
     found = {chip: devices.devices(chip)[0] for chip in chips}  # before JAX computes anything
     wanted = [pair for pair in pairs() if not operators or pair.name.split(", ")[0] in operators]
-    jobs, lines = [(pair, chip) for pair in wanted for chip in chips], []
+    jobs = [(pair, chip) for pair in wanted for chip in chips if chip in pair.chips]
+    lines = []
     for pair, chip in console.progress(jobs, len(jobs), "compile"):
         lines.append(
             _line(pair, chip, *(figures(call, pair, found[chip]) for call in (pair.ours, pair.plain)))

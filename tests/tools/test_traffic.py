@@ -117,6 +117,37 @@ def test_a_sort_goes_over_its_arrays_some_times_and_a_scatter_over_its_own_once(
     assert found.launches == 4 + 3
 
 
+ON_A_TPU = """HloModule nests, is_scheduled=true
+
+%inner (all: f32[64,8], i: s32[]) -> f32[4,8] {
+  %all = f32[64,8]{1,0:T(8,128)} parameter(0)
+  %i = s32[] parameter(1)
+  %o = s32[] constant(0)
+  ROOT %tile = f32[4,8]{1,0:T(8,128)} dynamic-slice(%all, %i, %o), dynamic_slice_sizes={4,8}
+}
+
+%outer (whole: f32[64,8], j: s32[], near: f32[4,8]) -> f32[4,8] {
+  %whole = f32[64,8]{1,0:T(8,128)} parameter(0)
+  %j = s32[] parameter(1)
+  %near = f32[4,8]{1,0:T(8,128)S(1)} parameter(2)
+  %nested = f32[4,8]{1,0:T(8,128)} fusion(%whole, %j), kind=kLoop, calls=%inner
+  ROOT %both = f32[4,8]{1,0:T(8,128)} add(%nested, %near)
+}
+
+ENTRY %main (x: f32[64,8], n: s32[]) -> f32[4,8] {
+  %x = f32[64,8]{1,0:T(8,128)} parameter(0)
+  %n = s32[] parameter(1)
+  %on_chip = f32[4,8]{1,0:T(8,128)S(1)} dynamic-slice(%x, %n, %n), dynamic_slice_sizes={4,8}
+  ROOT %sum = f32[4,8]{1,0:T(8,128)} fusion(%x, %n, %on_chip), kind=kOutput, calls=%outer
+}
+"""
+
+
+def test_fusions_within_fusions_and_the_memory_on_a_chip():
+    tile, number = 4 * 4 * 8, 4
+    assert traffic.of(ON_A_TPU).by_kernel == {"on_chip": 2 * number, "sum": tile + number + tile}
+
+
 def test_every_pair_is_one_call_of_two_forms():
     names = []
     for pair in traffic_table.pairs((1, 64, 2, 8)):
