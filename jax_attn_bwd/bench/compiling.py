@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd.bench.measure import Contender, Workload
+from jax_attn_bwd.bench.measure import Contender, Workload, step
 
 ATTENTIONS = {"jax_attn_bwd": dot_product_attention, "jax.nn": jax.nn.dot_product_attention}
 WIDTH, HEADS = 512, 8
-Arrays = dict[str, jax.ShapeDtypeStruct]
+Function = Callable[..., Any]
 
 
 def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
@@ -44,21 +44,17 @@ def _in_a_process(name: str, label: str) -> float:
     return float(done.stdout)
 
 
-def _call(B: int, T: int, attention: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], tuple]:
+def _call(B: int, T: int, attention: Function, **options: Any) -> tuple[Function, tuple]:
     """A call, forward and backward, and its arguments."""
     x = jax.ShapeDtypeStruct((B, T, HEADS, WIDTH // HEADS), jnp.float32)
 
-    def step(dout, *arrays):
-        out, pullback = jax.vjp(partial(attention, **options), *arrays)
-        return out, pullback(dout)
-
-    return step, (x, x, x, x)
+    return step(partial(attention, **options)), (x, x, x, x)
 
 
-def _model(layers: int, B: int, T: int, attention: Callable[..., Any]) -> tuple[Callable[..., Any], tuple]:
+def _model(layers: int, B: int, T: int, attention: Function) -> tuple[Function, tuple]:
     """A training step of a transformer whose layers are written out one after the other."""
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-    layer: Arrays = {
+    layer = {
         "qkv": shape(WIDTH, 3, HEADS, WIDTH // HEADS),
         "out": shape(HEADS, WIDTH // HEADS, WIDTH),
         "up": shape(WIDTH, 4 * WIDTH),
@@ -78,14 +74,14 @@ def _model(layers: int, B: int, T: int, attention: Callable[..., Any]) -> tuple[
             x = apply(layer, x)
         return ((x - target) ** 2).mean()
 
-    def step(model, x, target):
+    def train(model, x, target):
         value, gradients = jax.value_and_grad(loss)(model, x, target)
         return value, jax.tree.map(lambda p, g: p - 0.1 * g, model, gradients)
 
-    return step, ([layer] * layers, shape(B, T, WIDTH), shape(B, T, WIDTH))
+    return train, ([layer] * layers, shape(B, T, WIDTH), shape(B, T, WIDTH))
 
 
-PROGRAMS: dict[str, Callable[..., tuple[Callable[..., Any], tuple]]] = {
+PROGRAMS: dict[str, Callable[..., tuple[Function, tuple]]] = {
     "call, B2 T2048 N8 H64, causal": partial(_call, 2, 2048, is_causal=True),
     "call, B2 T2048 N8 H64, window 256": partial(_call, 2, 2048, local_window_size=256),
     "call, B4 T128 N8 H64, causal": partial(_call, 4, 128, is_causal=True),
@@ -97,9 +93,9 @@ QUICK = ("call, B4 T128 N8 H64, causal",)
 
 def main(name: str, label: str) -> None:
     """Prints the seconds that the program takes with one attention."""
-    step, args = PROGRAMS[name](attention=ATTENTIONS[label])
+    program, args = PROGRAMS[name](attention=ATTENTIONS[label])
     start = time.perf_counter()
-    jax.jit(step).lower(*args).compile()
+    jax.jit(program).lower(*args).compile()
     print(time.perf_counter() - start)
 
 

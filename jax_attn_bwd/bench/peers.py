@@ -275,7 +275,7 @@ def chunk_form(epsilon, query, key, value, log_decay, beta=None, C=64):
 
 
 def solves_end() -> bool:
-    """Tells whether the gradient of many triangular solves ends: before JAX 0.11 a CPU waits for ever."""
+    """Tells whether the gradient of many triangular solves ends: before JAX 0.11 a CPU may wait for ever."""
     return jax.default_backend() != "cpu" or jax.__version_info__ >= (0, 11)
 
 
@@ -283,7 +283,7 @@ def chunks(name: str, epsilon: float | None, solves: bool, args: tuple) -> Conte
     """Makes a contender of the step of `chunk_form`, as JAX derives it; `solves`: by a delta rule."""
     if solves and not solves_end():
         raise NotImplementedError(
-            "before JAX 0.11 the gradient of many triangular solves never ends on a CPU"
+            "before JAX 0.11 the gradient of many triangular solves may never end on a CPU"
         )
     return compiled_contender(name, step(partial(chunk_form, epsilon)), *args)
 

@@ -4,7 +4,6 @@ A seed and a number are one program, the same on every machine and in every vers
 """
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +69,7 @@ def workload(program: Program) -> Workload:
     """Draws the numbers, and compiles both steps, each from empty caches."""
     # what both read; ours may read a graph built before
     call, rng = program.call, np.random.default_rng((program.seed, program.number))
-    ours, plain = call.data(rng)
+    own_data, plain_data = call.data(rng)
     arrays = {name: cast(x.fill(rng, x.shape), x.dtype or program.dtype) for name, x in call.inputs.items()}
     dout = cast(normal(rng, call.out), program.dtype)
 
@@ -86,24 +85,29 @@ def workload(program: Program) -> Workload:
         return compiled_contender(name, steps(function), dout, data, arrays, costs=True, **more)
 
     found = [
-        contender("jax_attn_bwd", call.ours, ours),
-        contender("plain", call.plain, plain, compare=call.checked is None),
+        contender("jax_attn_bwd", call.ours, own_data),
+        contender("plain", call.plain, plain_data, compare=call.checked is None),
     ]
     if call.checked is not None:
-        found.append(contender("plain, our dropout", call.checked, plain, timed=False))
-
-    def precise() -> Results:
-        with jax.default_matmul_precision("highest"):
-            wide = jax.tree.map(_wide, (dout, plain, arrays))
-            return [np.asarray(x) for x in jax.tree.leaves(jax.jit(steps(call.checked or call.plain))(*wide))]
+        found.append(contender("plain, our dropout", call.checked, plain_data, timed=False))
 
     # chips round the factors of float32 products
     rounded = program.dtype if jax.default_backend() == "cpu" else "bfloat16"
-    tolerance = TOLERANCES[rounded]
-    explains = partial(rounding.of_terms_that_cancel, tolerance)
-    if rounded != "float32":
-        explains = partial(rounding.of_narrow, rounded, precise)
-    return Workload(program.name, found, tolerance=tolerance, rounding=explains)
+
+    def plain_results(*args: Any, **options: bool) -> Results:
+        compiled = jax.jit(steps(call.checked or call.plain)).lower(*args).compile(compiler_options=options)
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(compiled(*args))]
+
+    def is_rounding(ours: Results, plain: Results) -> bool:
+        if rounded == "float32":
+            return rounding.of_terms_that_cancel(TOLERANCES[rounded], ours, plain)
+        read = (dout, plain_data, arrays)
+        as_written = plain_results(*read, xla_allow_excess_precision=False)
+        with jax.default_matmul_precision("highest"):
+            exact = plain_results(*jax.tree.map(_wide, read))
+        return rounding.of_narrow(rounded, ours, as_written, exact)
+
+    return Workload(program.name, found, tolerance=TOLERANCES[rounded], rounding=is_rounding)
 
 
 def _wide(x: jax.Array) -> jax.Array:
