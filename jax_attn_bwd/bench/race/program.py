@@ -94,7 +94,7 @@ def workload(program: Program) -> Workload:
     # chips round the factors of float32 products
     rounded = program.dtype if jax.default_backend() == "cpu" else "bfloat16"
 
-    def plain_results(*args: Any, **options: bool) -> Results:
+    def plain_results(*args: Any, **options: str | bool) -> Results:
         compiled = jax.jit(steps(call.checked or call.plain)).lower(*args).compile(compiler_options=options)
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(compiled(*args))]
 
