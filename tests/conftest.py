@@ -165,6 +165,19 @@ def one_device(monkeypatch):
 
 
 @pytest.fixture
+def narrow_products(one_device, monkeypatch):
+    """What is traced is for a CPU with one device that has products of bfloat16; heads may be short."""
+    from jax_attn_bwd._core import targets
+    from jax_attn_bwd.ops.dot_product import plan
+
+    jax.clear_caches()  # what was traced for another
+    monkeypatch.setattr(targets, "_cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(plan, "NARROW_HEAD", 1)
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def unproven(monkeypatch):
     """No generation of chips has passed the tests of its kernels: what proves them is a record alone."""
     from jax_attn_bwd._core import targets

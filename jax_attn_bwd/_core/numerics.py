@@ -1,6 +1,5 @@
 """Small numerical helpers shared by all operators."""
 
-import string
 from typing import Any
 
 import jax
@@ -83,28 +82,6 @@ def moved(x: jax.Array, source: int, destination: int) -> jax.Array:
     axes = list(range(x.ndim))
     axes.insert(destination % x.ndim, axes.pop(source))
     return lax.transpose(x, axes)
-
-
-def product(
-    subscripts: str, x: jax.Array, y: jax.Array, *, precision: Any, preferred_element_type: Any
-) -> jax.Array:
-    """Computes the `jnp.einsum` of two arrays that is one matrix product, and traces that alone.
-
-    `...` stands for the same axes in front of all three terms; each letter is in two terms or in all.
-    """
-    own = len(subscripts.partition(",")[0].removeprefix("..."))
-    lead = (string.digits + string.ascii_uppercase)[: x.ndim - own]
-    *terms, out = subscripts.replace("...", lead).replace("->", ",").split(",")
-    kept = [n for n in out if n in terms[0] and n in terms[1]]
-    summed = sorted(set(terms[0]) & set(terms[1]) - set(out))
-
-    # the order of the factors that leaves least to be turned, as `jnp.einsum` chooses it
-    rest = ["".join(n for n in term if n not in kept + summed) for term in terms]
-    if out != (order := "".join([*kept, *rest])):
-        x, y, terms, order = y, x, terms[::-1], "".join([*kept, *rest[::-1]])
-    axes: Any = tuple(tuple(tuple(map(term.index, names)) for term in terms) for names in (summed, kept))
-    found = lax.dot_general(x, y, axes, precision, preferred_element_type=preferred_element_type)
-    return lax.transpose(found, [order.index(n) for n in out])
 
 
 def reduce_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

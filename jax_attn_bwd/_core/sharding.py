@@ -210,31 +210,6 @@ def without_ones(x: jax.Array) -> jax.Array:
     return reshard_like(x, x, range(x.ndim))
 
 
-def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
-    """Computes `jnp.einsum`; on an Explicit mesh each axis of the result is sharded as in an operand.
-
-    Contracted axes may be sharded: the devices' shares are summed. `...` stands in front of a term.
-    """
-    if (mesh := explicit_mesh((x, y))) is not None:
-        *inputs, output = subscripts.replace("->", ",").split(",")
-        sharded: dict[str, Any] = {}
-        for term, a in zip(inputs, (x, y), strict=True):
-            for axis, mesh_axis in zip(_axes(term, a.ndim), explicit_spec(a), strict=True):
-                sharded[axis] = sharded.get(axis) or mesh_axis
-        batch = sum(axis.startswith("batch") for axis in sharded) if "..." in output else 0
-        rank = batch + len(output.removeprefix("..."))
-        spec = PartitionSpec(*(sharded[axis] for axis in _axes(output, rank)))
-        options["out_sharding"] = NamedSharding(mesh, spec)
-    return jnp.einsum(subscripts, x, y, **options)
-
-
-def _axes(term: str, rank: int) -> list[str]:
-    """Names each of the `rank` axes of an einsum's term; `...` is counted from its end."""
-    letters = term.removeprefix("...")
-    batch = rank - len(letters)
-    return [f"batch {i - batch}" for i in range(batch)] + list(letters)
-
-
 def axis_size(x: jax.Array, names: str | tuple[str, ...]) -> int:
     """Counts the shards along the mesh axes `names` of the mesh that `x` lives on."""
     shape = jax.typeof(x).sharding.mesh.shape

@@ -1,5 +1,7 @@
 """Tells what is compiled for: the platform, the kind of device, the generation whose kernels it runs."""
 
+import functools
+import pathlib
 import re
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -73,6 +75,27 @@ def is_one_cpu() -> bool:
         return jax.device_count("cpu") == 1
     except RuntimeError:  # an abstract mesh names devices that are not here
         return False
+
+
+def multiplies(dtype: Any) -> bool:
+    """Tells whether what is aimed at multiplies matrices of that dtype as they are.
+
+    GPUs and TPUs do. XLA compiles for the CPU that it runs on, which has instructions for float32 and
+    float64, and maybe for bfloat16; these are used where nothing is sharded.
+    """
+    if platform() != "cpu" or dtype in ("float32", "float64"):
+        return True
+    return dtype == "bfloat16" and _cpu_has_bfloat16() and is_one_cpu()
+
+
+@functools.cache
+def _cpu_has_bfloat16() -> bool:
+    """Tells whether this CPU has products of bfloat16; where Linux does not list what it has, it has none."""
+    try:
+        listed = pathlib.Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(listed)
 
 
 def device_kind() -> str:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to, product
+from jax_attn_bwd._core.numerics import accumulator_dtype, lost_to
+from jax_attn_bwd._core.products import product
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product import row_terms
 from jax_attn_bwd.ops.dot_product.block import scaled_product

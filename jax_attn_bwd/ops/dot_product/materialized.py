@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import finite, lost_to, reduce_to, to_rank
-from jax_attn_bwd._core.sharding import einsum
+from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
 from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
@@ -57,7 +57,7 @@ def plane(options: Options, operands: Operands) -> Plane:
     # The factors, without poison; those who ask for a plane alone may have their keys on several devices.
     operands = with_whole_keys(operands)
     q, k, v, live = unpoisoned(options, operands)
-    q, k, v = (x.astype(product_dtype(x.dtype)) for x in (q, k, v))
+    q, k, v = (x.astype(product_dtype(operands)) for x in (q, k, v))
 
     # What is seen, and where the elements stand if a score reads it.
     sizes, draw = operands.sizes, partial(dropout_factors, options, operands)

@@ -27,6 +27,7 @@ LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with t
 STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,096 x 4,096
 SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
 TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
+NARROW_HEAD = 80  # on a CPU that has products of bfloat16: from there on a step takes 0.6 to 0.9 of the time
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
@@ -78,7 +79,7 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
       operands: of the call.
       sizes: of the call, or of one of `parts` of its queries that walk in step.
     """
-    mask, dtype, on_cpu = operands.mask, operands.query.dtype, targets.platform() == "cpu"
+    mask, on_cpu = operands.mask, targets.platform() == "cpu"
     batch, T, S, _, _ = sizes
 
     # Tiles that caches hold; on one CPU so many batch entries at a time that a tile of all fits, too.
@@ -109,7 +110,7 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
     blocks = _even_block(T, block_q), _even_block(S, block_k)
     if on_cpu:
         blocks = tile_sizes(mask.mask_mod, *blocks)
-    return Tiles(*blocks, str(product_dtype(dtype)), slices, parts)
+    return Tiles(*blocks, str(product_dtype(operands)), slices, parts)
 
 
 def on_gpu(schedule: Materialized | Tiles, options: Options, operands: Operands) -> Schedule:
@@ -212,9 +213,17 @@ def _visits_less(operands: Operands, sizes: Sizes, block_q: int, block_k: int, t
     return bool(narrow < 0.75 * wide)
 
 
-def product_dtype(dtype: Any) -> Any:
-    """Returns the dtype of factors: XLA:CPU computes narrow products in float32 anyway, and refuses some."""
-    return accumulator_dtype(dtype) if targets.platform() == "cpu" else dtype
+def product_dtype(operands: Operands) -> Any:
+    """Returns the dtype of factors: on a CPU narrow ones are widened, unless it has products of them.
+
+    Those of short heads are: there, rounding the probabilities takes as long as narrow products save. So are
+    those of one row, whose products are of a vector.
+    """
+    dtype, (_, T, _, _, G) = operands.query.dtype, operands.sizes
+    heads = operands.query.shape[-1], operands.value.shape[-1]
+    is_long = T * G != 1 and all(isinstance(n, int) and n >= NARROW_HEAD for n in heads)
+    is_narrow = targets.platform() != "cpu" or (is_long and targets.multiplies(dtype))
+    return dtype if is_narrow else accumulator_dtype(dtype)
 
 
 def _may_be_sharded(query: jax.Array) -> bool:
@@ -300,7 +309,7 @@ class Plan:
 
     def tiles(self, operands: Operands) -> Tiles:
         """Returns the tiles by which a call, or a part of it, is walked whatever the schedule."""
-        schedule, dtype = self.schedule, str(product_dtype(operands.query.dtype))
+        schedule, dtype = self.schedule, str(product_dtype(operands))
         if isinstance(schedule, Tiles):
             return schedule
         if isinstance(schedule, Strips):
@@ -325,7 +334,9 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     # it costs elsewhere is not measured.
     portable_on_cpu = implementation == "xla" and targets.platform() == "cpu"
     in_two = portable_on_cpu and _is_narrow(operands)
-    return Plan(options, implementation, chosen, pieces, in_two, low_matters(options, operands))
+    # So is what rounding takes from p, where it is a factor in a narrow dtype.
+    is_rounded = in_two and product_dtype(operands) == operands.query.dtype
+    return Plan(options, implementation, chosen, pieces, in_two, is_rounded or low_matters(options, operands))
 
 
 def _in_step(pieces: Pieces | None) -> int:

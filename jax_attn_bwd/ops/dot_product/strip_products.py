@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import fusion, targets
-from jax_attn_bwd._core.numerics import finite, product, to_rank
+from jax_attn_bwd._core.numerics import finite, to_rank
+from jax_attn_bwd._core.products import product
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import Block, scaled_product
 from jax_attn_bwd.ops.dot_product.plan import Strips

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import product
+from jax_attn_bwd._core.products import product
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.block import scaled_product
@@ -148,7 +148,8 @@ def _added(w, moved, rows, sums, row, column, *, mixed):
     p = jnp.exp((block.where_seen(logits, -jnp.inf) - lse) - low)  # (2)
     pd = p * block.where_seen(dlogits)
     mu, values = pd.sum(-1), partial(product, "...gts,...sh->...gth", **block.product)
-    dout = values(block.dropped(pd).astype(block.v.dtype), block.v)
+    dtype = block.dlogits_dtype
+    dout = values(block.dropped(pd).astype(dtype), block.v.astype(dtype))
     if dv is not None:
         dout += values(block.dropped(p).astype(dv.dtype), dv)
     return _Sums(sums.dout + dout, sums.mu + mu)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
-from jax_attn_bwd._core.sharding import einsum, reshard_like
+from jax_attn_bwd._core.products import einsum
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head.projections import matmul_over_rows

@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import dropout, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
+from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd._core.rotary import rotate
-from jax_attn_bwd._core.sharding import axis_size, einsum, explicit_spec, reshard_like
+from jax_attn_bwd._core.sharding import axis_size, explicit_spec, reshard_like
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.multi_head.spec import INPUTS, Heads, Operands, Options
@@ -22,7 +23,7 @@ OUT = (0x6F757470, 0x75740000)  # tells the output's draws from those of the pro
 def matmul(subscripts: str, x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """Computes `einsum`, accumulated and returned in float32 or wider."""
     dtype = accumulator_dtype(x.dtype)
-    if targets.platform() == "cpu":  # which computes narrow products in float32 anyway, or refuses
+    if not targets.multiplies(x.dtype):
         x, y = x.astype(dtype), y.astype(dtype)
     return einsum(subscripts, x, y, precision=precision, preferred_element_type=dtype)
 

@@ -11,7 +11,7 @@ from helpers import assert_close, interpreted, thorough
 from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd._core import numerics, pallas
+from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.cases import cotangents
 from jax_attn_bwd.ops.dot_product import arguments, block, forward, portable
 from jax_attn_bwd.ops.dot_product import plan as planning
@@ -62,8 +62,8 @@ def planned(options, tiling):
 
 @pytest.fixture
 def products(monkeypatch):
-    """XLA:CPU refuses some products of bfloat16: factors are rounded, and multiplied in float32."""
-    product = numerics.product
+    """Factors are rounded as for a GPU, and multiplied in float32."""
+    product = block.product
 
     def widened(spec, *factors, **options):
         narrow = [x.dtype == BF16 for x in factors]
@@ -77,6 +77,7 @@ def products(monkeypatch):
 
     for module in (block, forward):
         monkeypatch.setattr(module, "product", widened)
+    monkeypatch.setattr(block.Block, "dlogits_dtype", BF16)
 
 
 TWINS = ["causal_window_cap", "bias_key", "sink", "dropout", "tiles"]

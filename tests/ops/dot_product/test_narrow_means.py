@@ -1,9 +1,9 @@
-"""Gradients and tangents in bfloat16 and float16, where values have a mean.
+"""Gradients and tangents in bfloat16 and float16, where keys and values have a mean.
 
-The error of a rounded output is one error of delta for all keys of a row, and a mean makes it large. What
-they are held against is the definition in float32, rounded at the end: in the narrow dtype it rounds as we
-do. Forward and backward are two programs, as in a model under `jax.checkpoint`: in one, XLA may hand on what
-was not rounded yet.
+The error of a rounded output is one error of delta for all keys of a row, and a mean makes it large, as it
+does those of rounded derivatives of logits, whose sum over a row is 0. What they are held against is the
+definition in float32, rounded at the end: in the narrow dtype it rounds as we do. Forward and backward are
+two programs, as in a model under `jax.checkpoint`: in one, XLA may hand on what was not rounded yet.
 """
 
 import jax
@@ -17,7 +17,7 @@ from jax_attn_bwd._core import targets
 from jax_attn_bwd.ops.dot_product.reference import dot_product_attention as definition
 
 B, T, N, K, H = 2, 192, 4, 2, 8
-MEAN, TIMES = 3, 3  # of the values; as large as the definition's error an error may be
+MEAN, TIMES = 3, 3  # of keys and values; as large as the definition's error an error may be
 
 
 def layer(q, k, v, forward_mode=False):
@@ -42,10 +42,20 @@ def dense(q, k, v, **options):
 @pytest.mark.parametrize("form", [dense, layer])
 @pytest.mark.usefixtures("tiles")
 def test_every_error_is_that_of_rounding_at_the_end(form, dtype):
-    """Of the gradients, of the keys' sum over all keys, which is 0, and of the tangent."""
+    compare(form, dtype)
+
+
+@pytest.mark.parametrize("form", [dense, pytest.param(layer, marks=thorough)])
+@pytest.mark.usefixtures("tiles", "narrow_products")
+def test_every_error_is_that_of_rounding_at_the_end_with_narrow_products(form):
+    compare(form, "bfloat16")
+
+
+def compare(form, dtype):
+    """Compares gradients, the sum over all keys of those of keys, which is 0, and a tangent."""
     rng = np.random.default_rng(0)
     draw = lambda heads, mean=0: jnp.asarray(rng.standard_normal((B, T, heads, H)) + mean, dtype)
-    given = draw(N), draw(K), draw(K, MEAN)
+    given = draw(N), draw(K, MEAN), draw(K, MEAN)
     along, dout = (draw(N), draw(K), draw(K)), draw(N)
 
     def derivatives(call, forward, compiled, to):
