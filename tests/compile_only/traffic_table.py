@@ -30,7 +30,8 @@ _ABOUT = f"""Forward and gradients, the cotangent given. `GB`: what all kernels 
 device's memory; an operand counts once for each kernel, whatever a cache saves. `launches`: kernels, library
 calls and copies; loops count as often as they run. Dense attention is B = 4, T = S = 4096, N = 16, H = 128 in
 bfloat16 beside `jax.nn.dot_product_attention(implementation="xla")`; window: 1024, causal; padding: a
-mask array that may hide keys of each entry, and hides none; segments:
+mask array that may hide keys of each entry, and hides none; bias: one that entries share, with its gradient;
+segments:
 {DOCUMENTS} documents of equal length, causal; which of its widths a strip takes is told at run time, and each
 width counts as often as these documents take it. Softmax stands beside
 `jax.nn.softmax`, graphs (constants of their programs) beside `jax.ops.segment_sum`, deformable attention
@@ -144,6 +145,13 @@ def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
     ours, plain = (partial(padded, call) for call in (dot_product_attention, jax.nn.dot_product_attention))
     keys = jax.ShapeDtypeStruct((shape[0], 1, 1, T), jnp.bool_)
     yield Pair("dot_product_attention, padding", ours, plain, (*types, keys), goal=_goal(T))
+
+    def biased(call, q, k, v, bias):
+        return call(q, k, v, bias=bias, implementation="xla")
+
+    ours, plain = (partial(biased, call) for call in (dot_product_attention, jax.nn.dot_product_attention))
+    bias = jax.ShapeDtypeStruct((1, shape[2], T, T), jnp.bfloat16)
+    yield Pair("dot_product_attention, bias", ours, plain, (*types, bias), goal=_goal(T))
 
     def packed(q, k, v, ids):
         ids = {"query_segment_ids": ids, "key_value_segment_ids": ids}

@@ -178,6 +178,28 @@ def test_what_rounding_takes_is_within_budgets_of_a_gpu():
     assert x != y
 
 
+BIAS = """
+from compile_only import devices, traffic_table
+
+(device,) = devices.devices("H200")
+(pair,) = [pair for pair in traffic_table._dense((2, 1024, 8, 64)) if pair.name.endswith(", bias")]
+for call in (pair.ours, pair.plain):
+    figures = traffic_table.figures(call, pair, device)
+    print(figures.traffic.bytes, figures.temporary_bytes)
+"""
+
+
+@thorough
+def test_a_bias_is_within_budgets_of_a_gpu():
+    """Tiles would move half as much again, and strips that widen the bias for each reader a tenth."""
+    if reason := devices.missing("H200"):
+        pytest.skip(reason)
+    done = run_python("-c", BIAS)
+    ours, plain = ([int(x) for x in line.split()] for line in done.stdout.splitlines()[-2:])
+    assert ours[0] <= plain[0]
+    assert ours[1] <= plain[1]
+
+
 SAMPLES = """
 from compile_only import devices, traffic_table
 

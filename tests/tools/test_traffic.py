@@ -155,7 +155,7 @@ def test_every_pair_is_one_call_of_two_forms():
             ours, plain = (jax.eval_shape(call, *pair.arrays) for call in (pair.ours, pair.plain))
         assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), pair.name
         names.append(pair.name)
-    assert len(set(names)) == len(names) == 5 + len(traffic_table._PLAIN)
+    assert len(set(names)) == len(names) == 6 + len(traffic_table._PLAIN)
 
 
 def test_the_section_replaces_an_older_one_and_no_other():
@@ -183,6 +183,7 @@ def test_goals_follow_the_live_tiles():
         "causal": (0.7, 10, ()),
         "window": (7 / 16, 7, ()),
         "padding": (1.0, 16, ()),
+        "bias": (1.0, 16, ()),
         "segments": (4 / 16, 4, (1.0, 0.0, 0.0, 0.0)),
     }
     *_, packed = traffic_table._dense((1, 64, 2, 8))

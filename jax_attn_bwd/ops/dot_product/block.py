@@ -39,6 +39,7 @@ class Block:
     rows: str = "gt"  # the axes of queries
     elements: str = "gts"
     einsum: Callable[..., jax.Array] = field(default_factory=lambda: product)
+    settled: Callable[[jax.Array], jax.Array] = lambda dlogits: dlogits  # as all that read them do
 
     @property
     def dtype(self) -> Any:
@@ -137,7 +138,7 @@ class Block:
             grads["value"] = multiply(over_queries, self.dropped(p).astype(dout.dtype), dout)  # (5)
         if not set(wanted) - {"value"}:
             return grads
-        dlogits = p * (dp - delta)  # (8)
+        dlogits = self.settled(p * (dp - delta))  # (8)
 
         # Through the score, the bias and the soft cap, in the reverse order of the forward.
         is_turned = self.elements == "sgt"

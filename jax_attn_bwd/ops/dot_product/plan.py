@@ -26,6 +26,7 @@ MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are fast
 LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with the slices of their heads
 STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,096 x 4,096
 SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
+BIAS_LOGITS = 1 << 28  # likewise with a bias: each cut copies a part of it, and of its gradient
 TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
 NARROW_HEAD = 80  # on a CPU that has products of bfloat16: from there on a step takes 0.6 to 0.9 of the time
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
@@ -119,14 +120,16 @@ def on_gpu(schedule: Materialized | Tiles, options: Options, operands: Operands)
     They have sizes of their own, or, where these would be too many, one of a few widths: XLA compiles a
     product of each size, and tries variants of it.
     """
-    # Strips know neither functions nor bias and dropout.
+    # Strips know neither functions nor dropout.
     mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
     functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
-    others = operands.bias is not None or options.dropout_rate > 0
+    others = options.dropout_rate > 0
     known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
     is_small = isinstance(schedule, Materialized)
     if targets.platform() != "gpu" or is_small or functions or others or not known:
         return schedule
+    if operands.bias is not None:
+        return _with_bias(options, operands) or schedule
 
     # Where arrays may empty whole tiles, strips whose extent is told at run time.
     has_plane = mask.has("elements") and not mask.hides_keys_alone
@@ -174,6 +177,28 @@ def _with_widths(operands: Operands) -> Strips | None:
         block = small if own * tile(small) >= TURN_LOGITS else GPU_TILE
         has_room = own * tile(block) * count(longest, block) <= MOST_STRIPS * SLICE_LOGITS
     return Strips(_even_block(T, block), _even_block(S, block), turns, True) if has_room else None
+
+
+def _with_bias(options: Options, operands: Operands) -> Strips | None:
+    """Picks whole planes of some heads beside a bias of all their elements; None where tiles remain."""
+    # No tiles to skip, and all heads on one device.
+    bias, mask, (batch, T, S, K, G) = operands.bias, operands.mask, operands.sizes
+    assert bias is not None  # the caller has one
+    entries, logits, own = math.prod(batch), G * T * S, bias.shape[-2:]
+    if own != (T, S) or mask.is_banded or (mask.has(*AXES) and max(T, S) > GPU_TILE):
+        return None
+    if _own(operands) != (entries, K) or options.logits_soft_cap is not None:
+        return None
+
+    # A product takes the bias as it stands: one for all, or of each head. What entries share they take one
+    # after the other.
+    kinds = {(1, 1): 1, (entries, K * G): 1, (1, K * G): entries}
+    least = kinds.get((math.prod(bias.shape[:-3]), math.prod(bias.shape[-3:-2])))
+    if least is None:
+        return None
+    slices = least * slices_of(entries * K // least, count(entries * K * logits, BIAS_LOGITS * least))
+    has_room = entries * K * logits <= slices * BIAS_LOGITS and slices <= MOST_STRIPS
+    return Strips(T, S, slices) if has_room else None
 
 
 def _tells_entries_apart(mask: Any) -> bool:

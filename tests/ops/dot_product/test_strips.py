@@ -59,6 +59,31 @@ def test_large_planes_are_cut_by_heads():
     assert grouped.head_slices == 2  # those of keys are cut
 
 
+@pytest.mark.parametrize(
+    ("lead", "slices"), [((1, 16), 4), ((4, 16), 1), ((1, 1), 1), ((16,), 4), ((), 1), ((4, 1), None)]
+)
+def test_strips_beside_a_bias_are_whole_planes(lead, slices):
+    """What entries share they take one after the other; else tiles remain."""
+    x = jax.ShapeDtypeStruct((4, 1024, 16, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((*lead, 1024, 1024), jnp.bfloat16)
+    with aimed_at("H200"):
+        found = plan("xla", PLAIN, Operands(x, x, x, bias)).schedule
+        of_keys = plan(
+            "xla", PLAIN, Operands(x, x, x, jax.ShapeDtypeStruct((1, 1, 1024), jnp.float32))
+        ).schedule
+    assert found == Strips(1024, 1024, slices) if slices else not isinstance(found, Strips)
+    assert not isinstance(of_keys, Strips)
+
+
+def test_a_large_bias_is_cut_by_heads():
+    x, bias = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 8192, 16, 64), (16, 8192, 8192)))
+    with aimed_at("H200"):
+        capped = plan("xla", Options(scale=1.0, logits_soft_cap=9.0), Operands(x, x, x, bias)).schedule
+        found = plan("xla", PLAIN, Operands(x, x, x, bias)).schedule
+    assert found == Strips(8192, 8192, 4)
+    assert not isinstance(capped, Strips)
+
+
 def test_devices_of_a_mesh_have_the_strips_of_one():
     """Where types tell how arrays lie; of Auto axes they do not, and batch and heads are not merged."""
     alone = schedule((4, 4096, 16, 128), "NVIDIA H200", "gpu", is_causal=True)
@@ -91,7 +116,11 @@ def test_a_gpu_s_product_rounds_the_probabilities_that_it_reads():
 @pytest.fixture
 def strips(monkeypatch):
     def played(head_slices):
-        monkeypatch.setattr(planning, "on_gpu", lambda *_: Strips(24, 40, head_slices))
+        def schedule(_, options, operands):
+            whole = operands.sizes.T, operands.sizes.S
+            return Strips(*((24, 40) if operands.bias is None else whole), head_slices)
+
+        monkeypatch.setattr(planning, "on_gpu", schedule)
 
     jax.clear_caches()  # what was traced with other tiles
     yield played
@@ -106,8 +135,16 @@ CALLS = {  # into how many slices merged batch and heads are cut; T, S, query he
     "cap and window, more blocks of keys than of rows": (
         1, 30, 100, 1, 1, {"local_window_size": (9, 60), "logits_soft_cap": 3.0},
     ),
+    "bias that entries share, grouped": (4, 50, 70, 4, 2, {"bias": (1, 4)}),
+    "bias of each entry, and a sink": (2, 50, 70, 2, 2, {"bias": (2, 2), "sink": True}),
+    "bias that all heads share": (2, 50, 70, 2, 1, {"bias": (1, 1)}),
+    "bias that entries share, all at once": (2, 50, 70, 4, 4, {"bias": (1, 4)}),
 }  # fmt: skip
-DEFAULT = ("window, rows that see nothing", "cap and window, more blocks of keys than of rows")
+DEFAULT = (
+    "window, rows that see nothing",
+    "cap and window, more blocks of keys than of rows",
+    "bias that entries share, grouped",
+)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +158,16 @@ def test_strips_give_the_definition(call, strips, rng):
     sink = jnp.asarray(rng.normal(size=N)) if options.pop("sink", False) else None
     shapes = (T, N, 8), (S, K, 8), (S, K, 6), (T, N, 6), (T, N), (T, N, 8)
     q, k, v, dout, dlse, along = (jnp.asarray(rng.normal(size=(2, *shape))) for shape in shapes)
+    bias = None
+    if lead := options.pop("bias", None):  # a row and a column of it hide all
+        numbers = rng.normal(size=(*lead, T, S))
+        numbers[..., 7, :] = numbers[..., 11] = -np.inf
+        bias = jnp.asarray(numbers)
 
     def outputs_and_gradients(function):
         def both(q):
-            call = lambda q, k, v, sink: function(q, k, v, sink=sink, **options)
-            out, pull = jax.vjp(call, q, k, v, sink)
+            call = lambda q, k, v, sink, bias: function(q, k, v, sink=sink, bias=bias, **options)
+            out, pull = jax.vjp(call, q, k, v, sink, bias)
             return out, pull((dout, dlse))
 
         second = lambda q: jax.grad(lambda q: (both(q)[1][0] * along).sum())(q)
@@ -138,6 +180,32 @@ def test_strips_give_the_definition(call, strips, rng):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_close(x, y, 1e-10)
+
+
+def test_a_bias_of_strips_hides_poison_and_nothing_else(strips, rng):
+    """NaN in a query that sees nothing, its cotangent, and a key that nothing sees; what is seen passes."""
+    strips(1)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, n, 2, 4))) for n in (9, 12, 12, 9))
+    bias = jnp.asarray(rng.normal(size=(1, 2, 9, 12))).at[:, :, 7].set(-jnp.inf).at[..., 11].set(-jnp.inf)
+
+    @jax.jit
+    def step(q, k, v, dout):
+        out, pull = jax.vjp(dot_product_attention, q, k, v, bias)
+        return out, pull(dout)
+
+    clean = step(q, k, v, dout)
+    row, column = (
+        (x.at[:, at].set(jnp.nan) for x in arrays) for at, arrays in ((7, (q, dout)), (11, (k, v)))
+    )
+    (hidden_q, hidden_dout), (hidden_k, hidden_v) = row, column
+    for x, y in zip(
+        *map(jax.tree.leaves, (step(hidden_q, hidden_k, hidden_v, hidden_dout), clean)), strict=True
+    ):
+        assert_close(x, y, 1e-12)
+    out, (dq, *_) = step(q.at[:, 3].set(jnp.nan), k, v, dout)
+    assert jnp.isnan(out[:, 3]).all()
+    assert jnp.isnan(dq[:, 3]).all()
+    assert_close(out[:, :3], clean[0][:, :3], 1e-12)
 
 
 def test_huge_tied_logits_and_a_dominant_sink(strips):
@@ -225,14 +293,17 @@ def test_strips_have_second_derivatives_by_what_enters_a_barrier(strips, rng):
 
 
 @thorough
-def test_strips_in_bfloat16_are_as_near_as_the_plain_formula(strips, rng):
+@pytest.mark.parametrize("lead", [None, (1, 2), (2, 2), (1, 1)])
+def test_strips_in_bfloat16_are_as_near_as_the_plain_formula(lead, strips, rng):
     """The output and each gradient are at most twice as far from float64's as those of `jax.nn` are."""
-    strips(1)
-    narrow = [jnp.asarray(rng.normal(size=(2, 96, 2, 16)), jnp.bfloat16) for _ in range(4)]
+    strips(1 if lead is None else 2)
+    shapes = [(2, 96, 2, 16)] * 4 + ([] if lead is None else [(*lead, 96, 96)])
+    narrow = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
 
     def step(call, arrays):
-        *operands, dout = arrays
-        out, pull = jax.vjp(lambda q, k, v: call(q, k, v, is_causal=True), *operands)
+        q, k, v, dout, *bias = arrays
+        attend = lambda q, k, v, *bias: call(q, k, v, *bias, is_causal=True)
+        out, pull = jax.vjp(attend, q, k, v, *bias)
         return jax.tree.leaves((out, pull(dout)))
 
     ours = jax.jit(partial(step, dot_product_attention), compiler_options=QUICK)(narrow)
