@@ -172,7 +172,8 @@ def narrow_products(one_device, monkeypatch):
 
     jax.clear_caches()  # what was traced for another
     monkeypatch.setattr(targets, "_cpu_has_bfloat16", lambda: True)
-    monkeypatch.setattr(plan, "NARROW_HEAD", 1)
+    for name in ("NARROW_HEAD", "NARROW_BARE_HEAD"):
+        monkeypatch.setattr(plan, name, 1)
     yield
     jax.clear_caches()
 

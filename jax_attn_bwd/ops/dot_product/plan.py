@@ -17,7 +17,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.mask import AXES
+from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
@@ -28,7 +28,9 @@ STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,0
 SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
 BIAS_LOGITS = 1 << 28  # likewise with a bias: each cut copies a part of it, and of its gradient
 TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
-NARROW_HEAD = 80  # on a CPU that has products of bfloat16: from there on a step takes 0.6 to 0.9 of the time
+# On a CPU that has products of bfloat16 a step takes 0.6 to 1 of the time from the first size of heads on;
+# where nothing is hidden or added, from the second: there, XLA fuses the whole forward of wide factors.
+NARROW_HEAD, NARROW_BARE_HEAD = 64, 80
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
@@ -244,9 +246,11 @@ def product_dtype(operands: Operands) -> Any:
     Those of short heads are: there, rounding the probabilities takes as long as narrow products save. So are
     those of one row, whose products are of a vector.
     """
-    dtype, (_, T, _, _, G) = operands.query.dtype, operands.sizes
+    dtype, (_, T, _, _, G), mask = operands.query.dtype, operands.sizes, operands.mask
     heads = operands.query.shape[-1], operands.value.shape[-1]
-    is_long = T * G != 1 and all(isinstance(n, int) and n >= NARROW_HEAD for n in heads)
+    is_bare = operands.bias is None and mask.rules == Mask() and not mask.has(*AXES)
+    least = NARROW_BARE_HEAD if is_bare else NARROW_HEAD
+    is_long = T * G != 1 and all(isinstance(n, int) and n >= least for n in heads)
     is_narrow = targets.platform() != "cpu" or (is_long and targets.multiplies(dtype))
     return dtype if is_narrow else accumulator_dtype(dtype)
 
