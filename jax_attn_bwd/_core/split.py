@@ -59,9 +59,14 @@ class Pieces:
     mesh: AbstractMesh | None = None
     folded: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes over which collectives of the pieces go."""
+        return self.mesh_axes or (AXIS,)
+
     def index(self) -> jax.Array:
         """Returns the index of the piece that runs, int32."""
-        return lax.axis_index(self.mesh_axes or AXIS)
+        return lax.axis_index(self.names)
 
     def origins(self, index: Any, length: int) -> Any:
         """Returns where the stretches of piece `index` begin: int32 `[1]`, or `[2]` if folded."""
@@ -94,18 +99,23 @@ class Place(NamedTuple):
     Attributes:
       axis: the axis along which the pieces' results are joined; None: they are shares of a sum.
       spec: the mesh axes of the whole on an Explicit mesh.
+      alike: whether it is no share, but what all pieces agreed on.
+      like: an array whose axes it has, and lies along.
     """
 
     axis: int | None
     spec: tuple = ()
+    alike: bool = False
+    like: jax.Array | None = None
 
 
 def place(x: jax.Array, axis: int | None) -> Place:
     """Returns the place of a result that is sharded like `x`."""
-    return Place(axis, explicit_spec(x))
+    return Place(axis, explicit_spec(x), like=x)
 
 
 SUM = Place(None)  # every device holds the whole sum
+ALIKE = Place(None, alike=True)
 
 
 def in_places(f: Callable[..., Any], places: Any, *results: Any) -> Any:
@@ -125,9 +135,8 @@ def over(
       axes: which axis of each array is cut; None: it is shared.
       results: where each result goes, a tree of `Place`.
     """
-    joined = in_places(lambda place: place.axis, results)
     if pieces.mesh is None:
-        return partial(_side_by_side, pieces, function, arrays, axes, joined)
+        return partial(_side_by_side, pieces, function, arrays, axes, results)
 
     # arrays are cut along the axes of the pieces, and lie along their other axes as before
     mesh, mesh_axes = pieces.mesh, pieces.mesh_axes
@@ -145,6 +154,7 @@ def over(
         return x if axis is None else _folded(x, axis, exchanged)
 
     def of_stretches(*arrays):
+        joined = in_places(lambda place: place.axis, results)
         return _map(fold, joined, function(*_map(fold, axes, arrays)))
 
     in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
@@ -183,15 +193,20 @@ def joined(found: Any) -> Any:
     return jax.tree.map(lambda x: join(x, 0), found)
 
 
-def _side_by_side(pieces, function, arrays, axes, joined):
+def _side_by_side(pieces, function, arrays, axes, results):
     """Does what `over` does, of pieces along a new batch axis: [.., n, ..] is [.., count, n / count, ..]."""
     fold = lambda axis, x: _folded(x, axis + 1, partial(jnp.flip, axis=axis)) if pieces.folded else x
     cut = lambda axis, x: x if axis is None else fold(axis, _cut(x, axis, pieces.count))
-    out_axes = jax.tree.map(lambda axis: axis or 0, joined, is_leaf=lambda axis: axis is None)
+    out_axes = in_places(lambda place: None if place.alike else place.axis or 0, results)
     run = jax.vmap(function, in_axes=axes, out_axes=out_axes, axis_size=pieces.count, axis_name=AXIS)
     found = run(*_map(cut, axes, arrays))
-    whole = lambda axis, x: x.sum(0) if axis is None else join(fold(axis, x), axis)
-    return _map(whole, joined, found)
+
+    def whole(place, x):
+        if place.alike:
+            return x
+        return x.sum(0) if place.axis is None else join(fold(place.axis, x), place.axis)
+
+    return in_places(lambda place, branch: jax.tree.map(partial(whole, place), branch), results, found)
 
 
 def _map(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:

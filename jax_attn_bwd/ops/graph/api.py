@@ -73,7 +73,7 @@ def graph_attention(
         out = sum of dropout(p) h_src over them
 
     Heads may be sharded; nodes too: devices share the edges evenly, and the output lies as `dst`. On an Auto
-    mesh that holds for small graphs on CPUs: see the page "Sharding".
+    mesh of other chips than CPUs tell how nodes lie by `jax.sharding.explicit_axes`, or each computes all.
 
     Shapes: nnz edges (`graph.capacity`), H heads, dim = H * D features of a node, head h the columns from
     h * D to (h + 1) * D. Only the source carries the message; no self-loop is ever added. `...` are batch

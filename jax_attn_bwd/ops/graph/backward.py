@@ -90,7 +90,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
         return grads
     alone = "attention_weights"  # heads may be sharded; it has no axis of nodes or edges
     grads = {name: x if name == alone else all_gathered(x) for name, x in grads.items()}
-    if plan.tied > 1:
+    if plan.tied:
         like = {name: getattr(given, name) for name in ("src", "dst", "value") if name in grads}
         grads |= {name: placement.rows_sharded_like(grads[name], x) for name, x in like.items()}
     return grads

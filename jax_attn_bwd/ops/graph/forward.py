@@ -127,8 +127,8 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.A
     part = replace(plan, options=replace(plan.options, return_weights=False))
 
     # out and l, shares of each piece, go to the devices of their nodes; m is alike on all
-    sums, by_node = partial(_sums, part, mesh_axes=pieces.mesh_axes), split.place(like, None)
-    places: Any = {"out": by_node, "m": split.SUM, "l": by_node, "weights": None}
+    sums, by_node = partial(_sums, part, mesh_axes=pieces.names), split.place(like, None)
+    places: Any = {"out": by_node, "m": split.ALIKE, "l": by_node, "weights": None}
     out, m, l, _ = placement.over_pieces(pieces, graph, "by_destination", sums, (t, heads), _Sums(**places))
     positive = jnp.where(l == 0, 1, l)
     out, like_rows = out / positive[..., None], reshard_like(m, l, (0, 1))

@@ -10,13 +10,18 @@ another, were all of them into one node:
 
 It costs each device the rows of all nodes, twice: as they are gathered, and as shares of their sums.
 
-On an Auto mesh a trace does not tell how nodes lie. Any edge may ask for any node, so each device gets
-all nodes and edges (`gathered_operands`). Small graphs on CPUs do better (`edges_sharded_like_nodes`):
-the edges of a pass are tied to the rows of the nodes, part by part, by an addition of what is always 0,
-which makes the partitioner shard both alike. If nodes are sharded, each device has a part of the edges,
-and what a pass sums by node is one all-reduce. If they are not, but heads are, or nothing is, nothing
-changes. A loop over chunks of edges would hold an exchange at every step, and so would running sums of
-sorted edges: ties are for passes without a loop, where a scatter adds in order.
+On an Auto mesh a trace does not tell how nodes lie: they, heads, a batch or nothing may be sharded. Where a
+scatter adds in order, on CPUs, the partitioner decides (`edges_sharded_like_nodes`): the pieces of a pass are
+tied to the rows of the nodes by an addition of what is always 0, which makes it shard both alike. If nodes
+are sharded, each device has a piece of the edges; if they are not, each has all.
+
+* A pass without a loop is left as it is: what it sums by node is one all-reduce.
+* In a loop over chunks of edges each step would hold an exchange. There the pieces are a batch axis, each
+  with sums of its own for every node, which are one all-reduce behind the loop. A device without a share
+  of the nodes holds those of all pieces.
+
+Running sums of sorted edges would exchange, too: off CPUs each device gets all nodes and edges
+(`gathered_operands`).
 """
 
 import math
@@ -31,7 +36,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from jax_attn_bwd._core import sharding, split
+from jax_attn_bwd._core import split
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.sharding import (
     all_gathered,
@@ -39,6 +44,7 @@ from jax_attn_bwd._core.sharding import (
     explicit_axes,
     explicit_spec,
     full_like_operands,
+    gathered,
     mesh_axes_of,
     on_shards,
     reshard_like,
@@ -47,7 +53,7 @@ from jax_attn_bwd._core.sharding import (
 )
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.graph.groups import RUN, Groups
-from jax_attn_bwd.ops.graph.loops import Grid, has_edges, in_chunks
+from jax_attn_bwd.ops.graph.loops import Grid, adds_in_order, has_edges, in_chunks
 from jax_attn_bwd.ops.graph.spec import Operands
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -65,7 +71,7 @@ def laid_like_destinations(x: jax.Array, operands: Operands, has_heads: bool) ->
     return resharded(x, operands.leader, (*spec[: x.ndim - 2], rows, heads))
 
 
-# On an Explicit mesh: pieces of the edges.
+# Pieces of the edges.
 
 
 def pieces_of_edges(operands: Operands) -> Pieces | None:
@@ -98,11 +104,21 @@ def unsharded_rows(tree: Any) -> Any:
         alike.setdefault((x.shape, x.dtype, explicit_spec(x)) if small else key, []).append(key)
     for keys in alike.values():
         if len(keys) == 1:
-            distinct[keys[0]] = unsharded(distinct[keys[0]], 0)
+            distinct[keys[0]] = _whole_rows(distinct[keys[0]], tree)
         else:
-            together = unsharded(jnp.stack([distinct[key] for key in keys], 1), 0)
+            together = _whole_rows(jnp.stack([distinct[key] for key in keys], 1), tree)
             distinct |= {key: together[:, i] for i, key in enumerate(keys)}
     return jax.tree.map(lambda x: distinct[id(x)], tree)
+
+
+def _whole_rows(x: jax.Array, others: Any) -> jax.Array:
+    """Puts all rows of `x` on every device; on an Auto mesh as one axis of features, as operands lie.
+
+    An operand that a forward and its backward gather is then gathered once.
+    """
+    if auto_devices(x) == 1:
+        return unsharded(x, 0)
+    return gathered(x.reshape(x.shape[0], -1), 0, others).reshape(x.shape)
 
 
 def over_pieces(
@@ -126,11 +142,23 @@ def over_pieces(
     """
     # the runs of a piece are numbered from those of its first group on; the next begin `runs` further
     groups, owners, names = getattr(graph, side), graph.run_owners, pieces.mesh_axes
-    assert pieces.mesh is not None  # devices cut the edges
     runs = groups_of_piece(graph, groups, pieces).node.shape[0] // RUN
     if side == "by_destination" and owners is not None:
         more = graph.num_dst + pieces.count * runs + 1 - owners.shape[0]
         owners = jnp.pad(owners, (0, max(more, 0)), constant_values=graph.num_dst)
+
+    def of_piece(graph, owners, shared, own):
+        if side == "by_destination" and owners is not None:
+            first = pieces.index() * runs
+            owners = lax.dynamic_slice(owners, (first,), (graph.num_dst + runs + 1,))
+        return function(replace(graph, **{side: own}, run_owners=owners, exact=False), shared)
+
+    # side by side, shares are summed on every device before each keeps its rows
+    if pieces.mesh is None:
+        arrays, axes = (graph, owners, shared, groups), (None, None, None, 0)
+        found = split.over(pieces, of_piece, arrays, axes, places)()
+        laid = lambda place, x: x if place.like is None else rows_sharded_like(x, place.like)
+        return split.in_places(laid, places, all_gathered(found))
 
     # an array that is given twice is one inside, too
     leaves, structure = jax.tree.flatten((unsharded_rows(graph), owners, shared))
@@ -140,14 +168,10 @@ def over_pieces(
     is_scattered = lambda place: place.axis is None and mesh_axes_of(*place.spec[:1]) == set(names)
     apart = explicit_axes(pieces.mesh) > set(names)
 
-    def of_piece(*given):
+    def of_device(*given):
         own = dict(zip(distinct, given, strict=True))
         graph, owners, shared = structure.unflatten([own[id(x)] for x in leaves])
-        index = pieces.index()
-        if side == "by_destination" and owners is not None:
-            owners = lax.dynamic_slice(owners, (index * runs,), (graph.num_dst + runs + 1,))
-        part = {side: _part(graph, side, pieces, index)}
-        found = function(replace(graph, **part, run_owners=owners, exact=False), shared)
+        found = of_piece(graph, owners, shared, _part(graph, side, pieces, pieces.index()))
         return split.in_places(gone_home, places, found)
 
     def gone_home(place, x):
@@ -165,7 +189,7 @@ def over_pieces(
     # over the mesh axes of the pieces alone: heads stay with the partitioner
     cut, whole = PartitionSpec(names), PartitionSpec()
     out_specs = split.in_places(lambda p: cut if is_scattered(p) or p.axis == 0 else whole, places)
-    run = on_shards(of_piece, pieces.mesh, whole, out_specs, names)
+    run = on_shards(of_device, pieces.mesh, whole, out_specs, names)
     return split.in_places(summed, places, run(*distinct.values()))
 
 
@@ -208,7 +232,7 @@ def _part(graph: BipartiteCSC, side: str, pieces: Pieces, index: jax.Array) -> G
     return Groups(*map(part, groups, groups_of_piece(graph, groups, pieces), (*ends, graph.capacity)))
 
 
-# On an Auto mesh: all nodes and edges on every device, or edges tied to the nodes.
+# On an Auto mesh: edges tied to the nodes, or all nodes and edges on every device.
 
 
 def gathered_operands(operands: Operands) -> Operands:
@@ -218,7 +242,7 @@ def gathered_operands(operands: Operands) -> Operands:
     """
     a, mask = operands.attention_weights, operands.dropout_mask
     others = all_gathered(operands._replace(attention_weights=None, dropout_mask=None))
-    mask = None if mask is None else sharding.gathered(mask, 1, operands)
+    mask = None if mask is None else gathered(mask, 1, operands)
     return others._replace(attention_weights=a, dropout_mask=mask)
 
 
@@ -233,18 +257,25 @@ def _on_every_device(function, *operands):
     return all_gathered(function(*all_gathered(operands)))
 
 
-def edges_sharded_like_nodes(operands: Operands, devices: int) -> BipartiteCSC:
-    """Returns the graph with its groups in as many parts as devices can share the nodes, tied to these."""
-    # as many parts as devices can share the nodes of one side; a row of them for each part
-    graph, nodes = operands.graph, (operands.dst, operands.src)
-    parts = max(math.gcd(x.shape[0], devices) for x in nodes)
-    if parts == 1:
-        return graph
-    rows = [lax.stop_gradient(x).reshape(parts, -1).sum(1) for x in nodes if x.shape[0] % parts == 0]
+def pieces_like_nodes(operands: Operands, devices: int) -> Pieces | None:
+    """Returns as many pieces of edges, side by side, as devices of an Auto mesh can share the nodes.
+
+    None where these are one device, or where a batch or sums in a fixed order forbid it.
+    """
+    count = max(math.gcd(n, devices) for n in (operands.graph.num_dst, operands.graph.num_src))
+    return Pieces(count) if count > 1 and not operands.batch_axes and adds_in_order() else None
+
+
+def edges_sharded_like_nodes(operands: Operands, pieces: Pieces) -> BipartiteCSC:
+    """Returns the graph with its groups in pieces that are tied to the nodes."""
+    # a row of the nodes for each piece
+    graph, nodes, count = operands.graph, (operands.dst, operands.src), pieces.count
+    rows = [lax.stop_gradient(x).reshape(count, -1).sum(1) for x in nodes if x.shape[0] % count == 0]
 
     def tied(groups, node, other):
-        # [V, ...] -> [parts, V / parts, ...], no edge in the padding
-        grid, ends = Grid(parts, ceil_div(groups.node.shape[0], parts)), (node, other, graph.capacity)
+        # [V, ...] -> [count, V / count, ...], no edge in the padding
+        grid = Grid(count, groups_of_piece(graph, groups, pieces).node.shape[0])
+        ends = (node, other, graph.capacity)
         found = (_tied(in_chunks(x, grid, none), rows) for x, none in zip(groups, ends, strict=True))
         return Groups(*(x.reshape(-1, *x.shape[2:]) for x in found))
 

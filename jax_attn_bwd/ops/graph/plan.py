@@ -95,8 +95,9 @@ class Plan:
       in_turn: whether the entries of the batch are computed one after the other.
       on_every_device: whether nodes and edges may lie on several devices of an Auto mesh. Then each device
         gathers them all: any edge may ask for any node, and each chunk of a loop would gather its own.
-      tied: how many devices of an Auto mesh may share the edges, see `placement.edges_sharded_like_nodes`.
-      pieces: how devices cut the edges where nodes lie on several of an Explicit mesh; else None.
+      tied: the pieces in which devices of an Auto mesh may share the edges, see `placement.py`; else None.
+      pieces: how devices cut the edges where nodes lie on several of an Explicit mesh, or where passes over
+        tied edges have a loop; else None.
       loops: how the passes (over the edges of a piece) are cut into chunks.
       like_forward: whether the backward takes single edges, all at once, in the order of the forward: where a
         scatter adds in order. In a program that holds both XLA then reads rows and computes scores once.
@@ -110,7 +111,7 @@ class Plan:
     batch_rank: int
     in_turn: bool
     on_every_device: bool
-    tied: int
+    tied: Pieces | None
     pieces: Pieces | None
     loops: Loops
     like_forward: bool
@@ -124,10 +125,11 @@ class Plan:
         pieces = placement.pieces_of_edges(operands)
         devices = 1 if pieces else max(auto_devices(x) for x in spread if x is not None)
 
-        # edges are tied to the nodes where no entry, no loop and no order of sums forbids it
-        batch_rank = len(operands.batch_axes)
-        may_be_tied = devices > 1 and not batch_rank and adds_in_order()
-        chunks = Loops.of(options, operands, pieces, may_be_tied)
+        # edges are tied to the nodes; in a loop each device then adds to sums of its own
+        tied = placement.pieces_like_nodes(operands, devices)
+        chunks = Loops.of(options, operands, pieces, tied is not None)
+        if tied and not chunks.all_at_once:
+            pieces, chunks = tied, Loops.of(options, operands, tied)
 
         # the order of the edges in the backward
         graph = operands.graph
@@ -137,10 +139,10 @@ class Plan:
             options=options,
             implementation=implementation,
             return_residual=return_residual,
-            batch_rank=batch_rank,
+            batch_rank=len(operands.batch_axes),
             in_turn=one_after_another(),
-            on_every_device=devices > 1,
-            tied=devices if may_be_tied and chunks.all_at_once else 1,
+            on_every_device=devices > 1 and pieces is None,
+            tied=tied,
             pieces=pieces,
             loops=chunks,
             like_forward=like_forward,
@@ -155,7 +157,7 @@ class Plan:
     def edges_of(self, operands: Operands) -> BipartiteCSC:
         """Returns the graph as the passes walk over it."""
         graph = operands.graph
-        if self.tied > 1:
+        if self.tied:
             return placement.edges_sharded_like_nodes(operands, self.tied)
         if not self.loops.first_groups:
             return graph

@@ -91,7 +91,7 @@ def _returned(plan: Plan) -> list[str]:
 
 def _outputs(plan: Plan, operands: Operands, result: Result) -> Any:
     out, lse = result.out if plan.options.concat_heads else result.mean, result.lse
-    if plan.tied > 1:
+    if plan.tied:
         out, lse = (rows_sharded_like(x, operands.dst) for x in (out, lse))
     found = {"out": out, "weights": result.weights, "lse": lse}
     outputs = tuple(found[name] for name in _returned(plan))

@@ -1,7 +1,4 @@
-"""Nodes of a graph over 8 virtual devices: same numbers, work and sums shared evenly.
-
-On an Explicit mesh, and on an Auto mesh where no pass has a loop.
-"""
+"""Nodes of a graph over 8 virtual devices: same numbers, work and sums shared evenly."""
 
 import functools
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from jax_attn_bwd import BipartiteCSC, graph_attention, graph_attention_v2, grap
 from jax_attn_bwd.ops.graph import groups, loops, placement, plan
 
 SOURCES, DESTINATIONS, EDGES, ROOM, H, D = 16, 8, 70, 90, 4, 4
-NODES = ("src", "dst", "query", "key", "value")
+NODES = {"src", "dst", "query", "key", "value"}
 
 
 def graph_of(name):
@@ -140,12 +137,16 @@ def form(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    ("kind", "width"),
-    [pytest.param(k, w, marks=[thorough] * ((k, w) != ("gatv2", 1))) for k in FUNCTIONS for w in (1, 4)],
-)
-def test_chunks_runs_and_groups(kind, width, form):
-    """No collective stands in a loop."""
+IN_LOOPS = [
+    pytest.param(kind, width, axis_type, marks=[thorough] * ((kind, width) != ("gatv2", 1)))
+    for kind in FUNCTIONS
+    for width, axis_type in ((1, AxisType.Explicit), (4, AxisType.Explicit), (1, AxisType.Auto))
+]
+
+
+@pytest.mark.parametrize(("kind", "width", "axis_type"), IN_LOOPS)
+def test_chunks_runs_and_groups(kind, width, axis_type, form):
+    """No collective stands in a loop; outputs lie as the destinations, gradients as what they are of."""
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, SOURCES, 600), np.maximum(rng.integers(-9, DESTINATIONS, 600), 2)
     build, arrays = lambda: BipartiteCSC.from_coo(src, dst, SOURCES, DESTINATIONS), arrays_of(kind, False, 0)
@@ -154,13 +155,38 @@ def test_chunks_runs_and_groups(kind, width, form):
     form(width)
     graph, run = build(), program(kind, {}, ct)
     assert (graph.run_owners is not None) == (width == 1)
-    mesh, placed = on_mesh((8,), {name: P("x", None) for name in NODES}, arrays)
+    mesh, placed = on_mesh((8,), {name: P("x", None) for name in NODES}, arrays, axis_type)
     with jax.set_mesh(mesh):
         compiled = run.lower(graph, placed).compile()
-        assert_trees_close(compiled(graph, placed), expected, 1e-12)
+        got = compiled(graph, placed)
+    assert_trees_close(got, expected, 1e-12)
+    assert all(got[name].sharding.spec[0] == "x" for name in ("output 0", *(NODES & got.keys())))
     loops, inside = loops_and_collectives_in_them(compiled)
     assert loops >= 2
     assert inside == 0
+
+
+@thorough
+@pytest.mark.parametrize("rich", [False, True])
+@pytest.mark.parametrize("layout", ["sources", "heads", "two axes"])
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_auto_axes_in_loops(kind, layout, rich, form):
+    """The same values and gradients, edges and weights included, wherever the nodes lie."""
+    (shape, of_sources, of_destinations), graph = LAYOUTS[layout], graph_of("room")
+    arrays, rng = arrays_of(kind, rich, graph.capacity), np.random.default_rng(2)
+    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(0)} if rich else {}
+    options |= {"return_attention_weights": rich, "return_residual": rich, "concat_heads": not rich}
+    outs = jax.eval_shape(lambda: FUNCTIONS[kind][0](graph, **arrays, num_heads=H, **options))
+    cts = [jnp.asarray(rng.standard_normal(x.shape)) for x in jax.tree.leaves(outs)]
+    expected = program(kind, options, cts)(graph, arrays)
+    specs = dict.fromkeys(("src", "key", "value"), of_sources)
+    specs |= dict.fromkeys(("dst", "query"), of_destinations)
+    form(1)
+    graph = graph_of("room")
+    _, placed = on_mesh(shape, specs, arrays, AxisType.Auto)
+    compiled = program(kind, options, cts).lower(graph, placed).compile()
+    assert_trees_close(compiled(graph, placed), expected, 1e-12)
+    assert loops_and_collectives_in_them(compiled)[1] == 0
 
 
 AUTO_CASES = [
@@ -202,7 +228,7 @@ def test_auto_axes_off_the_cpu(monkeypatch):
     ct = [jnp.asarray(np.random.default_rng(2).standard_normal((DESTINATIONS, H * D)))]
     expected = program("gatv2", {}, ct)(graph, arrays)
     jax.clear_caches()
-    for module in (loops, plan):
+    for module in (loops, plan, placement):
         monkeypatch.setattr(module, "adds_in_order", lambda: False)
     mesh, placed = on_mesh((8,), {name: P("x", None) for name in NODES}, arrays, AxisType.Auto)
     with jax.set_mesh(mesh):
@@ -215,7 +241,10 @@ def test_auto_axes_off_the_cpu(monkeypatch):
 
 @thorough
 @pytest.mark.parametrize("mapped", [True, False])
-def test_a_batch_over_auto_axes_exchanges_nothing(mapped):
+@pytest.mark.parametrize("in_loops", [False, True])
+def test_a_batch_over_auto_axes_exchanges_nothing(mapped, in_loops, form):
+    if in_loops:
+        form(1)
     graph, x = graph_of("plain"), jnp.asarray(np.random.default_rng(0).standard_normal((8, SOURCES, H * D)))
     call = lambda x: graph_attention_v2(graph, x, None, jnp.ones(H * D), num_heads=H)
     step = lambda x: jax.value_and_grad(lambda x: (jax.vmap(call) if mapped else call)(x).std())(x)[1]
