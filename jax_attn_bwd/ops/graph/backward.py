@@ -15,7 +15,7 @@ Given cotangents dout of (3), dw of the returned weights (2), dlse of (1):
 
 The sum over f, the other edges into i, needs no pass of its own, since sum_f w_f x_f = out_i:
 
-    delta_i = <dout_i, out_i> + sum_f w_f dw_f - dlse_i                                  (5)
+    delta_i = sum_f w_f c_f - dlse_i = <dout_i, out_i> + sum_f w_f dw_f - dlse_i         (5)
     ds_e    = p_e (Z_e c_e - delta_i),   dbias = ds                                      (6)
 
 What ds and dx give to the operands is by kind too: (7) and (8) are in `kinds/gat.py`, (9) and (10) in
@@ -28,13 +28,15 @@ it gives those of the destinations too. Elsewhere a pass over the edges sorted b
 which it hands one number per edge and head (dz for gat, else ds): for gat the gradient is a sum of such
 numbers; the others read the sources' rows once more.
 
-Small graphs on a CPU take one pass in the order of the forward. It gives all gradients, and where both are
-one program XLA reads rows of nodes and computes the scores of the edges once.
+Small graphs on a CPU take one pass in the order of the forward, without a loop. It gives all gradients, delta
+by the first form of (5) too, and where both are one program XLA reads rows of nodes and computes the scores
+of the edges once.
 
 References:
   Dao et al., FlashAttention, 2022, arXiv:2205.14135: (5) for dense attention.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,7 +78,8 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
         if passes.in_parts:
             sums = sums._replace(handed=())
         if has_edges(operands.graph):
-            saved = _with_end_rows(plan, destination_rows(plan.options, residuals, cotangents))
+            saved = destination_rows(plan.options, residuals, cotangents, not plan.delta_by_edge)
+            saved = _with_end_rows(plan, saved)
             t = plan.loops.with_end_rows(t)
             if any(passes.by_source):
                 sums = _source_pass(plan, t, saved, passes.by_source, graph, sums)
@@ -182,9 +185,11 @@ def _source_pass(
     edges, zeros = graph.by_source, sums.dst
     to_source: Any = loops.add
     to_destination = lambda x, chunk, new: loops.add_in_turn(x, chunk.other, new)
+    delta = None
     if plan.like_forward:
         # single edges, of which each destination's are summed as in the forward, into runs first
         runs, _ = loops.in_runs(graph)
+        delta = partial(_delta_of_edges, plan, graph, saved) if plan.delta_by_edge else None
         edges = loops.turned(graph.by_destination)
         to_source = lambda x, chunk, new: loops.add_in_turn(x, chunk.node, new)
         to_destination = lambda x, chunk, new: loops.add_sorted(x, runs.node, new)
@@ -206,15 +211,37 @@ def _source_pass(
             src=to_source(sums.src, chunk, new.src) if need.src else None,
         )
 
-    share = partial(_share, plan.kind, t, saved, need)
+    share = partial(_share, plan.kind, t, saved, delta, need)
     sums = loops.scan(share, fold, sums, edges, graph.capacity, plan.loops.sources)
     if plan.like_forward and need.dst:
         sums = sums._replace(dst=loops.add_runs(zeros, graph, sums.dst))
     return sums
 
 
-def _share(kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool], chunk: Chunk) -> Sums[Any]:
-    """Computes the shares of a chunk's edges, in groups by source, in the sums that are needed."""
+def _delta_of_edges(plan: Plan, graph: Any, saved: DestinationRows, terms: jax.Array) -> jax.Array:
+    """Adds to delta (5), of which `saved` has the rest, the `terms` w c of all edges, as the forward sums."""
+    rest, runs = saved.delta[: graph.num_dst], loops.in_runs(graph)[0]
+    if graph.run_owners is None:
+        found = loops.add_sorted(rest, runs.node, terms)
+    else:
+        zeros = full_like_operands(rest, rest.shape, 0, rest.dtype, (rest, terms, graph))
+        of_runs = loops.add_sorted(loops.room_for_runs(zeros, graph), runs.node, terms)
+        found = loops.add_runs(rest, graph, of_runs)
+    return plan.loops.with_end_row(found)
+
+
+def _share(
+    kind: Kind,
+    t: Tables,
+    saved: DestinationRows,
+    delta: Callable[[jax.Array], jax.Array] | None,
+    need: Sums[bool],
+    chunk: Chunk,
+) -> Sums[Any]:
+    """Computes the shares of a chunk's edges, in groups by source, in the sums that are needed.
+
+    `delta` makes delta (5) by destination of the terms w c of all edges, which are one chunk; None: saved.
+    """
     # the weights again, [(W,) R, H]
     read = _read(kind, t, saved, chunk)
     s = with_bias(kind.score(t, read.ends), t, chunk, read.seen)
@@ -226,7 +253,7 @@ def _share(kind: Kind, t: Tables, saved: DestinationRows, need: Sums[bool], chun
         return Sums(None, None, None, None, message, None)
 
     # ds, [(W,) R, H]; behind it the rows are read once more where slopes by edge and feature would be kept
-    ds = _gradient_of_scores(kind, t, saved, chunk, read, p, z)
+    ds = _gradient_of_scores(kind, t, saved, delta, chunk, read, p, z)
     if kind.reads_twice and not loops.adds_in_order():
         ds, w, chunk = fusion.barrier((ds, w, chunk))
         read = _read(kind, t, saved, chunk)
@@ -266,6 +293,7 @@ def _gradient_of_scores(
     kind: Kind,
     t: Tables,
     saved: DestinationRows,
+    delta: Callable[[jax.Array], jax.Array] | None,
     chunk: Chunk,
     read: _Read,
     p: jax.Array,
@@ -276,10 +304,11 @@ def _gradient_of_scores(
     c = products(read.dout, total(x, read.ends.edge) if kind.edge_in_message else x)
     if saved.dweights is not None:
         c = c + take(saved.dweights, chunk.number)
-    c, delta = c if z is None else z * c, rows(saved.delta, chunk.other)
+    c = c if z is None else z * c
     if read.seen is not None:
-        c, delta = jnp.where(read.seen, c, 0), jnp.where(read.seen, delta, 0)
-    return p * (c - delta)
+        c = jnp.where(read.seen, c, 0)
+    own = rows(saved.delta if delta is None else delta(p * c), chunk.other)
+    return p * (c - (own if read.seen is None else jnp.where(read.seen, own, 0)))
 
 
 def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:

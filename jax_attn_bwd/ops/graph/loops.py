@@ -72,7 +72,7 @@ def rows(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
     does, is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products
     in one more pass.
     """
-    return x.at[index].get(mode="clip") if adds_in_order() else take(x, index, fill)
+    return x.at[index].get(mode="clip", **_of_indices()) if adds_in_order() else take(x, index, fill)
 
 
 @rows.defjvp
@@ -84,12 +84,17 @@ def _rows_jvp(fill, primals, tangents):
 
 def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
     """Reads the rows of `x` at `index`; `fill`, whatever lies in `x`, for an index past the end."""
-    return x.at[index].get(mode="fill", fill_value=fill)
+    return x.at[index].get(mode="fill", fill_value=fill, **_of_indices())
 
 
 def put(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """Puts `rows` at `index` of `x`, each row once; those past the end are dropped."""
-    return x.at[index].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
+    return x.at[index].set(rows.astype(x.dtype), mode="drop", unique_indices=True, **_of_indices())
+
+
+def _of_indices() -> dict[str, Any]:
+    """Tells that no index is negative, for CPUs: there a pass over the indices precedes each scatter else."""
+    return {"wrap_negative_indices": False} if adds_in_order() else {}
 
 
 def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
@@ -132,14 +137,14 @@ def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
 
 def add_in_turn(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """Adds `rows` to `x` at `index` where a scatter adds in order; those past the end are dropped."""
-    return x.at[index].add(rows.astype(x.dtype), mode="drop")
+    return x.at[index].add(rows.astype(x.dtype), mode="drop", **_of_indices())
 
 
 def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """Adds `rows` to `x` at `index`, which does not decrease; those past the end are dropped."""
     rows = rows.astype(x.dtype)
     if adds_in_order():
-        return x.at[index].add(rows, mode="drop", indices_are_sorted=True)
+        return x.at[index].add(rows, mode="drop", indices_are_sorted=True, **_of_indices())
     return add_in_fixed_order(x, index, rows)
 
 
@@ -190,7 +195,7 @@ def _tails_of_blocks(rows: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.A
 def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     """Takes the higher of `x`, by node, and the `rows` of a chunk's groups."""
     if chunk.node is not None:
-        return x.at[chunk.node].max(rows, mode="drop", indices_are_sorted=True)
+        return x.at[chunk.node].max(rows, mode="drop", indices_are_sorted=True, **_of_indices())
     more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
     return jnp.maximum(x, jnp.pad(rows, more, constant_values=-jnp.inf))
 

@@ -100,7 +100,8 @@ class Plan:
         tied edges have a loop; else None.
       loops: how the passes (over the edges of a piece) are cut into chunks.
       like_forward: whether the backward takes single edges, all at once, in the order of the forward: where a
-        scatter adds in order. In a program that holds both XLA then reads rows and computes scores once.
+        scatter adds in order. In a program that holds both XLA then reads rows and computes scores once, and
+        in one that computes the forward anew (`jax.checkpoint`) it leaves out the messages.
       one_pass: whether the backward sums for sources and destinations in one pass: in that order, or where
         a scatter adds in order, and no destination has so many edges that their sum is taken in runs.
     """
@@ -153,6 +154,14 @@ class Plan:
     def kind(self) -> Kind:
         """The kind of attention: the score of an edge, its message, and what their cotangents give."""
         return kinds.of(self.options)
+
+    @property
+    def delta_by_edge(self) -> bool:
+        """Whether the backward sums delta over the edges, and never reads out.
+
+        Not where devices share the edges: it would be one more exchange.
+        """
+        return self.like_forward and not self.tied
 
     def edges_of(self, operands: Operands) -> BipartiteCSC:
         """Returns the graph as the passes walk over it."""

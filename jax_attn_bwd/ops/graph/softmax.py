@@ -46,12 +46,12 @@ def softmax(
 ) -> Softmax:
     """Computes the softmax of the scores `[(W,) R, H]` of all groups, in parts; `zeros` is `[num_dst, H]`.
 
-    One more row of m and l takes what is past the end. Where devices have a piece of the edges each, along
-    `mesh_axes`, m is that of all pieces, and l the share of one.
+    One more row of m and l takes what is past the end, where anything may be. Where devices have a piece of
+    the edges each, along `mesh_axes`, m is that of all pieces, and l the share of one.
     """
-    # m, the highest score of each destination, [num_dst + 1, H]
+    # m, the highest score of each destination, [num_dst (+ 1), H]
     n = graph.num_dst
-    sums = jnp.pad(zeros, ((0, 1), (0, 0)))
+    sums = zeros if graph.exact else jnp.pad(zeros, ((0, 1), (0, 0)))
     m = sums + jnp.finfo(sums.dtype).min  # no -inf: all scores of a destination may be hidden
     for part, chunk in zip(s, parts, strict=True):
         top = lax.stop_gradient(part)
@@ -60,10 +60,9 @@ def softmax(
     if mesh_axes:
         m = lax.pmax(m, mesh_axes)
 
-    # l, summed in runs first: [num_dst + 1, H]
+    # l, summed in runs first: [num_dst (+ 1), H]
     e = [jnp.exp(part - own_rows(m, chunk)) for part, chunk in zip(s, parts, strict=True)]
-    count = n if graph.run_owners is None else graph.run_owners.shape[0]
-    of_runs = jnp.pad(zeros, ((0, max(count - n, 1)), (0, 0)))
+    of_runs = sums if graph.run_owners is None else loops.room_for_runs(zeros, graph)
     for part, chunk in zip(e, parts, strict=True):
         of_runs = loops.add(of_runs, to_runs(graph, chunk), sum_of_group(part, chunk))
     l = add_runs(sums, graph, of_runs)
@@ -121,8 +120,10 @@ class DestinationRows(NamedTuple):
     dweights: jax.Array | None  # [E, H]
 
 
-def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -> DestinationRows:
-    """Computes the rows of the destinations, with delta (5)."""
+def destination_rows(
+    options: Options, residuals: Any, cotangents: Cotangents, has_products: bool = True
+) -> DestinationRows:
+    """Computes the rows of the destinations; of delta (5) without `has_products` only the share of lse."""
     # m and l, finite; lse stands for both where the forward's are not known
     operands = residuals.operands
     out, _, weights, lse, m, l, out_low, weights_low = residuals.result
@@ -142,8 +143,8 @@ def destination_rows(options: Options, residuals: Any, cotangents: Cotangents) -
         dout = reshard_like(dout, out, (0, 1, 2))
 
     # delta (5), [num_dst, H]
-    delta = (dout.astype(dtype) * out).sum(-1)
-    if cotangents.weights is not None:
+    delta = (dout.astype(dtype) * out).sum(-1) if has_products else jnp.zeros_like(m)
+    if cotangents.weights is not None and has_products:
         weights = join_rounding(weights, weights_low, dtype)
         like = unsharded(delta, 0)
         of_weights = sum_by_destination(operands.graph, weights, cotangents.weights, like)

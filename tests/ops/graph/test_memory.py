@@ -98,3 +98,17 @@ def test_small_graphs_read_each_row_once_in_a_step(kind):
     text = jax.jit(step).lower(arrays, normal(nodes, width, dtype=np.float32)).compile().as_text()
     read = re.findall(rf"f32\[{nnz},[1,]*({H},{width // H}|{width})\]\S* gather\(", text)
     assert len(read) == len(arrays) - (kind == "gatv2") + 1
+
+
+def test_gradients_of_small_graphs_sum_no_messages():
+    """No one reads out, so that a forward that `jax.checkpoint` computes anew leaves it out."""
+    nodes, width = 19, 6
+    graph = BipartiteCSC.from_coo(*random_edges(nnz=101, num_src=nodes, num_dst=nodes), nodes, nodes)
+    arrays, ct = (
+        inputs("gat", nodes, nodes, width=width, dtype=np.float32),
+        normal(nodes, width, dtype=np.float32),
+    )
+    gradient = jax.grad(lambda a: (FUNCTIONS["gat"][0](graph, **a, num_heads=H) * ct).sum())
+    text = jax.jit(gradient).lower(arrays).compile().as_text()
+    summed = re.findall(rf"f32\[{nodes},{H},{width // H}\]\S* scatter\(", text)
+    assert len(summed) == 1  # the gradient of the sources
