@@ -62,6 +62,7 @@ def _of_queries(
 
     # (8): in the way that is fastest on the device
     grads = {}
+    corners = sampling.corners(options, operands) if loops.all_corners else None
     if "value" in wanted:
         if loops.in_order:
             grads["value"] = value_gradient.in_runs(options, operands, dout)
@@ -69,6 +70,8 @@ def _of_queries(
             grads["value"] = value_gradient.in_any_order(options, operands, dout)
         elif loops.paired_queries:
             grads["value"] = value_gradient.in_pairs(options, loops.paired_queries, operands, dout)
+        elif corners is not None:
+            grads["value"] = value_gradient.at_corners(corners, operands, dout)
         else:
             grads["value"] = value_gradient.point_by_point(options, operands, dout)
 
@@ -77,6 +80,8 @@ def _of_queries(
         if loops.all_points:  # what the points' gradients form lies where the value's did
             grads, operands, dout = fusion.barrier((grads, operands, dout))
             points = point_gradients.at_all_points(options, wanted, operands, dout)
+        elif corners is not None:
+            points = point_gradients.at_corners(options, wanted, corners, operands, dout)
         else:
             points = point_gradients.point_by_point(options, wanted, loops.by_channel, operands, dout)
         grads |= point_gradients.by_name(options, operands, *points)

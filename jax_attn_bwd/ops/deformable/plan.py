@@ -27,6 +27,7 @@ QUERY_AXES: dict[str, Any] = {"value": None, "sampling_locations": 1, "attention
 _MANY_ROWS = 1 << 13  # rows of one query and head; from here on a second core helps
 _MANY_QUERIES = 256  # from here on pairs of pixels are faster
 _BLOCK_BYTES = 1 << 17  # bytes of pairs that a core's cache holds; XLA leaves them to one core
+_CORNER_NUMBERS = 1 << 20  # numbers in the rows of all corners: 4 MiB, which caches hold
 _INDICES = 1 << 29  # numbers that int32 can index: padding makes up to three times as many
 
 
@@ -37,6 +38,7 @@ class Loops(NamedTuple):
     heads_first: bool = False  # in these, too, so that the points are transposed once
     by_channel: bool = False  # products with the cotangent: `point_gradients.by_channel`
     paired_queries: int = 0  # in a block of `value_gradient.in_pairs`; 0 = portable
+    all_corners: bool = False  # at once in the backward, but of a value in pairs
     all_points: bool = False  # at once
     in_order: bool = False  # the value's gradient: `value_gradient.in_runs`
 
@@ -75,7 +77,7 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
     if targets.platform() == "gpu":
         return Loops(all_points=True, in_order=options.deterministic_sums)
     weights, (_, S, _, D) = operands.attention_weights, operands.value.shape
-    B, Q, M, _ = weights.shape
+    B, Q, M, K = weights.shape
     if targets.platform() != "cpu" or not all(isinstance(n, int) for n in (B, Q, M, S, D)):
         return Loops()
     # a device that holds its own piece has as many rows as its shard
@@ -84,13 +86,19 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
     many = B * Q * M >= _MANY_ROWS
     if pieces is not None or _has_several_devices() or operands.value.size >= _INDICES:
         return Loops(on_all_cores=many)
+    by_channel = many and 4 * Q >= S  # with fewer, transposing the pixels costs more
+    corners = (4 if options.method == "bilinear" else 1) * weights.size
+    all_corners = not by_channel and 0 < corners * D <= _CORNER_NUMBERS
     # as many queries in a block as its pairs of pixels fit the cache
     paired = options.method == "bilinear" and Q >= _MANY_QUERIES and B * M * D > 0
+    if all_corners and 2 * Q * K < S:  # to pad the pixels, and drop that, would cost more than the sums
+        paired = False
     pair_bytes = 2 * D * sampling.compute_dtype(operands).itemsize
     return Loops(
         on_all_cores=many,
         heads_first=many,
-        by_channel=many and 4 * Q >= S,  # with fewer, transposing the pixels costs more
+        by_channel=by_channel,
+        all_corners=all_corners,
         paired_queries=min(Q, max(1, _BLOCK_BYTES // pair_bytes)) if paired else 0,
     )
 

@@ -1,7 +1,8 @@
 """The gradients of sampling points: equations (4) to (7) and (9) of `backward.py`.
 
-(4), the products <dout, value> at the corners, is taken point by point, on a CPU channel by channel, or at
-all points at once; kernels have their own. What follows from it is the same for all.
+(4), the products <dout, value> at the corners, is taken point by point, on a CPU channel by channel or, of
+few samples, at all corners at once, and on a GPU at all points at once; kernels have their own. What follows
+from it is the same for all.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import ceil_div, total
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.sampling import Place
+from jax_attn_bwd.ops.deformable.sampling import Corners, Place
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 _CHANNELS = 8  # channels that share one read of an index; 4 and 16 are slower
@@ -67,6 +68,24 @@ def at_all_points(
     read = lambda pixel: sampling.read_at_all_points(operands.value, pixel, dout.dtype)
     d = [(dout[:, :, :, None] * read(pixel)).sum(-1) for pixel in at.pixels]  # (4)
     return gradients(wanted, at, weight, d)  # (5) to (7)
+
+
+def at_corners(
+    options: Options, wanted: Collection[str], corners: Corners, operands: Operands, dout: jax.Array
+) -> PointGrads:
+    """Returns the points' gradients, [B, Q, M, K] each, from a product row for each corner.
+
+    XLA:CPU multiplies the rows in vectors, and a library sums them; a loop of its own over a row would add
+    one number at a time.
+    """
+    (B, Q, M, D), (C, K, n) = dout.shape, corners.rows.shape
+    table = operands.value.reshape(-1, D)
+    read = table.at[jnp.minimum(corners.rows, len(table) - 1)].get(mode="promise_in_bounds")
+    products = fusion.barrier(dout.reshape(1, 1, n, D) * read.astype(dout.dtype))
+    sums = jnp.matmul(products.reshape(-1, D), jnp.ones(D, dout.dtype), precision=lax.Precision.HIGHEST)
+    d = fusion.barrier(jnp.where(corners.rows < len(table), sums.reshape(C, K, n), 0))  # (4)
+    found = gradients(wanted, corners.at, corners.weight, [*d])  # (5) to (7)
+    return jax.tree.map(lambda x: x.reshape(K, B, Q, M).transpose(1, 2, 3, 0), found)
 
 
 def point_by_point(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
@@ -48,6 +49,14 @@ class Place(NamedTuple):
     below: jax.Array
     dx: jax.Array
     dy: jax.Array
+
+
+class Corners(NamedTuple):
+    """The corners of all sampling points of all queries and heads; n = B * Q * M."""
+
+    at: Place  # arrays [K, n]
+    weight: jax.Array  # [K, n]
+    rows: jax.Array  # int32 [C, K, n], of `value [B * S * M, D]`; B * S * M = outside
 
 
 def compute_dtype(operands: Operands) -> jnp.dtype:
@@ -92,6 +101,19 @@ def places(options: Options, operands: Operands) -> tuple[Place, jax.Array]:
     found = points(options, operands)
     level = Level(*(x.reshape(1, 1, 1, -1) for x in options.levels()))
     return place(options, level, found.x, found.y), found.weight
+
+
+def corners(options: Options, operands: Operands) -> Corners:
+    """Returns the rows of all corners in one array, whose last axis is long: it is computed in vectors."""
+    (B, Q, M, K), S = operands.attention_weights.shape, operands.value.shape[1]
+    found = fusion.barrier(Samples(*(x.reshape(K, -1) for x in samples(options, operands))))
+    at = place(options, Level(*(x[:, None] for x in options.levels())), found.x, found.y)
+
+    # pixels of each batch entry and head: B * S rows of M heads
+    n = np.arange(B * Q * M, dtype=np.int32)
+    pixels, first = jnp.stack(at.pixels), n // (Q * M) * (S * M) + n % M
+    rows = jnp.where(pixels < S, pixels * M + first[None, None], jnp.int32(B * S * M))
+    return Corners(at, found.weight, fusion.barrier(rows))
 
 
 def on_all_cores(level: Level) -> Level:

@@ -1,6 +1,7 @@
 """The gradient of the value, equation (8) of `backward.py`, added up in the way that suits the device.
 
-`point_by_point` is the portable loop, `in_any_order` the same sum at once, for a GPU.
+`point_by_point` is the portable loop, `at_corners` the same sum at once, for a CPU and few samples, and
+`in_any_order` for a GPU.
 
 **In pairs**, on a CPU: each step adds to two pixels, one head after the other. The two pixels of a row of a
 cell lie one behind the other, so one addition reaches both. Where one of them is outside the level it falls
@@ -29,7 +30,7 @@ from jax import lax
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.sampling import BLOCK, Location, Place, Samples
+from jax_attn_bwd.ops.deformable.sampling import BLOCK, Corners, Location, Place, Samples
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
 _GROUP_BYTES = 1 << 24  # of `following`, up to which it may be larger than `dout`
@@ -56,6 +57,19 @@ def in_any_order(options: Options, operands: Operands, dout: jax.Array) -> jax.A
     value = operands.value
     zeros = full_like_operands(value, value.shape, 0, dout.dtype, (operands, dout))
     return _add(zeros, at, sampling.scales(at, weight), dout[:, :, :, None])
+
+
+def at_corners(corners: Corners, operands: Operands, dout: jax.Array) -> jax.Array:
+    """Returns `dvalue [B, S, M, D]` from `dout [B, Q, M, D]`: one sum of a row for each corner."""
+    value, D = operands.value, dout.shape[3]
+    scales = fusion.barrier(jnp.stack(sampling.scales(corners.at, corners.weight)))
+    rows = scales[..., None] * dout.reshape(1, 1, -1, D)
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
+    )
+    zeros = full_like_operands(value.reshape(-1), (value.size,), 0, dout.dtype, (operands, dout))
+    starts = corners.rows.reshape(-1, 1) * D
+    return lax.scatter_add(zeros, starts, rows.reshape(-1, D), numbers, mode="drop").reshape(value.shape)
 
 
 def _add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:

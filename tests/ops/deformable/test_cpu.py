@@ -1,5 +1,6 @@
-"""Multi-scale deformable attention: the loops that a CPU takes where there are many queries, at any size."""
+"""Multi-scale deformable attention: what a CPU takes where queries are many, or samples few, at any size."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -19,9 +20,11 @@ OPTIONS = Options(spatial_shapes=((64, 85),), num_points=(4,))
 QUERIES = 3  # queries of a block: most cases have a last block of fewer
 
 
-@pytest.fixture
-def forced(monkeypatch):
+@pytest.fixture(params=["loops", "corners"])
+def forced(monkeypatch, request):
     def chosen(options, operands, pieces):
+        if request.param == "corners":
+            return plan.Loops(all_corners=True)
         queries = operands.attention_weights.shape[1]
         paired = min(queries, QUERIES) if options.method == "bilinear" else 0
         return plan.Loops(True, True, True, paired)
@@ -162,7 +165,9 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
         ((1, 5440, 8, 256, 5440), plan.Loops(True, True, True, 64)),
         ((8, 300, 8, 32, 5440), plan.Loops(True, True, False, 300)),
         ((1, 300, 8, 32, 5440), plan.Loops(paired_queries=300)),
-        ((1, 100, 8, 32, 5440), plan.Loops()),
+        ((1, 100, 8, 32, 5440), plan.Loops(all_corners=True)),
+        ((1, 300, 8, 16, 784), plan.Loops(paired_queries=300, all_corners=True)),
+        ((1, 300, 8, 16, 5440), plan.Loops(all_corners=True)),  # more pixels than pairs
         ((0, 5440, 8, 32, 5440), plan.Loops()),
         ((1, 5440, 8, 0, 5440), plan.Loops(True, True, True)),
         ((1, 4096, 1 << 10, 32, 1 << 15), plan.Loops(on_all_cores=True)),  # 2^30 numbers
@@ -172,7 +177,9 @@ def test_which_loops(monkeypatch, sizes, expected):
     monkeypatch.setattr(plan, "_has_several_devices", lambda: False)
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == expected
     nearest = plan.fastest_loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
-    assert nearest == expected._replace(paired_queries=0)
+    *of_rows, _ = sizes
+    is_small = 0 < 4 * math.prod(of_rows) <= 1 << 20  # a point has one corner
+    assert nearest == expected._replace(paired_queries=0, all_corners=is_small)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops(all_points=True, in_order=True)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "tpu")
