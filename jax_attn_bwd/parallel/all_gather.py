@@ -61,4 +61,4 @@ def backward(
         axis = x.ndim + sequence_axis(name)
         return lax.psum_scatter(x.astype(dtype), exchange.axis_name, scatter_dimension=axis, tiled=True)
 
-    return {name: scattered(name, getattr(parts, name)) for name in wanted.names}
+    return {name: scattered(name, getattr(parts, name)) for name in sorted(wanted.names)}

@@ -147,7 +147,8 @@ def backward(
     mine = of_keys(exchange, operands)
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, dout))
-    zeros = {name: jax.tree.map(zero, float_leaves.floats(getattr(operands, name))) for name in wanted.names}
+    floats = {name: float_leaves.floats(getattr(operands, name)) for name in sorted(wanted.names)}
+    zeros = {name: jax.tree.map(zero, x) for name, x in floats.items()}
     stay = {name: x for name, x in zeros.items() if name not in mine}
     go = {name: x for name, x in zeros.items() if name in mine}
 

@@ -1,11 +1,15 @@
 """A changed input, graph, mask, length, key or step of the same shapes does not trace an operator again."""
 
+import os
+import subprocess
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import QUICK, case_params, differentiated, finite_loss, first_of_each
+from helpers import QUICK, case_params, differentiated, finite_loss, first_of_each, thorough
 
 import jax_attn_bwd as jab
 
@@ -76,3 +80,29 @@ def test_a_loop_of_steps_traces_once():
     rng = np.random.default_rng(0)
     query, key = (jnp.asarray(rng.standard_normal((1, n, 2, 4))) for n in (1, 6))
     assert len({float(run(jnp.int32(i), query, key)) for i in range(6)}) == 6
+
+
+PRINT_PROGRAMS = """
+import jax
+from jax_attn_bwd import check
+from jax_attn_bwd._core.cases import cotangents, value_and_gradients
+
+for operator in check.discover():
+    if operator.name in ("multi_head_attention", "ring_attention", "all_gather_attention"):
+        case = next(case for case in operator.cases if "check" in case.tags and case.name != "plain")
+        arrays, names = case.arrays("bfloat16"), operator.differentiable
+        step = value_and_gradients(operator.call, [n for n in names if n in arrays], arrays, case.options)
+        outputs = jax.eval_shape(lambda: operator.call(**arrays, **case.options))
+        print(jax.jit(step).lower(cotangents(operator, outputs)).as_text())
+"""
+
+
+@thorough
+def test_every_process_makes_the_same_program():
+    """The order of a set of words differs: hosts would wait for one another, and compile what was kept."""
+    texts = set()
+    for seed in "123":
+        environment = os.environ | {"PYTHONHASHSEED": seed, "JAX_NUM_CPU_DEVICES": "2"}
+        command = [sys.executable, "-c", PRINT_PROGRAMS]
+        texts.add(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+    assert len(texts) == 1

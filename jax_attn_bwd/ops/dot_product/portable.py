@@ -110,7 +110,7 @@ def _zeros_like(operands: Operands, names: frozenset[str], rows: Any) -> dict[st
     """Returns zeros of the shapes of these operands, in the accumulator's dtype."""
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
-    return {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in names}
+    return {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in sorted(names)}
 
 
 def _of_sink_alone(plan: Plan, operands: Operands, result: Result, dout: Any, dlse: Any) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def _undo_projections(options, residuals, clean, grads, shares):
     # in the types of the arguments
     grads |= {"bias": shares.bias, "sink": shares.sink}
     found = {}
-    for name in wanted - {"mod_args"}:
+    for name in sorted(wanted - {"mod_args"}):
         grad, primal = grads.get(name), getattr(operands, name)
         if grad is None:  # no cotangent leads there
             grad = jnp.zeros_like(primal)
