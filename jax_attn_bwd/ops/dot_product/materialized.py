@@ -97,9 +97,19 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
     return _Rows(e, m, jnp.where(l == 0, 1, l), l == 0)
 
 
-def forward(plan: Plan, _: Materialized, operands: Operands) -> Result:
+def _in_reach(schedule: Materialized, operands: Operands) -> Operands:
+    """Returns the operands without the keys that no query sees whatever the arrays hold."""
+    if schedule.keys is None:
+        return operands
+    of_keys = operands.arrays_with("s").items()
+    first = lambda name, axis: lax.slice_in_dim(operands.array(name), 0, schedule.keys, axis=axis)
+    return operands.with_arrays({name: first(name, axis) for name, axis in of_keys})
+
+
+def forward(plan: Plan, schedule: Materialized, operands: Operands) -> Result:
     """Computes attention over all keys, with its row values."""
     # The softmax, and lse with what rounding takes from it.
+    operands = _in_reach(schedule, operands)
     whole = plane(plan.options, operands)
     e, m, l, empty = _softmax(whole, whole.logits(whole.scaled_product())[0])
     lse, low = log_sum(m, l)
@@ -116,9 +126,29 @@ def forward(plan: Plan, _: Materialized, operands: Operands) -> Result:
 
 
 def backward(
-    plan: Plan, _: Materialized, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+    plan: Plan, schedule: Materialized, wanted: Wanted, operands: Operands, *rows: Any
 ) -> dict[str, Any]:
     """Computes the gradients named in `wanted`, in the accumulator's dtype.
+
+    `rows` are the result, dout and dlse.
+    """
+    grads = _of_reached_keys(plan, wanted, _in_reach(schedule, operands), *rows)
+    if schedule.keys is None:
+        return grads
+
+    # Keys that were left out have gradient 0.
+    for name, axis in operands.arrays_with("s").items():
+        if name in grads:
+            widths = [(0, 0)] * grads[name].ndim
+            widths[axis] = (0, operands.sizes.S - schedule.keys)
+            grads[name] = jnp.pad(grads[name], widths)
+    return grads
+
+
+def _of_reached_keys(
+    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+) -> dict[str, Any]:
+    """Computes the gradients of operands of which no key is out of reach.
 
     Where these keys are all that the queries attend to, the softmax is formed as in the forward, and delta as
     sum_s p_ts dp_ts: nothing else is needed of the forward.

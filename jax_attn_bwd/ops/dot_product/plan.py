@@ -40,6 +40,7 @@ class Materialized:
     """The plane is one tile: no walk, see `materialized.py`."""
 
     batch_slices: int = 1  # of the first batch axis, one after the other
+    keys: int | None = None  # the first ones, all that some query sees; None = not counted
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
     all_sizes = (parts, *batch, sizes.N, T, S)
     known = all(isinstance(n, int) for n in all_sizes)
     if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
-        return Materialized(slices)
+        return Materialized(slices, None if _may_be_sharded(operands.query) else _keys_in_reach(operands))
 
     blocks = _even_block(T, block_q), _even_block(S, block_k)
     if on_cpu:
@@ -253,6 +254,16 @@ def product_dtype(operands: Operands) -> Any:
     is_long = T * G != 1 and all(isinstance(n, int) and n >= least for n in heads)
     is_narrow = targets.platform() != "cpu" or (is_long and targets.multiplies(dtype))
     return dtype if is_narrow else accumulator_dtype(dtype)
+
+
+def _keys_in_reach(operands: Operands) -> int | None:
+    """Counts the keys up to the last that a band over indices lets some query see; None = all."""
+    mask, (_, T, S, _, _) = operands.mask, operands.sizes
+    is_moved = mask.has_positions or mask.has("query_origin") or operands.dropout_offset is not None
+    if not mask.is_banded or is_moved:
+        return None
+    behind = 0 if mask.is_causal else mask.window[1] if mask.window is not None else S
+    return T + behind if T + behind < S else None
 
 
 def _may_be_sharded(query: jax.Array) -> bool:
