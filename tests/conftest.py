@@ -30,6 +30,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Names of tests that take long, one a line: they are thorough, as those that are marked in their files.
 SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
 finished_tests = itertools.count(1)
+names_of_all: pytest.StashKey = pytest.StashKey()  # of the tests that were found, also those left out
 meant: pytest.StashKey = pytest.StashKey()  # {(operator, implementation)} whose gradients this run compares
 missing: pytest.StashKey = pytest.StashKey()  # the pairs in `meant` whose gradients it never compared
 
@@ -46,6 +47,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """The tests that take long are left out unless they are asked for; no name differs from run to run."""
     slow = set(SLOW_TESTS.read_text().splitlines())
+    config.stash[names_of_all] = {item.nodeid for item in items}
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"give ids to the parameters of {item.nodeid}: it names an address")
@@ -154,6 +156,12 @@ def pytest_runtest_teardown():
     """
     if next(finished_tests) % 100 == 0:
         jax.clear_caches()
+
+
+@pytest.fixture
+def all_names(pytestconfig):
+    """The names of the tests that this run found, those that it leaves out among them."""
+    return pytestconfig.stash[names_of_all]
 
 
 @pytest.fixture

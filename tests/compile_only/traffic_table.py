@@ -83,7 +83,12 @@ class Figures(NamedTuple):
 
 def pairs(shape: tuple[int, int, int, int] = (4, 4096, 16, 128)) -> Iterator[Pair]:
     """What is compiled; `shape` is that of dense attention's operands."""
-    yield from _dense(shape)
+    yield from dense(shape)
+    yield from others()
+
+
+def others() -> Iterator[Pair]:
+    """All operators but dense attention; each as it is timed."""
     for operator in discover():
         if operator.name in _PLAIN:
             timed = [case for case in operator.tagged("timed") if case.name not in _LEFT_OUT]
@@ -128,7 +133,8 @@ _PLAIN: dict[str, Callable[[Operator, Case], Callable[..., Any] | None]] = {
 _LEFT_OUT = ("[131072, 1024] bfloat16",)  # narrow rows, which any compiler keeps in registers
 
 
-def _dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
+def dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
+    """Dense attention, beside `jax.nn`."""
     types, T = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3, shape[1]
     causal: dict[str, Any] = {"is_causal": True}
     calls = {"full": {}, "causal": causal, "window": {**causal, "local_window_size": (T // 4, 0)}}

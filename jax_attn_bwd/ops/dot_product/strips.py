@@ -173,8 +173,8 @@ def _forward_by_extents(options: Options, schedule: Strips, operands: Operands) 
 
     # The rows of some heads, and those of all as the caller has them.
     run = partial(_rows, options, operands, strips(schedule, operands, 0))
-    arrays = mask_arrays(schedule, operands), _bias(operands)
-    found = over_heads(_slices_of_forward(schedule, operands), run, *given, *arrays)
+    arrays, bias = mask_arrays(schedule, operands), _bias(operands)
+    found = over_heads(_slices_of_forward(schedule, operands, bias), run, *given, arrays, bias)
     as_given = lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:]))
     out, lse, low = map(as_given, found)
     result = Result(out, lse[..., 0], low[..., 0])
@@ -295,13 +295,13 @@ def _is_taken_by_products(bias: jax.Array, q: jax.Array) -> bool:
     return bias.dtype == accumulator_dtype(q.dtype) and len(bias) in (1, len(q))
 
 
-def _slices_of_forward(schedule: Strips, operands: Operands) -> int:
+def _slices_of_forward(schedule: Strips, operands: Operands, bias: jax.Array | None) -> int:
     """Counts the slices of a forward: as many, or fewer, of whole entries, where these share a bias.
 
     What adds it late reads it once for all entries of a slice.
     """
     batch, T, S, K, G = operands.sizes
-    entries, bias = math.prod(batch), _bias(operands)
+    entries = math.prod(batch)
     if bias is None or entries == 1 or len(bias) != K or schedule.head_slices != entries:
         return schedule.head_slices
     return slices_of(entries, count(entries * K * G * T * S, SLICE_LOGITS))
@@ -330,14 +330,11 @@ def _gradient_of_bias(operands: Operands, parts: list[jax.Array]) -> jax.Array:
     heads = math.prod(plane.shape[:-3])
 
     # Slices of the same heads, of one entry after the other, and of all heads.
-    size = len(parts[0])
-    period = max(heads // size, 1)
-    sums = []
-    for number in range(period):
-        same = parts[number::period]
-        sums.append(
-            same[0] if len(same) == 1 else sum((x.astype(wide) for x in same[1:]), same[0].astype(wide))
-        )
+    def total(first: jax.Array, *rest: jax.Array) -> jax.Array:
+        return sum((x.astype(wide) for x in rest), first.astype(wide)) if rest else first
+
+    period = max(heads // len(parts[0]), 1)
+    sums = [total(*parts[number::period]) for number in range(period)]
     found = sums[0] if period == 1 else jnp.concatenate(sums)
     shape = (heads, *plane.shape[-3:])
     if found.shape != shape:
