@@ -14,7 +14,7 @@ from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import tangent as written_tangent
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
-from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, has_one_row
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionGrads,
@@ -306,6 +306,13 @@ def dot_product_attention_jvp(
 _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
 
 
+def _computed_once(plan: Plan, operands: Operands) -> Operands:
+    """Puts what is read twice behind barriers; keys and values of one row are copied once, for all products."""
+    if isinstance(plan.schedule, Materialized) and has_one_row(operands.sizes):
+        return operands
+    return fusion.computed_once(operands, _READ_TWICE)
+
+
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     result = engine.implementation(plan).forward(plan, operands)
     return result.out, result.lse
@@ -313,14 +320,14 @@ def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _forward(plan, operands, wanted):
     forward = engine.implementation(plan).forward
-    result = forward(engine.differentiated(plan, wanted), fusion.computed_once(operands, _READ_TWICE))
+    result = forward(engine.differentiated(plan, wanted), _computed_once(plan, operands))
     kept = engine.pack_residuals(plan, result, wanted)
     return (kept.out, kept.lse), (operands, kept)
 
 
 def _backward(plan, saved, wanted, cotangents):
     operands, result = saved
-    operands = fusion.computed_once(operands, _READ_TWICE)
+    operands = _computed_once(plan, operands)
     residuals = Residuals(operands, engine.unpack_residuals(result), Wanted(wanted, alone=True))
     grads = engine.implementation(plan).backward(plan, residuals, *cotangents)
     return as_cotangents(operands, grads._asdict())

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import finite, lost_to, reduce_to, to_rank
+from jax_attn_bwd._core import float_leaves, targets
+from jax_attn_bwd._core.numerics import finite, lost_to, moved, reduce_to, to_rank
 from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
 from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
 from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
-from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, product_dtype
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, has_one_row, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.tiles import places, unpoisoned
 
@@ -48,7 +48,7 @@ class Plane(Block):
         """Computes scale * q k^T; see `block.scaled_product` for where the scale goes."""
         in_q = self.q.dtype == self.dtype
         q = self.scaled_q if in_q else self.q
-        logits = einsum("...gth,...sh->...gts", q, self.k, **self.product)
+        logits = self.einsum("...gth,...sh->...gts", q, self.k, **self.product)
         return logits if in_q else self.options.scale * logits
 
 
@@ -64,7 +64,23 @@ def plane(options: Options, operands: Operands) -> Plane:
     given = visibility.tile_mask(operands.mask, operands.bias, sizes)
     seen = visibility.of_whole(given, len(sizes.batch))
     read = places(options, given, None, None, (sizes.T, sizes.S), seen)
-    return Plane(options, q, k, v, given.bias, seen, *read, draw, einsum=einsum, operands=operands, live=live)
+    multiply = _vector_last if targets.platform() == "cpu" and has_one_row(sizes) else einsum
+    return Plane(
+        options, q, k, v, given.bias, seen, *read, draw, einsum=multiply, operands=operands, live=live
+    )
+
+
+def _vector_last(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
+    """Computes `einsum` of one row, so that all products read keys and values in the same order.
+
+    XLA:CPU turns a matrix for each product that reads it in another.
+    """
+    terms, out = subscripts.split("->")
+    if not out.endswith("gts"):
+        return einsum(subscripts, x, y, **options)
+    vector, matrix = terms.split(",")
+    found = einsum(f"{matrix},{vector}->{out.replace('gts', 'sgt')}", y, x, **options)
+    return moved(found, -3, -1)
 
 
 class _Rows(NamedTuple):

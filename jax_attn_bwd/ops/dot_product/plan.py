@@ -247,13 +247,18 @@ def product_dtype(operands: Operands) -> Any:
     Those of short heads are: there, rounding the probabilities takes as long as narrow products save. So are
     those of one row, whose products are of a vector.
     """
-    dtype, (_, T, _, _, G), mask = operands.query.dtype, operands.sizes, operands.mask
+    dtype, mask = operands.query.dtype, operands.mask
     heads = operands.query.shape[-1], operands.value.shape[-1]
     is_bare = operands.bias is None and mask.rules == Mask() and not mask.has(*AXES)
     least = NARROW_BARE_HEAD if is_bare else NARROW_HEAD
-    is_long = T * G != 1 and all(isinstance(n, int) and n >= least for n in heads)
+    is_long = not has_one_row(operands.sizes) and all(isinstance(n, int) and n >= least for n in heads)
     is_narrow = targets.platform() != "cpu" or (is_long and targets.multiplies(dtype))
     return dtype if is_narrow else accumulator_dtype(dtype)
+
+
+def has_one_row(sizes: Sizes) -> bool:
+    """Tells whether a key head has one query, so that its products are of a vector."""
+    return bool(sizes.T * sizes.G == 1)
 
 
 def _keys_in_reach(operands: Operands) -> int | None:
