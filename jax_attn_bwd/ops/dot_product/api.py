@@ -307,7 +307,7 @@ _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
 
 
 def _computed_once(plan: Plan, operands: Operands) -> Operands:
-    """Puts what is read twice behind barriers; keys and values of one row are copied once, for all products."""
+    """Puts what is read twice behind barriers; of one row a single copy is, which all products read."""
     if isinstance(plan.schedule, Materialized) and has_one_row(operands.sizes):
         return operands
     return fusion.computed_once(operands, _READ_TWICE)

@@ -64,9 +64,9 @@ def plane(options: Options, operands: Operands) -> Plane:
     given = visibility.tile_mask(operands.mask, operands.bias, sizes)
     seen = visibility.of_whole(given, len(sizes.batch))
     read = places(options, given, None, None, (sizes.T, sizes.S), seen)
-    multiply = _vector_last if targets.platform() == "cpu" and has_one_row(sizes) else einsum
+    product = _vector_last if targets.platform() == "cpu" and has_one_row(sizes) else einsum
     return Plane(
-        options, q, k, v, given.bias, seen, *read, draw, einsum=multiply, operands=operands, live=live
+        options, q, k, v, given.bias, seen, *read, draw, einsum=product, operands=operands, live=live
     )
 
 

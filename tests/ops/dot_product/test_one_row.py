@@ -25,7 +25,6 @@ def test_all_products_of_one_row_read_one_copy_of_keys_and_one_of_values(T, one_
     jax.clear_caches()
     entry = compiled[compiled.index("ENTRY") :]
     orders = {"as they lie": f"{B},{N},{S},{H}", "turned": f"{B},{N},{H},{S}"}
-    copies = {
-        name: len(re.findall(rf"= f32\[{shape}\]\S* fusion\(", entry)) for name, shape in orders.items()
-    }
-    assert copies == ({"as they lie": 2, "turned": 0} if T == 1 else {"as they lie": 4, "turned": 2})
+    count = lambda shape: len(re.findall(rf"= f32\[{shape}\]\S* fusion\(", entry))
+    found = {name: count(shape) for name, shape in orders.items()}
+    assert found == ({"as they lie": 2, "turned": 0} if T == 1 else {"as they lie": 4, "turned": 2})
