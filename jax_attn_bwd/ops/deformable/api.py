@@ -247,16 +247,17 @@ def _planned(operator: str, implementation: str | None, options: Options, operan
 
 
 def _primal(plan: Plan, operands: Operands) -> jax.Array:
-    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, operands)
+    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan.of_a_forward, operands)
 
 
 def _forward(plan, operands, wanted):
-    given = fusion.computed_once(operands, DIFFERENTIABLE)
+    given = fusion.computed_once(operands, plan.read_twice)
     return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given), operands
 
 
 def _backward(plan, operands, wanted, dout):
-    residuals = Residuals(fusion.computed_once(operands, DIFFERENTIABLE), Wanted(wanted))
+    residuals = Residuals(fusion.computed_once(operands, plan.read_twice), Wanted(wanted))
+    dout = fusion.kept_whole(dout, may_be_gathered=True)
     grads = backend.named(IMPLEMENTATIONS, plan.implementation).backward(plan, residuals, dout)
     return Operands(*grads)
 

@@ -10,7 +10,8 @@ points' gradients are those of the whole, and the gradient of the value, equatio
 sum over the pieces: it is taken once, after the loop over the points. `_core/split.py` runs the pieces.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax_attn_bwd._core import split, targets
 from jax_attn_bwd._core.sharding import gathered, unsharded
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.spec import Operands, Options
+from jax_attn_bwd.ops.deformable.spec import DIFFERENTIABLE, Operands, Options
 
 # the axis Q that pieces cut
 QUERY_AXES: dict[str, Any] = {"value": None, "sampling_locations": 1, "attention_weights": 1}
@@ -28,6 +29,7 @@ _MANY_ROWS = 1 << 13  # rows of one query and head; from here on a second core h
 _MANY_QUERIES = 256  # from here on pairs of pixels are faster
 _BLOCK_BYTES = 1 << 17  # bytes of pairs that a core's cache holds; XLA leaves them to one core
 _CORNER_NUMBERS = 1 << 20  # numbers in the rows of all corners: 4 MiB, which caches hold
+_PIXELS_PER_CORNER = 4  # from here on most pixels are read by no one
 _INDICES = 1 << 29  # numbers that int32 can index: padding makes up to three times as many
 
 
@@ -39,6 +41,7 @@ class Loops(NamedTuple):
     by_channel: bool = False  # products with the cotangent: `point_gradients.by_channel`
     paired_queries: int = 0  # in a block of `value_gradient.in_pairs`; 0 = portable
     all_corners: bool = False  # at once in the backward, but of a value in pairs
+    few_pixels: bool = False  # are read: so too in the forward of a step, and the value is made where read
     all_points: bool = False  # at once
     in_order: bool = False  # the value's gradient: `value_gradient.in_runs`
 
@@ -58,6 +61,16 @@ class Plan:
     implementation: str
     loops: Loops
     pieces: Pieces | None = None
+
+    @property
+    def of_a_forward(self) -> "Plan":
+        """The plan of a forward that no backward follows."""
+        return replace(self, loops=self.loops._replace(few_pixels=False))
+
+    @property
+    def read_twice(self) -> Sequence[str]:
+        """The operands that are computed once for both rules; not a value of which both read little."""
+        return [name for name in DIFFERENTIABLE if name != "value" or not self.loops.few_pixels]
 
 
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
@@ -99,6 +112,7 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
         heads_first=many,
         by_channel=by_channel,
         all_corners=all_corners,
+        few_pixels=all_corners and _PIXELS_PER_CORNER * corners <= B * S * M,
         paired_queries=min(Q, max(1, _BLOCK_BYTES // pair_bytes)) if paired else 0,
     )
 

@@ -79,11 +79,10 @@ def at_corners(
     one number at a time.
     """
     (B, Q, M, D), (C, K, n) = dout.shape, corners.rows.shape
-    table = operands.value.reshape(-1, D)
-    read = table.at[jnp.minimum(corners.rows, len(table) - 1)].get(mode="promise_in_bounds")
-    products = fusion.barrier(dout.reshape(1, 1, n, D) * read.astype(dout.dtype))
+    rows, inside = sampling.read_corners(operands.value, corners, dout.dtype)
+    products = fusion.barrier(dout.reshape(1, 1, n, D) * rows)
     sums = jnp.matmul(products.reshape(-1, D), jnp.ones(D, dout.dtype), precision=lax.Precision.HIGHEST)
-    d = fusion.barrier(jnp.where(corners.rows < len(table), sums.reshape(C, K, n), 0))  # (4)
+    d = fusion.barrier(jnp.where(inside, sums.reshape(C, K, n), 0))  # (4)
     found = gradients(wanted, corners.at, corners.weight, [*d])  # (5) to (7)
     return jax.tree.map(lambda x: x.reshape(K, B, Q, M).transpose(1, 2, 3, 0), found)
 

@@ -116,6 +116,17 @@ def corners(options: Options, operands: Operands) -> Corners:
     return Corners(at, found.weight, fusion.barrier(rows))
 
 
+def read_corners(value: jax.Array, corners: Corners, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Reads the rows of all corners, `[C, K, n, D]`; also tells which are inside, `[C, K, n]`.
+
+    A row outside is any row.
+    """
+    table = value.reshape(-1, value.shape[3])
+    last = len(table) - 1
+    rows = table.at[jnp.minimum(corners.rows, last)].get(mode="promise_in_bounds")
+    return rows.astype(dtype), corners.rows <= last
+
+
 def on_all_cores(level: Level) -> Level:
     """Hides `level` behind a sort, for which XLA:CPU runs the loop around it on all cores.
 

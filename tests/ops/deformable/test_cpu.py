@@ -1,6 +1,7 @@
 """Multi-scale deformable attention: what a CPU takes where queries are many, or samples few, at any size."""
 
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -20,11 +21,11 @@ OPTIONS = Options(spatial_shapes=((64, 85),), num_points=(4,))
 QUERIES = 3  # queries of a block: most cases have a last block of fewer
 
 
-@pytest.fixture(params=["loops", "corners"])
+@pytest.fixture(params=["loops", "corners", "few_pixels"])
 def forced(monkeypatch, request):
     def chosen(options, operands, pieces):
-        if request.param == "corners":
-            return plan.Loops(all_corners=True)
+        if request.param != "loops":
+            return plan.Loops(all_corners=True, few_pixels=request.param == "few_pixels")
         queries = operands.attention_weights.shape[1]
         paired = min(queries, QUERIES) if options.method == "bilinear" else 0
         return plan.Loops(True, True, True, paired)
@@ -166,6 +167,7 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
         ((8, 300, 8, 32, 5440), plan.Loops(True, True, False, 300)),
         ((1, 300, 8, 32, 5440), plan.Loops(paired_queries=300)),
         ((1, 100, 8, 32, 5440), plan.Loops(all_corners=True)),
+        ((1, 80, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
         ((1, 300, 8, 16, 784), plan.Loops(paired_queries=300, all_corners=True)),
         ((1, 300, 8, 16, 5440), plan.Loops(all_corners=True)),  # more pixels than pairs
         ((0, 5440, 8, 32, 5440), plan.Loops()),
@@ -177,9 +179,10 @@ def test_which_loops(monkeypatch, sizes, expected):
     monkeypatch.setattr(plan, "_has_several_devices", lambda: False)
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == expected
     nearest = plan.fastest_loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
-    *of_rows, _ = sizes
+    *of_rows, pixels = sizes
     is_small = 0 < 4 * math.prod(of_rows) <= 1 << 20  # a point has one corner
-    assert nearest == expected._replace(paired_queries=0, all_corners=is_small)
+    few = is_small and 4 * 4 * of_rows[1] <= pixels
+    assert nearest == expected._replace(paired_queries=0, all_corners=is_small, few_pixels=few)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops(all_points=True, in_order=True)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "tpu")
@@ -189,6 +192,25 @@ def test_which_loops(monkeypatch, sizes, expected):
 def test_operands_that_may_be_sharded_keep_their_heads_apart():
     """Whether they are is not known while tracing; these tests have several devices."""
     assert plan.fastest_loops(OPTIONS, shapes(1, 5440, 8, 32, 5440)) == plan.Loops(on_all_cores=True)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_what_stands_around_few_pixels(monkeypatch):
+    """What makes the value is computed for what is read of it; what makes a cotangent, once."""
+    monkeypatch.setattr(plan, "_has_several_devices", lambda: False)
+    monkeypatch.setattr(plan.split, "pieces_for_rows", lambda *_: None)
+    (dout, value, at, weights), levels = problem(B=1, levels=((16, 24), (8, 12)), dtype=np.float32)
+
+    def step(dout, value, at, weights):
+        call = lambda *x: multi_scale_deformable_attention(jnp.log1p(x[0]), levels, *x[1:])
+        out, pullback = jax.vjp(lambda *x: jnp.sin(call(*x)), value, at, weights)
+        return out, pullback(dout)
+
+    program = jax.jit(step).lower(dout, value, at, weights).compile().as_text()
+    loops = [x for x in program.split("\n\n") if " log-plus-one(" in x]
+    assert loops
+    assert all(" gather(" in x for x in loops)
+    assert len(re.findall(r" cosine\(", program)) == 1
 
 
 def test_no_loop_is_compiled_for_one_core(monkeypatch):
