@@ -91,7 +91,7 @@ def backward(
     def group(dstate, given):
         tokens, state, dout = given
         tokens, dout = layout.of_group(plan, tokens, groups), layout.chunks(plan, dout, groups).astype(dtype)
-        own = part(options, tokens, dtype)
+        own = part(plan, tokens, dtype)
         within = inside(options, own)
         _, states, u = through_chunks(options, own, within, state)
         dstate, through = _through_states(options, own, within, dout, dstate)
@@ -157,7 +157,7 @@ def _of_tokens(
 
     # (9); what a token reads of its own would only cancel in (15)
     dreads = dot("iv,jv", dout, u)
-    own_share = None if is_shared else (dout * u).sum(-1, keepdims=True)
+    own_share = None if is_shared else decays.row_sums(dout * u)
     if options.is_delta:
         db_dr = beta * dr
         doverlaps = -jnp.where(strictly_lower(key), dot("iv,jv", dr, u), 0)
@@ -191,7 +191,7 @@ def _of_tokens(
     # (15) to (17), or (18)
     if needs_decay:
         axis, end = key.ndim - 2, key * dat_end
-        passed = decays.whole * transposed((states * dstate).sum(-1, keepdims=True))
+        passed = decays.whole * transposed(decays.row_sums(states * dstate))
         if is_shared:
             start, pairs = query * dq_start, dreads * within.reads
             if options.is_delta:

@@ -15,6 +15,9 @@ and neither is above 1. Each pair of tokens is parted by one halving. A decay of
 and the beginning of a document part what is before from what follows: there c is not summed, parts are
 counted, and tokens of different parts are nothing to one another.
 
+Products of small halves are many and slow on a CPU. There all halvings are taken at once, each as a product
+of whole chunks, which are short, whose pairs that other halvings part are masked.
+
 The inverse of I + A with A strictly lower is made of those of the halves, as they are joined:
 
     [I + A1       ]^-1   [      M1          ]
@@ -35,9 +38,11 @@ from jax import lax
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.linear_attention.layout import Tokens
+from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Options
 
 Dot = Callable[[str, jax.Array, jax.Array], jax.Array]
+_NEVER = -1e5  # the logarithm of what underflows, with any that it is added to
 _BASE = 16  # rows of a triangle up to which halves are parted by masks: smaller products are slower
 
 
@@ -98,16 +103,18 @@ class Part(NamedTuple):
     key_factor: jax.Array | None
 
 
-def part(options: Options, tokens: Tokens, dtype: Any) -> Part:
+def part(plan: Plan, tokens: Tokens, dtype: Any) -> Part:
     """Returns what a group of chunks is computed with."""
     wide = lambda x: x.astype(dtype)
-    (query, query_factor), (key, key_factor) = (unit(options, wide(x)) for x in (tokens.query, tokens.key))
+    (query, query_factor), (key, key_factor) = (
+        unit(plan.options, wide(x)) for x in (tokens.query, tokens.key)
+    )
     return Part(
         query,
         key,
         wide(tokens.value),
         None if tokens.beta is None else wide(tokens.beta),
-        decays(options, wide(tokens.log_decay), tokens.restarts),
+        decays(plan, wide(tokens.log_decay), tokens.restarts),
         query_factor,
         key_factor,
     )
@@ -139,6 +146,7 @@ class Decays(NamedTuple):
       whole: exp(c_C), 0 with a restart: [1, X].
       between: exp(c_i - c_j) for j <= i, else 0: [C, C]; None where channels have decays of their own.
       halves: there, of each halving the factors of the later and of the earlier half, (2).
+      halvings: or all of those at once, [halvings, C, X].
     """
 
     restarts: jax.Array
@@ -146,16 +154,28 @@ class Decays(NamedTuple):
     to_end: jax.Array
     whole: jax.Array
     between: jax.Array | None
-    halves: tuple[tuple[jax.Array, jax.Array], ...]
+    halves: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    halvings: jax.Array | None = None
 
     def scaled(self, factor: jax.Array, rows: jax.Array) -> Scaled:
         """Returns `factor`, of those of the decays, times rows."""
         return Scaled(factor * rows, None) if self.between is None else Scaled(rows, factor)
 
+    def row_sums(self, x: jax.Array) -> jax.Array:
+        """Returns the sums of rows, `[..., 1]`; on a CPU by a product, as JAX 0.10 is slow at reductions."""
+        if self.halvings is None:
+            return x.sum(-1, keepdims=True)
+        return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=lax.Precision.HIGHEST)
+
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
         """Returns <x_i, y_j>_G for j <= i, else 0, [C, C]."""
         if self.between is not None:
             return dot("id,jd", x, y) * self.between
+        if self.halvings is not None:
+            own = self.row_sums(x * y) * identity(x)
+            return own + _added(
+                _masked(dot("id,jd", x[..., None, :, :] * self.halvings, y[..., None, :, :] * self.halvings))
+            )
         below = [
             dot("id,jd", _half(x, 1, later) * later, _half(y, 0, earlier) * earlier)
             for later, earlier in self.halves
@@ -169,6 +189,9 @@ class Decays(NamedTuple):
         """Returns sum_j plane_ij y_j exp(c_i - c_j) over j <= i, or j < i if channels differ, [C, X]."""
         if self.between is not None:
             return dot("ij,jd", plane * self.between, y)
+        if self.halvings is not None:
+            plane = _masked(plane[..., None, :, :])
+            return _added(self.halvings * dot("ij,jd", plane, y[..., None, :, :] * self.halvings))
         _, below = _parted(plane, 1)
         found = [
             _placed(dot("ij,jd", block, _half(y, 0, earlier) * earlier) * later, 1)
@@ -180,6 +203,9 @@ class Decays(NamedTuple):
         """Returns sum_i plane_ij x_i exp(c_i - c_j) over i >= j, or i > j if channels differ, [C, X]."""
         if self.between is not None:
             return dot("ij,id", plane * self.between, x)
+        if self.halvings is not None:
+            plane = _masked(plane[..., None, :, :])
+            return _added(self.halvings * dot("ij,id", plane, x[..., None, :, :] * self.halvings))
         _, below = _parted(plane, 1)
         found = [
             _placed(dot("ij,id", block, _half(x, 1, later) * later) * earlier, 0)
@@ -195,11 +221,13 @@ class Decays(NamedTuple):
         return dot("ij,jd", plane + transposed(plane), x)
 
 
-def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -> Decays:
+def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Decays:
     """Returns the decays of chunks: `log_decay [..., C, X]`, `restarts [..., C, 1]`."""
     # where a part begins, and of which part each token is
     is_zero = jnp.exp(log_decay) == 0
     restarts = is_zero if restarts is None else is_zero | restarts
+    if plan.halvings_at_once:
+        return _of_all_halvings(log_decay, restarts)
     g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
     behind = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis)
     # each difference of c is summed by itself: that of two sums would be off by the rounding of all of c
@@ -216,7 +244,7 @@ def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -
     # between tokens: a plane for all channels, or factors for each
     if c.shape[-1] == 1:
         is_read = ~transposed(strictly_lower(c)) & (number == transposed(number))
-        return Decays(restarts, *outer, factor(between_pairs(g), is_read), ())
+        return Decays(restarts, *outer, factor(between_pairs(g), is_read))
     halves, size = [], 1
     while size < c.shape[-2]:
         (g1, n1), n0 = (_half(x, 1, size=size) for x in (g, number)), _half(number, 0, size=size)
@@ -226,6 +254,42 @@ def decays(options: Options, log_decay: jax.Array, restarts: jax.Array | None) -
         halves.append((factor(since_b, n1 == nb), factor(to_b, n0 == nb)))
         size *= 2
     return Decays(restarts, *outer, None, tuple(halves))
+
+
+def _of_all_halvings(log_decay: jax.Array, restarts: jax.Array) -> Decays:
+    """Returns the decays of channels of chunks, each the exponential of a sum that one product takes."""
+    *batch, C, X = log_decay.shape
+    of, token = np.arange(C)[:, None], np.arange(C)
+    sums = [token <= of, token > of]
+    for size in _sizes(C):
+        b = of // (2 * size) * 2 * size + size
+        sums.append(np.where(of < b, (of < token) & (token < b), (b <= token) & (token <= of)))
+
+    # zeros that lie on the mesh as the decays do
+    g = jnp.where(restarts, _NEVER, log_decay)
+    taken = to_rank(jnp.asarray(np.concatenate(sums), g.dtype), g.ndim) + jnp.zeros_like(g[..., :1, :1])
+    found = jnp.exp(jnp.matmul(taken, g, precision=lax.Precision.HIGHEST)).reshape(*batch, len(sums), C, X)
+    from_start, to_end = found[..., 0, :, :], found[..., 1, :, :]
+    return Decays(restarts, from_start, to_end, from_start[..., -1:, :], None, halvings=found[..., 2:, :, :])
+
+
+def _sizes(C: int) -> list[int]:
+    """Returns the sizes of the halves of a chunk, small ones first."""
+    return [1 << n for n in range(C.bit_length() - 1)]
+
+
+def _masked(planes: jax.Array) -> jax.Array:
+    """Keeps in the plane of each halving, `[..., halvings or 1, C, C]`, the pairs that it parts."""
+    token = np.arange(planes.shape[-1])
+    halves = (token // size for size in _sizes(token.size))
+    parted = np.stack([(n[:, None] % 2 == 1) & (n == n[:, None] - 1) for n in halves])
+    return jnp.where(to_rank(jnp.asarray(parted), planes.ndim), planes, 0)
+
+
+def _added(x: jax.Array) -> jax.Array:
+    """Sums over halvings, `[..., halvings, C, X]`, one by one: a reduction would be slow on JAX 0.10."""
+    first, *others = (x[..., n, :, :] for n in range(x.shape[-3]))
+    return sum(others, first)
 
 
 def between_pairs(x: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
         return _one_token(plan, operands)
 
     def group(state, tokens):
-        own = part(options, layout.of_group(plan, tokens, operands.groups), dtype)
+        own = part(plan, layout.of_group(plan, tokens, operands.groups), dtype)
         within = inside(options, own)
         after, states, u = through_chunks(options, own, within, state)
         out = within.from_start.times(dot, states) + dot("ij,jv", within.reads, u)  # (6)
@@ -89,7 +89,7 @@ def _one_token(plan: Plan, operands: Operands) -> Result:
     # the token, [..., N, 1, X]
     dot, dtype = dot_of(plan.options), accumulator_dtype(operands.value.dtype)
     tokens = jax.tree.map(lambda x: x[0], layout.tokens(plan, operands))
-    own = part(plan.options, layout.of_group(plan, tokens, operands.groups), dtype)
+    own = part(plan, layout.of_group(plan, tokens, operands.groups), dtype)
 
     def of_heads(x):  # N = 1 where all heads share it
         *batch, K, G, C, X = x.shape[1:]

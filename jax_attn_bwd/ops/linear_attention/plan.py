@@ -14,6 +14,8 @@ from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
+# where all halvings are taken at once: each is a plane of a chunk, and few large operations are fast
+_CHUNK_OF_HALVINGS, _CPU_BYTES_OF_HALVINGS = 16, 1 << 23
 _CHIP_BYTES = 1 << 28
 
 
@@ -26,12 +28,14 @@ class Plan:
       implementation: the name of the one that runs.
       chunk: C, a power of two.
       side_by_side: m, the chunks of a group.
+      halvings_at_once: whether decays of channels take all halvings of a chunk at once, for a CPU.
     """
 
     options: Options
     implementation: str
     chunk: int
     side_by_side: int
+    halvings_at_once: bool = False
 
     def groups_of(self, T: Any) -> Any:
         """Counts the groups of T tokens, which may be symbolic."""
@@ -43,14 +47,23 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     T = operands.value.shape[-3]
     if not isinstance(T, int):
         return Plan(options, implementation, CHUNK, 1)
-    chunk = min(CHUNK, 1 << max(T - 1, 0).bit_length())
+    at_once = T > 1 and _takes_halvings_at_once(operands)
+    longest = min(CHUNK, _CHUNK_OF_HALVINGS) if at_once else CHUNK
+    chunk = min(longest, 1 << max(T - 1, 0).bit_length())
     chunks = max(ceil_div(T, chunk), 1)
     # groups of like size, lest much of the last one be filled up
-    groups = ceil_div(chunks, min(_side_by_side(chunk, operands), chunks))
-    return Plan(options, implementation, chunk, ceil_div(chunks, groups))
+    groups = ceil_div(chunks, min(_side_by_side(chunk, at_once, operands), chunks))
+    return Plan(options, implementation, chunk, ceil_div(chunks, groups), at_once)
 
 
-def _side_by_side(chunk: int, operands: Operands) -> int:
+def _takes_halvings_at_once(operands: Operands) -> bool:
+    """Tells whether channels have decays of their own, on a CPU."""
+    g, H = operands.log_decay, operands.key.shape[-1]
+    of_channels = g is not None and g.ndim == operands.value.ndim and isinstance(H, int) and H > 1
+    return of_channels and targets.platform() == "cpu"
+
+
+def _side_by_side(chunk: int, halvings_at_once: bool, operands: Operands) -> int:
     """Returns how many chunks a group has, of however many tokens."""
     (*batch, _, N, Hv), H = operands.value.shape, operands.key.shape[-1]
     itemsize = accumulator_dtype(operands.value.dtype).itemsize
@@ -61,5 +74,6 @@ def _side_by_side(chunk: int, operands: Operands) -> int:
     least = ceil_div(H * Hv * itemsize, max(of_inputs, 1))
     # what a group forms: some rows of each head, some planes, some states
     formed = math.prod(batch) * N * (4 * chunk * (H + Hv) + 4 * chunk**2 + 2 * H * Hv) * itemsize
-    budget = _CPU_BYTES if targets.platform() == "cpu" else _CHIP_BYTES
+    on_cpu = _CPU_BYTES_OF_HALVINGS if halvings_at_once else _CPU_BYTES
+    budget = on_cpu if targets.platform() == "cpu" else _CHIP_BYTES
     return max(least, budget // max(formed, 1))

@@ -39,7 +39,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
 )
 from jax_attn_bwd.ops.linear_attention.layout import Tokens
 from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+from jax_attn_bwd.ops.linear_attention.spec import Operands
 
 
 @partial(jax.jit, static_argnums=0)
@@ -59,7 +59,7 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
 
     def group(states, given):
         told, moves = (layout.of_group(plan, x, operands.groups) for x in given)
-        states, dout = in_order(partial(_next, options), states, _of_group(options, told, moves, dtype))
+        states, dout = in_order(partial(_next, options), states, _of_group(plan, told, moves, dtype))
         return states, layout.rows(dout)
 
     group = jax.checkpoint(group, prevent_cse=False)
@@ -69,9 +69,10 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
     return dout, merged_heads(dfinal)
 
 
-def _of_group(options: Options, tokens: Tokens, along: Tokens, dtype) -> tuple[Part, Inside, Inside, Tokens]:
+def _of_group(plan: Plan, tokens: Tokens, along: Tokens, dtype) -> tuple[Part, Inside, Inside, Tokens]:
     """Returns the chunks of a group, what is inside them, its tangents by (19) and (20), and the tokens'."""
-    own, dot = part(options, tokens, dtype), dot_of(options)
+    options = plan.options
+    own, dot = part(plan, tokens, dtype), dot_of(options)
     within, decays = inside(options, own), own.decays
     moved = jax.tree.map(lambda x: x.astype(dtype), along._replace(restarts=None))
     dquery = options.scale * unit_gradient(own.query, own.query_factor, moved.query)

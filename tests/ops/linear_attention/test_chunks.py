@@ -33,19 +33,22 @@ def gradients(function, operator, arrays, options):
 
 
 @pytest.mark.parametrize(
-    ("operator", "decay"),
+    ("operator", "decay", "at_once"),
     [
-        pytest.param(DELTA, "head", id="delta-head"),
-        pytest.param(LINEAR, "channel", id="linear-channel"),
-        pytest.param(DELTA, "channel", id="delta-channel", marks=thorough),
-        pytest.param(LINEAR, "head", id="linear-head", marks=thorough),
+        pytest.param(DELTA, "head", False, id="delta-head"),
+        pytest.param(LINEAR, "channel", True, id="linear-channel"),
+        pytest.param(DELTA, "channel", False, id="delta-channel, halves"),
+        pytest.param(DELTA, "channel", True, id="delta-channel", marks=thorough),
+        pytest.param(LINEAR, "channel", False, id="linear-channel, halves", marks=thorough),
+        pytest.param(LINEAR, "head", False, id="linear-head", marks=thorough),
     ],
 )
-def test_groups_of_any_size(operator, decay, monkeypatch):
-    """Seven chunks in groups of 1 and 2: the last one is filled up."""
+def test_groups_of_any_size(operator, decay, at_once, monkeypatch):
+    """Seven chunks in groups of 1 and 2: the last one is filled up; decays of channels also as on a chip."""
     one = case("", B=(1,), T=50, decay=decay, delta=operator is DELTA, state=True, segments=3, lengths=(44,))
     arrays, options = one.arrays(), NORM
     monkeypatch.setattr(planning, "CHUNK", 8)
+    monkeypatch.setattr(planning, "_takes_halvings_at_once", lambda _: at_once)
     expected = gradients(operator.reference, operator, arrays, options)
     for m in (1, 2):
         monkeypatch.setattr(planning, "_side_by_side", lambda *_, m=m: m)
@@ -90,9 +93,17 @@ def test_inverse_of_a_triangle_with_huge_powers(size):
     assert_close(quick_jit(inverse)(jnp.asarray(plane, jnp.float32))[0], exact, 1e-5)
 
 
-@pytest.mark.parametrize("decay", ["head", "channel"])
-def test_decays_of_all_sizes_in_float32(decay, rng):
-    """From none to more than float32 can hold the inverse of."""
+@pytest.mark.parametrize(
+    ("decay", "at_once"),
+    [
+        pytest.param("head", False, id="head"),
+        pytest.param("channel", True, id="channel"),
+        pytest.param("channel", False, id="channel, halves"),
+    ],
+)
+def test_decays_of_all_sizes_in_float32(decay, at_once, rng, monkeypatch):
+    """From none to more than float32 can hold the inverse of; also as a chip takes halves."""
+    monkeypatch.setattr(planning, "_takes_halvings_at_once", lambda _: at_once)
     arrays = case("", T=100, decay=decay, state=True).arrays()
     g = -(10.0 ** rng.uniform(-4, 3, arrays["log_decay"].shape))
     arrays["log_decay"] = jnp.asarray(np.where(rng.random(g.shape) < 0.05, -np.inf, g))
